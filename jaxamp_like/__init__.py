@@ -1,0 +1,17 @@
+"""Automatic mixed precision for JAX."""
+
+from ._amp import amp as amp, amp_stop as amp_stop
+from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
+from ._policy import default_amp_policy as default_amp_policy
+from ._rules import (
+    Rule as Rule,
+    follow_inputs as follow_inputs,
+    keep_each_input as keep_each_input,
+    keep_inputs as keep_inputs,
+    use_compute_precision as use_compute_precision,
+    use_compute_precision_wide_result as use_compute_precision_wide_result,
+    use_original_precision as use_original_precision,
+    use_original_precision_locally as use_original_precision_locally,
+    use_precision as use_precision,
+    use_widest_precision as use_widest_precision,
+)

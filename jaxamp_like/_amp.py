@@ -1,0 +1,211 @@
+"""`amp`: pytrees in, pytrees out; and `amp_stop`, which keeps it away."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ._bind import Frame, cast_all
+from ._dtypes import DType, as_float_dtype
+from ._errors import warn_or_raise
+from ._jax import consts, is_array, raw, trace
+from ._nnx import call_with_modules, nnx_modules
+from ._plan import Plan, Planner, input_fact
+from ._policy import AMP_STOP, REWRITTEN, CheckedPolicy, checked_policy, default_amp_policy
+from ._rules import author_dtype
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@overload
+def amp(
+    fn: Callable[_P, _R],
+    *,
+    compute_dtype: DTypeLike | None = ...,
+    amp_policy: Any = ...,
+    strict: bool = ...,
+) -> Callable[_P, _R]: ...
+@overload
+def amp(
+    fn: None = None,
+    *,
+    compute_dtype: DTypeLike | None = ...,
+    amp_policy: Any = ...,
+    strict: bool = ...,
+) -> Callable[[_F], _F]: ...
+def amp(
+    fn: Any = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: Any = None,
+    strict: bool = False,
+) -> Any:
+    """Computes what `fn` computes in mixed precision.
+
+    `fn` is traced to a jaxpr. Every equation, at any depth (also in the bodies of jit,
+    scan, while, cond, remat, custom derivative rules, shard_map), is looked up in the
+    policy and bound again with its inputs cast as the rule says. What goes in and out
+    of the function keeps its structure, shapes and dtypes, and so do gradients.
+
+    Only float32 values (and 16-bit ones, for 8-bit rules) are lowered; float64, complex
+    numbers, integers and PRNG keys never are, and no equation runs in more bits than
+    its author wrote.
+
+    Args:
+        fn: any function of pytrees: a loss, a model, a whole training step, a callable
+            module or a bound method. Leaves that are no arrays (Python numbers too) are
+            passed through as they are. Without `fn`, returns a decorator.
+        compute_dtype: what contractions compute in, float16 if not given. bfloat16
+            needs no loss scaling.
+        amp_policy: maps primitives, names of `jax.named_scope`s, paths of such names
+            ("encoder/attention"), compiled regular expressions of paths, or
+            "amp_default" to casting rules; `default_amp_policy` if not given. A scope
+            wins over a primitive, and among nested scopes the outermost. A dtype stands
+            for the rule `use_precision(dtype)`.
+        strict: raise instead of warn where an equation holds a program that amp can't
+            rewrite, or where a key of the policy matches nothing.
+    Returns:
+        A function with the signature of `fn`.
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+        AmpError: the policy can't be followed; when called, also where `strict` says so.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+    >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+    >>> grads = jax.jit(jax.grad(amp(loss, compute_dtype="bfloat16")))(w, x)
+    >>> grads.dtype
+    dtype('float32')
+
+    Casting by op is due to Micikevicius et al., "Mixed Precision Training",
+    arXiv:1710.03740."""
+    dtype = as_float_dtype("float16" if compute_dtype is None else compute_dtype, "compute_dtype")
+    policy = checked_policy(default_amp_policy if amp_policy is None else amp_policy)
+    if fn is None:
+        return functools.partial(amp, compute_dtype=dtype, amp_policy=amp_policy, strict=strict)
+    if not callable(fn):
+        raise TypeError(
+            f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
+            "not `amp(fn(x))`."
+        )
+    planner = _planner(policy, dtype, strict)
+
+    @functools.wraps(fn, updated=())
+    def wrapped(*args, **kwargs):
+        modules = nnx_modules((fn, args, kwargs))
+        if modules:
+            rewrite = functools.partial(_rewritten, planner)
+            return call_with_modules(rewrite, modules, (fn, args, kwargs))
+        return _rewritten(planner, fn)(*args, **kwargs)
+
+    return wrapped
+
+
+@functools.lru_cache(maxsize=128)
+def _planner(policy: CheckedPolicy, dtype: DType, strict: bool) -> Planner:
+    """One planner for equal settings, since it remembers what it has rewritten."""
+    return Planner(policy, dtype, strict)
+
+
+def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dynamic = [is_array(x) for x in leaves]
+        arrays = [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
+        result = []
+
+        def flat(*arrays):
+            args, kwargs = jax.tree.unflatten(tree, _merge(leaves, dynamic, arrays))
+            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+            is_out = [isinstance(x, jax.Array) for x in outs]
+            result.append((outs, out_tree, is_out))
+            return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
+
+        jaxpr = trace(flat, arrays)
+        outs, out_tree, is_out = result[0]
+        values = _run(planner, jaxpr, arrays)
+        return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
+
+    return call
+
+
+def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> list[Any]:
+    """`leaves`, with those that are `dynamic` taken from `arrays`."""
+    rest = iter(arrays)
+    return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
+
+
+def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Plans a freshly traced jaxpr and binds it on the arguments."""
+    inner = raw(jaxpr)
+    plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
+    _report_unused(planner, plan)
+    # The scope tells an outer `amp` that precision is decided here.
+    with jax.named_scope(REWRITTEN):
+        outs = Frame(planner, {}).run(plan, consts(jaxpr), arrays)
+        return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
+
+
+def _as_author(x: Any, aval: Any) -> Any:
+    """`x` in the author's dtype, weakly typed if the author's value was."""
+    dtype = author_dtype(aval)
+    if not isinstance(x, jax.Array):  # a literal
+        x = jnp.asarray(x) if aval.weak_type else jnp.asarray(x, aval.dtype)
+    if dtype is None or x.dtype == dtype:
+        return x
+    if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:
+        return lax.convert_element_type(x, float)
+    return cast_all([x], [dtype])[0]
+
+
+def _report_unused(planner: Planner, plan: Plan) -> None:
+    for key in planner.policy.own_keys():
+        if key not in plan.keys:
+            warn_or_raise(
+                f"The key {key!s} of `amp_policy` matched nothing in the function. If it "
+                "is a scope, compare it with the names given to `jax.named_scope`; else "
+                "remove it.",
+                planner.strict,
+            )
+
+
+@overload
+def amp_stop(fn: _F) -> _F: ...
+@overload
+def amp_stop(fn: None = None) -> Any: ...
+def amp_stop(fn: Any = None) -> Any:
+    """Keeps what is inside in the dtypes that its author wrote, backward pass included.
+
+    A decorator, with or without parentheses, and a context manager. Values that come
+    in low are cast back to the author's dtypes.
+
+    Args:
+        fn: a function to keep; none to get a decorator and context manager.
+    Returns:
+        The function, in a `jax.named_scope` called "amp_stop"; or that scope.
+    Raises:
+        TypeError: `fn` is not callable.
+
+    >>> @amp_stop
+    ... def norm(x):
+    ...     return x / jnp.sqrt(jnp.sum(x * x))
+    >>> def model(w, x):
+    ...     x = norm(x @ w)
+    ...     with amp_stop():
+    ...         return x @ w.T
+    """
+    scope = jax.named_scope(AMP_STOP[0])
+    if fn is None:
+        return scope
+    if not callable(fn):
+        raise TypeError(
+            f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
+            "Use `@amp_stop` or `with amp_stop():`."
+        )
+    return scope(fn)

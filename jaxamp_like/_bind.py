@@ -1,0 +1,205 @@
+"""Binding: emits the equations of a plan, each in the precision that was decided."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._dtypes import DType, bits, cast
+from ._jax import Atom, Jaxpr, Literal, consts, eqn_context, raw, reemit, trace
+from ._plan import Facts, Plan, Planner, Scope, Step
+from ._rules import Leaf
+
+# Ops whose derivative reads no operand: there is nothing to keep for it.
+_LINEAR = frozenset("add sub neg select_n concatenate pad convert_element_type".split())
+
+# Ops that broadcast size-1 axes of their operands by themselves.
+_BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
+
+
+class Frame:
+    """The values of one jaxpr while it is bound again.
+
+    A value is held in the dtype that it was made in; casts are made where it is read.
+    Casts of computed values are shared by their readers. An input of the function (a
+    parameter, mostly) is live in the backward pass anyway: its cast is made afresh for
+    every reader, inside a `jax.checkpoint` together with the op that reads it, so that
+    no low copy is kept for the backward pass, and gradients add up in the author's
+    dtype."""
+
+    def __init__(self, planner: Planner, env: dict[Any, Any]):
+        self.planner = planner
+        self.env = env
+        self.casts: dict[tuple[Any, DType], Any] = {}
+        self.views: dict[Any, Step] = {}  # views of inputs, by the step that made them
+        self.kept: set[Any] = set()  # variables that views are made of
+
+    def run(self, plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Binds a whole plan in a frame of its own; results in the dtypes they have."""
+        env = dict(zip(plan.constvars, consts, strict=True))
+        env |= zip(plan.invars, args, strict=True)
+        frame = Frame(self.planner, env)
+        for step, drops in zip(plan.steps, plan.drops, strict=True):
+            frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
+            for v in drops:
+                if v not in frame.kept:
+                    del frame.env[v]
+        return [frame.read(atom, None) for atom in plan.outvars]
+
+    def close(self, plan: Plan, jaxpr: Jaxpr, dtypes: tuple[DType | None, ...]) -> Jaxpr:
+        """The rewritten jaxpr of a plan, with results in `dtypes`.
+
+        Made once: JAX finds compiled code by the identity of inner jaxprs."""
+        if dtypes not in plan.closed:
+
+            def rewritten(*args):
+                return cast_all(self.run(plan, consts(jaxpr), args), dtypes)
+
+            avals = [
+                v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
+                for v, fact in zip(plan.invars, plan.ins, strict=True)
+            ]
+            plan.closed[dtypes] = trace(rewritten, avals)
+        return plan.closed[dtypes]
+
+    def rewrite(
+        self,
+        fn: Callable[..., Any],
+        avals: Sequence[Any],
+        values: Sequence[Any],
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[bool],
+    ) -> list[Any]:
+        """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
+
+        For code that only exists once JAX asks for it: derivative rules. `wanted` is
+        for the leading results; the others are not read low."""
+        jaxpr = trace(fn, avals)
+        missing = len(raw(jaxpr).outvars) - len(wanted)
+        plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *(False,) * missing))
+        return self.run(plan, consts(jaxpr), values)
+
+    def read(self, atom: Atom, dtype: DType | None) -> Any:
+        """The value of `atom`, cast to `dtype` if that is given and another."""
+        if isinstance(atom, Literal):
+            same = dtype is None or atom.aval.dtype == dtype
+            return atom.val if same else np.asarray(atom.val).astype(dtype)
+        value = self.env[atom]
+        if dtype is None or value.dtype == dtype:
+            return value
+        if (atom, dtype) not in self.casts:
+            self.casts[atom, dtype] = cast(value, dtype)
+        return self.casts[atom, dtype]
+
+    def bind(self, step: Step) -> list[Any]:
+        eqn, decision = step.eqn, step.decision
+        # The casts of operands belong to the op that reads them.
+        with eqn_context(eqn):
+            if step.opaque or step.handler is not None:
+                pairs = zip(eqn.invars, decision.reads, strict=True)
+                operands = [self.read(atom, dtype) for atom, dtype in pairs]
+            elif step.leaves and eqn.primitive.name not in _LINEAR:
+                return self._recast(step)
+            else:
+                return self._apply(step)
+        if step.handler is not None:
+            outs = step.handler.bind(self, step, operands)
+        else:
+            outs = reemit(eqn, operands)
+        return cast_all(outs, dtypes_of(decision.outs))
+
+    def _apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
+        """Casts the operands, but those that are `given`, and binds the primitive."""
+        eqn, decision, given = step.eqn, step.decision, given or {}
+        operands = [
+            given[i] if i in given else self._operand(step, i)
+            for i in range(len(eqn.invars))
+        ]
+        if any(fact and fact.leaf == Leaf.VIEW for fact in decision.outs):
+            self.views |= dict.fromkeys(eqn.outvars, step)
+            self.kept |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        if decision.bind is not None:
+            outs = decision.bind(*operands)
+        else:
+            outs = eqn.primitive.bind(*operands, **decision.params)
+        outs = outs if isinstance(outs, tuple | list) else [outs]
+        return cast_all(outs, dtypes_of(decision.outs))
+
+    def _operand(self, step: Step, i: int) -> Any:
+        atom, dtype = step.eqn.invars[i], step.decision.reads[i]
+        value = self.read(atom, None)
+        if isinstance(atom, Literal) or dtype is None or value.dtype == dtype:
+            return self.read(atom, dtype)
+        shape = step.eqn.outvars[0].aval.shape
+        fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape
+        if fans_out and bits(dtype) < bits(value.dtype):
+            # Broadcast first: the transpose of a broadcast is a sum, which must not add
+            # up in low precision.
+            return cast(lax.broadcast_in_dim(value, shape, range(len(shape))), dtype)
+        return cast(value, dtype) if i in step.leaves else self.read(atom, dtype)
+
+    def _recast(self, step: Step) -> list[Any]:
+        """Binds with casts of inputs that are made again in the backward pass.
+
+        Without `prevent_cse`: inside a loop there is nothing to merge, and outside XLA
+        may weigh a second cast against a copy that is kept."""
+        given = {
+            i: self._operand(step, i)
+            for i in range(len(step.eqn.invars))
+            if i not in step.leaves
+        }
+        roots, chain = self._origins([step.eqn.invars[i] for i in step.leaves])
+        static = {i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)}
+        arrays = {i: x for i, x in given.items() if i not in static}
+
+        def op(values, arrays):
+            frame = Frame(self.planner, dict(zip(roots, values, strict=True)))
+            for view in chain:
+                with eqn_context(view.eqn):
+                    frame.env |= zip(view.eqn.outvars, frame._apply(view), strict=True)
+            return frame._apply(step, static | arrays)
+
+        return jax.checkpoint(op, prevent_cse=False)(list(roots.values()), arrays)
+
+    def _origins(self, atoms: Sequence[Atom]) -> tuple[dict[Any, Any], list[Step]]:
+        """The inputs that `atoms` are views of, and the steps that lead to them."""
+        roots: dict[Any, Any] = {}
+        chain: dict[Step, None] = {}
+
+        def visit(atom):
+            if isinstance(atom, Literal):
+                return
+            if atom not in self.views:
+                roots[atom] = self.env[atom]
+            elif self.views[atom] not in chain:
+                for operand in self.views[atom].eqn.invars:
+                    visit(operand)
+                chain[self.views[atom]] = None
+
+        for atom in atoms:
+            visit(atom)
+        return roots, list(chain)
+
+
+def dtypes_of(facts: Facts) -> tuple[DType | None, ...]:
+    return tuple(fact and fact.dtype for fact in facts)
+
+
+def cast_all(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
+    """Casts each value that has a dtype given."""
+    return [
+        x if dtype is None or _dtype(x) == dtype else cast(jnp.asarray(x), dtype)
+        for x, dtype in zip(values, dtypes, strict=True)
+    ]
+
+
+def _dtype(x: Any) -> Any:
+    return getattr(x, "dtype", None) or jax.dtypes.dtype(x)
+
+
+def _with_dtype(aval: Any, dtype: DType) -> Any:
+    return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)

@@ -1,0 +1,68 @@
+"""Floating dtypes: which may be lowered, what survives it, and the cast itself."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+DType = np.dtype
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether `dtype` is a real floating dtype (PRNG keys and float0 are not)."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def as_float_dtype(value: DTypeLike, argument: str) -> DType:
+    """Returns `value` as a floating dtype, or says which `argument` was wrong."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not is_float(dtype):
+        raise TypeError(
+            f"`{argument}` must be a floating dtype such as 'bfloat16', 'float16' or "
+            f"'float32', but got {value!r}."
+        )
+    if dtype.itemsize == 8 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"`{argument}` is float64, which JAX only has with x64 enabled. Call "
+            "`jax.config.update('jax_enable_x64', True)` first, or ask for float32."
+        )
+    return dtype
+
+
+def bits(dtype: DType) -> int:
+    return jnp.finfo(dtype).bits
+
+
+def lowered(author: DType, dtype: DType) -> DType:
+    """The dtype that a value written in `author` has when `dtype` is asked for.
+
+    Never more bits than the author wrote, and float64 is left alone: nobody writes it
+    by accident."""
+    if not is_float(author) or author.itemsize == 8 or bits(dtype) >= bits(author):
+        return author
+    return dtype
+
+
+def survives(value: float, dtype: DType) -> bool:
+    """Whether a constant still does its job when it is cast to `dtype`.
+
+    A mask of -1e9 must not become -inf, an epsilon of 1e-8 must not become 0, and a
+    decay of 0.999 must not become 1."""
+    info = jnp.finfo(dtype)
+    if not np.isfinite(value) or value in (0.0, 1.0):
+        return True
+    magnitude = abs(value)
+    if not float(info.tiny) <= magnitude <= float(info.max):
+        return False
+    return abs(1 - magnitude) >= float(info.eps)
+
+
+def cast(x: Any, dtype: DType) -> Any:
+    """Casts a float array to `dtype`, and leaves it alone if that is what it has."""
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)

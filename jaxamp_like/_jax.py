@@ -1,0 +1,171 @@
+"""The one door to the parts of JAX that are not promised to stay.
+
+Every name below was checked on JAX 0.6.2, 0.8.3, 0.10.2 and 0.12.0. What is used beside
+the documented API, and why:
+
+- attributes of equations (`source_info`, `ctx.manager`, `effects`, `replace`): an
+  equation that is bound again must keep its name scopes, its source line and the
+  context (compute_on, XLA metadata, abstract mesh) that its author gave it;
+- the parameters of structural primitives, where their names changed between versions;
+- the class names of references and of symbolic zeros, where they moved.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.extend.source_info_util as source_info
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
+Eqn = Any
+Atom = Any  # a variable or a literal
+Literal = jex.Literal
+Primitive = jex.Primitive
+
+__all__ = ["SymbolicZero"]  # moved between versions; re-exported from here
+
+
+def raw(jaxpr: Jaxpr) -> Jaxpr:
+    """The open jaxpr of an open or closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts(jaxpr: Jaxpr) -> Sequence[Any]:
+    """The constants of a closed jaxpr; none of an open one's are known."""
+    return getattr(jaxpr, "consts", ())
+
+
+def is_jaxpr(value: Any) -> bool:
+    return hasattr(raw(value), "eqns")
+
+
+def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for value in params.values():
+        items = value if isinstance(value, tuple | list) else (value,)
+        yield from (item for item in items if is_jaxpr(item))
+
+
+def is_array_aval(aval: Any) -> bool:
+    """Whether `aval` is a plain array's: not that of a reference, a token or a key."""
+    return type(aval) is jax.core.ShapedArray
+
+
+def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
+    """Traces `fn`, which takes and returns flat lists, to a closed jaxpr.
+
+    `jax.make_jaxpr` and not `jax.jit(fn).trace`: the latter turns tracers that `fn`
+    closes over into hidden leading arguments."""
+    return jax.make_jaxpr(fn)(*avals)
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """Splits a freshly traced jaxpr into one without constants, and its constants.
+
+    Some primitives (remat) hold an open jaxpr and have no room for constants: these
+    become leading inputs."""
+    values = list(consts(jaxpr))
+    if not values:
+        return raw(jaxpr), values
+    avals = [*map(jax.typeof, values), *(v.aval for v in raw(jaxpr).invars)]
+
+    def opened(*args):
+        n = len(values)
+        return jax.core.eval_jaxpr(raw(jaxpr), args[:n], *args[n:])
+
+    return raw(trace(opened, avals)), values
+
+
+@contextlib.contextmanager
+def eqn_context(eqn: Eqn) -> Iterator[None]:
+    """Binds under the name scopes, the source line and the context of `eqn`."""
+    info = eqn.source_info
+    stack = source_info.current_name_stack() + info.name_stack
+    with source_info.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def reemit(eqn: Eqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
+    """Binds `eqn` again as it stands, on values of the dtypes that it was traced with.
+
+    Through a jaxpr of this one equation: `jax.core.eval_jaxpr` knows how each JAX
+    version takes a primitive's parameters apart."""
+    env = {
+        atom: value
+        for atom, value in zip(eqn.invars, values, strict=True)
+        if not isinstance(atom, Literal)
+    }
+    if params is not None:
+        eqn = eqn.replace(params=params)
+    with warnings.catch_warnings():
+        # A jaxpr of one equation has no names of arguments to show; JAX 0.7 asks for
+        # them.
+        warnings.filterwarnings("ignore", message=".*debug_info.*")
+        jaxpr = jex.Jaxpr([], list(env), list(eqn.outvars), [eqn], eqn.effects)
+    return jax.core.eval_jaxpr(jaxpr, [], *env.values())
+
+
+def without_scopes(eqn: Eqn) -> Eqn:
+    """`eqn` without its name scopes, for when these are in force already."""
+    info = eqn.source_info.replace(name_stack=source_info.new_name_stack())
+    return eqn.replace(source_info=info)
+
+
+def scopes(eqn: Eqn) -> tuple[str, ...]:
+    """The components of the `jax.named_scope`s around `eqn`, outermost first.
+
+    Frames of transforms (jvp, transpose, vmap) are left out, and so are the scopes
+    that `jnp.einsum` opens for its subscripts."""
+    frames = eqn.source_info.name_stack.stack
+    names = (frame.name for frame in frames if type(frame).__name__ == "Scope")
+    parts = (part for name in names if "->" not in name for part in name.split("/"))
+    return tuple(part for part in parts if part)
+
+
+def source_line(eqn: Eqn) -> str:
+    """Where the author wrote `eqn`: file, line and function."""
+    return source_info.summarize(eqn.source_info)
+
+
+def scan_arity(eqn: Eqn) -> tuple[int, int]:
+    """The numbers of constants and carries of a scan.
+
+    Read off the ranks (a body sees slices of the `xs` and makes slices of the `ys`):
+    the parameters that say it changed from `num_consts` and `num_carry` to pytrees in
+    JAX 0.11."""
+    body = raw(eqn.params["jaxpr"])
+    num_carry = sum(
+        outer.aval.ndim == inner.aval.ndim
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    num_xs = sum(
+        getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) + 1
+        for outer, inner in zip(eqn.invars, body.invars, strict=True)
+    )
+    return len(eqn.invars) - num_carry - num_xs, num_carry
+
+
+def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of `jax.shard_map` for a `shard_map` equation's parameters."""
+    # `manual_axes` is called `newly_manual_axes` since JAX 0.10.
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    return {
+        "mesh": params["mesh"],
+        "in_specs": tuple(params["in_specs"]),
+        "out_specs": list(params["out_specs"]),
+        "check_vma": params["check_vma"],
+        "axis_names": set(axes) if axes is not None else set(),
+    }
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced (JAX and NumPy arrays, references)."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        # NumPy's strings, objects and dates are none of JAX's business.
+        return not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "biufcV"
+    return type(leaf).__name__ in ("Ref", "MutableArray", "ArrayRef")

@@ -1,0 +1,67 @@
+"""Flax NNX modules, which are mutated when they are called.
+
+Flax is not imported unless the user has done so."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def nnx_modules(tree: Any) -> list[Any]:
+    """The NNX modules in a pytree, the owners of bound methods included."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+
+    def is_module(x):
+        return isinstance(x, nnx.Module)
+
+    leaves = jax.tree.leaves(tree, is_leaf=is_module)
+    owners = (getattr(x, "__self__", x) for x in leaves)
+    return list({id(x): x for x in owners if is_module(x)}.values())
+
+
+def call_with_modules(
+    rewrite: Callable[[Callable[..., Any]], Callable[..., Any]],
+    modules: list[Any],
+    call: tuple[Callable[..., Any], Any, Any],
+) -> Any:
+    """Calls a rewritten function of the modules' state, and keeps the state it leaves.
+
+    The modules are split together, so that what they share stays shared. `call` is the
+    function with its arguments; `modules` are those among them."""
+    from flax import nnx  # imported by the user already
+
+    graph, state = nnx.split(modules)
+    original = {id(m): i for i, m in enumerate(modules)}
+
+    def is_module(x):
+        return id(getattr(x, "__self__", x)) in original
+
+    leaves, tree = jax.tree.flatten(call, is_leaf=is_module)
+    places = [is_module(x) for x in leaves]
+    others = [x for x, is_place in zip(leaves, places, strict=True) if not is_place]
+
+    def pure(state, others):
+        merged = nnx.merge(graph, state)
+
+        def substitute(x):
+            owner = getattr(x, "__self__", None)
+            if id(owner) in original:
+                return getattr(merged[original[id(owner)]], x.__name__)
+            return merged[original[id(x)]]
+
+        rest = iter(others)
+        full = [
+            substitute(x) if is_place else next(rest)
+            for x, is_place in zip(leaves, places, strict=True)
+        ]
+        fn, args, kwargs = jax.tree.unflatten(tree, full)
+        out = fn(*args, **kwargs)
+        return out, nnx.state(merged)
+
+    out, new_state = rewrite(pure)(state, others)
+    nnx.update(modules, new_state)
+    return out

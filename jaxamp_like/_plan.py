@@ -1,0 +1,348 @@
+"""Deciding: a plan for every equation of a jaxpr, before anything is bound.
+
+Two passes over each jaxpr. Backward: which values does an op that computes low read,
+directly or through ops that follow their inputs? Forward: the rule of each equation
+decides, knowing what its operands have become. Bodies of structural primitives are
+planned with the facts of their operands, so decisions flow through jit, loops and
+branches; see `_structural`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+
+from ._dtypes import DType
+from ._errors import AmpError, warn_or_raise
+from ._jax import Atom, Eqn, Jaxpr, Literal, consts, raw, scopes, source_line, subjaxprs
+from ._policy import CheckedPolicy, Found
+from ._primitives import CLASSES, FIXED
+from ._rules import (
+    Decision,
+    Fact,
+    Leaf,
+    Mark,
+    Rule,
+    Site,
+    UseOriginalPrecision,
+    author_dtype,
+    use_original_precision,
+)
+from ._structural import STRUCTURAL, Body, Handler
+
+Facts = tuple[Fact | None, ...]
+Scope = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The plan of one equation: what binding follows, and what a report shows."""
+
+    eqn: Eqn
+    scope: Scope
+    found: Found
+    decision: Decision
+    inner: tuple["Plan", ...] = ()
+    handler: Handler | None = None  # of a structural primitive
+    opaque: bool = False  # carries code in the author's dtypes: bound as it stands
+    leaves: frozenset[int] = frozenset()  # operands that are inputs, and are cast
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The plan of a jaxpr for operands of certain dtypes and marks.
+
+    It holds the variables and equations, not the jaxpr, which keys the cache weakly."""
+
+    invars: Sequence[Any]
+    constvars: Sequence[Any]
+    outvars: Sequence[Atom]
+    ins: Facts
+    outs: Facts
+    steps: tuple[Step, ...]
+    drops: tuple[tuple[Any, ...], ...]  # variables that each step is the last to read
+    keys: frozenset[Any]  # keys of the policy that an equation was found under
+    closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxpr
+
+
+@dataclass(eq=False)
+class Planner:
+    """Plans jaxprs under one policy, and remembers the plans while the jaxprs live.
+
+    Remembering is not only for speed: JAX finds compiled code by the identity of inner
+    jaxprs, so a jitted function must be rewritten to the same jaxpr every time."""
+
+    policy: CheckedPolicy
+    compute_dtype: DType
+    strict: bool = False
+    _plans: Any = field(default_factory=WeakKeyDictionary)
+    _wants: Any = field(default_factory=WeakKeyDictionary)
+    _uncrossed: Any = field(default_factory=WeakKeyDictionary)
+
+    def plan(
+        self, jaxpr: Jaxpr, facts: Facts, scope: Scope = (), wanted: Sequence[bool] = ()
+    ) -> Plan:
+        """Plans `jaxpr` for inputs of which `facts` are known.
+
+        `wanted` says which of its results are read low outside."""
+        wanted = tuple(wanted) or (False,) * len(raw(jaxpr).outvars)
+        key = (facts, scope, wanted)
+        return _remember(self._plans, jaxpr, key, lambda: self._plan(jaxpr, *key))
+
+    def _plan(self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[bool]) -> Plan:
+        inner = raw(jaxpr)
+        env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
+        values = consts(jaxpr) or [None] * len(inner.constvars)
+        env |= {v: _const_fact(v, c) for v, c in zip(inner.constvars, values, strict=True)}
+        low_read = self._low_read(inner, scope, wanted)
+        steps, keys = [], set()
+        for eqn in inner.eqns:
+            operands = tuple(_fact(env, atom) for atom in eqn.invars)
+            needed = tuple(v in low_read for v in eqn.outvars)
+            step = self._step(eqn, scope + scopes(eqn), operands, needed)
+            env |= zip(eqn.outvars, step.decision.outs, strict=True)
+            steps.append(step)
+            keys |= {step.found.key}.union(*(plan.keys for plan in step.inner))
+        return Plan(
+            invars=tuple(inner.invars),
+            constvars=tuple(inner.constvars),
+            outvars=tuple(inner.outvars),
+            ins=facts,
+            outs=tuple(_fact(env, atom) for atom in inner.outvars),
+            steps=tuple(steps),
+            drops=_last_reads(inner),
+            keys=frozenset(keys),
+        )
+
+    def _step(self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[bool]) -> Step:
+        found = self.policy.find(eqn.primitive, scope)
+        site = self._site(eqn, scope, facts, wanted, found)
+        handler = STRUCTURAL.get(eqn.primitive.name)
+        if handler is not None and not _stops(found):
+            decision, inner = handler.decide(self, eqn, site)
+            return Step(eqn, scope, found, decision, inner, handler)
+        rule, opaque = self._rule(eqn, scope, found)
+        try:
+            decision = rule.decide(site)
+        except AmpError:
+            raise
+        except Exception as e:
+            where = f"`{eqn.primitive}` in scope {'/'.join(scope)!r}, {source_line(eqn)}"
+            raise AmpError(f"The rule for {where} failed: {type(e).__name__}: {e}") from e
+        leaves = frozenset(
+            i
+            for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
+            if fact and fact.leaf and fact.dtype != dtype
+        )
+        return Step(eqn, scope, found, decision, (), None, opaque, leaves)
+
+    def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
+        """The rule to ask, and whether the equation is to be bound as it stands."""
+        name = eqn.primitive.name
+        opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
+        if name in FIXED:
+            return use_original_precision, True
+        if opaque and name not in CLASSES and name not in STRUCTURAL:
+            self._report_unknown(eqn, scope, "holds a program that amp does not know")
+            return use_original_precision, True
+        if name not in CLASSES and found.rule is use_original_precision:
+            if self.strict and found.key is not None and not found.by_scope:
+                self._report_unknown(eqn, scope, "is in no class of amp's table")
+            return found.rule, True
+        return found.rule, opaque
+
+    def _report_unknown(self, eqn: Eqn, scope: Scope, what: str) -> None:
+        where = f"scope {'/'.join(scope)!r}, {source_line(eqn)}"
+        warn_or_raise(
+            f"`{eqn.primitive}` {what}, so it runs in the author's dtypes ({where}). "
+            "To say that this is meant, put it under `amp_stop`, or give its primitive "
+            "the rule `use_original_precision` in the policy.",
+            self.strict,
+        )
+
+    def _site(self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Any, found: Found) -> Site:
+        avals = tuple(atom.aval for atom in eqn.invars)
+        return Site(
+            primitive=eqn.primitive,
+            params=eqn.params,
+            scope=scope,
+            compute_dtype=self.compute_dtype,
+            avals=avals,
+            authors=tuple(map(author_dtype, avals)),
+            facts=facts,
+            out_avals=tuple(v.aval for v in eqn.outvars),
+            wanted=tuple(wanted),
+            by_scope=found.by_scope,
+        )
+
+    def wants(self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[bool]) -> tuple[bool, ...]:
+        """Which inputs of `jaxpr` are read low, if these of its results are."""
+
+        def find():
+            low_read = self._low_read(raw(jaxpr), scope, wanted)
+            return tuple(v in low_read for v in raw(jaxpr).invars)
+
+        return _remember(self._wants, jaxpr, (scope, tuple(wanted)), find)
+
+    def _low_read(self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[bool]) -> set[Any]:
+        """The variables that are read low."""
+        low = {
+            atom
+            for atom, want in zip(jaxpr.outvars, wanted, strict=True)
+            if want and not isinstance(atom, Literal)
+        }
+        for eqn in reversed(jaxpr.eqns):
+            outs = [v in low for v in eqn.outvars]
+            reads = self._operands_low(eqn, scope + scopes(eqn), outs)
+            low |= {
+                atom
+                for atom, want in zip(eqn.invars, reads, strict=True)
+                if want and not isinstance(atom, Literal)
+            }
+        return low
+
+    def _operands_low(self, eqn: Eqn, scope: Scope, outs: Sequence[bool]) -> Sequence[bool]:
+        found = self.policy.find(eqn.primitive, scope)
+        handler = STRUCTURAL.get(eqn.primitive.name)
+        if handler is None or _stops(found):
+            is_fixed = eqn.primitive.name in FIXED
+            want = not is_fixed and found.rule.wants_low(eqn.params, any(outs))
+            return [want] * len(eqn.invars)
+        reads = [False] * len(eqn.invars)
+        for body in handler.bodies(eqn):
+            for i, want in zip(body.ins, self.body_wants(body, scope, outs), strict=True):
+                reads[i] |= want
+        return reads
+
+    def body_wants(self, body: Body, scope: Scope, outs: Sequence[bool]) -> Sequence[bool]:
+        """Which inputs of a body are read low, by way of its loop if it has one."""
+        inner = self.body_wanted(body, scope, outs)
+        return self.wants(body.jaxpr, scope, inner)
+
+    def body_wanted(self, body: Body, scope: Scope, outs: Sequence[bool]) -> list[bool]:
+        """Which results of a body are read low: outside, or in the next iteration."""
+        wanted = [i is not None and outs[i] for i in body.outs]
+        while True:
+            reads = self.wants(body.jaxpr, scope, wanted)
+            more = [i for o, i in body.loop if reads[i] and not wanted[o]]
+            if not more:
+                return wanted
+            wanted = [
+                want or any(reads[i] for out, i in body.loop if out == o)
+                for o, want in enumerate(wanted)
+            ]
+
+    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
+        """For each result, the inputs that reach it without crossing a compute op."""
+        return _remember(
+            self._uncrossed, jaxpr, scope, lambda: self._find_uncrossed(raw(jaxpr), scope)
+        )
+
+    def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
+        env = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars)}
+
+        def reach(atoms):
+            known = (env.get(a, frozenset()) for a in atoms if not isinstance(a, Literal))
+            return frozenset().union(*known)
+
+        for eqn in jaxpr.eqns:
+            inner_scope = scope + scopes(eqn)
+            found = self.policy.find(eqn.primitive, inner_scope)
+            handler = STRUCTURAL.get(eqn.primitive.name)
+            if handler is not None and not _stops(found):
+                for body in handler.bodies(eqn):
+                    inner = self._around(body, inner_scope)
+                    for out, sources in zip(body.outs, inner, strict=True):
+                        if out is not None:
+                            atoms = [eqn.invars[body.ins[i]] for i in sources]
+                            before = env.get(eqn.outvars[out], frozenset())
+                            env[eqn.outvars[out]] = before | reach(atoms)
+            elif not found.rule.is_compute:
+                env |= dict.fromkeys(eqn.outvars, reach(eqn.invars))
+        return tuple(reach([atom]) for atom in jaxpr.outvars)
+
+    def _around(self, body: Body, scope: Scope) -> list[frozenset[int]]:
+        """As `uncrossed`, for any number of iterations of the body's loop."""
+        reach = list(self.uncrossed(body.jaxpr, scope))
+        stable = False
+        while not stable:
+            before = list(reach)
+            for carry_out, carry_in in body.loop:
+                fed = before[carry_out]
+                reach = [sources | fed if carry_in in sources else sources for sources in reach]
+            stable = reach == before
+        return reach
+
+    def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
+        """The carries (by input) that some path takes round the loop uncrossed."""
+        reach = self._around(body, scope)
+        return {i for o, i in body.loop if i in reach[o]}
+
+
+def _stops(found: Found) -> bool:
+    """Whether a structural primitive is left as written, with all that is inside."""
+    return found.key is not None and isinstance(found.rule, UseOriginalPrecision)
+
+
+def _remember(cache: Any, jaxpr: Jaxpr, key: Any, make: Callable[[], Any]) -> Any:
+    entries = cache.setdefault(jaxpr, {})
+    if key not in entries:
+        entries[key] = make()
+    return entries[key]
+
+
+def _fact(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    dtype = author_dtype(atom.aval)
+    return dtype and Fact(dtype, values=frozenset([_plain(float(atom.val))]))
+
+
+def _plain(value: float) -> float:
+    # NaN is unequal to itself, which no cache key may be; it survives as inf does.
+    return np.inf if np.isnan(value) else value
+
+
+def _const_fact(var: Any, const: Any) -> Fact | None:
+    dtype = author_dtype(var.aval)
+    return dtype and Fact(dtype, leaf=Leaf.ROOT, values=_const_values(const, dtype))
+
+
+_SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger
+
+
+def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
+    """The values of a small constant; of an array only the largest, which may overflow."""
+    if const is None or isinstance(const, jax.core.Tracer) or const.size > _SMALL_CONST:
+        return None
+    if not getattr(const, "is_fully_addressable", True) or const.size == 0:
+        return None
+    values = np.asarray(const).astype(np.float64)
+    if values.ndim == 0:
+        return frozenset([_plain(float(values))])
+    finite = values[np.isfinite(values)]
+    largest = float(np.max(np.abs(finite), initial=0.0))
+    # Within the range of every dtype: the array is no constant to worry about.
+    return frozenset([largest]) if largest > 1e4 else None
+
+
+def _last_reads(jaxpr: Jaxpr) -> tuple[tuple[Any, ...], ...]:
+    seen = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    drops = []
+    for eqn in reversed(jaxpr.eqns):
+        atoms = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        drops.append(tuple(atoms - seen))
+        seen |= atoms
+    return tuple(reversed(drops))
+
+
+def input_fact(aval: Any, dtype: DType | None = None) -> Fact | None:
+    """The fact of an input of the rewritten function."""
+    author = author_dtype(aval)
+    if author is None:
+        return None
+    if dtype is not None and dtype != author:
+        return Fact(dtype, Mark.LOW)
+    return Fact(author, leaf=Leaf.ROOT)

@@ -1,0 +1,526 @@
+"""Casting rules: what a policy says for one equation.
+
+A rule never sees the policy or the values of other equations. It gets a `Site` (one
+equation, with what is known of its operands) and returns a `Decision`: the dtype in
+which each operand is read, the parameters to bind with, and what is then known of the
+results. Nothing is computed here: deciding and binding are two passes, so that a report
+can read the very decisions that the binding follows.
+
+Any other callable with the signature
+
+    rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)
+
+is a rule too: it is given the operands as they are and returns them cast."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from ._dtypes import DType, as_float_dtype, bits, cast, is_float, lowered, survives
+from ._errors import AmpError
+
+
+class Mark(enum.IntEnum):
+    """How far the precision of a float value is decided; see `follow_inputs`."""
+
+    NEUTRAL = 0  # an input, a constant, or one of these moved about
+    LOW = 1  # made in low precision, or in full but fit to be read low
+    FULL = 2  # made by an op whose result must stay in the author's dtype
+
+
+class Leaf(enum.IntEnum):
+    """How cheaply a float value can be had again in the backward pass."""
+
+    NO = 0
+    ROOT = 1  # an input: live anyway
+    VIEW = 2  # an input, reshaped, transposed or sliced
+
+
+class Fact(NamedTuple):
+    """What is known of a float value of the rewritten program."""
+
+    dtype: DType  # as it is now; the author's dtype is in the variable's aval
+    mark: Mark = Mark.NEUTRAL
+    leaf: Leaf = Leaf.NO
+    small: bool = False  # holds only as much as an array smaller than itself
+    values: frozenset[float] | None = None  # the constants that it is made of
+
+
+class Site(NamedTuple):
+    """One equation, as a rule sees it.
+
+    `authors` and `facts` have one entry for each operand, `None` where it is no float.
+    `wanted` says for each result whether an op that computes in low precision reads it,
+    directly or through ops that follow their inputs."""
+
+    primitive: Any
+    params: dict[str, Any]
+    scope: tuple[str, ...]
+    compute_dtype: DType
+    avals: tuple[Any, ...]
+    authors: tuple[DType | None, ...]
+    facts: tuple[Fact | None, ...]
+    out_avals: tuple[Any, ...]
+    wanted: tuple[bool, ...]
+    by_scope: bool  # whether the rule was found by a scope, not by the primitive
+
+    @property
+    def out_authors(self) -> tuple[DType | None, ...]:
+        return tuple(author_dtype(aval) for aval in self.out_avals)
+
+    def spreads(self, i: int) -> bool:
+        """Whether operand `i` is as large as the result: no statistic, no bias."""
+        fact = self.facts[i]
+        if fact is None or fact.small:
+            return False
+        return any(self.avals[i].shape == getattr(out, "shape", None) for out in self.out_avals)
+
+
+class Decision(NamedTuple):
+    """What becomes of one equation."""
+
+    reads: tuple[DType | None, ...]  # the dtype that each operand is cast to
+    params: dict[str, Any]
+    outs: tuple[Fact | None, ...]
+    why: str
+    bind: Callable[..., Any] | None = None  # instead of the primitive's own
+
+
+def author_dtype(aval: Any) -> DType | None:
+    """The dtype of a float array's aval, else `None`."""
+    dtype = getattr(aval, "dtype", None)
+    is_array = type(aval) is jax.core.ShapedArray
+    return dtype if is_array and is_float(dtype) else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Base class of the library's own rules: hashable values, one decision each."""
+
+    def decide(self, site: Site) -> Decision:
+        raise NotImplementedError
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        """Whether operands are read low, if the results are `wanted` low."""
+        return False
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the equation makes low results whatever it reads."""
+        return False
+
+    def __call__(
+        self,
+        compute_dtype: DType,
+        original_dtypes: Sequence[DType | None],
+        *invars: Any,
+        **bind_params: Any,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """A casting callback that decides alike, to build other callbacks from."""
+        facts = tuple(
+            Fact(x.dtype, Mark.LOW) if dtype is not None else None
+            for x, dtype in zip(invars, original_dtypes, strict=True)
+        )
+        avals = tuple(map(jax.typeof, invars))
+        site = Site(
+            None, bind_params, (), jnp.dtype(compute_dtype), avals,
+            tuple(original_dtypes), facts, avals[:1], (True,), by_scope=True,
+        )  # fmt: skip
+        decision = self.decide(site)
+        return read(invars, decision.reads), decision.params
+
+
+def read(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
+    return [
+        x if dtype is None else cast(x, dtype)
+        for x, dtype in zip(values, dtypes, strict=True)
+    ]
+
+
+def _outs(site: Site, dtype: DType | None, mark: Mark, **known: Any) -> tuple[Any, ...]:
+    """Facts of results that have the author's dtypes, lowered to `dtype` if given."""
+    return tuple(
+        author and Fact(author if dtype is None else lowered(author, dtype), mark, **known)
+        for author in site.out_authors
+    )
+
+
+def _asks_for_precision(params: dict[str, Any]) -> bool:
+    """Whether the author set the precision of a contraction by hand."""
+    precision = params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return any(part not in (None, lax.Precision.DEFAULT) for part in parts)
+
+
+@dataclass(frozen=True)
+class UsePrecision(Rule):
+    """Reads and computes in one dtype; `None` is the compute dtype asked for."""
+
+    dtype: DType | None = None
+    wide_result: bool = False
+
+    @property
+    def is_compute(self) -> bool:
+        return self.dtype is None or bits(self.dtype) < 32
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return self.is_compute
+
+    def decide(self, site: Site) -> Decision:
+        if _asks_for_precision(site.params) and not site.by_scope:
+            decision = use_original_precision.decide(site)
+            return decision._replace(why="the author asked for this precision")
+        dtype = self.dtype or site.compute_dtype
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        if reads == site.authors:
+            decision = use_original_precision.decide(site)
+            return decision._replace(why="the author's dtype is no wider")
+        params = dict(site.params)
+        if isinstance(params.get("precision"), lax.DotAlgorithmPreset):
+            params["precision"] = None  # names the dtypes of its operands: no longer true
+        decision = Decision(
+            reads, params, _outs(site, dtype, Mark.LOW), f"computes in {dtype.name}"
+        )
+        if "preferred_element_type" not in params:
+            return decision
+        # Else every contraction of the backward pass would read a float32 cotangent.
+        low = site.out_authors[0] and lowered(site.out_authors[0], dtype)
+        params["preferred_element_type"] = low
+        if not self.wide_result:
+            return decision
+        outs = _outs(site, None, Mark.LOW)
+        bind = _wide_contraction(site.primitive, params, site.out_authors[0])
+        return decision._replace(outs=outs, bind=bind)
+
+
+def _wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Callable:
+    """A contraction of low operands with a wide result and low cotangents.
+
+    The transpose of a contraction with a wide result reads a wide cotangent, so the
+    derivative is that of the low contraction, in forward mode so that both modes work."""
+
+    def low(*operands):
+        return primitive.bind(*operands, **params)
+
+    @jax.custom_jvp
+    def contraction(*operands):
+        return primitive.bind(*operands, **params | {"preferred_element_type": wide})
+
+    @contraction.defjvp
+    def jvp(primals, tangents):
+        out = contraction(*primals)
+        return out, jax.jvp(low, primals, tangents)[1].astype(wide)
+
+    return contraction
+
+
+@dataclass(frozen=True)
+class UseOriginalPrecision(Rule):
+    """Reads and computes in the author's dtypes; `local` results may be read low."""
+
+    local: bool = False
+
+    def decide(self, site: Site) -> Decision:
+        mark = Mark.FULL
+        spread = [f for i, f in enumerate(site.facts) if f and site.spreads(i)]
+        if self.local and all(fact.mark < Mark.FULL for fact in spread):
+            mark = Mark.LOW
+        why = "needs the author's precision" + (", its result does not" * self.local)
+        return Decision(site.authors, site.params, _outs(site, None, mark), why)
+
+
+@dataclass(frozen=True)
+class UseWidestPrecision(Rule):
+    """Computes in the widest dtype among the operands as they are now."""
+
+    def decide(self, site: Site) -> Decision:
+        facts = [fact for fact in site.facts if fact]
+        if not facts:
+            return use_original_precision.decide(site)
+        widest = max((fact.dtype for fact in facts), key=bits)
+        mark = max(fact.mark for fact in facts)
+        reads = tuple(author and lowered(author, widest) for author in site.authors)
+        outs = _outs(site, widest, mark)
+        return Decision(reads, site.params, outs, "the widest of its inputs")
+
+
+@dataclass(frozen=True)
+class FollowInputs(Rule):
+    """Runs low only between ops that run low; see `follow_inputs`."""
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        return _follow(site, wanted=any(site.wanted))
+
+
+def _follow(site: Site, wanted: bool) -> Decision:
+    dtype = site.compute_dtype
+    floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
+    low = [fact.dtype for _, fact in floats if fact.dtype != site.authors[_]]
+    mark = max((fact.mark for _, fact in floats), default=Mark.NEUTRAL)
+    small = all(fact.small or not site.spreads(i) for i, fact in floats)
+    full = Decision(site.authors, site.params, _outs(site, None, mark, small=small), "")
+
+    if any(not survives(v, dtype) for _, fact in floats for v in fact.values or ()):
+        outs = _outs(site, None, Mark.FULL, small=small)
+        return full._replace(outs=outs, why=f"a constant does not survive {dtype.name}")
+    if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
+        return full._replace(why="an input must stay in full precision")
+    if mark == Mark.FULL:
+        outs = _outs(site, None, Mark.LOW, small=small)
+        return full._replace(outs=outs, why="a full but smaller input")
+    if not low:
+        return full._replace(why="no input is low yet")
+    if not wanted:
+        return full._replace(why="nothing low reads the result")
+    narrow = max(low, key=bits)
+    reads = tuple(author and lowered(author, narrow) for author in site.authors)
+    outs = _outs(site, narrow, Mark.LOW, small=small)
+    return Decision(reads, site.params, outs, "an input is low")
+
+
+@dataclass(frozen=True)
+class KeepInputs(Rule):
+    """Moves data in the precision that it has; see `keep_inputs`."""
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
+        if not floats:
+            return use_original_precision.decide(site)
+        if len(floats) == 1:
+            return _keep(site, [floats[0]] * len(site.out_avals))
+        fixed = {fact.dtype for _, fact in floats if fact.values is None}
+        constants = [v for _, fact in floats for v in fact.values or ()]
+        if len(fixed) <= 1:
+            dtype = next(iter(fixed), floats[0][1].dtype)
+            if all(survives(v, dtype) for v in constants):
+                return self._join(site, floats, dtype)
+        return _follow(site, wanted=any(site.wanted))
+
+    @staticmethod
+    def _join(site: Site, floats: list[tuple[int, Fact]], dtype: DType) -> Decision:
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        if all(fact.values for _, fact in floats):
+            values = frozenset().union(*(fact.values or () for _, fact in floats))
+        else:
+            values = None
+        small = all(fact.small or not site.spreads(i) for i, fact in floats)
+        mark = max(fact.mark for _, fact in floats)
+        outs = _outs(site, dtype, mark, small=small, values=values)
+        return Decision(reads, site.params, outs, "moves data as it is")
+
+
+@dataclass(frozen=True)
+class KeepEachInput(Rule):
+    """Moves several arrays at once, each in the precision that it has."""
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        return _keep(site, list(enumerate(site.facts)))
+
+
+# What shares its operand's storage, or is as cheap to make again as to read.
+_VIEWS = (
+    "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "rev", "copy",
+    "broadcast_in_dim", "expand_dims", "split", "unstack",
+)  # fmt: skip
+
+
+def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
+    """Each result has the dtype and mark of one operand."""
+    reads = tuple(fact and fact.dtype for fact in site.facts)
+    outs: list[Fact | None] = []
+    for (i, fact), aval in zip(sources, site.out_avals, strict=True):
+        if fact is None or author_dtype(aval) is None:
+            outs.append(None)
+            continue
+        name = site.primitive and site.primitive.name
+        grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
+        fans_out = name == "broadcast_in_dim" and grows
+        is_view = bool(fact.leaf) and name in _VIEWS and not fans_out
+        small = fact.small or fans_out
+        values = fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
+        leaf = Leaf.VIEW if is_view else Leaf.NO
+        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values))
+    return Decision(reads, site.params, tuple(outs), "moves data as it is")
+
+
+def _size_key(shape: tuple[Any, ...]) -> Any:
+    """The number of elements, or the shape itself where a dimension is symbolic."""
+    if all(isinstance(d, int) for d in shape):
+        return prod(shape)
+    return tuple(d for d in shape if not (isinstance(d, int) and d == 1))
+
+
+@dataclass(frozen=True)
+class ConvertAsWritten(Rule):
+    """`convert_element_type`: an `astype` that the jaxpr shows is the author's voice."""
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
+        if fact is not None and old == new:  # only the weak type changes
+            out = fact._replace(leaf=Leaf.VIEW if fact.leaf else Leaf.NO)
+            if fact.dtype == old:
+                return Decision((old,), site.params, (out,), "keeps its dtype")
+            params = site.params | {"new_dtype": fact.dtype, "weak_type": False}
+            return Decision((fact.dtype,), params, (out,), "keeps its dtype")
+        outs = (None,)
+        if new is not None:
+            outs = (Fact(new, self._mark(site.avals[0].dtype, new), values=self._values(site)),)
+        reads = (fact and fact.dtype,)
+        return Decision(reads, site.params, outs, "a cast that the author wrote")
+
+    @staticmethod
+    def _mark(old: Any, new: DType) -> Mark:
+        if is_float(old):  # up: pinned by the author; down: as good as an input
+            return Mark.FULL if bits(new) > bits(old) else Mark.NEUTRAL
+        # Integers are exact in float16 only up to 2048, in bfloat16 up to 256.
+        return Mark.NEUTRAL if old == bool else Mark.FULL
+
+    @staticmethod
+    def _values(site: Site) -> frozenset[float] | None:
+        if site.facts[0] is not None:
+            return site.facts[0].values
+        return frozenset({0.0, 1.0}) if site.avals[0].dtype == bool else None
+
+
+@dataclass(frozen=True)
+class ByRange(Rule):
+    """One rule for compute dtypes of narrow range (float16), another for the rest."""
+
+    narrow: Rule
+    wide: Rule
+
+    def _pick(self, dtype: DType) -> Rule:
+        return self.narrow if jnp.finfo(dtype).maxexp < 128 else self.wide
+
+    def decide(self, site: Site) -> Decision:
+        return self._pick(site.compute_dtype).decide(site)
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return self.wide.wants_low(params, wanted)
+
+
+@dataclass(frozen=True)
+class Callback(Rule):
+    """A casting callback that the user wrote."""
+
+    fn: Callable[..., Any]
+
+    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        low_read = []
+
+        def bind(*operands):
+            invars, params = self._call(site, operands)
+            low_read.append([x.dtype for x in invars] != [a.dtype for a in site.avals])
+            outs = site.primitive.bind(*invars, **params)
+            outs = outs if site.primitive.multiple_results else [outs]
+            return [  # never more bits than the author wrote
+                x if author is None else cast(x, lowered(author, x.dtype))
+                for x, author in zip(outs, site.out_authors, strict=True)
+            ]
+
+        structs = [
+            jax.ShapeDtypeStruct(aval.shape, fact.dtype if fact else aval.dtype)
+            for aval, fact in zip(site.avals, site.facts, strict=True)
+        ]
+        outs = jax.eval_shape(bind, *structs)
+        mark = Mark.LOW if low_read[0] else Mark.FULL
+        facts = tuple(
+            author and Fact(out.dtype, mark)
+            for out, author in zip(outs, site.out_authors, strict=True)
+        )
+        reads = tuple(fact and fact.dtype for fact in site.facts)
+        name = getattr(self.fn, "__name__", repr(self.fn))
+        return Decision(reads, site.params, facts, f"the rule {name}", bind)
+
+    def _call(self, site: Site, operands: Sequence[Any]) -> tuple[Sequence[Any], dict]:
+        dtypes = tuple(aval.dtype for aval in site.avals)
+        out = self.fn(site.compute_dtype, dtypes, *operands, **site.params)
+        where = f"rule {self.fn!r} for `{site.primitive}`"
+        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
+            raise AmpError(
+                f"The {where} must return `(invars, bind_params)`, a sequence of inputs "
+                f"and a dict of parameters, but returned {type(out).__name__}."
+            )
+        invars, params = out
+        if not isinstance(invars, tuple | list) or len(invars) != len(operands):
+            given = len(invars) if isinstance(invars, tuple | list) else repr(invars)
+            raise AmpError(
+                f"The {where} was given {len(operands)} inputs and must return as many, "
+                f"but returned {given}. Return `(invars, bind_params)`."
+            )
+        return invars, params
+
+
+use_compute_precision = UsePrecision()
+"""Casts float inputs to the compute dtype; results are in it too."""
+
+use_compute_precision_wide_result = UsePrecision(wide_result=True)
+"""As `use_compute_precision`, but a contraction's result keeps the author's dtype.
+
+The contractions of its backward pass still read low-precision cotangents."""
+
+use_original_precision = UseOriginalPrecision()
+"""Computes in the author's dtypes, and what follows keeps them too."""
+
+use_original_precision_locally = UseOriginalPrecision(local=True)
+"""Computes in the author's dtypes; the result is fit to be read in low precision."""
+
+use_widest_precision = UseWidestPrecision()
+"""Computes in the widest dtype among the inputs as they are now."""
+
+follow_inputs = FollowInputs()
+"""Computes low only between ops that compute low (TensorFlow's *infer* colour).
+
+In full precision if an input of the result's size must stay in it; else low, if an
+input is low already and an op that computes low reads the result; else as written. A
+smaller input (a bias, a mean) never decides. A constant that would overflow, vanish or
+turn into 1 keeps the op in full precision.
+
+See TensorFlow's graph rewrite, `auto_mixed_precision.cc`."""
+
+keep_inputs = KeepInputs()
+"""Moves data in whatever precision it has (TensorFlow's *clear* colour)."""
+
+keep_each_input = KeepEachInput()
+"""As `keep_inputs`, where each result belongs to one input."""
+
+
+def use_precision(dtype: DTypeLike) -> Rule:
+    """Computes in `dtype`, whatever compute dtype was asked for.
+
+    Never in more bits than the author wrote.
+
+    Args:
+        dtype: a floating dtype or its name.
+    Returns:
+        A rule to put in a policy.
+    Raises:
+        TypeError: `dtype` is no floating dtype.
+        ValueError: `dtype` is float64 and x64 is not enabled.
+
+    >>> use_precision("float32")
+    UsePrecision(dtype=dtype('float32'), wide_result=False)
+    """
+    return UsePrecision(as_float_dtype(dtype, "dtype"))

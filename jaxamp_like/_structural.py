@@ -1,0 +1,529 @@
+"""Structural primitives: those that hold programs. One row of `STRUCTURAL` for each.
+
+A row says how values flow between an equation and its bodies, how it is decided (its
+bodies are planned with the facts of its operands), and how it is bound again. Binding
+copies the equation's parameters and replaces only the jaxprs, so that names, donation,
+shardings, unrolling, remat policies and whatever a later JAX adds survive."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._dtypes import DType, bits, cast, lowered
+from ._jax import (
+    Eqn,
+    Jaxpr,
+    SymbolicZero,
+    consts,
+    eqn_context,
+    open_jaxpr,
+    raw,
+    reemit,
+    scan_arity,
+    shard_map_options,
+    subjaxprs,
+    without_scopes,
+)
+from ._rules import Decision, Fact, Leaf, Mark, Site, author_dtype
+
+Facts = tuple[Fact | None, ...]
+
+
+class Body(NamedTuple):
+    """One program that an equation holds, and how values flow through it."""
+
+    jaxpr: Jaxpr
+    ins: Sequence[int]  # for each input, the operand of the equation
+    outs: Sequence[int | None]  # for each result, the result of the equation
+    loop: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
+
+
+class Handler(NamedTuple):
+    """How a structural primitive is read, decided and bound."""
+
+    bodies: Callable[[Eqn], list[Body]]
+    decide: Callable[[Any, Eqn, Site], tuple[Decision, tuple[Any, ...]]]
+    bind: Callable[[Any, Any, list[Any]], Sequence[Any]]
+
+
+def _decision(site: Site, reads: Sequence[Any], outs: Sequence[Any], why: str) -> Decision:
+    return Decision(tuple(reads), site.params, tuple(outs), why)
+
+
+def _now(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
+    return tuple(fact and fact.dtype for fact in facts)
+
+
+def _inside(facts: Sequence[Fact | None], leaf: Leaf = Leaf.ROOT) -> Facts:
+    """Facts of operands as a body's inputs; a view outside is no view inside."""
+    return tuple(
+        fact and fact._replace(leaf=leaf if fact.leaf == Leaf.ROOT else Leaf.NO)
+        for fact in facts
+    )
+
+
+def _outside(facts: Sequence[Fact | None]) -> Facts:
+    return tuple(fact and fact._replace(leaf=Leaf.NO) for fact in facts)
+
+
+def _author_facts(jaxpr: Jaxpr) -> Facts:
+    authors = (author_dtype(v.aval) for v in raw(jaxpr).invars)
+    return tuple(dtype and Fact(dtype) for dtype in authors)
+
+
+# Calls: operands in, results out, dtypes flow through.
+
+
+def _call(param: str) -> Callable[[Eqn], list[Body]]:
+    def bodies(eqn):
+        ins, outs = range(len(eqn.invars)), range(len(eqn.outvars))
+        return [Body(eqn.params[param], ins, outs)]
+
+    return bodies
+
+
+def _decide_call(planner: Any, eqn: Eqn, site: Site, leaf: Leaf = Leaf.ROOT):
+    (body,) = STRUCTURAL[eqn.primitive.name].bodies(eqn)
+    facts = _inside(site.facts, leaf)
+    inner = planner.plan(body.jaxpr, facts, site.scope, site.wanted)
+    outs = _outside(inner.outs)
+    return _decision(site, _now(site.facts), outs, "its body decides"), (inner,)
+
+
+def _decide_jit(planner: Any, eqn: Eqn, site: Site):
+    params = eqn.params
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    if any(layout is not None for layout in layouts):
+        return _decide_pinned(planner, eqn, site)  # a layout belongs to a dtype
+    return _decide_call(planner, eqn, site)
+
+
+def _bind_jit(frame: Any, step: Any, operands: list[Any]):
+    (inner,), eqn = step.inner, step.eqn
+    closed = frame.close(inner, eqn.params["jaxpr"], _now(step.decision.outs))
+    with eqn_context(eqn):
+        return eqn.primitive.bind(*operands, **eqn.params | {"jaxpr": closed})
+
+
+def _decide_remat(planner: Any, eqn: Eqn, site: Site):
+    # Casts in the body are recomputed with it: there is no leaf to recompute from.
+    return _decide_call(planner, eqn, site, leaf=Leaf.NO)
+
+
+def _bind_remat(frame: Any, step: Any, operands: list[Any]):
+    (inner,), eqn = step.inner, step.eqn
+    closed = frame.close(inner, eqn.params["jaxpr"], _now(step.decision.outs))
+    body, values = open_jaxpr(closed)
+    with eqn_context(eqn):
+        return eqn.primitive.bind(*values, *operands, **eqn.params | {"jaxpr": body})
+
+
+def _bind_inline(frame: Any, step: Any, operands: list[Any]):
+    (inner,), (jaxpr,) = step.inner, subjaxprs(step.eqn.params)
+    with eqn_context(step.eqn):
+        return frame.run(inner, consts(jaxpr), operands)
+
+
+# Pinned: the bodies are rewritten, but what goes in and out keeps the author's dtypes.
+
+
+def _decide_pinned(planner: Any, eqn: Eqn, site: Site):
+    inner = tuple(
+        planner.plan(jaxpr, _author_facts(jaxpr), site.scope)
+        for jaxpr in subjaxprs(eqn.params)
+    )
+    outs = (author and Fact(author, Mark.FULL) for author in site.out_authors)
+    return _decision(site, site.authors, outs, "its dtypes are part of a contract"), inner
+
+
+def _bind_pinned(frame: Any, step: Any, operands: list[Any]):
+    plans = iter(step.inner)
+
+    def rewrite(value):
+        if isinstance(value, tuple):  # a NamedTuple of jaxprs, such as a linear solve's
+            items = [rewrite(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not hasattr(raw(value), "eqns"):
+            return value
+        authors = tuple(author_dtype(v.aval) for v in raw(value).outvars)
+        return frame.close(next(plans), value, authors)
+
+    params = {name: rewrite(value) for name, value in step.eqn.params.items()}
+    return reemit(step.eqn, operands, params)
+
+
+def _no_bodies(eqn: Eqn) -> list[Body]:
+    return []
+
+
+# Branches: every one gets the same operands and must return the same dtypes.
+
+
+def _cond_bodies(eqn: Eqn) -> list[Body]:
+    ins, outs = range(1, len(eqn.invars)), range(len(eqn.outvars))
+    return [Body(branch, ins, outs) for branch in eqn.params["branches"]]
+
+
+def _decide_cond(planner: Any, eqn: Eqn, site: Site):
+    facts = _inside(site.facts[1:])
+    inner = tuple(
+        planner.plan(branch, facts, site.scope, site.wanted)
+        for branch in eqn.params["branches"]
+    )
+    outs = map(_join, *(plan.outs for plan in inner))
+    return _decision(site, _now(site.facts), outs, "its branches agree"), inner
+
+
+def _join(*facts: Fact | None) -> Fact | None:
+    known = [fact for fact in facts if fact is not None]
+    if not known:
+        return None
+    dtype = max((fact.dtype for fact in known), key=bits)
+    return Fact(dtype, max(fact.mark for fact in known))
+
+
+def _bind_cond(frame: Any, step: Any, operands: list[Any]):
+    eqn, dtypes = step.eqn, _now(step.decision.outs)
+    branches = tuple(
+        frame.close(plan, branch, dtypes)
+        for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)
+    )
+    with eqn_context(eqn):
+        return eqn.primitive.bind(*operands, **eqn.params | {"branches": branches})
+
+
+# Loops: a carry enters every iteration with the same dtype and mark.
+
+
+def _scan_bodies(eqn: Eqn) -> list[Body]:
+    num_consts, num_carry = scan_arity(eqn)
+    loop = [(i, num_consts + i) for i in range(num_carry)]
+    return [
+        Body(eqn.params["jaxpr"], range(len(eqn.invars)), range(len(eqn.outvars)), loop)
+    ]
+
+
+def _while_bodies(eqn: Eqn) -> list[Body]:
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    num_carry = len(eqn.outvars)
+    first = num_cond + num_body
+    carry = range(first, first + num_carry)
+    loop = [(i, num_body + i) for i in range(num_carry)]
+    return [
+        Body(params["cond_jaxpr"], [*range(num_cond), *carry], [None]),
+        Body(params["body_jaxpr"], [*range(num_cond, first), *carry], range(num_carry), loop),
+    ]
+
+
+def _decide_loop(planner: Any, eqn: Eqn, site: Site):
+    bodies = STRUCTURAL[eqn.primitive.name].bodies(eqn)
+    body = bodies[-1]
+    carries = {body.ins[i]: out for out, i in body.loop}  # operand -> result
+    wanted = planner.body_wanted(body, site.scope, site.wanted)
+    low = _low_carries(planner, body, site)
+    facts = _carried_in(site, carries, low)
+    while True:
+        inner = planner.plan(body.jaxpr, tuple(facts[i] for i in body.ins), site.scope, wanted)
+        stuck = {
+            i for i in low
+            if inner.outs[carries[i]].mark == Mark.FULL  # stays full after all
+        }  # fmt: skip
+        marks = {
+            i: max(facts[i].mark, inner.outs[out].mark)
+            for i, out in carries.items()
+            if facts[i] is not None
+        }
+        if stuck:
+            low -= stuck
+            facts = _carried_in(site, carries, low)
+        elif all(facts[i].mark == mark for i, mark in marks.items()):
+            break
+        else:
+            facts = tuple(
+                fact._replace(mark=marks[i]) if i in marks else fact
+                for i, fact in enumerate(facts)
+            )
+    plans = tuple(
+        planner.plan(other.jaxpr, tuple(facts[i] for i in other.ins), site.scope)
+        for other in bodies[:-1]
+    )
+    outs = list(_outside(inner.outs))
+    for i, out in carries.items():
+        outs[out] = facts[i]
+    return _decision(site, _now(facts), outs, "its carries keep one dtype"), (*plans, inner)
+
+
+def _low_carries(planner: Any, body: Body, site: Site) -> set[int]:
+    """The carries that may be low: read low, and made by compute ops on every path."""
+    wants = planner.body_wants(body, site.scope, site.wanted)
+    full = planner.must_stay_full(body, site.scope)
+    return {
+        body.ins[i]
+        for _, i in body.loop
+        if wants[i] and i not in full and site.facts[body.ins[i]] is not None
+    }
+
+
+def _carried_in(site: Site, carries: dict[int, int], low: set[int]) -> Facts:
+    """The operands' facts in the body; a carry has the author's dtype unless `low`."""
+    facts = list(_inside(site.facts))
+    for i in carries:
+        fact, author = site.facts[i], site.authors[i]
+        if fact is not None and author is not None:
+            dtype = lowered(author, site.compute_dtype) if i in low else author
+            facts[i] = Fact(dtype, max(fact.mark, Mark.LOW) if i in low else fact.mark)
+    return tuple(facts)
+
+
+def _bind_scan(frame: Any, step: Any, operands: list[Any]):
+    return _bind_jit(frame, step, operands)
+
+
+def _bind_while(frame: Any, step: Any, operands: list[Any]):
+    cond, body = step.inner
+    params = step.eqn.params
+    new = {
+        "cond_jaxpr": frame.close(cond, params["cond_jaxpr"], (None,)),
+        "body_jaxpr": frame.close(body, params["body_jaxpr"], _now(step.decision.outs)),
+    }
+    with eqn_context(step.eqn):
+        return step.eqn.primitive.bind(*operands, **params | new)
+
+
+# Manual sharding: the body needs the mesh axes around it, so JAX's own wrapper binds.
+
+
+def _bind_shard_map(frame: Any, step: Any, operands: list[Any]):
+    (inner,) = step.inner
+    dtypes = _now(step.decision.outs)
+
+    def body(*args):
+        return _cast_all(frame.run(inner, (), args), dtypes)
+
+    with eqn_context(step.eqn):
+        return jax.shard_map(body, **shard_map_options(step.eqn.params))(*operands)
+
+
+def _bind_pmap(frame: Any, step: Any, operands: list[Any]):
+    """`pmap` up to JAX 0.9; later it is a jitted `shard_map`."""
+    (inner,), params = step.inner, step.eqn.params
+    dtypes = _now(step.decision.outs)
+
+    def body(*args):
+        return tuple(_cast_all(frame.run(inner, (), args), dtypes))
+
+    donated = [i for i, donate in enumerate(params["donated_invars"]) if donate]
+    mapped = jax.pmap(
+        body,
+        axis_name=params["axis_name"],
+        in_axes=tuple(params["in_axes"]),
+        out_axes=tuple(params["out_axes"]),
+        devices=params["devices"],
+        donate_argnums=donated,
+    )
+    with eqn_context(step.eqn):
+        return mapped(*operands)
+
+
+# Derivative rules by the author. The equation is wrapped in a new custom rule that
+# differentiates the original equation, which runs the author's rule, and rewrites what
+# comes of it. So the rule sees the dtypes that it was written for, and its contractions
+# are low.
+
+
+def _cast_all(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    return [x if d is None else cast(x, d) for x, d in zip(values, dtypes, strict=True)]
+
+
+def _on_operands(eqn: Eqn, values: Sequence[Any], live: Sequence[int]) -> Callable[..., Any]:
+    """The original equation as a function of its `live` operands."""
+    bare = without_scopes(eqn)
+
+    def fn(*args):
+        operands = list(values)
+        for i, x in zip(live, args, strict=True):
+            operands[i] = x
+        return reemit(bare, operands)
+
+    return fn
+
+
+def _marked(values: Sequence[Any]) -> Facts:
+    """Facts of values that have been rewritten already."""
+    return tuple(
+        dtype and Fact(dtype, Mark.LOW)
+        for dtype in (author_dtype(jax.typeof(x)) for x in values)
+    )
+
+
+def _bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
+    (inner,), eqn = step.inner, step.eqn
+    dtypes = _now(step.decision.outs)
+    jaxpr = eqn.params["call_jaxpr"]
+    avals = [v.aval for v in eqn.invars]
+
+    @jax.custom_jvp
+    def call(*args):
+        return _cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+
+    def rule(primals, tangents):
+        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def author_rule(*args):
+            values, ts = args[: len(avals)], args[len(avals) :]
+            fn = _on_operands(eqn, values, live)
+            outs, out_ts = jax.jvp(fn, tuple(values[i] for i in live), ts)
+            return [*outs, *out_ts]
+
+        ts = [tangents[i] for i in live]
+        values = [*primals, *ts]
+        authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
+        wanted = [fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs]
+        outs = frame.rewrite(
+            author_rule, authors, values, _marked(values), step.scope, wanted * 2
+        )
+        half = len(outs) // 2
+        return _cast_all(outs[:half], dtypes), _cast_tangents(outs[half:], dtypes)
+
+    call.defjvp(rule, symbolic_zeros=True)
+    with eqn_context(eqn):
+        return call(*operands)
+
+
+def _tangent_aval(aval: Any, tangent: Any) -> Any:
+    """The aval that a tangent had for the author, not the one that it has now."""
+    return jax.typeof(tangent) if author_dtype(aval) is None else aval
+
+
+def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """As `_cast_all`, leaving the float0 tangents of integers alone."""
+    return [
+        x if d is None or x.dtype == jax.dtypes.float0 else cast(x, d)
+        for x, d in zip(values, dtypes, strict=True)
+    ]
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """What a forward rule hands to the backward rule: arrays, and how to read them."""
+
+    def __init__(self, arrays, static):
+        self.arrays, self.static = arrays, static
+
+    def tree_flatten(self):
+        return (self.arrays,), _Identity(self.static)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(*children, static.value)
+
+
+class _Identity:
+    """Hashable and equal by identity: carries any object as static data of a pytree."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self):
+        return id(self.value)
+
+
+def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
+    (inner,), eqn = step.inner, step.eqn
+    dtypes = _now(step.decision.outs)
+    jaxpr = eqn.params["call_jaxpr"]
+    avals = [v.aval for v in eqn.invars]
+    num_outs = len(eqn.outvars)
+
+    @jax.custom_vjp
+    def call(*args):
+        return _cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+
+    def fwd(*primals):
+        values = [p.value for p in primals]
+        live = [i for i, p in enumerate(primals) if p.perturbed]
+        trees = []
+
+        def author_fwd(*args):
+            fn = _on_operands(eqn, args, live)
+            outs, vjp = jax.vjp(fn, *(args[i] for i in live))
+            residuals, tree = jax.tree.flatten(vjp)
+            trees.append((tree, [jax.typeof(x) for x in residuals]))
+            return [*outs, *residuals]
+
+        wanted = [fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs]
+        outs = frame.rewrite(author_fwd, avals, values, _marked(values), step.scope, wanted)
+        tree, res_avals = trees[0]
+        now = [x.dtype for x in values]
+        return _cast_all(outs[:num_outs], dtypes), _Residuals(
+            outs[num_outs:], (tree, res_avals, live, now)
+        )
+
+    def bwd(residuals, cotangents):
+        tree, res_avals, live, now = residuals.static
+        cotangents = [_instantiate(ct) for ct in cotangents]
+
+        def author_bwd(*args):
+            vjp = jax.tree.unflatten(tree, args[: len(res_avals)])
+            return list(vjp(list(args[len(res_avals) :])))
+
+        values = [*residuals.arrays, *cotangents]
+        ct_avals = [
+            v.aval if author_dtype(v.aval) is not None else jax.typeof(ct)
+            for v, ct in zip(eqn.outvars, cotangents, strict=True)
+        ]
+        wanted = [avals[i].dtype != now[i] for i in live]
+        grads = frame.rewrite(
+            author_bwd, [*res_avals, *ct_avals], values, _marked(values), step.scope, wanted
+        )
+        result: list[Any] = [None] * len(avals)
+        for i, grad in zip(live, grads, strict=True):
+            is_float = author_dtype(avals[i]) is not None
+            result[i] = cast(grad, now[i]) if is_float else grad
+        return tuple(result)
+
+    call.defvjp(fwd, bwd, symbolic_zeros=True)
+    with eqn_context(eqn):
+        return call(*operands)
+
+
+def _instantiate(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval = cotangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+_JIT = Handler(_call("jaxpr"), _decide_jit, _bind_jit)
+_SCAN = Handler(_scan_bodies, _decide_loop, _bind_scan)
+_INLINE = Handler(_call("call_jaxpr"), _decide_call, _bind_inline)
+
+STRUCTURAL: dict[str, Handler] = {
+    "jit": _JIT,
+    "pjit": _JIT,  # its name up to JAX 0.6
+    "checkpoint": Handler(_call("jaxpr"), _decide_remat, _bind_remat),
+    "remat2": Handler(_call("jaxpr"), _decide_remat, _bind_remat),
+    "closed_call": _INLINE,
+    "core_call": _INLINE,
+    "call": _INLINE,
+    "cond": Handler(_cond_bodies, _decide_cond, _bind_cond),
+    "scan": _SCAN,
+    "while": Handler(_while_bodies, _decide_loop, _bind_while),
+    "custom_jvp_call": Handler(_call("call_jaxpr"), _decide_call, _bind_custom_jvp),
+    "custom_vjp_call": Handler(_call("call_jaxpr"), _decide_call, _bind_custom_vjp),
+    "custom_linear_solve": Handler(_no_bodies, _decide_pinned, _bind_pinned),
+    "custom_vmap_call": Handler(_no_bodies, _decide_pinned, _bind_pinned),
+    "shard_map": Handler(_call("jaxpr"), _decide_call, _bind_shard_map),
+    "xla_pmap": Handler(_call("call_jaxpr"), _decide_call, _bind_pmap),
+}
+"""How each structural primitive is rewritten, by its name."""
+
