@@ -2,6 +2,14 @@
 
 from ._amp import amp as amp, amp_stop as amp_stop
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
+from ._loss_scale import (
+    DynamicScalerState as DynamicScalerState,
+    all_finite as all_finite,
+    check_scaler as check_scaler,
+    dynamic_scale_grad as dynamic_scale_grad,
+    dynamic_scale_tx as dynamic_scale_tx,
+    dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
+)
 from ._policy import default_amp_policy as default_amp_policy
 from ._rules import (
     Rule as Rule,

@@ -15,7 +15,13 @@ from ._errors import warn_or_raise
 from ._jax import consts, is_array, raw, trace
 from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
-from ._policy import AMP_STOP, REWRITTEN, CheckedPolicy, checked_policy, default_amp_policy
+from ._policy import (
+    AMP_STOP,
+    REWRITTEN,
+    CheckedPolicy,
+    checked_policy,
+    default_amp_policy,
+)
 from ._rules import author_dtype
 
 _P = ParamSpec("_P")
@@ -74,7 +80,7 @@ def amp(
         A function with the signature of `fn`.
     Raises:
         TypeError, ValueError: an argument is of the wrong kind.
-        AmpError: the policy can't be followed; when called, also where `strict` says so.
+        AmpError: the policy can't be followed, or `strict` forbids to go on.
 
     >>> def loss(w, x):
     ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
@@ -85,10 +91,14 @@ def amp(
 
     Casting by op is due to Micikevicius et al., "Mixed Precision Training",
     arXiv:1710.03740."""
-    dtype = as_float_dtype("float16" if compute_dtype is None else compute_dtype, "compute_dtype")
+    dtype = as_float_dtype(
+        "float16" if compute_dtype is None else compute_dtype, "compute_dtype"
+    )
     policy = checked_policy(default_amp_policy if amp_policy is None else amp_policy)
     if fn is None:
-        return functools.partial(amp, compute_dtype=dtype, amp_policy=amp_policy, strict=strict)
+        return functools.partial(
+            amp, compute_dtype=dtype, amp_policy=amp_policy, strict=strict
+        )
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
@@ -117,7 +127,9 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
-        arrays = [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
+        arrays = [
+            x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic
+        ]
         result = []
 
         def flat(*arrays):
@@ -168,9 +180,9 @@ def _report_unused(planner: Planner, plan: Plan) -> None:
     for key in planner.policy.own_keys():
         if key not in plan.keys:
             warn_or_raise(
-                f"The key {key!s} of `amp_policy` matched nothing in the function. If it "
-                "is a scope, compare it with the names given to `jax.named_scope`; else "
-                "remove it.",
+                f"The key {key!s} of `amp_policy` matched nothing in the function. If "
+                "it is a scope, compare it with the names given to `jax.named_scope`; "
+                "else remove it.",
                 planner.strict,
             )
 

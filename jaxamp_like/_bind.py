@@ -49,7 +49,9 @@ class Frame:
                     del frame.env[v]
         return [frame.read(atom, None) for atom in plan.outvars]
 
-    def close(self, plan: Plan, jaxpr: Jaxpr, dtypes: tuple[DType | None, ...]) -> Jaxpr:
+    def close(
+        self, plan: Plan, jaxpr: Jaxpr, dtypes: tuple[DType | None, ...]
+    ) -> Jaxpr:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         Made once: JAX finds compiled code by the identity of inner jaxprs."""
@@ -58,7 +60,7 @@ class Frame:
             def rewritten(*args):
                 return cast_all(self.run(plan, consts(jaxpr), args), dtypes)
 
-            avals = [
+            avals: list[Any] = [
                 v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
                 for v, fact in zip(plan.invars, plan.ins, strict=True)
             ]
@@ -83,7 +85,7 @@ class Frame:
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *(False,) * missing))
         return self.run(plan, consts(jaxpr), values)
 
-    def read(self, atom: Atom, dtype: DType | None) -> Any:
+    def read(self, atom: Any, dtype: DType | None) -> Any:
         """The value of `atom`, cast to `dtype` if that is given and another."""
         if isinstance(atom, Literal):
             same = dtype is None or atom.aval.dtype == dtype
@@ -153,7 +155,9 @@ class Frame:
             if i not in step.leaves
         }
         roots, chain = self._origins([step.eqn.invars[i] for i in step.leaves])
-        static = {i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)}
+        static = {
+            i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)
+        }
         arrays = {i: x for i, x in given.items() if i not in static}
 
         def op(values, arrays):
@@ -192,13 +196,11 @@ def dtypes_of(facts: Facts) -> tuple[DType | None, ...]:
 def cast_all(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
     """Casts each value that has a dtype given."""
     return [
-        x if dtype is None or _dtype(x) == dtype else cast(jnp.asarray(x), dtype)
+        x
+        if dtype is None
+        else cast(x if hasattr(x, "dtype") else jnp.asarray(x), dtype)
         for x, dtype in zip(values, dtypes, strict=True)
     ]
-
-
-def _dtype(x: Any) -> Any:
-    return getattr(x, "dtype", None) or jax.dtypes.dtype(x)
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

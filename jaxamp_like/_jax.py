@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
 import numpy as np
@@ -49,6 +50,15 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     for value in params.values():
         items = value if isinstance(value, tuple | list) else (value,)
         yield from (item for item in items if is_jaxpr(item))
+
+
+def typeof(x: Any) -> Any:
+    """The aval of a value (`jax.typeof` has a type without dtype and shape)."""
+    return jax.typeof(x)
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def is_array_aval(aval: Any) -> bool:
@@ -90,7 +100,9 @@ def eqn_context(eqn: Eqn) -> Iterator[None]:
         yield
 
 
-def reemit(eqn: Eqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
+def reemit(
+    eqn: Eqn, values: Sequence[Any], params: dict[str, Any] | None = None
+) -> Any:
     """Binds `eqn` again as it stands, on values of the dtypes that it was traced with.
 
     Through a jaxpr of this one equation: `jax.core.eval_jaxpr` knows how each JAX
@@ -167,5 +179,7 @@ def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is traced (JAX and NumPy arrays, references)."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         # NumPy's strings, objects and dates are none of JAX's business.
-        return not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "biufcV"
+        return (
+            not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "biufcV"
+        )
     return type(leaf).__name__ in ("Ref", "MutableArray", "ArrayRef")

@@ -9,6 +9,7 @@ The scheme is that of Micikevicius et al., "Mixed Precision Training"
 (arXiv:1710.03740), section 3.2."""
 
 import functools
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable
@@ -292,11 +293,10 @@ def _retry(
         finite, results = attempt(scaler)
         return finite, *_pack(results)
 
-    # Traced ahead of the loop, which wants to know the types of what it carries. Zeros
-    # of an abstract value also have its sharding, and vary over its mesh axes.
+    # Traced ahead of the loop, which wants to know the types of what it carries.
     program, outs = jax.make_jaxpr(packed_attempt, return_shape=True)(state.scaler)
     unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(outs))
-    blank = unflatten([ad.zeros_like_aval(aval) for aval in program.out_avals])
+    blank = unflatten(map(_zeros, program.out_avals))
 
     def body(carry: Any) -> Any:
         _, tries, state, _ = carry
@@ -312,6 +312,12 @@ def _retry(
     # A batch that fails at every scale is not the scale's fault. It costs one step from
     # where it began, or a few such batches would use up the whole range.
     return _select(finite, last, state).update(finite), _unpack(*results)
+
+
+def _zeros(aval: Any) -> Array:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a PRNG key has no zero to AD
+        return jnp.zeros(aval.shape, aval.dtype)
+    return ad.zeros_like_aval(aval)  # with its sharding, varying over its mesh axes
 
 
 def _select(pred: Array, x: Any, y: Any) -> Any:
@@ -373,6 +379,7 @@ def dynamic_scale_tx(transform: Callable, redo_on_nan: int = 0) -> Callable:
             finite, results = attempt(state.scaler)
             return state.update(finite), results
 
+        vars(step)["__signature__"] = _step_signature(fun)
         return step
 
     return scaled_transform
@@ -440,6 +447,17 @@ def dynamic_scale_value_and_grad(
     See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
     return dynamic_scale_tx(transform, redo_on_nan)(fun, has_aux=has_aux, **kwargs)
+
+
+def _step_signature(fun: Callable) -> inspect.Signature:
+    """That of `fun`, and the state. `equinox.filter_jit` binds arguments by it."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some builtins have none
+        signature = inspect.signature(lambda *args, **kwargs: None)
+    state = inspect.Parameter("dynamic_scaler_state", inspect.Parameter.KEYWORD_ONLY)
+    parameters = sorted([*signature.parameters.values(), state], key=lambda p: p.kind)
+    return signature.replace(parameters=parameters)
 
 
 def _check_callable(name: str, x: Any) -> None:

@@ -60,8 +60,23 @@ def call_with_modules(
         ]
         fn, args, kwargs = jax.tree.unflatten(tree, full)
         out = fn(*args, **kwargs)
-        return out, nnx.state(merged)
+        return out, _changed(nnx, state, nnx.state(merged))
 
-    out, new_state = rewrite(pure)(state, others)
-    nnx.update(modules, new_state)
+    out, changed = rewrite(pure)(state, others)
+    if jax.tree.leaves(changed):
+        nnx.update(modules, changed)
     return out
+
+
+def _changed(nnx: Any, before: Any, after: Any) -> Any:
+    """The part of the state that was written to.
+
+    Only that is put back: a module made outside the current trace may be read, but
+    Flax forbids to write to it."""
+    old = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(before)}
+    changed = [
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if [*map(id, jax.tree.leaves(variable))] != [*map(id, old.get(path, ()))]
+    ]
+    return nnx.from_flat_state(changed)

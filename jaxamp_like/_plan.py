@@ -11,12 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jax
 import numpy as np
 
 from ._dtypes import DType
 from ._errors import AmpError, warn_or_raise
-from ._jax import Atom, Eqn, Jaxpr, Literal, consts, raw, scopes, source_line, subjaxprs
+from ._jax import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    is_tracer,
+    raw,
+    scopes,
+    source_line,
+    subjaxprs,
+)
 from ._policy import CheckedPolicy, Found
 from ._primitives import CLASSES, FIXED
 from ._rules import (
@@ -91,11 +101,15 @@ class Planner:
         key = (facts, scope, wanted)
         return _remember(self._plans, jaxpr, key, lambda: self._plan(jaxpr, *key))
 
-    def _plan(self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[bool]) -> Plan:
+    def _plan(
+        self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[bool]
+    ) -> Plan:
         inner = raw(jaxpr)
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
         values = consts(jaxpr) or [None] * len(inner.constvars)
-        env |= {v: _const_fact(v, c) for v, c in zip(inner.constvars, values, strict=True)}
+        env |= {
+            v: _const_fact(v, c) for v, c in zip(inner.constvars, values, strict=True)
+        }
         low_read = self._low_read(inner, scope, wanted)
         steps, keys = [], set()
         for eqn in inner.eqns:
@@ -116,7 +130,9 @@ class Planner:
             keys=frozenset(keys),
         )
 
-    def _step(self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[bool]) -> Step:
+    def _step(
+        self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[bool]
+    ) -> Step:
         found = self.policy.find(eqn.primitive, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
@@ -126,11 +142,12 @@ class Planner:
         rule, opaque = self._rule(eqn, scope, found)
         try:
             decision = rule.decide(site)
-        except AmpError:
-            raise
         except Exception as e:
-            where = f"`{eqn.primitive}` in scope {'/'.join(scope)!r}, {source_line(eqn)}"
-            raise AmpError(f"The rule for {where} failed: {type(e).__name__}: {e}") from e
+            where = (
+                f"`{eqn.primitive}` in scope {'/'.join(scope)!r}, {source_line(eqn)}"
+            )
+            what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
+            raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         leaves = frozenset(
             i
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
@@ -162,7 +179,9 @@ class Planner:
             self.strict,
         )
 
-    def _site(self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Any, found: Found) -> Site:
+    def _site(
+        self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Any, found: Found
+    ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
         return Site(
             primitive=eqn.primitive,
@@ -177,7 +196,9 @@ class Planner:
             by_scope=found.by_scope,
         )
 
-    def wants(self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[bool]) -> tuple[bool, ...]:
+    def wants(
+        self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[bool]
+    ) -> tuple[bool, ...]:
         """Which inputs of `jaxpr` are read low, if these of its results are."""
 
         def find():
@@ -203,7 +224,9 @@ class Planner:
             }
         return low
 
-    def _operands_low(self, eqn: Eqn, scope: Scope, outs: Sequence[bool]) -> Sequence[bool]:
+    def _operands_low(
+        self, eqn: Eqn, scope: Scope, outs: Sequence[bool]
+    ) -> Sequence[bool]:
         found = self.policy.find(eqn.primitive, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
@@ -212,11 +235,15 @@ class Planner:
             return [want] * len(eqn.invars)
         reads = [False] * len(eqn.invars)
         for body in handler.bodies(eqn):
-            for i, want in zip(body.ins, self.body_wants(body, scope, outs), strict=True):
+            for i, want in zip(
+                body.ins, self.body_wants(body, scope, outs), strict=True
+            ):
                 reads[i] |= want
         return reads
 
-    def body_wants(self, body: Body, scope: Scope, outs: Sequence[bool]) -> Sequence[bool]:
+    def body_wants(
+        self, body: Body, scope: Scope, outs: Sequence[bool]
+    ) -> Sequence[bool]:
         """Which inputs of a body are read low, by way of its loop if it has one."""
         inner = self.body_wanted(body, scope, outs)
         return self.wants(body.jaxpr, scope, inner)
@@ -237,14 +264,19 @@ class Planner:
     def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
         return _remember(
-            self._uncrossed, jaxpr, scope, lambda: self._find_uncrossed(raw(jaxpr), scope)
+            self._uncrossed,
+            jaxpr,
+            scope,
+            lambda: self._find_uncrossed(raw(jaxpr), scope),
         )
 
     def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
         env = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars)}
 
         def reach(atoms):
-            known = (env.get(a, frozenset()) for a in atoms if not isinstance(a, Literal))
+            known = (
+                env.get(a, frozenset()) for a in atoms if not isinstance(a, Literal)
+            )
             return frozenset().union(*known)
 
         for eqn in jaxpr.eqns:
@@ -271,7 +303,10 @@ class Planner:
             before = list(reach)
             for carry_out, carry_in in body.loop:
                 fed = before[carry_out]
-                reach = [sources | fed if carry_in in sources else sources for sources in reach]
+                reach = [
+                    sources | fed if carry_in in sources else sources
+                    for sources in reach
+                ]
             stable = reach == before
         return reach
 
@@ -314,8 +349,8 @@ _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no l
 
 
 def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
-    """The values of a small constant; of an array only the largest, which may overflow."""
-    if const is None or isinstance(const, jax.core.Tracer) or const.size > _SMALL_CONST:
+    """The values of a small constant; of an array the largest, which may overflow."""
+    if const is None or is_tracer(const) or const.size > _SMALL_CONST:
         return None
     if not getattr(const, "is_fully_addressable", True) or const.size == 0:
         return None

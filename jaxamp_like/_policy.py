@@ -14,7 +14,13 @@ from ._dtypes import as_float_dtype
 from ._errors import AmpError
 from ._jax import Primitive
 from ._primitives import CLASSES, FIXED
-from ._rules import Callback, Rule, UseOriginalPrecision, use_original_precision, use_precision
+from ._rules import (
+    Callback,
+    Rule,
+    UseOriginalPrecision,
+    use_original_precision,
+    use_precision,
+)
 from ._structural import STRUCTURAL
 
 AMP_DEFAULT = "amp_default"
@@ -29,7 +35,7 @@ Key = Any  # a primitive, a scope, a path of scopes or a compiled regular expres
 
 @dataclass(frozen=True)
 class Classified(Rule):
-    """Looks the primitive up in the table of classes; unknown ones keep their dtypes."""
+    """Looks the primitive up in the table; unknown ones keep the author's dtypes."""
 
     def _rule(self, site: Any) -> Rule:
         return CLASSES.get(site.primitive.name, use_original_precision)
@@ -166,7 +172,9 @@ def _checked(items: tuple[tuple[Key, Rule], ...]) -> CheckedPolicy:
             object.__setattr__(checked, "default", rule)
         elif key in AMP_STOP:
             if not isinstance(rule, UseOriginalPrecision):
-                raise AmpError(f"{key!r} always means the author's dtypes; remove the key.")
+                raise AmpError(
+                    f"{key!r} always means the author's dtypes; remove the key."
+                )
         elif len(parts := tuple(filter(None, key.split("/")))) > 1:
             checked.paths[parts] = rule
         elif parts:
@@ -215,7 +223,11 @@ def _check_primitive_rule(primitive: Primitive, rule: Rule) -> None:
             "it. Put rules on the primitives inside, or on a `jax.named_scope` around "
             "it; only `use_original_precision` leaves all that is inside as written."
         )
-    if primitive.name in FIXED and not is_original and rule != CLASSES.get(primitive.name):
+    if (
+        primitive.name in FIXED
+        and not is_original
+        and rule != CLASSES.get(primitive.name)
+    ):
         raise AmpError(
             f"`{primitive}` only exists in the dtypes that it was traced with: it has "
             "no low-precision kernel, or carries code in these dtypes. Remove the key."
@@ -229,9 +241,9 @@ def _bad_key(key: Key) -> TypeError:
         if isinstance(getattr(jax_primitives, f"{name}_p", None), Primitive):
             hint = f" Use the primitive that it binds: `jax.lax.{name}_p`."
     return TypeError(
-        "A key of `amp_policy` must be a primitive (`jax.lax.dot_general_p`), the name "
-        "of a `jax.named_scope`, a path of such names joined by '/', a compiled regular "
-        f"expression, or {AMP_DEFAULT!r}, but got {_show(key)}.{hint}"
+        "A key of `amp_policy` must be a primitive (`jax.lax.dot_general_p`), the "
+        "name of a `jax.named_scope`, a path of such names joined by '/', a compiled "
+        f"regular expression, or {AMP_DEFAULT!r}, but got {_show(key)}.{hint}"
     )
 
 

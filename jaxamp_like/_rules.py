@@ -8,7 +8,8 @@ can read the very decisions that the binding follows.
 
 Any other callable with the signature
 
-    rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)
+    rule(compute_dtype, original_dtypes, *invars, **bind_params)
+        -> (invars, bind_params)
 
 is a rule too: it is given the operands as they are and returns them cast."""
 
@@ -20,11 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from ._dtypes import DType, as_float_dtype, bits, cast, is_float, lowered, survives
 from ._errors import AmpError
+from ._jax import SymbolicZero, is_array_aval, typeof
 
 
 class Mark(enum.IntEnum):
@@ -80,7 +83,9 @@ class Site(NamedTuple):
         fact = self.facts[i]
         if fact is None or fact.small:
             return False
-        return any(self.avals[i].shape == getattr(out, "shape", None) for out in self.out_avals)
+        return any(
+            self.avals[i].shape == getattr(out, "shape", None) for out in self.out_avals
+        )
 
 
 class Decision(NamedTuple):
@@ -96,8 +101,7 @@ class Decision(NamedTuple):
 def author_dtype(aval: Any) -> DType | None:
     """The dtype of a float array's aval, else `None`."""
     dtype = getattr(aval, "dtype", None)
-    is_array = type(aval) is jax.core.ShapedArray
-    return dtype if is_array and is_float(dtype) else None
+    return dtype if is_array_aval(aval) and is_float(dtype) else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class Rule:
             Fact(x.dtype, Mark.LOW) if dtype is not None else None
             for x, dtype in zip(invars, original_dtypes, strict=True)
         )
-        avals = tuple(map(jax.typeof, invars))
+        avals = tuple(map(typeof, invars))
         site = Site(
             None, bind_params, (), jnp.dtype(compute_dtype), avals,
             tuple(original_dtypes), facts, avals[:1], (True,), by_scope=True,
@@ -147,7 +151,8 @@ def read(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
 def _outs(site: Site, dtype: DType | None, mark: Mark, **known: Any) -> tuple[Any, ...]:
     """Facts of results that have the author's dtypes, lowered to `dtype` if given."""
     return tuple(
-        author and Fact(author if dtype is None else lowered(author, dtype), mark, **known)
+        author
+        and Fact(author if dtype is None else lowered(author, dtype), mark, **known)
         for author in site.out_authors
     )
 
@@ -184,7 +189,9 @@ class UsePrecision(Rule):
             return decision._replace(why="the author's dtype is no wider")
         params = dict(site.params)
         if isinstance(params.get("precision"), lax.DotAlgorithmPreset):
-            params["precision"] = None  # names the dtypes of its operands: no longer true
+            params["precision"] = (
+                None  # names the dtypes of its operands: no longer true
+            )
         decision = Decision(
             reads, params, _outs(site, dtype, Mark.LOW), f"computes in {dtype.name}"
         )
@@ -204,20 +211,25 @@ def _wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Call
     """A contraction of low operands with a wide result and low cotangents.
 
     The transpose of a contraction with a wide result reads a wide cotangent, so the
-    derivative is that of the low contraction, in forward mode so that both modes work."""
-
-    def low(*operands):
-        return primitive.bind(*operands, **params)
+    derivative is that of the low contraction; in forward mode, so that both work."""
 
     @jax.custom_jvp
     def contraction(*operands):
         return primitive.bind(*operands, **params | {"preferred_element_type": wide})
 
-    @contraction.defjvp
     def jvp(primals, tangents):
-        out = contraction(*primals)
-        return out, jax.jvp(low, primals, tangents)[1].astype(wide)
+        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
+        def low(*moving):
+            operands = list(primals)
+            for i, x in zip(live, moving, strict=True):
+                operands[i] = x
+            return primitive.bind(*operands, **params)
+
+        moving, moves = (tuple(x[i] for i in live) for x in (primals, tangents))
+        return contraction(*primals), jax.jvp(low, moving, moves)[1].astype(wide)
+
+    contraction.defjvp(jvp, symbolic_zeros=True)
     return contraction
 
 
@@ -353,7 +365,9 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         fans_out = name == "broadcast_in_dim" and grows
         is_view = bool(fact.leaf) and name in _VIEWS and not fans_out
         small = fact.small or fans_out
-        values = fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
+        values = (
+            fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
+        )
         leaf = Leaf.VIEW if is_view else Leaf.NO
         outs.append(Fact(fact.dtype, fact.mark, leaf, small, values))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
@@ -368,7 +382,7 @@ def _size_key(shape: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class ConvertAsWritten(Rule):
-    """`convert_element_type`: an `astype` that the jaxpr shows is the author's voice."""
+    """An `astype` that the jaxpr shows is the author's voice."""
 
     def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
         return wanted
@@ -383,7 +397,11 @@ class ConvertAsWritten(Rule):
             return Decision((fact.dtype,), params, (out,), "keeps its dtype")
         outs = (None,)
         if new is not None:
-            outs = (Fact(new, self._mark(site.avals[0].dtype, new), values=self._values(site)),)
+            outs = (
+                Fact(
+                    new, self._mark(site.avals[0].dtype, new), values=self._values(site)
+                ),
+            )
         reads = (fact and fact.dtype,)
         return Decision(reads, site.params, outs, "a cast that the author wrote")
 
@@ -392,13 +410,13 @@ class ConvertAsWritten(Rule):
         if is_float(old):  # up: pinned by the author; down: as good as an input
             return Mark.FULL if bits(new) > bits(old) else Mark.NEUTRAL
         # Integers are exact in float16 only up to 2048, in bfloat16 up to 256.
-        return Mark.NEUTRAL if old == bool else Mark.FULL
+        return Mark.NEUTRAL if old == np.bool_ else Mark.FULL
 
     @staticmethod
     def _values(site: Site) -> frozenset[float] | None:
         if site.facts[0] is not None:
             return site.facts[0].values
-        return frozenset({0.0, 1.0}) if site.avals[0].dtype == bool else None
+        return frozenset({0.0, 1.0}) if site.avals[0].dtype == np.bool_ else None
 
 
 @dataclass(frozen=True)
@@ -460,15 +478,15 @@ class Callback(Rule):
         where = f"rule {self.fn!r} for `{site.primitive}`"
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
             raise AmpError(
-                f"The {where} must return `(invars, bind_params)`, a sequence of inputs "
-                f"and a dict of parameters, but returned {type(out).__name__}."
+                f"The {where} must return `(invars, bind_params)`, a sequence of "
+                f"inputs and a dict of parameters, but returned {type(out).__name__}."
             )
         invars, params = out
         if not isinstance(invars, tuple | list) or len(invars) != len(operands):
             given = len(invars) if isinstance(invars, tuple | list) else repr(invars)
             raise AmpError(
-                f"The {where} was given {len(operands)} inputs and must return as many, "
-                f"but returned {given}. Return `(invars, bind_params)`."
+                f"The {where} was given {len(operands)} inputs and must return as "
+                f"many, but returned {given}. Return `(invars, bind_params)`."
             )
         return invars, params
 

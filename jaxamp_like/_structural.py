@@ -5,7 +5,7 @@ bodies are planned with the facts of its operands), and how it is bound again. B
 copies the equation's parameters and replaces only the jaxprs, so that names, donation,
 shardings, unrolling, remat policies and whatever a later JAX adds survive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from ._jax import (
     scan_arity,
     shard_map_options,
     subjaxprs,
+    typeof,
     without_scopes,
 )
 from ._rules import Decision, Fact, Leaf, Mark, Site, author_dtype
@@ -49,7 +50,9 @@ class Handler(NamedTuple):
     bind: Callable[[Any, Any, list[Any]], Sequence[Any]]
 
 
-def _decision(site: Site, reads: Sequence[Any], outs: Sequence[Any], why: str) -> Decision:
+def _decision(
+    site: Site, reads: Iterable[Any], outs: Iterable[Any], why: str
+) -> Decision:
     return Decision(tuple(reads), site.params, tuple(outs), why)
 
 
@@ -136,7 +139,9 @@ def _decide_pinned(planner: Any, eqn: Eqn, site: Site):
         for jaxpr in subjaxprs(eqn.params)
     )
     outs = (author and Fact(author, Mark.FULL) for author in site.out_authors)
-    return _decision(site, site.authors, outs, "its dtypes are part of a contract"), inner
+    return _decision(
+        site, site.authors, outs, "its dtypes are part of a contract"
+    ), inner
 
 
 def _bind_pinned(frame: Any, step: Any, operands: list[Any]):
@@ -215,46 +220,45 @@ def _while_bodies(eqn: Eqn) -> list[Body]:
     loop = [(i, num_body + i) for i in range(num_carry)]
     return [
         Body(params["cond_jaxpr"], [*range(num_cond), *carry], [None]),
-        Body(params["body_jaxpr"], [*range(num_cond, first), *carry], range(num_carry), loop),
+        Body(
+            params["body_jaxpr"],
+            [*range(num_cond, first), *carry],
+            range(num_carry),
+            loop,
+        ),
     ]
 
 
 def _decide_loop(planner: Any, eqn: Eqn, site: Site):
-    bodies = STRUCTURAL[eqn.primitive.name].bodies(eqn)
-    body = bodies[-1]
-    carries = {body.ins[i]: out for out, i in body.loop}  # operand -> result
+    *others, body = STRUCTURAL[eqn.primitive.name].bodies(eqn)
     wanted = planner.body_wanted(body, site.scope, site.wanted)
+    outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
+    marks = dict.fromkeys(outs, Mark.NEUTRAL)
     low = _low_carries(planner, body, site)
-    facts = _carried_in(site, carries, low)
-    while True:
-        inner = planner.plan(body.jaxpr, tuple(facts[i] for i in body.ins), site.scope, wanted)
-        stuck = {
-            i for i in low
-            if inner.outs[carries[i]].mark == Mark.FULL  # stays full after all
-        }  # fmt: skip
-        marks = {
-            i: max(facts[i].mark, inner.outs[out].mark)
-            for i, out in carries.items()
-            if facts[i] is not None
-        }
-        if stuck:
-            low -= stuck
-            facts = _carried_in(site, carries, low)
-        elif all(facts[i].mark == mark for i, mark in marks.items()):
+    while True:  # marks only rise, and there are three
+        facts = _carried_in(site, marks, low)
+        inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
+        made = {i: inner.outs[out].mark for i, out in outs.items()}
+        stuck = {i for i in low if made[i] == Mark.FULL}
+        stable = all(mark <= _mark(facts[i]) for i, mark in made.items())
+        if stable and not stuck:
             break
-        else:
-            facts = tuple(
-                fact._replace(mark=marks[i]) if i in marks else fact
-                for i, fact in enumerate(facts)
-            )
-    plans = tuple(
-        planner.plan(other.jaxpr, tuple(facts[i] for i in other.ins), site.scope)
-        for other in bodies[:-1]
-    )
-    outs = list(_outside(inner.outs))
-    for i, out in carries.items():
-        outs[out] = facts[i]
-    return _decision(site, _now(facts), outs, "its carries keep one dtype"), (*plans, inner)
+        low -= stuck
+        marks = {i: max(mark, made[i]) for i, mark in marks.items()}
+    plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
+    results = list(_outside(inner.outs))
+    for i, out in outs.items():
+        results[out] = facts[i]
+    decision = _decision(site, _now(facts), results, "its carries keep one dtype")
+    return decision, (*plans, inner)
+
+
+def _pick(facts: Facts, ins: Sequence[int]) -> Facts:
+    return tuple(facts[i] for i in ins)
+
+
+def _mark(fact: Fact | None) -> Mark:
+    return Mark.NEUTRAL if fact is None else fact.mark
 
 
 def _low_carries(planner: Any, body: Body, site: Site) -> set[int]:
@@ -268,14 +272,15 @@ def _low_carries(planner: Any, body: Body, site: Site) -> set[int]:
     }
 
 
-def _carried_in(site: Site, carries: dict[int, int], low: set[int]) -> Facts:
+def _carried_in(site: Site, marks: dict[int, Mark], low: set[int]) -> Facts:
     """The operands' facts in the body; a carry has the author's dtype unless `low`."""
     facts = list(_inside(site.facts))
-    for i in carries:
-        fact, author = site.facts[i], site.authors[i]
-        if fact is not None and author is not None:
-            dtype = lowered(author, site.compute_dtype) if i in low else author
-            facts[i] = Fact(dtype, max(fact.mark, Mark.LOW) if i in low else fact.mark)
+    for i, mark in marks.items():
+        author = site.authors[i]
+        assert author is not None
+        dtype = lowered(author, site.compute_dtype) if i in low else author
+        least = Mark.LOW if i in low else Mark.NEUTRAL
+        facts[i] = Fact(dtype, max(_mark(site.facts[i]), mark, least))
     return tuple(facts)
 
 
@@ -339,7 +344,9 @@ def _cast_all(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     return [x if d is None else cast(x, d) for x, d in zip(values, dtypes, strict=True)]
 
 
-def _on_operands(eqn: Eqn, values: Sequence[Any], live: Sequence[int]) -> Callable[..., Any]:
+def _on_operands(
+    eqn: Eqn, values: Sequence[Any], live: Sequence[int]
+) -> Callable[..., Any]:
     """The original equation as a function of its `live` operands."""
     bare = without_scopes(eqn)
 
@@ -356,7 +363,7 @@ def _marked(values: Sequence[Any]) -> Facts:
     """Facts of values that have been rewritten already."""
     return tuple(
         dtype and Fact(dtype, Mark.LOW)
-        for dtype in (author_dtype(jax.typeof(x)) for x in values)
+        for dtype in (author_dtype(typeof(x)) for x in values)
     )
 
 
@@ -382,7 +389,9 @@ def _bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
         ts = [tangents[i] for i in live]
         values = [*primals, *ts]
         authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
-        wanted = [fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs]
+        wanted = [
+            fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs
+        ]
         outs = frame.rewrite(
             author_rule, authors, values, _marked(values), step.scope, wanted * 2
         )
@@ -396,7 +405,7 @@ def _bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
 
 def _tangent_aval(aval: Any, tangent: Any) -> Any:
     """The aval that a tangent had for the author, not the one that it has now."""
-    return jax.typeof(tangent) if author_dtype(aval) is None else aval
+    return typeof(tangent) if author_dtype(aval) is None else aval
 
 
 def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -411,15 +420,17 @@ def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 class _Residuals:
     """What a forward rule hands to the backward rule: arrays, and how to read them."""
 
-    def __init__(self, arrays, static):
-        self.arrays, self.static = arrays, static
+    def __init__(self, arrays: Any, static: Any):
+        self.arrays = arrays
+        self.static = static
 
     def tree_flatten(self):
         return (self.arrays,), _Identity(self.static)
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        return cls(*children, static.value)
+        (arrays,) = children
+        return cls(arrays, static.value)
 
 
 class _Identity:
@@ -455,11 +466,15 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             fn = _on_operands(eqn, args, live)
             outs, vjp = jax.vjp(fn, *(args[i] for i in live))
             residuals, tree = jax.tree.flatten(vjp)
-            trees.append((tree, [jax.typeof(x) for x in residuals]))
+            trees.append((tree, [typeof(x) for x in residuals]))
             return [*outs, *residuals]
 
-        wanted = [fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs]
-        outs = frame.rewrite(author_fwd, avals, values, _marked(values), step.scope, wanted)
+        wanted = [
+            fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs
+        ]
+        outs = frame.rewrite(
+            author_fwd, avals, values, _marked(values), step.scope, wanted
+        )
         tree, res_avals = trees[0]
         now = [x.dtype for x in values]
         return _cast_all(outs[:num_outs], dtypes), _Residuals(
@@ -476,12 +491,17 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
         values = [*residuals.arrays, *cotangents]
         ct_avals = [
-            v.aval if author_dtype(v.aval) is not None else jax.typeof(ct)
+            v.aval if author_dtype(v.aval) is not None else typeof(ct)
             for v, ct in zip(eqn.outvars, cotangents, strict=True)
         ]
         wanted = [avals[i].dtype != now[i] for i in live]
         grads = frame.rewrite(
-            author_bwd, [*res_avals, *ct_avals], values, _marked(values), step.scope, wanted
+            author_bwd,
+            [*res_avals, *ct_avals],
+            values,
+            _marked(values),
+            step.scope,
+            wanted,
         )
         result: list[Any] = [None] * len(avals)
         for i, grad in zip(live, grads, strict=True):
@@ -497,7 +517,7 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 def _instantiate(cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    aval = cotangent.aval
+    aval: Any = cotangent.aval
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, jax.dtypes.float0)
     return jnp.zeros(aval.shape, aval.dtype)
@@ -526,4 +546,3 @@ STRUCTURAL: dict[str, Handler] = {
     "xla_pmap": Handler(_call("call_jaxpr"), _decide_call, _bind_pmap),
 }
 """How each structural primitive is rewritten, by its name."""
-
