@@ -167,8 +167,7 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 def _as_author(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
     dtype = author_dtype(aval)
-    if not isinstance(x, jax.Array):  # a literal
-        x = jnp.asarray(x) if aval.weak_type else jnp.asarray(x, aval.dtype)
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
     if dtype is None or x.dtype == dtype:
         return x
     if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:

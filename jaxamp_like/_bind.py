@@ -47,7 +47,8 @@ class Frame:
             for v in drops:
                 if v not in frame.kept:
                     del frame.env[v]
-        return [frame.read(atom, None) for atom in plan.outvars]
+        outs = (frame.read(atom, None) for atom in plan.outvars)
+        return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in outs]
 
     def close(
         self, plan: Plan, jaxpr: Jaxpr, dtypes: tuple[DType | None, ...]
@@ -88,7 +89,8 @@ class Frame:
     def read(self, atom: Any, dtype: DType | None) -> Any:
         """The value of `atom`, cast to `dtype` if that is given and another."""
         if isinstance(atom, Literal):
-            same = dtype is None or atom.aval.dtype == dtype
+            aval: Any = atom.aval
+            same = dtype is None or aval.dtype == dtype
             return atom.val if same else np.asarray(atom.val).astype(dtype)
         value = self.env[atom]
         if dtype is None or value.dtype == dtype:
@@ -141,7 +143,8 @@ class Frame:
         if fans_out and bits(dtype) < bits(value.dtype):
             # Broadcast first: the transpose of a broadcast is a sum, which must not add
             # up in low precision.
-            return cast(lax.broadcast_in_dim(value, shape, range(len(shape))), dtype)
+            axes = range(len(shape) - value.ndim, len(shape))
+            return cast(lax.broadcast_in_dim(value, shape, axes), dtype)
         return cast(value, dtype) if i in step.leaves else self.read(atom, dtype)
 
     def _recast(self, step: Step) -> list[Any]:
@@ -195,12 +198,8 @@ def dtypes_of(facts: Facts) -> tuple[DType | None, ...]:
 
 def cast_all(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
     """Casts each value that has a dtype given."""
-    return [
-        x
-        if dtype is None
-        else cast(x if hasattr(x, "dtype") else jnp.asarray(x), dtype)
-        for x, dtype in zip(values, dtypes, strict=True)
-    ]
+    pairs = zip(values, dtypes, strict=True)
+    return [x if dtype is None else cast(x, dtype) for x, dtype in pairs]
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

@@ -83,7 +83,7 @@ _FIXED = """cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
 _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scatter-max
     scatter_max scatter-min scatter_min pure_callback io_callback debug_callback
     debug_print buffer_callback check pallas_call ffi_call custom_partitioning
-    call_exported call_hi_primitive custom_lin linear_call composite tpu_custom_call
+    call_exported call_hi_primitive custom_lin composite tpu_custom_call
     new_ref mutable_array freeze free_ref empty_ref get swap addupdate
     accum_grad_in_ref run_state run_scoped core_map mpmd_map noinline nonbatchable
     nontraceable unvmap_any unvmap_all unvmap_max select_if_vmap nondifferentiable

@@ -476,7 +476,7 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             author_fwd, avals, values, _marked(values), step.scope, wanted
         )
         tree, res_avals = trees[0]
-        now = [x.dtype for x in values]
+        now = [typeof(x).dtype for x in values]
         return _cast_all(outs[:num_outs], dtypes), _Residuals(
             outs[num_outs:], (tree, res_avals, live, now)
         )
@@ -541,6 +541,7 @@ STRUCTURAL: dict[str, Handler] = {
     "custom_jvp_call": Handler(_call("call_jaxpr"), _decide_call, _bind_custom_jvp),
     "custom_vjp_call": Handler(_call("call_jaxpr"), _decide_call, _bind_custom_vjp),
     "custom_linear_solve": Handler(_no_bodies, _decide_pinned, _bind_pinned),
+    "linear_call": Handler(_no_bodies, _decide_pinned, _bind_pinned),
     "custom_vmap_call": Handler(_no_bodies, _decide_pinned, _bind_pinned),
     "shard_map": Handler(_call("jaxpr"), _decide_call, _bind_shard_map),
     "xla_pmap": Handler(_call("call_jaxpr"), _decide_call, _bind_pmap),
