@@ -11,7 +11,7 @@ from jax import lax
 from ._dtypes import DType, bits, cast
 from ._jax import Atom, Jaxpr, Literal, consts, eqn_context, raw, reemit, trace
 from ._plan import Facts, Plan, Planner, Scope, Step
-from ._rules import Leaf
+from ._rules import Demand, author_dtype
 
 # Ops whose derivative reads no operand: there is nothing to keep for it.
 _LINEAR = frozenset("add sub neg select_n concatenate pad convert_element_type".split())
@@ -75,15 +75,15 @@ class Frame:
         values: Sequence[Any],
         facts: Facts,
         scope: Scope,
-        wanted: Sequence[bool],
+        wanted: Sequence[Demand],
     ) -> list[Any]:
         """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
         jaxpr = trace(fn, avals)
-        missing = len(raw(jaxpr).outvars) - len(wanted)
-        plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *(False,) * missing))
+        rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
+        plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
 
     def read(self, atom: Any, dtype: DType | None) -> Any:
@@ -123,7 +123,7 @@ class Frame:
             given[i] if i in given else self._operand(step, i)
             for i in range(len(eqn.invars))
         ]
-        if any(fact and fact.leaf == Leaf.VIEW for fact in decision.outs):
+        if any(fact and fact.leaf for fact in decision.outs):
             self.views |= dict.fromkeys(eqn.outvars, step)
             self.kept |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
         if decision.bind is not None:
@@ -138,6 +138,8 @@ class Frame:
         value = self.read(atom, None)
         if isinstance(atom, Literal) or dtype is None or value.dtype == dtype:
             return self.read(atom, dtype)
+        if i in step.constants:
+            return self._cast_constant(atom, dtype)
         shape = step.eqn.outvars[0].aval.shape
         fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape
         if fans_out and bits(dtype) < bits(value.dtype):
@@ -146,6 +148,26 @@ class Frame:
             axes = range(len(shape) - value.ndim, len(shape))
             return cast(lax.broadcast_in_dim(value, shape, axes), dtype)
         return cast(value, dtype) if i in step.leaves else self.read(atom, dtype)
+
+    def _cast_constant(self, atom: Any, dtype: DType) -> Any:
+        """Casts a constant, or what a view is made of and then makes the view.
+
+        So that a table is cast once, not in every shape that it is read in."""
+        if author_dtype(atom.aval) is None:
+            return self.read(atom, None)
+        if isinstance(atom, Literal):
+            return self.read(atom, dtype)
+        if (atom, dtype) not in self.casts:
+            view = self.views.get(atom)
+            if view is None:
+                self.casts[atom, dtype] = cast(self.env[atom], dtype)
+            else:
+                operands = [self._cast_constant(x, dtype) for x in view.eqn.invars]
+                low = view.eqn.primitive.bind(*operands, **view.eqn.params)
+                lows = low if isinstance(low, tuple | list) else [low]
+                for v, x in zip(view.eqn.outvars, lows, strict=True):
+                    self.casts[v, dtype] = cast(x, dtype)
+        return self.casts[atom, dtype]
 
     def _recast(self, step: Step) -> list[Any]:
         """Binds with casts of inputs that are made again in the backward pass.

@@ -6,6 +6,8 @@ decides, knowing what its operands have become. Bodies of structural primitives 
 planned with the facts of their operands, so decisions flow through jit, loops and
 branches; see `_structural`."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,7 @@ from ._policy import CheckedPolicy, Found
 from ._primitives import CLASSES, FIXED
 from ._rules import (
     Decision,
+    Demand,
     Fact,
     Leaf,
     Mark,
@@ -58,6 +61,7 @@ class Step:
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
     leaves: frozenset[int] = frozenset()  # operands that are inputs, and are cast
+    constants: frozenset[int] = frozenset()  # operands that are constants, and are cast
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,21 +92,25 @@ class Planner:
     compute_dtype: DType
     strict: bool = False
     _plans: Any = field(default_factory=WeakKeyDictionary)
-    _wants: Any = field(default_factory=WeakKeyDictionary)
+    _demands: Any = field(default_factory=WeakKeyDictionary)
     _uncrossed: Any = field(default_factory=WeakKeyDictionary)
 
     def plan(
-        self, jaxpr: Jaxpr, facts: Facts, scope: Scope = (), wanted: Sequence[bool] = ()
+        self,
+        jaxpr: Jaxpr,
+        facts: Facts,
+        scope: Scope = (),
+        wanted: Sequence[Demand] = (),
     ) -> Plan:
         """Plans `jaxpr` for inputs of which `facts` are known.
 
-        `wanted` says which of its results are read low outside."""
-        wanted = tuple(wanted) or (False,) * len(raw(jaxpr).outvars)
+        `wanted` says how its results are read outside; in full, if not given."""
+        wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         key = (facts, scope, wanted)
         return _remember(self._plans, jaxpr, key, lambda: self._plan(jaxpr, *key))
 
     def _plan(
-        self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[bool]
+        self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
     ) -> Plan:
         inner = raw(jaxpr)
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
@@ -110,11 +118,11 @@ class Planner:
         env |= {
             v: _const_fact(v, c) for v, c in zip(inner.constvars, values, strict=True)
         }
-        low_read = self._low_read(inner, scope, wanted)
+        demand = self._demand(inner, scope, wanted)
         steps, keys = [], set()
         for eqn in inner.eqns:
             operands = tuple(_fact(env, atom) for atom in eqn.invars)
-            needed = tuple(v in low_read for v in eqn.outvars)
+            needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             step = self._step(eqn, scope + scopes(eqn), operands, needed)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
@@ -131,7 +139,7 @@ class Planner:
         )
 
     def _step(
-        self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[bool]
+        self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
     ) -> Step:
         found = self.policy.find(eqn.primitive, scope)
         site = self._site(eqn, scope, facts, wanted, found)
@@ -148,12 +156,15 @@ class Planner:
             )
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
-        leaves = frozenset(
-            i
+        decision = decision._replace(outs=_upcast_early(site, decision.outs))
+        cast = {
+            i: fact.leaf
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
             if fact and fact.leaf and fact.dtype != dtype
-        )
-        return Step(eqn, scope, found, decision, (), None, opaque, leaves)
+        }
+        constants = frozenset(i for i, leaf in cast.items() if leaf == Leaf.CONST)
+        leaves = frozenset(cast) - constants
+        return Step(eqn, scope, found, decision, (), None, opaque, leaves, constants)
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -196,70 +207,69 @@ class Planner:
             by_scope=found.by_scope,
         )
 
-    def wants(
-        self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[bool]
-    ) -> tuple[bool, ...]:
-        """Which inputs of `jaxpr` are read low, if these of its results are."""
+    def demands(
+        self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
+    ) -> tuple[Demand, ...]:
+        """How the inputs of `jaxpr` are read, if its results are read as `wanted`."""
 
         def find():
-            low_read = self._low_read(raw(jaxpr), scope, wanted)
-            return tuple(v in low_read for v in raw(jaxpr).invars)
+            demand = self._demand(raw(jaxpr), scope, wanted)
+            return tuple(demand.get(v, Demand.NONE) for v in raw(jaxpr).invars)
 
-        return _remember(self._wants, jaxpr, (scope, tuple(wanted)), find)
+        return _remember(self._demands, jaxpr, (scope, tuple(wanted)), find)
 
-    def _low_read(self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[bool]) -> set[Any]:
-        """The variables that are read low."""
-        low = {
-            atom
-            for atom, want in zip(jaxpr.outvars, wanted, strict=True)
-            if want and not isinstance(atom, Literal)
-        }
+    def _demand(
+        self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
+    ) -> dict[Any, Demand]:
+        """How each variable is read."""
+        demand: dict[Any, Demand] = {}
+
+        def read(atoms, demands):
+            for atom, how in zip(atoms, demands, strict=True):
+                if not isinstance(atom, Literal):
+                    demand[atom] = demand.get(atom, Demand.NONE) | how
+
+        read(jaxpr.outvars, wanted)
         for eqn in reversed(jaxpr.eqns):
-            outs = [v in low for v in eqn.outvars]
-            reads = self._operands_low(eqn, scope + scopes(eqn), outs)
-            low |= {
-                atom
-                for atom, want in zip(eqn.invars, reads, strict=True)
-                if want and not isinstance(atom, Literal)
-            }
-        return low
+            outs = [demand.get(v, Demand.NONE) for v in eqn.outvars]
+            read(eqn.invars, self._operand_demands(eqn, scope + scopes(eqn), outs))
+        return demand
 
-    def _operands_low(
-        self, eqn: Eqn, scope: Scope, outs: Sequence[bool]
-    ) -> Sequence[bool]:
+    def _operand_demands(
+        self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
         found = self.policy.find(eqn.primitive, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
-            is_fixed = eqn.primitive.name in FIXED
-            want = not is_fixed and found.rule.wants_low(eqn.params, any(outs))
-            return [want] * len(eqn.invars)
-        reads = [False] * len(eqn.invars)
+            if eqn.primitive.name in FIXED:
+                return [Demand.FULL] * len(eqn.invars)
+            wanted = functools.reduce(operator.or_, outs, Demand.NONE)
+            return [found.rule.demand(eqn.params, wanted)] * len(eqn.invars)
+        reads = [Demand.NONE] * len(eqn.invars)
         for body in handler.bodies(eqn):
-            for i, want in zip(
-                body.ins, self.body_wants(body, scope, outs), strict=True
-            ):
-                reads[i] |= want
+            inner = self.body_demands(body, scope, outs)
+            for i, demand in zip(body.ins, inner, strict=True):
+                reads[i] |= demand
         return reads
 
-    def body_wants(
-        self, body: Body, scope: Scope, outs: Sequence[bool]
-    ) -> Sequence[bool]:
-        """Which inputs of a body are read low, by way of its loop if it has one."""
-        inner = self.body_wanted(body, scope, outs)
-        return self.wants(body.jaxpr, scope, inner)
+    def body_demands(
+        self, body: Body, scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How the inputs of a body are read, by way of its loop if it has one."""
+        return self.demands(body.jaxpr, scope, self.body_wanted(body, scope, outs))
 
-    def body_wanted(self, body: Body, scope: Scope, outs: Sequence[bool]) -> list[bool]:
-        """Which results of a body are read low: outside, or in the next iteration."""
-        wanted = [i is not None and outs[i] for i in body.outs]
+    def body_wanted(
+        self, body: Body, scope: Scope, outs: Sequence[Demand]
+    ) -> list[Demand]:
+        """How the results of a body are read: outside, or in the next iteration."""
+        wanted = [Demand.FULL if i is None else outs[i] for i in body.outs]
         while True:
-            reads = self.wants(body.jaxpr, scope, wanted)
-            more = [i for o, i in body.loop if reads[i] and not wanted[o]]
-            if not more:
+            reads = self.demands(body.jaxpr, scope, wanted)
+            before = list(wanted)
+            for out, i in body.loop:
+                wanted[out] |= reads[i]
+            if wanted == before:
                 return wanted
-            wanted = [
-                want or any(reads[i] for out, i in body.loop if out == o)
-                for o, want in enumerate(wanted)
-            ]
 
     def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
@@ -316,6 +326,16 @@ class Planner:
         return {i for o, i in body.loop if i in reach[o]}
 
 
+def _upcast_early(site: Site, outs: Facts) -> Facts:
+    """A result that is only read in full is cast up once, not by every reader."""
+    return tuple(
+        fact._replace(dtype=author) if fact and demand == Demand.FULL else fact
+        for fact, author, demand in zip(
+            outs, site.out_authors, site.wanted, strict=True
+        )
+    )
+
+
 def _stops(found: Found) -> bool:
     """Whether a structural primitive is left as written, with all that is inside."""
     return found.key is not None and isinstance(found.rule, UseOriginalPrecision)
@@ -332,7 +352,8 @@ def _fact(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
     if not isinstance(atom, Literal):
         return env[atom]
     dtype = author_dtype(atom.aval)
-    return dtype and Fact(dtype, values=frozenset([_plain(float(atom.val))]))
+    values = frozenset([_plain(float(atom.val))])
+    return dtype and Fact(dtype, leaf=Leaf.CONST, values=values)
 
 
 def _plain(value: float) -> float:
@@ -342,7 +363,10 @@ def _plain(value: float) -> float:
 
 def _const_fact(var: Any, const: Any) -> Fact | None:
     dtype = author_dtype(var.aval)
-    return dtype and Fact(dtype, leaf=Leaf.ROOT, values=_const_values(const, dtype))
+    # Other constants are values of an outer transformation: closed-over parameters.
+    is_constant = const is not None and not is_tracer(const)
+    leaf = Leaf.CONST if is_constant else Leaf.ROOT
+    return dtype and Fact(dtype, leaf=leaf, values=_const_values(const, dtype))
 
 
 _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger

@@ -16,7 +16,10 @@ from ._jax import Primitive
 from ._primitives import CLASSES, FIXED
 from ._rules import (
     Callback,
+    Decision,
+    Demand,
     Rule,
+    Site,
     UseOriginalPrecision,
     use_original_precision,
     use_precision,
@@ -34,26 +37,38 @@ Key = Any  # a primitive, a scope, a path of scopes or a compiled regular expres
 
 
 @dataclass(frozen=True)
-class Classified(Rule):
-    """Looks the primitive up in the table; unknown ones keep the author's dtypes."""
+class ByName(Rule):
+    """Looks the primitive up by its name; unknown ones keep the author's dtypes."""
 
-    def _rule(self, site: Any) -> Rule:
-        return CLASSES.get(site.primitive.name, use_original_precision)
+    rules: tuple[tuple[str, Rule], ...] = field(repr=False)
 
-    def decide(self, site):
-        return self._rule(site).decide(site)
+    @functools.cached_property
+    def _table(self) -> dict[str, Rule]:
+        return dict(self.rules)
+
+    def rule_of(self, name: str) -> Rule:
+        return self._table.get(name, use_original_precision)
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        return self.rule_of(site.primitive.name).decide(site)
 
 
-by_class = Classified()
+def policy_by_name(table: Mapping[str, Rule]) -> dict[Any, Any]:
+    """The policy dict of a table of rules by the names of primitives.
 
-
-def _default_policy() -> dict[Any, Rule]:
+    Its keys are the primitives that JAX exports. Those that it does not export, and
+    later ones, are looked up by name: under the key "amp_default"."""
     exported = [p for p in vars(jax_primitives).values() if isinstance(p, Primitive)]
-    rules = {p: CLASSES[p.name] for p in exported if p.name in CLASSES}
-    return {**rules, AMP_DEFAULT: by_class}
+    rules = {p: table[p.name] for p in exported if p.name in table}
+    return {**rules, AMP_DEFAULT: ByName(tuple(table.items()))}
 
 
-default_amp_policy: dict[Any, Any] = _default_policy()
+by_class = ByName(tuple(CLASSES.items()))
+
+default_amp_policy: dict[Any, Any] = policy_by_name(CLASSES)
 """The policy that `amp` uses if none is given: a plain dict, to be extended by `|`.
 
 It decides by numerics and by what surrounds an op. Contractions run in the compute
@@ -97,8 +112,8 @@ class CheckedPolicy:
         if self.default is None or is_program:
             return _UNNAMED
         rule = self.default
-        if isinstance(rule, Classified):
-            rule = CLASSES.get(primitive.name, use_original_precision)
+        if isinstance(rule, ByName):
+            rule = rule.rule_of(primitive.name)
         return Found(AMP_DEFAULT, rule)
 
     def find_scope(self, scope: tuple[str, ...]) -> Found | None:
@@ -122,8 +137,11 @@ class CheckedPolicy:
         return self.default is None and not any(tables)
 
     def own_keys(self) -> list[Key]:
-        """The keys that the user added: not those of the default policy."""
-        own = [p for p, rule in self.primitives.items() if rule != CLASSES.get(p.name)]
+        """The keys that the user added: not those of the policy that was extended.
+
+        What that one says of a primitive, it says by name too."""
+        base = self.default if isinstance(self.default, ByName) else by_class
+        own = [p for p, rule in self.primitives.items() if rule != base.rule_of(p.name)]
         return [*own, *self.names, *map("/".join, self.paths), *self.patterns]
 
 
@@ -137,7 +155,10 @@ def checked_policy(policy: Any) -> CheckedPolicy:
             f"but got {type(policy).__name__}. For example: "
             '`default_amp_policy | {"attention": "float32"}`.'
         )
-    items = tuple((key, _as_rule(key, value)) for key, value in policy.items())
+    items = tuple(
+        (key, as_rule(value, f"amp_policy[{_show(key)}]"))
+        for key, value in policy.items()
+    )
     try:
         return _checked(items)
     except TypeError as e:
@@ -184,7 +205,8 @@ def _checked(items: tuple[tuple[Key, Rule], ...]) -> CheckedPolicy:
     return checked
 
 
-def _as_rule(key: Key, value: Any) -> Rule:
+def as_rule(value: Any, argument: str) -> Rule:
+    """Returns `value` as a rule, or says which `argument` is none."""
     if isinstance(value, Rule):
         return value
     if isinstance(value, str | np.dtype) or _is_scalar_type(value):
@@ -194,14 +216,14 @@ def _as_rule(key: Key, value: Any) -> Rule:
             close = get_close_matches(str(value), ["float32", "float16", "bfloat16"], 1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
-                f"The rule of `amp_policy[{_show(key)}]` is {value!r}, which is no "
-                f"floating dtype.{hint}"
+                f"The rule of `{argument}` is {value!r}, which is no floating dtype."
+                f"{hint}"
             ) from None
         return use_precision(value)
     if callable(value):
         return Callback(value)
     raise TypeError(
-        f"The rule of `amp_policy[{_show(key)}]` must be a rule such as "
+        f"The rule of `{argument}` must be a rule such as "
         "`use_compute_precision`, a dtype such as 'float32', or a callable "
         "`rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, "
         f"bind_params)`, but got {value!r}."

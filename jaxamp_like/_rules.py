@@ -44,6 +44,15 @@ class Leaf(enum.IntEnum):
     NO = 0
     ROOT = 1  # an input: live anyway
     VIEW = 2  # an input, reshaped, transposed or sliced
+    CONST = 3  # a constant or a view of one: nothing differentiates it
+
+
+class Demand(enum.Flag):
+    """How a value is read: by ops that compute low, by ops that compute in full."""
+
+    NONE = 0
+    LOW = enum.auto()
+    FULL = enum.auto()
 
 
 class Fact(NamedTuple):
@@ -60,8 +69,8 @@ class Site(NamedTuple):
     """One equation, as a rule sees it.
 
     `authors` and `facts` have one entry for each operand, `None` where it is no float.
-    `wanted` says for each result whether an op that computes in low precision reads it,
-    directly or through ops that follow their inputs."""
+    `wanted` says for each result how it is read, directly or through ops that follow
+    their inputs."""
 
     primitive: Any
     params: dict[str, Any]
@@ -71,8 +80,12 @@ class Site(NamedTuple):
     authors: tuple[DType | None, ...]
     facts: tuple[Fact | None, ...]
     out_avals: tuple[Any, ...]
-    wanted: tuple[bool, ...]
+    wanted: tuple[Demand, ...]
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
+
+    @property
+    def wanted_low(self) -> bool:
+        return any(Demand.LOW in demand for demand in self.wanted)
 
     @property
     def out_authors(self) -> tuple[DType | None, ...]:
@@ -111,9 +124,9 @@ class Rule:
     def decide(self, site: Site) -> Decision:
         raise NotImplementedError
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
-        """Whether operands are read low, if the results are `wanted` low."""
-        return False
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        """How operands are read, if the results are read as `wanted`."""
+        return Demand.FULL
 
     @property
     def is_compute(self) -> bool:
@@ -135,7 +148,7 @@ class Rule:
         avals = tuple(map(typeof, invars))
         site = Site(
             None, bind_params, (), jnp.dtype(compute_dtype), avals,
-            tuple(original_dtypes), facts, avals[:1], (True,), by_scope=True,
+            tuple(original_dtypes), facts, avals[:1], (Demand.LOW,), by_scope=True,
         )  # fmt: skip
         decision = self.decide(site)
         return read(invars, decision.reads), decision.params
@@ -175,8 +188,8 @@ class UsePrecision(Rule):
     def is_compute(self) -> bool:
         return self.dtype is None or bits(self.dtype) < 32
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
-        return self.is_compute
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.LOW if self.is_compute else Demand.FULL
 
     def decide(self, site: Site) -> Decision:
         if _asks_for_precision(site.params) and not site.by_scope:
@@ -267,14 +280,14 @@ class UseWidestPrecision(Rule):
 class FollowInputs(Rule):
     """Runs low only between ops that run low; see `follow_inputs`."""
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
-        return wanted
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.LOW if Demand.LOW in wanted else Demand.FULL
 
     def decide(self, site: Site) -> Decision:
-        return _follow(site, wanted=any(site.wanted))
+        return _follow(site)
 
 
-def _follow(site: Site, wanted: bool) -> Decision:
+def _follow(site: Site) -> Decision:
     dtype = site.compute_dtype
     floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
     low = [fact.dtype for _, fact in floats if fact.dtype != site.authors[_]]
@@ -292,7 +305,7 @@ def _follow(site: Site, wanted: bool) -> Decision:
         return full._replace(outs=outs, why="a full but smaller input")
     if not low:
         return full._replace(why="no input is low yet")
-    if not wanted:
+    if not site.wanted_low:
         return full._replace(why="nothing low reads the result")
     narrow = max(low, key=bits)
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
@@ -304,7 +317,7 @@ def _follow(site: Site, wanted: bool) -> Decision:
 class KeepInputs(Rule):
     """Moves data in the precision that it has; see `keep_inputs`."""
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted
 
     def decide(self, site: Site) -> Decision:
@@ -319,7 +332,7 @@ class KeepInputs(Rule):
             dtype = next(iter(fixed), floats[0][1].dtype)
             if all(survives(v, dtype) for v in constants):
                 return self._join(site, floats, dtype)
-        return _follow(site, wanted=any(site.wanted))
+        return _follow(site)
 
     @staticmethod
     def _join(site: Site, floats: list[tuple[int, Fact]], dtype: DType) -> Decision:
@@ -338,7 +351,7 @@ class KeepInputs(Rule):
 class KeepEachInput(Rule):
     """Moves several arrays at once, each in the precision that it has."""
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted
 
     def decide(self, site: Site) -> Decision:
@@ -363,14 +376,19 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         name = site.primitive and site.primitive.name
         grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
         fans_out = name == "broadcast_in_dim" and grows
-        is_view = bool(fact.leaf) and name in _VIEWS and not fans_out
+        is_view = name in _VIEWS and not fans_out
         small = fact.small or fans_out
         values = (
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
         )
-        leaf = Leaf.VIEW if is_view else Leaf.NO
+        leaf = view_of(fact.leaf) if is_view else Leaf.NO
         outs.append(Fact(fact.dtype, fact.mark, leaf, small, values))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
+
+
+def view_of(leaf: Leaf) -> Leaf:
+    """What a view of such a value is."""
+    return Leaf.VIEW if leaf == Leaf.ROOT else leaf
 
 
 def _size_key(shape: tuple[Any, ...]) -> Any:
@@ -384,13 +402,13 @@ def _size_key(shape: tuple[Any, ...]) -> Any:
 class ConvertAsWritten(Rule):
     """An `astype` that the jaxpr shows is the author's voice."""
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted
 
     def decide(self, site: Site) -> Decision:
         (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
         if fact is not None and old == new:  # only the weak type changes
-            out = fact._replace(leaf=Leaf.VIEW if fact.leaf else Leaf.NO)
+            out = fact._replace(leaf=view_of(fact.leaf))
             if fact.dtype == old:
                 return Decision((old,), site.params, (out,), "keeps its dtype")
             params = site.params | {"new_dtype": fact.dtype, "weak_type": False}
@@ -432,8 +450,8 @@ class ByRange(Rule):
     def decide(self, site: Site) -> Decision:
         return self._pick(site.compute_dtype).decide(site)
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
-        return self.wide.wants_low(params, wanted)
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return self.wide.demand(params, wanted)
 
 
 @dataclass(frozen=True)
@@ -442,7 +460,7 @@ class Callback(Rule):
 
     fn: Callable[..., Any]
 
-    def wants_low(self, params: dict[str, Any], wanted: bool) -> bool:
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted
 
     def decide(self, site: Site) -> Decision:

@@ -28,7 +28,7 @@ from ._jax import (
     typeof,
     without_scopes,
 )
-from ._rules import Decision, Fact, Leaf, Mark, Site, author_dtype
+from ._rules import Decision, Demand, Fact, Leaf, Mark, Site, author_dtype
 
 Facts = tuple[Fact | None, ...]
 
@@ -62,9 +62,9 @@ def _now(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
 
 def _inside(facts: Sequence[Fact | None], leaf: Leaf = Leaf.ROOT) -> Facts:
     """Facts of operands as a body's inputs; a view outside is no view inside."""
+    inside = {Leaf.ROOT: leaf, Leaf.CONST: Leaf.CONST}
     return tuple(
-        fact and fact._replace(leaf=leaf if fact.leaf == Leaf.ROOT else Leaf.NO)
-        for fact in facts
+        fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
     )
 
 
@@ -90,10 +90,28 @@ def _call(param: str) -> Callable[[Eqn], list[Body]]:
 
 def _decide_call(planner: Any, eqn: Eqn, site: Site, leaf: Leaf = Leaf.ROOT):
     (body,) = STRUCTURAL[eqn.primitive.name].bodies(eqn)
-    facts = _inside(site.facts, leaf)
+    return _flow(planner, body, site, _inside(site.facts, leaf))
+
+
+def _flow(planner: Any, body: Body, site: Site, facts: Facts):
     inner = planner.plan(body.jaxpr, facts, site.scope, site.wanted)
     outs = _outside(inner.outs)
-    return _decision(site, _now(site.facts), outs, "its body decides"), (inner,)
+    return _decision(site, _now(facts), outs, "its body decides"), (inner,)
+
+
+def _decide_inline(planner: Any, eqn: Eqn, site: Site):
+    """As `_decide_call`; what the body only reads in full is cast up outside.
+
+    There the cast is shared with others that read it in full."""
+    (body,) = STRUCTURAL[eqn.primitive.name].bodies(eqn)
+    demands = planner.body_demands(body, site.scope, site.wanted)
+    facts = tuple(
+        fact._replace(dtype=author) if fact and demand == Demand.FULL else fact
+        for fact, author, demand in zip(
+            _inside(site.facts), site.authors, demands, strict=True
+        )
+    )
+    return _flow(planner, body, site, facts)
 
 
 def _decide_jit(planner: Any, eqn: Eqn, site: Site):
@@ -101,7 +119,7 @@ def _decide_jit(planner: Any, eqn: Eqn, site: Site):
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     if any(layout is not None for layout in layouts):
         return _decide_pinned(planner, eqn, site)  # a layout belongs to a dtype
-    return _decide_call(planner, eqn, site)
+    return _decide_inline(planner, eqn, site)
 
 
 def _bind_jit(frame: Any, step: Any, operands: list[Any]):
@@ -263,12 +281,14 @@ def _mark(fact: Fact | None) -> Mark:
 
 def _low_carries(planner: Any, body: Body, site: Site) -> set[int]:
     """The carries that may be low: read low, and made by compute ops on every path."""
-    wants = planner.body_wants(body, site.scope, site.wanted)
+    demands = planner.body_demands(body, site.scope, site.wanted)
     full = planner.must_stay_full(body, site.scope)
     return {
         body.ins[i]
         for _, i in body.loop
-        if wants[i] and i not in full and site.facts[body.ins[i]] is not None
+        if Demand.LOW in demands[i]
+        and i not in full
+        and site.facts[body.ins[i]] is not None
     }
 
 
@@ -389,9 +409,7 @@ def _bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
         ts = [tangents[i] for i in live]
         values = [*primals, *ts]
         authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
-        wanted = [
-            fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs
-        ]
+        wanted = _demands_of(step)
         outs = frame.rewrite(
             author_rule, authors, values, _marked(values), step.scope, wanted * 2
         )
@@ -469,9 +487,7 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             trees.append((tree, [typeof(x) for x in residuals]))
             return [*outs, *residuals]
 
-        wanted = [
-            fact is not None and fact.mark == Mark.LOW for fact in step.decision.outs
-        ]
+        wanted = _demands_of(step)
         outs = frame.rewrite(
             author_fwd, avals, values, _marked(values), step.scope, wanted
         )
@@ -494,7 +510,7 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             v.aval if author_dtype(v.aval) is not None else typeof(ct)
             for v, ct in zip(eqn.outvars, cotangents, strict=True)
         ]
-        wanted = [avals[i].dtype != now[i] for i in live]
+        wanted = [_demand_as(now[i], avals[i].dtype) for i in live]
         grads = frame.rewrite(
             author_bwd,
             [*res_avals, *ct_avals],
@@ -514,6 +530,18 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
         return call(*operands)
 
 
+def _demand_as(now: Any, author: Any) -> Demand:
+    return Demand.FULL if now == author else Demand.LOW
+
+
+def _demands_of(step: Any) -> list[Demand]:
+    """How a derivative rule's results are read: as the primal results are held."""
+    return [
+        _demand_as(fact and fact.dtype, author_dtype(v.aval))
+        for fact, v in zip(step.decision.outs, step.eqn.outvars, strict=True)
+    ]
+
+
 def _instantiate(cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
@@ -525,7 +553,7 @@ def _instantiate(cotangent: Any) -> Any:
 
 _JIT = Handler(_call("jaxpr"), _decide_jit, _bind_jit)
 _SCAN = Handler(_scan_bodies, _decide_loop, _bind_scan)
-_INLINE = Handler(_call("call_jaxpr"), _decide_call, _bind_inline)
+_INLINE = Handler(_call("call_jaxpr"), _decide_inline, _bind_inline)
 
 STRUCTURAL: dict[str, Handler] = {
     "jit": _JIT,
@@ -538,7 +566,7 @@ STRUCTURAL: dict[str, Handler] = {
     "cond": Handler(_cond_bodies, _decide_cond, _bind_cond),
     "scan": _SCAN,
     "while": Handler(_while_bodies, _decide_loop, _bind_while),
-    "custom_jvp_call": Handler(_call("call_jaxpr"), _decide_call, _bind_custom_jvp),
+    "custom_jvp_call": Handler(_call("call_jaxpr"), _decide_inline, _bind_custom_jvp),
     "custom_vjp_call": Handler(_call("call_jaxpr"), _decide_call, _bind_custom_vjp),
     "custom_linear_solve": Handler(_no_bodies, _decide_pinned, _bind_pinned),
     "linear_call": Handler(_no_bodies, _decide_pinned, _bind_pinned),
