@@ -41,6 +41,7 @@ from ._rules import (
     Site,
     UseOriginalPrecision,
     author_dtype,
+    is_full,
     use_original_precision,
 )
 from ._structural import STRUCTURAL, Body, Handler
@@ -256,13 +257,18 @@ class Planner:
         self, body: Body, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
         """How the inputs of a body are read, by way of its loop if it has one."""
-        return self.demands(body.jaxpr, scope, self.body_wanted(body, scope, outs))
+        reads = self.demands(body.jaxpr, scope, self.body_wanted(body, scope, outs))
+        return [how & ~Demand.CARRY for how in reads] if body.loop else reads
 
     def body_wanted(
         self, body: Body, scope: Scope, outs: Sequence[Demand]
     ) -> list[Demand]:
         """How the results of a body are read: outside, or in the next iteration."""
         wanted = [Demand.FULL if i is None else outs[i] for i in body.outs]
+        full = self.must_stay_full(body, scope)
+        for out, i in body.loop:
+            if i in full:
+                wanted[out] |= Demand.CARRY
         while True:
             reads = self.demands(body.jaxpr, scope, wanted)
             before = list(wanted)
@@ -329,7 +335,7 @@ class Planner:
 def _upcast_early(site: Site, outs: Facts) -> Facts:
     """A result that is only read in full is cast up once, not by every reader."""
     return tuple(
-        fact._replace(dtype=author) if fact and demand == Demand.FULL else fact
+        fact._replace(dtype=author) if fact and is_full(demand) else fact
         for fact, author, demand in zip(
             outs, site.out_authors, site.wanted, strict=True
         )

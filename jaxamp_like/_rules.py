@@ -14,6 +14,8 @@ Any other callable with the signature
 is a rule too: it is given the operands as they are and returns them cast."""
 
 import enum
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -48,11 +50,17 @@ class Leaf(enum.IntEnum):
 
 
 class Demand(enum.Flag):
-    """How a value is read: by ops that compute low, by ops that compute in full."""
+    """How a value is read, directly or through ops that follow their inputs."""
 
     NONE = 0
-    LOW = enum.auto()
-    FULL = enum.auto()
+    LOW = enum.auto()  # by an op that computes low
+    FULL = enum.auto()  # by an op that computes in full
+    CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
+
+
+def is_full(demand: Demand) -> bool:
+    """Whether a value is read, and never low."""
+    return Demand.LOW not in demand and demand != Demand.NONE
 
 
 class Fact(NamedTuple):
@@ -63,6 +71,7 @@ class Fact(NamedTuple):
     leaf: Leaf = Leaf.NO
     small: bool = False  # holds only as much as an array smaller than itself
     values: frozenset[float] | None = None  # the constants that it is made of
+    carried: bool = False  # made from a carry that adds up in full
 
 
 class Site(NamedTuple):
@@ -84,8 +93,9 @@ class Site(NamedTuple):
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
 
     @property
-    def wanted_low(self) -> bool:
-        return any(Demand.LOW in demand for demand in self.wanted)
+    def demand(self) -> Demand:
+        """How any of the results is read."""
+        return functools.reduce(operator.or_, self.wanted, Demand.NONE)
 
     @property
     def out_authors(self) -> tuple[DType | None, ...]:
@@ -281,7 +291,8 @@ class FollowInputs(Rule):
     """Runs low only between ops that run low; see `follow_inputs`."""
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return Demand.LOW if Demand.LOW in wanted else Demand.FULL
+        how = Demand.LOW if Demand.LOW in wanted else Demand.FULL
+        return how | (wanted & Demand.CARRY)
 
     def decide(self, site: Site) -> Decision:
         return _follow(site)
@@ -290,23 +301,27 @@ class FollowInputs(Rule):
 def _follow(site: Site) -> Decision:
     dtype = site.compute_dtype
     floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
-    low = [fact.dtype for _, fact in floats if fact.dtype != site.authors[_]]
+    low = [fact.dtype for i, fact in floats if fact.dtype != site.authors[i]]
     mark = max((fact.mark for _, fact in floats), default=Mark.NEUTRAL)
     small = all(fact.small or not site.spreads(i) for i, fact in floats)
-    full = Decision(site.authors, site.params, _outs(site, None, mark, small=small), "")
+    carried = Demand.CARRY in site.demand and any(fact.carried for _, fact in floats)
+
+    def in_full(mark: Mark, why: str) -> Decision:
+        outs = _outs(site, None, mark, small=small, carried=carried)
+        return Decision(site.authors, site.params, outs, why)
 
     if any(not survives(v, dtype) for _, fact in floats for v in fact.values or ()):
-        outs = _outs(site, None, Mark.FULL, small=small)
-        return full._replace(outs=outs, why=f"a constant does not survive {dtype.name}")
+        return in_full(Mark.FULL, f"a constant does not survive {dtype.name}")
     if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
-        return full._replace(why="an input must stay in full precision")
+        return in_full(Mark.FULL, "an input must stay in full precision")
     if mark == Mark.FULL:
-        outs = _outs(site, None, Mark.LOW, small=small)
-        return full._replace(outs=outs, why="a full but smaller input")
+        return in_full(Mark.LOW, "a full but smaller input")
+    if carried:
+        return in_full(mark, "a carry adds up")
     if not low:
-        return full._replace(why="no input is low yet")
-    if not site.wanted_low:
-        return full._replace(why="nothing low reads the result")
+        return in_full(mark, "no input is low yet")
+    if Demand.LOW not in site.demand:
+        return in_full(mark, "nothing low reads the result")
     narrow = max(low, key=bits)
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
     outs = _outs(site, narrow, Mark.LOW, small=small)
@@ -341,9 +356,13 @@ class KeepInputs(Rule):
             values = frozenset().union(*(fact.values or () for _, fact in floats))
         else:
             values = None
-        small = all(fact.small or not site.spreads(i) for i, fact in floats)
-        mark = max(fact.mark for _, fact in floats)
-        outs = _outs(site, dtype, mark, small=small, values=values)
+        known = {
+            "mark": max(fact.mark for _, fact in floats),
+            "small": all(fact.small or not site.spreads(i) for i, fact in floats),
+            "values": values,
+            "carried": any(fact.carried for _, fact in floats),
+        }
+        outs = _outs(site, dtype, **known)
         return Decision(reads, site.params, outs, "moves data as it is")
 
 
@@ -382,7 +401,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
         )
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
-        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values))
+        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values, fact.carried))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
 
 

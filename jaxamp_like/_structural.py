@@ -28,7 +28,7 @@ from ._jax import (
     typeof,
     without_scopes,
 )
-from ._rules import Decision, Demand, Fact, Leaf, Mark, Site, author_dtype
+from ._rules import Decision, Demand, Fact, Leaf, Mark, Site, author_dtype, is_full
 
 Facts = tuple[Fact | None, ...]
 
@@ -106,7 +106,7 @@ def _decide_inline(planner: Any, eqn: Eqn, site: Site):
     (body,) = STRUCTURAL[eqn.primitive.name].bodies(eqn)
     demands = planner.body_demands(body, site.scope, site.wanted)
     facts = tuple(
-        fact._replace(dtype=author) if fact and demand == Demand.FULL else fact
+        fact._replace(dtype=author) if fact and is_full(demand) else fact
         for fact, author, demand in zip(
             _inside(site.facts), site.authors, demands, strict=True
         )
@@ -205,7 +205,8 @@ def _join(*facts: Fact | None) -> Fact | None:
     if not known:
         return None
     dtype = max((fact.dtype for fact in known), key=bits)
-    return Fact(dtype, max(fact.mark for fact in known))
+    carried = any(fact.carried for fact in known)
+    return Fact(dtype, max(fact.mark for fact in known), carried=carried)
 
 
 def _bind_cond(frame: Any, step: Any, operands: list[Any]):
@@ -251,57 +252,45 @@ def _decide_loop(planner: Any, eqn: Eqn, site: Site):
     *others, body = STRUCTURAL[eqn.primitive.name].bodies(eqn)
     wanted = planner.body_wanted(body, site.scope, site.wanted)
     outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
+    adds_up = {body.ins[i] for i in planner.must_stay_full(body, site.scope)}
+    demands = planner.body_demands(body, site.scope, site.wanted)
+    # Those may be low that are read low, and made by compute ops on every path.
+    read_low = {
+        i for i, how in zip(body.ins, demands, strict=True) if Demand.LOW in how
+    }
+    low = (outs.keys() & read_low) - adds_up
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
-    low = _low_carries(planner, body, site)
     while True:  # marks only rise, and there are three
-        facts = _carried_in(site, marks, low)
+        carried = {i: _carried(site, i, mark, i in low) for i, mark in marks.items()}
+        carried |= {i: carried[i]._replace(carried=True) for i in outs.keys() & adds_up}
+        facts = [carried.get(i, fact) for i, fact in enumerate(_inside(site.facts))]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         made = {i: inner.outs[out].mark for i, out in outs.items()}
         stuck = {i for i in low if made[i] == Mark.FULL}
-        stable = all(mark <= _mark(facts[i]) for i, mark in made.items())
-        if stable and not stuck:
+        if not stuck and all(mark <= carried[i].mark for i, mark in made.items()):
             break
         low -= stuck
         marks = {i: max(mark, made[i]) for i, mark in marks.items()}
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
     results = list(_outside(inner.outs))
     for i, out in outs.items():
-        results[out] = facts[i]
+        results[out] = carried[i]._replace(carried=False)
     decision = _decision(site, _now(facts), results, "its carries keep one dtype")
     return decision, (*plans, inner)
 
 
-def _pick(facts: Facts, ins: Sequence[int]) -> Facts:
+def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:
     return tuple(facts[i] for i in ins)
 
 
-def _mark(fact: Fact | None) -> Mark:
-    return Mark.NEUTRAL if fact is None else fact.mark
-
-
-def _low_carries(planner: Any, body: Body, site: Site) -> set[int]:
-    """The carries that may be low: read low, and made by compute ops on every path."""
-    demands = planner.body_demands(body, site.scope, site.wanted)
-    full = planner.must_stay_full(body, site.scope)
-    return {
-        body.ins[i]
-        for _, i in body.loop
-        if Demand.LOW in demands[i]
-        and i not in full
-        and site.facts[body.ins[i]] is not None
-    }
-
-
-def _carried_in(site: Site, marks: dict[int, Mark], low: set[int]) -> Facts:
-    """The operands' facts in the body; a carry has the author's dtype unless `low`."""
-    facts = list(_inside(site.facts))
-    for i, mark in marks.items():
-        author = site.authors[i]
-        assert author is not None
-        dtype = lowered(author, site.compute_dtype) if i in low else author
-        least = Mark.LOW if i in low else Mark.NEUTRAL
-        facts[i] = Fact(dtype, max(_mark(site.facts[i]), mark, least))
-    return tuple(facts)
+def _carried(site: Site, i: int, mark: Mark, is_low: bool) -> Fact:
+    """A carry's fact in the body: the author's dtype, or low."""
+    fact, author = site.facts[i], site.authors[i]
+    assert fact is not None and author is not None
+    if is_low:
+        dtype = lowered(author, site.compute_dtype)
+        return Fact(dtype, max(fact.mark, mark, Mark.LOW))
+    return Fact(author, max(fact.mark, mark))
 
 
 def _bind_scan(frame: Any, step: Any, operands: list[Any]):
