@@ -336,6 +336,12 @@ class KeepInputs(Rule):
         return wanted
 
     def decide(self, site: Site) -> Decision:
+        if site.primitive and site.primitive.name not in _FANNING_OUT:
+            facts = (
+                low_if_read_low(fact, site.demand, site.compute_dtype)
+                for fact in site.facts
+            )
+            site = site._replace(facts=tuple(facts))
         floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
         if not floats:
             return use_original_precision.decide(site)
@@ -375,6 +381,20 @@ class KeepEachInput(Rule):
 
     def decide(self, site: Site) -> Decision:
         return _keep(site, list(enumerate(site.facts)))
+
+
+# Their transposes are sums, which add up in the dtype that was moved.
+_FANNING_OUT = ("broadcast_in_dim", "gather", "dynamic_slice", "slice", "tile")
+
+
+def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | None:
+    """The fact of a value that is moved or handed on, and then only read low.
+
+    What comes out of an island in full precision is cast before it is moved, so that
+    nothing on the way is kept in full for the backward pass."""
+    if fact is None or fact.mark != Mark.LOW or fact.values or demand != Demand.LOW:
+        return fact
+    return fact._replace(dtype=lowered(fact.dtype, dtype))
 
 
 # What shares its operand's storage, or is as cheap to make again as to read.

@@ -28,7 +28,17 @@ from ._jax import (
     typeof,
     without_scopes,
 )
-from ._rules import Decision, Demand, Fact, Leaf, Mark, Site, author_dtype, is_full
+from ._rules import (
+    Decision,
+    Demand,
+    Fact,
+    Leaf,
+    Mark,
+    Site,
+    author_dtype,
+    is_full,
+    low_if_read_low,
+)
 
 Facts = tuple[Fact | None, ...]
 
@@ -88,30 +98,34 @@ def _call(param: str) -> Callable[[Eqn], list[Body]]:
     return bodies
 
 
-def _decide_call(planner: Any, eqn: Eqn, site: Site, leaf: Leaf = Leaf.ROOT):
+def _decide_call(
+    planner: Any,
+    eqn: Eqn,
+    site: Site,
+    leaf: Leaf = Leaf.ROOT,
+    raises: bool = False,
+):
+    """Decides a call whose operands arrive as its body reads them.
+
+    What is only read low is cast outside, and so, if it `raises`, is what is only read
+    in full: there the cast is shared with other readers. A call that keeps its operands
+    for the backward pass is better given them low."""
     (body,) = STRUCTURAL[eqn.primitive.name].bodies(eqn)
-    return _flow(planner, body, site, _inside(site.facts, leaf))
+    demands = planner.body_demands(body, site.scope, site.wanted)
 
+    def as_read(fact, author, demand):
+        if fact is not None and raises and is_full(demand):
+            return fact._replace(dtype=author)
+        return low_if_read_low(fact, demand, site.compute_dtype)
 
-def _flow(planner: Any, body: Body, site: Site, facts: Facts):
+    facts = tuple(map(as_read, _inside(site.facts, leaf), site.authors, demands))
     inner = planner.plan(body.jaxpr, facts, site.scope, site.wanted)
     outs = _outside(inner.outs)
     return _decision(site, _now(facts), outs, "its body decides"), (inner,)
 
 
 def _decide_inline(planner: Any, eqn: Eqn, site: Site):
-    """As `_decide_call`; what the body only reads in full is cast up outside.
-
-    There the cast is shared with others that read it in full."""
-    (body,) = STRUCTURAL[eqn.primitive.name].bodies(eqn)
-    demands = planner.body_demands(body, site.scope, site.wanted)
-    facts = tuple(
-        fact._replace(dtype=author) if fact and is_full(demand) else fact
-        for fact, author, demand in zip(
-            _inside(site.facts), site.authors, demands, strict=True
-        )
-    )
-    return _flow(planner, body, site, facts)
+    return _decide_call(planner, eqn, site, raises=True)
 
 
 def _decide_jit(planner: Any, eqn: Eqn, site: Site):
