@@ -106,7 +106,7 @@ def amp(
         )
     planner = _planner(policy, dtype, strict)
 
-    @functools.wraps(fn, updated=())
+    @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
         modules = nnx_modules((fn, args, kwargs))
         if modules:
@@ -115,6 +115,13 @@ def amp(
         return _rewritten(planner, fn)(*args, **kwargs)
 
     return wrapped
+
+
+def _names(fn: Callable[..., Any]) -> list[str]:
+    """What a wrapper takes over; some callables have names that are no strings."""
+    known = (*functools.WRAPPER_ASSIGNMENTS,)
+    odd = ("__name__", "__qualname__")
+    return [n for n in known if n not in odd or isinstance(getattr(fn, n, None), str)]
 
 
 @functools.lru_cache(maxsize=128)

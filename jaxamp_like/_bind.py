@@ -11,7 +11,7 @@ from jax import lax
 from ._dtypes import DType, bits, cast
 from ._jax import Atom, Jaxpr, Literal, consts, eqn_context, raw, reemit, trace
 from ._plan import Facts, Plan, Planner, Scope, Step
-from ._rules import Demand, author_dtype
+from ._rules import Demand, Leaf, author_dtype
 
 # Ops whose derivative reads no operand: there is nothing to keep for it.
 _LINEAR = frozenset("add sub neg select_n concatenate pad convert_element_type".split())
@@ -106,7 +106,7 @@ class Frame:
             if step.opaque or step.handler is not None:
                 pairs = zip(eqn.invars, decision.reads, strict=True)
                 operands = [self.read(atom, dtype) for atom, dtype in pairs]
-            elif step.leaves and eqn.primitive.name not in _LINEAR:
+            elif step.recasts and eqn.primitive.name not in _LINEAR:
                 return self._recast(step)
             else:
                 return self._apply(step)
@@ -138,7 +138,7 @@ class Frame:
         value = self.read(atom, None)
         if isinstance(atom, Literal) or dtype is None or value.dtype == dtype:
             return self.read(atom, dtype)
-        if i in step.constants:
+        if step.casts.get(i) == Leaf.CONST:
             return self._cast_constant(atom, dtype)
         shape = step.eqn.outvars[0].aval.shape
         fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape
@@ -147,7 +147,8 @@ class Frame:
             # up in low precision.
             axes = range(len(shape) - value.ndim, len(shape))
             return cast(lax.broadcast_in_dim(value, shape, axes), dtype)
-        return cast(value, dtype) if i in step.leaves else self.read(atom, dtype)
+        # An input is cast for each reader, so that its gradient adds up in full.
+        return cast(value, dtype) if i in step.casts else self.read(atom, dtype)
 
     def _cast_constant(self, atom: Any, dtype: DType) -> Any:
         """Casts a constant, or what a view is made of and then makes the view.
@@ -177,9 +178,9 @@ class Frame:
         given = {
             i: self._operand(step, i)
             for i in range(len(step.eqn.invars))
-            if i not in step.leaves
+            if i not in step.recasts
         }
-        roots, chain = self._origins([step.eqn.invars[i] for i in step.leaves])
+        roots, chain = self._origins([step.eqn.invars[i] for i in step.recasts])
         static = {
             i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)
         }

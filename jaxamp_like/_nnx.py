@@ -45,6 +45,7 @@ def call_with_modules(
     others = [x for x, is_place in zip(leaves, places, strict=True) if not is_place]
 
     def pure(state, others):
+        before = _leaves_by_path(nnx, state)
         merged = nnx.merge(graph, state)
 
         def substitute(x):
@@ -60,7 +61,7 @@ def call_with_modules(
         ]
         fn, args, kwargs = jax.tree.unflatten(tree, full)
         out = fn(*args, **kwargs)
-        return out, _changed(nnx, state, nnx.state(merged))
+        return out, _changed(nnx, before, nnx.state(merged))
 
     out, changed = rewrite(pure)(state, others)
     if jax.tree.leaves(changed):
@@ -68,15 +69,19 @@ def call_with_modules(
     return out
 
 
-def _changed(nnx: Any, before: Any, after: Any) -> Any:
+def _leaves_by_path(nnx: Any, state: Any) -> dict[Any, list[Any]]:
+    return {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(state)}
+
+
+def _changed(nnx: Any, before: dict[Any, list[Any]], after: Any) -> Any:
     """The part of the state that was written to.
 
     Only that is put back: a module made outside the current trace may be read, but
     Flax forbids to write to it."""
-    old = {path: jax.tree.leaves(v) for path, v in nnx.to_flat_state(before)}
+    now = _leaves_by_path(nnx, after)
     changed = [
         (path, variable)
         for path, variable in nnx.to_flat_state(after)
-        if [*map(id, jax.tree.leaves(variable))] != [*map(id, old.get(path, ()))]
+        if [*map(id, now[path])] != [*map(id, before.get(path, ()))]
     ]
     return nnx.from_flat_state(changed)

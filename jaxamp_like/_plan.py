@@ -61,8 +61,12 @@ class Step:
     inner: tuple["Plan", ...] = ()
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
-    leaves: frozenset[int] = frozenset()  # operands that are inputs, and are cast
-    constants: frozenset[int] = frozenset()  # operands that are constants, and are cast
+    casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
+
+    @property
+    def recasts(self) -> list[int]:
+        """Operands whose casts are made again in the backward pass, not saved."""
+        return [i for i, leaf in self.casts.items() if leaf in (Leaf.ROOT, Leaf.VIEW)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,9 +167,7 @@ class Planner:
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
             if fact and fact.leaf and fact.dtype != dtype
         }
-        constants = frozenset(i for i, leaf in cast.items() if leaf == Leaf.CONST)
-        leaves = frozenset(cast) - constants
-        return Step(eqn, scope, found, decision, (), None, opaque, leaves, constants)
+        return Step(eqn, scope, found, decision, casts=cast, opaque=opaque)
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""

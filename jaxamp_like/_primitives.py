@@ -42,9 +42,10 @@ _ILL_CONDITIONED = """acos asin acosh atanh sin cos tan erf_inv digamma lgamma
 
 # Discontinuous or exact by contract: the integer that a float stands for, its bits, its
 # place in a sequence of random numbers.
-_SOURCES = """iota rng_uniform bitcast_convert_type reduce_precision nextafter
-    random_gamma random_bits rng_bit_generator threefry2x32 random_unwrap random_wrap
-    random_seed random_split random_fold_in random_clone empty empty2 real imag"""
+_SOURCES = """iota iota_2x32_shape rng_uniform bitcast_convert_type reduce_precision
+    nextafter random_gamma random_bits rng_bit_generator threefry2x32 threefry4x32
+    philox2x32 philox4x32 random_unwrap random_wrap random_seed random_split
+    random_fold_in random_clone empty empty2 real imag"""
 
 # Elementwise arithmetic and saturating functions: one rounding, no magnification.
 _ELEMENTWISE = """add sub mul tanh erf atan asinh atan2 cbrt bessel_i0e bessel_i1e"""
@@ -62,22 +63,55 @@ _MOVEMENT = """abs neg sign max min clamp select_n concatenate stack pad reshape
     dynamic_update_slice gather scatter split unstack reduce_max reduce_min cummax
     cummin reduce_window_max reduce_window_min argmax argmin top_k approx_top_k ceil
     floor round is_finite eq ne lt le gt ge eq_to lt_to le_to stop_gradient name
-    select_and_gather_add copy copy_p real_if_close"""
+    select_and_gather_add copy copy_p real_if_close zeros_like ragged_all_to_all
+    pbroadcast_dynamic xla_metadata_value"""
 
 # The same for several arrays at once, each on its own.
 _EACH = """optimization_barrier sort device_put sharding_constraint layout_constraint
     reshard pmax pmin all_gather all_gather_invariant ppermute all_to_all pbroadcast
-    pvary pcast psend precv tie dce_sink reduced_vary_cast vary_unreduced_cast
-    all_gather_reduced"""
+    pvary pcast psend precv tie dce_sink dce_sential reduced_vary_cast
+    reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
+    unreduced_pmax unreduced_pmin all_gather_reduced mesh_cast shard_alike"""
 
 # No 16-bit kernel, or another array type: the dtypes that they were traced with.
 _FIXED = """cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
-    householder_product ormqr eigh eig svd schur hessenberg tridiagonal
+    householder_product ormqr eigh eigh_jacobi eig svd schur hessenberg tridiagonal
     tridiagonal_solve triangular_solve symmetric_product fft complex conj
     and or xor not shift_left shift_right_logical shift_right_arithmetic clz
     population_count mulhi reduce_and reduce_or reduce_xor axis_index axis_size
     create_token after_all platform_index dimension_size dim_as_value
     shape_assertion random_shuffle to_edtype from_edtype"""
+
+# Kernels of vendors. Their author chose the dtypes by hand (attention in cuDNN takes 16
+# bits, a scaled contraction 8 with scales), and the recurrent ones take no 16 bits.
+_KERNELS = """dot_product_attention_fwd dot_product_attention_fwd_wrapper
+    dot_product_attention_bwd dot_product_attention_bwd_wrapper
+    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper bias_fwd
+    bias_bwd scaled_dot scaled_matmul scaled_matmul_wrapper rnn_fwd rnn_bwd"""
+
+# Sparse formats. Products and conversions add up what falls on one place, in no fixed
+# order, and so do their derivatives: in 16 bits a sum would stop growing, as in
+# scatter-add. Not every backend has a kernel for 16 bits.
+_SPARSE = """todense spsolve bcoo_dot_general bcoo_dot_general_sampled bcoo_extract
+    bcoo_fromdense bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense
+    bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
+    coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense
+    csr_matmat csr_matvec csr_spmm csr_spmv csr_todense"""
+
+# Two halves of one collective: what the first hands to the second has a type of its
+# own, which holds the dtype.
+_ASYNCHRONOUS = """all_gather_start all_gather_done all_gather_reduced_start
+    all_to_all_start all_to_all_done pbroadcast_start pbroadcast_done ppermute_start
+    ppermute_done psum_start psum_done psum_invariant_start reduce_scatter_start
+    reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start"""
+
+# Contracts with something outside of the program, by dtype: memory, layouts, queues,
+# other processes and what looks on.
+_OUTSIDE = """infeed outfeed inspect_sharding relayout full_to_shard shard_to_full
+    host_local_array_to_global_array global_array_to_host_local_array pgather
+    create_linear pin unpin broadcast_to with_memory_space_constraint new_box box_get
+    box_set new_log log_extend log_read"""
 
 # A reducer or kernel that was traced in the author's dtypes comes with the equation.
 _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scatter-max
@@ -88,7 +122,9 @@ _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scat
     accum_grad_in_ref run_state run_scoped core_map mpmd_map noinline nonbatchable
     nontraceable unvmap_any unvmap_all unvmap_max select_if_vmap nondifferentiable
     nondifferentiable_backward custom_filter_vjp announce_transform maybe_set
-    xla_metadata_call compute_on stage trace_value"""
+    xla_metadata_call compute_on stage trace_value call_tf call_hi_primitive_linearized
+    cudnn_fusion fused_call fusible custom_dce_call custom_transpose_call
+    custom_jvp_call_jaxpr remat_opt for program_order unreachable"""
 
 
 def _table() -> dict[str, Rule]:
@@ -110,6 +146,10 @@ def _table() -> dict[str, Rule]:
         (_EACH, keep_each_input),
         ("convert_element_type", ConvertAsWritten()),
         (_FIXED, _FULL),
+        (_KERNELS, _FULL),
+        (_SPARSE, _FULL),
+        (_ASYNCHRONOUS, _FULL),
+        (_OUTSIDE, _FULL),
         (_OPAQUE, _FULL),
     ]
     table: dict[str, Rule] = {}
@@ -122,9 +162,11 @@ def _table() -> dict[str, Rule]:
 
 CLASSES: dict[str, Rule] = _table()
 
-FIXED: frozenset[str] = frozenset(f"{_FIXED} {_OPAQUE} {_SOURCES}".split()) | {
+_UNCHANGED = (
+    _FIXED, _KERNELS, _SPARSE, _ASYNCHRONOUS, _OUTSIDE, _OPAQUE, _SOURCES,
     # Their reducers are traced in the author's dtypes as well.
-    "scatter-add", "scatter_add", "scatter-sub", "scatter_sub", "scatter-mul",
-    "scatter_mul",
-}  # fmt: skip
+    "scatter-add scatter_add scatter-sub scatter_sub scatter-mul scatter_mul",
+)  # fmt: skip
+
+FIXED: frozenset[str] = frozenset(" ".join(_UNCHANGED).split())
 """Primitives that no rule can lower: they have no other kernel or carry code."""

@@ -47,6 +47,7 @@ class Leaf(enum.IntEnum):
     ROOT = 1  # an input: live anyway
     VIEW = 2  # an input, reshaped, transposed or sliced
     CONST = 3  # a constant or a view of one: nothing differentiates it
+    RERUN = 4  # an input of code that is run again in the backward pass anyway
 
 
 class Demand(enum.Flag):
@@ -187,6 +188,17 @@ def _asks_for_precision(params: dict[str, Any]) -> bool:
     return any(part not in (None, lax.Precision.DEFAULT) for part in parts)
 
 
+def _asks_for_wider_result(site: Site) -> bool:
+    """Whether the author set a result wider than the operands as written."""
+    wide, authors = site.params.get("preferred_element_type"), site.authors
+    return wide is not None and all(a is None or bits(wide) > bits(a) for a in authors)
+
+
+def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
+    wide = _asks_for_wider_result(site)
+    return _outs(site, None if wide else dtype, Mark.LOW)
+
+
 @dataclass(frozen=True)
 class UsePrecision(Rule):
     """Reads and computes in one dtype; `None` is the compute dtype asked for."""
@@ -218,8 +230,8 @@ class UsePrecision(Rule):
         decision = Decision(
             reads, params, _outs(site, dtype, Mark.LOW), f"computes in {dtype.name}"
         )
-        if "preferred_element_type" not in params:
-            return decision
+        if "preferred_element_type" not in params or _asks_for_wider_result(site):
+            return decision._replace(outs=_as_bound(site, dtype))
         # Else every contraction of the backward pass would read a float32 cotangent.
         low = site.out_authors[0] and lowered(site.out_authors[0], dtype)
         params["preferred_element_type"] = low

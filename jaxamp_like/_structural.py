@@ -72,7 +72,7 @@ def _now(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
 
 def _inside(facts: Sequence[Fact | None], leaf: Leaf = Leaf.ROOT) -> Facts:
     """Facts of operands as a body's inputs; a view outside is no view inside."""
-    inside = {Leaf.ROOT: leaf, Leaf.CONST: Leaf.CONST}
+    inside = {Leaf.ROOT: leaf, Leaf.CONST: Leaf.CONST, Leaf.RERUN: Leaf.RERUN}
     return tuple(
         fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
     )
@@ -144,8 +144,7 @@ def _bind_jit(frame: Any, step: Any, operands: list[Any]):
 
 
 def _decide_remat(planner: Any, eqn: Eqn, site: Site):
-    # Casts in the body are recomputed with it: there is no leaf to recompute from.
-    return _decide_call(planner, eqn, site, leaf=Leaf.NO)
+    return _decide_call(planner, eqn, site, leaf=Leaf.RERUN)
 
 
 def _bind_remat(frame: Any, step: Any, operands: list[Any]):
@@ -382,6 +381,12 @@ def _on_operands(
     return fn
 
 
+def _rerun(facts: Facts) -> Facts:
+    """Facts of a call's operands for a rule that is bound in place of the call."""
+    leaves = {Leaf.ROOT: Leaf.RERUN}
+    return tuple(f and f._replace(leaf=leaves.get(f.leaf, f.leaf)) for f in facts)
+
+
 def _marked(values: Sequence[Any]) -> Facts:
     """Facts of values that have been rewritten already."""
     return tuple(
@@ -413,8 +418,11 @@ def _bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
         values = [*primals, *ts]
         authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
         wanted = _demands_of(step)
+        # Tangents are read as their primals: a sum of cotangents, once transposed.
+        facts = _rerun(inner.ins)
+        facts += tuple(facts[i] for i in live)
         outs = frame.rewrite(
-            author_rule, authors, values, _marked(values), step.scope, wanted * 2
+            author_rule, authors, values, facts, step.scope, wanted * 2
         )
         half = len(outs) // 2
         return _cast_all(outs[:half], dtypes), _cast_tangents(outs[half:], dtypes)
@@ -492,7 +500,7 @@ def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
         wanted = _demands_of(step)
         outs = frame.rewrite(
-            author_fwd, avals, values, _marked(values), step.scope, wanted
+            author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
         )
         tree, res_avals = trees[0]
         now = [typeof(x).dtype for x in values]
