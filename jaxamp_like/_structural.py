@@ -273,10 +273,15 @@ def _decide_loop(planner: Any, eqn: Eqn, site: Site):
     }
     low = (outs.keys() & read_low) - adds_up
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
+    given = list(_inside(site.facts))
+    for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
+        is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
+        if is_sliced and how == Demand.LOW:
+            given[i] = _low_slices(given[i], site)
     while True:  # marks only rise, and there are three
         carried = {i: _carried(site, i, mark, i in low) for i, mark in marks.items()}
         carried |= {i: carried[i]._replace(carried=True) for i in outs.keys() & adds_up}
-        facts = [carried.get(i, fact) for i, fact in enumerate(_inside(site.facts))]
+        facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         made = {i: inner.outs[out].mark for i, out in outs.items()}
         stuck = {i for i in low if made[i] == Mark.FULL}
@@ -290,6 +295,15 @@ def _decide_loop(planner: Any, eqn: Eqn, site: Site):
         results[out] = carried[i]._replace(carried=False)
     decision = _decision(site, _now(facts), results, "its carries keep one dtype")
     return decision, (*plans, inner)
+
+
+def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
+    """What a scan reads slice by slice, each once, may be cast before the loop.
+
+    Unless it is an input, whose cast would be a second copy to keep."""
+    if fact is None or fact.leaf or fact.mark == Mark.FULL:
+        return fact
+    return Fact(lowered(fact.dtype, site.compute_dtype), Mark.LOW, small=fact.small)
 
 
 def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:
