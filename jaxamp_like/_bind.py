@@ -36,12 +36,22 @@ class Frame:
         self.casts: dict[tuple[Any, DType], Any] = {}
         self.views: dict[Any, Step] = {}  # views of inputs, by the step that made them
         self.kept: set[Any] = set()  # variables that views are made of
+        self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
 
-    def run(self, plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Binds a whole plan in a frame of its own; results in the dtypes they have."""
+    def run(
+        self,
+        plan: Plan,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        ahead: dict[tuple[Any, DType], Any] | None = None,
+    ) -> list[Any]:
+        """Binds a whole plan in a frame of its own; results in the dtypes they have.
+
+        `ahead` are casts of inputs that were made before a loop."""
         env = dict(zip(plan.constvars, consts, strict=True))
         env |= zip(plan.invars, args, strict=True)
         frame = Frame(self.planner, env)
+        frame.ahead = ahead or {}
         for step, drops in zip(plan.steps, plan.drops, strict=True):
             frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
             for v in drops:
@@ -106,7 +116,7 @@ class Frame:
             if step.opaque or step.handler is not None:
                 pairs = zip(eqn.invars, decision.reads, strict=True)
                 operands = [self.read(atom, dtype) for atom, dtype in pairs]
-            elif step.recasts and eqn.primitive.name not in _LINEAR:
+            elif self._saves_casts(step):
                 return self._recast(step)
             else:
                 return self._apply(step)
@@ -123,9 +133,7 @@ class Frame:
             given[i] if i in given else self._operand(step, i)
             for i in range(len(eqn.invars))
         ]
-        if any(fact and fact.leaf for fact in decision.outs):
-            self.views |= dict.fromkeys(eqn.outvars, step)
-            self.kept |= {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+        self._remember_views(step)
         if decision.bind is not None:
             outs = decision.bind(*operands)
         else:
@@ -139,7 +147,9 @@ class Frame:
         if isinstance(atom, Literal) or dtype is None or value.dtype == dtype:
             return self.read(atom, dtype)
         if step.casts.get(i) == Leaf.CONST:
-            return self._cast_constant(atom, dtype)
+            return self._cast_ahead(atom, dtype)
+        if step.is_compute and self._is_ahead(atom, dtype):
+            return _attach(value, self._cast_ahead(atom, dtype))
         shape = step.eqn.outvars[0].aval.shape
         fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape
         if fans_out and bits(dtype) < bits(value.dtype):
@@ -150,10 +160,38 @@ class Frame:
         # An input is cast for each reader, so that its gradient adds up in full.
         return cast(value, dtype) if i in step.casts else self.read(atom, dtype)
 
-    def _cast_constant(self, atom: Any, dtype: DType) -> Any:
+    def recast_roots(self, plan: Plan) -> list[tuple[Any, DType]]:
+        """The inputs that contractions of a plan read cast, with the dtypes."""
+        frame = Frame(self.planner, dict.fromkeys(plan.invars))
+        casts: dict[tuple[Any, DType], None] = {}
+        for step in plan.steps:
+            frame._remember_views(step)
+            for i in step.recasts if step.is_compute else ():
+                dtype = step.decision.reads[i]
+                assert dtype is not None
+                for root in frame._origins([step.eqn.invars[i]])[0]:
+                    if author_dtype(root.aval) is not None:
+                        casts[root, dtype] = None
+        return list(casts)
+
+    def _remember_views(self, step: Step) -> None:
+        if any(fact and fact.leaf for fact in step.decision.outs):
+            self.views |= dict.fromkeys(step.eqn.outvars, step)
+            invars = step.eqn.invars
+            self.kept |= {atom for atom in invars if not isinstance(atom, Literal)}
+
+    def _is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
+        """Whether the cast of the input that `atom` shows was made before the loop."""
+        roots, _ = self._origins([atom])
+        return any((root, dtype) in self.ahead for root in roots)
+
+    def _cast_ahead(self, atom: Any, dtype: DType) -> Any:
         """Casts a constant, or what a view is made of and then makes the view.
 
-        So that a table is cast once, not in every shape that it is read in."""
+        So that a table is cast once, not in every shape that it is read in. The same
+        for an input whose cast was made before a loop."""
+        if (atom, dtype) in self.ahead:
+            return self.ahead[atom, dtype]
         if author_dtype(atom.aval) is None:
             return self.read(atom, None)
         if isinstance(atom, Literal):
@@ -163,12 +201,19 @@ class Frame:
             if view is None:
                 self.casts[atom, dtype] = cast(self.env[atom], dtype)
             else:
-                operands = [self._cast_constant(x, dtype) for x in view.eqn.invars]
+                operands = [self._cast_ahead(x, dtype) for x in view.eqn.invars]
                 low = view.eqn.primitive.bind(*operands, **view.eqn.params)
                 lows = low if isinstance(low, tuple | list) else [low]
                 for v, x in zip(view.eqn.outvars, lows, strict=True):
                     self.casts[v, dtype] = cast(x, dtype)
         return self.casts[atom, dtype]
+
+    def _saves_casts(self, step: Step) -> bool:
+        """Whether the backward pass of an op would keep its casts of inputs."""
+        reads, invars = step.decision.reads, step.eqn.invars
+        if step.is_compute:
+            return any(not self._is_ahead(invars[i], reads[i]) for i in step.recasts)
+        return bool(step.recasts) and step.eqn.primitive.name not in _LINEAR
 
     def _recast(self, step: Step) -> list[Any]:
         """Binds with casts of inputs that are made again in the backward pass.
@@ -213,6 +258,20 @@ class Frame:
         for atom in atoms:
             visit(atom)
         return roots, list(chain)
+
+
+@jax.custom_jvp
+def _attach(full: Any, low: Any) -> Any:
+    """The value `low`, differentiated as a cast of `full`.
+
+    One cast serves many readers, and still the gradient adds up in full."""
+    del full
+    return low
+
+
+@_attach.defjvp
+def _(primals, tangents):
+    return primals[1], cast(tangents[0], primals[1].dtype)
 
 
 def dtypes_of(facts: Facts) -> tuple[DType | None, ...]:

@@ -64,6 +64,10 @@ class Step:
     casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
 
     @property
+    def is_compute(self) -> bool:
+        return self.found.rule.is_compute
+
+    @property
     def recasts(self) -> list[int]:
         """Operands whose casts are made again in the backward pass, not saved."""
         return [i for i, leaf in self.casts.items() if leaf in (Leaf.ROOT, Leaf.VIEW)]
@@ -360,8 +364,10 @@ def _fact(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
     if not isinstance(atom, Literal):
         return env[atom]
     dtype = author_dtype(atom.aval)
+    if dtype is None:
+        return None
     values = frozenset([_plain(float(atom.val))])
-    return dtype and Fact(dtype, leaf=Leaf.CONST, values=values)
+    return Fact(dtype, leaf=Leaf.CONST, values=values)
 
 
 def _plain(value: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ._dtypes import DType, bits, cast, lowered
 from ._jax import (
@@ -320,8 +321,50 @@ def _carried(site: Site, i: int, mark: Mark, is_low: bool) -> Fact:
     return Fact(author, max(fact.mark, mark))
 
 
+def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., bool]:
+    """A policy for `jax.checkpoint`: casts of such variables are made again."""
+    recast = {(var.aval.shape, var.aval.dtype, dtype) for var, dtype in casts}
+
+    def saveable(primitive, *avals, **params):
+        if primitive is not lax.convert_element_type_p:
+            return True
+        (aval,) = avals
+        return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
+
+    return saveable
+
+
 def _bind_scan(frame: Any, step: Any, operands: list[Any]):
-    return _bind_jit(frame, step, operands)
+    """Binds a scan; the casts of parameters that every iteration reads come first.
+
+    They are made before the loop, and made again before the loop of the backward pass:
+    neither once an iteration nor kept in between. Such a loop is made by `lax.scan`,
+    since the low values are new constants of its body."""
+    (inner,), eqn = step.inner, step.eqn
+    num_consts, num_carry = scan_arity(eqn)
+    places = {var: i for i, var in enumerate(inner.invars[:num_consts])}
+    ahead = [cast for cast in frame.recast_roots(inner) if cast[0] in places]
+    if not ahead or eqn.effects:
+        return _bind_jit(frame, step, operands)
+    dtypes = _now(step.decision.outs)
+
+    def loop(operands):
+        fixed, rest = operands[:num_consts], operands[num_consts:]
+        casts = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
+
+        def body(carry, xs):
+            jaxpr = eqn.params["jaxpr"]
+            outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], casts)
+            outs = _cast_all(outs, dtypes)
+            return outs[:num_carry], outs[num_carry:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, rest[:num_carry], rest[num_carry:], **options)
+        return [*carry, *ys]
+
+    with eqn_context(eqn):
+        policy = _save_all_but_casts(ahead)
+        return jax.checkpoint(loop, policy=policy, prevent_cse=False)(operands)
 
 
 def _bind_while(frame: Any, step: Any, operands: list[Any]):
