@@ -1,6 +1,13 @@
 """Automatic mixed precision for JAX."""
 
 from ._amp import amp as amp, amp_stop as amp_stop
+from ._conditions import (
+    not_divisible_by as not_divisible_by,
+    param_is as param_is,
+    smaller_than as smaller_than,
+    sums_more_than as sums_more_than,
+    when as when,
+)
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
@@ -11,8 +18,17 @@ from ._loss_scale import (
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
 from ._policy import default_amp_policy as default_amp_policy
+from ._presets import (
+    full_precision as full_precision,
+    jaxamp as jaxamp,
+    jmp as jmp,
+    mxnet as mxnet,
+    pytorch_autocast as pytorch_autocast,
+    tensorflow_graph_rewrite as tensorflow_graph_rewrite,
+)
 from ._rules import (
     Rule as Rule,
+    Site as Site,
     follow_inputs as follow_inputs,
     keep_each_input as keep_each_input,
     keep_inputs as keep_inputs,

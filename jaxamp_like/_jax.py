@@ -7,7 +7,9 @@ the documented API, and why:
   equation that is bound again must keep its name scopes, its source line and the
   context (compute_on, XLA metadata, abstract mesh) that its author gave it;
 - the parameters of structural primitives, where their names changed between versions;
-- the class names of references and of symbolic zeros, where they moved.
+- the class names of references and of symbolic zeros, where they moved;
+- `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
+  axes that an aval names, for the first carry of a retry loop.
 """
 
 import contextlib
@@ -21,6 +23,8 @@ import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters.ad import zeros_like_aval
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -28,7 +32,7 @@ Atom = Any  # a variable or a literal
 Literal = jex.Literal
 Primitive = jex.Primitive
 
-__all__ = ["SymbolicZero"]  # moved between versions; re-exported from here
+__all__ = ["SymbolicZero", "jaxpr_as_fun", "zeros_like_aval"]  # for other modules
 
 
 def raw(jaxpr: Jaxpr) -> Jaxpr:

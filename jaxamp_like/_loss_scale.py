@@ -19,9 +19,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import jaxpr_as_fun
-from jax.interpreters import ad
 from jax.typing import ArrayLike
+
+from ._jax import jaxpr_as_fun, zeros_like_aval
 
 # Beyond these, the scale or its reciprocal is subnormal in float32, which XLA flushes
 # to zero: the gradients would vanish, and still be called finite.
@@ -317,7 +317,7 @@ def _retry(
 def _zeros(aval: Any) -> Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a PRNG key has no zero to AD
         return jnp.zeros(aval.shape, aval.dtype)
-    return ad.zeros_like_aval(aval)  # with its sharding, varying over its mesh axes
+    return zeros_like_aval(aval)  # with its sharding, varying over its mesh axes
 
 
 def _select(pred: Array, x: Any, y: Any) -> Any:

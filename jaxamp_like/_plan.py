@@ -179,6 +179,8 @@ class Planner:
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
         if name in FIXED:
             return use_original_precision, True
+        if _stops(found) and (found.by_scope or found.key is eqn.primitive):
+            return found.rule, opaque  # the user has said that this is meant
         if opaque and name not in CLASSES and name not in STRUCTURAL:
             self._report_unknown(eqn, scope, "holds a program that amp does not know")
             return use_original_precision, True

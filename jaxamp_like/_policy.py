@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import jax.extend.core.primitives as jax_primitives
+import jax.numpy as jnp
 import numpy as np
 
 from ._dtypes import as_float_dtype
@@ -232,9 +233,8 @@ def as_rule(value: Any, argument: str) -> Rule:
 
 def _is_scalar_type(value: Any) -> bool:
     """Whether `value` is `jnp.float32`, `np.float32`, `float` or the like."""
-    if isinstance(value, type):
-        return issubclass(value, np.generic | float)
-    return hasattr(value, "dtype") and not hasattr(value, "shape") and callable(value)
+    is_number = isinstance(value, type) and issubclass(value, np.generic | float | int)
+    return is_number or type(value) is type(jnp.float32)
 
 
 def _check_primitive_rule(primitive: Primitive, rule: Rule) -> None:

@@ -147,19 +147,20 @@ class Rule:
     def __call__(
         self,
         compute_dtype: DType,
-        original_dtypes: Sequence[DType | None],
+        original_dtypes: Sequence[DType],
         *invars: Any,
         **bind_params: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
         """A casting callback that decides alike, to build other callbacks from."""
         facts = tuple(
-            Fact(x.dtype, Mark.LOW) if dtype is not None else None
+            Fact(x.dtype, Mark.LOW) if is_float(dtype) else None
             for x, dtype in zip(invars, original_dtypes, strict=True)
         )
+        authors = tuple(d if is_float(d) else None for d in original_dtypes)
         avals = tuple(map(typeof, invars))
         site = Site(
             None, bind_params, (), jnp.dtype(compute_dtype), avals,
-            tuple(original_dtypes), facts, avals[:1], (Demand.LOW,), by_scope=True,
+            authors, facts, avals[:1], (Demand.LOW,), by_scope=True,
         )  # fmt: skip
         decision = self.decide(site)
         return read(invars, decision.reads), decision.params
@@ -285,13 +286,24 @@ class UseOriginalPrecision(Rule):
 
 @dataclass(frozen=True)
 class UseWidestPrecision(Rule):
-    """Computes in the widest dtype among the operands as they are now."""
+    """Computes in the widest dtype among the operands as they are now.
+
+    A constant has no say, unless it would not survive the cast."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.LOW | Demand.FULL  # the other operands decide
 
     def decide(self, site: Site) -> Decision:
         facts = [fact for fact in site.facts if fact]
-        if not facts:
+        lost = [
+            fact
+            for fact in facts
+            if not all(survives(v, site.compute_dtype) for v in fact.values or ())
+        ]
+        voting = [fact for fact in facts if fact.values is None] + lost or facts
+        if not voting:
             return use_original_precision.decide(site)
-        widest = max((fact.dtype for fact in facts), key=bits)
+        widest = max((fact.dtype for fact in voting), key=bits)
         mark = max(fact.mark for fact in facts)
         reads = tuple(author and lowered(author, widest) for author in site.authors)
         outs = _outs(site, widest, mark)

@@ -631,6 +631,7 @@ STRUCTURAL: dict[str, Handler] = {
     "closed_call": _INLINE,
     "core_call": _INLINE,
     "call": _INLINE,
+    "eval_jaxpr": _INLINE,
     "cond": Handler(_cond_bodies, _decide_cond, _bind_cond),
     "scan": _SCAN,
     "while": Handler(_while_bodies, _decide_loop, _bind_while),

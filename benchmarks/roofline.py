@@ -1,0 +1,656 @@
+"""How fast a training step could be on an H200, read off the code compiled for it.
+
+No GPU is needed: XLA compiles ahead of time for a described device. The compiler is in
+the CUDA plugin, which has to be of the same version as jaxlib:
+
+    pip install -e '.[benchmarks]'
+    V=$(python -c 'import jaxlib; print(jaxlib.__version__)')
+    pip install --no-deps jax-cuda13-plugin==$V jax-cuda13-pjrt==$V
+    python -m benchmarks.roofline
+
+(or the extra `gpu-compile`, if the newest JAX will do). The CUDA libraries themselves,
+which `jax[cuda13]` brings along, are not needed.
+
+What is compiled is the value and gradient of a loss by its parameters. A kernel takes
+at least the time of its FLOPs at peak rate or of its bytes at full bandwidth, whichever
+is longer; the roofline step time is the sum over all kernels, with those in loops as
+often as they run. It is a lower bound: launches, caches and bad tiles don't count. XLA
+chooses its kernels untuned, for there is nothing to time them on."""
+
+import argparse
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from .rewrite import CONTENDERS, make_table, ratio, versions
+from .workloads import WORKLOADS, Loss, Workload
+
+# FLOP/s by bits of an operand. 16 bits is measured; a float32 product runs in TF32, at
+# half of that, and 8 bits at twice. 64 bits is the data sheet's.
+PEAK_FLOPS = {8: 1580e12, 16: 790e12, 32: 395e12, 64: 67e12}
+BANDWIDTH = 4.3e12  # bytes/s, measured
+
+DEVICE = Path(__file__).with_name("h200.txt")
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+
+# ----------------------------------------------------------------------- parsing HLO
+
+
+@dataclass(frozen=True)
+class Shape:
+    dtype: str
+    dims: tuple[int, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Of one element; a token or an opaque handle has none."""
+        found = re.match(r"[a-z]+?(\d+)", self.dtype)
+        return int(found[1]) if found else 8 * (self.dtype == "pred")
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("f", "bf"))
+
+    @property
+    def elements(self) -> int:
+        return prod(self.dims)
+
+    @property
+    def size_in_bytes(self) -> int:
+        return self.elements * self.bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO.
+
+    Args:
+        name: without the percent sign.
+        opcode: such as `fusion`.
+        shapes: of the result; those of a tuple one after the other.
+        operands: names of other instructions of the same computation.
+        attributes: the rest of the line, unparsed.
+        is_root: whether it is the computation's result."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...] = ()
+    attributes: str = ""
+    is_root: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0] if self.shapes else Shape("token")
+
+    def called(self, *keys: str) -> list[str]:
+        """The computations named by an attribute, such as `calls`."""
+        found = re.search(
+            rf"\b(?:{'|'.join(keys)})=(%[\w.-]+|{{[^}}]*}})", self.attributes
+        )
+        return re.findall(NAME, found[1]) if found else []
+
+
+# Every instruction comes after its operands.
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Module:
+    computations: dict[str, Computation]
+    entry: str
+
+
+NAME = r"%([\w.-]+)"
+HEADER = re.compile(rf"(ENTRY )?{NAME} \(.*{{$")
+DEFINITION = re.compile(rf"\s+(ROOT )?{NAME} = (.*)$")
+OPCODE = re.compile(r"\s*([\w-]+)\(")
+
+
+def until_closed(text: str, start: int) -> int:
+    """The position behind the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    raise ValueError(f"unbalanced parentheses in HLO: {text}")
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", text)
+    return tuple(
+        Shape(dtype, tuple(int(dim) for dim in dims.split(",") if dim))
+        for dtype, dims in found
+    )
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    found = DEFINITION.match(line)
+    if found is None:
+        return None
+    root, name, text = found.groups()
+    end = until_closed(text, 0) if text.startswith("(") else text.index(" ")
+    opcode = OPCODE.match(text, end)
+    if opcode is None:
+        raise ValueError(f"no opcode in HLO: {line}")
+    close = until_closed(text, opcode.end() - 1)
+    return Instruction(
+        name=name,
+        opcode=opcode[1],
+        shapes=parse_shapes(text[:end]),
+        operands=tuple(re.findall(NAME, text[opcode.end() : close])),
+        attributes=text[close:],
+        is_root=root is not None,
+    )
+
+
+def parse(text: str) -> Module:
+    """Parses a compiled module's text, as `compiled.as_text()` gives it."""
+    computations: dict[str, Computation] = {}
+    current: Computation = {}
+    entry = ""
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            current = computations[header[2]] = {}
+            entry = header[2] if header[1] else entry
+        elif instruction := parse_instruction(line):
+            current[instruction.name] = instruction
+    if not entry:
+        raise ValueError("HLO without an entry computation")
+    return Module(computations, entry)
+
+
+# ---------------------------------------------------------------- FLOPs of contractions
+
+
+def dims_of(attributes: str, key: str) -> tuple[int, ...]:
+    """The numbers in `key={0,1}` or, as library calls have it, in `"key":["0","1"]`."""
+    found = re.search(rf'\b{key}"?[=:][{{\[]([^}}\]]*)', attributes)
+    return tuple(int(dim) for dim in re.findall(r"\d+", found[1])) if found else ()
+
+
+def dot_flops(out: Shape, lhs: Shape, attributes: str) -> int:
+    contracted = dims_of(attributes, "lhs_contracting_dim(?:ension)?s")
+    return 2 * out.elements * prod(lhs.dims[dim] for dim in contracted)
+
+
+def conv_flops(kernel: Shape, out: Shape, attributes: str) -> int:
+    """Multiply-adds, times two, of a forward convolution or of either gradient.
+
+    Each output position of the forward convolution meets the whole kernel once, and
+    its gradients pair up the same elements again."""
+    found = re.search(r"dim_labels=\w+_(\w+)->", attributes)
+    if found is None:
+        raise ValueError(f"no dim_labels in HLO: {attributes}")
+    features = kernel.dims[found[1].index("o")]
+    return 2 * out.elements * kernel.elements // max(features, 1)
+
+
+def contraction(one: Instruction, scope: Computation) -> tuple[int, float]:
+    """FLOPs and, at peak rate, seconds of a contraction; zeros for all others."""
+    target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
+    library, routine = target.groups() if target else ("", "")
+    is_dot = one.opcode == "dot" or library == "cublas"
+    is_conv = one.opcode == "convolution" or routine.startswith("conv")
+    if not is_dot and not is_conv:
+        return 0, 0.0
+    lhs, rhs = (scope[name].shape for name in one.operands[:2])
+    if is_dot:
+        flops = dot_flops(one.shape, lhs, one.attributes)
+    elif routine.startswith("convBackwardInput"):
+        flops = conv_flops(rhs, lhs, one.attributes)
+    elif routine.startswith("convBackwardFilter"):
+        flops = conv_flops(one.shape, rhs, one.attributes)
+    else:
+        flops = conv_flops(rhs, one.shape, one.attributes)
+    return flops, flops * seconds_per_flop(one.attributes, lhs, rhs)
+
+
+def seconds_per_flop(attributes: str, lhs: Shape, rhs: Shape) -> float:
+    """By the wider operand, unless the author chose an algorithm."""
+    algorithm = re.search(
+        r"\b(?:ALG_)?DOT_(?:T|B)?F(\d+)_\w*?F\d+(?:_X(\d))?\b", attributes.upper()
+    )
+    if algorithm is None:
+        return 1 / PEAK_FLOPS[max(lhs.bits, rhs.bits)]
+    bits, passes = algorithm.groups()
+    is_tf32 = "DOT_TF32" in attributes.upper()
+    return int(passes or 1) / PEAK_FLOPS[32 if is_tf32 else int(bits)]
+
+
+# ----------------------------------------------------------------------- bytes moved
+
+SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+# Which operand holds what is written into the first one.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+MOVES = frozenset({"bitcast", "reshape", "transpose", "copy"})
+
+
+def origin(one: Instruction, body: Computation) -> Instruction:
+    """What `one` merely passes on under another shape."""
+    while one.opcode in ("bitcast", "reshape"):
+        one = body[one.operands[0]]
+    return one
+
+
+def results(body: Computation) -> list[Instruction]:
+    """What a kernel writes."""
+    root = next(one for one in body.values() if one.is_root)
+    parts = root.operands if root.opcode == "tuple" else (root.name,)
+    return [origin(body[name], body) for name in parts]
+
+
+def updates_in_place(body: Computation) -> dict[str, Shape]:
+    """Names of the results that overwrite a part of a parameter, and that part."""
+    return {
+        one.name: body[one.operands[UPDATES[one.opcode]]].shape
+        for one in results(body)
+        if one.opcode in UPDATES
+        and origin(body[one.operands[0]], body).opcode == "parameter"
+    }
+
+
+def bytes_written(body: Computation) -> int:
+    in_place = updates_in_place(body)
+
+    def written(one: Instruction) -> Iterable[Shape]:
+        if one.name in in_place:
+            return [in_place[one.name]]
+        if one.opcode == "custom-call" and len(one.shapes) > 1:
+            return one.shapes[:-1]  # the last is the library's workspace
+        return one.shapes
+
+    return sum(shape.size_in_bytes for one in results(body) for shape in written(one))
+
+
+def bytes_read(body: Computation) -> float:
+    """Of every parameter, the part that the result depends on, read once.
+
+    A kernel that slices a parameter reads the slice, and one that updates it in place
+    nothing of it."""
+    in_place = updates_in_place(body)
+    needed = {one.name: float(one.is_root) for one in body.values()}
+    for one in reversed(body.values()):
+        share = needed[one.name] = min(needed[one.name], 1.0)
+        for i, name in enumerate(one.operands):
+            part = share
+            if i == 0 and one.opcode in SLICES:
+                part *= one.shape.elements / max(body[name].shape.elements, 1)
+            elif i == 0 and one.name in in_place:
+                part = 0.0
+            elif one.opcode in ("broadcast", "dot"):
+                part = float(share > 0)
+            needed[name] += part
+    return sum(
+        needed[one.name] * shape.size_in_bytes
+        for one in body.values()
+        if one.opcode == "parameter"
+        for shape in one.shapes
+    )
+
+
+# --------------------------------------------------------------------------- kernels
+
+# What costs nothing, or is paid for where it started.
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
+    "partition-id replica-id opt-barrier".split()
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch on the GPU, with what it takes at least.
+
+    Args:
+        name: of the instruction.
+        times: how often it runs in one step.
+        flops: of its contractions; all else is cheap beside the bytes.
+        bytes: that it moves.
+        seconds: of one run.
+        convert_only: whether it does nothing but change a dtype or a layout."""
+
+    name: str
+    times: int
+    flops: int
+    bytes: float
+    seconds: float
+    convert_only: bool
+
+
+def is_convert_only(body: Computation) -> bool:
+    def is_float_convert(one: Instruction) -> bool:
+        source = body[one.operands[0]].shape
+        return (
+            source.is_float and one.shape.is_float and source.dtype != one.shape.dtype
+        )
+
+    converts = [one for one in body.values() if one.opcode == "convert"]
+    rest = {one.opcode for one in body.values()}
+    rest -= {"convert", "parameter", "constant", "tuple", "get-tuple-element"}
+    return rest <= MOVES and any(map(is_float_convert, converts))
+
+
+def alone(one: Instruction, scope: Computation) -> Computation:
+    """An instruction outside of fusions, as the body of one."""
+    operands = {
+        name: Instruction(name, "parameter", scope[name].shapes)
+        for name in one.operands
+    }
+    # What starts a copy gives its source and destination, and a handle.
+    shapes = one.shapes[:1] if one.opcode == "copy-start" else one.shapes
+    root = Instruction(
+        one.name, one.opcode, shapes, one.operands, one.attributes, is_root=True
+    )
+    return {**operands, one.name: root}
+
+
+def inner(module: Module, body: Computation) -> Iterator[tuple[int, float]]:
+    """FLOPs and seconds of the contractions in a fusion and the fusions within."""
+    for one in body.values():
+        yield contraction(one, body)
+        for name in one.called("calls"):
+            yield from inner(module, module.computations[name])
+
+
+def kernel(module: Module, body: Computation, name: str, times: int) -> Kernel:
+    flops, compute = map(sum, zip(*inner(module, body), strict=True))
+    moved = bytes_read(body) + bytes_written(body)
+    return Kernel(
+        name=name,
+        times=times,
+        flops=int(flops),
+        bytes=moved,
+        seconds=max(compute, moved / BANDWIDTH),
+        convert_only=is_convert_only(body),
+    )
+
+
+def trip_count(one: Instruction) -> int:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
+    if found is None:
+        raise ValueError(f"XLA does not know how often {one.name} runs")
+    return int(found[1])
+
+
+def total_seconds(found: Iterable[Kernel]) -> float:
+    return sum(one.times * one.seconds for one in found)
+
+
+def kernels(module: Module, computation: str = "", times: int = 1) -> list[Kernel]:
+    """All kernels of a module; of the branches of a conditional, the slowest."""
+    found: list[Kernel] = []
+    scope = module.computations[computation or module.entry]
+    for one in scope.values():
+        if one.opcode in FREE or one.opcode.endswith(("-update", "-done")):
+            continue
+        if one.opcode == "while":
+            (body,) = one.called("body")
+            found += kernels(module, body, times * trip_count(one))
+        elif one.opcode == "conditional":
+            names = one.called("branch_computations")
+            names += one.called("true_computation") + one.called("false_computation")
+            branches = [kernels(module, name, times) for name in names]
+            found += max(branches, key=total_seconds)
+        elif one.opcode in ("call", "async-start"):
+            (body,) = one.called("to_apply", "calls")
+            found += kernels(module, body, times)
+        elif one.opcode in ("fusion", "fusion-start"):
+            (body,) = one.called("calls")
+            found.append(kernel(module, module.computations[body], one.name, times))
+        else:
+            found.append(kernel(module, alone(one, scope), one.name, times))
+    return found
+
+
+# ------------------------------------------------------------------------- compiling
+
+
+class NoPluginError(Exception):
+    """The compiler for NVIDIA GPUs is missing."""
+
+
+def plugin_versions() -> dict[str, str]:
+    """Versions of the plugin's packages, provided that they are jaxlib's."""
+    wanted = importlib.metadata.version("jaxlib")
+    packages = " ".join(f"{name}=={wanted}" for name in PLUGINS)
+    found = {}
+    for name in PLUGINS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+        if found[name] != wanted:
+            raise NoPluginError(
+                f"{name} is {found[name]}, but has to be {wanted} as jaxlib is. It "
+                f"holds XLA's compiler for NVIDIA GPUs, and needs neither a GPU nor "
+                f"CUDA:\n    pip install --no-deps {packages}"
+            )
+    return found
+
+
+def has_plugin() -> bool:
+    try:
+        plugin_versions()
+    except NoPluginError:
+        return False
+    return True
+
+
+def described_device() -> Any:
+    """An H200 as XLA sees it, without one being there."""
+    topology = topologies.get_topology_desc(
+        "",
+        platform="cuda",
+        target_config=DEVICE.read_text(),
+        topology="1x1x1",
+    )
+    return topology.devices[0]
+
+
+def compile_step(loss: Loss, shapes: tuple[Any, Any], device: Any) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    step = jax.jit(
+        jax.value_and_grad(loss), in_shardings=sharding, out_shardings=sharding
+    )
+    return step.lower(*shapes).compile()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is read off the compiled step of one version of one workload.
+
+    Args:
+        step_seconds: the roofline step time.
+        contraction_seconds: the part of it in kernels with a contraction.
+        convert_seconds: the part of it in convert-only kernels.
+        temp_bytes: memory beside arguments and results.
+        moved_bytes: sum over all kernels.
+        flops: of the contractions.
+        kernels: how many there are, as compiled (a loop's body once).
+        convert_kernels: how many of them only convert."""
+
+    step_seconds: float
+    contraction_seconds: float
+    convert_seconds: float
+    temp_bytes: int
+    moved_bytes: float
+    flops: int
+    kernels: int
+    convert_kernels: int
+
+
+def figures(text: str, temp_bytes: int) -> Figures:
+    found = kernels(parse(text))
+    converts = [one for one in found if one.convert_only]
+    return Figures(
+        step_seconds=total_seconds(found),
+        contraction_seconds=total_seconds(one for one in found if one.flops),
+        convert_seconds=total_seconds(converts),
+        temp_bytes=temp_bytes,
+        moved_bytes=sum(one.times * one.bytes for one in found),
+        flops=sum(one.times * one.flops for one in found),
+        kernels=len(found),
+        convert_kernels=len(converts),
+    )
+
+
+def compare(
+    workload: Workload,
+    dtype: str,
+    size: str,
+    device: Any,
+    contenders: Iterable[str] = tuple(CONTENDERS),
+    hlo: Path | None = None,
+) -> dict[str, Figures]:
+    """Compiles every contender of one workload; the code goes to the folder `hlo`."""
+    rows = {}
+    for name in contenders:
+        loss = CONTENDERS[name](workload, dtype)
+        if loss is None:
+            continue
+        compiled = compile_step(loss, workload.shapes(size), device)
+        text = compiled.as_text()
+        if hlo is not None:
+            hlo.mkdir(parents=True, exist_ok=True)
+            file = f"{workload.name} {name}.hlo".replace(" ", "_")
+            (hlo / file).write_text(text)
+        rows[name] = figures(text, compiled.memory_analysis().temp_size_in_bytes)
+    return rows
+
+
+# ------------------------------------------------------------------------ the tables
+
+RATIOS = (
+    "speed\n/ f32",
+    "temp\n/ f32",
+    "time\n/ hand",
+    "temp\n/ hand",
+    "converts\n- hand",
+    "time\n/ lean",
+    "temp\n/ lean",
+    "converts\n- lean",
+)
+FIGURES = (
+    "step\nµs",
+    "contract\nµs",
+    "convert\nµs",
+    "temp\nMB",
+    "moved\nMB",
+    "GFLOP",
+    "kernels",
+    "convert\nkernels",
+)
+
+
+def ratio_row(
+    one: Figures, plain: Figures | None, *experts: Figures | None
+) -> list[str]:
+    def speed() -> str:
+        return ratio(plain.step_seconds, one.step_seconds) if plain else "-"
+
+    def over(name: str, other: Figures | None) -> str:
+        return ratio(getattr(one, name), getattr(other, name)) if other else "-"
+
+    row = [speed(), over("temp_bytes", plain)]
+    for expert in experts:
+        more = f"{one.convert_kernels - expert.convert_kernels:+d}" if expert else "-"
+        row += [over("step_seconds", expert), over("temp_bytes", expert), more]
+    return row
+
+
+def figure_row(one: Figures) -> list[str]:
+    return [
+        f"{1e6 * one.step_seconds:.1f}",
+        f"{1e6 * one.contraction_seconds:.1f}",
+        f"{1e6 * one.convert_seconds:.1f}",
+        f"{one.temp_bytes / 1e6:.1f}",
+        f"{one.moved_bytes / 1e6:.0f}",
+        f"{one.flops / 1e9:.0f}",
+        f"{one.kernels}",
+        f"{one.convert_kernels}",
+    ]
+
+
+def tables(records: dict[str, dict[str, Figures]], note: str) -> list[Table]:
+    ratios = make_table(f"Ratios ({note})", RATIOS)
+    absolute = make_table(f"Figures ({note})", FIGURES)
+    for workload, rows in records.items():
+        others = [rows.get(name) for name in ("float32", "hand", "lean")]
+        label = workload
+        for name, one in rows.items():
+            last = name == list(rows)[-1]
+            ratios.add_row(label, name, *ratio_row(one, *others), end_section=last)
+            absolute.add_row(label, name, *figure_row(one), end_section=last)
+            label = ""
+    return [ratios, absolute]
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.roofline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--size", default="real", choices=("toy", "real"))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS
+    )
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--hlo", type=Path, help="a folder for the compiled code")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # the described GPU, not one that's here
+    try:
+        plugins = plugin_versions()
+    except NoPluginError as error:
+        print(error, file=sys.stderr)
+        return 2
+    device = described_device()
+    console = Console(width=max(Console().width, 110))
+    records = {}
+    for name in track(list(args.workloads), "Compiling", console=console):
+        records[name] = compare(
+            WORKLOADS[name], args.dtype, args.size, device, args.contenders, args.hlo
+        )
+    note = f"{args.dtype}, {args.size} size, {device.device_kind}, roofline"
+    for table in tables(records, note):
+        console.print(table)
+    if args.json is not None:
+        record = {
+            "versions": versions() | plugins,
+            "device": device.device_kind,
+            "peak_flops_by_bits": PEAK_FLOPS,
+            "bandwidth": BANDWIDTH,
+            "dtype": args.dtype,
+            "size": args.size,
+            "workloads": {
+                workload: {name: asdict(one) for name, one in rows.items()}
+                for workload, rows in records.items()
+            },
+        }
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Eight CPU devices, a source of PRNG keys, and a bound on memory."""
+# ruff: noqa: E402  (XLA's flags must be set before anything imports JAX)
+
+import os
+
+_DEVICES = "--xla_force_host_platform_device_count=8"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+
+import gc
+import itertools
+import resource
+import sys
+
+import jax
+import jax.random as jr
+import pytest
+
+MEMORY_LIMIT = 3 * 2**30
+
+
+def peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+@pytest.fixture
+def getkey():
+    """A function that gives a new PRNG key at each call, the same in every run."""
+    count = itertools.count()
+    return lambda: jr.fold_in(jr.key(0), next(count))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clear_caches():
+    """Compiled programs stay in JAX's caches for good: with thousands, gigabytes."""
+    yield
+    if peak_memory() > MEMORY_LIMIT:
+        jax.clear_caches()
+        gc.collect()

@@ -1,0 +1,251 @@
+"""The benchmarks' own tests: a measure that lies would make every figure worthless."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+
+from benchmarks import measure, rewrite
+from benchmarks.workloads import FLOAT32, WORKLOADS, Style, make_workload
+
+SHAPE = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(autouse=True)
+def users_promotion():
+    """The workloads are written as users write: `x + bias`, float32 by promotion."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+workloads = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+
+
+def quick(fn, *args):
+    """Runs `fn` compiled without optimisation, which takes most of a test's time."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn, compiler_options=options)(*args)
+
+
+def draw(workload):
+    params_key, batch_key = jr.split(jr.key(0))
+    return quick(
+        lambda: (workload.init(params_key, "toy"), workload.batch(batch_key, "toy"))
+    )
+
+
+# --------------------------------------------------------------------------- measures
+
+
+def dot(x, w):
+    return x @ w
+
+
+def test_flops_of_a_dot():
+    x, w = SHAPE((5, 3, 4), jnp.float32), SHAPE((4, 7), jnp.float32)
+    count = measure.contraction_flops(jax.make_jaxpr(dot)(x, w))
+    assert count == {"float32": 2 * 5 * 3 * 4 * 7}
+
+
+def test_flops_of_a_batched_dot():
+    x, w = SHAPE((6, 3, 4), jnp.float32), SHAPE((6, 4, 7), jnp.float32)
+    count = measure.contraction_flops(jax.make_jaxpr(dot)(x, w))
+    assert count == {"float32": 2 * 6 * 3 * 4 * 7}
+
+
+@pytest.mark.parametrize("groups", (1, 2))
+def test_flops_of_a_convolution(groups):
+    def conv(x, kernel):
+        return lax.conv_general_dilated(
+            x,
+            kernel,
+            (2, 2),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    x = SHAPE((5, 8, 8, 6), jnp.bfloat16)
+    kernel = SHAPE((3, 3, 6 // groups, 10), jnp.bfloat16)
+    count = measure.contraction_flops(jax.make_jaxpr(conv)(x, kernel))
+    # Each of 5 * 4 * 4 * 10 results sums over a window of 3 * 3 * (6 / groups).
+    assert count == {"bfloat16": 2 * (5 * 4 * 4 * 10) * (3 * 3 * 6 // groups)}
+
+
+def test_a_scan_multiplies_flops_but_not_casts():
+    def step(x, w):
+        return (x.astype(jnp.bfloat16) @ w).astype(jnp.float32), None
+
+    def scanned(x, ws):
+        return jax.jit(lambda x: lax.scan(step, x, ws)[0])(x)
+
+    jaxpr = jax.make_jaxpr(scanned)(jnp.ones((2, 3)), jnp.ones((9, 3, 3), jnp.bfloat16))
+    assert measure.contraction_flops(jaxpr) == {"bfloat16": 9 * 2 * 2 * 3 * 3}
+    assert measure.casts(jaxpr) == 2
+
+
+def test_low_share_counts_the_wider_operand():
+    def fn(x, low):
+        mixed = lax.dot(x, low, preferred_element_type=jnp.float32)
+        return mixed, lax.dot(low, low)
+
+    low = SHAPE((4, 4), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(fn)(SHAPE((4, 4), jnp.float32), low)
+    assert measure.low_share(jaxpr) == 0.5
+
+
+def test_casts_are_between_floats_only():
+    def fn(x, n):
+        return (
+            x.astype(jnp.float16),
+            x.astype(jnp.int32),
+            n.astype(jnp.float32),
+            x * 2.0,
+        )
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones(3), jnp.arange(3))
+    assert measure.casts(jaxpr) == 1
+
+
+def test_saved_bytes_leave_out_arguments():
+    x, w = SHAPE((5, 3), jnp.float32), SHAPE((3, 7), jnp.float32)
+    assert sum(measure.saved_bytes(dot, x, w).values()) == 0
+    assert measure.saved_bytes(lambda x, w: jnp.sin(x) @ w, x, w) == {
+        "float32": 2 * 4 * 5 * 3  # cos(x) for sin's derivative, sin(x) for that of w
+    }
+
+
+def test_saved_bytes_of_what_is_differentiated():
+    def fn(w, x):
+        return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    w, x = SHAPE((3, 7), jnp.float32), SHAPE((5, 3), jnp.float32)
+    assert measure.saved_bytes(fn, w, x) == {"bfloat16": 2 * (5 * 3 + 3 * 7)}
+    assert measure.saved_bytes(fn, w, x, argnums=(0,)) == {"bfloat16": 2 * 5 * 3}
+    saved = measure.saved(fn, w, x)
+    assert [aval.shape for aval in measure.weight_copies(w, saved)] == [(3, 7)]
+
+
+def test_saved_bytes_see_checkpoints():
+    x = SHAPE((5, 3), jnp.float32)
+    fn = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
+    assert sum(measure.saved_bytes(fn, x).values()) == 0
+
+
+# -------------------------------------------------------------------------- workloads
+
+
+@workloads
+def test_float32_style_adds_nothing(workload):
+    params, batch = workload.shapes("real")
+    both = jax.make_jaxpr(jax.value_and_grad(workload.loss))(params, batch)
+    dtypes = {
+        v.aval.dtype.name
+        for eqn, _ in measure.walk(both)
+        for v in eqn.outvars
+        if jnp.issubdtype(v.aval.dtype, jnp.floating)
+    }
+    assert (measure.casts(both), dtypes) == (0, {"float32"})
+
+
+def test_float32_style_is_the_identity():
+    def fn(x):
+        return x
+
+    x = {"a": jnp.ones(3), "b": jnp.arange(3)}
+    assert FLOAT32.low(x) is x and FLOAT32.full(x) is x
+    assert FLOAT32.spread(x["a"], jnp.ones((2, 3))) is x["a"]
+    assert FLOAT32.island(fn) is fn and FLOAT32.cheap(fn) is fn
+
+
+def test_low_style_leaves_integers_alone():
+    low = Style("float16").low({"a": jnp.ones(3), "b": jnp.arange(3)})
+    assert {k: v.dtype.name for k, v in low.items()} == {"a": "float16", "b": "int32"}
+
+
+@workloads
+def test_experts_are_experts(workload):
+    """All contractions low, no more saved than in float32, leaner when lean."""
+    params, batch = workload.shapes("real")
+
+    def saved(loss):
+        return sum(measure.saved_bytes(loss, params, batch, argnums=(0,)).values())
+
+    hand = workload.hand("bfloat16")
+    both = jax.make_jaxpr(jax.value_and_grad(hand))(params, batch)
+    assert measure.low_share(both) == 1.0
+    ratio = saved(hand) / saved(workload.loss)
+    assert ratio < 0.95
+    if workload.lean is not None:
+        assert saved(workload.lean("bfloat16")) / saved(workload.loss) < 0.4
+
+
+# One of a kind: the other transformers are made of the same blocks.
+@pytest.mark.parametrize("name", ("MLP", "GPT scanned", "CNN", "LSTM"))
+def test_hand_gradients_are_near_float32(name):
+    workload = WORKLOADS[name]
+    params, batch = draw(workload)
+    losses = (workload.loss, workload.hand("bfloat16"))
+    (value, grads), (hand_value, hand_grads) = (
+        quick(jax.value_and_grad(loss), params, batch) for loss in losses
+    )
+    assert {g.dtype.name for g in jax.tree.leaves((grads, hand_grads))} == {"float32"}
+    assert rewrite.relative_error(np.asarray(hand_value), np.asarray(value)) < 4e-3
+    true, hand = rewrite.as_vector(grads), rewrite.as_vector(hand_grads)
+    # ReLUs that flip and batch norm over few samples are why a CNN is worse.
+    assert rewrite.relative_error(hand, true) < (0.15 if name == "CNN" else 0.02)
+
+
+# ------------------------------------------------------------------------- the script
+
+
+def tiny():
+    def model(style, w, x):
+        return style.full(jnp.tanh(style.low(x) @ style.low(w))).sum()
+
+    def init(key, size):
+        return jr.normal(key, (3, 5), jnp.float32)
+
+    def batch(key, size):
+        return jr.normal(key, (7, 3), jnp.float32)
+
+    return make_workload("tiny", model, init, batch)
+
+
+def test_compare_measures_every_contender():
+    results = rewrite.compare(
+        tiny(), "bfloat16", "toy", ["float32", "hand"], repeats=1, seeds=2
+    )
+    plain, hand = results["float32"], results["hand"]
+    assert (plain.casts, plain.low_share, plain.loss_error < 1e-6) == (0, 0.0, True)
+    assert (hand.casts_forward, hand.low_share) == (3, 1.0)
+    assert 1e-5 < hand.gradient_error < 2e-2
+    assert not jax.config.jax_enable_x64
+
+
+def test_float16_is_judged_with_a_scaled_loss():
+    def model(style, w, x):
+        return style.full(style.low(x) @ style.low(w)).sum() * 1e-9
+
+    scaled = rewrite.LOSS_SCALES["float16"]
+    workload = make_workload("small", model, tiny().init, tiny().batch)
+    samples = rewrite.references(workload, seeds=1)
+    loss = workload.hand("float16")
+    assert rewrite.errors(loss, samples)["gradient_error"] == 1.0  # all underflow
+    assert rewrite.errors(loss, samples, scaled)["gradient_error"] < 0.1
+
+
+def test_command_prints_tables_and_writes_a_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rewrite, "WORKLOADS", {"tiny": tiny()})
+    path = tmp_path / "record.json"
+    options = "--size toy --repeats 1 --seeds 1 --contenders float32 hand --json"
+    rewrite.main([*options.split(), str(path)])
+    record = json.loads(path.read_text())
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["workloads"]["tiny"]["hand"]["weight_copies"] == 0
+    out = capsys.readouterr().out
+    assert "Ratios" in out and "Figures" in out and "…" not in out

@@ -1,0 +1,485 @@
+"""How the default policy decides: the dtype of each op, and the numbers behind it.
+
+`expect` compares every op that makes floats, in order and at any depth, with a list in
+which L stands for the compute dtype and F for float32. Casts and ops that only change a
+shape are left out of it: where they are is told by the dtypes of the others."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+
+from benchmarks.measure import subjaxprs, walk
+from jaxamp_like import amp
+
+DTYPES = ("float16", "bfloat16")
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
+
+SHAPE_ONLY = """convert_element_type reshape transpose squeeze copy copy_p
+    stop_gradient broadcast_in_dim name""".split()
+
+
+def ops(jaxpr: Any) -> Iterator[tuple[str, str]]:
+    """The `(primitive, dtype of its result)` of each op that makes floats, in order."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        inner = list(subjaxprs(eqn.params))
+        for sub in inner:
+            yield from ops(sub)
+        dtype = eqn.outvars[0].aval.dtype if eqn.outvars else jnp.dtype(bool)
+        is_op = not inner and eqn.primitive.name not in SHAPE_ONLY
+        if is_op and jnp.issubdtype(dtype, jnp.floating):
+            yield eqn.primitive.name, dtype.name
+
+
+def expect(fn: Callable[..., Any], dtype: str, expected: str, *args: Any) -> None:
+    """`expected` is like "L dot_general tanh F exp": L and F hold from there on."""
+    wanted, now = [], ""
+    for word in expected.split():
+        if word in ("L", "F"):
+            now = dtype if word == "L" else "float32"
+        else:
+            wanted.append((word, now))
+    jaxpr = jax.make_jaxpr(amp(fn, compute_dtype=dtype))(*args)
+    assert list(ops(jaxpr)) == wanted
+
+
+def eps(dtype: str) -> float:
+    return float(jnp.finfo(dtype).eps)
+
+
+def error(actual: Any, exact: Any) -> float:
+    """The distance of two pytrees, relative to the length of `exact`."""
+    flat = [
+        np.concatenate(
+            [np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]
+        )
+        for t in (actual, exact)
+    ]
+    assert np.isfinite(flat[0]).all()
+    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+def values(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
+    normal = np.random.default_rng([seed, *shape]).normal(size=shape)
+    return jnp.asarray(normal * scale, jnp.float32)
+
+
+W = values(8, 8, scale=8**-0.5)
+X = values(4, 8)
+GAIN, BIAS = values(2, 8)
+MASK = jnp.asarray(np.tri(4, 8, 2, dtype=bool)).at[0].set(False)  # row 0: all masked
+SOFTMAX = "F reduce_max max sub exp reduce_sum div"
+
+
+def between(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` between two contractions: its input is low, its result is read low."""
+    return lambda w, x, *args: fn(x @ w, *args) @ w
+
+
+def layer_norm(x, gain=1.0, bias=0.0):
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * gain + bias
+
+
+def masked_softmax(x, mask, fill):
+    return jax.nn.softmax(jnp.where(mask, x, fill))
+
+
+def by_range(narrow: str, wide: str, dtype: str) -> str:
+    return narrow if dtype == "float16" else wide
+
+
+# Ops between contractions: `(fn, ops in float16, ops in bfloat16)`; one list if equal.
+
+NORM = """F reduce_sum div sub integer_pow reduce_sum div sub add rsqrt mul mul add"""
+
+BETWEEN: dict[str, tuple[Callable[..., Any], str, str | None]] = {
+    "tanh": (jnp.tanh, "L tanh", None),
+    "relu": (jax.nn.relu, "L max", None),
+    "bias": (lambda h: jax.nn.relu(h + BIAS), "L add max", None),
+    "layer norm": (lambda h: layer_norm(h, GAIN, BIAS), NORM, None),
+    "softmax": (jax.nn.softmax, SOFTMAX, None),
+    "gelu, tanh": (
+        jax.nn.gelu,
+        "F integer_pow mul L add mul tanh add mul mul",
+        "L integer_pow mul add mul tanh add mul mul",
+    ),
+    "gelu, erf": (
+        functools.partial(jax.nn.gelu, approximate=False),
+        "L mul neg F mul erfc L mul",
+        None,
+    ),
+    "sigmoid gate": (jax.nn.silu, "F logistic L mul", "L logistic mul"),
+    # Constants of whatever dtype leave the ops around them low...
+    "Python scalars": (lambda h: (h * 2.0 + 1.5) * 3, "L mul add mul", None),
+    "NumPy scalars": (
+        lambda h: (h * np.float32(2) + np.float64(1.5)) * np.float64(3),
+        "L mul add mul",
+        None,
+    ),
+    "NumPy arrays": (
+        lambda h: h * np.arange(8, dtype=np.float32) + np.linspace(0, 1, 8),
+        "L mul add",
+        None,
+    ),
+    # ... unless they would not survive: overflow, vanish or turn into 1.
+    "1e-8": (lambda h: h + 1e-8, "F add", "L add"),
+    "-1e9": (lambda h: h + -1e9, "F add", "L add"),
+    "0.999": (lambda h: h * 0.999, "L mul", "F mul"),
+    "0.9999": (lambda h: h * 0.9999, "F mul", None),
+    "-inf": (lambda h: jnp.maximum(h, -jnp.inf), "L max", None),
+    "a full op spreads": (lambda h: jnp.exp(h) * 2 + h, "F exp mul add", None),
+    "a smaller one does not": (
+        lambda h: h / jnp.sum(h) + h,
+        "F reduce_sum div L add",
+        None,
+    ),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_contractions(name, dtype):
+    fn, narrow, wide = BETWEEN[name]
+    inside = by_range(narrow, wide or narrow, dtype)
+    expect(between(fn), dtype, f"L dot_general {inside} L dot_general", W, X)
+
+
+@every_dtype
+@pytest.mark.parametrize("fill", [-1e9, -np.inf, FLOAT32_MIN])
+def test_masks(fill, dtype):
+    """A fully masked row comes out as in float32: uniform, or NaN for -inf."""
+    probabilities = functools.partial(masked_softmax, fill=fill)
+    fn = between(probabilities)
+    expect(fn, dtype, f"L dot_general F select_n {SOFTMAX} L dot_general", W, X, MASK)
+
+    def weights(w, x, mask):
+        return probabilities(x @ w, mask)
+
+    actual = amp(weights, compute_dtype=dtype)(W, X, MASK)
+    expected = weights(W, X, MASK)
+    assert np.array_equal(jnp.isfinite(actual), jnp.isfinite(expected))
+    assert np.isfinite(actual[1:]).all() and (actual[1:] == 0).sum() > 0
+    assert error(actual[1:], expected[1:]) < 4 * eps(dtype)
+    if np.isfinite(fill):
+        np.testing.assert_allclose(actual[0], 1 / 8)
+
+
+@every_dtype
+@pytest.mark.parametrize("fill", [-1e9, FLOAT32_MIN])
+def test_masks_that_are_added_or_read_low(fill, dtype):
+    def added(w, x, mask):
+        return jax.nn.softmax(x @ w + (1 - mask.astype(jnp.float32)) * fill)
+
+    actual = amp(added, compute_dtype=dtype)(W, X, MASK)
+    assert error(actual[1:], added(W, X, MASK)[1:]) < 4 * eps(dtype)
+    assert np.isfinite(actual).all()
+    low = jax.make_jaxpr(
+        amp(between(lambda h, m: jnp.where(m, h, fill)), compute_dtype="float16")
+    )(W, X, MASK)
+    assert ("select_n", "float32") in ops(low)
+
+
+@every_dtype
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_far_out(approximate, dtype):
+    """Cubes overflow float16 above 40; gelu and its gradient must not."""
+    x = jnp.asarray([-300.0, -50.0, -3.0, 0.5, 3.0, 50.0, 300.0])
+    eye = jnp.eye(7)
+
+    def fn(x):
+        return jnp.sum(jax.nn.gelu(x @ eye, approximate=approximate) @ eye)
+
+    low = amp(fn, compute_dtype=dtype)
+    assert error(low(x), fn(x)) < 4 * eps(dtype)
+    assert error(jax.grad(low)(x), jax.grad(fn)(x)) < 4 * eps(dtype)
+
+
+# Sums: of gradients, of residual streams, in loops.
+
+
+def blocks(h, ws):
+    for w in ws:
+        h = h + jnp.tanh(h @ w) @ w
+    return h
+
+
+def scanned_blocks(h, ws):
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w) @ w, None), h, ws)[0]
+
+
+@every_dtype
+def test_residual_streams(dtype):
+    block = "L dot_general tanh dot_general"
+    # The last sum is read by nothing low.
+    unrolled = f"{block} add {block} F add"
+    expect(blocks, dtype, unrolled, X, [W, W])
+    expect(scanned_blocks, dtype, f"{block} F add", X, jnp.stack([W, W]))
+
+    ws = jnp.stack([values(8, 8, seed=i, scale=0.1) for i in range(48)])
+    exact = scanned_blocks(X, ws)
+    scanned = error(amp(scanned_blocks, compute_dtype=dtype)(X, ws), exact)
+    unrolled = error(jax.jit(amp(blocks, compute_dtype=dtype))(X, ws), exact)
+    assert scanned < eps(dtype) / 2 and scanned < unrolled / 2 < 4 * eps(dtype)
+
+
+@every_dtype
+def test_bias_gradients(dtype):
+    w, v, b = values(64, 64, seed=1), values(64, 64, seed=2) + 1, values(64)
+    x = values(32, 512, 64)
+    cotangent = values(32, 512, 64, seed=3) + 1
+
+    def loss(b):
+        return jnp.sum(jnp.maximum(x @ w + b, -1e3) @ v * cotangent)
+
+    actual = jax.grad(amp(loss, compute_dtype=dtype))(b)
+    exact = (np.asarray(cotangent, np.float64) @ np.asarray(v, np.float64).T).sum(
+        (0, 1)
+    )
+    assert error(actual, exact) < 1e-3
+    expect(loss, dtype, "L dot_general add max dot_general F mul reduce_sum", b)
+
+
+@every_dtype
+def test_embedding_gradients(dtype):
+    tokens = np.random.default_rng(0).integers(0, 100, 10_000)
+    tokens[::2] = 7
+    table, w = values(100, 16), values(16, 16, seed=1) + 1
+    cotangent = values(10_000, 16, seed=2) + 1
+
+    def loss(table):
+        return jnp.sum(table[jnp.asarray(tokens)] @ w * cotangent)
+
+    actual = jax.grad(amp(loss, compute_dtype=dtype))(table)
+    exact = np.zeros((100, 16))
+    rows = np.asarray(cotangent, np.float64) @ np.asarray(w, np.float64).T
+    np.add.at(exact, tokens, rows)
+    assert error(actual, exact) < 1e-3
+    expect(loss, dtype, "F gather L dot_general F mul reduce_sum", table)
+
+
+def cross_entropy(logits, labels):
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("loss", "target", "inside"),
+    [
+        (
+            cross_entropy,
+            jnp.arange(4),
+            """reduce_max max sub exp reduce_sum log sub gather reduce_sum div neg""",
+        ),
+        (
+            lambda h, y: jnp.mean((h - y) ** 2),
+            X[::-1],
+            "sub integer_pow reduce_sum div",
+        ),
+    ],
+)
+def test_losses(loss, target, inside, dtype):
+    """All of a loss is in float32: as if it were given the low outputs, cast."""
+
+    def fn(w, x):
+        return loss(x @ w, target)
+
+    expect(fn, dtype, f"L dot_general F {inside}", W, X)
+    logits = (X.astype(dtype) @ W.astype(dtype)).astype(jnp.float32)
+    actual = amp(fn, compute_dtype=dtype)(W, X)
+    np.testing.assert_allclose(actual, loss(logits, target), rtol=1e-6)
+
+
+def test_inputs_300_times_too_large():
+    """A variance that overflows float16 gives zeros, and no NaN that tells of it."""
+    ws = [values(32, 32, seed=i, scale=32**-0.5) for i in range(4)]
+    x = values(64, 32, scale=300)
+
+    def loss(ws):
+        h = x
+        for w in ws:
+            h = jax.nn.gelu(layer_norm(h @ w))
+        return jnp.mean(h**2)
+
+    value, grads = jax.value_and_grad(amp(loss))(ws)
+    assert error(value, loss(ws)) < 1e-2
+    assert error(grads, jax.grad(loss)(ws)) < 1e-2
+
+
+# Random numbers.
+
+
+@every_dtype
+def test_random_normal(dtype):
+    draw = functools.partial(jr.normal, shape=(10**6,))
+    expect(draw, dtype, """F bitcast_convert_type sub sub mul add max erf_inv mul""",
+           jr.key(0))  # fmt: skip
+    actual = jax.jit(amp(draw, compute_dtype=dtype))(jr.key(0))
+    assert np.isfinite(actual).all()
+    assert np.array_equal(actual, jax.jit(draw)(jr.key(0)))
+
+
+@every_dtype
+def test_dropout(dtype):
+    def dropout(h, key):
+        return jnp.where(jr.bernoulli(key, 0.75, h.shape), h / 0.75, 0.0)
+
+    uniform = "F bitcast_convert_type sub sub mul add max"
+    expect(
+        between(dropout), dtype,
+        f"L dot_general {uniform} {by_range('F', 'L', dtype)} div L select_n"
+        " dot_general",
+        W, X, jr.key(0),
+    )  # fmt: skip
+
+    def dropped(w, x, key):
+        return dropout(x @ w, key)
+
+    actual = amp(dropped, compute_dtype=dtype)(W, X, jr.key(0))
+    assert np.array_equal(actual == 0, dropped(W, X, jr.key(0)) == 0)
+
+
+# Loops, branches, calls.
+
+
+def lstm(wi, wh, xs):
+    def step(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(x @ wi + h @ wh, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = jnp.zeros((xs.shape[1], wh.shape[0]))
+    return lax.scan(step, (start, start), xs)[1]
+
+
+@every_dtype
+def test_lstm_carries(dtype):
+    weights = values(8, 32, scale=0.3), values(8, 32, seed=1, scale=0.3)
+    xs = values(200, 4, 8)
+    narrow = """L dot_general dot_general add split F logistic mul logistic L tanh mul
+        F add logistic tanh mul"""
+    wide = """L dot_general dot_general add split logistic F mul L logistic tanh mul
+        F add L logistic F tanh L mul"""
+    expect(lstm, dtype, by_range(narrow, wide, dtype), *weights, xs)
+    jaxpr = jax.make_jaxpr(amp(lstm, compute_dtype=dtype))(*weights, xs)
+    (scan,) = (eqn for eqn, _ in walk(jaxpr) if eqn.primitive.name == "scan")
+    h, c = scan.outvars[:2]
+    assert (h.aval.dtype, c.aval.dtype) == (dtype, "float32")
+    actual = amp(lstm, compute_dtype=dtype)(*weights, xs)
+    assert error(actual, lstm(*weights, xs)) < 4 * eps(dtype)
+
+
+@every_dtype
+def test_running_sums(dtype):
+    def total(w, xs):
+        return lax.scan(lambda s, x: (s + x @ w, None), jnp.zeros((1, 8)), xs)[0]
+
+    xs = jnp.full((10_000, 1, 8), 0.125)
+    expect(total, dtype, "L dot_general F add", jnp.ones((8, 8)), xs)
+    actual = amp(total, compute_dtype=dtype)(jnp.ones((8, 8)), xs)
+    np.testing.assert_allclose(actual, 10_000, rtol=1e-5)
+
+
+@every_dtype
+def test_while_loops(dtype):
+    def crossed(w, x):  # every path crosses a contraction: the carry is low
+        def body(carry):
+            return carry[0] + 1, jnp.tanh(carry[1] @ w)
+
+        return lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1] @ w
+
+    def added(w, x):
+        def body(carry):
+            return carry[0] + 1, carry[1] + jnp.tanh(carry[1] @ w)
+
+        return lax.while_loop(lambda c: c[0] < 5, body, (0, x))[1] @ w
+
+    def threshold(w, x):  # read by the condition: float32, and the loop ends as it did
+        def body(x):
+            return x + jnp.abs(x @ w) * 0.1
+
+        return lax.while_loop(lambda x: jnp.sum(x) < 1000, body, jnp.abs(x))
+
+    expect(crossed, dtype, "L dot_general tanh dot_general", W, X)
+    expect(added, dtype, "L dot_general tanh F add L dot_general", W, X)
+    expect(threshold, dtype, "F abs reduce_sum L dot_general abs mul F add", W, X)
+    for fn in (crossed, added, threshold):
+        assert error(amp(fn, compute_dtype=dtype)(W, X), fn(W, X)) < 8 * eps(dtype)
+
+
+@every_dtype
+def test_branches_join(dtype):
+    def fn(other, w, x):
+        return lax.cond(x[0, 0] > 0, jnp.tanh, other, x @ w) * 2 @ w
+
+    low = functools.partial(fn, lambda h: h + h)
+    expect(low, dtype, "F slice L dot_general add tanh mul dot_general", W, X)
+    full = functools.partial(fn, jnp.exp)
+    expected = "F slice L dot_general F exp L tanh F mul L dot_general"
+    expect(full, dtype, expected, W, X)
+    for x in (X, -X):
+        exact = full(W, x)
+        assert error(amp(full, compute_dtype=dtype)(W, x), exact) < 8 * eps(dtype)
+
+
+@jax.custom_jvp
+def waves(x):
+    return jnp.sin(x) * x
+
+
+@waves.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return waves(x), (jnp.sin(x) + jnp.cos(x) * x) * t
+
+
+@jax.custom_vjp
+def dense(x, w):
+    return jnp.tanh(x @ w)
+
+
+def dense_bwd(residuals, ct):
+    x, w, y = residuals
+    ct = ct * (1 - y * y)
+    return ct @ w.T, x.T @ ct
+
+
+dense.defvjp(lambda x, w: (dense(x, w), (x, w, dense(x, w))), dense_bwd)
+
+CALLS = {
+    "custom_jvp": (between(waves), "L dot_general F sin mul L dot_general", 3),
+    "custom_vjp": (lambda w, x: dense(x, w) @ w, "L dot_general tanh dot_general", 4),
+    "remat": (
+        lambda w, x: jax.checkpoint(between(jnp.tanh))(w, x),
+        "L dot_general tanh dot_general",
+        3,
+    ),
+    "jit": (jax.jit(between(jnp.tanh)), "L dot_general tanh dot_general", 3),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name, dtype):
+    fn, expected, least = CALLS[name]
+    expect(fn, dtype, expected, W, X)
+
+    def loss(w):
+        return jnp.sum(fn(w, X) ** 2)
+
+    grad = jax.grad(amp(loss, compute_dtype=dtype))
+    made = [made for op, made in ops(jax.make_jaxpr(grad)(W)) if op == "dot_general"]
+    assert len(made) > least and set(made) == {dtype}
+    assert error(grad(W), jax.grad(loss)(W)) < 8 * eps(dtype)
