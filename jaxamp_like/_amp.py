@@ -186,9 +186,9 @@ def _report_unused(planner: Planner, plan: Plan) -> None:
     for key in planner.policy.own_keys():
         if key not in plan.keys:
             warn_or_raise(
-                f"The key {key!s} of `amp_policy` matched nothing in the function. If "
-                "it is a scope, compare it with the names given to `jax.named_scope`; "
-                "else remove it.",
+                f"The key {key!s} of `amp_policy` matched nothing in the function, or "
+                "only where the rule of an outer scope comes first. If it is a scope, "
+                "compare it with the names given to `jax.named_scope`; else remove it.",
                 planner.strict,
             )
 

@@ -195,6 +195,15 @@ def _asks_for_wider_result(site: Site) -> bool:
     return wide is not None and all(a is None or bits(wide) > bits(a) for a in authors)
 
 
+def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
+    """The dtype that float32 is lowered to beside an operand that is low by hand.
+
+    The operand's own: float16 beside bfloat16 would lose the range that its author
+    counted on."""
+    partners = {a for a in authors if a is not None and bits(a) == bits(dtype)}
+    return partners.pop() if len(partners) == 1 else dtype
+
+
 def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
     wide = _asks_for_wider_result(site)
     return _outs(site, None if wide else dtype, Mark.LOW)
@@ -218,7 +227,7 @@ class UsePrecision(Rule):
         if _asks_for_precision(site.params) and not site.by_scope:
             decision = use_original_precision.decide(site)
             return decision._replace(why="the author asked for this precision")
-        dtype = self.dtype or site.compute_dtype
+        dtype = _beside_partner(self.dtype or site.compute_dtype, site.authors)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
         if reads == site.authors:
             decision = use_original_precision.decide(site)

@@ -165,3 +165,13 @@ def test_float8_contractions(author, w):
     mixed = amp(lambda w: low(w, w) @ w, compute_dtype=F16)
     inputs = {ins for ins, _ in table(CONTRACTIONS, mixed, w)}
     assert inputs == {(F8, F8), (BF16, BF16) if author == BF16 else (F16, F16)}
+
+
+def test_float32_beside_an_operand_that_is_low_by_hand(w):
+    """It takes the other's dtype: float16 would overflow where bfloat16 does not."""
+
+    def product(a, b):
+        return lax.dot(a, b, preferred_element_type=jnp.float32)
+
+    a, b = jnp.full((2, w.shape[0]), 1e5), jnp.ones(w.shape, jnp.bfloat16)
+    assert jnp.isfinite(amp(product, compute_dtype="float16")(a, b)).all()
