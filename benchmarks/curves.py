@@ -466,7 +466,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    console = Console(width=max(Console().width, 110))
+    console = Console(width=max(Console().width, 120))
     start = time.perf_counter()
     runs = train_all(args.steps, args.seeds, console)
     seconds = time.perf_counter() - start

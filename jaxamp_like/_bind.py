@@ -9,7 +9,17 @@ import numpy as np
 from jax import lax
 
 from ._dtypes import DType, bits, cast
-from ._jax import Atom, Jaxpr, Literal, consts, eqn_context, raw, reemit, trace
+from ._jax import (
+    Atom,
+    Jaxpr,
+    Literal,
+    consts,
+    eqn_context,
+    raw,
+    reemit,
+    trace,
+    without_scopes,
+)
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._rules import Demand, Leaf, author_dtype
 
@@ -234,7 +244,8 @@ class Frame:
         def op(values, arrays):
             frame = Frame(self.planner, dict(zip(roots, values, strict=True)))
             for view in chain:
-                with eqn_context(view.eqn):
+                # The scopes are those of the op that all of this is made for.
+                with eqn_context(without_scopes(view.eqn)):
                     frame.env |= zip(view.eqn.outvars, frame._apply(view), strict=True)
             return frame._apply(step, static | arrays)
 

@@ -42,6 +42,8 @@ class Construct:
         can't be rewritten, or asked for by the author with `precision=HIGHEST`.
     - `false_gradient`: the author's derivative rule is deliberately not the derivative,
         so that a gradient shows whose rule made it.
+    - `in_solver`: how many of the low ones stand in a linear solve, which the default
+      policy leaves as written unless `amp` stands inside of it;
     - `opaque_gradient`: the derivative of an opaque primitive brings contractions that
       nobody wrote, in the dtype of the primitive.
     - `condition`: by how much it amplifies a relative error of what it is given."""
@@ -51,6 +53,7 @@ class Construct:
     make_args: Callable[[], tuple[Any, ...]]
     low: int
     kept: int
+    in_solver: int
     differentiable: bool
     false_gradient: bool
     opaque_gradient: bool
@@ -108,6 +111,7 @@ def construct(
     *,
     low: int,
     kept: int = 0,
+    in_solver: int = 0,
     differentiable: bool = True,
     false_gradient: bool = False,
     opaque_gradient: bool = False,
@@ -123,6 +127,7 @@ def construct(
             make_args=make_args,
             low=low,
             kept=kept,
+            in_solver=in_solver,
             differentiable=differentiable,
             false_gradient=false_gradient,
             opaque_gradient=opaque_gradient,
@@ -664,13 +669,13 @@ def custom_vmap_unbatched(wrap):
     return fn
 
 
-@construct(low=3)
+@construct(low=1, kept=2, opaque_gradient=True)
 def linear_solve_direct(wrap):
-    """LU has no 16-bit kernel; the product before and the two of the system have."""
+    """The product before is low; the default policy leaves the solver as written."""
     return wrap(lambda x, w: jnp.linalg.solve(w @ w.T + jnp.eye(4), x.T))
 
 
-@construct(low=9)
+@construct(low=5, kept=4, in_solver=4, opaque_gradient=True)
 def linear_solve_custom(wrap):
     def fn(x, w):
         matrix = wrap(lambda w: w @ w.T + 2 * jnp.eye(4))(w)
@@ -684,7 +689,7 @@ def linear_solve_custom(wrap):
     return fn
 
 
-@construct(low=12, kept=8)
+@construct(low=12, kept=8, in_solver=12, opaque_gradient=True)
 def conjugate_gradient(wrap):
     """The scalar products of the solver are `precision=HIGHEST`, the matrix's are not.
 
@@ -721,9 +726,11 @@ def custom_root(wrap):
     return fn
 
 
-@construct(low=1, false_gradient=True)
+@construct(low=1, false_gradient=True, opaque_gradient=True)
 def linear(wrap):
-    """`linear_call`, with a transpose that isn't the transpose."""
+    """`linear_call`, with a transpose that isn't the transpose.
+
+    JAX calls the transpose only in the backward pass: it stays as written."""
 
     def fn(x, w):
         def forward(w, x):
