@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import checkify
 from jax.sharding import Mesh, PartitionSpec as P
@@ -563,7 +563,7 @@ def test_export(name, dtype):
     """The exported program is the mixed one, and amp leaves it as it is."""
     case = named(name)
     fn = jax.jit(amp(case.build(identity), compute_dtype=dtype))
-    exported = jax.export.export(fn)(*case.args())
+    exported = export.export(fn)(*case.args())
     element = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     lines = exported.mlir_module().splitlines()
     dots = [line for line in lines if "stablehlo.dot_general" in line]
@@ -577,9 +577,9 @@ def test_export_survives_its_bytes():
     pytest.importorskip("flatbuffers")
     case = named("remat_saved_names")
     fn = jax.jit(amp(case.build(identity)))
-    exported = jax.export.export(fn)(*case.args())
+    exported = export.export(fn)(*case.args())
     data = exported.serialize(vjp_order=1)
-    loaded = jax.export.deserialize(data)
+    loaded = export.deserialize(data)
     assert_same_bits(loaded.call(*case.args()), fn(*case.args()))
     both = run_and_differentiate(loaded.call, case)
     expected, times = plain(case)
