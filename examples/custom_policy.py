@@ -6,6 +6,8 @@ under the default policy, and under a policy of our own.
     python examples/custom_policy.py
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -60,7 +62,7 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def trace(fn, *args):
+def trace(fn, *args) -> list[Any]:
     return list(equations(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
