@@ -33,15 +33,14 @@ from . import measure
 from .workloads import WORKLOADS, Loss, Workload
 
 
-def amp_loss(workload: Workload, dtype: str) -> Loss:
-    return amp(workload.loss, compute_dtype=dtype)
-
-
 CONTENDERS: dict[str, Callable[[Workload, str], Loss | None]] = {
     "float32": lambda workload, dtype: workload.loss,
     "hand": lambda workload, dtype: workload.hand(dtype),
     "lean": lambda workload, dtype: workload.lean and workload.lean(dtype),
-    "amp": amp_loss,
+    "amp": lambda workload, dtype: amp(workload.loss, compute_dtype=dtype),
+    "amp lean": lambda workload, dtype: amp(
+        workload.loss, compute_dtype=dtype, lean=True
+    ),
 }
 
 # A gradient of a mean over many tokens is below float16's smallest number: whoever

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._bind import Frame, cast_all
+from ._bind import Frame, Keeps, cast_all
 from ._dtypes import DType, as_float_dtype
 from ._errors import warn_or_raise
 from ._jax import consts, is_array, raw, trace
@@ -36,6 +36,7 @@ def amp(
     compute_dtype: DTypeLike | None = ...,
     amp_policy: Any = ...,
     strict: bool = ...,
+    lean: bool = ...,
 ) -> Callable[_P, _R]: ...
 @overload
 def amp(
@@ -44,6 +45,7 @@ def amp(
     compute_dtype: DTypeLike | None = ...,
     amp_policy: Any = ...,
     strict: bool = ...,
+    lean: bool = ...,
 ) -> Callable[[_F], _F]: ...
 def amp(
     fn: Any = None,
@@ -51,6 +53,7 @@ def amp(
     compute_dtype: DTypeLike | None = None,
     amp_policy: Any = None,
     strict: bool = False,
+    lean: bool = False,
 ) -> Any:
     """Computes what `fn` computes in mixed precision.
 
@@ -76,6 +79,9 @@ def amp(
             for the rule `use_precision(dtype)`.
         strict: raise instead of warn where an equation holds a program that amp can't
             rewrite, or where a key of the policy matches nothing.
+        lean: keep less for the backward pass. What stands between contractions (norm,
+            softmax, activation, gate) is run again there from its inputs, which are
+            read in low precision where only contractions read the results.
     Returns:
         A function with the signature of `fn`.
     Raises:
@@ -97,14 +103,18 @@ def amp(
     policy = checked_policy(default_amp_policy if amp_policy is None else amp_policy)
     if fn is None:
         return functools.partial(
-            amp, compute_dtype=dtype, amp_policy=amp_policy, strict=strict
+            amp,
+            compute_dtype=dtype,
+            amp_policy=amp_policy,
+            strict=strict,
+            lean=lean,
         )
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
-    planner = _planner(policy, dtype, strict)
+    planner = _planner(policy, dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -125,9 +135,9 @@ def _names(fn: Callable[..., Any]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=128)
-def _planner(policy: CheckedPolicy, dtype: DType, strict: bool) -> Planner:
+def _planner(policy: CheckedPolicy, dtype: DType, strict: bool, lean: bool) -> Planner:
     """One planner for equal settings, since it remembers what it has rewritten."""
-    return Planner(policy, dtype, strict)
+    return Planner(policy, dtype, strict, lean)
 
 
 def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +177,8 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     _report_unused(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        outs = Frame(planner, {}).run(plan, consts(jaxpr), arrays)
+        keeps = Keeps.LEAN if planner.lean else Keeps.ALL
+        outs = Frame(planner, {}, keeps).run(plan, consts(jaxpr), arrays)
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 

@@ -1,5 +1,6 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from ._dtypes import DType, bits, cast
+from ._dtypes import DType, bits, cast, is_float
 from ._jax import (
     Atom,
     Jaxpr,
@@ -20,14 +22,23 @@ from ._jax import (
     trace,
     without_scopes,
 )
+from ._lean import KEPT, Region
 from ._plan import Facts, Plan, Planner, Scope, Step
+from ._primitives import CHEAP, LINEAR
 from ._rules import Demand, Leaf, author_dtype
-
-# Ops whose derivative reads no operand: there is nothing to keep for it.
-_LINEAR = frozenset("add sub neg select_n concatenate pad convert_element_type".split())
 
 # Ops that broadcast size-1 axes of their operands by themselves.
 _BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
+
+
+class Keeps(enum.Enum):
+    """What the backward pass of code keeps; see `_lean`."""
+
+    ALL = enum.auto()
+    LEAN = enum.auto()
+    LEAN_IN_LOOP = enum.auto()
+    NAMED = enum.auto()  # lean, under a policy that keeps what is named `KEPT`
+    NOTHING = enum.auto()  # all of it is run again
 
 
 class Frame:
@@ -40,9 +51,10 @@ class Frame:
     no low copy is kept for the backward pass, and gradients add up in the author's
     dtype."""
 
-    def __init__(self, planner: Planner, env: dict[Any, Any]):
+    def __init__(self, planner: Planner, env: dict[Any, Any], keeps: Keeps = Keeps.ALL):
         self.planner = planner
         self.env = env
+        self.keeps = keeps
         self.casts: dict[tuple[Any, DType], Any] = {}
         self.views: dict[Any, Step] = {}  # views of inputs, by the step that made them
         self.kept: set[Any] = set()  # variables that views are made of
@@ -60,10 +72,15 @@ class Frame:
         `ahead` are casts of inputs that were made before a loop."""
         env = dict(zip(plan.constvars, consts, strict=True))
         env |= zip(plan.invars, args, strict=True)
-        frame = Frame(self.planner, env)
+        frame = Frame(self.planner, env, self.keeps)
         frame.ahead = ahead or {}
-        for step, drops in zip(plan.steps, plan.drops, strict=True):
-            frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
+        units, unit_drops = plan.lean if self.is_lean else plan.plain
+        for unit, drops in zip(units, unit_drops, strict=True):
+            if isinstance(unit, Region):
+                frame.env |= zip(unit.outs, frame._bind_region(unit), strict=True)
+            else:
+                outs = frame._named(unit, frame.bind(unit))
+                frame.env |= zip(unit.eqn.outvars, outs, strict=True)
             for v in drops:
                 if v not in frame.kept:
                     del frame.env[v]
@@ -76,7 +93,8 @@ class Frame:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         Made once: JAX finds compiled code by the identity of inner jaxprs."""
-        if dtypes not in plan.closed:
+        key = (dtypes, self.keeps)
+        if key not in plan.closed:
 
             def rewritten(*args):
                 return cast_all(self.run(plan, consts(jaxpr), args), dtypes)
@@ -85,8 +103,30 @@ class Frame:
                 v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
                 for v, fact in zip(plan.invars, plan.ins, strict=True)
             ]
-            plan.closed[dtypes] = trace(rewritten, avals)
-        return plan.closed[dtypes]
+            plan.closed[key] = trace(rewritten, avals)
+        return plan.closed[key]
+
+    @property
+    def is_lean(self) -> bool:
+        return self.keeps in (Keeps.LEAN, Keeps.LEAN_IN_LOOP, Keeps.NAMED)
+
+    def in_loop(self) -> "Frame":
+        """A frame for the bodies of a loop."""
+        is_lean = self.keeps == Keeps.LEAN
+        return Frame(self.planner, {}, Keeps.LEAN_IN_LOOP if is_lean else self.keeps)
+
+    def under_policy(self) -> "Frame":
+        """A frame for code in a `jax.checkpoint` with a policy of what is kept."""
+        return Frame(self.planner, {}, Keeps.NAMED if self.is_lean else self.keeps)
+
+    def in_rule(self) -> "Frame":
+        """A frame for derivative rules, whose authors chose what to keep."""
+        is_run_again = self.keeps == Keeps.NOTHING
+        return Frame(self.planner, {}, self.keeps if is_run_again else Keeps.ALL)
+
+    def run_again(self) -> "Frame":
+        """A frame for code that the backward pass runs again as a whole."""
+        return Frame(self.planner, {}, Keeps.NOTHING)
 
     def rewrite(
         self,
@@ -135,6 +175,38 @@ class Frame:
         else:
             outs = reemit(eqn, operands)
         return cast_all(outs, dtypes_of(decision.outs))
+
+    def _bind_region(self, region: Region) -> list[Any]:
+        """Binds steps so that only what goes into them is kept for the backward pass.
+
+        Inside a loop there is nothing that XLA could merge the second run with."""
+        with eqn_context(region.steps[0].eqn):
+            values = [self._enter(v, dtype) for v, dtype in region.ins.items()]
+
+        def island(*values):
+            env = dict(zip(region.ins, values, strict=True))
+            frame = Frame(self.planner, env, Keeps.NOTHING)
+            for step in region.steps:
+                frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
+            return [frame.read(v, dtype) for v, dtype in region.outs.items()]
+
+        if self.keeps == Keeps.NAMED:
+            return list(map(_keep, island(*values)))
+        prevent_cse = self.keeps != Keeps.LEAN_IN_LOOP
+        return jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+
+    def _enter(self, v: Any, dtype: DType | None) -> Any:
+        """An operand of a region; a cast of it is kept in its place."""
+        value = self.read(v, dtype)
+        if self.keeps == Keeps.NAMED and value is not self.env[v]:
+            value = self.casts[v, dtype] = _keep(value)  # type: ignore[index]
+        return value
+
+    def _named(self, step: Step, outs: list[Any]) -> list[Any]:
+        """The results of a step, kept although they could be made again."""
+        is_cheap = step.eqn.primitive.name in CHEAP
+        is_kept = self.keeps == Keeps.NAMED and is_cheap and step.handler is None
+        return list(map(_keep, outs)) if is_kept else outs
 
     def _apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
         """Casts the operands, but those that are `given`, and binds the primitive."""
@@ -221,9 +293,11 @@ class Frame:
     def _saves_casts(self, step: Step) -> bool:
         """Whether the backward pass of an op would keep its casts of inputs."""
         reads, invars = step.decision.reads, step.eqn.invars
+        if self.keeps == Keeps.NOTHING:
+            return False
         if step.is_compute:
             return any(not self._is_ahead(invars[i], reads[i]) for i in step.recasts)
-        return bool(step.recasts) and step.eqn.primitive.name not in _LINEAR
+        return bool(step.recasts) and step.eqn.primitive.name not in LINEAR
 
     def _recast(self, step: Step) -> list[Any]:
         """Binds with casts of inputs that are made again in the backward pass.
@@ -269,6 +343,10 @@ class Frame:
         for atom in atoms:
             visit(atom)
         return roots, list(chain)
+
+
+def _keep(x: Any) -> Any:
+    return checkpoint_name(x, KEPT) if is_float(x.dtype) else x
 
 
 @jax.custom_jvp

@@ -29,6 +29,7 @@ from ._jax import (
     source_line,
     subjaxprs,
 )
+from ._lean import Schedule, lean_schedule, schedule
 from ._policy import CheckedPolicy, Found
 from ._primitives import CLASSES, FIXED
 from ._rules import (
@@ -85,9 +86,10 @@ class Plan:
     ins: Facts
     outs: Facts
     steps: tuple[Step, ...]
-    drops: tuple[tuple[Any, ...], ...]  # variables that each step is the last to read
+    plain: Schedule  # of the steps
+    lean: Schedule  # the same, with regions if these are asked for
     keys: frozenset[Any]  # keys of the policy that an equation was found under
-    closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxpr
+    closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
 
 
 @dataclass(eq=False)
@@ -100,6 +102,7 @@ class Planner:
     policy: CheckedPolicy
     compute_dtype: DType
     strict: bool = False
+    lean: bool = False
     _plans: Any = field(default_factory=WeakKeyDictionary)
     _demands: Any = field(default_factory=WeakKeyDictionary)
     _uncrossed: Any = field(default_factory=WeakKeyDictionary)
@@ -136,6 +139,9 @@ class Planner:
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
             keys |= {step.found.key}.union(*(plan.keys for plan in step.inner))
+        plain = lean = schedule(steps, inner.outvars)
+        if self.lean:
+            lean = lean_schedule(steps, env, inner.outvars, self.compute_dtype)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -143,7 +149,8 @@ class Planner:
             ins=facts,
             outs=tuple(_fact(env, atom) for atom in inner.outvars),
             steps=tuple(steps),
-            drops=_last_reads(inner),
+            plain=plain,
+            lean=lean,
             keys=frozenset(keys),
         )
 
@@ -165,7 +172,8 @@ class Planner:
             )
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
-        decision = decision._replace(outs=_upcast_early(site, decision.outs))
+        if not self.lean:  # lean islands are better handed what is low
+            decision = decision._replace(outs=_upcast_early(site, decision.outs))
         cast = {
             i: fact.leaf
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
@@ -401,16 +409,6 @@ def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
     largest = float(np.max(np.abs(finite), initial=0.0))
     # Within the range of every dtype: the array is no constant to worry about.
     return frozenset([largest]) if largest > 1e4 else None
-
-
-def _last_reads(jaxpr: Jaxpr) -> tuple[tuple[Any, ...], ...]:
-    seen = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    drops = []
-    for eqn in reversed(jaxpr.eqns):
-        atoms = {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-        drops.append(tuple(atoms - seen))
-        seen |= atoms
-    return tuple(reversed(drops))
 
 
 def input_fact(aval: Any, dtype: DType | None = None) -> Fact | None:

@@ -29,6 +29,8 @@ from ._jax import (
     typeof,
     without_scopes,
 )
+from ._lean import save_named
+from ._primitives import MOVEMENT
 from ._rules import (
     Decision,
     Demand,
@@ -126,7 +128,7 @@ def _decide_call(
 
 
 def _decide_inline(planner: Any, eqn: Eqn, site: Site):
-    return _decide_call(planner, eqn, site, raises=True)
+    return _decide_call(planner, eqn, site, raises=not planner.lean)
 
 
 def _decide_jit(planner: Any, eqn: Eqn, site: Site):
@@ -150,7 +152,8 @@ def _decide_remat(planner: Any, eqn: Eqn, site: Site):
 
 def _bind_remat(frame: Any, step: Any, operands: list[Any]):
     (inner,), eqn = step.inner, step.eqn
-    closed = frame.close(inner, eqn.params["jaxpr"], _now(step.decision.outs))
+    dtypes = _now(step.decision.outs)
+    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes)
     body, values = open_jaxpr(closed)
     with eqn_context(eqn):
         return eqn.primitive.bind(*values, *operands, **eqn.params | {"jaxpr": body})
@@ -322,16 +325,29 @@ def _carried(site: Site, i: int, mark: Mark, is_low: bool) -> Fact:
 
 
 def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., bool]:
-    """A policy for `jax.checkpoint`: casts of such variables are made again."""
+    """A policy for `jax.checkpoint`: casts of such variables are made again.
+
+    So are views of them; one of a value that looks alike costs little to make again."""
+    casts = list(casts)
     recast = {(var.aval.shape, var.aval.dtype, dtype) for var, dtype in casts}
+    low = {(var.aval.size, dtype) for var, dtype in casts}
 
     def saveable(primitive, *avals, **params):
-        if primitive is not lax.convert_element_type_p:
-            return True
-        (aval,) = avals
-        return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
+        if primitive is lax.convert_element_type_p:
+            (aval,) = avals
+            return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
+        is_view = primitive.name in MOVEMENT
+        return not (is_view and (avals[0].size, avals[0].dtype) in low)
 
     return saveable
+
+
+def _holds_remat(plan: Any) -> bool:
+    """Whether some code in a plan is checkpointed by its author."""
+    return any(
+        step.eqn.primitive.name in REMAT or any(map(_holds_remat, step.inner))
+        for step in plan.steps
+    )
 
 
 def _bind_scan(frame: Any, step: Any, operands: list[Any]):
@@ -339,22 +355,26 @@ def _bind_scan(frame: Any, step: Any, operands: list[Any]):
 
     They are made before the loop, and made again before the loop of the backward pass:
     neither once an iteration nor kept in between. Such a loop is made by `lax.scan`,
-    since the low values are new constants of its body."""
-    (inner,), eqn = step.inner, step.eqn
+    since the low values are new constants of its body. The policy of the checkpoint
+    around it would overrule the author's checkpoints inside: there the casts stay in
+    the body."""
+    (inner,), eqn, frame = step.inner, step.eqn, frame.in_loop()
     num_consts, num_carry = scan_arity(eqn)
     places = {var: i for i, var in enumerate(inner.invars[:num_consts])}
-    ahead = [cast for cast in frame.recast_roots(inner) if cast[0] in places]
-    if not ahead or eqn.effects:
+    casts = frame.recast_roots(inner)
+    ahead = [cast for cast in casts if cast[0] in places]
+    if not ahead or eqn.effects or _holds_remat(inner):
         return _bind_jit(frame, step, operands)
+    is_lean, frame = frame.is_lean, frame.under_policy()
     dtypes = _now(step.decision.outs)
 
     def loop(operands):
         fixed, rest = operands[:num_consts], operands[num_consts:]
-        casts = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
+        low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
 
         def body(carry, xs):
             jaxpr = eqn.params["jaxpr"]
-            outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], casts)
+            outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], low)
             outs = _cast_all(outs, dtypes)
             return outs[:num_carry], outs[num_carry:]
 
@@ -363,12 +383,12 @@ def _bind_scan(frame: Any, step: Any, operands: list[Any]):
         return [*carry, *ys]
 
     with eqn_context(eqn):
-        policy = _save_all_but_casts(ahead)
+        policy = save_named if is_lean else _save_all_but_casts(casts)
         return jax.checkpoint(loop, policy=policy, prevent_cse=False)(operands)
 
 
 def _bind_while(frame: Any, step: Any, operands: list[Any]):
-    cond, body = step.inner
+    (cond, body), frame = step.inner, frame.in_loop()
     params = step.eqn.params
     new = {
         "cond_jaxpr": frame.close(cond, params["cond_jaxpr"], (None,)),
@@ -400,6 +420,8 @@ def _bind_pmap(frame: Any, step: Any, operands: list[Any]):
     def body(*args):
         return tuple(_cast_all(frame.run(inner, (), args), dtypes))
 
+    # JAX shows the name; `pmap` takes it from the function.
+    body.__name__ = body.__qualname__ = params["name"]
     donated = [i for i, donate in enumerate(params["donated_invars"]) if donate]
     mapped = jax.pmap(
         body,
@@ -453,7 +475,7 @@ def _marked(values: Sequence[Any]) -> Facts:
 
 
 def _bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
-    (inner,), eqn = step.inner, step.eqn
+    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = _now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
@@ -533,7 +555,7 @@ class _Identity:
 
 
 def _bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
-    (inner,), eqn = step.inner, step.eqn
+    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = _now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
@@ -619,6 +641,8 @@ def _instantiate(cotangent: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
+REMAT = ("checkpoint", "remat2")
+
 _JIT = Handler(_call("jaxpr"), _decide_jit, _bind_jit)
 _SCAN = Handler(_scan_bodies, _decide_loop, _bind_scan)
 _INLINE = Handler(_call("call_jaxpr"), _decide_inline, _bind_inline)
@@ -626,8 +650,7 @@ _INLINE = Handler(_call("call_jaxpr"), _decide_inline, _bind_inline)
 STRUCTURAL: dict[str, Handler] = {
     "jit": _JIT,
     "pjit": _JIT,  # its name up to JAX 0.6
-    "checkpoint": Handler(_call("jaxpr"), _decide_remat, _bind_remat),
-    "remat2": Handler(_call("jaxpr"), _decide_remat, _bind_remat),
+    **dict.fromkeys(REMAT, Handler(_call("jaxpr"), _decide_remat, _bind_remat)),
     "closed_call": _INLINE,
     "core_call": _INLINE,
     "call": _INLINE,

@@ -704,10 +704,11 @@ def conjugate_gradient(wrap):
     return fn
 
 
-@construct(
-    # A primitive whose parameters show no jaxpr since 0.12: one contraction is outside.
-    low=1 if jax.__version_info__ >= (0, 12) else 2
-)
+# Since 0.12 its primitive shows no jaxpr: from outside, one contraction is to be seen.
+IS_ROOT_OPAQUE = jax.__version_info__ >= (0, 12)
+
+
+@construct(low=1 if IS_ROOT_OPAQUE else 2, opaque_gradient=IS_ROOT_OPAQUE)
 def custom_root(wrap):
     """Solves `y + w y / 4 = x`, by iteration forward and implicitly backward."""
 

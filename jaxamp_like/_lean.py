@@ -1,0 +1,327 @@
+"""Lean residuals: what is cheap to make again is not kept for the backward pass.
+
+Between contractions lie islands: norms, softmax, activations, gates. Each is bound
+inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes into it
+(low, where only contractions read what comes out) and nothing from within.
+
+Here the islands of one jaxpr are found; `_bind` binds them. Two steps are in one island
+if a value flows between them and as many costly ops lie before the one as before the
+other: so no path leaves an island and comes back. Linear steps that lead to an island,
+such as bias and residual adds, stay outside: it is better to keep their one result than
+all that they add. What is made of inputs and constants alone, such as a mask, an island
+makes for itself."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from ._dtypes import DType, lowered
+from ._jax import Literal
+from ._primitives import CHEAP, LINEAR, MOVEMENT
+from ._rules import Fact, Leaf, Mark
+
+Step = Any  # of `_plan`, which builds on this module
+
+# Calls that may be made twice if all that is inside may.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
+
+
+# Linear in all that they read: the backward pass keeps none of it.
+_KEEPING_NOTHING = MOVEMENT | {"add", "sub", "neg", "concatenate", "pad"}
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Steps that are bound in one `jax.checkpoint`.
+
+    `ins` and `outs` are its variables, with the dtypes in which they cross the border;
+    `None` stands for the dtype that they have."""
+
+    steps: tuple[Step, ...]
+    ins: dict[Any, DType | None]
+    outs: dict[Any, DType | None]
+
+
+class Schedule(NamedTuple):
+    """Steps and regions in an order that binding can follow.
+
+    `drops` are the variables that each of them is the last to read."""
+
+    units: tuple[Step | Region, ...]
+    drops: tuple[tuple[Any, ...], ...]
+
+
+def schedule(units: Iterable[Step | Region], outvars: Iterable[Any]) -> Schedule:
+    units = tuple(units)
+    seen = set(_variables(outvars))
+    drops = []
+    for unit in reversed(units):
+        read = dict.fromkeys(unit.ins if isinstance(unit, Region) else _reads(unit))
+        drops.append(tuple(v for v in read if v not in seen))
+        seen |= read.keys()
+    return Schedule(units, tuple(reversed(drops)))
+
+
+KEPT = "amp_kept"
+"""The name of what is kept where a policy decides, not a checkpoint for each island."""
+
+
+def save_named(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A policy for `jax.checkpoint`: keeps what is named so, and costly results."""
+    del avals
+    if primitive.name == "name":
+        return params["name"] == KEPT
+    return primitive.name not in CHEAP
+
+
+def lean_schedule(
+    steps: Sequence[Step],
+    facts: dict[Any, Fact | None],
+    outvars: Sequence[Any],
+    compute_dtype: DType,
+) -> Schedule:
+    """The schedule of a jaxpr's steps, islands put into regions.
+
+    `facts` are those of all its variables."""
+    flow = _Flow(steps, facts)
+    # How each variable is read outside of islands: known from the end backwards.
+    readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
+
+    def read(atoms, dtypes):
+        for atom, dtype in zip(atoms, dtypes, strict=True):
+            if not isinstance(atom, Literal):
+                readers[atom].add(dtype or _held(facts[atom]))
+
+    read(outvars, [None] * len(outvars))
+    units: list[Step | Region] = []
+    for group in reversed(_in_order(steps, flow.groups())):
+        region = _region(group, flow, readers, compute_dtype)
+        if region is not None:
+            read(region.ins, region.ins.values())
+            units.append(region)
+            continue
+        for step in reversed(group):
+            is_read = any(readers[v] for v in step.eqn.outvars)
+            if is_read or step not in flow.free:
+                read(step.eqn.invars, step.decision.reads)
+                units.append(step)
+    return schedule(reversed(units), outvars)
+
+
+def _region(
+    group: Sequence[Step],
+    flow: "_Flow",
+    readers: dict[Any, set[DType | None]],
+    compute_dtype: DType,
+) -> Region | None:
+    """The region of an island, if less is kept with it than without."""
+    if group[0] not in flow.depth_of:
+        return None
+    outs = {
+        v: readers[v].copy().pop() if len(readers[v]) == 1 else None
+        for step in group
+        for v in step.eqn.outvars
+        if readers[v]
+    }
+    steps = [*flow.makers(group), *group]
+    made = {v for step in steps for v in step.eqn.outvars}
+    ins: dict[Any, DType | None] = {
+        v: None for step in steps for v in _reads(step) if v not in made
+    }
+    paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
+    if all(dtype and dtype.itemsize <= 2 for dtype in outs.values()):
+        for v in paid:
+            fact = flow.facts[v]
+            if fact is not None and fact.mark < Mark.FULL:
+                ins[v] = lowered(fact.dtype, compute_dtype)
+    gain = sum(_kept(step, flow.active) for step in group)
+    gain -= sum(_size(v.aval, ins[v] or _held(flow.facts[v])) for v in paid)
+    return Region(tuple(steps), ins, outs) if gain > 0 else None
+
+
+def _in_order(
+    steps: Sequence[Step], groups: dict[Step, list[Step]]
+) -> list[list[Step]]:
+    """Steps one by one and islands as a whole, each after all that it reads."""
+    maker = {v: step for step in steps for v in step.eqn.outvars}
+    done: set[Step] = set()
+    order: list[list[Step]] = []
+    previous: dict[Step, Step] = {}  # effects happen in the author's order
+    effectful = [step for step in steps if step.eqn.effects]
+    previous |= zip(effectful[1:], effectful, strict=False)
+
+    def emit(step):
+        if step in done:
+            return
+        group = groups.get(step, [step])
+        done.update(group)
+        for member in group:
+            before = [maker[v] for v in _reads(member) if v in maker]
+            for needed in (*before, *previous.keys() & {member}):
+                emit(previous[needed] if needed is member else needed)
+        order.append(group)
+
+    for step in steps:
+        emit(step)
+    return order
+
+
+class _Flow:
+    """What flows through the steps of a jaxpr, and which of them make up islands.
+
+    Attributes:
+        facts: of all variables.
+        active: variables that a derivative may go through.
+        free_vars: those that the backward pass has anyway: inputs, and what is made of
+            inputs and constants by moving them.
+        free: the steps that make these.
+        depth_of: the steps of islands, with the number of costly steps before them."""
+
+    def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
+        self.facts = facts
+        self.free: set[Step] = set()
+        self.depth_of: dict[Step, int] = {}
+        self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
+        inputs = [v for v in facts if v not in self.maker]
+        self.active = {v for v in inputs if _is_active(facts[v])}
+        self.free_vars = {v for v in inputs if _is_free(facts[v])}
+        self._parent: dict[Step, Step] = {}
+        self._depths = dict.fromkeys(inputs, 0)
+        last_effect = 0
+        for step in steps:
+            depth = max((self._depths[v] for v in _reads(step)), default=0)
+            if step.eqn.effects:
+                depth = last_effect = max(depth, last_effect) + 1
+            self._place(step, depth)
+
+    def _place(self, step: Step, depth: int) -> None:
+        operands, outs = list(_reads(step)), step.eqn.outvars
+        is_active = any(v in self.active for v in operands)
+        if is_active:
+            self.active.update(outs)
+        cheap = _is_cheap(step)
+        if not cheap:
+            depth += 1
+        elif all(v in self.free_vars for v in operands) and (
+            not is_active or step.eqn.primitive.name in MOVEMENT
+        ):
+            self.free.add(step)
+            self.free_vars.update(outs)
+        elif is_active:
+            makers = [self.maker[v] for v in operands if v in self.maker]
+            inside = [s for s in makers if self.depth_of.get(s) == depth]
+            if inside or not self._leads(step):
+                self.depth_of[step] = depth
+                for other in {self._root(other) for other in inside}:
+                    self._parent[other] = step
+        self._depths |= dict.fromkeys(outs, depth)
+
+    def _leads(self, step: Step) -> bool:
+        """Whether a step's result is as good to keep as what it is made of."""
+        if _kept(step, self.active) or _sums(step):
+            return False
+
+        (out, *_), operands = step.eqn.outvars, list(_reads(step))
+        if step.eqn.primitive.name not in _KEEPING_NOTHING:
+            masks = (v for v in operands if v.aval.ndim and v not in self.active)
+            if any(self.maker.get(v) in self.free for v in masks):
+                return False  # an island makes the mask for itself
+        # A bias that is wider than what it is added to makes the result no better.
+        equals = [v for v in operands if v.aval.shape == out.aval.shape] or operands
+
+        def widest(variables):
+            facts = (self.facts[v] for v in variables)
+            return max((f.dtype.itemsize for f in facts if f), default=0)
+
+        return widest(step.eqn.outvars) <= widest(equals)
+
+    def _root(self, step: Step) -> Step:
+        while step in self._parent:
+            step = self._parent[step]
+        return step
+
+    def groups(self) -> dict[Step, list[Step]]:
+        """The island of each step that is in one."""
+        groups: dict[Step, list[Step]] = {}
+        for step in self.depth_of:
+            groups.setdefault(self._root(step), []).append(step)
+        return {step: group for group in groups.values() for step in group}
+
+    def makers(self, group: Sequence[Step]) -> list[Step]:
+        """The free steps that make what a group reads."""
+        found: dict[Step, None] = {}
+
+        def visit(step):
+            for v in _reads(step):
+                maker = self.maker.get(v)
+                if maker is not None and maker in self.free and maker not in found:
+                    visit(maker)
+                    found[maker] = None
+
+        for step in group:
+            visit(step)
+        return list(found)
+
+
+def _held(fact: Fact | None) -> DType | None:
+    return fact and fact.dtype
+
+
+def _is_active(fact: Fact | None) -> bool:
+    return fact is not None and fact.leaf != Leaf.CONST
+
+
+def _is_free(fact: Fact | None) -> bool:
+    return fact is None or fact.leaf != Leaf.NO
+
+
+def _is_cheap(step: Step) -> bool:
+    """Whether a step may be run twice."""
+    name, plans = step.eqn.primitive.name, step.inner
+    if step.eqn.effects:
+        return False
+    if name in _CALLS:
+        return all(_is_cheap(inner) for plan in plans for inner in plan.steps)
+    return name in CHEAP
+
+
+def _sums(step: Step) -> bool:
+    inner = (inner for plan in step.inner for inner in plan.steps)
+    return step.eqn.primitive.name == "reduce_sum" or any(map(_sums, inner))
+
+
+def _kept(step: Step, active: set[Any]) -> int:
+    """About how many bytes the backward pass keeps for a step; 0 if it is linear."""
+    eqn, name = step.eqn, step.eqn.primitive.name
+    varying = [not isinstance(a, Literal) and a in active for a in eqn.invars]
+    if not any(varying) or name in LINEAR:
+        return 0
+    if (name == "mul" and sum(varying) == 1) or (name == "div" and not varying[1]):
+        return 0
+    if not step.inner:
+        facts = step.decision.outs
+        pairs = zip(eqn.outvars, facts, strict=True)
+        return sum(_size(v.aval, fact and fact.dtype) for v, fact in pairs)
+    total = 0
+    for plan in step.inner:
+        inside = {v for v, varies in zip(plan.invars, varying, strict=True) if varies}
+        for inner in plan.steps:
+            total += _kept(inner, inside)
+            if any(v in inside for v in _reads(inner)):
+                inside.update(inner.eqn.outvars)
+    return total
+
+
+def _size(aval: Any, dtype: DType | None) -> int:
+    """In bytes; a dimension that is not known yet counts as one."""
+    known = (d for d in aval.shape if isinstance(d, int))
+    return prod(known) * (dtype or aval.dtype).itemsize
+
+
+def _reads(step: Step) -> Iterator[Any]:
+    return _variables(step.eqn.invars)
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
