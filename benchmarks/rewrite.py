@@ -32,7 +32,6 @@ from jaxamp_like import amp
 from . import measure
 from .workloads import WORKLOADS, Loss, Workload
 
-
 CONTENDERS: dict[str, Callable[[Workload, str], Loss | None]] = {
     "float32": lambda workload, dtype: workload.loss,
     "hand": lambda workload, dtype: workload.hand(dtype),
