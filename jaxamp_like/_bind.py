@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-from ._dtypes import DType, bits, cast, is_float
+from ._dtypes import DType, bits, cast
 from ._jax import (
     Atom,
     Jaxpr,
@@ -22,7 +21,7 @@ from ._jax import (
     trace,
     without_scopes,
 )
-from ._lean import KEPT, Region
+from ._lean import Region, as_island, keep
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, LINEAR
 from ._rules import Demand, Leaf, author_dtype
@@ -37,7 +36,7 @@ class Keeps(enum.Enum):
     ALL = enum.auto()
     LEAN = enum.auto()
     LEAN_IN_LOOP = enum.auto()
-    NAMED = enum.auto()  # lean, under a policy that keeps what is named `KEPT`
+    NAMED = enum.auto()  # lean, in a loop, under the policy `save_named`
     NOTHING = enum.auto()  # all of it is run again
 
 
@@ -76,6 +75,8 @@ class Frame:
         frame.ahead = ahead or {}
         units, unit_drops = plan.lean if self.is_lean else plan.plain
         for unit, drops in zip(units, unit_drops, strict=True):
+            if self.keeps == Keeps.NAMED:
+                unit = as_island(unit)
             if isinstance(unit, Region):
                 frame.env |= zip(unit.outs, frame._bind_region(unit), strict=True)
             else:
@@ -190,23 +191,22 @@ class Frame:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
             return [frame.read(v, dtype) for v, dtype in region.outs.items()]
 
-        if self.keeps == Keeps.NAMED:
-            return list(map(_keep, island(*values)))
-        prevent_cse = self.keeps != Keeps.LEAN_IN_LOOP
-        return jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+        prevent_cse = self.keeps == Keeps.LEAN
+        outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+        return list(map(keep, outs)) if self.keeps == Keeps.NAMED else outs
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:
         """An operand of a region; a cast of it is kept in its place."""
         value = self.read(v, dtype)
         if self.keeps == Keeps.NAMED and value is not self.env[v]:
-            value = self.casts[v, dtype] = _keep(value)  # type: ignore[index]
+            value = self.casts[v, dtype] = keep(value)  # type: ignore[index]
         return value
 
     def _named(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""
         is_cheap = step.eqn.primitive.name in CHEAP
         is_kept = self.keeps == Keeps.NAMED and is_cheap and step.handler is None
-        return list(map(_keep, outs)) if is_kept else outs
+        return list(map(keep, outs)) if is_kept else outs
 
     def _apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
         """Casts the operands, but those that are `given`, and binds the primitive."""
@@ -250,7 +250,8 @@ class Frame:
             frame._remember_views(step)
             for i in step.recasts if step.is_compute else ():
                 dtype = step.decision.reads[i]
-                assert dtype is not None
+                if dtype is None:  # the rule's own `bind` casts it
+                    continue
                 for root in frame._origins([step.eqn.invars[i]])[0]:
                     if author_dtype(root.aval) is not None:
                         casts[root, dtype] = None
@@ -343,10 +344,6 @@ class Frame:
         for atom in atoms:
             visit(atom)
         return roots, list(chain)
-
-
-def _keep(x: Any) -> Any:
-    return checkpoint_name(x, KEPT) if is_float(x.dtype) else x
 
 
 @jax.custom_jvp

@@ -24,7 +24,8 @@ import jax.extend.source_info_util as source_info
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters.ad import zeros_like_aval
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.ad import Zero, zeros_like_aval
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -32,7 +33,8 @@ Atom = Any  # a variable or a literal
 Literal = jex.Literal
 Primitive = jex.Primitive
 
-__all__ = ["SymbolicZero", "jaxpr_as_fun", "zeros_like_aval"]  # for other modules
+# For other modules.
+__all__ = ["SymbolicZero", "Zero", "jaxpr_as_fun", "zeros_like_aval"]
 
 
 def raw(jaxpr: Jaxpr) -> Jaxpr:
@@ -93,6 +95,34 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
         return jax.core.eval_jaxpr(raw(jaxpr), args[:n], *args[n:])
 
     return raw(trace(opened, avals)), values
+
+
+def new_primitive(
+    name: str,
+    *,
+    compute: Callable[..., Any],
+    aval: Callable[..., Any],
+    jvp: Callable[..., Any],
+    transpose: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> Primitive:
+    """A primitive with one result, which `compute` computes on any device.
+
+    For what no composition of JAX's own primitives can express; `jax.interpreters` is
+    where JAX's guide to writing primitives sends one."""
+    primitive = jex.Primitive(name)
+    primitive.def_impl(compute)
+    primitive.def_abstract_eval(aval)
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
+    return primitive
+
+
+def is_linear_operand(x: Any) -> bool:
+    """Whether a transpose rule is given `x` as what it is to find the cotangent of."""
+    return ad.is_undefined_primal(x)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ._dtypes import DType, lowered
+from jax.ad_checkpoint import checkpoint_name
+
+from ._dtypes import DType, is_float, lowered
 from ._jax import Literal
 from ._primitives import CHEAP, LINEAR, MOVEMENT
 from ._rules import Fact, Leaf, Mark
@@ -63,23 +65,40 @@ def schedule(units: Iterable[Step | Region], outvars: Iterable[Any]) -> Schedule
     return Schedule(units, tuple(reversed(drops)))
 
 
-KEPT = "amp_kept"
-"""The name of what is kept where a policy decides, not a checkpoint for each island."""
+_KEPT = "amp_kept"
+
+
+def keep(x: Any) -> Any:
+    """Names a value that `save_named` keeps although it could be made again."""
+    return checkpoint_name(x, _KEPT) if is_float(x.dtype) else x
 
 
 def save_named(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: keeps what is named so, and costly results."""
+    """A policy for a `jax.checkpoint` around islands: keeps what leaves them.
+
+    A policy overrules the checkpoints inside, so what it keeps of an island is not made
+    again there; and what it doesn't keep outside of islands is made again first, for
+    all iterations of a loop."""
     del avals
     if primitive.name == "name":
-        return params["name"] == KEPT
+        return params["name"] == _KEPT
     return primitive.name not in CHEAP
+
+
+def as_island(unit: Step | Region) -> Step | Region:
+    """A step of its own as a region, if it may be one and has something to keep."""
+    if isinstance(unit, Region) or not _is_cheap(unit):
+        return unit
+    if not _kept(unit, set(_reads(unit))):
+        return unit
+    outs = dict.fromkeys(unit.eqn.outvars)
+    return Region((unit,), dict.fromkeys(_reads(unit)), outs)
 
 
 def lean_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    compute_dtype: DType,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, islands put into regions.
 
@@ -96,7 +115,7 @@ def lean_schedule(
     read(outvars, [None] * len(outvars))
     units: list[Step | Region] = []
     for group in reversed(_in_order(steps, flow.groups())):
-        region = _region(group, flow, readers, compute_dtype)
+        region = _region(group, flow, readers)
         if region is not None:
             read(region.ins, region.ins.values())
             units.append(region)
@@ -110,10 +129,7 @@ def lean_schedule(
 
 
 def _region(
-    group: Sequence[Step],
-    flow: "_Flow",
-    readers: dict[Any, set[DType | None]],
-    compute_dtype: DType,
+    group: Sequence[Step], flow: "_Flow", readers: dict[Any, set[DType | None]]
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
     if group[0] not in flow.depth_of:
@@ -130,11 +146,13 @@ def _region(
         v: None for step in steps for v in _reads(step) if v not in made
     }
     paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
-    if all(dtype and dtype.itemsize <= 2 for dtype in outs.values()):
+    dtypes = set(outs.values())
+    low = dtypes.pop() if len(dtypes) == 1 else None
+    if low is not None and is_float(low):
         for v in paid:
             fact = flow.facts[v]
             if fact is not None and fact.mark < Mark.FULL:
-                ins[v] = lowered(fact.dtype, compute_dtype)
+                ins[v] = lowered(fact.dtype, low)
     gain = sum(_kept(step, flow.active) for step in group)
     gain -= sum(_size(v.aval, ins[v] or _held(flow.facts[v])) for v in paid)
     return Region(tuple(steps), ins, outs) if gain > 0 else None

@@ -141,7 +141,7 @@ class Planner:
             keys |= {step.found.key}.union(*(plan.keys for plan in step.inner))
         plain = lean = schedule(steps, inner.outvars)
         if self.lean:
-            lean = lean_schedule(steps, env, inner.outvars, self.compute_dtype)
+            lean = lean_schedule(steps, env, inner.outvars)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),

@@ -173,6 +173,9 @@ FIXED: frozenset[str] = frozenset(" ".join(_UNCHANGED).split())
 """Primitives that no rule can lower: they have no other kernel or carry code."""
 
 
+CONTRACTIONS: frozenset[str] = frozenset(_COMPUTE.split())
+"""Primitives that multiply and add up."""
+
 MOVEMENT: frozenset[str] = frozenset(
     """reshape squeeze expand_dims broadcast_in_dim tile transpose rev slice
     dynamic_slice split unstack copy convert_element_type""".split()

@@ -173,7 +173,9 @@ def read(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
     ]
 
 
-def _outs(site: Site, dtype: DType | None, mark: Mark, **known: Any) -> tuple[Any, ...]:
+def outs_of(
+    site: Site, dtype: DType | None, mark: Mark, **known: Any
+) -> tuple[Any, ...]:
     """Facts of results that have the author's dtypes, lowered to `dtype` if given."""
     return tuple(
         author
@@ -182,7 +184,7 @@ def _outs(site: Site, dtype: DType | None, mark: Mark, **known: Any) -> tuple[An
     )
 
 
-def _asks_for_precision(params: dict[str, Any]) -> bool:
+def asks_for_precision(params: dict[str, Any]) -> bool:
     """Whether the author set the precision of a contraction by hand."""
     precision = params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
@@ -206,7 +208,7 @@ def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
 
 def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
     wide = _asks_for_wider_result(site)
-    return _outs(site, None if wide else dtype, Mark.LOW)
+    return outs_of(site, None if wide else dtype, Mark.LOW)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class UsePrecision(Rule):
         return Demand.LOW if self.is_compute else Demand.FULL
 
     def decide(self, site: Site) -> Decision:
-        if _asks_for_precision(site.params) and not site.by_scope:
+        if asks_for_precision(site.params) and not site.by_scope:
             decision = use_original_precision.decide(site)
             return decision._replace(why="the author asked for this precision")
         dtype = _beside_partner(self.dtype or site.compute_dtype, site.authors)
@@ -238,7 +240,7 @@ class UsePrecision(Rule):
                 None  # names the dtypes of its operands: no longer true
             )
         decision = Decision(
-            reads, params, _outs(site, dtype, Mark.LOW), f"computes in {dtype.name}"
+            reads, params, outs_of(site, dtype, Mark.LOW), f"computes in {dtype.name}"
         )
         if "preferred_element_type" not in params or _asks_for_wider_result(site):
             return decision._replace(outs=_as_bound(site, dtype))
@@ -247,12 +249,12 @@ class UsePrecision(Rule):
         params["preferred_element_type"] = low
         if not self.wide_result:
             return decision
-        outs = _outs(site, None, Mark.LOW)
-        bind = _wide_contraction(site.primitive, params, site.out_authors[0])
+        outs = outs_of(site, None, Mark.LOW)
+        bind = wide_contraction(site.primitive, params, site.out_authors[0])
         return decision._replace(outs=outs, bind=bind)
 
 
-def _wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Callable:
+def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Callable:
     """A contraction of low operands with a wide result and low cotangents.
 
     The transpose of a contraction with a wide result reads a wide cotangent, so the
@@ -290,7 +292,7 @@ class UseOriginalPrecision(Rule):
         if self.local and all(fact.mark < Mark.FULL for fact in spread):
             mark = Mark.LOW
         why = "needs the author's precision" + (", its result does not" * self.local)
-        return Decision(site.authors, site.params, _outs(site, None, mark), why)
+        return Decision(site.authors, site.params, outs_of(site, None, mark), why)
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ class UseWidestPrecision(Rule):
         widest = max((fact.dtype for fact in voting), key=bits)
         mark = max(fact.mark for fact in facts)
         reads = tuple(author and lowered(author, widest) for author in site.authors)
-        outs = _outs(site, widest, mark)
+        outs = outs_of(site, widest, mark)
         return Decision(reads, site.params, outs, "the widest of its inputs")
 
 
@@ -340,7 +342,7 @@ def _follow(site: Site) -> Decision:
     carried = Demand.CARRY in site.demand and any(fact.carried for _, fact in floats)
 
     def in_full(mark: Mark, why: str) -> Decision:
-        outs = _outs(site, None, mark, small=small, carried=carried)
+        outs = outs_of(site, None, mark, small=small, carried=carried)
         return Decision(site.authors, site.params, outs, why)
 
     if any(not survives(v, dtype) for _, fact in floats for v in fact.values or ()):
@@ -357,7 +359,7 @@ def _follow(site: Site) -> Decision:
         return in_full(mark, "nothing low reads the result")
     narrow = max(low, key=bits)
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
-    outs = _outs(site, narrow, Mark.LOW, small=small)
+    outs = outs_of(site, narrow, Mark.LOW, small=small)
     return Decision(reads, site.params, outs, "an input is low")
 
 
@@ -401,7 +403,7 @@ class KeepInputs(Rule):
             "values": values,
             "carried": any(fact.carried for _, fact in floats),
         }
-        outs = _outs(site, dtype, **known)
+        outs = outs_of(site, dtype, **known)
         return Decision(reads, site.params, outs, "moves data as it is")
 
 

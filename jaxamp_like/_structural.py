@@ -29,7 +29,7 @@ from ._jax import (
     typeof,
     without_scopes,
 )
-from ._lean import save_named
+from ._lean import keep, save_named
 from ._primitives import MOVEMENT
 from ._rules import (
     Decision,
@@ -374,6 +374,8 @@ def _bind_scan(frame: Any, step: Any, operands: list[Any]):
 
         def body(carry, xs):
             jaxpr = eqn.params["jaxpr"]
+            # Without a name, JAX would run the loop again to have what it carries.
+            carry = list(map(keep, carry))
             outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], low)
             outs = _cast_all(outs, dtypes)
             return outs[:num_carry], outs[num_carry:]

@@ -1,0 +1,92 @@
+"""What an op that computes in full keeps for the backward pass, stored low."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ._dtypes import DType, lowered
+from ._jax import SymbolicZero
+from ._policy import as_rule
+from ._rules import Decision, Demand, Rule, Site, author_dtype, read
+
+
+@dataclass(frozen=True)
+class SavingLow(Rule):
+    """Decides as another rule; see `saving_low`."""
+
+    rule: Rule
+
+    @property
+    def is_compute(self) -> bool:
+        return self.rule.is_compute
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return self.rule.demand(params, wanted)
+
+    def decide(self, site: Site) -> Decision:
+        decision = self.rule.decide(site)
+        if decision.bind is not None or site.primitive is None:
+            return decision  # has a derivative of its own
+        low = [read and lowered(read, site.compute_dtype) for read in decision.reads]
+        if low == list(decision.reads):
+            return decision
+        bind = _with_low_residuals(site.primitive, decision.params, low)
+        why = f"{decision.why}; keeps its inputs in {site.compute_dtype.name}"
+        return decision._replace(bind=bind, why=why)
+
+
+def saving_low(rule: Any) -> Rule:
+    """Computes by `rule`, and keeps low copies of the inputs for the backward pass.
+
+    The value is that of `rule`, to the bit; its derivative is that at inputs which were
+    rounded to the compute dtype, computed again in the backward pass. For ops that
+    compute in full and are cheap to run twice. What several ops share is better left to
+    `amp(fn, lean=True)`, which keeps one low input for a whole island of them.
+
+    Args:
+        rule: a rule or a dtype, as in a policy.
+    Returns:
+        A rule to put in a policy.
+    Raises:
+        TypeError: `rule` is no rule.
+
+    >>> from jax import lax
+    >>> from jaxamp_like import default_amp_policy, use_original_precision
+    >>> policy = default_amp_policy | {lax.exp_p: saving_low(use_original_precision)}
+
+    Activations stored in few bits are due to Chakrabarti and Moseley, "Backprop with
+    Approximate Activations for Memory-efficient Network Training", arXiv:1901.07988."""
+    return SavingLow(as_rule(rule, "rule"))
+
+
+def _with_low_residuals(
+    primitive: Any, params: dict[str, Any], low: list[DType | None]
+) -> Callable[..., Any]:
+    @jax.custom_jvp
+    def op(*operands):
+        return primitive.bind(*operands, **params)
+
+    def jvp(primals, tangents):
+        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        dtypes = [author_dtype(jax.typeof(x)) for x in primals]
+        kept = read(primals, low)
+
+        # Its borders keep XLA from using what the forward pass has in full.
+        @jax.checkpoint
+        def linear(kept, moves):
+            at = read(kept, dtypes)
+
+            def moving(*some):
+                operands = list(at)
+                for i, x in zip(live, some, strict=True):
+                    operands[i] = x
+                return op.fun(*operands)
+
+            return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
+
+        return op(*primals), linear(kept, tuple(tangents[i] for i in live))
+
+    op.defjvp(jvp, symbolic_zeros=True)
+    return op

@@ -1,0 +1,306 @@
+"""`amp(fn, lean=True)`: what the backward pass keeps, and that nothing else changes."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from benchmarks import measure
+from benchmarks.workloads import WORKLOADS
+from jaxamp_like import amp
+
+BF16 = "bfloat16"
+every_workload = pytest.mark.parametrize("name", WORKLOADS)
+
+
+def lean(fn, dtype=BF16):
+    return amp(fn, compute_dtype=dtype, lean=True)
+
+
+def quick(fn):
+    """Compiled without optimisation, which takes most of a test's time."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def islands(fn, *args):
+    """The regions of a program: those checkpoints that hold no contraction."""
+    found = []
+    for eqn, _ in measure.walk(jax.make_jaxpr(fn)(*args)):
+        if eqn.primitive.name in ("checkpoint", "remat2"):
+            inside = [e.primitive.name for e, _ in measure.walk(eqn.params["jaxpr"])]
+            if "dot_general" not in inside:
+                found.append((eqn, inside))
+    return found
+
+
+def kept(fn, *args):
+    avals = measure.saved(fn, *args)
+    return sorted((aval.dtype.name, aval.shape) for aval in avals)
+
+
+W, X = jnp.ones((8, 8)) / 8, jnp.linspace(-1, 1, 32).reshape(4, 8)
+LOW = (BF16, (4, 8))
+
+
+def test_an_island_is_low_at_its_borders():
+    def fn(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w) @ w)
+
+    ((eqn, inside),) = islands(lean(fn), W, X)
+    assert "exp" in inside and "div" in inside
+    assert [v.aval.dtype for v in eqn.invars] == [jnp.bfloat16]
+    assert [v.aval.dtype for v in eqn.outvars] == [jnp.bfloat16]
+    # The scores, the weights and the operand of the first product's weight gradient.
+    assert kept(lean(fn), W, X) == [LOW] * 2
+    assert len(kept(amp(fn, compute_dtype=BF16), W, X)) > 2
+
+
+@pytest.mark.parametrize("function", (jnp.tanh, jax.nn.relu))
+def test_one_function_alone_is_no_island(function):
+    """Its argument is no cheaper to keep than its result."""
+
+    def fn(w, x):
+        return jnp.sum(function(x @ w) @ w)
+
+    assert islands(lean(fn), W, X) == []
+
+
+def test_linear_steps_lead_to_an_island():
+    def fn(w, b, x):
+        y = x @ w
+        z = y + (y @ w + b)  # a residual and a bias: only their sum is kept
+        return jnp.sum(jax.nn.gelu(z) @ w)
+
+    ((_, inside),) = islands(lean(fn), W, W[0], X)
+    assert "tanh" in inside and "dot_general" not in inside
+    # y is the operand of a product; z and gelu(z).
+    assert kept(lean(fn), W, W[0], X) == [LOW] * 3
+
+
+def test_an_island_makes_its_mask():
+    def fn(w, x):
+        scores = x @ w
+        causal = jnp.tril(jnp.ones(scores.shape, bool))
+        return jnp.sum(jax.nn.softmax(jnp.where(causal, scores, -1e9)) @ w)
+
+    ((_, inside),) = islands(lean(fn), W, X)
+    assert "iota" in inside
+    assert kept(lean(fn), W, X) == [LOW] * 2
+
+
+def test_random_numbers_are_drawn_once():
+    def fn(w, x, key):
+        mask = jr.bernoulli(key, 0.5, x.shape)
+        return jnp.sum(jax.nn.softmax(jnp.where(mask, x @ w, 0)) @ w)
+
+    grad = jax.make_jaxpr(jax.grad(lean(fn)))(W, X, jr.key(0))
+    drawn = [e.primitive.name for e, _ in measure.walk(grad)]
+    assert drawn.count("random_bits") == 1
+
+
+def test_what_is_read_in_full_enters_in_full():
+    def fn(w, x):
+        y = jnp.cumsum(x @ w, axis=0)  # float32, and costly
+        return jnp.sum(jnp.exp(y) * jnp.sin(y) + jnp.exp(-y))
+
+    ((eqn, _),) = islands(lean(fn), W, X)
+    assert {v.aval.dtype.name for v in eqn.invars} == {"float32"}
+
+
+def test_a_residual_stream_adds_up_in_full_and_is_kept_low():
+    def fn(ws, x):
+        def block(x, w):
+            return x + jax.nn.softmax(x, axis=-1) @ w, None
+
+        return jnp.sum(lax.scan(block, x, ws)[0])
+
+    ws = jnp.stack([W] * 3)
+    (scan,) = (
+        eqn
+        for eqn, _ in measure.walk(jax.make_jaxpr(lean(fn))(ws, X))
+        if eqn.primitive.name == "scan"
+    )
+    assert scan.outvars[0].aval.dtype == jnp.float32
+    assert set(kept(lean(fn), ws, X)) == {(BF16, (3, 4, 8))}
+
+
+def test_the_authors_checkpoint_stays_whole():
+    @jax.checkpoint
+    def block(w, x):
+        return jax.nn.softmax(x @ w) @ w
+
+    def fn(w, x):
+        return jnp.sum(block(w, x) @ w)
+
+    jaxpr = jax.make_jaxpr(lean(fn))(W, X)
+    (written,) = (
+        e
+        for e, _ in measure.walk(jaxpr)
+        if e.primitive.name in ("checkpoint", "remat2") and e.params["prevent_cse"]
+    )
+    assert measure.contraction_flops(written.params["jaxpr"])[BF16] > 0
+    assert islands(lean(fn), W, X) == []
+
+
+@pytest.mark.parametrize("is_lean", (False, True))
+def test_checkpoints_in_a_loop_are_not_overruled(is_lean):
+    """A weight that every iteration reads, beside a checkpoint of the author."""
+
+    def fn(w, xs):
+        @jax.checkpoint
+        def cell(h, x):
+            for _ in range(4):
+                h = jnp.sin(h @ w * x)
+            return h
+
+        def step(h, x):
+            return cell(h, x) @ w, None
+
+        return jnp.sum(lax.scan(step, xs[0], xs)[0])
+
+    xs = jnp.stack([X] * 10)
+
+    def size(fn):
+        return sum(measure.saved_bytes(fn, W, xs, argnums=(0,)).values())
+
+    assert size(amp(fn, compute_dtype=BF16, lean=is_lean)) <= size(fn) / 2
+
+
+def test_lean_loops_keep_no_copy_of_a_weight():
+    def fn(w, xs):
+        def step(h, x):
+            return jax.nn.softmax(h @ w.T + x), None
+
+        return jnp.sum(lax.scan(step, X, xs)[0] @ w)
+
+    xs = jnp.stack([X] * 10)
+    saved = measure.saved(lean(fn), W, xs)
+    assert measure.weight_copies(W, saved) == []
+    assert max(aval.size for aval in saved) <= 10 * X.size
+
+
+@every_workload
+def test_keeps_no_more_than_by_hand(name):
+    workload = WORKLOADS[name]
+    params, batch = workload.shapes("real")
+
+    def size(loss):
+        return sum(measure.saved_bytes(loss, params, batch, argnums=(0,)).values())
+
+    saved = measure.saved(lean(workload.loss), params, batch, argnums=(0,))
+    assert measure.weight_copies(params, saved) == []
+    ours, full = sum(map(measure.size_in_bytes, saved)), size(workload.loss)
+    by_hand = workload.lean or workload.hand
+    assert ours <= size(by_hand(BF16))
+    if workload.lean is not None:
+        assert ours < 0.33 * full
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), (("GPT scanned", BF16), ("LSTM", "float16"))
+)
+def test_gradients_are_near_those_that_keep_all(name, dtype):
+    workload = WORKLOADS[name]
+    params = workload.init(jr.key(0), "toy")
+    batch = workload.batch(jr.key(1), "toy")
+
+    def grads(fn):
+        scaled = quick(jax.grad(lambda *args: 2.0**10 * fn(*args)))
+        leaves = jax.tree.leaves(scaled(params, batch))
+        return np.concatenate([np.ravel(x) for x in leaves])
+
+    true = grads(workload.loss)
+    error, usual = (
+        np.linalg.norm(grads(amp(workload.loss, compute_dtype=dtype, lean=x)) - true)
+        for x in (True, False)
+    )
+    assert error <= 1.2 * usual
+
+
+def attention(w, x):
+    q, k, v = (x @ w[i] for i in range(3))
+    y = jax.nn.softmax(q @ k.T / 3) @ v
+    return jnp.sum(jax.nn.gelu(y + x) @ w[3])
+
+
+ARGS = (jr.normal(jr.key(2), (4, 8, 8)) / 3, jr.normal(jr.key(3), (4, 8)))
+TRANSFORMS = {
+    "jvp": lambda fn: lambda w, x: jax.jvp(fn, (w, x), (w, x)),
+    "linearize": lambda fn: lambda w, x: jax.linearize(fn, w, x)[1](w, x),
+    "vmap of grad": lambda fn: (
+        lambda w, x: jax.vmap(jax.grad(fn), (None, 0))(w, jnp.stack([x, -x]))
+    ),
+    "grad of vmap": lambda fn: jax.grad(
+        lambda w, x: jnp.sum(jax.vmap(fn, (None, 0))(w, jnp.stack([x, -x])))
+    ),
+    "checkpoint": lambda fn: jax.grad(jax.checkpoint(fn)),
+    "jit": lambda fn: jax.grad(jax.jit(fn)),
+    "hessian": lambda fn: lambda w, x: jax.jvp(jax.grad(fn), (w, x), (w, x))[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_composes(transform):
+    ours = quick(transform(lean(attention)))(*ARGS)
+    true = quick(transform(attention))(*ARGS)
+    assert jax.tree.structure(ours) == jax.tree.structure(true)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(true), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        bound = 0.1 * float(jnp.max(jnp.abs(b)))
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
+
+
+OPS = {
+    "dot": lambda a, b: a @ b,
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "sub": lambda a, b: a - b,
+    "tanh": lambda a, b: jnp.tanh(a),
+    "gelu": lambda a, b: jax.nn.gelu(a),
+    "softmax": lambda a, b: jax.nn.softmax(a),
+    "norm": lambda a, b: a - a.mean(axis=0),
+    "mask": lambda a, b: jnp.where(jnp.tri(3) > 0, a, b),
+    "select": lambda a, b: jnp.where(a > b, a, b),
+    "cumsum": lambda a, b: jnp.cumsum(a, axis=0) / 3,
+    "turn": lambda a, b: a.T,
+    "jit": lambda a, b: jax.jit(lambda a, b: jnp.sin(a) * jnp.cos(b))(a, b),
+}
+
+
+@st.composite
+def programs(draw):
+    """A function of two matrices: each op reads any two of the values so far."""
+    steps = []
+    for i in range(draw(st.integers(3, 14))):
+        pick = st.integers(0, i + 1)
+        steps.append((draw(st.sampled_from(sorted(OPS))), draw(pick), draw(pick)))
+
+    def program(a, b):
+        values = [a, b]
+        for name, i, j in steps:
+            values.append(OPS[name](values[i], values[j]) / 2)
+        return values[-1], jnp.sum(values[len(values) // 2])
+
+    return program
+
+
+@settings(max_examples=25, deadline=None)
+@given(programs())
+def test_any_program_computes_the_same(program):
+    """Whatever the islands are, they change neither values nor gradients."""
+    a, b = jr.normal(jr.key(0), (2, 3, 3))
+
+    def total(fn):
+        return jax.grad(lambda a, b: sum(map(jnp.sum, fn(a, b))), argnums=(0, 1))
+
+    ours = amp(program, compute_dtype="float32", lean=True)
+    with jax.disable_jit():
+        for x, y in zip(ours(a, b), program(a, b), strict=True):
+            np.testing.assert_array_equal(x, y)
+    grads, true = (jax.make_jaxpr(total(fn))(a, b) for fn in (ours, program))
+    for x, y in zip(jaxpr_as_fun(grads)(a, b), jaxpr_as_fun(true)(a, b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
