@@ -9,6 +9,11 @@ from ._conditions import (
     when as when,
 )
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
+from ._global_policy import (
+    global_policy as global_policy,
+    set_global_policy as set_global_policy,
+    using_policy as using_policy,
+)
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
     all_finite as all_finite,
@@ -17,7 +22,9 @@ from ._loss_scale import (
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
+from ._named_policy import Policy as Policy, get_policy as get_policy
 from ._policy import default_amp_policy as default_amp_policy
+from ._policy_map import PolicyMap as PolicyMap
 from ._presets import (
     full_precision as full_precision,
     jaxamp as jaxamp,

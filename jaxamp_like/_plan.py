@@ -29,7 +29,7 @@ from ._jax import (
     source_line,
     subjaxprs,
 )
-from ._policy import CheckedPolicy, Found
+from ._policy import Found, Lookup
 from ._primitives import CLASSES, FIXED
 from ._rules import (
     Decision,
@@ -65,7 +65,7 @@ class Step:
 
     @property
     def is_compute(self) -> bool:
-        return self.found.rule.is_compute
+        return self.found.is_compute
 
     @property
     def recasts(self) -> list[int]:
@@ -97,7 +97,7 @@ class Planner:
     Remembering is not only for speed: JAX finds compiled code by the identity of inner
     jaxprs, so a jitted function must be rewritten to the same jaxpr every time."""
 
-    policy: CheckedPolicy
+    policy: Lookup
     compute_dtype: DType
     strict: bool = False
     _plans: Any = field(default_factory=WeakKeyDictionary)
@@ -135,7 +135,8 @@ class Planner:
             step = self._step(eqn, scope + scopes(eqn), operands, needed)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
-            keys |= {step.found.key}.union(*(plan.keys for plan in step.inner))
+            found = {step.found.key, *step.found.also}
+            keys |= found.union(*(plan.keys for plan in step.inner))
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -207,7 +208,7 @@ class Planner:
             primitive=eqn.primitive,
             params=eqn.params,
             scope=scope,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=found.compute_dtype or self.compute_dtype,
             avals=avals,
             authors=tuple(map(author_dtype, avals)),
             facts=facts,
@@ -253,7 +254,7 @@ class Planner:
             if eqn.primitive.name in FIXED:
                 return [Demand.FULL] * len(eqn.invars)
             wanted = functools.reduce(operator.or_, outs, Demand.NONE)
-            return [found.rule.demand(eqn.params, wanted)] * len(eqn.invars)
+            return [found.demand(eqn.params, wanted)] * len(eqn.invars)
         reads = [Demand.NONE] * len(eqn.invars)
         for body in handler.bodies(eqn):
             inner = self.body_demands(body, scope, outs)
@@ -315,7 +316,7 @@ class Planner:
                             atoms = [eqn.invars[body.ins[i]] for i in sources]
                             before = env.get(eqn.outvars[out], frozenset())
                             env[eqn.outvars[out]] = before | reach(atoms)
-            elif not found.rule.is_compute:
+            elif not found.is_compute:
                 env |= dict.fromkeys(eqn.outvars, reach(eqn.invars))
         return tuple(reach([atom]) for atom in jaxpr.outvars)
 
