@@ -46,3 +46,4 @@ from ._rules import (
     use_precision as use_precision,
     use_widest_precision as use_widest_precision,
 )
+from ._scope_modules import scope_modules as scope_modules

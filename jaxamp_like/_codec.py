@@ -212,20 +212,15 @@ def _decode(value: Any) -> Any:
 
 
 def encode_predicate(predicate: Callable[..., Any], where: str) -> Data:
-    name = predicate.test.__name__.lstrip("_") if _is_ready(predicate) else ""
-    if not name:
+    if not isinstance(predicate, Predicate):
         raise AmpError(
             f"The predicate {predicate!r} of `{where}` can't be saved: it is a "
             "function of yours. Use a ready one, such as `sums_more_than(4096)`, or "
             "add it to the policy after loading."
         )
-    assert isinstance(predicate, Predicate)
+    name = predicate.test.__name__.lstrip("_")
     return {"name": name, "args": _encode(predicate.args, where)}
 
 
 def decode_predicate(data: Data) -> Predicate:
     return getattr(_conditions, data["name"])(*_decode(data["args"]))
-
-
-def _is_ready(predicate: Callable[..., Any]) -> bool:
-    return isinstance(predicate, Predicate)
