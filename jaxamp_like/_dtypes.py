@@ -23,7 +23,8 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or not is_float(dtype):
+    # NumPy's float128 (longdouble) is a floating dtype that JAX does not have.
+    if dtype is None or not is_float(dtype) or dtype.itemsize > 8:
         raise TypeError(
             f"`{argument}` must be a floating dtype such as 'bfloat16', 'float16' or "
             f"'float32', but got {value!r}."

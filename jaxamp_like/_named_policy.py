@@ -215,11 +215,15 @@ class Policy:
                 f"got {data!r}."
             )
         rules, limit = data.get("rules"), data.get("limit")
-        return cls(
-            **{name: data.get(name) for name in _DTYPE_FIELDS},
-            rules=None if rules is None else decode_rules(rules),
-            limit=None if limit is None else Limit.from_dict(limit),
-        )
+        try:
+            rules = None if rules is None else decode_rules(rules)
+            limit = None if limit is None else Limit.from_dict(limit)
+        except (KeyError, AttributeError) as e:
+            raise ValueError(
+                f"The data of a policy is malformed: {e!r} in {data!r}. Use what "
+                "`to_dict` gave."
+            ) from e
+        return cls(*map(data.get, _DTYPE_FIELDS), rules, limit=limit)
 
     def _dtypes(self) -> dict[str, DType]:
         values = {name: getattr(self, name) for name in _DTYPE_FIELDS}
@@ -402,7 +406,7 @@ def _parse(policy: str) -> Policy:
         if given[field] not in _PURE:
             known = [*_PURE, *_ALIASES, "half"]
             close = get_close_matches(word.text, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f". Did you mean {close[0]!r}?" if close else ""
             _malformed(
                 policy, word, f"expected a dtype: one of {', '.join(known)}{hint}"
             )
@@ -422,6 +426,6 @@ def _word(text: str, start: int) -> _Word:
 def _malformed(policy: str, word: _Word, what: str) -> NoReturn:
     mark = " " * word.start + "^" * max(len(word.text), 1)
     raise ValueError(
-        f"The policy string is malformed at position {word.start}: {what}.\n"
+        f"The policy string is malformed at position {word.start}: {what}\n"
         f"  {policy}\n  {mark}"
     )

@@ -279,7 +279,7 @@ def as_rule(value: Any, argument: str) -> Rule:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
                 f"The rule of `{argument}` is {value!r}, which is no floating dtype."
-                f"{hint or _MAP_HINT}"
+                f"{hint}{_MAP_HINT}"
             ) from None
         return use_precision(value)
     if callable(value):

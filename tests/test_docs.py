@@ -1,4 +1,4 @@
-"""The code of the guides runs, and each row of the migration tables does what it says."""
+"""The code of the guides runs, and each row of the migration tables holds."""
 
 import re
 from pathlib import Path
@@ -22,10 +22,13 @@ def tables(text):
         rows = re.findall(r"^\| (.+) \|$", section, re.M)
         cells = [re.split(r"(?<!\\) \| ", row) for row in rows[1:]]
         if cells:
-            yield section.partition("\n")[0], [
-                tuple(SPAN.findall(cell.replace(r"\|", "|")) for cell in row[1:])
-                for row in cells
-            ]
+            yield (
+                section.partition("\n")[0],
+                [
+                    tuple(SPAN.findall(cell.replace(r"\|", "|")) for cell in row[1:])
+                    for row in cells
+                ],
+            )
 
 
 TABLES = dict(tables(MIGRATION))
