@@ -129,7 +129,11 @@ def settings_of(
         _, dtype, output = _settings(global_policy(), given)
         return Settings(checked_policy(amp_policy), dtype, output)
     if not isinstance(amp_policy, str | Policy | PolicyMap):
-        checked_policy(amp_policy)  # which says what it may be
+        raise TypeError(
+            "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "
+            f"such as 'mixed_bfloat16', but got {type(amp_policy).__name__}. For "
+            'example: `default_amp_policy | {"attention": "float32"}`.'
+        )
     policy = _as_policy(amp_policy)
     said = _default_of(policy).compute_dtype
     if given is not None and said is not None and given != said:

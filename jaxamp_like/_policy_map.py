@@ -183,8 +183,16 @@ class PolicyMap(Mapping[Any, Policy]):
                 "The data of a map is a dict with the keys default_policy and "
                 f"policies, but got {data!r}."
             )
-        rows = data["policies"]
-        entries = {decode_key(row): Policy.from_dict(row["policy"]) for row in rows}
+        try:
+            entries = {
+                decode_key(row): Policy.from_dict(row["policy"])
+                for row in data["policies"]
+            }
+        except KeyError as e:
+            raise ValueError(
+                f"The data of a map is malformed: {e!r} in {data['policies']!r}. Use "
+                "what `to_dict` gave."
+            ) from e
         return cls(Policy.from_dict(data["default_policy"]), entries)
 
     def lookup(self) -> Lookup:

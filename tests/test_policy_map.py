@@ -176,6 +176,11 @@ def test_like_a_dict():
             ValueError,
             "keys default_policy and policies",
         ),
+        (
+            lambda: PolicyMap.from_dict({"default_policy": {}, "policies": [{}]}),
+            ValueError,
+            "is malformed: KeyError",
+        ),
         (lambda: PolicyMap(F32, {"a.*": F16, ".*b": F32})["a/b"], AmpError, "Two"),
     ),
 )
