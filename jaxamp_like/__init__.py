@@ -22,9 +22,10 @@ from ._loss_scale import (
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
-from ._named_policy import Policy as Policy, get_policy as get_policy
+from ._named_policy import Policy as Policy
 from ._policy import default_amp_policy as default_amp_policy
 from ._policy_map import PolicyMap as PolicyMap
+from ._policy_names import get_policy as get_policy
 from ._presets import (
     full_precision as full_precision,
     jaxamp as jaxamp,

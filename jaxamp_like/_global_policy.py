@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 from ._dtypes import DType, as_float_dtype
 from ._errors import AmpError
-from ._named_policy import Policy, get_policy
+from ._named_policy import Policy
 from ._policy import Lookup, checked_policy
 from ._policy_map import PolicyMap, dtype_of
+from ._policy_names import get_policy
 
 PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
 

@@ -14,8 +14,9 @@ from ._dtypes import DType
 from ._errors import AmpError
 from ._frozen_rules import normal_key
 from ._jax import Primitive
-from ._named_policy import Policy, get_policy
+from ._named_policy import Policy
 from ._policy import Found, Key, Lookup, Scope, endings, is_stopped, paths_to
+from ._policy_names import get_policy
 
 
 @jax.tree_util.register_static
