@@ -14,6 +14,11 @@ from ._conditions import (
 )
 from ._dot_algorithm import use_dot_algorithm as use_dot_algorithm
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
+from ._global_policy import (
+    global_policy as global_policy,
+    set_global_policy as set_global_policy,
+    using_policy as using_policy,
+)
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
     all_finite as all_finite,
@@ -22,7 +27,10 @@ from ._loss_scale import (
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
+from ._named_policy import Policy as Policy
 from ._policy import default_amp_policy as default_amp_policy
+from ._policy_map import PolicyMap as PolicyMap
+from ._policy_names import get_policy as get_policy
 from ._presets import (
     full_precision as full_precision,
     jaxamp as jaxamp,
@@ -45,3 +53,4 @@ from ._rules import (
     use_widest_precision as use_widest_precision,
 )
 from ._saving_low import saving_low as saving_low
+from ._scope_modules import scope_modules as scope_modules

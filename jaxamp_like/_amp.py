@@ -10,18 +10,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ._bind import Frame, Keeps, cast_all
-from ._dtypes import DType, as_float_dtype
+from ._dtypes import DType
 from ._errors import warn_or_raise
+from ._global_policy import PolicyLike, settings_of
 from ._jax import consts, is_array, raw, trace
 from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
-from ._policy import (
-    AMP_STOP,
-    REWRITTEN,
-    CheckedPolicy,
-    checked_policy,
-    default_amp_policy,
-)
+from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._rules import author_dtype
 
 _P = ParamSpec("_P")
@@ -34,7 +29,7 @@ def amp(
     fn: Callable[_P, _R],
     *,
     compute_dtype: DTypeLike | None = ...,
-    amp_policy: Any = ...,
+    amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
     lean: bool = ...,
 ) -> Callable[_P, _R]: ...
@@ -43,7 +38,7 @@ def amp(
     fn: None = None,
     *,
     compute_dtype: DTypeLike | None = ...,
-    amp_policy: Any = ...,
+    amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
     lean: bool = ...,
 ) -> Callable[[_F], _F]: ...
@@ -51,7 +46,7 @@ def amp(
     fn: Any = None,
     *,
     compute_dtype: DTypeLike | None = None,
-    amp_policy: Any = None,
+    amp_policy: PolicyLike | None = None,
     strict: bool = False,
     lean: bool = False,
 ) -> Any:
@@ -70,22 +65,27 @@ def amp(
         fn: any function of pytrees: a loss, a model, a whole training step, a callable
             module or a bound method. Leaves that are no arrays (Python numbers too) are
             passed through as they are. Without `fn`, returns a decorator.
-        compute_dtype: what contractions compute in, float16 if not given. bfloat16
-            needs no loss scaling.
-        amp_policy: maps primitives, names of `jax.named_scope`s, paths of such names
-            ("encoder/attention"), compiled regular expressions of paths, or
-            "amp_default" to casting rules; `default_amp_policy` if not given. A scope
-            wins over a primitive, and among nested scopes the outermost. A dtype stands
-            for the rule `use_precision(dtype)`.
+        compute_dtype: what contractions compute in; if not given, what the policy says,
+            or the global policy, which is float16 until it is set. bfloat16 needs no
+            loss scaling.
+        amp_policy: a dict of rules, a `Policy`, the name of one ("mixed_bfloat16") or a
+            `PolicyMap`; if not given, `global_policy()`, now and not when the function
+            is called. A dict maps primitives, names of `jax.named_scope`s, paths of
+            such names ("encoder/attention"), compiled regular expressions of paths, or
+            "amp_default" to casting rules. A scope wins over a primitive, and among
+            nested scopes the outermost. A dtype stands for the rule
+            `use_precision(dtype)`.
         strict: raise instead of warn where an equation holds a program that amp can't
             rewrite, or where a key of the policy matches nothing.
         lean: keep less for the backward pass. What stands between contractions (norm,
             softmax, activation, gate) is run again there from its inputs, which are
             read in low precision where only contractions read the results.
     Returns:
-        A function with the signature of `fn`.
+        A function with the signature of `fn`. Its floating results are cast if the
+        policy has an output dtype.
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind.
+        TypeError, ValueError: an argument is of the wrong kind, or `compute_dtype` and
+            the policy disagree.
         AmpError: the policy can't be followed, or `strict` forbids to go on.
 
     >>> def loss(w, x):
@@ -97,14 +97,11 @@ def amp(
 
     Casting by op is due to Micikevicius et al., "Mixed Precision Training",
     arXiv:1710.03740."""
-    dtype = as_float_dtype(
-        "float16" if compute_dtype is None else compute_dtype, "compute_dtype"
-    )
-    policy = checked_policy(default_amp_policy if amp_policy is None else amp_policy)
+    settings = settings_of(amp_policy, compute_dtype)
     if fn is None:
         return functools.partial(
             amp,
-            compute_dtype=dtype,
+            compute_dtype=compute_dtype,
             amp_policy=amp_policy,
             strict=strict,
             lean=lean,
@@ -114,15 +111,17 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
-    planner = _planner(policy, dtype, strict, lean)
+    planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
         modules = nnx_modules((fn, args, kwargs))
         if modules:
             rewrite = functools.partial(_rewritten, planner)
-            return call_with_modules(rewrite, modules, (fn, args, kwargs))
-        return _rewritten(planner, fn)(*args, **kwargs)
+            out = call_with_modules(rewrite, modules, (fn, args, kwargs))
+        else:
+            out = _rewritten(planner, fn)(*args, **kwargs)
+        return settings.output.cast_to_output(out)
 
     return wrapped
 
@@ -135,7 +134,7 @@ def _names(fn: Callable[..., Any]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=128)
-def _planner(policy: CheckedPolicy, dtype: DType, strict: bool, lean: bool) -> Planner:
+def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
     """One planner for equal settings, since it remembers what it has rewritten."""
     return Planner(policy, dtype, strict, lean)
 

@@ -1,5 +1,6 @@
 """Floating dtypes: which may be lowered, what survives it, and the cast itself."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or not is_float(dtype):
+    # NumPy's float128 (longdouble) is a floating dtype that JAX does not have.
+    if dtype is None or not is_float(dtype) or dtype.itemsize > 8:
         raise TypeError(
             f"`{argument}` must be a floating dtype such as 'bfloat16', 'float16' or "
             f"'float32', but got {value!r}."
@@ -37,6 +39,16 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
 
 def bits(dtype: DType) -> int:
     return jnp.finfo(dtype).bits
+
+
+def widest(dtypes: Iterable[DType]) -> DType:
+    """The dtype that holds all of `dtypes`: of two that are equally wide, neither.
+
+    float16 has not the range of bfloat16, nor bfloat16 the resolution of float16."""
+    known = set(dtypes)
+    best = max(known, key=bits)
+    rivals = [dtype for dtype in known if bits(dtype) == bits(best)]
+    return best if len(rivals) == 1 else np.dtype(np.float32)
 
 
 def lowered(author: DType, dtype: DType) -> DType:

@@ -23,6 +23,26 @@ def nnx_modules(tree: Any) -> list[Any]:
     return list({id(x): x for x in owners if is_module(x)}.values())
 
 
+def is_nnx_module(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Module)
+
+
+def named_submodules(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The modules inside of a module, each once, with the path to it."""
+    from flax import nnx  # imported by the user already
+
+    # A function since Flax 0.12, a method before.
+    modules = getattr(nnx, "iter_modules", None) or type(model).iter_modules
+    return [(path, module) for path, module in modules(model) if path]
+
+
+def nnx_options(cls: type) -> dict[str, Any]:
+    """The keywords that a subclass of `cls` is made with, if that is an NNX class."""
+    options = "_pytree__is_pytree"  # whether its instances are pytrees, since Flax 0.12
+    return {"pytree": getattr(cls, options)} if hasattr(cls, options) else {}
+
+
 def call_with_modules(
     rewrite: Callable[[Callable[..., Any]], Callable[..., Any]],
     modules: list[Any],

@@ -30,7 +30,7 @@ from ._jax import (
     subjaxprs,
 )
 from ._lean import Schedule, lean_schedule, schedule
-from ._policy import CheckedPolicy, Found
+from ._policy import Found, Lookup
 from ._primitives import CLASSES, FIXED
 from ._rules import (
     Decision,
@@ -66,7 +66,7 @@ class Step:
 
     @property
     def is_compute(self) -> bool:
-        return self.found.rule.is_compute
+        return self.found.is_compute
 
     @property
     def recasts(self) -> list[int]:
@@ -99,7 +99,7 @@ class Planner:
     Remembering is not only for speed: JAX finds compiled code by the identity of inner
     jaxprs, so a jitted function must be rewritten to the same jaxpr every time."""
 
-    policy: CheckedPolicy
+    policy: Lookup
     compute_dtype: DType
     strict: bool = False
     lean: bool = False
@@ -138,7 +138,8 @@ class Planner:
             step = self._step(eqn, scope + scopes(eqn), operands, needed)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
-            keys |= {step.found.key}.union(*(plan.keys for plan in step.inner))
+            found = {step.found.key, *step.found.also}
+            keys |= found.union(*(plan.keys for plan in step.inner))
         plain = lean = schedule(steps, inner.outvars)
         if self.lean:
             lean = lean_schedule(steps, env, inner.outvars)
@@ -215,7 +216,7 @@ class Planner:
             primitive=eqn.primitive,
             params=eqn.params,
             scope=scope,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=found.compute_dtype or self.compute_dtype,
             avals=avals,
             authors=tuple(map(author_dtype, avals)),
             facts=facts,
@@ -261,7 +262,7 @@ class Planner:
             if eqn.primitive.name in FIXED:
                 return [Demand.FULL] * len(eqn.invars)
             wanted = functools.reduce(operator.or_, outs, Demand.NONE)
-            return [found.rule.demand(eqn.params, wanted)] * len(eqn.invars)
+            return [found.demand(eqn.params, wanted)] * len(eqn.invars)
         reads = [Demand.NONE] * len(eqn.invars)
         for body in handler.bodies(eqn):
             inner = self.body_demands(body, scope, outs)
@@ -323,7 +324,7 @@ class Planner:
                             atoms = [eqn.invars[body.ins[i]] for i in sources]
                             before = env.get(eqn.outvars[out], frozenset())
                             env[eqn.outvars[out]] = before | reach(atoms)
-            elif not found.rule.is_compute:
+            elif not found.is_compute:
                 env |= dict.fromkeys(eqn.outvars, reach(eqn.invars))
         return tuple(reach([atom]) for atom in jaxpr.outvars)
 

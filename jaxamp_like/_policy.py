@@ -1,17 +1,18 @@
 """Which rule an equation gets: the policy dict, checked and looked up."""
 
 import functools
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 import jax.extend.core.primitives as jax_primitives
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import as_float_dtype
+from ._dtypes import DType, as_float_dtype, bits
 from ._errors import AmpError
 from ._jax import Primitive
 from ._primitives import CLASSES, FIXED
@@ -22,6 +23,7 @@ from ._rules import (
     Rule,
     Site,
     UseOriginalPrecision,
+    demand_in,
     use_original_precision,
     use_precision,
 )
@@ -34,6 +36,7 @@ REWRITTEN = "amp_rewritten"
 
 _STOPS = frozenset({*AMP_STOP, REWRITTEN})
 
+Scope = tuple[str, ...]
 Key = Any  # a primitive, a scope, a path of scopes or a compiled regular expression
 
 
@@ -84,6 +87,61 @@ class Found:
     key: Key
     rule: Rule
     by_scope: bool = False
+    compute_dtype: DType | None = None  # `None`: that of the whole function
+    also: tuple[Key, ...] = ()  # other keys that led here: of a map, of a filter
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        """How operands are read; see `Rule.demand`."""
+        demand = self.rule.demand(params, wanted)
+        dtype = self.compute_dtype
+        return demand if dtype is None else demand_in(dtype, demand)
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the equation makes low results whatever it reads."""
+        is_low = self.compute_dtype is None or bits(self.compute_dtype) < 32
+        return is_low and self.rule.is_compute
+
+
+class Lookup(Protocol):
+    """What finds the rule of an equation: a policy, checked."""
+
+    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Found:
+        """The rule of an equation of `primitive` in `scope`."""
+        ...
+
+    def own_keys(self) -> list[Key]:
+        """The keys that the user gave: each should match some equation."""
+        ...
+
+
+def is_stopped(scope: tuple[str, ...]) -> bool:
+    """Whether `amp_stop` or an inner `amp` stands in the name stack."""
+    return not _STOPS.isdisjoint(scope)
+
+
+def is_program(primitive: Primitive) -> bool:
+    """Whether what is inside of `primitive` is decided, equation by equation."""
+    return primitive.name in STRUCTURAL and primitive.name not in CLASSES
+
+
+_LAYER_CLASS = "eqx.nn."  # Equinox's layers put the name of their class in the stack
+
+
+def paths_to(scope: Scope) -> list[Scope]:
+    """The path of a scope: as it stands, and as a user may write it.
+
+    The class names that Equinox's layers add stand between the names of modules, so the
+    path without them is a path too: "attn/query_proj"."""
+    if not scope or scope[-1].startswith(_LAYER_CLASS):
+        return [scope]
+    short: Scope = tuple(x for x in scope if not x.startswith(_LAYER_CLASS))
+    return [scope] if short == scope else [scope, short]
+
+
+def endings(path: Scope) -> Iterator[Scope]:
+    """What a key may be that matches at the end of `path`, the longest first."""
+    return (path[start:] for start in range(len(path)))
 
 
 _STOPPED = Found(AMP_STOP[0], use_original_precision, by_scope=True)
@@ -95,47 +153,44 @@ class CheckedPolicy:
     """A policy dict after its checks, as a hashable value (by identity)."""
 
     primitives: dict[Primitive, Rule] = field(default_factory=dict)
-    names: dict[str, Rule] = field(default_factory=dict)
     paths: dict[tuple[str, ...], Rule] = field(default_factory=dict)
     patterns: dict[re.Pattern[str], Rule] = field(default_factory=dict)
     default: Rule | None = None
 
     def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Found:
         """The rule of an equation: by scope (outermost first), primitive, default."""
-        if not _STOPS.isdisjoint(scope):
+        if is_stopped(scope):
             return _STOPPED
-        found = self.find_scope(scope)
-        if found is not None:
-            return found
-        if primitive in self.primitives:
-            return Found(primitive, self.primitives[primitive])
-        is_program = primitive.name in STRUCTURAL and primitive.name not in CLASSES
-        if self.default is None or is_program:
+        found = self.match(primitive, scope)
+        if found is None:
+            if self.default is None:
+                return _UNNAMED
+            found = Found(AMP_DEFAULT, self.default)
+        is_table = isinstance(found.rule, ByName) or found.key == AMP_DEFAULT
+        if is_table and is_program(primitive):
             return _UNNAMED
-        rule = self.default
-        if isinstance(rule, ByName):
-            rule = rule.rule_of(primitive.name)
-        return Found(AMP_DEFAULT, rule)
+        if isinstance(found.rule, ByName):
+            # A rule for each primitive: no word on what the author asked for here.
+            return Found(found.key, found.rule.rule_of(primitive.name))
+        return found
+
+    def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Found | None:
+        """What is said of the scope or, if nothing is, of the primitive."""
+        found = self.find_scope(scope)
+        if found is None and primitive in self.primitives:
+            found = Found(primitive, self.primitives[primitive])
+        return found
 
     def find_scope(self, scope: tuple[str, ...]) -> Found | None:
         for depth in range(1, len(scope) + 1):
-            for length in range(depth, 0, -1):  # among equals, the longest path
-                part = scope[depth - length : depth]
-                if length > 1 and part in self.paths:
+            paths = paths_to(scope[:depth])
+            for part in itertools.chain.from_iterable(map(endings, paths)):
+                if part in self.paths:  # of those that end here, the longest
                     return Found("/".join(part), self.paths[part], by_scope=True)
-            if scope[depth - 1] in self.names:
-                name = scope[depth - 1]
-                return Found(name, self.names[name], by_scope=True)
-            path = "/".join(scope[:depth])
             for pattern, rule in self.patterns.items():
-                if pattern.fullmatch(path):
+                if any(pattern.fullmatch("/".join(path)) for path in paths):
                     return Found(pattern, rule, by_scope=True)
         return None
-
-    @property
-    def is_empty(self) -> bool:
-        tables = (self.primitives, self.names, self.paths, self.patterns)
-        return self.default is None and not any(tables)
 
     def own_keys(self) -> list[Key]:
         """The keys that the user added: not those of the policy that was extended.
@@ -143,21 +198,21 @@ class CheckedPolicy:
         What that one says of a primitive, it says by name too."""
         base = self.default if isinstance(self.default, ByName) else by_class
         own = [p for p, rule in self.primitives.items() if rule != base.rule_of(p.name)]
-        return [*own, *self.names, *map("/".join, self.paths), *self.patterns]
+        return [*own, *map("/".join, self.paths), *self.patterns]
 
 
-def checked_policy(policy: Any) -> CheckedPolicy:
+def checked_policy(policy: Any, argument: str = "amp_policy") -> CheckedPolicy:
     """Checks a policy dict: every key and every rule, before anything is traced.
 
     Equal policies give one object, since rewritten programs are remembered by it."""
     if not isinstance(policy, Mapping):
         raise TypeError(
-            "`amp_policy` must be a dict that maps primitives or scope names to rules, "
-            f"but got {type(policy).__name__}. For example: "
+            f"`{argument}` must be a dict that maps primitives or scope names to "
+            f"rules, but got {type(policy).__name__}. For example: "
             '`default_amp_policy | {"attention": "float32"}`.'
         )
     items = tuple(
-        (key, as_rule(value, f"amp_policy[{_show(key)}]"))
+        (_checked_key(key, argument), as_rule(value, f"{argument}[{show_key(key)}]"))
         for key, value in policy.items()
     )
     try:
@@ -166,7 +221,7 @@ def checked_policy(policy: Any) -> CheckedPolicy:
         if "unhashable" not in str(e):
             raise
     raise TypeError(
-        "Every rule of `amp_policy` must be hashable, since the policy is part of the "
+        f"Every rule of `{argument}` must be hashable, since the policy is part of the "
         f"key of caches. Unhashable: {[r for _, r in items if not _is_hashable(r)]}."
     )
 
@@ -188,8 +243,6 @@ def _checked(items: tuple[tuple[Key, Rule], ...]) -> CheckedPolicy:
             checked.primitives[key] = rule
         elif isinstance(key, re.Pattern):
             checked.patterns[key] = rule
-        elif not isinstance(key, str):
-            raise _bad_key(key)
         elif key == AMP_DEFAULT:
             object.__setattr__(checked, "default", rule)
         elif key in AMP_STOP:
@@ -197,13 +250,21 @@ def _checked(items: tuple[tuple[Key, Rule], ...]) -> CheckedPolicy:
                 raise AmpError(
                     f"{key!r} always means the author's dtypes; remove the key."
                 )
-        elif len(parts := tuple(filter(None, key.split("/")))) > 1:
-            checked.paths[parts] = rule
-        elif parts:
-            checked.names[parts[0]] = rule
         else:
-            raise _bad_key(key)
+            path = tuple(filter(None, key.split("/")))
+            checked.paths[path] = rule
     return checked
+
+
+def _checked_key(key: Key, argument: str) -> Key:
+    is_scope = isinstance(key, str) and key.strip("/") != ""
+    is_pattern = isinstance(key, re.Pattern) and isinstance(key.pattern, str)
+    if is_scope or is_pattern or isinstance(key, Primitive):
+        return key
+    raise _bad_key(key, argument)
+
+
+_MAP_HINT = " `PolicyMap` gives whole policies to scopes."
 
 
 def as_rule(value: Any, argument: str) -> Rule:
@@ -218,16 +279,16 @@ def as_rule(value: Any, argument: str) -> Rule:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
                 f"The rule of `{argument}` is {value!r}, which is no floating dtype."
-                f"{hint}"
+                f"{hint}{_MAP_HINT}"
             ) from None
         return use_precision(value)
     if callable(value):
         return Callback(value)
     raise TypeError(
         f"The rule of `{argument}` must be a rule such as "
-        "`use_compute_precision`, a dtype such as 'float32', or a callable "
+        "`use_compute_precision`, a dtype such as 'float32' or a callable "
         "`rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, "
-        f"bind_params)`, but got {value!r}."
+        f"bind_params)`, but got {value!r}.{_MAP_HINT}"
     )
 
 
@@ -256,18 +317,18 @@ def _check_primitive_rule(primitive: Primitive, rule: Rule) -> None:
         )
 
 
-def _bad_key(key: Key) -> TypeError:
+def _bad_key(key: Key, argument: str) -> TypeError:
     hint = ""
     if callable(key) and not isinstance(key, type):
         name = getattr(key, "__name__", "")
         if isinstance(getattr(jax_primitives, f"{name}_p", None), Primitive):
             hint = f" Use the primitive that it binds: `jax.lax.{name}_p`."
     return TypeError(
-        "A key of `amp_policy` must be a primitive (`jax.lax.dot_general_p`), the "
+        f"A key of `{argument}` must be a primitive (`jax.lax.dot_general_p`), the "
         "name of a `jax.named_scope`, a path of such names joined by '/', a compiled "
-        f"regular expression, or {AMP_DEFAULT!r}, but got {_show(key)}.{hint}"
+        f"regular expression, or {AMP_DEFAULT!r}, but got {show_key(key)}.{hint}"
     )
 
 
-def _show(key: Key) -> str:
+def show_key(key: Key) -> str:
     return str(key) if isinstance(key, Primitive) else repr(key)

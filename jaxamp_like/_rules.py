@@ -27,7 +27,16 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._dtypes import DType, as_float_dtype, bits, cast, is_float, lowered, survives
+from ._dtypes import (
+    DType,
+    as_float_dtype,
+    bits,
+    cast,
+    is_float,
+    lowered,
+    survives,
+    widest,
+)
 from ._errors import AmpError
 from ._jax import SymbolicZero, is_array_aval, typeof
 
@@ -57,11 +66,24 @@ class Demand(enum.Flag):
     LOW = enum.auto()  # by an op that computes low
     FULL = enum.auto()  # by an op that computes in full
     CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
+    OTHER = enum.auto()  # low, but not in the compute dtype of the function
 
 
 def is_full(demand: Demand) -> bool:
     """Whether a value is read, and never low."""
     return Demand.LOW not in demand and demand != Demand.NONE
+
+
+def demand_in(dtype: DType, demand: Demand) -> Demand:
+    """The demand of a rule whose compute dtype is not the function's but `dtype`.
+
+    What is read low in float16 here and in bfloat16 there must not be cast ahead: it
+    would be rounded twice, and lose its range on the way."""
+    if Demand.LOW not in demand:
+        return demand
+    if bits(dtype) < 32:
+        return demand | Demand.OTHER
+    return demand & ~(Demand.LOW | Demand.OTHER) | Demand.FULL
 
 
 class Fact(NamedTuple):
@@ -314,10 +336,10 @@ class UseWidestPrecision(Rule):
         voting = [fact for fact in facts if fact.values is None] + lost or facts
         if not voting:
             return use_original_precision.decide(site)
-        widest = max((fact.dtype for fact in voting), key=bits)
+        dtype = widest(fact.dtype for fact in voting)
         mark = max(fact.mark for fact in facts)
-        reads = tuple(author and lowered(author, widest) for author in site.authors)
-        outs = outs_of(site, widest, mark)
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        outs = outs_of(site, dtype, mark)
         return Decision(reads, site.params, outs, "the widest of its inputs")
 
 
@@ -327,7 +349,7 @@ class FollowInputs(Rule):
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         how = Demand.LOW if Demand.LOW in wanted else Demand.FULL
-        return how | (wanted & Demand.CARRY)
+        return how | (wanted & (Demand.CARRY | Demand.OTHER))
 
     def decide(self, site: Site) -> Decision:
         return _follow(site)
@@ -357,7 +379,11 @@ def _follow(site: Site) -> Decision:
         return in_full(mark, "no input is low yet")
     if Demand.LOW not in site.demand:
         return in_full(mark, "nothing low reads the result")
-    narrow = max(low, key=bits)
+    narrow = widest(low)
+    if bits(narrow) < bits(dtype):
+        narrow = dtype
+    if bits(narrow) >= 32:
+        return in_full(mark, "its inputs are low in other dtypes than this op may be")
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
     outs = outs_of(site, narrow, Mark.LOW, small=small)
     return Decision(reads, site.params, outs, "an input is low")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._dtypes import DType, bits, cast, lowered
+from ._dtypes import DType, cast, lowered, widest
 from ._jax import (
     Eqn,
     Jaxpr,
@@ -221,7 +221,7 @@ def _join(*facts: Fact | None) -> Fact | None:
     known = [fact for fact in facts if fact is not None]
     if not known:
         return None
-    dtype = max((fact.dtype for fact in known), key=bits)
+    dtype = widest(fact.dtype for fact in known)
     carried = any(fact.carried for fact in known)
     return Fact(dtype, max(fact.mark for fact in known), carried=carried)
 
@@ -273,7 +273,9 @@ def _decide_loop(planner: Any, eqn: Eqn, site: Site):
     demands = planner.body_demands(body, site.scope, site.wanted)
     # Those may be low that are read low, and made by compute ops on every path.
     read_low = {
-        i for i, how in zip(body.ins, demands, strict=True) if Demand.LOW in how
+        i
+        for i, how in zip(body.ins, demands, strict=True)
+        if Demand.LOW in how and Demand.OTHER not in how
     }
     low = (outs.keys() & read_low) - adds_up
     marks = dict.fromkeys(outs, Mark.NEUTRAL)

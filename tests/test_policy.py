@@ -327,7 +327,8 @@ JIT = getattr(primitives, "jit_p", None) or primitives.pjit_p
     "policy, error, match",
     (
         ([("a", "float32")], TypeError, "must be a dict .* got list"),
-        ("float32", TypeError, "must be a dict .* got str"),
+        (3, TypeError, "must be a dict .* got int"),
+        ("flaot32", ValueError, "no policy called 'flaot32'. Did you mean 'float32'"),
         ({3: "float32"}, TypeError, "key of `amp_policy` must be .* but got 3"),
         ({lax.dot_general: "float32"}, TypeError, "Use .*: `jax.lax.dot_general_p`"),
         ({jnp.tanh: "float32"}, TypeError, "Use .*: `jax.lax.tanh_p`"),

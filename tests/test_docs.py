@@ -1,0 +1,68 @@
+"""The code of the guides runs, and each row of the migration tables holds."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxamp_like import set_global_policy
+
+DOCS = Path(__file__).parents[1] / "docs"
+MIGRATION = (DOCS / "migration.md").read_text()
+SPAN = re.compile(r"`([^`]+)`")
+
+
+def blocks(text):
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+def tables(text):
+    """The rows of each table by the heading above it, as code: to run, and to hold."""
+    for section in re.split(r"^## ", text, flags=re.M)[1:]:
+        rows = re.findall(r"^\| (.+) \|$", section, re.M)
+        cells = [re.split(r"(?<!\\) \| ", row) for row in rows[1:]]
+        if cells:
+            yield (
+                section.partition("\n")[0],
+                [
+                    tuple(SPAN.findall(cell.replace(r"\|", "|")) for cell in row[1:])
+                    for row in cells
+                ],
+            )
+
+
+TABLES = dict(tables(MIGRATION))
+
+
+@pytest.fixture(autouse=True)
+def forget_global_policy():
+    yield
+    set_global_policy(None)
+
+
+@pytest.mark.parametrize("guide", sorted(DOCS.glob("*.md")), ids=lambda p: p.stem)
+def test_the_code_of_guides_runs(guide):
+    names = {"__name__": "guide"}
+    for block in blocks(guide.read_text()):
+        exec(block, names)
+    assert len(names) > 2
+
+
+def test_there_is_a_table_for_each_system():
+    systems = ("Keras: DTypePolicy", "Keras: DTypePolicyMap", "jmp", "Haiku", "Flax")
+    for system in (*systems, "PyTorch", "Axon"):
+        assert any(heading.startswith(system) for heading in TABLES), system
+    assert sum(map(len, TABLES.values())) > 80
+    assert all(run and hold for rows in TABLES.values() for run, hold in rows)
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_each_row_of_the_migration_tables(heading):
+    """In order, since a row may go on from the one above it."""
+    names = {}
+    for block in blocks(MIGRATION):
+        exec(block, names)
+    for run, hold in TABLES[heading]:
+        exec("\n".join(run), names)
+        for expression in hold:
+            assert eval(expression, names) is True, (run, expression)
