@@ -1,10 +1,6 @@
 """Automatic mixed precision for JAX."""
 
 from ._amp import amp as amp, amp_stop as amp_stop
-from ._by_pass import (
-    use_precision_by_pass as use_precision_by_pass,
-    wide as wide,
-)
 from ._conditions import (
     not_divisible_by as not_divisible_by,
     param_is as param_is,
@@ -12,7 +8,6 @@ from ._conditions import (
     sums_more_than as sums_more_than,
     when as when,
 )
-from ._dot_algorithm import use_dot_algorithm as use_dot_algorithm
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._global_policy import (
     global_policy as global_policy,
@@ -52,5 +47,10 @@ from ._rules import (
     use_precision as use_precision,
     use_widest_precision as use_widest_precision,
 )
-from ._saving_low import saving_low as saving_low
+from ._rules.by_pass import (
+    use_precision_by_pass as use_precision_by_pass,
+    wide as wide,
+)
+from ._rules.dot_algorithm import use_dot_algorithm as use_dot_algorithm
+from ._rules.saving_low import saving_low as saving_low
 from ._scope_modules import scope_modules as scope_modules

@@ -20,8 +20,8 @@ from jaxamp_like import (
     use_precision_by_pass,
     wide,
 )
-from jaxamp_like._by_pass import PassPrecision
 from jaxamp_like._rules import Demand
+from jaxamp_like._rules.by_pass import PassPrecision
 
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._dtypes import DType, as_float_dtype, bits, cast, lowered
-from ._jax import (
+from .._dtypes import DType, as_float_dtype, bits, cast, lowered
+from .._jax import (
     Literal as JaxprLiteral,
     SymbolicZero,
     Zero,
@@ -27,8 +27,8 @@ from ._jax import (
     subjaxprs,
     trace,
 )
-from ._primitives import CONTRACTIONS
-from ._rules import (
+from .._primitives import CONTRACTIONS
+from . import (
     Decision,
     Demand,
     Leaf,

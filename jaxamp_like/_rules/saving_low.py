@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from ._dtypes import DType, lowered
-from ._jax import SymbolicZero
-from ._policy import as_rule
-from ._rules import Decision, Demand, Rule, Site, author_dtype, read
+from .._dtypes import DType, lowered
+from .._jax import SymbolicZero
+from .._policy import as_rule
+from . import Decision, Demand, Rule, Site, author_dtype, read
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ._errors import AmpError
-from ._primitives import CONTRACTIONS
-from ._rules import (
+from .._errors import AmpError
+from .._primitives import CONTRACTIONS
+from . import (
     Decision,
     Rule,
     Site,

@@ -1,0 +1,40 @@
+"""Casting rules: what a policy says for one equation; see `base`.
+
+Those for contractions alone are in `dot_algorithm` and `by_pass`, which build on the
+table of primitives, and `saving_low` builds on policies."""
+
+from .base import (
+    Decision as Decision,
+    Demand as Demand,
+    Fact as Fact,
+    Leaf as Leaf,
+    Mark as Mark,
+    Rule as Rule,
+    Site as Site,
+    author_dtype as author_dtype,
+    demand_in as demand_in,
+    is_full as is_full,
+    outs_of as outs_of,
+    read as read,
+)
+from .callback import Callback as Callback
+from .computing import (
+    ByRange as ByRange,
+    UseOriginalPrecision as UseOriginalPrecision,
+    UsePrecision as UsePrecision,
+    asks_for_precision as asks_for_precision,
+    use_compute_precision as use_compute_precision,
+    use_compute_precision_wide_result as use_compute_precision_wide_result,
+    use_original_precision as use_original_precision,
+    use_original_precision_locally as use_original_precision_locally,
+    use_precision as use_precision,
+    use_widest_precision as use_widest_precision,
+    wide_contraction as wide_contraction,
+)
+from .following import (
+    ConvertAsWritten as ConvertAsWritten,
+    follow_inputs as follow_inputs,
+    keep_each_input as keep_each_input,
+    keep_inputs as keep_inputs,
+    low_if_read_low as low_if_read_low,
+)

@@ -1,0 +1,197 @@
+"""Casting rules: what a policy says for one equation.
+
+A rule never sees the policy or the values of other equations. It gets a `Site` (one
+equation, with what is known of its operands) and returns a `Decision`: the dtype in
+which each operand is read, the parameters to bind with, and what is then known of the
+results. Nothing is computed here: deciding and binding are two passes, so that a report
+can read the very decisions that the binding follows.
+
+Any other callable with the signature
+
+    rule(compute_dtype, original_dtypes, *invars, **bind_params)
+        -> (invars, bind_params)
+
+is a rule too: it is given the operands as they are and returns them cast."""
+
+import enum
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._dtypes import (
+    DType,
+    bits,
+    cast,
+    is_float,
+    lowered,
+)
+from .._jax import is_array_aval, typeof
+
+
+class Mark(enum.IntEnum):
+    """How far the precision of a float value is decided; see `follow_inputs`."""
+
+    NEUTRAL = 0  # an input, a constant, or one of these moved about
+    LOW = 1  # made in low precision, or in full but fit to be read low
+    FULL = 2  # made by an op whose result must stay in the author's dtype
+
+
+class Leaf(enum.IntEnum):
+    """How cheaply a float value can be had again in the backward pass."""
+
+    NO = 0
+    ROOT = 1  # an input: live anyway
+    VIEW = 2  # an input, reshaped, transposed or sliced
+    CONST = 3  # a constant or a view of one: nothing differentiates it
+    RERUN = 4  # an input of code that is run again in the backward pass anyway
+
+
+class Demand(enum.Flag):
+    """How a value is read, directly or through ops that follow their inputs."""
+
+    NONE = 0
+    LOW = enum.auto()  # by an op that computes low
+    FULL = enum.auto()  # by an op that computes in full
+    CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
+    OTHER = enum.auto()  # low, but not in the compute dtype of the function
+
+
+def is_full(demand: Demand) -> bool:
+    """Whether a value is read, and never low."""
+    return Demand.LOW not in demand and demand != Demand.NONE
+
+
+def demand_in(dtype: DType, demand: Demand) -> Demand:
+    """The demand of a rule whose compute dtype is not the function's but `dtype`.
+
+    What is read low in float16 here and in bfloat16 there must not be cast ahead: it
+    would be rounded twice, and lose its range on the way."""
+    if Demand.LOW not in demand:
+        return demand
+    if bits(dtype) < 32:
+        return demand | Demand.OTHER
+    return demand & ~(Demand.LOW | Demand.OTHER) | Demand.FULL
+
+
+class Fact(NamedTuple):
+    """What is known of a float value of the rewritten program."""
+
+    dtype: DType  # as it is now; the author's dtype is in the variable's aval
+    mark: Mark = Mark.NEUTRAL
+    leaf: Leaf = Leaf.NO
+    small: bool = False  # holds only as much as an array smaller than itself
+    values: frozenset[float] | None = None  # the constants that it is made of
+    carried: bool = False  # made from a carry that adds up in full
+
+
+class Site(NamedTuple):
+    """One equation, as a rule sees it.
+
+    `authors` and `facts` have one entry for each operand, `None` where it is no float.
+    `wanted` says for each result how it is read, directly or through ops that follow
+    their inputs."""
+
+    primitive: Any
+    params: dict[str, Any]
+    scope: tuple[str, ...]
+    compute_dtype: DType
+    avals: tuple[Any, ...]
+    authors: tuple[DType | None, ...]
+    facts: tuple[Fact | None, ...]
+    out_avals: tuple[Any, ...]
+    wanted: tuple[Demand, ...]
+    by_scope: bool  # whether the rule was found by a scope, not by the primitive
+
+    @property
+    def demand(self) -> Demand:
+        """How any of the results is read."""
+        return functools.reduce(operator.or_, self.wanted, Demand.NONE)
+
+    @property
+    def out_authors(self) -> tuple[DType | None, ...]:
+        return tuple(author_dtype(aval) for aval in self.out_avals)
+
+    def spreads(self, i: int) -> bool:
+        """Whether operand `i` is as large as the result: no statistic, no bias."""
+        fact = self.facts[i]
+        if fact is None or fact.small:
+            return False
+        return any(
+            self.avals[i].shape == getattr(out, "shape", None) for out in self.out_avals
+        )
+
+
+class Decision(NamedTuple):
+    """What becomes of one equation."""
+
+    reads: tuple[DType | None, ...]  # the dtype that each operand is cast to
+    params: dict[str, Any]
+    outs: tuple[Fact | None, ...]
+    why: str
+    bind: Callable[..., Any] | None = None  # instead of the primitive's own
+
+
+def author_dtype(aval: Any) -> DType | None:
+    """The dtype of a float array's aval, else `None`."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype if is_array_aval(aval) and is_float(dtype) else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Base class of the library's own rules: hashable values, one decision each."""
+
+    def decide(self, site: Site) -> Decision:
+        raise NotImplementedError
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        """How operands are read, if the results are read as `wanted`."""
+        return Demand.FULL
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the equation makes low results whatever it reads."""
+        return False
+
+    def __call__(
+        self,
+        compute_dtype: DType,
+        original_dtypes: Sequence[DType],
+        *invars: Any,
+        **bind_params: Any,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """A casting callback that decides alike, to build other callbacks from."""
+        facts = tuple(
+            Fact(x.dtype, Mark.LOW) if is_float(dtype) else None
+            for x, dtype in zip(invars, original_dtypes, strict=True)
+        )
+        authors = tuple(d if is_float(d) else None for d in original_dtypes)
+        avals = tuple(map(typeof, invars))
+        site = Site(
+            None, bind_params, (), jnp.dtype(compute_dtype), avals,
+            authors, facts, avals[:1], (Demand.LOW,), by_scope=True,
+        )  # fmt: skip
+        decision = self.decide(site)
+        return read(invars, decision.reads), decision.params
+
+
+def read(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
+    return [
+        x if dtype is None else cast(x, dtype)
+        for x, dtype in zip(values, dtypes, strict=True)
+    ]
+
+
+def outs_of(
+    site: Site, dtype: DType | None, mark: Mark, **known: Any
+) -> tuple[Any, ...]:
+    """Facts of results that have the author's dtypes, lowered to `dtype` if given."""
+    return tuple(
+        author
+        and Fact(author if dtype is None else lowered(author, dtype), mark, **known)
+        for author in site.out_authors
+    )

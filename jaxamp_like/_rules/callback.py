@@ -1,0 +1,76 @@
+"""Casting callbacks that users write."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._dtypes import (
+    cast,
+    lowered,
+)
+from .._errors import AmpError
+from .base import (
+    Decision,
+    Demand,
+    Fact,
+    Mark,
+    Rule,
+    Site,
+)
+
+
+@dataclass(frozen=True)
+class Callback(Rule):
+    """A casting callback that the user wrote."""
+
+    fn: Callable[..., Any]
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        low_read = []
+
+        def bind(*operands):
+            invars, params = self._call(site, operands)
+            low_read.append([x.dtype for x in invars] != [a.dtype for a in site.avals])
+            outs = site.primitive.bind(*invars, **params)
+            outs = outs if site.primitive.multiple_results else [outs]
+            return [  # never more bits than the author wrote
+                x if author is None else cast(x, lowered(author, x.dtype))
+                for x, author in zip(outs, site.out_authors, strict=True)
+            ]
+
+        structs = [
+            jax.ShapeDtypeStruct(aval.shape, fact.dtype if fact else aval.dtype)
+            for aval, fact in zip(site.avals, site.facts, strict=True)
+        ]
+        outs = jax.eval_shape(bind, *structs)
+        mark = Mark.LOW if low_read[0] else Mark.FULL
+        facts = tuple(
+            author and Fact(out.dtype, mark)
+            for out, author in zip(outs, site.out_authors, strict=True)
+        )
+        reads = tuple(fact and fact.dtype for fact in site.facts)
+        name = getattr(self.fn, "__name__", repr(self.fn))
+        return Decision(reads, site.params, facts, f"the rule {name}", bind)
+
+    def _call(self, site: Site, operands: Sequence[Any]) -> tuple[Sequence[Any], dict]:
+        dtypes = tuple(aval.dtype for aval in site.avals)
+        out = self.fn(site.compute_dtype, dtypes, *operands, **site.params)
+        where = f"rule {self.fn!r} for `{site.primitive}`"
+        if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
+            raise AmpError(
+                f"The {where} must return `(invars, bind_params)`, a sequence of "
+                f"inputs and a dict of parameters, but returned {type(out).__name__}."
+            )
+        invars, params = out
+        if not isinstance(invars, tuple | list) or len(invars) != len(operands):
+            given = len(invars) if isinstance(invars, tuple | list) else repr(invars)
+            raise AmpError(
+                f"The {where} was given {len(operands)} inputs and must return as "
+                f"many, but returned {given}. Return `(invars, bind_params)`."
+            )
+        return invars, params

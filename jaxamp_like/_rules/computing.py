@@ -1,0 +1,219 @@
+"""Rules that say in which dtype an op computes, whatever surrounds it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .._dtypes import (
+    DType,
+    as_float_dtype,
+    bits,
+    lowered,
+    survives,
+    widest,
+)
+from .._jax import SymbolicZero
+from .base import (
+    Decision,
+    Demand,
+    Mark,
+    Rule,
+    Site,
+    outs_of,
+)
+
+
+def asks_for_precision(params: dict[str, Any]) -> bool:
+    """Whether the author set the precision of a contraction by hand."""
+    precision = params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return any(part not in (None, lax.Precision.DEFAULT) for part in parts)
+
+
+def _asks_for_wider_result(site: Site) -> bool:
+    """Whether the author set a result wider than the operands as written."""
+    wide, authors = site.params.get("preferred_element_type"), site.authors
+    return wide is not None and all(a is None or bits(wide) > bits(a) for a in authors)
+
+
+def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
+    """The dtype that float32 is lowered to beside an operand that is low by hand.
+
+    The operand's own: float16 beside bfloat16 would lose the range that its author
+    counted on."""
+    partners = {a for a in authors if a is not None and bits(a) == bits(dtype)}
+    return partners.pop() if len(partners) == 1 else dtype
+
+
+def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
+    wide = _asks_for_wider_result(site)
+    return outs_of(site, None if wide else dtype, Mark.LOW)
+
+
+@dataclass(frozen=True)
+class UsePrecision(Rule):
+    """Reads and computes in one dtype; `None` is the compute dtype asked for."""
+
+    dtype: DType | None = None
+    wide_result: bool = False
+
+    @property
+    def is_compute(self) -> bool:
+        return self.dtype is None or bits(self.dtype) < 32
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.LOW if self.is_compute else Demand.FULL
+
+    def decide(self, site: Site) -> Decision:
+        if asks_for_precision(site.params) and not site.by_scope:
+            decision = use_original_precision.decide(site)
+            return decision._replace(why="the author asked for this precision")
+        dtype = _beside_partner(self.dtype or site.compute_dtype, site.authors)
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        if reads == site.authors:
+            decision = use_original_precision.decide(site)
+            return decision._replace(why="the author's dtype is no wider")
+        params = dict(site.params)
+        if isinstance(params.get("precision"), lax.DotAlgorithmPreset):
+            params["precision"] = (
+                None  # names the dtypes of its operands: no longer true
+            )
+        decision = Decision(
+            reads, params, outs_of(site, dtype, Mark.LOW), f"computes in {dtype.name}"
+        )
+        if "preferred_element_type" not in params or _asks_for_wider_result(site):
+            return decision._replace(outs=_as_bound(site, dtype))
+        # Else every contraction of the backward pass would read a float32 cotangent.
+        low = site.out_authors[0] and lowered(site.out_authors[0], dtype)
+        params["preferred_element_type"] = low
+        if not self.wide_result:
+            return decision
+        outs = outs_of(site, None, Mark.LOW)
+        bind = wide_contraction(site.primitive, params, site.out_authors[0])
+        return decision._replace(outs=outs, bind=bind)
+
+
+def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Callable:
+    """A contraction of low operands with a wide result and low cotangents.
+
+    The transpose of a contraction with a wide result reads a wide cotangent, so the
+    derivative is that of the low contraction; in forward mode, so that both work."""
+
+    @jax.custom_jvp
+    def contraction(*operands):
+        return primitive.bind(*operands, **params | {"preferred_element_type": wide})
+
+    def jvp(primals, tangents):
+        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def low(*moving):
+            operands = list(primals)
+            for i, x in zip(live, moving, strict=True):
+                operands[i] = x
+            return primitive.bind(*operands, **params)
+
+        moving, moves = (tuple(x[i] for i in live) for x in (primals, tangents))
+        return contraction(*primals), jax.jvp(low, moving, moves)[1].astype(wide)
+
+    contraction.defjvp(jvp, symbolic_zeros=True)
+    return contraction
+
+
+@dataclass(frozen=True)
+class UseOriginalPrecision(Rule):
+    """Reads and computes in the author's dtypes; `local` results may be read low."""
+
+    local: bool = False
+
+    def decide(self, site: Site) -> Decision:
+        mark = Mark.FULL
+        spread = [f for i, f in enumerate(site.facts) if f and site.spreads(i)]
+        if self.local and all(fact.mark < Mark.FULL for fact in spread):
+            mark = Mark.LOW
+        why = "needs the author's precision" + (", its result does not" * self.local)
+        return Decision(site.authors, site.params, outs_of(site, None, mark), why)
+
+
+@dataclass(frozen=True)
+class UseWidestPrecision(Rule):
+    """Computes in the widest dtype among the operands as they are now.
+
+    A constant has no say, unless it would not survive the cast."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.LOW | Demand.FULL  # the other operands decide
+
+    def decide(self, site: Site) -> Decision:
+        facts = [fact for fact in site.facts if fact]
+        lost = [
+            fact
+            for fact in facts
+            if not all(survives(v, site.compute_dtype) for v in fact.values or ())
+        ]
+        voting = [fact for fact in facts if fact.values is None] + lost or facts
+        if not voting:
+            return use_original_precision.decide(site)
+        dtype = widest(fact.dtype for fact in voting)
+        mark = max(fact.mark for fact in facts)
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        outs = outs_of(site, dtype, mark)
+        return Decision(reads, site.params, outs, "the widest of its inputs")
+
+
+@dataclass(frozen=True)
+class ByRange(Rule):
+    """One rule for compute dtypes of narrow range (float16), another for the rest."""
+
+    narrow: Rule
+    wide: Rule
+
+    def _pick(self, dtype: DType) -> Rule:
+        return self.narrow if jnp.finfo(dtype).maxexp < 128 else self.wide
+
+    def decide(self, site: Site) -> Decision:
+        return self._pick(site.compute_dtype).decide(site)
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return self.wide.demand(params, wanted)
+
+
+use_compute_precision = UsePrecision()
+"""Casts float inputs to the compute dtype; results are in it too."""
+
+use_compute_precision_wide_result = UsePrecision(wide_result=True)
+"""As `use_compute_precision`, but a contraction's result keeps the author's dtype.
+
+The contractions of its backward pass still read low-precision cotangents."""
+
+use_original_precision = UseOriginalPrecision()
+"""Computes in the author's dtypes, and what follows keeps them too."""
+
+use_original_precision_locally = UseOriginalPrecision(local=True)
+"""Computes in the author's dtypes; the result is fit to be read in low precision."""
+
+use_widest_precision = UseWidestPrecision()
+"""Computes in the widest dtype among the inputs as they are now."""
+
+
+def use_precision(dtype: DTypeLike) -> Rule:
+    """Computes in `dtype`, whatever compute dtype was asked for.
+
+    Never in more bits than the author wrote.
+
+    Args:
+        dtype: a floating dtype or its name.
+    Returns:
+        A rule to put in a policy.
+    Raises:
+        TypeError: `dtype` is no floating dtype.
+        ValueError: `dtype` is float64 and x64 is not enabled.
+
+    >>> use_precision("float32")
+    UsePrecision(dtype=dtype('float32'), wide_result=False)
+    """
+    return UsePrecision(as_float_dtype(dtype, "dtype"))

@@ -1,0 +1,240 @@
+"""Rules that go by what an op's inputs are now, and by who reads its result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from .._dtypes import (
+    DType,
+    bits,
+    is_float,
+    lowered,
+    survives,
+    widest,
+)
+from .base import (
+    Decision,
+    Demand,
+    Fact,
+    Leaf,
+    Mark,
+    Rule,
+    Site,
+    author_dtype,
+    outs_of,
+)
+from .computing import use_original_precision
+
+
+@dataclass(frozen=True)
+class FollowInputs(Rule):
+    """Runs low only between ops that run low; see `follow_inputs`."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        how = Demand.LOW if Demand.LOW in wanted else Demand.FULL
+        return how | (wanted & (Demand.CARRY | Demand.OTHER))
+
+    def decide(self, site: Site) -> Decision:
+        return _follow(site)
+
+
+def _follow(site: Site) -> Decision:
+    dtype = site.compute_dtype
+    floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
+    low = [fact.dtype for i, fact in floats if fact.dtype != site.authors[i]]
+    mark = max((fact.mark for _, fact in floats), default=Mark.NEUTRAL)
+    small = all(fact.small or not site.spreads(i) for i, fact in floats)
+    carried = Demand.CARRY in site.demand and any(fact.carried for _, fact in floats)
+
+    def in_full(mark: Mark, why: str) -> Decision:
+        outs = outs_of(site, None, mark, small=small, carried=carried)
+        return Decision(site.authors, site.params, outs, why)
+
+    if any(not survives(v, dtype) for _, fact in floats for v in fact.values or ()):
+        return in_full(Mark.FULL, f"a constant does not survive {dtype.name}")
+    if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
+        return in_full(Mark.FULL, "an input must stay in full precision")
+    if mark == Mark.FULL:
+        return in_full(Mark.LOW, "a full but smaller input")
+    if carried:
+        return in_full(mark, "a carry adds up")
+    if not low:
+        return in_full(mark, "no input is low yet")
+    if Demand.LOW not in site.demand:
+        return in_full(mark, "nothing low reads the result")
+    narrow = widest(low)
+    if bits(narrow) < bits(dtype):
+        narrow = dtype
+    if bits(narrow) >= 32:
+        return in_full(mark, "its inputs are low in other dtypes than this op may be")
+    reads = tuple(author and lowered(author, narrow) for author in site.authors)
+    outs = outs_of(site, narrow, Mark.LOW, small=small)
+    return Decision(reads, site.params, outs, "an input is low")
+
+
+@dataclass(frozen=True)
+class KeepInputs(Rule):
+    """Moves data in the precision that it has; see `keep_inputs`."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        if site.primitive and site.primitive.name not in _FANNING_OUT:
+            facts = (
+                low_if_read_low(fact, site.demand, site.compute_dtype)
+                for fact in site.facts
+            )
+            site = site._replace(facts=tuple(facts))
+        floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
+        if not floats:
+            return use_original_precision.decide(site)
+        if len(floats) == 1:
+            return _keep(site, [floats[0]] * len(site.out_avals))
+        fixed = {fact.dtype for _, fact in floats if fact.values is None}
+        constants = [v for _, fact in floats for v in fact.values or ()]
+        if len(fixed) <= 1:
+            dtype = next(iter(fixed), floats[0][1].dtype)
+            if all(survives(v, dtype) for v in constants):
+                return self._join(site, floats, dtype)
+        return _follow(site)
+
+    @staticmethod
+    def _join(site: Site, floats: list[tuple[int, Fact]], dtype: DType) -> Decision:
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        if all(fact.values for _, fact in floats):
+            values = frozenset().union(*(fact.values or () for _, fact in floats))
+        else:
+            values = None
+        known = {
+            "mark": max(fact.mark for _, fact in floats),
+            "small": all(fact.small or not site.spreads(i) for i, fact in floats),
+            "values": values,
+            "carried": any(fact.carried for _, fact in floats),
+        }
+        outs = outs_of(site, dtype, **known)
+        return Decision(reads, site.params, outs, "moves data as it is")
+
+
+@dataclass(frozen=True)
+class KeepEachInput(Rule):
+    """Moves several arrays at once, each in the precision that it has."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        return _keep(site, list(enumerate(site.facts)))
+
+
+# Their transposes are sums, which add up in the dtype that was moved.
+_FANNING_OUT = ("broadcast_in_dim", "gather", "dynamic_slice", "slice", "tile")
+
+
+def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | None:
+    """The fact of a value that is moved or handed on, and then only read low.
+
+    What comes out of an island in full precision is cast before it is moved, so that
+    nothing on the way is kept in full for the backward pass."""
+    if fact is None or fact.mark != Mark.LOW or fact.values or demand != Demand.LOW:
+        return fact
+    return fact._replace(dtype=lowered(fact.dtype, dtype))
+
+
+# What shares its operand's storage, or is as cheap to make again as to read.
+_VIEWS = (
+    "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "rev", "copy",
+    "broadcast_in_dim", "expand_dims", "split", "unstack",
+)  # fmt: skip
+
+
+def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
+    """Each result has the dtype and mark of one operand."""
+    reads = tuple(fact and fact.dtype for fact in site.facts)
+    outs: list[Fact | None] = []
+    for (i, fact), aval in zip(sources, site.out_avals, strict=True):
+        if fact is None or author_dtype(aval) is None:
+            outs.append(None)
+            continue
+        name = site.primitive and site.primitive.name
+        grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
+        fans_out = name == "broadcast_in_dim" and grows
+        is_view = name in _VIEWS and not fans_out
+        small = fact.small or fans_out
+        values = (
+            fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
+        )
+        leaf = view_of(fact.leaf) if is_view else Leaf.NO
+        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values, fact.carried))
+    return Decision(reads, site.params, tuple(outs), "moves data as it is")
+
+
+def view_of(leaf: Leaf) -> Leaf:
+    """What a view of such a value is."""
+    return Leaf.VIEW if leaf == Leaf.ROOT else leaf
+
+
+def _size_key(shape: tuple[Any, ...]) -> Any:
+    """The number of elements, or the shape itself where a dimension is symbolic."""
+    if all(isinstance(d, int) for d in shape):
+        return prod(shape)
+    return tuple(d for d in shape if not (isinstance(d, int) and d == 1))
+
+
+@dataclass(frozen=True)
+class ConvertAsWritten(Rule):
+    """An `astype` that the jaxpr shows is the author's voice."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
+        if fact is not None and old == new:  # only the weak type changes
+            out = fact._replace(leaf=view_of(fact.leaf))
+            if fact.dtype == old:
+                return Decision((old,), site.params, (out,), "keeps its dtype")
+            params = site.params | {"new_dtype": fact.dtype, "weak_type": False}
+            return Decision((fact.dtype,), params, (out,), "keeps its dtype")
+        outs = (None,)
+        if new is not None:
+            outs = (
+                Fact(
+                    new, self._mark(site.avals[0].dtype, new), values=self._values(site)
+                ),
+            )
+        reads = (fact and fact.dtype,)
+        return Decision(reads, site.params, outs, "a cast that the author wrote")
+
+    @staticmethod
+    def _mark(old: Any, new: DType) -> Mark:
+        if is_float(old):  # up: pinned by the author; down: as good as an input
+            return Mark.FULL if bits(new) > bits(old) else Mark.NEUTRAL
+        # Integers are exact in float16 only up to 2048, in bfloat16 up to 256.
+        return Mark.NEUTRAL if old == np.bool_ else Mark.FULL
+
+    @staticmethod
+    def _values(site: Site) -> frozenset[float] | None:
+        if site.facts[0] is not None:
+            return site.facts[0].values
+        return frozenset({0.0, 1.0}) if site.avals[0].dtype == np.bool_ else None
+
+
+follow_inputs = FollowInputs()
+"""Computes low only between ops that compute low (TensorFlow's *infer* colour).
+
+In full precision if an input of the result's size must stay in it; else low, if an
+input is low already and an op that computes low reads the result; else as written. A
+smaller input (a bias, a mean) never decides. A constant that would overflow, vanish or
+turn into 1 keeps the op in full precision.
+
+See TensorFlow's graph rewrite, `auto_mixed_precision.cc`."""
+
+keep_inputs = KeepInputs()
+"""Moves data in whatever precision it has (TensorFlow's *clear* colour)."""
+
+keep_each_input = KeepEachInput()
+"""As `keep_inputs`, where each result belongs to one input."""

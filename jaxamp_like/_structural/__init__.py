@@ -1,0 +1,50 @@
+"""Structural primitives: those that hold programs. One row of `STRUCTURAL` for each."""
+
+from .base import REMAT, Body as Body, Handler as Handler
+from .branches import bind_cond, cond_bodies, decide_cond
+from .calls import (
+    bind_inline,
+    bind_jit,
+    bind_remat,
+    call_bodies,
+    decide_call,
+    decide_inline,
+    decide_jit,
+    decide_remat,
+)
+from .derivatives import bind_custom_jvp, bind_custom_vjp
+from .loops import (
+    bind_scan,
+    bind_while,
+    decide_scan,
+    decide_while,
+    scan_bodies,
+    while_bodies,
+)
+from .mapped import bind_pmap, bind_shard_map
+from .pinned import bind_pinned, decide_pinned, no_bodies
+
+_JIT = Handler(call_bodies, decide_jit, bind_jit)
+_SCAN = Handler(scan_bodies, decide_scan, bind_scan)
+_INLINE = Handler(call_bodies, decide_inline, bind_inline)
+
+STRUCTURAL: dict[str, Handler] = {
+    "jit": _JIT,
+    "pjit": _JIT,  # its name up to JAX 0.6
+    **dict.fromkeys(REMAT, Handler(call_bodies, decide_remat, bind_remat)),
+    "closed_call": _INLINE,
+    "core_call": _INLINE,
+    "call": _INLINE,
+    "eval_jaxpr": _INLINE,
+    "cond": Handler(cond_bodies, decide_cond, bind_cond),
+    "scan": _SCAN,
+    "while": Handler(while_bodies, decide_while, bind_while),
+    "custom_jvp_call": Handler(call_bodies, decide_inline, bind_custom_jvp),
+    "custom_vjp_call": Handler(call_bodies, decide_call, bind_custom_vjp),
+    "custom_linear_solve": Handler(no_bodies, decide_pinned, bind_pinned),
+    "linear_call": Handler(no_bodies, decide_pinned, bind_pinned),
+    "custom_vmap_call": Handler(no_bodies, decide_pinned, bind_pinned),
+    "shard_map": Handler(call_bodies, decide_call, bind_shard_map),
+    "xla_pmap": Handler(call_bodies, decide_call, bind_pmap),
+}
+"""How each structural primitive is rewritten, by its name."""

@@ -1,0 +1,76 @@
+"""Structural primitives: those that hold programs. One row of `STRUCTURAL` for each.
+
+A row says how values flow between an equation and its bodies, how it is decided (its
+bodies are planned with the facts of its operands), and how it is bound again. Binding
+copies the equation's parameters and replaces only the jaxprs, so that names, donation,
+shardings, unrolling, remat policies and whatever a later JAX adds survive."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .._dtypes import DType, cast
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    raw,
+)
+from .._rules import (
+    Decision,
+    Fact,
+    Leaf,
+    Site,
+    author_dtype,
+)
+
+Facts = tuple[Fact | None, ...]
+
+
+REMAT = ("checkpoint", "remat2")
+
+
+class Body(NamedTuple):
+    """One program that an equation holds, and how values flow through it."""
+
+    jaxpr: Jaxpr
+    ins: Sequence[int]  # for each input, the operand of the equation
+    outs: Sequence[int | None]  # for each result, the result of the equation
+    loop: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
+
+
+class Handler(NamedTuple):
+    """How a structural primitive is read, decided and bound."""
+
+    bodies: Callable[[Eqn], list[Body]]
+    decide: Callable[[Any, Eqn, Site], tuple[Decision, tuple[Any, ...]]]
+    bind: Callable[[Any, Any, list[Any]], Sequence[Any]]
+
+
+def decision_of(
+    site: Site, reads: Iterable[Any], outs: Iterable[Any], why: str
+) -> Decision:
+    return Decision(tuple(reads), site.params, tuple(outs), why)
+
+
+def now(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
+    return tuple(fact and fact.dtype for fact in facts)
+
+
+def inside(facts: Sequence[Fact | None], leaf: Leaf = Leaf.ROOT) -> Facts:
+    """Facts of operands as a body's inputs; a view outside is no view inside."""
+    inside = {Leaf.ROOT: leaf, Leaf.CONST: Leaf.CONST, Leaf.RERUN: Leaf.RERUN}
+    return tuple(
+        fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
+    )
+
+
+def outside(facts: Sequence[Fact | None]) -> Facts:
+    return tuple(fact and fact._replace(leaf=Leaf.NO) for fact in facts)
+
+
+def author_facts(jaxpr: Jaxpr) -> Facts:
+    authors = (author_dtype(v.aval) for v in raw(jaxpr).invars)
+    return tuple(dtype and Fact(dtype) for dtype in authors)
+
+
+def cast_all(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    return [x if d is None else cast(x, d) for x, d in zip(values, dtypes, strict=True)]

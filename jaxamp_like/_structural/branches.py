@@ -1,0 +1,53 @@
+"""Branches: every one gets the same operands and must return the same dtypes."""
+
+from typing import Any
+
+from .._dtypes import widest
+from .._jax import (
+    Eqn,
+    eqn_context,
+)
+from .._rules import (
+    Fact,
+    Site,
+)
+from .base import (
+    Body,
+    decision_of,
+    inside,
+    now,
+)
+
+
+def cond_bodies(eqn: Eqn) -> list[Body]:
+    ins, outs = range(1, len(eqn.invars)), range(len(eqn.outvars))
+    return [Body(branch, ins, outs) for branch in eqn.params["branches"]]
+
+
+def decide_cond(planner: Any, eqn: Eqn, site: Site):
+    facts = inside(site.facts[1:])
+    inner = tuple(
+        planner.plan(branch, facts, site.scope, site.wanted)
+        for branch in eqn.params["branches"]
+    )
+    outs = map(_join, *(plan.outs for plan in inner))
+    return decision_of(site, now(site.facts), outs, "its branches agree"), inner
+
+
+def _join(*facts: Fact | None) -> Fact | None:
+    known = [fact for fact in facts if fact is not None]
+    if not known:
+        return None
+    dtype = widest(fact.dtype for fact in known)
+    carried = any(fact.carried for fact in known)
+    return Fact(dtype, max(fact.mark for fact in known), carried=carried)
+
+
+def bind_cond(frame: Any, step: Any, operands: list[Any]):
+    eqn, dtypes = step.eqn, now(step.decision.outs)
+    branches = tuple(
+        frame.close(plan, branch, dtypes)
+        for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)
+    )
+    with eqn_context(eqn):
+        return eqn.primitive.bind(*operands, **eqn.params | {"branches": branches})

@@ -1,0 +1,206 @@
+"""Loops: a carry enters every iteration with the same dtype and mark."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .._dtypes import DType, cast, lowered
+from .._jax import (
+    Eqn,
+    consts,
+    eqn_context,
+    raw,
+    scan_arity,
+)
+from .._lean import keep, save_named
+from .._primitives import MOVEMENT
+from .._rules import (
+    Demand,
+    Fact,
+    Mark,
+    Site,
+)
+from .base import (
+    REMAT,
+    Body,
+    Facts,
+    cast_all,
+    decision_of,
+    inside,
+    now,
+    outside,
+)
+from .calls import bind_jit
+
+
+def scan_bodies(eqn: Eqn) -> list[Body]:
+    num_consts, num_carry = scan_arity(eqn)
+    loop = [(i, num_consts + i) for i in range(num_carry)]
+    return [
+        Body(eqn.params["jaxpr"], range(len(eqn.invars)), range(len(eqn.outvars)), loop)
+    ]
+
+
+def while_bodies(eqn: Eqn) -> list[Body]:
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    num_carry = len(eqn.outvars)
+    first = num_cond + num_body
+    carry = range(first, first + num_carry)
+    loop = [(i, num_body + i) for i in range(num_carry)]
+    return [
+        Body(params["cond_jaxpr"], [*range(num_cond), *carry], [None]),
+        Body(
+            params["body_jaxpr"],
+            [*range(num_cond, first), *carry],
+            range(num_carry),
+            loop,
+        ),
+    ]
+
+
+def decide_scan(planner: Any, eqn: Eqn, site: Site):
+    return _decide_loop(planner, site, scan_bodies(eqn))
+
+
+def decide_while(planner: Any, eqn: Eqn, site: Site):
+    return _decide_loop(planner, site, while_bodies(eqn))
+
+
+def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
+    *others, body = bodies
+    wanted = planner.body_wanted(body, site.scope, site.wanted)
+    outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
+    adds_up = {body.ins[i] for i in planner.must_stay_full(body, site.scope)}
+    demands = planner.body_demands(body, site.scope, site.wanted)
+    # Those may be low that are read low, and made by compute ops on every path.
+    read_low = {
+        i
+        for i, how in zip(body.ins, demands, strict=True)
+        if Demand.LOW in how and Demand.OTHER not in how
+    }
+    low = (outs.keys() & read_low) - adds_up
+    marks = dict.fromkeys(outs, Mark.NEUTRAL)
+    given = list(inside(site.facts))
+    for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
+        is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
+        if is_sliced and how == Demand.LOW:
+            given[i] = _low_slices(given[i], site)
+    while True:  # marks only rise, and there are three
+        carried = {i: _carried(site, i, mark, i in low) for i, mark in marks.items()}
+        carried |= {i: carried[i]._replace(carried=True) for i in outs.keys() & adds_up}
+        facts = [carried.get(i, fact) for i, fact in enumerate(given)]
+        inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
+        made = {i: inner.outs[out].mark for i, out in outs.items()}
+        stuck = {i for i in low if made[i] == Mark.FULL}
+        if not stuck and all(mark <= carried[i].mark for i, mark in made.items()):
+            break
+        low -= stuck
+        marks = {i: max(mark, made[i]) for i, mark in marks.items()}
+    plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
+    results = list(outside(inner.outs))
+    for i, out in outs.items():
+        results[out] = carried[i]._replace(carried=False)
+    decision = decision_of(site, now(facts), results, "its carries keep one dtype")
+    return decision, (*plans, inner)
+
+
+def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
+    """What a scan reads slice by slice, each once, may be cast before the loop.
+
+    Unless it is an input, whose cast would be a second copy to keep."""
+    if fact is None or fact.leaf or fact.mark == Mark.FULL:
+        return fact
+    return Fact(lowered(fact.dtype, site.compute_dtype), Mark.LOW, small=fact.small)
+
+
+def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:
+    return tuple(facts[i] for i in ins)
+
+
+def _carried(site: Site, i: int, mark: Mark, is_low: bool) -> Fact:
+    """A carry's fact in the body: the author's dtype, or low."""
+    fact, author = site.facts[i], site.authors[i]
+    assert fact is not None and author is not None
+    if is_low:
+        dtype = lowered(author, site.compute_dtype)
+        return Fact(dtype, max(fact.mark, mark, Mark.LOW))
+    return Fact(author, max(fact.mark, mark))
+
+
+def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., bool]:
+    """A policy for `jax.checkpoint`: casts of such variables are made again.
+
+    So are views of them; one of a value that looks alike costs little to make again."""
+    casts = list(casts)
+    recast = {(var.aval.shape, var.aval.dtype, dtype) for var, dtype in casts}
+    low = {(var.aval.size, dtype) for var, dtype in casts}
+
+    def saveable(primitive, *avals, **params):
+        if primitive is lax.convert_element_type_p:
+            (aval,) = avals
+            return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
+        is_view = primitive.name in MOVEMENT
+        return not (is_view and (avals[0].size, avals[0].dtype) in low)
+
+    return saveable
+
+
+def _holds_remat(plan: Any) -> bool:
+    """Whether some code in a plan is checkpointed by its author."""
+    return any(
+        step.eqn.primitive.name in REMAT or any(map(_holds_remat, step.inner))
+        for step in plan.steps
+    )
+
+
+def bind_scan(frame: Any, step: Any, operands: list[Any]):
+    """Binds a scan; the casts of parameters that every iteration reads come first.
+
+    They are made before the loop, and made again before the loop of the backward pass:
+    neither once an iteration nor kept in between. Such a loop is made by `lax.scan`,
+    since the low values are new constants of its body. The policy of the checkpoint
+    around it would overrule the author's checkpoints inside: there the casts stay in
+    the body."""
+    (inner,), eqn, frame = step.inner, step.eqn, frame.in_loop()
+    num_consts, num_carry = scan_arity(eqn)
+    places = {var: i for i, var in enumerate(inner.invars[:num_consts])}
+    casts = frame.recast_roots(inner)
+    ahead = [cast for cast in casts if cast[0] in places]
+    if not ahead or eqn.effects or _holds_remat(inner):
+        return bind_jit(frame, step, operands)
+    is_lean, frame = frame.is_lean, frame.under_policy()
+    dtypes = now(step.decision.outs)
+
+    def loop(operands):
+        fixed, rest = operands[:num_consts], operands[num_consts:]
+        low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
+
+        def body(carry, xs):
+            jaxpr = eqn.params["jaxpr"]
+            # Without a name, JAX would run the loop again to have what it carries.
+            carry = list(map(keep, carry))
+            outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], low)
+            outs = cast_all(outs, dtypes)
+            return outs[:num_carry], outs[num_carry:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(body, rest[:num_carry], rest[num_carry:], **options)
+        return [*carry, *ys]
+
+    with eqn_context(eqn):
+        policy = save_named if is_lean else _save_all_but_casts(casts)
+        return jax.checkpoint(loop, policy=policy, prevent_cse=False)(operands)
+
+
+def bind_while(frame: Any, step: Any, operands: list[Any]):
+    (cond, body), frame = step.inner, frame.in_loop()
+    params = step.eqn.params
+    new = {
+        "cond_jaxpr": frame.close(cond, params["cond_jaxpr"], (None,)),
+        "body_jaxpr": frame.close(body, params["body_jaxpr"], now(step.decision.outs)),
+    }
+    with eqn_context(step.eqn):
+        return step.eqn.primitive.bind(*operands, **params | new)

@@ -1,0 +1,52 @@
+"""Bodies that are rewritten, with what goes in and out pinned to the author's dtypes."""
+
+from typing import Any
+
+from .._jax import (
+    Eqn,
+    raw,
+    reemit,
+    subjaxprs,
+)
+from .._rules import (
+    Fact,
+    Mark,
+    Site,
+    author_dtype,
+)
+from .base import (
+    Body,
+    author_facts,
+    decision_of,
+)
+
+
+def decide_pinned(planner: Any, eqn: Eqn, site: Site):
+    inner = tuple(
+        planner.plan(jaxpr, author_facts(jaxpr), site.scope)
+        for jaxpr in subjaxprs(eqn.params)
+    )
+    outs = (author and Fact(author, Mark.FULL) for author in site.out_authors)
+    return decision_of(
+        site, site.authors, outs, "its dtypes are part of a contract"
+    ), inner
+
+
+def bind_pinned(frame: Any, step: Any, operands: list[Any]):
+    plans = iter(step.inner)
+
+    def rewrite(value):
+        if isinstance(value, tuple):  # a NamedTuple of jaxprs, such as a linear solve's
+            items = [rewrite(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not hasattr(raw(value), "eqns"):
+            return value
+        authors = tuple(author_dtype(v.aval) for v in raw(value).outvars)
+        return frame.close(next(plans), value, authors)
+
+    params = {name: rewrite(value) for name, value in step.eqn.params.items()}
+    return reemit(step.eqn, operands, params)
+
+
+def no_bodies(eqn: Eqn) -> list[Body]:
+    return []
