@@ -1,4 +1,4 @@
-"""Bodies that are rewritten, with what goes in and out pinned to the author's dtypes."""
+"""Bodies that are rewritten, while what goes in and out keeps the author's dtypes."""
 
 from typing import Any
 
