@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import measure
 from benchmarks.workloads import WORKLOADS
@@ -181,6 +182,22 @@ def test_lean_loops_keep_no_copy_of_a_weight():
     saved = measure.saved(lean(fn), W, xs)
     assert measure.weight_copies(W, saved) == []
     assert max(aval.size for aval in saved) <= 10 * X.size
+
+
+@pytest.mark.parametrize("is_lean", (False, True))
+def test_sharded_code_keeps_no_copy_of_a_weight(is_lean):
+    """There a weight is marked as varying over the mesh before it is read."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    def fn(w, x):
+        return lax.pmean(jnp.sum(jnp.sin(jnp.tanh(x @ w) @ w)), "i")
+
+    mixed = amp(fn, compute_dtype=BF16, lean=is_lean)
+    saved = measure.saved(mixed, W, X, argnums=(0,))
+    assert measure.weight_copies(W, saved) == []
+    grads, true = jax.grad(mixed)(W, X), jax.grad(fn)(W, X)
+    np.testing.assert_allclose(grads, true, atol=0.02 * float(jnp.abs(true).max()))
 
 
 @every_workload

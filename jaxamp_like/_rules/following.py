@@ -147,7 +147,7 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
 # What shares its operand's storage, or is as cheap to make again as to read.
 _VIEWS = (
     "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "rev", "copy",
-    "broadcast_in_dim", "expand_dims", "split", "unstack",
+    "broadcast_in_dim", "expand_dims", "split", "unstack", "pvary", "pcast",
 )  # fmt: skip
 
 
