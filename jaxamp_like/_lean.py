@@ -11,8 +11,10 @@ such as bias and residual adds, stay outside: it is better to keep their one res
 all that they add. What is made of inputs and constants alone, such as a mask, an island
 makes for itself."""
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,7 +29,6 @@ Step = Any  # of `_plan`, which builds on this module
 
 # Calls that may be made twice if all that is inside may.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
-
 
 # Linear in all that they read: the backward pass keeps none of it.
 _KEEPING_NOTHING = MOVEMENT | {"add", "sub", "neg", "concatenate", "pad"}
@@ -162,26 +163,27 @@ def _in_order(
     steps: Sequence[Step], groups: dict[Step, list[Step]]
 ) -> list[list[Step]]:
     """Steps one by one and islands as a whole, each after all that it reads."""
-    maker = {v: step for step in steps for v in step.eqn.outvars}
-    done: set[Step] = set()
-    order: list[list[Step]] = []
-    previous: dict[Step, Step] = {}  # effects happen in the author's order
-    effectful = [step for step in steps if step.eqn.effects]
-    previous |= zip(effectful[1:], effectful, strict=False)
-
-    def emit(step):
-        if step in done:
-            return
-        group = groups.get(step, [step])
-        done.update(group)
-        for member in group:
-            before = [maker[v] for v in _reads(member) if v in maker]
-            for needed in (*before, *previous.keys() & {member}):
-                emit(previous[needed] if needed is member else needed)
-        order.append(group)
-
+    number = {step: i for i, step in enumerate(steps)}
+    # An island goes by its first step.
+    first = {s: number[groups[s][0]] if s in groups else number[s] for s in steps}
+    maker = {v: first[step] for step in steps for v in step.eqn.outvars}
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    previous: list[int] = []  # effects happen in the author's order
     for step in steps:
-        emit(step)
+        needed = {maker[v] for v in _reads(step) if v in maker} - {first[step]}
+        if step.eqn.effects:
+            needed.update(previous)
+            previous = [first[step]]
+        sorter.add(first[step], *needed)
+    sorter.prepare()
+    ready: list[int] = []
+    order: list[list[Step]] = []
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+        i = heapq.heappop(ready)
+        order.append(groups.get(steps[i], [steps[i]]))
+        sorter.done(i)
     return order
 
 
@@ -193,12 +195,12 @@ class _Flow:
         active: variables that a derivative may go through.
         free_vars: those that the backward pass has anyway: inputs, and what is made of
             inputs and constants by moving them.
-        free: the steps that make these.
+        free: the steps that make these, numbered.
         depth_of: the steps of islands, with the number of costly steps before them."""
 
     def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
         self.facts = facts
-        self.free: set[Step] = set()
+        self.free: dict[Step, int] = {}
         self.depth_of: dict[Step, int] = {}
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
@@ -224,7 +226,7 @@ class _Flow:
         elif all(v in self.free_vars for v in operands) and (
             not is_active or step.eqn.primitive.name in MOVEMENT
         ):
-            self.free.add(step)
+            self.free[step] = len(self.free)
             self.free_vars.update(outs)
         elif is_active:
             makers = [self.maker[v] for v in operands if v in self.maker]
@@ -239,7 +241,6 @@ class _Flow:
         """Whether a step's result is as good to keep as what it is made of."""
         if _kept(step, self.active) or _sums(step):
             return False
-
         (out, *_), operands = step.eqn.outvars, list(_reads(step))
         if step.eqn.primitive.name not in _KEEPING_NOTHING:
             masks = (v for v in operands if v.aval.ndim and v not in self.active)
@@ -268,18 +269,14 @@ class _Flow:
 
     def makers(self, group: Sequence[Step]) -> list[Step]:
         """The free steps that make what a group reads."""
-        found: dict[Step, None] = {}
-
-        def visit(step):
-            for v in _reads(step):
-                maker = self.maker.get(v)
-                if maker is not None and maker in self.free and maker not in found:
-                    visit(maker)
-                    found[maker] = None
-
-        for step in group:
-            visit(step)
-        return list(found)
+        found: set[Step] = set()
+        pending = list(group)
+        while pending:
+            makers = {self.maker.get(v) for v in _reads(pending.pop())}
+            new = (makers & self.free.keys()) - found
+            found |= new
+            pending += new
+        return sorted(found, key=self.free.__getitem__)
 
 
 def _held(fact: Fact | None) -> DType | None:

@@ -305,6 +305,19 @@ def programs(draw):
     return program
 
 
+def test_long_chains():
+    """An island whose steps stand far apart, with thousands of others between."""
+
+    def fn(w, x):
+        early = jnp.exp(x @ w)
+        late = x
+        for _ in range(3000):
+            late = late + x
+        return jnp.sum((early * late) @ w)
+
+    np.testing.assert_allclose(lean(fn)(W, X), fn(W, X), rtol=0.05)
+
+
 @settings(max_examples=25, deadline=None)
 @given(programs())
 def test_any_program_computes_the_same(program):
