@@ -188,15 +188,15 @@ LINEAR: frozenset[str] = MOVEMENT | frozenset(
 )
 """Primitives whose derivative reads none of their float operands."""
 
-_DEAR = """cumlogsumexp cummax cummin scatter top_k approx_top_k reduce_window_max
-    reduce_window_min ragged_all_to_all select_and_gather_add lgamma digamma polygamma
-    igamma igammac igamma_grad_a random_gamma_grad regularized_incomplete_beta zeta
-    pbroadcast_dynamic name"""
-
 _CHEAP = (
     _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _COMPRESSING, _MOVEMENT,
     "iota convert_element_type reduce_sum reduce_prod add_any erfc and or xor not conj",
 )  # fmt: skip
 
-CHEAP: frozenset[str] = frozenset(" ".join(_CHEAP).split()) - frozenset(_DEAR.split())
+CHEAP: frozenset[str] = frozenset(" ".join(_CHEAP).split()) - frozenset(
+    """cumlogsumexp cummax cummin scatter top_k approx_top_k reduce_window_max
+    reduce_window_min ragged_all_to_all select_and_gather_add lgamma digamma
+    polygamma igamma igammac igamma_grad_a random_gamma_grad
+    regularized_incomplete_beta zeta pbroadcast_dynamic name""".split()
+)
 """Primitives that cost no more to run twice than their results cost to keep."""
