@@ -11,11 +11,22 @@ from ._conditions import (
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
+    LossScaleState as LossScaleState,
+    NonFiniteLeaf as NonFiniteLeaf,
+    NoScaler as NoScaler,
+    ScalerEvent as ScalerEvent,
+    ScalerLog as ScalerLog,
     all_finite as all_finite,
     check_scaler as check_scaler,
     dynamic_scale_grad as dynamic_scale_grad,
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
+    loss_scale_optimizer as loss_scale_optimizer,
+    merge_scalers as merge_scalers,
+    overflowed_leaves as overflowed_leaves,
+    restore_scaler as restore_scaler,
+    scale_loss as scale_loss,
+    static_scaler as static_scaler,
 )
 from ._policy import default_amp_policy as default_amp_policy
 from ._presets import (

@@ -45,12 +45,15 @@ class PlainScaler:
     min_scaler: float = LEAST
     max_scaler: float = GREATEST
     stuck: int = 0
+    hysteresis: int = 1
+    overflows: int = 0
 
-    def update(self, finite):
+    def update(self, finite, forgiving=True):
         low = max(self.min_scaler, LEAST)
         high = max(min(self.max_scaler, GREATEST), low)
+        forgiven = forgiving and self.overflows + 1 < self.hysteresis
         if not finite:
-            scaler, count = self.scaler / self.adjust_factor, 0
+            scaler, count = self.scaler / (1 if forgiven else self.adjust_factor), 0
         elif self.count >= self.patience:
             scaler, count = self.scaler * self.adjust_factor, 0
         else:
@@ -59,7 +62,8 @@ class PlainScaler:
             self,
             scaler=float(np.float32(min(max(scaler, low), high))),
             count=count,
-            total_resets=self.total_resets + (not finite),
+            total_resets=self.total_resets + (not finite and not forgiven),
+            overflows=0 if finite else self.overflows + 1,
             stuck=self.stuck + 1 if not finite and self.scaler <= low else 0,
         )
 
@@ -67,7 +71,7 @@ class PlainScaler:
         """A step that may be repeated `redo` times."""
         state = self
         for _ in range(redo):
-            lower = state.update(False)
+            lower = state.update(False, forgiving=False)
             if is_finite(state.scaler) or lower.scaler == state.scaler:
                 break
             state = lower
@@ -93,6 +97,7 @@ def plain_scalers(draw, low=-126, high=126):
         scaler=2.0**scaler,
         min_scaler=2.0**least,
         max_scaler=2.0**greatest,
+        hysteresis=draw(st.integers(1, 3)),
     )
 
 
@@ -559,7 +564,7 @@ def test_methods_and_keywords():
 
 def test_state_is_a_tuple_that_travels():
     state = DynamicScalerState(patience=7, max_scaler=2**126)
-    assert len(state) == len(jax.tree.leaves(state)) == 8 and state[0] == 7
+    assert len(state) == len(jax.tree.leaves(state)) == 10 and state[0] == 7
     assert types(state) == types(DynamicScalerState())
     assert types(state._replace(scaler=3)) == types(state)
     same = pickle.loads(pickle.dumps(state))
