@@ -8,6 +8,7 @@ from ._conditions import (
     sums_more_than as sums_more_than,
     when as when,
 )
+from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
@@ -50,3 +51,4 @@ from ._rules import (
     use_precision as use_precision,
     use_widest_precision as use_widest_precision,
 )
+from ._switch import disable_amp as disable_amp

@@ -25,58 +25,13 @@ from jaxamp_like import (
     dynamic_scale_value_and_grad,
 )
 
-LEAST, GREATEST = 2.0**-126, 2.0**126
+from .scalers import GREATEST, LEAST, plain_scalers
+
 relaxed = settings(deadline=None, max_examples=60)
 # Early versions of JAX have it as an experiment only.
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 )
-
-
-@dataclasses.dataclass
-class PlainScaler:
-    """The scaler in plain Python. Every float32 quotient is exact enough in float64."""
-
-    patience: int
-    adjust_factor: float
-    scaler: float
-    count: int = 0
-    total_resets: int = 0
-    min_scaler: float = LEAST
-    max_scaler: float = GREATEST
-    stuck: int = 0
-    hysteresis: int = 1
-    overflows: int = 0
-
-    def update(self, finite, forgiving=True):
-        low = max(self.min_scaler, LEAST)
-        high = max(min(self.max_scaler, GREATEST), low)
-        forgiven = forgiving and self.overflows + 1 < self.hysteresis
-        if not finite:
-            scaler, count = self.scaler / (1 if forgiven else self.adjust_factor), 0
-        elif self.count >= self.patience:
-            scaler, count = self.scaler * self.adjust_factor, 0
-        else:
-            scaler, count = self.scaler, self.count + 1
-        return dataclasses.replace(
-            self,
-            scaler=float(np.float32(min(max(scaler, low), high))),
-            count=count,
-            total_resets=self.total_resets + (not finite and not forgiven),
-            overflows=0 if finite else self.overflows + 1,
-            stuck=self.stuck + 1 if not finite and self.scaler <= low else 0,
-        )
-
-    def redo(self, is_finite, redo):
-        """A step that may be repeated `redo` times."""
-        state = self
-        for _ in range(redo):
-            lower = state.update(False, forgiving=False)
-            if is_finite(state.scaler) or lower.scaler == state.scaler:
-                break
-            state = lower
-        finite = is_finite(state.scaler)
-        return (state if finite else self).update(finite)
 
 
 def assert_same(state, plain):
@@ -86,19 +41,6 @@ def assert_same(state, plain):
 
 def types(tree):
     return jax.tree.map(lambda x: (x.dtype, x.shape, jnp.asarray(x).weak_type), tree)
-
-
-@st.composite
-def plain_scalers(draw, low=-126, high=126):
-    least, scaler, greatest = sorted(draw(st.integers(low, high)) for _ in range(3))
-    return PlainScaler(
-        patience=draw(st.integers(0, 4)),
-        adjust_factor=draw(st.sampled_from([2.0, 4.0, 1.5, 2.0**60])),
-        scaler=2.0**scaler,
-        min_scaler=2.0**least,
-        max_scaler=2.0**greatest,
-        hysteresis=draw(st.integers(1, 3)),
-    )
 
 
 TRACES = []

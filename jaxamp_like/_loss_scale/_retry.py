@@ -43,17 +43,19 @@ def retry(
     def body(carry: Any) -> Any:
         _, tries, states, _ = carry
         outs = unflatten(jaxpr_as_fun(program)(*jax.tree.leaves(states)))
+        # A result that is constant comes as a Python number.
+        finite_of = [jnp.asarray(finite) for finite in outs[0]]
         lower = [state.lower() for state in states]
         # At the minimum another attempt would only repeat this one.
         hopeful = [
             ~finite & _is_below(low, state)
-            for finite, low, state in zip(outs[0], lower, states, strict=True)
+            for finite, low, state in zip(finite_of, lower, states, strict=True)
         ]
         again = functools.reduce(jnp.logical_or, hopeful) & (tries < redo)
         check_uniform(program, again, axis_name)
         states = [
             select(again & ~finite, low, state)
-            for finite, low, state in zip(outs[0], lower, states, strict=True)
+            for finite, low, state in zip(finite_of, lower, states, strict=True)
         ]
         return again, tries + 1, states, outs
 
