@@ -116,7 +116,7 @@ class ScalerEvent(NamedTuple):
     Args:
         step: the number of the record that showed it, from 1.
         kind: "grew"; "lowered"; "skipped", a step that hysteresis forgave; "stuck", a
-            step that overflowed at the minimum; "set", a scale changed from outside.
+            step that overflowed at the minimum.
         before: the scale of the record before.
         after: the scale now.
         overflows: non-finite steps in a row up to now, 0 if a retry helped.
@@ -216,11 +216,9 @@ def _kind(before: _Values, now: _Values) -> str:
 
     if rose("stuck"):
         return "stuck"
-    if rose("total_resets"):
+    if rose("scaler"):
+        return "grew"
+    # Seen now and then, a scale may have fallen and be back.
+    if now["scaler"] < before["scaler"] or rose("total_resets"):
         return "lowered"
-    if rose("overflows"):
-        return "skipped"
-    if now["scaler"] == before["scaler"]:
-        return ""
-    # A growth begins a new count; whoever sets a scale from outside leaves it.
-    return "grew" if rose("scaler") and now["count"] < before["count"] else "set"
+    return "skipped" if rose("overflows") else ""
