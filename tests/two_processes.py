@@ -16,8 +16,6 @@ index, count = int(index), int(count)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,10 +74,10 @@ def jit_step(redo):
     def train(w, opt_state, state, x):
         state, (loss, grads) = step(w, x, dynamic_scaler_state=state)
         updates, new = TX.update(grads, opt_state, w)
-        ok = state.overflows == 0
-        keep = functools.partial(jnp.where, ok)
-        w = keep(optax.apply_updates(w, updates), w)
-        return w, jax.tree.map(keep, new, opt_state), state, loss
+        w, opt_state = state.accept(
+            (optax.apply_updates(w, updates), new), (w, opt_state)
+        )
+        return w, opt_state, state, loss
 
     return train
 
@@ -94,9 +92,10 @@ def shard_map_step(redo, check_vma):
         state, (loss, grads) = step(w, x, dynamic_scaler_state=state)
         grads = lax.pmean(grads, "d")
         updates, new = TX.update(grads, opt_state, w)
-        keep = functools.partial(jnp.where, state.overflows == 0)
-        w = keep(optax.apply_updates(w, updates), w)
-        return w, jax.tree.map(keep, new, opt_state), state, loss
+        w, opt_state = state.accept(
+            (optax.apply_updates(w, updates), new), (w, opt_state)
+        )
+        return w, opt_state, state, loss
 
     specs = dict(in_specs=(P(), P(), P(), P("d")), out_specs=P())
     return jax.jit(jax.shard_map(body, mesh=MESH, check_vma=check_vma, **specs))

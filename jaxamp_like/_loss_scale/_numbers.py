@@ -36,6 +36,13 @@ def select(pred: Array, x: Any, y: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, pred), x, y)
 
 
+def chosen(pred: Array, new: Any, old: Any) -> Any:
+    """Like `select`, for trees that may also hold what is no array."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(pred, x, y) if isinstance(x, Array) else x, new, old
+    )
+
+
 def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     """Whether every floating-point or complex number in a pytree is finite.
 

@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._agree import AxisName
-from ._numbers import all_finite, checked_loss
+from ._numbers import all_finite, checked_loss, chosen, select
 from ._state import (
     DynamicScalerState,
     NoScaler,
@@ -112,13 +112,9 @@ def loss_scale_optimizer(
         updates = jax.tree.map(
             lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates
         )
-        new_inner = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new_inner, inner_state
-        )
+        new_inner = chosen(finite, new_inner, inner_state)
         is_due = ~finite | _is_step(new_inner)
-        following = jax.tree.map(
-            lambda new, old: jnp.where(is_due, new, old), scaler.update(finite), scaler
-        )
+        following = select(is_due, scaler.update(finite), scaler)
         return updates, LossScaleState(following, new_inner)
 
     return LossScaleOptimizer(init, update)  # pyright: ignore

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._jax import is_tracer
-from ._numbers import checked_loss, times, unscaled
+from ._numbers import checked_loss, chosen, times, unscaled
 
 # Beyond these, the scale or its reciprocal is subnormal in float32, which XLA flushes
 # to zero: the gradients would vanish, and still be called finite.
@@ -160,6 +160,21 @@ class DynamicScalerState(_Fields):
             overflows=overflows,
         )
 
+    def accept(self, new: Any, old: Any) -> Any:
+        """What the step that led to this state made, or if it was skipped, what was.
+
+        Args:
+            new: parameters, an optimizer's state or any pytree, after the step.
+            old: the same before it. Where leaves are no arrays, `new` has its way.
+        Returns:
+            `new` if the gradients were finite, else `old`.
+
+        >>> state = DynamicScalerState().update(False)
+        >>> state.accept({"w": jnp.nan * jnp.ones(2)}, {"w": jnp.ones(2)})
+        {'w': Array([1., 1.], dtype=float32)}
+        """
+        return chosen(self.overflows == 0, new, old)
+
     def lower(self) -> Self:
         """The state with a scale one step down, as a retry tries it."""
         return self._with(
@@ -199,6 +214,10 @@ class NoScaler:
     def update(self, finite: ArrayLike) -> Self:
         """The same again."""
         return self
+
+    def accept(self, new: Any, old: Any) -> Any:
+        """What is new: no step is skipped."""
+        return new
 
     def lower(self) -> Self:
         """The same again: there is nothing to lower."""
