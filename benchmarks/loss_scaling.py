@@ -302,10 +302,11 @@ def compiled(contender: Contender, size: str, device: Any = None) -> Compiled:
         options = dict(in_shardings=sharding, out_shardings=sharding)
     step = jax.jit(one.run, donate_argnums=0, **options).lower(one.arrays, batch)
     result = step.compile()
-    text = result.as_text()
+    text = str(result.as_text())
     ops = text.count(" = ")
     if device is None:
-        return Compiled(ops, result.cost_analysis()["bytes accessed"])
+        cost: Any = result.cost_analysis()
+        return Compiled(ops, cost["bytes accessed"])
     # A step that is repeated on overflow is counted as it runs without one.
     found = roofline.figures(text, 0, unknown_trips=1)
     return Compiled(ops, found.moved_bytes, found.step_seconds)

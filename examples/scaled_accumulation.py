@@ -67,7 +67,7 @@ def main() -> None:
     tx = optax.adam(1e-2)
     # It begins far too high, and comes down by one step for each step that overflows.
     opt_state, scaler = tx.init(params), DynamicScalerState(scaler=2**22, patience=50)
-    log, step = ScalerLog(scaler), make_step(tx)
+    log, step, loss = ScalerLog(scaler), make_step(tx), jnp.nan
     for i in range(steps):
         xs = jr.normal(jr.fold_in(keys[2], i), (MICROBATCHES, ROWS, WIDTH))
         ys = jnp.sin(xs.sum(axis=-1, keepdims=True))

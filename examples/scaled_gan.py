@@ -84,7 +84,7 @@ def main() -> None:
     }
     tx = optax.adam(2e-3, b1=0.5)
     opt_state, scaler = tx.init(params), DynamicScalerState(patience=100)
-    step = make_step(tx)
+    step, losses = make_step(tx), (jnp.nan, jnp.nan)
     for i in range(steps):
         real_key, noise_key = jr.split(jr.fold_in(keys[2], i))
         angle = jr.uniform(real_key, (ROWS, 1), maxval=6.28)

@@ -9,6 +9,7 @@ Orbax: pip install 'jaxamp_like[checkpoint]'
 import argparse
 import pathlib
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def step(w, opt_state, x):
     return (optax.apply_updates(w, updates), opt_state), grads
 
 
-def train(state, steps):
+def train(state: Any, steps: range) -> Any:
     for i in steps:
         state, grads = step(*state, jr.normal(jr.key(i), (ROWS, WIDTH)))
         if state[1].scaler.overflows:

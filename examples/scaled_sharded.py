@@ -1,9 +1,9 @@
 """float16 training over eight devices, of which one overflows: all of them agree.
 
-The same training three ways: `jax.jit` over sharded arrays, where there is nothing to
-do; `jax.shard_map` with a collective in the loss, where the step is told over which
-axis to agree; and `loss_scale_optimizer`. One row of one batch has a gradient that is too
-large for float16. All devices repeat that step together, or skip it together.
+The same training three ways: `jax.jit` over sharded arrays, where there is nothing
+to do; `jax.shard_map` with a collective in the loss, where the step is told over which
+axis to agree; and `loss_scale_optimizer`. One row of one batch has a gradient that is
+too large for float16. All devices repeat that step together, or skip it together.
 
     python examples/scaled_sharded.py --steps 10
 
@@ -121,6 +121,7 @@ def main() -> None:
     }
     print(f"{N} devices")
     for name, (step, carry, scaler_of) in runs.items():
+        loss = jnp.nan
         for i in range(steps):
             carry, loss = step(*carry, *batch(i))
         scaler = scaler_of(carry)
