@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ._agree import AxisName
-from ._numbers import all_finite, checked_loss, chosen, select
+from ._numbers import all_finite, checked_loss, select
 from ._state import (
     DynamicScalerState,
     NoScaler,
@@ -105,16 +105,16 @@ def loss_scale_optimizer(
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
-        finite = all_finite(grads, axis_name=axis_name)
+        following = scaler.update(all_finite(grads, axis_name=axis_name))
         # Selected and not branched: a branch would have to wait with all gradients
-        # written out, while these selections are part of the update itself. And a zero
-        # that is negative leaves even a parameter of -0.0 as it is.
-        updates = jax.tree.map(
-            lambda u: jnp.where(finite, u, jnp.full_like(u, -0.0)), updates
-        )
-        new_inner = chosen(finite, new_inner, inner_state)
-        is_due = ~finite | _is_step(new_inner)
-        following = select(is_due, scaler.update(finite), scaler)
+        # written out, while these selections are part of the update itself. They ask
+        # the state, for the flag itself is an `and` over all leaves, which XLA would
+        # copy into each of them. A zero that is negative leaves even -0.0 as it is.
+        zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
+        updates = following.accept(updates, zeros)
+        new_inner = following.accept(new_inner, inner_state)
+        is_due = (following.overflows > 0) | _is_step(new_inner)
+        following = select(is_due, following, scaler)
         return updates, LossScaleState(following, new_inner)
 
     return LossScaleOptimizer(init, update)  # pyright: ignore
