@@ -357,7 +357,7 @@ def parameters_after(contender: Contender, steps: int) -> Any:
 
 def parameter_error(contender: Contender) -> float:
     """The largest, after three steps, to those of the unscaled loss."""
-    ends = (parameters_after(one, 3) for one in (CONTENDERS["unscaled"], contender))
+    ends = (parameters_after(one, 3) for one in (contender, CONTENDERS["unscaled"]))
     pairs = zip(*map(jax.tree.leaves, ends), strict=True)
     return max(float(jnp.abs(a - b).max()) for a, b in pairs)
 

@@ -1,12 +1,12 @@
 """Loss scaling on many devices: all of them skip, repeat and grow together.
 
-Each test has eight devices, of which one overflows. A step that made some of them wait
-for the others would never end, so the tests with collectives run in a child process
-with a time limit (`test_scale_processes.py` has two of them at once)."""
+Each test has eight devices, of which one overflows. `test_scale_processes.py` does the
+same with real processes, and a time limit that kills what waits for ever."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -153,10 +153,10 @@ def test_plain_jit_over_sharded_arrays(mesh, redo):
     assert state.scaler.is_fully_replicated and np.isnan(g).sum() == 1
 
 
-def test_optimizer_on_shards(mesh):
-    import optax
-
-    tx = loss_scale_optimizer(optax.adam(0.1), axis_name="d")
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_optimizer_on_shards(mesh, check_vma):
+    axis_name = None if check_vma else "d"
+    tx = loss_scale_optimizer(optax.adam(0.1), axis_name=axis_name)
 
     def body(w, opt_state, x):
         grads = jax.grad(lambda w: scale_loss(local_loss(w, x), opt_state))(w)
@@ -168,7 +168,11 @@ def test_optimizer_on_shards(mesh):
     spec = jax.tree.map(lambda x: P("d") if x.ndim else P(), opt_state)
     run = jax.jit(
         jax.shard_map(
-            body, mesh=mesh, in_specs=(P("d"), spec, P("d")), out_specs=(P("d"), spec)
+            body,
+            mesh=mesh,
+            in_specs=(P("d"), spec, P("d")),
+            out_specs=(P("d"), spec),
+            check_vma=check_vma,
         )
     )
     new, opt_state = run(w, opt_state, shards(mesh, one_large(1, np.inf)))

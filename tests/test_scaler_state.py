@@ -375,6 +375,15 @@ def test_bad_types(call, match):
         call()
 
 
+@pytest.mark.parametrize("redo", [0, 1])
+def test_under_strict_promotion(redo):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        step = dynamic_scale_grad(lambda w: (w * w).sum(), redo_on_nan=redo)
+        state, g = step(jnp.ones(3), dynamic_scaler_state=DynamicScalerState())
+        assert state.count == 1 and (g == jnp.full(3, 2.0)).all()
+        assert merge_scalers(state, state.update(jnp.array(False))).overflows == 1
+
+
 def test_counts_stop_at_the_largest():
     state = DynamicScalerState(patience=MOST, count=MOST - 1, total_resets=MOST)
     assert state.update(True).count == MOST

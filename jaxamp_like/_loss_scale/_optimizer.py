@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from ._agree import AxisName
+from ._agree import AxisName, agreed
 from ._numbers import all_finite, checked_loss, select
 from ._state import (
     DynamicScalerState,
@@ -60,7 +60,8 @@ def loss_scale_optimizer(
         scaler: "dynamic"; a number, for a scale that never changes; a state, which may
             be dynamic with settings of your own; or None to scale and skip nothing.
         axis_name: axes of `jax.shard_map` or `jax.pmap` whose devices hold different
-            gradients, so that all of them skip a step, or none.
+            gradients, so that all of them skip a step, or none. Where `shard_map` keeps
+            track of what varies (`check_vma=True`), they need not be named.
     Returns:
         An optimizer whose state is a `LossScaleState`.
     Raises:
@@ -105,7 +106,8 @@ def loss_scale_optimizer(
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
-        following = scaler.update(all_finite(grads, axis_name=axis_name))
+        finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
+        following = scaler.update(finite)
         # Selected and not branched: a branch would have to wait with all gradients
         # written out, while these selections are part of the update itself. They ask
         # the state, for the flag itself is an `and` over all leaves, which XLA would
