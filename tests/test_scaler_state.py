@@ -339,6 +339,12 @@ BAD_INPUT = {
     ),
     "newer": (lambda: restore_scaler({"scaler": 1.0, "shift": 2}), "has not: shift"),
     "longer": (lambda: restore_scaler(range(5, 17)), "has not: number 10, number 11"),
+    "prefix of one": (
+        lambda: dynamic_scale_grad(lambda w: w["a"])(
+            {"a": ONE}, dynamic_scaler_state={"c": DynamicScalerState()}
+        ),
+        "must be a prefix of the tree of gradients",
+    ),
     "prefix": (
         lambda: dynamic_scale_grad(lambda w: w["a"] + w["b"])(
             {"a": ONE, "b": ONE},

@@ -27,7 +27,7 @@ def merge_groups(structure: Any, grads_of: Sequence[Any]) -> tuple[Any, list[Arr
         grads_of: for each group all gradients, made with the group's scale.
     Returns:
         The gradients, and for each group whether its own are finite."""
-    if len(grads_of) == 1:
+    if jax.tree_util.treedef_is_leaf(structure):
         return grads_of[0], [all_finite(grads_of[0])]
     groups = jax.tree.unflatten(structure, range(len(grads_of)))
     first = grads_of[0]
