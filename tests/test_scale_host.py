@@ -118,6 +118,11 @@ def test_check_scaler_finds_states_anywhere():
         check_scaler({"a": [DynamicScalerState(), stuck]})
 
 
+def test_a_log_of_other_states():
+    with pytest.raises(ValueError, match=r"scales at \['a'\], but .* at its root"):
+        ScalerLog(STATE).record({"a": STATE})
+
+
 @pytest.mark.parametrize("call", [check_scaler, ScalerLog, ScalerLog(STATE).record])
 def test_where_there_is_no_state(call):
     with pytest.raises(

@@ -109,6 +109,15 @@ def test_a_retry_that_helps_lowers_the_scale_whatever_the_hysteresis():
     assert (state.scaler, state.overflows) == (2**13, 1)  # in vain: forgiven
 
 
+@pytest.mark.parametrize("scaler", [0.0, np.inf, np.nan])
+def test_a_scale_from_elsewhere_is_usable_by_hand_too(scaler):
+    state = jax.tree.unflatten(
+        jax.tree.structure(DynamicScalerState()),
+        [x if i != 2 else scaler for i, x in enumerate(DynamicScalerState())],
+    )
+    assert state.unscale(state.scale(1.0)) == 1.0
+
+
 @pytest.mark.parametrize("redo", [0, 2])
 def test_static_scale(redo):
     step = dynamic_scale_grad(lambda w, x: w * x, redo_on_nan=redo)
@@ -203,6 +212,8 @@ def test_merging_parts_of_a_step():
     for wrong in ((), (good, 1.0), ((good, 2.0),)):
         with pytest.raises(TypeError, match="takes the next states"):
             merge_scalers(*wrong)
+    with pytest.raises(TypeError, match=r"`merge_scalers\(\*states\)`"):
+        merge_scalers([good, bad])
 
 
 @pytest.mark.parametrize("bad", [None, 0, 3])
@@ -329,6 +340,8 @@ BAD_INPUT = {
         "`max_scaler` .* no less than `min_scaler`, 8.0, but was given 4.0",
     ),
     "scaler": (lambda: DynamicScalerState(scaler=np.nan), "`scaler` .* given nan"),
+    "static zero": (lambda: static_scaler(0), "between .* use `NoScaler"),
+    "static inf": (lambda: static_scaler(np.inf), "between 2"),
     "replaced": (
         lambda: DynamicScalerState()._replace(count=jnp.array(-3)),
         "`count` .* given -3",

@@ -170,15 +170,26 @@ class ScalerLog:
             The new events, which are also added to `events`.
         Raises:
             TypeError: there is no state in `state`.
+            ValueError: its states are in other places than at the beginning.
         """
         histories = {path: _steps(one) for path, one in scalers_in(state).items()}
+        if histories.keys() != self._last.keys():
+            now, first = (
+                ", ".join(path or "its root" for path in paths)
+                for paths in (histories, self._last)
+            )
+            raise ValueError(
+                f"`state` has its scales at {now}, but this log began with one that has "
+                f"them at {first}.\nGive `record` what was given to `ScalerLog`, some "
+                "steps later."
+            )
         count = max((len(states) for states in histories.values()), default=1)
         self.step = self.step + count if step is None else step
         events = []
         for path, states in histories.items():
             for i, now in enumerate(states):
                 number = self.step - len(states) + 1 + i
-                before = self._last.get(path, now)
+                before = self._last[path]
                 kind, self._last[path] = _kind(before, now), now
                 if kind:
                     scales = float(before["scaler"]), float(now["scaler"])

@@ -117,7 +117,7 @@ class DynamicScalerState(_Fields):
         >>> DynamicScalerState(scaler=8).scale(jnp.float16(3))
         Array(24., dtype=float32)
         """
-        return times(checked_loss(loss), self.scaler)
+        return times(checked_loss(loss), self.clipped().scaler)
 
     def unscale(self, grads: Any) -> Any:
         """Gradients of the scaled loss, over the scale.
@@ -131,7 +131,7 @@ class DynamicScalerState(_Fields):
         >>> DynamicScalerState(scaler=8).unscale({"w": jnp.float16(24)})
         {'w': Array(3., dtype=float16)}
         """
-        return unscaled(grads, self.scaler)
+        return unscaled(grads, self.clipped().scaler)
 
     def update(self, finite: ArrayLike) -> Self:
         """The state after a step whose gradients were all finite, or were not.
@@ -237,13 +237,20 @@ def static_scaler(scaler: ArrayLike) -> DynamicScalerState:
     Args:
         scaler: the scale, between $2^{-126}$ and $2^{126}$.
     Raises:
-        TypeError, ValueError: as of `DynamicScalerState`.
+        TypeError, ValueError: as of `DynamicScalerState`, or it is out of range.
 
     >>> state = static_scaler(1024).update(False)
     >>> float(state.scaler), int(state.stuck)
     (1024.0, 1)
     """
-    return DynamicScalerState(scaler=scaler, min_scaler=scaler, max_scaler=scaler)
+    state = DynamicScalerState(scaler=scaler, min_scaler=scaler, max_scaler=scaler)
+    value = _known(state.scaler)
+    if value is not None and not SMALLEST <= value <= LARGEST:
+        raise ValueError(
+            "`scaler` of `static_scaler` must be between 2**-126 and 2**126, but was "
+            f"given {value}.\nTo scale nothing, use `NoScaler()`."
+        )
+    return state
 
 
 def merge_scalers(*states: Any) -> Any:
@@ -266,6 +273,14 @@ def merge_scalers(*states: Any) -> Any:
     512.0
     """
     leaves = jax.tree.leaves(states, is_leaf=is_scaler)
+    if len(states) == 1 and isinstance(states[0], list | tuple) and len(leaves) > 1:
+        if all(
+            isinstance(x, DynamicScalerState) and x.scaler.ndim == 0 for x in leaves
+        ):
+            raise TypeError(
+                "`merge_scalers` was given one sequence of states, and would merge "
+                "nothing.\nPass them as arguments: `merge_scalers(*states)`."
+            )
     if not states or not all(map(is_scaler, leaves)):
         raise TypeError(
             "`merge_scalers` takes the next states of the parts of a step, but was "
