@@ -380,19 +380,28 @@ def kernel(module: Module, body: Computation, name: str, times: int) -> Kernel:
     )
 
 
-def trip_count(one: Instruction) -> int:
+def trip_count(one: Instruction, unknown: int | None = None) -> int:
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
-    if found is None:
+    if found is not None:
+        return int(found[1])
+    if unknown is None:
         raise ValueError(f"XLA does not know how often {one.name} runs")
-    return int(found[1])
+    return unknown
 
 
 def total_seconds(found: Iterable[Kernel]) -> float:
     return sum(one.times * one.seconds for one in found)
 
 
-def kernels(module: Module, computation: str = "", times: int = 1) -> list[Kernel]:
-    """All kernels of a module; of the branches of a conditional, the slowest."""
+def kernels(
+    module: Module,
+    computation: str = "",
+    times: int = 1,
+    unknown_trips: int | None = None,
+) -> list[Kernel]:
+    """All kernels of a module; of the branches of a conditional, the slowest.
+
+    A loop whose trip count XLA does not know is an error, unless it is given."""
     found: list[Kernel] = []
     scope = module.computations[computation or module.entry]
     for one in scope.values():
@@ -400,15 +409,16 @@ def kernels(module: Module, computation: str = "", times: int = 1) -> list[Kerne
             continue
         if one.opcode == "while":
             (body,) = one.called("body")
-            found += kernels(module, body, times * trip_count(one))
+            trips = trip_count(one, unknown_trips)
+            found += kernels(module, body, times * trips, unknown_trips)
         elif one.opcode == "conditional":
             names = one.called("branch_computations")
             names += one.called("true_computation") + one.called("false_computation")
-            branches = [kernels(module, name, times) for name in names]
+            branches = [kernels(module, name, times, unknown_trips) for name in names]
             found += max(branches, key=total_seconds)
         elif one.opcode in ("call", "async-start"):
             (body,) = one.called("to_apply", "calls")
-            found += kernels(module, body, times)
+            found += kernels(module, body, times, unknown_trips)
         elif one.opcode in ("fusion", "fusion-start"):
             (body,) = one.called("calls")
             found.append(kernel(module, module.computations[body], one.name, times))
@@ -494,8 +504,8 @@ class Figures:
     convert_kernels: int
 
 
-def figures(text: str, temp_bytes: int) -> Figures:
-    found = kernels(parse(text))
+def figures(text: str, temp_bytes: int, unknown_trips: int | None = None) -> Figures:
+    found = kernels(parse(text), unknown_trips=unknown_trips)
     converts = [one for one in found if one.convert_only]
     return Figures(
         step_seconds=total_seconds(found),

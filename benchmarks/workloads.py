@@ -87,7 +87,8 @@ class Workload:
         lean: given a dtype, the same with `jax.checkpoint` around norm, softmax,
             activation, gates and loss; None where there is little to gain, or where the
             model checkpoints whole blocks.
-        init: `init(key, size)` gives the parameters; sizes are "toy" and "real".
+        init: `init(key, size)` gives the parameters; sizes are "toy" and "real", for
+            transformers also "moderate".
         batch: `batch(key, size)` gives random data."""
 
     name: str
@@ -290,6 +291,8 @@ def gpt(
 
 GPT_SIZES = {
     "toy": dict(batch=3, length=24, dim=64, depth=2, vocabulary=80),
+    # For step times on a CPU: as many operations for each parameter as a GPU sees.
+    "moderate": dict(batch=8, length=128, dim=256, depth=2, vocabulary=2048),
     "real": dict(batch=8, length=512, dim=512, depth=4, vocabulary=8192),
 }
 

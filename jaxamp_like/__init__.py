@@ -8,6 +8,7 @@ from ._conditions import (
     sums_more_than as sums_more_than,
     when as when,
 )
+from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._global_policy import (
     global_policy as global_policy,
@@ -16,11 +17,22 @@ from ._global_policy import (
 )
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
+    LossScaleState as LossScaleState,
+    NonFiniteLeaf as NonFiniteLeaf,
+    NoScaler as NoScaler,
+    ScalerEvent as ScalerEvent,
+    ScalerLog as ScalerLog,
     all_finite as all_finite,
     check_scaler as check_scaler,
     dynamic_scale_grad as dynamic_scale_grad,
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
+    loss_scale_optimizer as loss_scale_optimizer,
+    merge_scalers as merge_scalers,
+    overflowed_leaves as overflowed_leaves,
+    restore_scaler as restore_scaler,
+    scale_loss as scale_loss,
+    static_scaler as static_scaler,
 )
 from ._named_policy import Policy as Policy
 from ._policy import default_amp_policy as default_amp_policy
@@ -54,3 +66,4 @@ from ._rules.by_pass import (
 from ._rules.dot_algorithm import use_dot_algorithm as use_dot_algorithm
 from ._rules.saving_low import saving_low as saving_low
 from ._scope_modules import scope_modules as scope_modules
+from ._switch import disable_amp as disable_amp

@@ -18,6 +18,7 @@ from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._rules import author_dtype
+from ._switch import is_amp_disabled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -111,10 +112,18 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
+    if is_amp_disabled():
+        return fn
     planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
+        if is_amp_disabled():
+            warn_or_raise(
+                f"A function was wrapped by `amp` before `disable_amp()`, and is still "
+                f"rewritten: {fn!r}. Call `amp` within the block.",
+                strict=False,
+            )
         modules = nnx_modules((fn, args, kwargs))
         if modules:
             rewrite = functools.partial(_rewritten, planner)

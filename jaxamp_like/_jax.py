@@ -63,6 +63,15 @@ def typeof(x: Any) -> Any:
     return jax.typeof(x)
 
 
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The named axes of a `shard_map` along which `x` is known to differ.
+
+    None are known with `check_vma=False`, nor of a `pmap`."""
+    aval = jax.typeof(x)
+    # JAX < 0.10 calls it `vma`.
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # pyright: ignore
+
+
 def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 

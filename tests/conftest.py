@@ -16,6 +16,9 @@ import jax
 import jax.random as jr
 import pytest
 
+# A program for `test_scale_processes.py` to start, not one to look for doctests in.
+collect_ignore = ["two_processes.py"]
+
 MEMORY_LIMIT = 3 * 2**30
 
 

@@ -25,54 +25,13 @@ from jaxamp_like import (
     dynamic_scale_value_and_grad,
 )
 
-LEAST, GREATEST = 2.0**-126, 2.0**126
+from .scalers import GREATEST, LEAST, plain_scalers
+
 relaxed = settings(deadline=None, max_examples=60)
 # Early versions of JAX have it as an experiment only.
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 )
-
-
-@dataclasses.dataclass
-class PlainScaler:
-    """The scaler in plain Python. Every float32 quotient is exact enough in float64."""
-
-    patience: int
-    adjust_factor: float
-    scaler: float
-    count: int = 0
-    total_resets: int = 0
-    min_scaler: float = LEAST
-    max_scaler: float = GREATEST
-    stuck: int = 0
-
-    def update(self, finite):
-        low = max(self.min_scaler, LEAST)
-        high = max(min(self.max_scaler, GREATEST), low)
-        if not finite:
-            scaler, count = self.scaler / self.adjust_factor, 0
-        elif self.count >= self.patience:
-            scaler, count = self.scaler * self.adjust_factor, 0
-        else:
-            scaler, count = self.scaler, self.count + 1
-        return dataclasses.replace(
-            self,
-            scaler=float(np.float32(min(max(scaler, low), high))),
-            count=count,
-            total_resets=self.total_resets + (not finite),
-            stuck=self.stuck + 1 if not finite and self.scaler <= low else 0,
-        )
-
-    def redo(self, is_finite, redo):
-        """A step that may be repeated `redo` times."""
-        state = self
-        for _ in range(redo):
-            lower = state.update(False)
-            if is_finite(state.scaler) or lower.scaler == state.scaler:
-                break
-            state = lower
-        finite = is_finite(state.scaler)
-        return (state if finite else self).update(finite)
 
 
 def assert_same(state, plain):
@@ -82,18 +41,6 @@ def assert_same(state, plain):
 
 def types(tree):
     return jax.tree.map(lambda x: (x.dtype, x.shape, jnp.asarray(x).weak_type), tree)
-
-
-@st.composite
-def plain_scalers(draw, low=-126, high=126):
-    least, scaler, greatest = sorted(draw(st.integers(low, high)) for _ in range(3))
-    return PlainScaler(
-        patience=draw(st.integers(0, 4)),
-        adjust_factor=draw(st.sampled_from([2.0, 4.0, 1.5, 2.0**60])),
-        scaler=2.0**scaler,
-        min_scaler=2.0**least,
-        max_scaler=2.0**greatest,
-    )
 
 
 TRACES = []
@@ -559,7 +506,7 @@ def test_methods_and_keywords():
 
 def test_state_is_a_tuple_that_travels():
     state = DynamicScalerState(patience=7, max_scaler=2**126)
-    assert len(state) == len(jax.tree.leaves(state)) == 8 and state[0] == 7
+    assert len(state) == len(jax.tree.leaves(state)) == 10 and state[0] == 7
     assert types(state) == types(DynamicScalerState())
     assert types(state._replace(scaler=3)) == types(state)
     same = pickle.loads(pickle.dumps(state))

@@ -1,0 +1,74 @@
+"""Mixed precision in one call: the loss and the optimizer together."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from ._amp import amp
+from ._errors import AmpWarning
+from ._global_policy import PolicyLike, settings_of
+from ._loss_scale import loss_scale_optimizer
+from ._loss_scale._agree import AxisName
+from ._loss_scale._optimizer import LossScaleOptimizer
+from ._loss_scale._state import NoScaler, Scaler
+from ._switch import is_amp_disabled
+
+
+def enable_amp(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: PolicyLike | None = None,
+    scaler: str | ArrayLike | Scaler | None = "auto",
+    axis_name: AxisName = None,
+) -> tuple[Callable[..., Any], LossScaleOptimizer]:
+    """A loss in mixed precision, and an optimizer that takes its scaled gradients.
+
+    In a `disable_amp()` block both compute what they would without this call, and the
+    training code around them can stay.
+
+    Args:
+        loss_fn: returns a loss, or a loss and more; see `amp`.
+        optimizer: any Optax optimizer; see `loss_scale_optimizer`.
+        compute_dtype: of `amp`.
+        amp_policy: of `amp`.
+        scaler: of `loss_scale_optimizer`; "auto" is "dynamic" for float16, and None for
+            what has the range of float32.
+        axis_name: of `loss_scale_optimizer`.
+    Returns:
+        `amp(loss_fn)` and the wrapped optimizer. Scale the loss by
+        `scale_loss(loss, opt_state)` before it is differentiated.
+    Raises:
+        TypeError, ValueError: as of `amp` and `loss_scale_optimizer`.
+
+    >>> import jax
+    >>> from jaxamp_like import scale_loss
+    >>> loss, tx = enable_amp(lambda w: jnp.vdot(w, w), optax.sgd(0.5))
+    >>> w = jnp.ones(2)
+    >>> opt_state = tx.init(w)
+    >>> grads = jax.grad(lambda w: scale_loss(loss(w), opt_state))(w)
+    >>> updates, opt_state = tx.update(grads, opt_state, w)
+    >>> updates
+    Array([-1., -1.], dtype=float32)
+
+    After TensorFlow's `enable_mixed_precision_graph_rewrite`."""
+    narrow = settings_of(amp_policy, compute_dtype).compute_dtype == jnp.float16
+    if isinstance(scaler, str) and scaler == "auto":
+        scaler = "dynamic" if narrow else None
+    if is_amp_disabled():
+        scaler = None
+    elif narrow and (scaler is None or isinstance(scaler, NoScaler)):
+        warnings.warn(
+            "Loss scaling is off, but the loss is still rewritten to float16: "
+            'gradients below 6e-8 become zero. Leave `scaler` at "auto", or compute in '
+            "bfloat16.",
+            AmpWarning,
+            stacklevel=2,
+        )
+    wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
+    return amp(loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy), wrapped

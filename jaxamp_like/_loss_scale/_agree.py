@@ -1,0 +1,95 @@
+"""Devices that run one program each must agree on what becomes of a step.
+
+Under plain `jax.jit` the program is one, and there is nothing to agree on. Inside
+`jax.shard_map` and `jax.pmap` each device sees its own shard: were one to skip a step,
+or to repeat it, that the others take, their parameters would part, and a collective in
+the loss would wait for ever."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._jax import raw, subjaxprs, varying_axes
+
+AxisName = Hashable | Sequence[Hashable] | None
+
+# They name an axis, and no device waits for another.
+_LOCAL = {"axis_index", "pvary", "pcast"}
+
+
+def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def _index(axis: Hashable) -> Array | None:
+    """The position along `axis`, or none where no axis of this name is bound."""
+    try:
+        return lax.axis_index(axis)  # pyright: ignore[reportArgumentType]
+    except NameError:
+        return None
+
+
+def agreed(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array:
+    """`finite`, made the same on all devices of the axes.
+
+    Args:
+        finite: a boolean scalar.
+        axis_name: the axes; each must be bound.
+        like: a value (the scale). Axes over which `finite` is known to vary, and this
+            is not, are agreed over as well: `jax.shard_map` keeps track of that."""
+    axes = axes_of(axis_name)
+    for axis in axes:
+        if _index(axis) is None:
+            raise ValueError(
+                f"`axis_name` names {axis!r}, but no axis of this name is bound here.\n"
+                "Name an axis of the `jax.shard_map` or `jax.pmap` that runs the step; "
+                "under `jax.jit` alone none is needed."
+            )
+    if like is not None:
+        known = varying_axes(finite) - varying_axes(like)
+        axes += tuple(sorted(known - {*axes}, key=str))
+    if not axes:
+        return finite
+    return lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
+
+
+def check_uniform(program: Any, pred: Array, axis_name: AxisName) -> None:
+    """Raises if `program`, repeated where `pred` holds, could wait for ever.
+
+    That is where it exchanges data over an axis along which `pred` may differ."""
+    for axis in sorted(_exchanged(program), key=str):
+        index = _index(axis)
+        if index is None or axis in axes_of(axis_name):
+            continue  # bound within the program itself, or agreed over
+        is_tracked = axis in varying_axes(index)
+        if not is_tracked or axis in varying_axes(pred):
+            raise ValueError(
+                f"The loss or its gradient exchanges data over the axis {axis!r}, and "
+                "with `redo_on_nan` devices that overflow would wait for those that "
+                f"don't.\nPass `axis_name={axis!r}`, so that all of them repeat the "
+                "step together."
+            )
+
+
+def _exchanged(jaxpr: Any) -> set[Hashable]:
+    """The named axes over which the collectives of a program run, at any depth."""
+    return {axis for eqn in _equations(jaxpr) for axis in _axes(eqn)}
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in raw(jaxpr).eqns:
+        yield eqn
+        for sub in subjaxprs(eqn.params):
+            yield from _equations(sub)
+
+
+def _axes(eqn: Any) -> tuple[Hashable, ...]:
+    if eqn.primitive.name in _LOCAL:
+        return ()
+    names = axes_of(eqn.params.get("axes")) + axes_of(eqn.params.get("axis_name"))
+    # Numbers are the axes of an array, as those of `reduce_sum`.
+    return tuple(name for name in names if not isinstance(name, int))

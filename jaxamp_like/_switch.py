@@ -1,0 +1,31 @@
+"""Turning amp off, for tests and for comparisons."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+_disabled = contextvars.ContextVar("jaxamp_like_disabled", default=False)
+
+
+def is_amp_disabled() -> bool:
+    return _disabled.get()
+
+
+@contextlib.contextmanager
+def disable_amp() -> Iterator[None]:
+    """Within it, `amp(fn)` returns `fn` as it is; also a decorator.
+
+    It is asked when `amp` is called to wrap, never later, so that no cache of `jax.jit`
+    can hold a stale answer. What was wrapped before it was entered is still rewritten,
+    and says so by an `AmpWarning` when it is called.
+
+    >>> from jaxamp_like import amp
+    >>> with disable_amp():
+    ...     amp(abs) is abs
+    True
+    """
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)

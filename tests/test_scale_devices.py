@@ -1,0 +1,219 @@
+"""Loss scaling on many devices: all of them skip, repeat and grow together.
+
+Each test has eight devices, of which one overflows. `test_scale_processes.py` does the
+same with real processes, and a time limit that kills what waits for ever."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxamp_like import (
+    DynamicScalerState,
+    all_finite,
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    loss_scale_optimizer,
+    scale_loss,
+)
+
+N = 8
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((N,), ("d",))
+
+
+def shards(mesh, values):
+    x = np.asarray(values, np.float16)
+    return jax.device_put(x, NamedSharding(mesh, P("d")))
+
+
+def one_large(at, value):
+    """Ones, but for one device."""
+    x = np.ones(N)
+    x[at] = value
+    return x
+
+
+def mean_loss(w, x):
+    return lax.pmean((w.astype(jnp.float16) * x).sum().astype(jnp.float32), "d")
+
+
+def local_loss(w, x):
+    return (w.astype(jnp.float16) * x).sum().astype(jnp.float32)
+
+
+LOSSES = {"collective": mean_loss, "local": local_loss}
+
+
+def all_equal(stacked):
+    return all((np.asarray(x) == np.asarray(x)[0]).all() for x in stacked)
+
+
+@pytest.mark.parametrize("redo", [0, 4])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(mesh, loss, check_vma, redo):
+    step = dynamic_scale_value_and_grad(loss, redo_on_nan=redo, axis_name="d")
+
+    def body(state, w, x):
+        state, (_, g) = step(w, x, dynamic_scaler_state=state)
+        return jax.tree.map(lambda s: s[None], state), g[None]
+
+    run = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(P(), P("d"), P("d")),
+            out_specs=(P("d"), P("d")),
+            check_vma=check_vma,
+        )
+    )
+    w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    state = DynamicScalerState(scaler=2**15, patience=0)
+    states, g = jax.device_get(run(state, w, shards(mesh, one_large(3, 16))))
+    assert all_equal(states)
+    state = jax.tree.map(lambda s: s[0], states)
+    # 16 * scale must be below 65520; an eighth of it, where the mean is transposed to
+    # one (without `check_vma`, a sum becomes a sum).
+    fits = 2**14 if loss is mean_loss and check_vma else 2**11
+    if redo:
+        assert state.scaler == 2 * fits and np.isfinite(g).all()  # and it grew, too
+    else:
+        assert (state.scaler, state.overflows) == (2**14, 1)
+    # What can't be cured costs all devices one step, and no more.
+    states, _ = jax.device_get(run(state, w, shards(mesh, one_large(5, np.nan))))
+    assert all_equal(states) and states.scaler[0] == state.scaler / 2
+
+
+@pytest.mark.parametrize("redo", [0, 4])
+def test_axes_that_shard_map_knows_need_no_name(mesh, redo):
+    def body(state, w, x):
+        step = dynamic_scale_grad(local_loss, redo_on_nan=redo)
+        state, g = step(w, x, dynamic_scaler_state=state)
+        return state, g
+
+    specs = dict(in_specs=(P(), P("d"), P("d")), out_specs=(P(), P("d")))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
+    w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    state, _ = run(DynamicScalerState(), w, shards(mesh, one_large(0, np.inf)))
+    assert (state.scaler, state.overflows) == (2**14, 1)
+
+
+@pytest.mark.parametrize("redo", [0, 4])
+def test_each_device_may_have_a_scale_of_its_own(mesh, redo):
+    def body(state, w, x):
+        state = jax.tree.map(lambda s: s[0], state)
+        step = dynamic_scale_grad(local_loss, redo_on_nan=redo)
+        state, _ = step(w, x, dynamic_scaler_state=state)
+        return jax.tree.map(lambda s: s[None], state)
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+    one = DynamicScalerState()
+    many = jax.tree.map(lambda s: jnp.stack([s] * N), one)
+    many = jax.device_put(many, NamedSharding(mesh, P("d")))
+    w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    states = run(many, w, shards(mesh, one_large(2, 16)))
+    wanted = np.full(N, 2.0**15)
+    wanted[2] = 2.0**11 if redo else 2.0**14
+    assert states.scaler.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("redo", [0, 4])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
+def test_pmap(loss, redo):
+    step = dynamic_scale_grad(loss, redo_on_nan=redo, axis_name="d")
+
+    def body(state, w, x):
+        return step(w, x, dynamic_scaler_state=state)
+
+    run = jax.pmap(body, axis_name="d", in_axes=(None, 0, 0))
+    x = jnp.asarray(one_large(3, np.inf), jnp.float16)
+    states, _ = run(DynamicScalerState(), jnp.ones(N), x)
+    assert all_equal(states) and states.scaler[0] == 2**14
+
+
+@pytest.mark.parametrize("redo", [0, 4])
+def test_plain_jit_over_sharded_arrays(mesh, redo):
+    def loss(w, x):
+        return (w.astype(jnp.float16) * x).mean().astype(jnp.float32)
+
+    step = jax.jit(dynamic_scale_grad(loss, redo_on_nan=redo))
+    w = jax.device_put(jnp.ones(N), NamedSharding(mesh, P("d")))
+    state, g = step(
+        w, shards(mesh, one_large(6, np.nan)), dynamic_scaler_state=DynamicScalerState()
+    )
+    assert (state.scaler, state.overflows) == (2**14, 1)
+    assert state.scaler.is_fully_replicated and np.isnan(g).sum() == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_optimizer_on_shards(mesh, check_vma):
+    axis_name = None if check_vma else "d"
+    tx = loss_scale_optimizer(optax.adam(0.1), axis_name=axis_name)
+
+    def body(w, opt_state, x):
+        grads = jax.grad(lambda w: scale_loss(local_loss(w, x), opt_state))(w)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    opt_state = tx.init(w)
+    spec = jax.tree.map(lambda x: P("d") if x.ndim else P(), opt_state)
+    run = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(P("d"), spec, P("d")),
+            out_specs=(P("d"), spec),
+            check_vma=check_vma,
+        )
+    )
+    new, opt_state = run(w, opt_state, shards(mesh, one_large(1, np.inf)))
+    assert (new == w).all() and opt_state.scaler.scaler == 2**14
+    assert opt_state.inner_state[0].count == 0
+    new, opt_state = run(w, opt_state, shards(mesh, np.ones(N)))
+    assert (new < w).all() and opt_state.inner_state[0].count == 1
+
+
+UNBOUND = {
+    "step": lambda: dynamic_scale_grad(lambda w: w, axis_name="x")(
+        jnp.array(1.0), dynamic_scaler_state=DynamicScalerState()
+    ),
+    "retry": lambda: dynamic_scale_grad(lambda w: w, axis_name=("x",), redo_on_nan=1)(
+        jnp.array(1.0), dynamic_scaler_state=DynamicScalerState()
+    ),
+    "test": lambda: all_finite(1.0, axis_name="x"),
+}
+
+
+@pytest.mark.parametrize("call", UNBOUND.values(), ids=UNBOUND)
+def test_unbound_axis(call):
+    with pytest.raises(
+        ValueError, match="names 'x', but no axis of this name is bound"
+    ):
+        call()
+
+
+def test_retry_that_would_wait_for_ever_is_refused(mesh):
+    step = dynamic_scale_grad(mean_loss, redo_on_nan=1)
+
+    def body(state, w, x):
+        return step(w, x, dynamic_scaler_state=state)[0]
+
+    run = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(), P("d"), P("d")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    with pytest.raises(ValueError, match=r"(?s)axis 'd'.*Pass `axis_name='d'`"):
+        jax.jit(run)(DynamicScalerState(), w, shards(mesh, np.ones(N)))

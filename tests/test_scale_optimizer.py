@@ -1,0 +1,372 @@
+"""`loss_scale_optimizer`: unscales, skips, adapts, and is hard to put in wrongly."""
+
+import functools
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxamp_like import (
+    AmpWarning,
+    DynamicScalerState,
+    LossScaleState,
+    NoScaler,
+    all_finite,
+    amp,
+    check_scaler,
+    disable_amp,
+    enable_amp,
+    loss_scale_optimizer,
+    scale_loss,
+    static_scaler,
+)
+
+
+def half_loss(w, x):
+    """Float16 within: gradients of `x` above 65504 / scale overflow."""
+    return (w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32).sum()
+
+
+def make_step(tx, loss=half_loss):
+    @jax.jit
+    def step(w, opt_state, x):
+        grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    return step
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(0.1),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "injected": lambda: optax.inject_hyperparams(optax.sgd)(
+        learning_rate=optax.linear_schedule(0.1, 0.0, 5)
+    ),
+    "if finite": lambda: optax.apply_if_finite(optax.adam(0.1), 5),
+    "partitioned": lambda: optax.partition(
+        {"a": optax.adam(0.1), "b": optax.set_to_zero()}, {"w": "a", "c": "b"}
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_finite_steps_are_those_of_the_optimizer_and_others_are_none(make):
+    def loss(p, x):
+        return half_loss(p["w"], x) ** 2 + half_loss(p["c"], x)
+
+    tx = loss_scale_optimizer(make(), DynamicScalerState(scaler=2**10))
+    plain = make()
+    step = make_step(tx, loss)
+    w = {"w": jnp.array([1.0, -0.0, 3.0]), "c": jnp.array([-0.0, 2.0, 0.5])}
+    opt_state, wanted, plain_state = tx.init(w), w, plain.init(w)
+    x = jnp.array([1.0, 0.5, 0.25])
+
+    @jax.jit
+    def plain_step(w, opt_state, x):
+        updates, opt_state = plain.update(jax.grad(loss)(w, x), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    for spoilt in (None, jnp.inf, jnp.nan, None, 65504.0, None):
+        before = bits((w, opt_state.inner_state))
+        at = x if spoilt is None else x.at[1].set(spoilt)
+        w, opt_state = step(w, opt_state, at)
+        if spoilt is None:
+            wanted, plain_state = plain_step(wanted, plain_state, x)
+        else:
+            assert bits((w, opt_state.inner_state)) == before
+    assert opt_state.scaler.total_resets == 3 and opt_state.scaler.scaler == 2**7
+    assert eqx.tree_equal(w, wanted)
+    assert eqx.tree_equal(opt_state.inner_state, plain_state)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.001, 0.1, 0.5, 0.99]))
+def test_parameters_stay_finite_for_ten_thousand_steps(seed, rate):
+    rng = np.random.default_rng(seed)
+    odd = rng.choice([np.inf, -np.inf, np.nan, 6e4, -1e-7, 0.0], size=(10_000, 4))
+    x = np.where(rng.random((10_000, 4)) < rate, odd, rng.normal(size=(10_000, 4)))
+    ws, opt_states = long_run(x.astype(np.float32))
+    history = jax.device_get(opt_states.scaler)
+    assert np.isfinite(ws).all()
+    skipped = history.overflows > 0
+    assert skipped.any() and not skipped.all()
+    steps = np.concatenate([np.ones((1, 4)), ws]).astype(np.float32)
+    assert steps[:-1][skipped].tobytes() == steps[1:][skipped].tobytes()
+    assert (history.scaler >= 2.0**-126).all() and (history.scaler <= 2.0**126).all()
+
+
+LONG = loss_scale_optimizer(
+    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    DynamicScalerState(patience=3),
+)
+
+
+@jax.jit
+def long_run(xs):
+    step = make_step(LONG)
+
+    def body(carry, x):
+        carry = step(*carry, x)
+        return carry, carry
+
+    w = jnp.ones(4)
+    return jax.lax.scan(body, (w, LONG.init(w)), xs)[1]
+
+
+def test_nan_for_ever():
+    ws, opt_states = long_run(np.full((1000, 4), np.nan, np.float32))
+    assert (ws == 1).all() and opt_states.scaler.scaler[-1] == 2.0**-126
+    assert opt_states.inner_state[1][0].count[-1] == 0
+    last = jax.tree.map(lambda x: x[-1], opt_states)
+    stuck = 1000 - (15 + 126)
+    with pytest.raises(FloatingPointError, match=rf"the last {stuck} step"):
+        check_scaler(last)
+
+
+def test_power_of_two_scale_changes_no_bit():
+    keys = jr.split(jr.key(0), 3)
+    model = eqx.nn.MLP(3, 2, 4, 1, key=keys[0])
+    params, static = eqx.partition(model, eqx.is_array)
+    x, y = jr.normal(keys[1], (5, 3)), jr.normal(keys[2], (5, 2))
+
+    def loss(params):
+        return ((jax.vmap(eqx.combine(params, static))(x) - y) ** 2).mean()
+
+    wanted = jax.jit(jax.grad(loss))(params)
+    for scaler in ("dynamic", 2**-20, 2.0**60, None):
+        tx = loss_scale_optimizer(optax.sgd(1.0), scaler)
+        state = tx.init(params)
+
+        @jax.jit
+        def updates(params, state, tx=tx):
+            grads = jax.grad(lambda p: scale_loss(loss(p), state))(params)
+            return tx.update(grads, state, params)[0]
+
+        got = jax.tree.map(jnp.negative, updates(params, state))
+        assert eqx.tree_equal(got, wanted)
+
+
+def test_one_compilation():
+    traces = 0
+
+    def loss(w, x):
+        nonlocal traces
+        traces += 1
+        return half_loss(w, x)
+
+    tx = loss_scale_optimizer(optax.adamw(0.1))
+    step, w = make_step(tx, loss), jnp.ones(2)
+    opt_state = tx.init(w)
+    for x in (1.0, np.inf, np.nan, 1.0):
+        w, opt_state = step(w, opt_state, jnp.full(2, x, jnp.float32))
+    assert traces == 1
+
+
+def test_scalers_to_choose_from():
+    w = jnp.ones(2)
+
+    def first(scaler):
+        return loss_scale_optimizer(optax.sgd(0.1), scaler).init(w).scaler
+
+    assert eqx.tree_equal(first("dynamic"), DynamicScalerState())
+    assert eqx.tree_equal(first(1024), static_scaler(1024))
+    assert eqx.tree_equal(first(np.float64(0.5)), static_scaler(0.5))
+    state = DynamicScalerState(hysteresis=2)
+    assert eqx.tree_equal(first(state), state)
+    assert first(None) == first(NoScaler()) == NoScaler()
+
+
+def test_multi_steps_within():
+    """Overflowing microbatches are dropped; the scale grows once a step at most."""
+    k, scaler = 3, DynamicScalerState(patience=0)
+    tx = loss_scale_optimizer(optax.MultiSteps(optax.sgd(1.0), k), scaler)
+    step, w = make_step(tx), jnp.ones(1)
+    opt_state = tx.init(w)
+    xs = [0.25, 0.5, np.inf, 0.75, 0.5]
+    scales, ws = [], []
+    for x in xs:
+        w, opt_state = step(w, opt_state, jnp.array([x]))
+        scales.append(int(np.log2(opt_state.scaler.scaler)))
+        ws.append(float(w[0]))
+    assert scales == [15, 15, 14, 15, 15]
+    assert ws == [1, 1, 1, 0.5, 0.5]  # less the mean of the three that counted
+
+
+def test_extra_arguments_and_one_state_for_two_losses():
+    tx = loss_scale_optimizer(
+        optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1))
+    )
+    w = {"generator": jnp.array(1.0), "critic": jnp.array(2.0)}
+    opt_state = tx.init(w)
+
+    def losses(w):
+        first = (w["generator"] - 3) ** 2
+        second = (w["critic"] + 1) ** 2
+        return scale_loss(first, opt_state) + scale_loss(second, opt_state)
+
+    updates, opt_state = tx.update(jax.grad(losses)(w), opt_state, w, value=1.0)
+    assert updates == {"generator": 2, "critic": -3}
+    assert opt_state.scaler.count == 1
+
+
+def test_all_finite_reads_what_the_optimizer_reads():
+    """A gradient that fits scaled, and not unscaled, is not finite."""
+    tx = loss_scale_optimizer(optax.sgd(0.1), 2**-4)
+    w = jnp.array(1.0, jnp.float16)
+    opt_state = tx.init(w)
+    updates, opt_state = tx.update(jnp.array(6e4, jnp.float16), opt_state, w)
+    assert updates == 0 and opt_state.scaler.overflows == 1
+    assert all_finite(updates)
+
+
+TX = loss_scale_optimizer(optax.sgd(0.1))
+NESTED = {
+    "itself": lambda: loss_scale_optimizer(TX),
+    "in a chain": lambda: loss_scale_optimizer(optax.chain(optax.clip(1.0), TX)),
+    "in chains": lambda: loss_scale_optimizer(
+        optax.chain(optax.chain(optax.identity(), optax.apply_if_finite(TX, 3)))
+    ),
+    "masked": lambda: loss_scale_optimizer(optax.masked(TX, True)),
+    "in steps": lambda: loss_scale_optimizer(optax.MultiSteps(TX, 2)),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+def test_wrapping_twice_is_refused(make):
+    with pytest.raises(ValueError, match="already scales the loss"):
+        make().init(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "outer, name",
+    [
+        (
+            functools.partial(optax.apply_if_finite, max_consecutive_errors=3),
+            "apply_if_",
+        ),
+        (functools.partial(optax.MultiSteps, every_k_schedule=2), "MultiSteps"),
+    ],
+)
+def test_what_must_stand_within_is_told(outer, name):
+    opt_state = outer(TX).init(jnp.ones(2))
+    with pytest.raises(ValueError, match=rf"`optax.{name}.*\n?.*Put it within"):
+        scale_loss(jnp.float32(1), opt_state)
+
+
+W = jnp.ones(2)
+BAD_INPUT = {
+    "no optimizer": (
+        lambda: loss_scale_optimizer(optax.adam),
+        TypeError,
+        "`optimizer` must be an Optax optimizer .* given function",
+    ),
+    "word": (lambda: loss_scale_optimizer(optax.sgd(1), "auto"), ValueError, "'auto'"),
+    "groups": (
+        lambda: loss_scale_optimizer(optax.sgd(1), {"a": DynamicScalerState()}),
+        TypeError,
+        "must be one state, but was given a dict.*`dynamic_scale_grad`",
+    ),
+    "number": (lambda: loss_scale_optimizer(optax.sgd(1), 1j), TypeError, "`scaler`"),
+    "nan": (
+        lambda: loss_scale_optimizer(optax.sgd(1), np.nan),
+        ValueError,
+        "given nan",
+    ),
+    "state": (
+        lambda: TX.update(W, optax.sgd(1).init(W), W),
+        TypeError,
+        "given a state of type tuple",
+    ),
+    "no scale": (
+        lambda: scale_loss(1.0, optax.adam(1).init(W)),
+        ValueError,
+        "must hold one loss scale, but holds 0",
+    ),
+    "two scales": (
+        lambda: scale_loss(1.0, optax.chain(TX, TX).init(W)),
+        ValueError,
+        "must hold one loss scale, but holds 2",
+    ),
+    "loss": (lambda: scale_loss(W, TX.init(W)), TypeError, r"given float32\[2\]"),
+    "integer loss": (lambda: scale_loss(3, TX.init(W)), TypeError, r"given int32\[\]"),
+    "axis": (
+        lambda: loss_scale_optimizer(optax.sgd(1), axis_name="d").update(
+            W, TX.init(W), W
+        ),
+        ValueError,
+        "names 'd', but no axis",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, match", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input(call, error, match):
+    with pytest.raises(error, match=f"(?s){match}"):
+        call()
+
+
+def matmul_loss(w, x):
+    return jnp.mean((x @ w) ** 2)
+
+
+def dots(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args)).count("f16[")
+
+
+def test_enable_amp():
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3)) / 4
+    loss, tx = enable_amp(matmul_loss, optax.sgd(0.1))
+    assert dots(loss, w, x) > 0
+    opt_state = tx.init(w)
+    assert isinstance(opt_state, LossScaleState)
+    assert eqx.tree_equal(opt_state.scaler, DynamicScalerState())
+    grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+    updates, opt_state = tx.update(grads, opt_state, w)
+    assert jnp.allclose(updates, -0.1 * jax.grad(matmul_loss)(w, x), rtol=1e-3)
+
+    loss, tx = enable_amp(matmul_loss, optax.sgd(0.1), compute_dtype="bfloat16")
+    assert tx.init(w).scaler == NoScaler()
+    with pytest.warns(AmpWarning, match="still rewritten to float16"):
+        enable_amp(matmul_loss, optax.sgd(0.1), scaler=None)
+    with pytest.raises(ValueError, match="already scales"):
+        enable_amp(matmul_loss, tx)
+
+
+def test_disable_amp():
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    before = amp(matmul_loss)
+    with disable_amp():
+        assert amp(matmul_loss) is matmul_loss
+        assert amp(compute_dtype="bfloat16")(matmul_loss) is matmul_loss
+        loss, tx = enable_amp(matmul_loss, optax.sgd(0.1))
+        assert loss is matmul_loss and tx.init(w).scaler == NoScaler()
+        with pytest.raises(TypeError, match="`fn` must be callable"):
+            amp(w)
+        with pytest.warns(
+            AmpWarning, match=r"wrapped by `amp` before `disable_amp\(\)`"
+        ):
+            assert dots(before, w, x) > 0
+        with disable_amp():
+            pass
+        assert amp(matmul_loss) is matmul_loss
+    with warnings.catch_warnings():
+        assert dots(amp(matmul_loss), w, x) == dots(before, w, x) > 0
+
+    @disable_amp()
+    def plain():
+        return amp(matmul_loss)
+
+    assert plain() is matmul_loss
