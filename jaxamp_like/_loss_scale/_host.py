@@ -179,8 +179,8 @@ class ScalerLog:
                 for paths in (histories, self._last)
             )
             raise ValueError(
-                f"`state` has its scales at {now}, but this log began with one that has "
-                f"them at {first}.\nGive `record` what was given to `ScalerLog`, some "
+                f"`state` has its scales at {now}, but this log began with one that "
+                f"has them at {first}.\nGive `record` what was given to `ScalerLog`, some "
                 "steps later."
             )
         count = max((len(states) for states in histories.values()), default=1)
