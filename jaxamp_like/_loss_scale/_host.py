@@ -180,8 +180,8 @@ class ScalerLog:
             )
             raise ValueError(
                 f"`state` has its scales at {now}, but this log began with one that "
-                f"has them at {first}.\nGive `record` what was given to `ScalerLog`, some "
-                "steps later."
+                f"has them at {first}.\nGive `record` what was given to `ScalerLog`, "
+                "some steps later."
             )
         count = max((len(states) for states in histories.values()), default=1)
         self.step = self.step + count if step is None else step
