@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import subjaxprs, walk
-from jaxamp_like import amp
+from jaxamp_like import amp, default_amp_policy, use_compute_precision
 
 DTYPES = ("float16", "bfloat16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -483,3 +483,24 @@ def test_calls(name, dtype):
     made = [made for op, made in ops(jax.make_jaxpr(grad)(W)) if op == "dot_general"]
     assert len(made) > least and set(made) == {dtype}
     assert error(grad(W), jax.grad(loss)(W)) < 8 * eps(dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("key", ("residual", lax.add_p), ids=("scope", "primitive"))
+def test_a_rule_can_ask_for_a_low_carry(key, dtype):
+    def fn(ws, x):
+        def block(x, w):
+            y = jnp.tanh(x @ w)
+            with jax.named_scope("residual"):
+                return x + y, None
+
+        return lax.scan(block, x, ws)[0]
+
+    def carried(policy):
+        mixed = amp(fn, compute_dtype=dtype, amp_policy=policy)
+        jaxpr = jax.make_jaxpr(mixed)(jnp.stack([W] * 3), X)
+        (scan,) = (eqn for eqn, _ in walk(jaxpr) if eqn.primitive.name == "scan")
+        return scan.outvars[0].aval.dtype
+
+    assert carried(default_amp_policy) == jnp.float32
+    assert carried(default_amp_policy | {key: use_compute_precision}) == dtype
