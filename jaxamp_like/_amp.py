@@ -22,6 +22,7 @@ from ._policy import (
     checked_policy,
     default_amp_policy,
 )
+from ._record import amp_is_off, planner_in_force, record_plan
 from ._rules import author_dtype
 
 _P = ParamSpec("_P")
@@ -108,6 +109,8 @@ def amp(
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
+        if amp_is_off():
+            return fn(*args, **kwargs)
         modules = nnx_modules((fn, args, kwargs))
         if modules:
             rewrite = functools.partial(_rewritten, planner)
@@ -132,6 +135,7 @@ def _planner(policy: CheckedPolicy, dtype: DType, strict: bool) -> Planner:
 
 def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args, **kwargs):
+        in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
         arrays = [
@@ -148,7 +152,7 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
 
         jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        values = _run(planner, jaxpr, arrays)
+        values = _run(in_force, jaxpr, arrays)
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -165,6 +169,7 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
+    record_plan(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
         outs = Frame(planner, {}).run(plan, consts(jaxpr), arrays)

@@ -21,6 +21,7 @@ from ._jax import (
     without_scopes,
 )
 from ._plan import Facts, Plan, Planner, Scope, Step
+from ._record import marked
 from ._rules import Demand, Leaf, author_dtype
 
 # Ops whose derivative reads no operand: there is nothing to keep for it.
@@ -120,6 +121,10 @@ class Frame:
         return self.casts[atom, dtype]
 
     def bind(self, step: Step) -> list[Any]:
+        with marked(step):
+            return self._bind(step)
+
+    def _bind(self, step: Step) -> list[Any]:
         eqn, decision = step.eqn, step.decision
         # The casts of operands belong to the op that reads them.
         with eqn_context(eqn):

@@ -137,6 +137,13 @@ class CheckedPolicy:
         tables = (self.primitives, self.names, self.paths, self.patterns)
         return self.default is None and not any(tables)
 
+    def items(self) -> list[tuple[Key, Rule]]:
+        """The policy's keys and rules, as they were given."""
+        paths = {"/".join(parts): rule for parts, rule in self.paths.items()}
+        default = {} if self.default is None else {AMP_DEFAULT: self.default}
+        tables = (self.primitives, self.names, paths, self.patterns, default)
+        return [item for table in tables for item in table.items()]
+
     def own_keys(self) -> list[Key]:
         """The keys that the user added: not those of the policy that was extended.
 

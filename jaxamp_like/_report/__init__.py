@@ -1,0 +1,1 @@
+"""Reports: what the rewrite did (`explain`), and what became of the numbers."""
