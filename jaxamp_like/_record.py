@@ -78,4 +78,3 @@ def marked(step: Step) -> contextlib.AbstractContextManager[object]:
     if recorder is None:
         return _NOTHING
     return jax.named_scope(f"{MARK}{recorder.number(step)}")
-

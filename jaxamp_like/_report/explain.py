@@ -3,7 +3,6 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -14,8 +13,9 @@ from .. import _rules
 from .._amp import amp
 from .._jax import Eqn, Jaxpr, Primitive
 from .._plan import Planner, Step
+from .._policy import ByName
 from .._record import Recorder
-from .._rules import Callback, Rule
+from .._rules import ByRange, Callback, Rule
 from . import walk
 from .call import Call, call_of
 from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
@@ -73,7 +73,7 @@ def explain(
         written = _program(call, call.trace(as_written), as_written)
         return Report(
             name=call.name,
-            settings=tuple(dict.fromkeys(_settings(p) for p, _ in recorder.plans)),
+            settings=settings_of(recorder),
             now=now,
             written=written,
             rules=tuple(_rules_fired(recorder)),
@@ -98,6 +98,11 @@ def trace_rewritten(
             return call, recorder, jaxpr
     call, recorder = call_of(mixed, args, kwargs, argnums), Recorder()
     return call, recorder, call.trace(recorder)
+
+
+def settings_of(recorder: Recorder) -> tuple[str, ...]:
+    """The settings of each `amp` that was traced, in words."""
+    return tuple(dict.fromkeys(_settings(planner) for planner, _ in recorder.plans))
 
 
 def _settings(planner: Planner) -> str:
@@ -233,6 +238,6 @@ def rule_name(rule: Rule) -> str:
     dtype = getattr(rule, "dtype", None)
     if dtype is not None and rule == _rules.use_precision(dtype):
         return f"use_precision({jnp.dtype(dtype).name!r})"
-    return type(rule).__name__
-
-
+    if isinstance(rule, ByRange):
+        return f"{rule_name(rule.narrow)} if float16 else {rule_name(rule.wide)}"
+    return "by primitive" if isinstance(rule, ByName) else repr(rule)

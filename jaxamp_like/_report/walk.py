@@ -1,7 +1,7 @@
 """Reading a traced program: every equation, at any depth, with where it stands."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -102,10 +102,10 @@ def flops(eqn: Eqn) -> int:
     if eqn.primitive.name not in CONTRACTIONS:
         return 0
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
-    size = _size(eqn.outvars[0].aval)
+    size = size_of(eqn.outvars[0].aval)
     if eqn.primitive.name == "conv_general_dilated":
         num_out = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * size * _size(rhs) // max(num_out, 1)
+        return 2 * size * size_of(rhs) // max(num_out, 1)
     if eqn.primitive.name == "ragged_dot_general":
         numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     else:
@@ -123,7 +123,12 @@ def is_float_cast(eqn: Eqn) -> bool:
 
 def dtype_names(atoms: Sequence[Atom]) -> tuple[str, ...]:
     """The names of the floating dtypes among the atoms' dtypes."""
-    dtypes = (getattr(atom.aval, "dtype", None) for atom in atoms)
+    return dtype_names_of(atom.aval for atom in atoms)
+
+
+def dtype_names_of(values: Iterable[Any]) -> tuple[str, ...]:
+    """The names of the floating dtypes among the values' dtypes."""
+    dtypes = (getattr(x, "dtype", None) for x in values)
     return tuple(d.name for d in dtypes if d is not None and is_float(d))
 
 
@@ -188,7 +193,7 @@ def _saved(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]) -> SavedRecord
         primitive,
         str(getattr(aval, "dtype", aval)),
         tuple(getattr(aval, "shape", ())),
-        _size(aval) * itemsize,
+        size_of(aval) * itemsize,
     )
 
 
@@ -208,7 +213,7 @@ def _maker(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]):
     return at.scope, eqn.primitive.name
 
 
-def _size(aval: Any) -> int:
+def size_of(aval: Any) -> int:
     shape = getattr(aval, "shape", ())
     # Symbolic dimensions (jax.export) have no number: counted once.
     return prod(d if isinstance(d, int) else 1 for d in shape)
@@ -217,5 +222,3 @@ def _size(aval: Any) -> int:
 def num_equations(jaxpr: Jaxpr) -> int:
     inner = (sub for eqn in raw(jaxpr).eqns for sub in subjaxprs(eqn.params))
     return len(raw(jaxpr).eqns) + sum(map(num_equations, inner))
-
-
