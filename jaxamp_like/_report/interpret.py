@@ -119,17 +119,21 @@ class Block:
         none = no_row()
         most = max(map(len, self.inputs))
         padded = [[*rows, *[none] * (most - len(rows))] for rows in self.inputs]
-        inputs = (
-            jnp.stack([jnp.stack(rows) for rows in padded])
-            if most
-            else (jnp.zeros((len(self.rows), 0, len(none)), none.dtype))
-        )
-        counts = histograms(self.codes) if self.compiled else jnp.stack(self.codes)
-        return tabulate(jnp.stack(self.rows), inputs, counts)
+        if self.compiled:
+            return _table(self.rows, padded, histograms(self.codes))
+        return _table_at_once(self.rows, padded, jnp.stack(self.codes))
+
+
+def _table(rows: list[Any], inputs: list[list[Any]], histogram: Any) -> Table:
+    each = [row for rows in inputs for row in rows]
+    read = jnp.stack(each) if each else jnp.zeros((0, rows[0].size), rows[0].dtype)
+    read = read.reshape(len(rows), -1, rows[0].size)
+    return tabulate(jnp.stack(rows), read, histogram)
 
 
 # Compiled once for every shape and dtype, whatever the equation.
 _measure = jax.jit(measure, compiler_options=_OPTIONS)
+_table_at_once = jax.jit(_table)
 
 
 @jax.jit
@@ -161,10 +165,12 @@ class Interpreter:
         where: "_Where",
         index: int,
         loop: Loop | None = None,
+        compiled: bool = True,
     ) -> tuple[list[Pair], Found]:
-        """Runs a program that an equation holds, inside of compiled code."""
+        """Runs a program that an equation holds, as a block of its own."""
         path, loops = (*where.path, index), where.block.loops
-        block = Block(path, loops if loop is None else (*loops, loop), compiled=True)
+        loops = loops if loop is None else (*loops, loop)
+        block = Block(path, loops, compiled)
         outs, found = self._run(jaxpr, args, where.at.within(eqn), path, block)
         return [pair.bare() for pair in outs], found | self._close(block)
 
@@ -225,6 +231,10 @@ class Interpreter:
         if not block.compiled:
             self.tick(eqn, where.at)
         bare = [pair.bare() for pair in operands]
+        if not block.compiled and name in _ONE_BY_ONE:
+            result = _ONE_BY_ONE[name](self, eqn, where, bare)
+            if result is not None:
+                return result
         if name in _HANDLERS:
             handle = functools.partial(_HANDLERS[name], self, eqn, where)
             if block.compiled:
@@ -471,6 +481,66 @@ _HANDLERS = {
     "cond": _cond,
     "shard_map": _shard_map,
 }
+
+
+# Outside of compiled code, a short loop is run like all else: its iterations share the
+# code of their equations, which costs far less to compile than the whole loop.
+
+_MOST_EQUATIONS = 20_000  # run one by one; beyond, compiling the loop pays
+
+
+def _scan_one_by_one(
+    self: Interpreter, eqn: Eqn, where: _Where, operands: list[Pair]
+) -> tuple[list[Pair], Found] | None:
+    jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
+    if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
+        return None
+    num_consts, num_carry = scan_arity(eqn)
+    fixed, carry = operands[:num_consts], operands[num_consts:][:num_carry]
+    xs = operands[num_consts + num_carry :]
+    reverse = eqn.params["reverse"]
+    loop = Loop(reverse, length, len(where.path))
+    found: Found = {}
+    ys = []
+    for i in reversed(range(length)) if reverse else range(length):
+        args = [*fixed, *carry, *_slice(xs, i)]
+        outs, new = self.body(jaxpr, args, eqn, where, 0, loop, compiled=False)
+        for path, table in _deeper(new, i).items():
+            found[path] = _merge(found[path], table) if path in found else table
+        carry = outs[:num_carry]
+        ys.append(outs[num_carry:])
+    ys = reversed(ys) if reverse else ys
+    return [*carry, *map(_stack, zip(*ys, strict=True))], found
+
+
+@jax.jit
+def _slice(xs: list[Pair], i: Any) -> list[Pair]:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+
+
+_merge = jax.jit(merge)
+
+
+@jax.jit
+def _deeper(found: Found, i: Any) -> Found:
+    return {path: at_iteration(table, i) for path, table in found.items()}
+
+
+def _stack(slices: Sequence[Pair]) -> Pair:
+    form = p.common(*slices)
+    pinned = [p.joined(one, form) for one in slices]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *pinned)
+
+
+def _cond_one_by_one(
+    self: Interpreter, eqn: Eqn, where: _Where, operands: list[Pair]
+) -> tuple[list[Pair], Found]:
+    branches = eqn.params["branches"]
+    k = min(max(int(operands[0].run), 0), len(branches) - 1)
+    return self.body(branches[k], operands[1:], eqn, where, k, compiled=False)
+
+
+_ONE_BY_ONE = {"scan": _scan_one_by_one, "cond": _cond_one_by_one}
 
 
 def num_ticks(jaxpr: Jaxpr) -> int:

@@ -23,7 +23,8 @@ from . import walk
 class Pair(NamedTuple):
     """A value as the program computes it, and in the author's dtypes.
 
-    `true` is `None` where it is the same; `row` is what `measure` found, if it was asked."""
+    `true` is `None` where it is the same; `row` is what `measure` found,
+    if it was asked."""
 
     run: Any
     true: Any = None

@@ -81,7 +81,8 @@ class Report:
 
         >>> import json
         >>> from jaxamp_like import explain
-        >>> report = explain(jnp.dot, compute_dtype="bfloat16")(jnp.ones(3), jnp.ones(3))
+        >>> x = jnp.ones(3)
+        >>> report = explain(jnp.dot, compute_dtype="bfloat16")(x, x)
         >>> json.loads(report.to_json())["now"]["totals"]["flops"]
         {'forward': {'bfloat16': 6}}
         """

@@ -40,7 +40,8 @@ class Row(NamedTuple):
     smallest: Any  # of those that are not zero; inf if there are none
     nonfinite: Any
     nan: Any
-    lost: Any  # zero here, since the author's value is below the dtype's range
+    gone: Any  # zero here, and not in the author's dtype
+    lost: Any  # the same, since the author's value is below the range of the dtype
     exact_largest: Any
     exact_smallest: Any
     exact_nonfinite: Any
@@ -49,8 +50,16 @@ class Row(NamedTuple):
 
 
 _NUM_RANGE = 4  # columns that tell what an operand was like
-_SUMS = ("nonfinite", "nan", "lost", "exact_nonfinite", "deviation", "magnitude")
-_SHARES = _SUMS[:4]
+_SUMS = (
+    "nonfinite",
+    "nan",
+    "gone",
+    "lost",
+    "exact_nonfinite",
+    "deviation",
+    "magnitude",
+)
+_SHARES = _SUMS[:5]
 _LEAST = ("smallest", "exact_smallest")
 
 
@@ -100,11 +109,12 @@ def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
     if exact is not None:
         y = exact.astype(dtype)
         b = jnp.abs(y)
-        is_lost = (x == 0) & (b > 0) & (b < tiny)
+        is_gone = (x == 0) & (b > 0)
         is_counted = b < _MASK
         deviation = jnp.where(x == x, jnp.abs(x - y), jnp.inf)
         found |= {
-            "lost": jnp.where(is_lost, jnp.ones_like(x), 0),
+            "gone": jnp.where(is_gone, jnp.ones_like(x), 0),
+            "lost": jnp.where(is_gone & (b < tiny), jnp.ones_like(x), 0),
             "exact_largest": jnp.where(b < jnp.inf, b, 0),
             "exact_smallest": jnp.where(b > 0, b, jnp.inf),
             "exact_nonfinite": jnp.where(b < jnp.inf, 0, jnp.ones_like(x)),
@@ -116,7 +126,9 @@ def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
     if exact is None:
         zero = jnp.zeros((), dtype)
         same = {f"exact_{k}": reduced[k] for k in ("largest", "smallest", "nonfinite")}
-        reduced |= same | dict.fromkeys(("lost", "deviation", "magnitude"), zero)
+        reduced |= same | dict.fromkeys(
+            ("gone", "lost", "deviation", "magnitude"), zero
+        )
     return jnp.stack(Row(**reduced)), _codes(run if exact is None else exact)
 
 
@@ -212,7 +224,7 @@ def tabulate(rows: Array, inputs: Array, histogram: Array) -> Table:
         made_nonfinite=made.astype(jnp.int32),
         first=nowhere,
         inputs=ranges,
-        vanished=jnp.maximum(row.lost - read.lost.max(-1, initial=0), 0),
+        vanished=jnp.maximum(row.lost - read.gone.max(-1, initial=0), 0),
         vanished_at=nowhere,
         vanished_inputs=ranges,
         histogram=histogram,

@@ -1,5 +1,6 @@
 """Reading a traced program: every equation, at any depth, with where it stands."""
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Around:
         """The same for the equation itself, by its own name stack."""
         own = names(eqn)
         phase, step, in_amp, scope = self.phase, self.step, self.in_amp, []
-        for name in own.scopes:
+        for name in _told_once(own.scopes):
             if name.startswith(MARK):
                 step, in_amp = steps[int(name.removeprefix(MARK))], True
             elif name == REWRITTEN:
@@ -47,7 +48,12 @@ class Around:
         if own.recomputed:
             phase = "recomputed"
         return Around(
-            self.scope + tuple(scope), self.inside, phase, self.times, step, in_amp
+            self.scope + tuple(scope),
+            self.inside,
+            phase,
+            self.times,
+            step,
+            in_amp,
         )
 
     def within(self, eqn: Eqn) -> "Around":
@@ -56,11 +62,21 @@ class Around:
         label = f"{name} {params['name']}" if name in ("jit", "pjit") else name
         times = self.times * params["length"] if name == "scan" else self.times
         inside = (*self.inside, label)
-        return Around(self.scope, inside, self.phase, times, self.step, self.in_amp)
+        return dataclasses.replace(self, inside=inside, times=times)
 
     def place(self, eqn: Eqn) -> Place:
         scope = "/".join(self.scope)
         return Place(scope, self.inside, self.phase, source_of(eqn), self.times)
+
+
+def _told_once(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """The names without those that the transpose of a `jax.checkpoint` repeats."""
+    for n in range(len(scopes) // 2, 0, -1):
+        tail = scopes[-n:]
+        is_ours = any(name.startswith(MARK) for name in tail)
+        if is_ours and scopes[-2 * n : -n] == tail:
+            return scopes[:-n]
+    return scopes
 
 
 def walk(
