@@ -81,6 +81,11 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     return jax.make_jaxpr(fn)(*avals)
 
 
+def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr."""
+    return jax.core.eval_jaxpr(raw(jaxpr), consts(jaxpr), *args)
+
+
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Splits a freshly traced jaxpr into one without constants, and its constants.
 

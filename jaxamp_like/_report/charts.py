@@ -1,11 +1,13 @@
 """The page's diagrams, as Vega-Lite specifications."""
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from .numbers import NumericsReport
+from .records import PHASES
 from .report import Report
 
 # Colours that are told apart with colour-blind eyes too (Okabe and Ito, 2008).
@@ -43,7 +45,7 @@ def _colour(names: set[str]) -> dict[str, Any]:
 def _bars(values: list[dict[str, Any]], title: str, unit: str) -> dict[str, Any]:
     return _spec(
         values,
-        height={"step": 22},
+        height=24 * len({row["what"] for row in values}),
         mark={"type": "bar", "tooltip": True},
         encoding={
             "y": {"field": "what", "type": "nominal", "title": None, "sort": None},
@@ -69,18 +71,17 @@ def of_report(report: Report, against: Report | None) -> dict[str, Any]:
     if against is not None:
         programs["compared"] = against.now
     flops, saved = [], []
-    for label, program in programs.items():
-        totals = program.totals
-        for phase, count in totals.flops.items():
-            flops += [
-                {"what": f"{phase}, {label}", "dtype": dtype, "amount": n}
-                for dtype, n in count.items()
-            ]
+    totals = {label: program.totals for label, program in programs.items()}
+    for phase, label in itertools.product(PHASES, totals):
+        flops += [
+            {"what": f"{phase}, {label}", "dtype": dtype, "amount": n}
+            for dtype, n in totals[label].flops.get(phase, {}).items()
+        ]
+    for label, total in totals.items():
         saved += [
             {"what": label, "dtype": dtype, "amount": n}
-            for dtype, n in (totals.saved or {}).items()
+            for dtype, n in (total.saved or {}).items()
         ]
-    flops.sort(key=lambda row: row["what"].split(",")[0] != "forward")
     specs = {}
     if flops:
         specs["flops"] = _bars(flops, "FLOPs of contractions", "FLOP")
@@ -140,7 +141,7 @@ def of_numerics(report: NumericsReport) -> dict[str, Any]:
             },
         },
     }
-    spec = _spec(values, height={"step": 14}, layer=[heat, lines])
+    spec = _spec(values, height=15 * len(shown), layer=[heat, lines])
     return {"exponents": spec | {"resolve": {"scale": {"color": "independent"}}}}
 
 

@@ -106,7 +106,10 @@ def settings_of(recorder: Recorder) -> tuple[str, ...]:
 
 
 def _settings(planner: Planner) -> str:
-    return f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
+    text = f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
+    rules = dict(planner.policy.items())
+    own = [f"{_key(key)}: {rule_name(rules[key])}" for key in planner.policy.own_keys()]
+    return text + (f", {', '.join(own)}" if own else "")
 
 
 # ------------------------------------------------------------------------- the program

@@ -14,9 +14,11 @@ from jax.typing import DTypeLike
 from .._amp import amp
 from .._jax import Eqn, Literal, consts, is_tracer
 from . import walk
+from .blocks import Seen
 from .explain import settings_of, trace_rewritten
 from .extras import need
-from .interpret import Interpreter, Seen, num_ticks
+from .interpret import Interpreter
+from .loops import num_ticks
 from .numbers import Event, InputRange, NumericsReport, OpNumerics
 from .pairs import Pair
 from .statistics import FORMATS, Row, Table, bin_edges, limits

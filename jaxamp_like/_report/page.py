@@ -88,7 +88,11 @@ def _render(data: Mapping[str, Any], **context: Any) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
+    return (
+        resources.files(__name__.rpartition(".")[0])
+        .joinpath("assets", name)
+        .read_text("utf-8")
+    )
 
 
 def _for_script(text: str) -> str:

@@ -7,7 +7,7 @@ is evaluated again, in the dtypes that its operands then have. So both runs stay
 step through loops, remat and the backward pass, and can be compared value by value.
 Control flow follows the program that runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,14 +73,17 @@ def _as_written(atom: Any, at: walk.Around) -> float | None:
     """The literal that `atom` was before it was rounded to a lower precision."""
     if not isinstance(atom, Literal) or at.step is None:
         return None
-    dtype = atom.aval.dtype
-    if not is_float(dtype):
-        return None
+    now: Any = atom.aval
     for written in at.step.eqn.invars:
-        if isinstance(written, Literal) and is_float(written.aval.dtype):
-            value = np.asarray(written.val)
-            if value.dtype != dtype and value.astype(dtype) == np.asarray(atom.val):
-                return float(value)
+        then: Any = written.aval
+        if (
+            isinstance(written, Literal)
+            and is_float(then.dtype)
+            and is_float(now.dtype)
+        ):
+            rounded = np.asarray(written.val).astype(now.dtype)
+            if then.dtype != now.dtype and rounded == np.asarray(atom.val):
+                return float(np.asarray(written.val))
     return None
 
 
@@ -193,7 +196,7 @@ def _bind_wider(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     return _bind(eqn, values, params)
 
 
-_SCATTERS = {
+_SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter": lax.scatter,
     "scatter_add": lax.scatter_add,
     "scatter_mul": lax.scatter_mul,

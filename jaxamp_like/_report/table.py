@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .extras import need
+from .numbers import NumericsReport
 from .records import ScopeNode
 from .report import Report, human_bytes, human_flops, shares, summary
 
@@ -88,3 +89,27 @@ def _rules(report: Report) -> Any:
 def _note_rest(table: Any, total: int) -> None:
     if total > MAX_ROWS:
         table.add_row(f"… and {total - MAX_ROWS} more")
+
+
+def print_numerics(report: NumericsReport, n: int) -> None:
+    console = need("rich.console", "rich").Console()
+    console.print(str(report), highlight=False)
+    if report.ops:
+        console.print(_worst(report, n))
+
+
+def _worst(report: NumericsReport, n: int) -> Any:
+    columns = ("equation", "scope", "phase", "dtype", "range", "beyond / below float16")
+    table = _table("Largest errors", (*columns, "error"), 2)
+    for op in report.worst(n):
+        share = f"{100 * op.overflow['float16']:.2g} / "
+        table.add_row(
+            op.primitive,
+            op.place.scope,
+            op.place.phase,
+            op.dtype,
+            f"{op.smallest:.2g} to {op.largest:.2g}",
+            f"{share}{100 * op.underflow['float16']:.2g} %",
+            f"{op.error:.2g}",
+        )
+    return table

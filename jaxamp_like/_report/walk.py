@@ -23,7 +23,8 @@ _PACKAGE = str(Path(__file__).parent.parent)
 class Around:
     """What is around an equation: known of the program that it stands in.
 
-    `step` is the step of a plan that the equation was bound for."""
+    `step` is the step of a plan that the equation was bound for, and `base` the scope
+    around the `amp` that planned it."""
 
     scope: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
@@ -31,30 +32,28 @@ class Around:
     times: int = 1
     step: Step | None = None
     in_amp: bool = False
+    base: tuple[str, ...] = ()
 
     def at(self, eqn: Eqn, steps: Sequence[Step]) -> "Around":
         """The same for the equation itself, by its own name stack."""
         own = names(eqn)
-        phase, step, in_amp, scope = self.phase, self.step, self.in_amp, []
+        phase, step, in_amp, base = self.phase, self.step, self.in_amp, self.base
+        scope = self.scope
         for name in _told_once(own.scopes):
-            if name.startswith(MARK):
-                step, in_amp = steps[int(name.removeprefix(MARK))], True
-            elif name == REWRITTEN:
-                in_amp = True
+            if name == REWRITTEN:
+                in_amp, base = True, scope
+            elif name.startswith(MARK):
+                step = steps[int(name.removeprefix(MARK))]
             else:
-                scope.append(name)
+                scope = (*scope, name)
+        if step is not None and step is not self.step:
+            # The name stack of what JAX moves out of a loop lacks the scopes around it.
+            scope = (*base, *step.scope)
         if own.backward and phase == "forward":
             phase = "backward"
         if own.recomputed:
             phase = "recomputed"
-        return Around(
-            self.scope + tuple(scope),
-            self.inside,
-            phase,
-            self.times,
-            step,
-            in_amp,
-        )
+        return Around(scope, self.inside, phase, self.times, step, in_amp, base)
 
     def within(self, eqn: Eqn) -> "Around":
         """The same for the programs that the equation holds."""

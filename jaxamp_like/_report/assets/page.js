@@ -2,7 +2,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const COLOURS = {
   float64: "#666666", float32: "#0072b2", bfloat16: "#009e73", float16: "#e69f00", int8: "#cc79a7",
 };
-const FIRST = 100; // rows that a table shows before it is asked for more
+const FIRST = 25; // rows that a table shows before it is asked for more
 
 function element(tag, props = {}, ...children) {
   const made = Object.assign(document.createElement(tag), props);
@@ -24,7 +24,7 @@ const line = (source) => source.split("/").pop();
 
 // ------------------------------------------------------------------- sorted tables
 
-const text = (title) => ({ title });
+const text = (title) => ({ title, wrap: ["scope", "why", "rule", "key"].includes(title) });
 const number = (title, show = String) => ({ title, show, number: true });
 const TABLES = {
   ops: [
@@ -70,7 +70,7 @@ function sortedTable(place, columns, rows) {
     });
     if (by !== null) found = found.toSorted((a, b) => (falling ? -1 : 1) * compare(a[by], b[by]));
     body.replaceChildren(...found.slice(0, limit).map((row) => element("tr", {}, ...columns.map((column, i) =>
-      element("td", { className: column.number ? "number" : "", title: column.title === "source" ? row[i] : "" },
+      element("td", { className: column.number ? "number" : column.wrap ? "wrap" : "", title: column.title === "source" ? row[i] : "" },
         column.show ? column.show(row[i]) : String(row[i]))))));
     note.textContent = `${found.length} of ${rows.length}`;
     more.hidden = found.length <= limit;
