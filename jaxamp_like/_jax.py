@@ -193,6 +193,13 @@ def names(eqn: Eqn) -> Names:
     return Names(names, "transpose" in transforms, recomputed)
 
 
+def has_effect(eqn: Eqn) -> bool:
+    """Whether binding `eqn` does something beside computing, such as a callback.
+
+    Collectives have an effect too, but only that of naming a mesh axis."""
+    return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
+
+
 def source_line(eqn: Eqn) -> str:
     """Where the author wrote `eqn`: file, line and function."""
     return source_info.summarize(eqn.source_info)

@@ -27,6 +27,7 @@ class Interpreter:
     steps: Sequence[Step]
     tick: Callable[[Eqn, walk.Around], None]
     seen: dict[Path, list[Seen]] = field(default_factory=dict)
+    axes: tuple[Any, ...] = ()  # manual mesh axes around what is being run
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Found]:
         """Runs a whole program."""

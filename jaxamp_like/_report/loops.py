@@ -1,10 +1,9 @@
 """Programs that equations hold, run with pairs: loops, branches, manual sharding.
 
-Each takes the interpreter, the equation, where it stands and its operands, and gives
-its results with the tables of its bodies. The tables of a loop are among its carries."""
+Each takes the interpreter, an equation, where it stands and its operands, and gives
+its results with the tables of its bodies. Tables of a loop are among its carries."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from .statistics import at_iteration, merge, merge_parts, no_runs
 # Programs that are run in place of their call.
 CALLS = frozenset(
     "jit pjit closed_call core_call call eval_jaxpr custom_jvp_call custom_vjp_call "
-    "checkpoint remat2".split()
+    "custom_vmap_call linear_call checkpoint remat2".split()
 )
 
 
@@ -56,13 +55,24 @@ def _form(carry: list[Pair]) -> list[Any]:
     return [pair.true is not None and pair.true.dtype for pair in carry]
 
 
-def _none_yet(found: Found) -> Found:
+def _none_yet(self: Any, found: Found) -> Found:
     """Tables for a loop's carry, of which `found` are the body's."""
 
     def deeper(found):
         return {path: at_iteration(table, 0) for path, table in found.items()}
 
-    return {k: no_runs(t) for k, t in jax.eval_shape(deeper, found).items()}
+    tables = jax.eval_shape(deeper, found)
+    return _varying(self, {path: no_runs(table) for path, table in tables.items()})
+
+
+def _varying(self: Any, found: Found) -> Found:
+    """The same tables, typed as different on every device of a `shard_map`.
+
+    What a loop carries, and what branches return, must have one such type."""
+    for axis in self.axes:
+        index = lax.axis_index(axis)
+        found = jax.tree.map(lambda x, i=index: x + (0 * i).astype(x.dtype), found)
+    return found
 
 
 def _merged(found: Found, new: Found, i: Any) -> Found:
@@ -84,7 +94,10 @@ def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
         args = [*fixed, *carry, *slices]
         return self.body(eqn.params["jaxpr"], args, eqn, where, 0, loop)
 
-    slices = jax.eval_shape(lambda xs: jax.tree.map(operator.itemgetter(0), xs), xs)
+    def first(x):
+        return jnp.zeros(x.shape[1:], x.dtype) if length == 0 else x[0]
+
+    slices = jax.eval_shape(lambda xs: jax.tree.map(first, xs), xs)
 
     def one_step(carry):
         outs, found = jax.eval_shape(body, carry, slices)
@@ -99,7 +112,7 @@ def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
         kept = _pinned(outs[:num_carry], carry)
         return (time + 1, kept, _merged(found, new, i)), outs[num_carry:]
 
-    state = (jnp.int32(0), carry, _none_yet(found))
+    state = (jnp.int32(0), carry, _none_yet(self, found))
     (_, carry, found), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
     return [*carry, *ys], found
 
@@ -127,7 +140,7 @@ def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
         outs, new = body(carry)
         return i + 1, _pinned(outs, carry), _merged(found, new, i)
 
-    state = (jnp.int32(0), carry, _none_yet(found))
+    state = (jnp.int32(0), carry, _none_yet(self, found))
     _, carry, found = lax.while_loop(goes_on, step, state)
     return carry, found
 
@@ -145,7 +158,7 @@ def _cond(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     def taken(fn, operands):
         outs, found = fn(operands)
         idle = {path: no_runs(t) for path, t in tables.items() if path not in found}
-        return _pinned(outs, forms), found | idle
+        return _pinned(outs, forms), _varying(self, found | idle)
 
     index = jnp.asarray(operands[0].run, jnp.int32)
     return lax.switch(index, [functools.partial(taken, fn) for fn in fns], operands[1:])
@@ -161,7 +174,11 @@ def _shard_map(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     forms: list[list[Pair]] = []
 
     def body(operands):
-        outs, found = self.body(eqn.params["jaxpr"], operands, eqn, where, 0)
+        around, self.axes = self.axes, (*self.axes, *axes)
+        try:
+            outs, found = self.body(eqn.params["jaxpr"], operands, eqn, where, 0)
+        finally:
+            self.axes = around
         forms.append([Pair(True, None if out.true is None else True) for out in outs])
         return outs, jax.tree.map(lambda x: x[None], found)
 
@@ -174,7 +191,6 @@ def _shard_map(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     by_device = PartitionSpec(axes)
     options |= {
         "in_specs": (specs(options["in_specs"], operands),),
-        "check_vma": False,  # a table that starts as zeros is the same everywhere
     }
     # A dry run tells which results have a value of their own in the author's dtype.
     dry = shard_map(lambda x: body(x)[1], **options | {"out_specs": by_device})

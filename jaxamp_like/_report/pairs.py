@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType, bits, cast, is_float
-from .._jax import Eqn, Literal, eqn_context, reemit, subjaxprs
+from .._jax import Eqn, Literal, eqn_context, has_effect, reemit, subjaxprs
 from . import walk
 
 
@@ -47,7 +47,7 @@ class Role:
     """What is known of an equation beside itself, from the step that it was bound for.
 
     Args:
-        inserted: it is a cast that `amp` put there.
+        inserted: it is a cast that `amp` put there, or a rounding that goes with one.
         target: it is a cast that the author wrote, to this dtype.
         literals: for each operand, the literal as the author wrote it, if that differs.
     """
@@ -59,7 +59,12 @@ class Role:
 
 def role_of(eqn: Eqn, at: walk.Around) -> Role:
     literals = tuple(_as_written(atom, at) for atom in eqn.invars)
-    if eqn.primitive.name != "convert_element_type":
+    name = eqn.primitive.name
+    if name == "reduce_precision":
+        # JAX puts one on what `jax.checkpoint` saves, in the dtype that it has now.
+        is_ours = at.step is not None and at.step.eqn.primitive.name != name
+        return Role(inserted=is_ours, literals=literals)
+    if name != "convert_element_type":
         return Role(literals=literals)
     author = at.step and at.step.eqn
     if author is None or author.primitive.name != "convert_element_type":
@@ -128,7 +133,7 @@ def _in_author_dtypes(
     if role.inserted:
         return [pairs[0].exact]
     # What has an effect must have it once.
-    if all(pair.true is None for pair in pairs) or eqn.effects:
+    if all(pair.true is None for pair in pairs) or has_effect(eqn):
         return [None] * len(runs)
     values = _harmonised(pairs)
     if role.target is not None:

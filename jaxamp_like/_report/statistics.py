@@ -251,7 +251,7 @@ def at_iteration(table: Table, i: Any) -> Table:
 def no_runs(like: Any) -> Table:
     """A table of no run yet, of the types that `like` has."""
     zeros: Table = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return zeros._replace(rows=jnp.broadcast_to(no_row(), like.rows.shape))
+    return zeros._replace(rows=zeros.rows + no_row())
 
 
 def merge(a: Table, b: Table) -> Table:
