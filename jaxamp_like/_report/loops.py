@@ -36,12 +36,20 @@ CALLS = frozenset(
 # Loops. A carry has a value in the author's dtype if any iteration gives it one.
 
 
+def _shapes(self: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """What `fn` returns, for its shapes and structure only.
+
+    In a `shard_map`, `jax.eval_shape` up to JAX 0.6 forgets over which axes its
+    arguments vary; there `fn` is traced in place, and the compiler drops it."""
+    return fn(*args) if self.axes else jax.eval_shape(fn, *args)
+
+
 def _settled(
-    step: Callable[[list[Pair]], tuple[list[Pair], Found]], carry: list[Pair]
+    self: Any, step: Callable[[list[Pair]], tuple[list[Pair], Found]], carry: list[Pair]
 ) -> tuple[list[Pair], Found]:
     """The carry in a form that the loop's body keeps, and its statistics' types."""
     while True:
-        outs, found = jax.eval_shape(step, carry)
+        outs, found = _shapes(self, step, carry)
         forms = [p.common(a, b) for a, b in zip(carry, outs, strict=True)]
         settled = [
             p.joined(pair, form) for pair, form in zip(carry, forms, strict=True)
@@ -97,13 +105,13 @@ def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     def first(x):
         return jnp.zeros(x.shape[1:], x.dtype) if length == 0 else x[0]
 
-    slices = jax.eval_shape(lambda xs: jax.tree.map(first, xs), xs)
+    slices = jax.tree.map(first, xs)
 
     def one_step(carry):
-        outs, found = jax.eval_shape(body, carry, slices)
+        outs, found = body(carry, slices)
         return outs[:num_carry], found
 
-    carry, found = _settled(one_step, carry)
+    carry, found = _settled(self, one_step, carry)
 
     def step(state, slices):
         time, carry, found = state
@@ -129,7 +137,7 @@ def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
         args = [*body_consts, *carry]
         return self.body(params["body_jaxpr"], args, eqn, where, 1, loop)
 
-    carry, found = _settled(lambda carry: jax.eval_shape(body, carry), carry)
+    carry, found = _settled(self, body, carry)
 
     def goes_on(state):
         args = [pair.run for pair in (*cond_consts, *state[1])]
@@ -151,7 +159,7 @@ def _cond(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
 
     count = len(eqn.params["branches"])
     fns = [functools.partial(branch, k) for k in range(count)]
-    each = [jax.eval_shape(fn, operands[1:]) for fn in fns]
+    each = [_shapes(self, fn, operands[1:]) for fn in fns]
     forms = [p.common(*outs) for outs in zip(*(outs for outs, _ in each), strict=True)]
     tables = {path: table for _, found in each for path, table in found.items()}
 

@@ -1,6 +1,6 @@
 """What the page shows, as rows of plain data: aggregated, and bounded in number."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,40 +38,39 @@ def tiles(report: Report) -> list[tuple[str, str, str]]:
 
 
 def tree(root: ScopeNode, other: ScopeNode | None) -> dict[str, Any]:
-    """The scopes, as deep as `MAX_NODES` allow; with those of another report beside."""
-    depth = _depth_for(root)
-    return _node(root, other, depth)
+    """The scopes, with those of another report beside.
+
+    Level by level, and within a level those with most FLOPs first, as many as
+    `MAX_NODES`; `hidden` tells of how many children a scope had to do without."""
+    chosen: dict[str, list[ScopeNode]] = {}
+    queue, room = deque([root]), MAX_NODES
+    while queue and room > 0:
+        node = queue.popleft()
+        ranked = node.children
+        if len(ranked) > room:
+            ranked = sorted(ranked, key=lambda child: -sum(child.flops.values()))
+        chosen[node.path] = list(ranked[:room])
+        room -= len(chosen[node.path])
+        queue.extend(chosen[node.path])
+    return _node(root, other, chosen)
 
 
-def _depth_for(root: ScopeNode) -> int:
-    depth, count, level = 0, 1, [root]
-    while level and count <= MAX_NODES:
-        level = [child for node in level for child in node.children]
-        count += len(level)
-        depth += 1
-    return max(depth - 1, 1) if level else depth
-
-
-def _node(node: ScopeNode, other: ScopeNode | None, depth: int) -> dict[str, Any]:
+def _node(
+    node: ScopeNode, other: ScopeNode | None, chosen: dict[str, list[ScopeNode]]
+) -> dict[str, Any]:
     partners = {child.name: child for child in other.children} if other else {}
-    children = node.children if depth else ()
+    children = chosen.get(node.path, [])
     found: dict[str, Any] = {
         "name": node.name or "(all)",
-        "path": node.path,
         "flops": node.flops,
         "saved": node.saved,
         "casts": node.casts,
         "ops": node.ops,
-        "children": [
-            _node(child, partners.get(child.name), depth - 1)
-            # A node may have more children than a page has room for.
-            for child in children[:MAX_NODES]
-        ],
+        "hidden": len(node.children) - len(children),
+        "children": [_node(c, partners.get(c.name), chosen) for c in children],
     }
     if other is not None:
-        found["other"] = {
-            "flops": other.flops, "saved": other.saved, "casts": other.casts,
-        }  # fmt: skip
+        found["other"] = {"flops": other.flops, "saved": other.saved}
     return found
 
 

@@ -125,7 +125,7 @@ function scopeTree(place, root) {
   let by = null, falling = true;
 
   function row(node, level) {
-    const inner = node.children.length > 0;
+    const inner = node.children.length + node.hidden > 0;
     const name = element("button", { className: "name", disabled: !inner,
       textContent: `${inner ? (open.has(node) ? "▾ " : "▸ ") : "\u2003"}${node.name}` });
     name.style.paddingLeft = `${14 * level}px`;
@@ -145,7 +145,11 @@ function scopeTree(place, root) {
     if (by !== null) {
       children = children.toSorted((a, b) => (falling ? -1 : 1) * compare(columns[by].value(a), columns[by].value(b)));
     }
-    return [row(node, level), ...children.flatMap((child) => rows(child, level + 1))];
+    const found = [row(node, level), ...children.flatMap((child) => rows(child, level + 1))];
+    if (open.has(node) && node.hidden) {
+      found.push(element("tr", {}, element("td", { className: "muted", colSpan: 5, textContent: `… and ${node.hidden} more` })));
+    }
+    return found;
   }
 
   const show = () => body.replaceChildren(...rows(root, 0));
