@@ -46,6 +46,13 @@ from ._presets import (
     pytorch_autocast as pytorch_autocast,
     tensorflow_graph_rewrite as tensorflow_graph_rewrite,
 )
+from ._report import (
+    NumericsReport as NumericsReport,
+    Report as Report,
+    ScalerHistory as ScalerHistory,
+    explain as explain,
+    trace_numerics as trace_numerics,
+)
 from ._rules import (
     Rule as Rule,
     Site as Site,

@@ -17,6 +17,7 @@ from ._jax import consts, is_array, raw, trace
 from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
+from ._record import amp_is_off, planner_in_force, record_plan
 from ._rules import author_dtype
 from ._switch import is_amp_disabled
 
@@ -118,6 +119,8 @@ def amp(
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
+        if amp_is_off():
+            return fn(*args, **kwargs)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
@@ -150,6 +153,7 @@ def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
 
 def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args, **kwargs):
+        in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
         arrays = [
@@ -166,7 +170,7 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
 
         jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        values = _run(planner, jaxpr, arrays)
+        values = _run(in_force, jaxpr, arrays)
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -183,6 +187,7 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
+    record_plan(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
         keeps = Keeps.LEAN if planner.lean else Keeps.ALL

@@ -24,6 +24,7 @@ from ._jax import (
 from ._lean import Region, as_island, keep
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, LINEAR
+from ._record import marked
 from ._rules import Demand, Leaf, author_dtype
 
 # Ops that broadcast size-1 axes of their operands by themselves.
@@ -161,6 +162,10 @@ class Frame:
         return self.casts[atom, dtype]
 
     def bind(self, step: Step) -> list[Any]:
+        with marked(step):
+            return self._bind(step)
+
+    def _bind(self, step: Step) -> list[Any]:
         eqn, decision = step.eqn, step.decision
         # The casts of operands belong to the op that reads them.
         with eqn_context(eqn):
@@ -181,7 +186,8 @@ class Frame:
         """Binds steps so that only what goes into them is kept for the backward pass.
 
         Inside a loop there is nothing that XLA could merge the second run with."""
-        with eqn_context(region.steps[0].eqn):
+        first = region.steps[0]
+        with marked(first), eqn_context(first.eqn):
             values = [self._enter(v, dtype) for v, dtype in region.ins.items()]
 
         def island(*values):

@@ -8,14 +8,17 @@ the documented API, and why:
   context (compute_on, XLA metadata, abstract mesh) that its author gave it;
 - the parameters of structural primitives, where their names changed between versions;
 - the class names of references and of symbolic zeros, where they moved;
+- the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
+  be changed without changing the trace (later, `jax.make_user_context` is for that);
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names, for the first carry of a retry loop.
 """
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -87,6 +90,11 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     `jax.make_jaxpr` and not `jax.jit(fn).trace`: the latter turns tracers that `fn`
     closes over into hidden leading arguments."""
     return jax.make_jaxpr(fn)(*avals)
+
+
+def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr."""
+    return jax.core.eval_jaxpr(raw(jaxpr), consts(jaxpr), *args)
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
@@ -180,6 +188,55 @@ def scopes(eqn: Eqn) -> tuple[str, ...]:
     names = (frame.name for frame in frames if type(frame).__name__ == "Scope")
     parts = (part for name in names if "->" not in name for part in name.split("/"))
     return tuple(part for part in parts if part)
+
+
+# Since JAX 0.8.
+_user_context = jax.make_user_context() if hasattr(jax, "make_user_context") else None
+_fresh_traces = itertools.count(1)
+
+
+@contextlib.contextmanager
+def traced_afresh() -> Iterator[None]:
+    """Functions that `jax.jit` has traced before are traced again in here.
+
+    JAX finds earlier traces by a context that includes what this changes."""
+    number = next(_fresh_traces)
+    if _user_context is not None:
+        with _user_context(number):
+            yield
+        return
+    before = jax.config.jax_xla_profile_version  # type: ignore[attr-defined]
+    jax.config.update("jax_xla_profile_version", number)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_xla_profile_version", before)
+
+
+class Names(NamedTuple):
+    """What the name stack of an equation tells."""
+
+    scopes: tuple[str, ...]  # names given to `jax.named_scope`, outermost first
+    backward: bool  # made by transposing a derivative
+    recomputed: bool  # made again in the backward pass, by `jax.checkpoint`
+
+
+def names(eqn: Eqn) -> Names:
+    """What the name stack of `eqn` tells; see `Names`."""
+    frames = eqn.source_info.name_stack.stack
+    transforms = {f.name for f in frames if type(f).__name__ != "Scope"}
+    names = scopes(eqn)
+    recomputed = "rematted_computation" in names
+    if recomputed:
+        names = tuple(n for n in names if n != "rematted_computation")
+    return Names(names, "transpose" in transforms, recomputed)
+
+
+def has_effect(eqn: Eqn) -> bool:
+    """Whether binding `eqn` does something beside computing, such as a callback.
+
+    Collectives have an effect too, but only that of naming a mesh axis."""
+    return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
 
 
 def source_line(eqn: Eqn) -> str:

@@ -121,6 +121,10 @@ class LimitedPolicy:
     def own_keys(self) -> list[Key]:
         return [*self.policy.own_keys(), *(self.limit.keys or ())]
 
+    def items(self) -> list[tuple[Key, Any]]:
+        limits = [(key, self.limit.kind) for key in self.limit.keys or ()]
+        return [*self.policy.items(), *limits]
+
 
 @functools.lru_cache(maxsize=128)
 def limited(policy: CheckedPolicy, limit: Limit) -> Lookup:

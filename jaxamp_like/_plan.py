@@ -107,6 +107,10 @@ class Planner:
     _demands: Any = field(default_factory=WeakKeyDictionary)
     _uncrossed: Any = field(default_factory=WeakKeyDictionary)
 
+    def afresh(self) -> "Planner":
+        """A planner of the same settings that remembers nothing."""
+        return Planner(self.policy, self.compute_dtype, self.strict, self.lean)
+
     def plan(
         self,
         jaxpr: Jaxpr,

@@ -114,6 +114,10 @@ class Lookup(Protocol):
         """The keys that the user gave: each should match some equation."""
         ...
 
+    def items(self) -> list[tuple[Key, Any]]:
+        """All keys, with the rule, limit or policy that stands under each."""
+        ...
+
 
 def is_stopped(scope: tuple[str, ...]) -> bool:
     """Whether `amp_stop` or an inner `amp` stands in the name stack."""
@@ -191,6 +195,13 @@ class CheckedPolicy:
                 if any(pattern.fullmatch("/".join(path)) for path in paths):
                     return Found(pattern, rule, by_scope=True)
         return None
+
+    def items(self) -> list[tuple[Key, Rule]]:
+        """The policy's keys and rules, as they were given."""
+        paths = {"/".join(parts): rule for parts, rule in self.paths.items()}
+        default = {} if self.default is None else {AMP_DEFAULT: self.default}
+        tables = (self.primitives, paths, self.patterns, default)
+        return [item for table in tables for item in table.items()]
 
     def own_keys(self) -> list[Key]:
         """The keys that the user added: not those of the policy that was extended.

@@ -227,10 +227,14 @@ class MappedPolicy:
         inner = (lookup.own_keys() for lookup in self.lookups.values())
         return list(dict.fromkeys([*self.policies, *_joined(inner)]))
 
+    def items(self) -> list[tuple[Key, Any]]:
+        inner = (lookup.items() for lookup in self.lookups.values())
+        return [*_joined(inner), *self.policies.items()]
 
-def _joined(lists: Iterable[list[Key]]) -> Iterator[Key]:
-    for keys in lists:
-        yield from keys
+
+def _joined(lists: Iterable[list[Any]]) -> Iterator[Any]:
+    for items in lists:
+        yield from items
 
 
 @functools.lru_cache(maxsize=128)

@@ -1,0 +1,185 @@
+const data = JSON.parse(document.getElementById("data").textContent);
+const COLOURS = {
+  float64: "#666666", float32: "#0072b2", bfloat16: "#009e73", float16: "#e69f00", int8: "#cc79a7",
+};
+const FIRST = 25; // rows that a table shows before it is asked for more
+
+function element(tag, props = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), props);
+  made.append(...children);
+  return made;
+}
+
+function human(n, base, prefixes, unit) {
+  let i = 0;
+  for (; Math.abs(n) >= base && i < prefixes.length - 1; i++) n /= base;
+  return `${+n.toPrecision(4)} ${prefixes[i]}${unit}`;
+}
+const flops = (n) => (n ? human(n, 1000, ["", "k", "M", "G", "T", "P"], "FLOP") : "");
+const bytes = (n) => (n ? human(n, 1024, ["", "Ki", "Mi", "Gi", "Ti"], "B") : "");
+const share = (x) => (x ? `${+(100 * x).toPrecision(3)} %` : "");
+const short = (x) => (typeof x === "number" ? (x ? String(+x.toPrecision(3)) : "0") : x);
+const total = (count) => Object.values(count).reduce((a, b) => a + b, 0);
+const line = (source) => source.split("/").pop();
+
+// ------------------------------------------------------------------- sorted tables
+
+const text = (title) => ({ title, wrap: ["scope", "why", "rule", "key"].includes(title) });
+const number = (title, show = String) => ({ title, show, number: true });
+const TABLES = {
+  ops: [
+    text("scope"), text("primitive"), text("phase"), text("written"), text("now"),
+    text("key"), text("rule"), text("why"), { title: "source", show: line },
+    number("count"), number("FLOPs", flops),
+  ],
+  casts: [
+    text("scope"), text("from"), text("to"), text("phase"), text("by"), text("why"),
+    { title: "source", show: line }, number("count"),
+  ],
+  rules: [text("key"), text("rule"), number("equations"), { title: "yours", show: (x) => (x ? "yes" : "") }],
+  differences: [
+    text("scope"), text("primitive"), text("phase"), { title: "source", show: line },
+    text("this policy"), text("the other"),
+  ],
+  numerics: [
+    number("#", (i) => String(i + 1)), text("scope"), text("primitive"), text("phase"),
+    text("dtype"), number("largest", short), number("smallest", short),
+    number("not finite", share), number("vanished", share), number("error", short),
+    text("worst iteration"), number("beyond float16", share), number("below float16", share),
+    number("beyond float8", share), number("below float8", share), { title: "source", show: line },
+  ],
+};
+
+const order = (x) => (x === "inf" ? Infinity : x);
+function compare(a, b) {
+  return typeof a === "string" && typeof b === "string" ? a.localeCompare(b) : order(a) - order(b);
+}
+
+function sortedTable(place, columns, rows) {
+  const body = element("tbody");
+  const note = element("span", { className: "muted" });
+  const more = element("button", { className: "more", textContent: "Show all" });
+  const filter = element("input", { type: "search", placeholder: "Filter", ariaLabel: "Filter rows" });
+  let by = null, falling = false, limit = FIRST;
+
+  function show() {
+    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let found = rows.filter((row) => {
+      const all = row.join(" ").toLowerCase();
+      return words.every((word) => all.includes(word));
+    });
+    if (by !== null) found = found.toSorted((a, b) => (falling ? -1 : 1) * compare(a[by], b[by]));
+    body.replaceChildren(...found.slice(0, limit).map((row) => element("tr", {}, ...columns.map((column, i) =>
+      element("td", { className: column.number ? "number" : column.wrap ? "wrap" : "", title: column.title === "source" ? row[i] : "" },
+        column.show ? column.show(row[i]) : String(row[i]))))));
+    note.textContent = `${found.length} of ${rows.length}`;
+    more.hidden = found.length <= limit;
+  }
+
+  const heads = columns.map((column, i) => {
+    const button = element("button", { textContent: column.title });
+    const head = element("th", { className: column.number ? "number" : "" }, button);
+    button.onclick = () => {
+      falling = by === i ? !falling : Boolean(column.number);
+      by = i;
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", falling ? "descending" : "ascending");
+      show();
+    };
+    return head;
+  });
+  filter.oninput = show;
+  more.onclick = () => { limit = Infinity; show(); };
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body);
+  place.append(element("div", { className: "tools" }, filter, note), element("div", { className: "scroll" }, table), more);
+  show();
+}
+
+for (const place of document.querySelectorAll("[data-table]")) {
+  sortedTable(place, TABLES[place.dataset.table], data[place.dataset.table]);
+}
+
+// ------------------------------------------------------------------- tree of scopes
+
+function bar(count, whole) {
+  const parts = Object.entries(count).map(([dtype, n]) => {
+    const part = element("i", { title: `${dtype} ${share(n / Math.max(total(count), 1))}` });
+    part.style.width = `${(100 * n) / Math.max(whole, 1)}%`;
+    part.style.background = COLOURS[dtype] ?? "#d55e00";
+    return part;
+  });
+  return element("div", { className: "bar" }, ...parts);
+}
+
+function scopeTree(place, root) {
+  const columns = [
+    { title: "scope", value: (node) => node.name },
+    { title: "FLOPs", value: (node) => total(node.flops), show: flops, of: "flops" },
+    { title: "saved", value: (node) => total(node.saved), show: bytes, of: "saved" },
+    { title: "casts", value: (node) => node.casts, show: String },
+    { title: "equations", value: (node) => node.ops, show: String },
+  ];
+  const whole = { flops: total(root.flops), saved: total(root.saved) };
+  const open = new Set([root]);
+  const body = element("tbody");
+  let by = null, falling = true;
+
+  function row(node, level) {
+    const inner = node.children.length + node.hidden > 0;
+    const name = element("button", { className: "name", disabled: !inner,
+      textContent: `${inner ? (open.has(node) ? "▾ " : "▸ ") : "\u2003"}${node.name}` });
+    name.style.paddingLeft = `${14 * level}px`;
+    name.onclick = () => { open.has(node) ? open.delete(node) : open.add(node); show(); };
+    const cells = columns.slice(1).map((column) => {
+      const cell = element("td", {}, column.show(column.value(node)));
+      if (!column.of) cell.className = "number";
+      if (column.of) cell.append(bar(node[column.of], whole[column.of]));
+      if (column.of && node.other) cell.append(bar(node.other[column.of], whole[column.of]));
+      return cell;
+    });
+    return element("tr", {}, element("td", {}, name), ...cells);
+  }
+
+  function rows(node, level) {
+    let children = open.has(node) ? node.children : [];
+    if (by !== null) {
+      children = children.toSorted((a, b) => (falling ? -1 : 1) * compare(columns[by].value(a), columns[by].value(b)));
+    }
+    const found = [row(node, level), ...children.flatMap((child) => rows(child, level + 1))];
+    if (open.has(node) && node.hidden) {
+      found.push(element("tr", {}, element("td", { className: "muted", colSpan: 5, textContent: `… and ${node.hidden} more` })));
+    }
+    return found;
+  }
+
+  const show = () => body.replaceChildren(...rows(root, 0));
+  const heads = columns.map((column, i) => {
+    const button = element("button", { textContent: column.title });
+    const head = element("th", { className: i > 2 ? "number" : "" }, button);
+    button.onclick = () => {
+      falling = by === i ? !falling : i > 0;
+      by = i;
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", falling ? "descending" : "ascending");
+      show();
+    };
+    return head;
+  });
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body);
+  place.append(element("div", { className: "scroll" }, table));
+  show();
+}
+
+const treePlace = document.querySelector("[data-tree]");
+if (treePlace) scopeTree(treePlace, data.tree);
+
+// ------------------------------------------------------------------- diagrams, menu
+
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+for (const place of document.querySelectorAll("[data-chart]")) {
+  const spec = data.charts[place.dataset.chart];
+  if (spec) window.vegaEmbed(place, spec, { actions: false, renderer: "svg", theme: dark ? "dark" : undefined });
+}
+document.querySelector("nav").append(...[...document.querySelectorAll("section[id]")].map((section) =>
+  element("a", { href: `#${section.id}`, textContent: section.querySelector("h2").textContent })));
+document.body.dataset.ready = "yes";

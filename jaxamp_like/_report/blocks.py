@@ -1,0 +1,111 @@
+"""Blocks of equations that run equally often, with the rows of their tables."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._jax import Eqn
+from . import walk
+from .pairs import Pair
+from .statistics import Table, combined, histograms, measure, no_row, tabulate
+
+Path = tuple[int, ...]
+Found = dict[Path, Table]  # of blocks
+
+
+class Loop(NamedTuple):
+    """A loop around an equation."""
+
+    reverse: bool
+    length: int  # 0 if it is not known beforehand
+    depth: int  # how much of the paths of its equations is its own
+
+
+Loops = tuple[Loop, ...]
+
+# XLA may skip roundings inside of a fused kernel, and with them what overflows.
+OPTIONS = {"xla_allow_excess_precision": False}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An equation that was measured.
+
+    Args:
+        eqn: the equation.
+        at: what is around it.
+        path: where it stands: the number of each equation around it, and of the
+            program within that.
+        loops: the loops around it, outermost first.
+        written: the dtypes that its float results have as written.
+        sizes: their numbers of elements."""
+
+    eqn: Eqn
+    at: walk.Around
+    path: Path
+    loops: Loops
+    written: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Block:
+    """Equations that run equally often: the body of a loop, or all outside of loops.
+
+    `compiled` says that they are being traced, rather than run one by one."""
+
+    path: Path
+    loops: Loops
+    compiled: bool
+    seen: list[Seen] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    inputs: list[list[Any]] = field(default_factory=list)
+    codes: list[Any] = field(default_factory=list)
+
+    def measure(self, pair: Pair) -> tuple[Any, Any]:
+        fn = measure if self.compiled else _measure
+        return fn(jnp.asarray(pair.run), pair.true)
+
+    def add(self, seen: Seen, outs: list[tuple[Any, Any]], inputs: list[Any]) -> None:
+        self.seen.append(seen)
+        self.rows.append(combined([row for row, _ in outs], seen.sizes))
+        self.inputs.append(inputs)
+        codes = [codes for _, codes in outs]
+        self.codes.append(codes[0] if len(codes) == 1 else jnp.concatenate(codes))
+        if not self.compiled:  # at once: the codes of all equations are a lot to keep
+            self.codes[-1] = _histogram(self.codes[-1])
+
+    def table(self) -> Table | None:
+        if not self.rows:
+            return None
+        none = no_row()
+        most = max(map(len, self.inputs))
+        padded = [[*rows, *[none] * (most - len(rows))] for rows in self.inputs]
+        if self.compiled:
+            return _table(self.rows, padded, histograms(self.codes))
+        return _table_at_once(self.rows, padded, jnp.stack(self.codes))
+
+
+def _table(rows: list[Any], inputs: list[list[Any]], histogram: Any) -> Table:
+    each = [row for rows in inputs for row in rows]
+    read = jnp.stack(each) if each else jnp.zeros((0, rows[0].size), rows[0].dtype)
+    read = read.reshape(len(rows), -1, rows[0].size)
+    return tabulate(jnp.stack(rows), read, histogram)
+
+
+# Compiled once for every shape and dtype, whatever the equation.
+_measure = jax.jit(measure, compiler_options=OPTIONS)
+_table_at_once = jax.jit(_table)
+
+
+@jax.jit
+def _histogram(codes: Any) -> Any:
+    return histograms([codes])[0]
+
+
+class Where(NamedTuple):
+    at: walk.Around
+    path: Path
+    block: Block

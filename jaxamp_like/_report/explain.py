@@ -1,0 +1,257 @@
+"""`explain`: traces a function and tells what the rewrite made of it."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .. import _rules
+from .._amp import amp
+from .._jax import Eqn, Jaxpr, Primitive
+from .._plan import Planner, Step
+from .._policy import ByName
+from .._record import Recorder
+from .._rules import ByRange, Callback, Rule
+from . import walk
+from .call import Call, call_of
+from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
+from .report import Report
+
+
+def explain(
+    fn: Callable[..., Any],
+    *,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: Any = None,
+    strict: bool = False,
+    lean: bool = False,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Report]:
+    """Reports what mixed precision makes of `fn`, without running it.
+
+    The report is read off the plan that binding followed and off the program that came
+    of it, so it tells what runs. Printed, it is a table; see `Report` for the rest.
+
+    Args:
+        fn: a function as written, in which case `amp(fn)` with the settings given is
+            reported; or one that has `amp` inside, such as the gradient of `amp(loss)`
+            or a whole training step, which is reported as it is.
+        compute_dtype: as for `amp`.
+        amp_policy: as for `amp`.
+        strict: as for `amp`.
+        lean: as for `amp`.
+        argnums: the arguments that training differentiates. Used where `fn` has no
+            backward pass of its own, to tell what one would keep.
+    Returns:
+        A function with the signature of `fn` that returns a `Report`. Arrays among the
+        arguments may be given as `jax.ShapeDtypeStruct`s.
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+        AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+    >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+    >>> report = explain(loss, compute_dtype="bfloat16")(w, x)
+    >>> report.now.totals.flops_by_dtype, report.now.totals.low_share
+    ({'bfloat16': 48}, 1.0)
+    >>> report.now.casts[0].why
+    'dot_general reads bfloat16: computes in bfloat16'
+    """
+    mixed = amp(
+        fn,
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        strict=strict,
+        lean=lean,
+    )
+    is_given = compute_dtype is not None or amp_policy is not None or strict or lean
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def reported(*args: Any, **kwargs: Any) -> Report:
+        call, recorder, jaxpr = trace_rewritten(
+            fn, mixed, is_given, args, kwargs, numbers
+        )
+        now = _program(call, jaxpr, recorder)
+        as_written = Recorder(as_written=True)
+        written = _program(call, call.trace(as_written), as_written)
+        return Report(
+            name=call.name,
+            settings=settings_of(recorder),
+            now=now,
+            written=written,
+            rules=tuple(_rules_fired(recorder)),
+            versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
+        )
+
+    names = ("__module__", "__name__", "__qualname__", "__doc__")
+    assigned = [n for n in names if isinstance(getattr(fn, n, None), str)]
+    return functools.wraps(fn, assigned=assigned, updated=())(reported)
+
+
+def trace_rewritten(
+    fn: Any, mixed: Any, is_given: bool, args: Any, kwargs: Any, argnums: Any = ()
+) -> tuple[Call, Recorder, Jaxpr]:
+    """Traces `fn` as it is if it has `amp` inside and no settings are given.
+
+    Else `mixed`, which is `amp(fn)`."""
+    if not is_given:
+        call, recorder = call_of(fn, args, kwargs, argnums), Recorder()
+        jaxpr = call.trace(recorder)
+        if recorder.plans:
+            return call, recorder, jaxpr
+    call, recorder = call_of(mixed, args, kwargs, argnums), Recorder()
+    return call, recorder, call.trace(recorder)
+
+
+def settings_of(recorder: Recorder) -> tuple[str, ...]:
+    """The settings of each `amp` that was traced, in words."""
+    return tuple(dict.fromkeys(_settings(planner) for planner, _ in recorder.plans))
+
+
+def _settings(planner: Planner) -> str:
+    text = f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
+    text += ", lean" * planner.lean
+    rules = dict(planner.policy.items())
+    own = [f"{_key(key)}: {rule_name(rules[key])}" for key in planner.policy.own_keys()]
+    return text + (f", {', '.join(own)}" if own else "")
+
+
+# ------------------------------------------------------------------------- the program
+
+
+def _program(call: Call, jaxpr: Jaxpr, recorder: Recorder) -> Program:
+    ops, casts = [], []
+    is_step = False
+    for eqn, at, is_structural in walk.walk(jaxpr, recorder.steps):
+        is_step |= at.phase == "backward"
+        if walk.is_float_cast(eqn):
+            casts.append(_cast(eqn, at))
+        if not is_structural:
+            ops.append(_op(eqn, at))
+    if is_step:
+        saved = walk.kept(jaxpr, recorder.steps)
+    else:
+        saved = _saved_by_derivative(call, recorder.as_written)
+    return Program(tuple(ops), tuple(casts), saved)
+
+
+def _saved_by_derivative(
+    call: Call, as_written: bool
+) -> tuple[SavedRecord, ...] | None:
+    if not call.live:
+        return None
+    recorder = Recorder(as_written)
+    try:
+        jaxpr, num_outs = call.trace_residuals(recorder)
+    except Exception:
+        # The function has been traced before: it is its derivative that there is none
+        # of, as of host callbacks.
+        return None
+    return walk.residuals(jaxpr, num_outs, recorder.steps)
+
+
+def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
+    step = at.step
+    num_flops = walk.flops(eqn)
+    reads = walk.contraction_dtypes(eqn) if num_flops else walk.dtype_names(eqn.invars)
+    return OpRecord(
+        place=at.place(eqn),
+        primitive=eqn.primitive.name,
+        author=step.eqn.primitive.name if step else "",
+        written=_written(step) if step else (),
+        reads=reads,
+        makes=walk.dtype_names(eqn.outvars),
+        shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
+        key=_key(step.found.key) if step else "",
+        rule=rule_name(step.found.rule) if step else "",
+        why=_why(at),
+        flops=num_flops,
+    )
+
+
+def _written(step: Step) -> tuple[str, ...]:
+    return walk.dtype_names([*step.eqn.invars, *step.eqn.outvars])
+
+
+def _why(at: walk.Around) -> str:
+    if at.step is not None:
+        return at.step.decision.why
+    return "results are handed back as written" if at.in_amp else "outside of amp"
+
+
+def _cast(eqn: Eqn, at: walk.Around) -> CastRecord:
+    old, new = eqn.invars[0].aval.dtype.name, eqn.outvars[0].aval
+    inserted, why = _why_cast(at, new.dtype)
+    shape = tuple(new.shape)
+    return CastRecord(at.place(eqn), old, new.dtype.name, shape, inserted, why)
+
+
+def _why_cast(at: walk.Around, new: Any) -> tuple[bool, str]:
+    """Whether `amp` made a cast, and what for."""
+    step = at.step
+    if step is None:
+        return at.in_amp, _why(at)
+    name, why = step.eqn.primitive.name, step.decision.why
+    if name == "convert_element_type":
+        return False, why
+    if at.phase == "backward":
+        return True, f"the derivative of {name}'s casts: {why}"
+    is_read = new in step.decision.reads
+    text = f"{name} {'reads' if is_read else 'hands on'} {new.name}: {why}"
+    if at.phase == "recomputed":
+        text += "; made again rather than saved"
+    return True, text
+
+
+# --------------------------------------------------------------------------- the rules
+
+
+def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
+    """The keys that decided something, most first; then those that never did."""
+    own, rules = set(), {}
+    for planner, _ in recorder.plans:
+        own |= {_key(key) for key in planner.policy.own_keys()}
+        rules |= {_key(key): rule_name(r) for key, r in planner.policy.items()}
+    leaves = [step for step in recorder.steps if step.handler is None]
+    count = Counter(_key(step.found.key) for step in leaves)
+    named = {_key(s.found.key): rule_name(s.found.rule) for s in leaves}
+    for key, n in count.most_common():
+        yield RuleRecord(key, rules.get(key, named[key]), n, key in own)
+    for key, rule in rules.items():
+        if key not in count:
+            yield RuleRecord(key, rule, 0, key in own)
+
+
+def _key(key: Any) -> str:
+    if key is None:
+        return "(none)"
+    if isinstance(key, Primitive):
+        return key.name
+    return getattr(key, "pattern", key)
+
+
+@functools.cache
+def _public_rules() -> dict[Rule, str]:
+    return {r: name for name, r in vars(_rules).items() if isinstance(r, Rule)}
+
+
+@functools.lru_cache(maxsize=1024)
+def rule_name(rule: Any) -> str:
+    """What the user would write to get this rule (or the limit, or the policy)."""
+    if isinstance(rule, str):
+        return rule
+    if rule in _public_rules():
+        return _public_rules()[rule]
+    if isinstance(rule, Callback):
+        return getattr(rule.fn, "__name__", repr(rule.fn))
+    dtype = getattr(rule, "dtype", None)
+    if dtype is not None and rule == _rules.use_precision(dtype):
+        return f"use_precision({jnp.dtype(dtype).name!r})"
+    if isinstance(rule, ByRange):
+        return f"{rule_name(rule.narrow)} if float16 else {rule_name(rule.wide)}"
+    return "by primitive" if isinstance(rule, ByName) else repr(rule)

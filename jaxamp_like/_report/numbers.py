@@ -1,0 +1,242 @@
+"""`NumericsReport`: what `trace_numerics` found, with its views."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .records import Place
+
+
+@dataclass(frozen=True, slots=True)
+class InputRange:
+    """What an operand was like.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        largest: the largest finite magnitude in it.
+        smallest: the smallest magnitude in it that is not zero; 0 if there is none.
+        nonfinite: the share of inf and NaN.
+        is_literal: whether it is a number written in the code."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    smallest: float
+    nonfinite: float
+    is_literal: bool
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}{list(self.shape)} in [{self.smallest:.3g}, "
+        text += f"{self.largest:.3g}]"
+        return text + f", {self.nonfinite:.2g} not finite" * bool(self.nonfinite)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """When something went wrong, and what the equation read.
+
+    Args:
+        iteration: of the loops around it, outermost first. Of a scan, the index into
+            what it scans, backwards too.
+        inputs: the float operands at that time."""
+
+    iteration: tuple[int, ...]
+    inputs: tuple[InputRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpNumerics:
+    """What one equation made, all iterations of loops together.
+
+    Args:
+        place: where it stands.
+        primitive: its name.
+        author: for what equation of the author's it was made; see `OpRecord`.
+        dtype: the dtype of its result.
+        written: the dtype that the result has as written.
+        shape: the shape of its first float result.
+        runs: how often it ran.
+        largest: the largest finite magnitude that it made.
+        smallest: the smallest that is not zero; 0 if there is none.
+        nonfinite: the share of inf and NaN in what it made.
+        lost: the share that is zero here, and not in the author's dtypes.
+        written_largest: as `largest`, in the author's dtypes.
+        written_smallest: as `smallest`, in the author's dtypes.
+        histogram: for each binary exponent, the share of magnitudes (in the author's
+            dtypes) that have it; of arrays with more than 65536 elements, a sample.
+        overflow: for each format, the share that would be beyond its largest number.
+        underflow: for each format, the share that would become zero.
+        error: of the worst run: the sum of deviations from the author's dtypes, by the
+            sum of magnitudes there. inf if NaN or inf arose.
+        worst: the iteration of that run; see `Event`.
+        made_nonfinite: the first time that it made inf or NaN of what was not.
+        nonfinite_as_written: whether the author's dtypes give inf or NaN here too.
+        vanished: the largest share of elements that one run lost (see `lost`), less
+            what its inputs had lost before.
+        vanished_event: when that was.
+        order: sorts equations as they ran, by their first trouble or their worst run.
+    """
+
+    place: Place
+    primitive: str
+    author: str
+    dtype: str
+    written: str
+    shape: tuple[int, ...]
+    runs: int
+    largest: float
+    smallest: float
+    nonfinite: float
+    lost: float
+    written_largest: float
+    written_smallest: float
+    histogram: Mapping[int, float]
+    overflow: Mapping[str, float]
+    underflow: Mapping[str, float]
+    error: float
+    worst: tuple[int, ...]
+    made_nonfinite: Event | None
+    nonfinite_as_written: bool
+    vanished: float
+    vanished_event: Event | None
+    order: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Its name, its scope and its line, in one line."""
+        name = self.primitive
+        if self.author and self.author != self.primitive:
+            name += f" (of {self.author})"
+        where = [self.place.scope or "no scope", self.place.phase]
+        where += [self.place.source] if self.place.source else []
+        return f"{name} in {', '.join(where)}"
+
+
+@dataclass(frozen=True, repr=False)
+class NumericsReport:
+    """What became of the numbers when a function ran in mixed precision.
+
+    `print(report)` tells what went wrong first; `report.print()` is a table (rich);
+    `to_json` gives everything; `save_html` writes a page.
+
+    Args:
+        name: of the function.
+        settings: of each `amp` in it.
+        ops: every equation that makes floats, but those that only move data.
+        versions: of the packages."""
+
+    name: str
+    settings: tuple[str, ...]
+    ops: tuple[OpNumerics, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def first_nonfinite(self) -> OpNumerics | None:
+        """The equation that was first to make inf or NaN of finite numbers.
+
+        One whose result is finite as written comes before all others: those are the
+        author's own (a logarithm of zero)."""
+        made = [op for op in self.ops if op.made_nonfinite is not None]
+        ours = [op for op in made if not op.nonfinite_as_written]
+        return min(ours or made, key=lambda op: op.order, default=None)
+
+    def underflows(self, share: float = 0.01) -> list[OpNumerics]:
+        """The equations that turned numbers to zero, worst first.
+
+        Args:
+            share: how much of a result must have vanished to be listed."""
+        lossy = [op for op in self.ops if op.vanished >= share]
+        return sorted(lossy, key=lambda op: (-op.vanished, op.order))
+
+    def worst(self, n: int = 10) -> list[OpNumerics]:
+        """The `n` equations with the largest error, worst first."""
+        ranked = sorted(self.ops, key=lambda op: (-_finite_last(op.error), op.order))
+        return ranked[:n]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> list[str]:
+        lines = [f"{self.name} ({'; '.join(self.settings) or 'no amp'})"]
+        if not self.ops:
+            return [*lines, "  no equations: the function makes no floats"]
+        lines += self._first("first inf or NaN", self.first_nonfinite)
+        lossy = self.underflows()
+        for op in lossy[:1]:
+            share = f"{100 * op.vanished:.3g} % of the result"
+            lines += self._first(f"worst underflow, {share}", op, op.vanished_event)
+        if not lossy:
+            lines.append("  no underflow of more than 1 % of a result")
+        (worst,) = self.worst(1)
+        return [*lines, f"  largest error: {worst.error:.2g}, {worst.describe()}"]
+
+    def _first(self, what: str, op: OpNumerics | None, event: Any = None) -> list[str]:
+        if op is None:
+            return [f"  no {what.removeprefix('first ')}"]
+        event = event or op.made_nonfinite
+        lines = [f"  {what}: {op.describe()}"]
+        if op.nonfinite_as_written:
+            lines.append("    (in the author's dtypes too)")
+        if event.iteration:
+            lines.append(f"    iteration {', '.join(map(str, event.iteration))}")
+        return lines + [f"    read {one}" for one in event.inputs]
+
+    def print(self, n: int = 20) -> None:
+        """Prints the summary and the `n` worst equations to the terminal.
+
+        Raises:
+            ImportError: rich is not installed."""
+        from .table import print_numerics
+
+        print_numerics(self, n)
+
+    def _repr_html_(self) -> str:
+        from .page import notebook_numerics
+
+        return notebook_numerics(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts and lists."""
+        return dataclasses.asdict(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything as JSON; an infinite error is the string "inf".
+
+        Args:
+            indent: as for `json.dumps`."""
+        return json.dumps(_plain(self.to_dict()), indent=indent, allow_nan=False)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes one page that opens without a network.
+
+        Args:
+            path: where to; parent folders are made.
+        Returns:
+            The path.
+        Raises:
+            ImportError: the extra "report" is not installed.
+            OSError: the path can't be written to; the message says why."""
+        from .page import numerics_page, write_page
+
+        return write_page(path, numerics_page(self))
+
+
+def _finite_last(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no inf and no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value

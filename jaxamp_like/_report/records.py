@@ -1,0 +1,251 @@
+"""The data of a report: frozen records, from which every view is made."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax.numpy as jnp
+
+Phase = Literal["forward", "backward", "recomputed"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an equation of the program stands, and how often it runs.
+
+    Args:
+        scope: names of `jax.named_scope`s, outermost first, joined by "/".
+        inside: the programs around it ("jit", "scan", ...), outermost first.
+        phase: "forward", "backward", or "recomputed" if `jax.checkpoint` makes it again
+            for the backward pass.
+        source: "file:line (function)", or "" if nobody wrote a line for it.
+        times: how often it runs: scans multiply it by their length; a while loop and
+            each branch of a cond count once."""
+
+    scope: str
+    inside: tuple[str, ...]
+    phase: Phase
+    source: str
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """One equation of the rewritten program, and the decision that it comes from.
+
+    Args:
+        place: where it stands.
+        primitive: its name.
+        author: for what equation of the author's it was made; itself or, in the
+            backward pass, what it is the derivative of. "" outside of `amp`.
+        written: the dtypes of that equation's float operands and results, as written.
+        reads: the dtypes of the float operands, as they are now.
+        makes: the dtypes of the float results, as they are now.
+        shape: the shape of the first result.
+        key: the key of the policy that decided.
+        rule: the rule found under it.
+        why: the rule's reason.
+        flops: multiply-adds of a contraction, times two, of one run; else 0."""
+
+    place: Place
+    primitive: str
+    author: str
+    written: tuple[str, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    shape: tuple[int, ...]
+    key: str
+    rule: str
+    why: str
+    flops: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that it computes in: the widest that it reads, or makes."""
+        return widest(self.reads or self.makes)
+
+    @property
+    def total_flops(self) -> int:
+        return self.flops * self.place.times
+
+
+@dataclass(frozen=True, slots=True)
+class CastRecord:
+    """One cast between floating dtypes in the rewritten program.
+
+    Args:
+        place: where it stands.
+        source_dtype: what is cast.
+        target_dtype: to what.
+        shape: of the array.
+        inserted: whether `amp` put it there, rather than the author.
+        why: for whom."""
+
+    place: Place
+    source_dtype: str
+    target_dtype: str
+    shape: tuple[int, ...]
+    inserted: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """One array that is kept for the backward pass.
+
+    Args:
+        scope: where it is made.
+        primitive: by what.
+        dtype: its dtype.
+        shape: its shape.
+        num_bytes: its size."""
+
+    scope: str
+    primitive: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRecord:
+    """One key of a policy, and what came of it.
+
+    Args:
+        key: a primitive, a scope, a path, a regular expression or "amp_default".
+        rule: the rule under it.
+        count: how many equations of the author's it decided.
+        own: whether the user added it to the policy that was extended."""
+
+    key: str
+    rule: str
+    count: int
+    own: bool
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a program adds up to.
+
+    Args:
+        flops: FLOPs of contractions, by phase and by the dtype that they compute in.
+        casts: the number of casts between floating dtypes, as written (a loop's body
+            once).
+        saved: bytes kept for the backward pass, by dtype; `None` if the program has no
+            backward pass."""
+
+    flops: Mapping[str, Mapping[str, int]]
+    casts: int
+    saved: Mapping[str, int] | None
+
+    @property
+    def flops_by_dtype(self) -> dict[str, int]:
+        return dict(sum(map(Counter, self.flops.values()), Counter()))
+
+    @property
+    def low_share(self) -> float:
+        """Share of the contraction FLOPs that run in fewer than 32 bits."""
+        return share_low(self.flops_by_dtype)
+
+    @property
+    def saved_bytes(self) -> int | None:
+        return None if self.saved is None else sum(self.saved.values())
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a traced program holds: the function as written, or as rewritten."""
+
+    ops: tuple[OpRecord, ...]
+    casts: tuple[CastRecord, ...]
+    saved: tuple[SavedRecord, ...] | None
+
+    @property
+    def totals(self) -> Totals:
+        flops: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
+        for op in self.ops:
+            if op.flops:
+                flops[op.place.phase][op.dtype] += op.total_flops
+        saved: Counter[str] = Counter()
+        for one in self.saved or ():
+            saved[one.dtype] += one.num_bytes
+        return Totals(
+            {phase: dict(count) for phase, count in flops.items() if count},
+            len(self.casts),
+            None if self.saved is None else dict(saved),
+        )
+
+
+@dataclass(frozen=True)
+class ScopeNode:
+    """A scope with all that is in it, its inner scopes included."""
+
+    name: str
+    path: str
+    ops: int
+    casts: int
+    flops: Mapping[str, int]
+    saved: Mapping[str, int]
+    children: tuple["ScopeNode", ...] = field(default=(), repr=False)
+
+
+def scope_tree(program: Program, depth: int | None = None) -> ScopeNode:
+    """The scopes of a program as a tree, to `depth` levels if that is given."""
+    return _node("", (), _entries(program), depth)
+
+
+_Entry = tuple[tuple[str, ...], int, int, str, int, int]
+
+
+def _entries(program: Program) -> list[_Entry]:
+    """For each path of scopes: ops, casts, and FLOPs and bytes by dtype."""
+    count: Counter[tuple[tuple[str, ...], str, str]] = Counter()
+    for op in program.ops:
+        path = parts(op.place.scope)
+        count[path, "ops", ""] += 1
+        if op.flops:
+            count[path, "flops", op.dtype] += op.total_flops
+    for cast in program.casts:
+        count[parts(cast.place.scope), "casts", ""] += 1
+    for one in program.saved or ():
+        count[parts(one.scope), "saved", one.dtype] += one.num_bytes
+    return list(count.items())  # type: ignore[return-value]
+
+
+def _node(name: str, path: tuple[str, ...], entries: list, depth: int | None):
+    totals: dict[str, Counter[str]] = {}
+    inner: dict[str, list] = {}
+    for entry in entries:
+        (where, what, dtype), n = entry
+        totals.setdefault(what, Counter())[dtype] += n
+        if len(where) > len(path):
+            inner.setdefault(where[len(path)], []).append(entry)
+    deeper = depth is None or len(path) < depth
+    children = [
+        _node(child, (*path, child), below, depth) for child, below in inner.items()
+    ]
+    return ScopeNode(
+        name,
+        "/".join(path),
+        totals.get("ops", {}).get("", 0),
+        totals.get("casts", {}).get("", 0),
+        dict(totals.get("flops", {})),
+        dict(totals.get("saved", {})),
+        tuple(children) if deeper else (),
+    )
+
+
+def parts(scope: str) -> tuple[str, ...]:
+    return tuple(scope.split("/")) if scope else ()
+
+
+def widest(names: Iterable[str]) -> str:
+    """The widest of some dtypes' names, the first among equals; "" of none."""
+    return max(names, key=lambda name: jnp.dtype(name).itemsize, default="")
+
+
+def share_low(count: Mapping[str, int]) -> float:
+    low = sum(n for name, n in count.items() if jnp.dtype(name).itemsize < 4)
+    return low / max(sum(count.values()), 1)

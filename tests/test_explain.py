@@ -1,0 +1,297 @@
+"""`explain`: what it counts is what runs, and its reasons are those of the plan."""
+
+import dataclasses
+import json
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import optax
+import pytest
+from jax import lax
+
+import jaxamp_like._report.extras
+from benchmarks import measure
+from benchmarks.workloads import WORKLOADS
+from jaxamp_like import AmpError, AmpWarning, amp, default_amp_policy, explain
+from jaxamp_like._report.records import scope_tree
+
+BF16 = {"compute_dtype": "bfloat16"}
+
+
+@pytest.fixture(autouse=True)
+def users_promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def w(getkey):
+    return jr.normal(getkey(), (8, 8)) / 3
+
+
+@pytest.fixture
+def x(getkey):
+    return jr.normal(getkey(), (4, 8))
+
+
+def loss(w, x):
+    with jax.named_scope("layers"):
+        for i in range(2):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.exp(x) ** 2)
+
+
+# Counts, against those of the benchmarks, which share no code with the package.
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_counts_of_a_loss(workload):
+    args = workload.shapes("toy")
+    report = explain(workload.loss, **BF16)(*args)
+    low = amp(workload.loss, **BF16)
+    for program, fn in ((report.now, low), (report.written, workload.loss)):
+        jaxpr, totals = jax.make_jaxpr(fn)(*args), program.totals
+        assert totals.flops_by_dtype == measure.contraction_flops(jaxpr)
+        assert totals.casts == measure.casts(jaxpr)
+        assert totals.saved == measure.saved_bytes(fn, *args, argnums=(0,))
+        assert totals.low_share == measure.low_share(jaxpr)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_counts_of_a_gradient(workload):
+    args = workload.shapes("toy")
+    step = jax.value_and_grad(amp(workload.loss, **BF16))
+    report = explain(step)(*args)
+    written = jax.value_and_grad(workload.loss)
+    for program, fn, forward in (
+        (report.now, step, amp(workload.loss, **BF16)),
+        (report.written, written, workload.loss),
+    ):
+        jaxpr, totals = jax.make_jaxpr(fn)(*args), program.totals
+        assert totals.flops_by_dtype == measure.contraction_flops(jaxpr)
+        assert totals.casts == measure.casts(jaxpr)
+        kept = measure.saved_bytes(forward, *args, argnums=(0,))
+        if workload.name == "CNN":
+            # The zeros that a ReLU's derivative selects are kept, and never read.
+            assert sum(totals.saved.values()) < sum(kept.values())
+        else:
+            assert totals.saved == kept
+
+
+def test_scopes_add_up_to_the_totals():
+    report = explain(jax.grad(amp(loss, **BF16)))(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    root, totals = report.scopes(), report.now.totals
+    assert root.flops == totals.flops_by_dtype
+    assert (root.casts, root.ops) == (totals.casts, len(report.now.ops))
+    assert sum(root.saved.values()) == totals.saved_bytes
+    inner = {child.name: child for child in root.children}
+    assert inner.keys() >= {"layers", "head"}
+    layers = {child.path for child in inner["layers"].children}
+    assert layers == {"layers/layer_0", "layers/layer_1"}
+    assert report.scopes(1).children[0].children == ()
+
+
+# What it explains.
+
+
+def test_the_rule_and_the_reason_of_an_equation(w, x):
+    policy = default_amp_policy | {"layer_1": "float32"}
+    report = explain(loss, amp_policy=policy, **BF16)(w, x)
+    first, second = (op for op in report.now.ops if op.primitive == "dot_general")
+    assert (first.key, first.rule) == ("dot_general", "use_compute_precision")
+    assert (first.dtype, first.written) == ("bfloat16", ("float32",) * 3)
+    assert first.why == "computes in bfloat16"
+    assert first.place.scope == "layers/layer_0"
+    assert re.fullmatch(r".*test_explain\.py:\d+(:\d+)? \(loss\)", first.place.source)
+    assert (second.key, second.rule) == ("layer_1", "use_precision('float32')")
+    assert second.dtype == "float32"
+
+
+def test_rules_that_fired_and_those_that_never_did(w, x):
+    policy = default_amp_policy | {"nowhere": "float32", lax.exp_p: "bfloat16"}
+    with pytest.warns(AmpWarning, match="nowhere"):
+        report = explain(loss, amp_policy=policy, **BF16)(w, x)
+    rules = {rule.key: rule for rule in report.rules}
+    assert rules["dot_general"].count == 2 and not rules["dot_general"].own
+    assert (rules["exp"].count, rules["exp"].own) == (1, True)
+    assert (rules["nowhere"].count, rules["nowhere"].own) == (0, True)
+    assert rules["sin"].count == 0
+    assert [rule.count for rule in report.rules] == sorted(
+        (rule.count for rule in report.rules), reverse=True
+    )
+
+
+def test_the_authors_casts_are_told_from_inserted_ones():
+    def fn(w, x):
+        return (x @ w).astype(jnp.float16).astype(jnp.float32) @ w
+
+    report = explain(fn, **BF16)(jnp.ones((8, 8)), jnp.ones((4, 8)))
+    by_author = [cast for cast in report.now.casts if not cast.inserted]
+    assert [cast.target_dtype for cast in by_author] == ["float16", "float32"]
+    assert all(cast.why == "a cast that the author wrote" for cast in by_author)
+    inserted = [cast for cast in report.now.casts if cast.inserted]
+    assert inserted[0].why == "dot_general reads bfloat16: computes in bfloat16"
+    assert inserted[-1].why == "dot_general hands on float32: computes in bfloat16"
+    assert report.written.totals.casts == 2
+
+
+def test_phases_and_what_is_inside_of_what(w, x):
+    def fn(w, x):
+        body = jax.checkpoint(lambda x, _: (jnp.tanh(x @ w), None))
+        return jnp.sum(lax.scan(body, x, None, length=3)[0])
+
+    report = explain(jax.grad(amp(fn, **BF16)))(w, x)
+    dots = [op for op in report.now.ops if op.primitive == "dot_general"]
+    assert [op.place.phase for op in dots].count("forward") == 1
+    assert [op.place.phase for op in dots].count("backward") == 2
+    assert [op.place.phase for op in dots].count("recomputed") == 1
+    assert {op.place.times for op in dots} == {3}
+    assert all("scan" in op.place.inside for op in dots)
+    assert all(op.author == "dot_general" for op in dots)
+
+
+def test_a_whole_training_step(w, x):
+    tx = optax.adamw(1e-3)
+
+    @jax.jit
+    def step(w, state, x):
+        grads = jax.grad(amp(loss, **BF16))(w, x)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    state = tx.init(w)
+    step(w, state, x)  # traced and compiled before anybody asks
+    report = explain(step)(w, state, x)
+    assert report.settings == ("compute_dtype=bfloat16",)
+    assert report.now.totals.low_share == 1.0
+    outside = [op for op in report.now.ops if op.why == "outside of amp"]
+    assert outside and all(op.key == "" for op in outside)
+    jaxpr = jax.make_jaxpr(step)(w, state, x)
+    assert report.now.totals.casts == measure.casts(jaxpr)
+    assert report.now.totals.saved is not None
+
+
+def test_modules_and_shapes_are_taken_as_arguments(getkey):
+    model = eqx.nn.MLP(4, 2, 8, 1, key=getkey())
+
+    def fn(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    x = jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    report = explain(eqx.filter_value_and_grad(amp(fn, **BF16)))(model, x)
+    assert report.now.totals.low_share == 1.0
+
+
+def test_nnx_modules():
+    from flax import nnx
+
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    report = explain(lambda model, x: jnp.sum(model(x)), **BF16)(
+        model, jnp.ones((3, 4))
+    )
+    assert report.now.totals.low_share == 1.0
+    assert report.written.totals.low_share == 0.0
+
+
+def test_a_report_leaves_no_trace(w, x):
+    def text():
+        return str(jax.make_jaxpr(jax.grad(amp(loss, **BF16)))(w, x))
+
+    before = text()
+    explain(jax.grad(amp(loss, **BF16)))(w, x)
+    assert text() == before
+    names = [
+        str(eqn.source_info.name_stack)
+        for eqn, _ in measure.walk(jax.make_jaxpr(amp(loss, **BF16))(w, x))
+    ]
+    assert not any("amp_equation" in name for name in names)
+
+
+# Settings and bad input.
+
+
+def test_a_function_without_amp_is_given_the_default(w, x):
+    report = explain(loss)(w, x)
+    assert report.settings == ("compute_dtype=float16",)
+
+
+def test_no_derivative_no_saved_bytes(x):
+    def fn(x):
+        return jax.pure_callback(lambda x: x, jax.typeof(x), x)
+
+    report = explain(fn, **BF16)(x)
+    assert report.now.totals.saved is None
+    assert "there is no derivative" in str(report)
+
+
+def test_a_function_that_fails_to_trace(x):
+    def broken(x):
+        return x @ x
+
+    with pytest.raises(TypeError, match="dot_general") as info:
+        explain(broken)(x)
+    assert any("While tracing 'broken'" in note for note in info.value.__notes__)
+
+
+def test_an_empty_function():
+    report = explain(lambda: None, **BF16)()
+    assert report.now.ops == () and "computes nothing" in str(report)
+    assert report.scopes().ops == 0
+    report.print()
+    assert "<pre>" in report._repr_html_()
+
+
+def test_arguments_are_checked(w, x):
+    with pytest.raises(TypeError, match="compute_dtype"):
+        explain(loss, compute_dtype="int8")
+    with pytest.raises(TypeError, match="callable"):
+        explain(loss(w, x))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="argnums"):
+        explain(loss, argnums=5)(w, x)
+    with pytest.raises(AmpError, match="nowhere"):
+        policy = default_amp_policy | {"nowhere": "float32"}
+        explain(loss, amp_policy=policy, strict=True)(w, x)
+
+
+# Views.
+
+
+def test_json_holds_everything(w, x):
+    report = explain(jax.grad(amp(loss, **BF16)))(w, x)
+    data = json.loads(report.to_json())
+    assert data["now"]["totals"]["casts"] == report.now.totals.casts
+    assert len(data["now"]["ops"]) == len(report.now.ops)
+    op = data["now"]["ops"][0]
+    assert op.keys() == {f.name for f in dataclasses.fields(report.now.ops[0])}
+
+
+def test_print_needs_nothing_and_the_table_shows_all(w, x, capsys):
+    report = explain(jax.grad(amp(loss, **BF16)))(w, x)
+    assert "contractions: 100.0 % bfloat16 (as written: 100.0 % float32)" in str(report)
+    report.print()
+    out = capsys.readouterr().out
+    for words in ("Scopes", "layers", "Casts", "dot_general reads", "Rules", "exp"):
+        assert words in out
+    assert "bfloat16" in report._repr_html_()
+
+
+def test_a_missing_extra_is_named(w, x, monkeypatch, tmp_path):
+    def missing(name):
+        raise ImportError(name)
+
+    report = explain(loss, **BF16)(w, x)
+    monkeypatch.setattr(jaxamp_like._report.extras.importlib, "import_module", missing)
+    for view in (report.print, lambda: report.save_html(tmp_path / "page.html")):
+        with pytest.raises(ImportError, match=r"pip install 'jaxamp_like\[report\]'"):
+            view()
+    assert "casts" in str(report)
+
+
+def test_a_tree_of_one_program_is_that_of_its_scopes(w, x):
+    report = explain(loss, **BF16)(w, x)
+    assert scope_tree(report.now) == report.scopes()

@@ -1,0 +1,394 @@
+"""`trace_numerics`: what it runs is the program, what it tells of numbers is true."""
+
+import json
+import math
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import linen
+from jax import lax
+
+from jaxamp_like import amp, trace_numerics
+from jaxamp_like._record import Recorder
+from jaxamp_like._report import statistics
+from jaxamp_like._report.blocks import OPTIONS
+from jaxamp_like._report.call import call_of
+from jaxamp_like._report.interpret import Interpreter
+from jaxamp_like._report.pairs import Pair
+
+from .constructs import CONSTRUCTS, identity, is_float
+
+MEASURE = jax.jit(statistics.measure)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(monkeypatch):
+    """Most of a test's time is the compiler's."""
+    monkeypatch.setitem(OPTIONS, "xla_backend_optimization_level", 0)
+
+
+# The interpreter: it runs the rewritten program, and beside it the one as written.
+
+
+def run_pairs(fn, *args):
+    recorder = Recorder()
+    call = call_of(fn, args, {})
+    interpreter = Interpreter(recorder.steps, lambda eqn, at: None)
+    jaxpr = call.trace(recorder)
+    pairs, _ = interpreter.run(jaxpr, [Pair(x) for x in call.arrays])
+    return pairs
+
+
+def arrays(tree):
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def assert_near(actual, expected, tolerance):
+    if not jnp.issubdtype(actual.dtype, jnp.number):
+        return
+    assert actual.dtype == expected.dtype
+    a, b = (np.asarray(x, np.complex128) for x in (actual, expected))
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * abs(b).max())
+
+
+def gradient(fn, argnums):
+    def total(*args):
+        floats = [x for x in jax.tree.leaves(fn(*args)) if is_float(x)]
+        return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in floats)
+
+    return jax.grad(total, argnums)
+
+
+# One of each kind; the others are built of the same primitives.
+BOTH_PASSES = (
+    "jit_nested", "scan_of_length_zero", "scan", "cond", "remat_dots_saveable",
+    "custom_jvp", "custom_vjp_in_scan", "linear", "embedding",
+)  # fmt: skip
+FORWARD = (
+    "precision_highest", "while_loop", "linear_solve_direct",
+    "shard_map_remat_scan", "pure_callback", "pallas", "custom_reduction", "scatter",
+    "mixed_arguments", "custom_vmap_batched",
+)  # fmt: skip
+BY_NAME = {construct.name: construct for construct in CONSTRUCTS}
+
+
+@pytest.mark.parametrize("name", (*BOTH_PASSES, *FORWARD))
+def test_it_runs_the_program_beside_the_one_as_written(name):
+    construct = BY_NAME[name]
+    written = construct.build(identity)
+    low = amp(written)
+    if name in BOTH_PASSES:
+        argnums = construct.argnums()
+        low, written = gradient(low, argnums), gradient(written, argnums)
+    pairs = run_pairs(low, *construct.args())
+    results = arrays(low(*construct.args())), arrays(written(*construct.args()))
+    for pair, now, then in zip(pairs, *results, strict=True):
+        # Compiled one by one or as a whole: what is fused may skip a rounding.
+        assert_near(pair.run, now, 2e-3)
+        assert_near(pair.exact, then, 1e-5)
+
+
+# Statistics, against NumPy.
+
+
+# Few shapes: each is compiled.
+SHAPES = st.sampled_from(((), (0,), (7,), (3, 5)))
+FLOATS = st.floats(width=32, allow_subnormal=False)
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(hnp.arrays(np.float32, SHAPES, elements=FLOATS))
+def test_rows_and_histograms(x):
+    row, codes = MEASURE(jnp.asarray(x), None)
+    row = statistics.Row(*np.asarray(row))
+    a = np.abs(x)
+    good = a[np.isfinite(a)]
+    assert row.largest == max(good, default=0)
+    assert row.smallest == min(good[good > 0], default=np.inf)
+    assert row.nonfinite == pytest.approx(np.mean(~np.isfinite(x)) if x.size else 0)
+    assert row.nan == pytest.approx(np.mean(np.isnan(x)) if x.size else 0)
+    counts = np.asarray(statistics.histograms([codes])[0])
+    assert counts.sum() == max(x.size, 1)
+    edges = statistics.bin_edges()
+    for value in good[good > 0]:
+        (inside,) = np.nonzero((edges <= value) & (value < np.roll(edges, -1)))
+        assert counts[inside].sum() >= 1
+
+
+@pytest.mark.parametrize("name", statistics.FORMATS)
+def test_limits_are_where_rounding_loses_a_number(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    most, least = statistics.limits(name)
+    edges = np.asarray([0.99 * most, 1.01 * most, 1.01 * least, 0.99 * least])
+    with np.errstate(over="ignore"):
+        large, beyond, small, below = edges.astype(dtype).astype(np.float64)
+    assert np.isfinite(large) and not np.isfinite(beyond)
+    assert small > 0 and below == 0
+
+
+def test_a_sample_sees_every_column():
+    x = jnp.broadcast_to(2.0 ** jnp.arange(8), (2**15, 8))
+    _, codes = statistics.measure(x, None)
+    assert codes.size <= statistics.SAMPLE
+    counts = np.asarray(statistics.histograms([codes])[0])
+    assert np.allclose(counts[counts > 0], codes.size / 8, rtol=0.01)
+
+
+def test_ranges_shares_and_errors():
+    def fn(x):
+        return x * 3.0
+
+    x = jnp.asarray([1e-9, 1.0, 100.0, 1e5])
+    (op,) = trace_numerics(fn, amp_policy={})(x).ops
+    assert (op.primitive, op.dtype, op.written) == ("mul", "float32", "float32")
+    assert op.largest == pytest.approx(3e5) and op.smallest == pytest.approx(3e-9)
+    assert op.overflow["float16"] == 0.25 and op.underflow["float16"] == 0.25
+    assert op.overflow["bfloat16"] == 0 and op.underflow["bfloat16"] == 0
+    assert op.overflow["float8_e4m3fn"] == 0.25
+    assert op.histogram == {-29: 0.25, 1: 0.25, 8: 0.25, 18: 0.25}
+    assert (op.error, op.lost, op.nonfinite) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_the_error_is_that_of_the_format(dtype, getkey):
+    w, x = jr.normal(getkey(), (32, 32)), jr.normal(getkey(), (8, 32))
+    report = trace_numerics(lambda w, x: x @ w, compute_dtype=dtype)(w, x)
+    dot = next(op for op in report.ops if op.primitive == "dot_general")
+    assert (dot.dtype, dot.written) == (dtype, "float32")
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    actual = np.asarray(amp(jnp.matmul, compute_dtype=dtype)(x, w), np.float64)
+    expected = abs(actual - exact).sum() / abs(exact).sum()
+    assert dot.error == pytest.approx(expected, rel=0.02)
+
+
+def test_a_rounded_literal_is_an_error_too():
+    def fn(w, x):
+        return jnp.sum(jnp.tanh(0.1 * (x @ w)) @ w)
+
+    ones = jnp.ones((4, 4))
+    report = trace_numerics(fn, compute_dtype="bfloat16")(ones, ones)
+    (scaled,) = (op for op in report.ops if op.primitive == "mul")
+    expected = abs(float(jnp.bfloat16(0.1)) / 0.1 - 1)
+    assert scaled.dtype == "bfloat16"
+    assert scaled.error == pytest.approx(expected, rel=0.01)
+
+
+# Loops.
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+@pytest.mark.parametrize("length", (6, 40_000))  # one by one, and compiled as a whole
+def test_iterations_are_told_as_one_with_the_worst(reverse, length):
+    def fn(xs):
+        def body(carry, x):
+            return carry, x * x
+
+        return lax.scan(body, 0.0, xs, reverse=reverse)[1]
+
+    xs = jnp.ones(length).at[2].set(1e3).at[4].set(1e4)
+    report = trace_numerics(amp(fn, amp_policy={"amp_default": "float16"}))(xs)
+    (square,) = (op for op in report.ops if op.primitive == "mul")
+    assert square.runs == length
+    assert square.nonfinite == pytest.approx(2 / length)
+    first = 4 if reverse else 2  # the first to run
+    assert square.made_nonfinite.iteration == (first,)
+    assert square.made_nonfinite.inputs[0].largest == xs[first]
+    assert report.first_nonfinite is square
+    assert math.isinf(square.error) and square.worst == (first,)
+
+
+def test_a_while_loop_counts_its_iterations():
+    def fn(x):
+        return lax.while_loop(lambda x: x < 1e5, lambda x: x * 10.0, x)
+
+    report = trace_numerics(fn, amp_policy={})(jnp.float32(1))
+    (op,) = (op for op in report.ops if op.primitive == "mul")
+    assert (op.runs, op.largest, op.place.inside) == (5, 1e5, ("while",))
+
+
+def test_only_the_branch_that_was_taken_is_measured():
+    def fn(i, x):
+        return lax.cond(i > 0, lambda x: jnp.sin(x), lambda x: jnp.cos(x), x)
+
+    one = trace_numerics(fn, amp_policy={})(1, jnp.ones(3))
+    assert [op.primitive for op in one.ops if op.runs] == ["sin"]
+
+    def mapped(xs):
+        return lax.map(lambda x: fn(x, x), xs)
+
+    each = trace_numerics(mapped, amp_policy={})(jnp.asarray([1.0, 2.0, -1.0]))
+    runs = {op.primitive: op.runs for op in each.ops if op.primitive in ("sin", "cos")}
+    assert runs == {"sin": 2, "cos": 1}
+
+
+# Faults planted in a model that was not written here: Flax's attention, in a block of
+# our own so that it can be scanned, under remat.
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x, gain):
+        attention = linen.MultiHeadDotProductAttention(num_heads=2, name="attention")
+        x = x + attention(linen.LayerNorm()(x) * gain)
+        return x + linen.Dense(16, name="mlp")(linen.LayerNorm()(x)), None
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x, gains):
+        layers = linen.scan(
+            linen.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return layers(name="layers")(x, gains)[0]
+
+
+@pytest.fixture(scope="module")
+def net():
+    model, x = Net(), jr.normal(jr.key(0), (2, 6, 16))
+    params = jax.jit(model.init)(jr.key(1), x, jnp.ones(3))
+
+    def loss(params, x, scale=1.0):
+        with jax.numpy_rank_promotion("allow"):
+            out = model.apply(params, x, jnp.ones(3))
+        return scale * jnp.mean(out**2)
+
+    return loss, params, x
+
+
+def planted(params, layer, **factors):
+    """The parameters, with the kernels of one attention layer scaled."""
+    attention = dict(params["params"]["layers"]["attention"])
+    for name, factor in factors.items():
+        kernel = attention[name]["kernel"].at[layer].multiply(factor)
+        attention[name] = attention[name] | {"kernel": kernel}
+    layers = params["params"]["layers"] | {"attention": attention}
+    return {"params": {"layers": layers}}
+
+
+@pytest.mark.parametrize("backward", (False, True), ids=("forward", "gradient"))
+def test_an_overflow_in_one_attention_layer_is_found(net, backward):
+    loss, params, x = net
+    low = amp(loss)
+    fn = jax.grad(low) if backward else low
+    # Queries and keys fit float16 one by one, and their products do not.
+    report = trace_numerics(fn)(planted(params, 1, query=300.0, key=300.0), x)
+    culprit = report.first_nonfinite
+    assert culprit.primitive == "dot_general"
+    assert culprit.place.scope == "Net/layers/attention"
+    assert culprit.place.phase == "forward"
+    assert "attention.py:" in culprit.place.source
+    assert "dot_product_attention_weights" in culprit.place.source
+    assert culprit.made_nonfinite.iteration == (1,)
+    query, key = culprit.made_nonfinite.inputs
+    assert max(query.largest, key.largest) < 65504 < query.largest * key.largest
+    assert not culprit.nonfinite_as_written
+    assert "first inf or NaN: dot_general in Net/layers/attention" in str(report)
+
+
+def test_an_overflow_in_the_backward_pass_is_found(net):
+    loss, params, x = net
+    report = trace_numerics(jax.grad(amp(loss)))(params, x, 2.0**26)
+    culprit = report.first_nonfinite
+    assert culprit.place.phase == "backward"
+    assert culprit.made_nonfinite.inputs[0].largest > 65504
+    assert (culprit.primitive, culprit.dtype) == ("convert_element_type", "float16")
+    assert culprit.place.scope.startswith("Net/layers")
+    assert culprit.made_nonfinite.iteration == (2,)  # the first to be differentiated
+    assert trace_numerics(amp(loss))(params, x, 2.0**26).first_nonfinite is None
+
+
+def test_an_underflow_in_one_gradient_is_found(net):
+    loss, params, x = net
+    gradient = jax.grad(amp(loss))
+    assert trace_numerics(gradient)(params, x).underflows(0.3) == []
+    # Small weights after the attention of layer 0, which float16 can still hold: what
+    # comes back through them is too small for it.
+    report = trace_numerics(gradient)(planted(params, 0, out=3e-6), x)
+    culprit = report.underflows(0.3)[0]
+    assert culprit.place.phase == "backward"
+    assert culprit.place.scope == "Net/layers/attention"
+    assert (culprit.primitive, culprit.author) == (
+        "convert_element_type",
+        "dot_general",
+    )
+    assert (culprit.dtype, culprit.written) == ("float16", "float32")
+    assert "attention.py:" in culprit.place.source
+    assert "dot_product_attention_weights" in culprit.place.source
+    assert culprit.vanished_event.iteration == (0,)
+    assert 0 < culprit.vanished_event.inputs[0].largest < 6.1e-5
+    assert "worst underflow" in str(report)
+
+
+def test_the_authors_own_infinity_is_not_blamed_on_precision():
+    def fn(w, x):
+        masked = jnp.log(jnp.zeros(3))
+        with jax.named_scope("ours"):
+            return masked, 1e3 * (x @ w)
+
+    w, x = jnp.full((4, 3), 99.0), jnp.ones((2, 4))
+    report = trace_numerics(fn, amp_policy={"ours": "float16"})(w, x)
+    assert report.first_nonfinite.place.scope == "ours"
+    alone = trace_numerics(fn, amp_policy={})(w, x)
+    assert alone.first_nonfinite.primitive == "log"
+    assert "(in the author's dtypes too)" in str(alone)
+
+
+# Bad input, and views.
+
+
+def test_it_needs_arrays_with_values():
+    with pytest.raises(TypeError, match=r"outside of `jax\.jit`"):
+        jax.jit(trace_numerics(jnp.sin))(1.0 + jnp.zeros(2))
+    with pytest.raises(TypeError, match="`explain` takes shapes"):
+        trace_numerics(jnp.sin)(jax.ShapeDtypeStruct((2,), jnp.float32))
+
+
+def test_mutable_arrays_are_refused():
+    references = BY_NAME["references"]
+    with pytest.raises(NotImplementedError, match="can't follow mutable arrays"):
+        trace_numerics(references.build(identity))(*references.args())
+
+
+def test_an_empty_function():
+    report = trace_numerics(lambda: None)()
+    assert report.ops == () and "makes no floats" in str(report)
+    report.print()
+    assert json.loads(report.to_json())["ops"] == []
+
+
+def test_effects_happen_once():
+    seen = []
+
+    def fn(w, x):
+        jax.debug.callback(lambda x: seen.append(x.dtype.name), x @ w)
+
+    ones = jnp.ones((4, 4))
+    trace_numerics(fn, compute_dtype="bfloat16")(ones, ones)
+    jax.effects_barrier()
+    assert seen == ["float32"]
+
+
+def test_views(capsys):
+    def fn(w, x):
+        with jax.named_scope("head"):
+            return 1e3 * (x @ w)
+
+    w, x = jnp.full((4, 3), 99.0), jnp.ones((2, 4))
+    report = trace_numerics(fn, amp_policy={"head": "float16"}, progress=True)(w, x)
+    assert "Running" not in capsys.readouterr().out
+    report.print()
+    out = capsys.readouterr().out
+    assert "first inf or NaN: mul in head, forward" in out and "Largest errors" in out
+    data = json.loads(report.to_json())
+    assert {op["error"] for op in data["ops"]} >= {"inf"}
+    assert "first inf or NaN" in report._repr_html_()

@@ -1,0 +1,206 @@
+"""The HTML page, in a real browser: it opens from disk, sorts, filters and compares."""
+
+import dataclasses
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from jaxamp_like import amp, default_amp_policy, explain, trace_numerics
+from jaxamp_like._report.records import CastRecord, OpRecord, Place, Program
+
+BF16 = {"compute_dtype": "bfloat16"}
+
+
+def loss(w, x):
+    with jax.named_scope("layers"):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+    with jax.named_scope("head </script>"):
+        return jnp.mean(jnp.exp(x) ** 2)
+
+
+ARGS = jnp.ones((8, 8)) / 3, jnp.ones((4, 8))
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory):
+    policy = default_amp_policy | {"layer_1": "float32"}
+    gradient = jax.grad(amp(loss, **BF16))
+    report = explain(gradient)(*ARGS)
+    other = explain(jax.grad(amp(loss, amp_policy=policy, **BF16)))(*ARGS)
+    path = tmp_path_factory.mktemp("pages") / "new folder" / "page.html"
+    numerics = trace_numerics(gradient)(*ARGS)
+    assert report.save_html(path, against=other, numerics=numerics) == path
+    assert path.stat().st_size < 2e6
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    executable = shutil.which("chromium") or shutil.which("google-chrome")
+    assert executable, "The page is tested in Chromium: `.ci/browser` installs it."
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=executable, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=(1280, 400))
+def page(request, browser, page_path):
+    """The page, opened; nothing may be asked of a network nor said on the console."""
+    page = browser.new_page(viewport={"width": request.param, "height": 900})
+    heard = []
+    page.on("console", lambda message: heard.append(message.text))
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("request", lambda request: heard.append(request.url))
+    page.goto(page_path.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    yield page
+    assert [x for x in heard if not x.startswith(("file:", "data:"))] == []
+    page.close()
+
+
+def column(page, table, name):
+    heads = page.locator(f"{table} th").all_inner_texts()
+    (i,) = (i for i, head in enumerate(heads) if head.strip(" ▲▼") == name)
+    return page.locator(f"{table} tbody tr td:nth-child({i + 1})").all_inner_texts()
+
+
+def test_it_shows_everything_and_fits(page):
+    assert page.title() == "loss: precision report"
+    for words in ("100.0 %", "saved for the backward pass", "layer_1: use_precision"):
+        assert words in page.locator("main").inner_text()
+    for chart in ("flops", "saved", "exponents"):
+        drawing = page.locator(f"[data-chart={chart}] svg")
+        expect(drawing).to_be_visible()
+        width = page.viewport_size["width"]
+        assert 200 < drawing.bounding_box()["width"] <= width
+    overflow = "document.documentElement.scrollWidth - innerWidth"
+    assert page.evaluate(overflow) <= 0
+    size = "parseFloat(getComputedStyle(document.querySelector('td')).fontSize)"
+    assert page.evaluate(size) >= 12
+    assert page.locator("table.code tr.low").count() > 0
+
+
+def test_the_tree_of_scopes_opens_and_sorts(page):
+    tree = page.locator("[data-tree]")
+    assert "layer_1" not in tree.inner_text()
+    tree.get_by_role("button", name="layers").click()
+    assert "layer_1" in tree.inner_text() and "head" in tree.inner_text()
+    tree.get_by_role("button", name="equations").click()
+    counts = [int(x) for x in column(page, "[data-tree]", "equations")]
+    assert counts[0] == max(counts)
+    tree.get_by_role("button", name="layers").click()
+    assert "layer_1" not in tree.inner_text()
+    # Two bars in a cell: this policy, and the one that it is compared with.
+    assert tree.locator("tbody tr").first.locator(".bar").count() == 4
+
+
+def test_equations_are_sorted_and_filtered(page):
+    table = "[data-table=ops]"
+    place = page.locator(table)
+    place.get_by_role("button", name="count", exact=True).click()
+    counts = [int(x) for x in column(page, table, "count")]
+    assert counts == sorted(counts, reverse=True)
+    place.get_by_role("button", name="count", exact=True).click()
+    counts = [int(x) for x in column(page, table, "count")]
+    assert counts == sorted(counts)
+    place.get_by_role("searchbox").fill("layer_2 dot_general backward")
+    assert set(column(page, table, "primitive")) == {"dot_general"}
+    assert set(column(page, table, "scope")) == {"layers/layer_2"}
+    place.get_by_role("searchbox").fill("no such thing")
+    assert place.locator("tbody tr").count() == 0
+
+
+def test_a_long_table_shows_its_rest_when_asked(page):
+    place = page.locator("[data-table=rules]")
+    assert place.locator("tbody tr").count() == 25
+    place.get_by_role("button", name="Show all").click()
+    assert place.locator("tbody tr").count() > 100
+
+
+def test_the_comparison_shows_what_differs(page):
+    table = "[data-table=differences]"
+    page.locator(table).get_by_role("searchbox").fill("dot_general forward")
+    assert column(page, table, "scope") == ["layers/layer_1"]
+    assert column(page, table, "this policy") == ["1 bfloat16"]
+    assert column(page, table, "the other") == ["1 float32"]
+
+
+def test_numerics_are_sorted_by_error(page):
+    table = "[data-table=numerics]"
+    page.locator(table).get_by_role("button", name="error").click()
+    errors = [float(x) for x in column(page, table, "error")]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 0
+    assert "no inf or NaN" in page.locator("#trouble").inner_text()
+
+
+def test_numerics_have_a_page_of_their_own(browser, tmp_path):
+    report = trace_numerics(loss, amp_policy={})(*ARGS)
+    page = browser.new_page()
+    page.goto(report.save_html(tmp_path / "numerics.html").as_uri())
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator("[data-table=numerics] tbody tr").count() > 3
+    page.close()
+
+
+def huge(count):
+    """A program of so many equations, all different."""
+
+    def place(i):
+        scope = f"model/layer_{i // 10}/block_{i % 10}"
+        return Place(scope, ("jit",), "forward", f"/model.py:{i} (call)", 1)
+
+    bf16 = ("bfloat16",)
+    ops = tuple(
+        OpRecord(
+            place(i), "dot_general", "dot_general", ("float32",) * 3, bf16 * 2, bf16,
+            (8, 8), "dot_general", "use_compute_precision", "computes in bfloat16", 512,
+        )
+        for i in range(count)
+    )  # fmt: skip
+    casts = tuple(
+        CastRecord(op.place, "float32", "bfloat16", (8, 8), True, "read low")
+        for op in ops
+    )
+    return Program(ops, casts, ())
+
+
+def test_a_huge_program_has_a_page_of_ordinary_size(browser, tmp_path):
+    report = explain(loss, **BF16)(*ARGS)
+    program = huge(100_000)
+    report = dataclasses.replace(report, now=program, written=program)
+    path = report.save_html(tmp_path / "huge.html", against=report)
+    assert path.stat().st_size < 5e6
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    assert "100000" in page.locator(".tiles").first.inner_text()
+    page.get_by_role("button", name="model").click()
+    assert 100 < page.locator("[data-tree] tbody tr").count() <= 3002
+    assert "… and 7001 more" in page.locator("[data-tree]").inner_text()
+    page.close()
+
+
+def test_an_empty_function_has_a_page(browser, tmp_path):
+    path = explain(lambda: None, **BF16)().save_html(tmp_path / "empty.html")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator("[data-table=ops] tbody tr").count() == 0
+    page.close()
+
+
+def test_an_unwritable_path(tmp_path):
+    report = explain(loss, **BF16)(*ARGS)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "page.html", tmp_path):
+        with pytest.raises(OSError, match="the report could not be written") as info:
+            report.save_html(path)
+        assert info.value.filename == str(path)
