@@ -12,12 +12,17 @@ import itertools
 import resource
 import sys
 
+import hypothesis
 import jax
 import jax.random as jr
 import pytest
 
 # A program for `test_scale_processes.py` to start, not one to look for doctests in.
 collect_ignore = ["two_processes.py"]
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 MEMORY_LIMIT = 3 * 2**30
 

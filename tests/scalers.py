@@ -31,20 +31,21 @@ class PlainScaler:
     def update(self, finite, forgiving=True):
         low = min(max(self.min_scaler, LEAST), GREATEST)
         high = max(min(self.max_scaler, GREATEST), low)
+        now = min(max(self.scaler, low), high)  # one that is out of bounds is moved
         forgiven = forgiving and more(self.overflows) < self.hysteresis
         if not finite:
-            scaler, count = self.scaler / (1 if forgiven else self.adjust_factor), 0
+            scaler, count = now / (1 if forgiven else self.adjust_factor), 0
         elif self.count >= self.patience:
-            scaler, count = self.scaler * self.adjust_factor, 0
+            scaler, count = now * self.adjust_factor, 0
         else:
-            scaler, count = self.scaler, more(self.count)
+            scaler, count = now, more(self.count)
         return dataclasses.replace(
             self,
             scaler=float(np.float32(min(max(scaler, low), high))),
             count=count,
             total_resets=more(self.total_resets, not finite and not forgiven),
             overflows=0 if finite else more(self.overflows),
-            stuck=more(self.stuck) if not finite and self.scaler <= low else 0,
+            stuck=more(self.stuck) if not finite and now <= low else 0,
         )
 
     def redo(self, is_finite, redo):

@@ -150,8 +150,8 @@ class DynamicScalerState(_Fields):
         fall = ~finite & (overflows >= self.hysteresis)
         in_vain = ~finite & (self.scaler <= self.bounds[0])
         lower = self.lower()
-        higher = _within(self.scaler * self.adjust_factor, *self.bounds)
-        same = _within(self.scaler, *self.bounds)
+        same = self.clipped().scaler
+        higher = _within(same * self.adjust_factor, *self.bounds)
         return self._with(
             scaler=jnp.where(grow, higher, jnp.where(fall, lower.scaler, same)),
             count=jnp.where(finite & ~grow, _one_more(self.count), 0),
@@ -178,7 +178,7 @@ class DynamicScalerState(_Fields):
     def lower(self) -> Self:
         """The state with a scale one step down, as a retry tries it."""
         return self._with(
-            scaler=_within(self.scaler / self.adjust_factor, *self.bounds),
+            scaler=_within(self.clipped().scaler / self.adjust_factor, *self.bounds),
             total_resets=_one_more(self.total_resets),
             count=0,
         )
