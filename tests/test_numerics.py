@@ -95,6 +95,16 @@ def test_it_runs_the_program_beside_the_one_as_written(name):
         assert_near(pair.exact, then, 1e-5)
 
 
+def test_equal_equations_share_code_and_others_do_not():
+    def fn(x, y):
+        return x * x, x * y, x * 2.0, x * 3.0, y * x
+
+    x, y = jnp.arange(1.0, 4.0), jnp.arange(4.0, 7.0)
+    values = [np.asarray(pair.run) for pair in run_pairs(fn, x, y)]
+    for value, expected in zip(values, fn(x, y), strict=True):
+        assert (value == expected).all()
+
+
 # Statistics, against NumPy.
 
 

@@ -111,8 +111,8 @@ def test_equations_are_sorted_and_filtered(page):
     place.get_by_role("button", name="count", exact=True).click()
     counts = [int(x) for x in column(page, table, "count")]
     assert counts == sorted(counts)
-    place.get_by_role("searchbox").fill("layer_2 dot_general backward")
-    assert set(column(page, table, "primitive")) == {"dot_general"}
+    place.get_by_role("searchbox").fill("layer_2 Backward")
+    assert set(column(page, table, "phase")) == {"backward"}
     assert set(column(page, table, "scope")) == {"layers/layer_2"}
     place.get_by_role("searchbox").fill("no such thing")
     assert place.locator("tbody tr").count() == 0

@@ -167,9 +167,12 @@ def _compiled(eqn: Eqn, role: Role) -> Callable[..., Any]:
         for i, atom in enumerate(eqn.invars)
         if isinstance(atom, Literal)
     )
+    # `mul a a` is another equation than `mul a b`.
+    atoms = [id(atom) for atom in eqn.invars]
+    same = tuple(map(atoms.index, atoms))
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     try:
-        return _shared(_Key((eqn.primitive, params, role, literals), eqn))
+        return _shared(_Key((eqn.primitive, params, role, literals, same), eqn))
     except TypeError:  # a parameter that has no hash
         return _compile(eqn, role)
 

@@ -68,7 +68,7 @@ class OpNumerics:
         written_largest: as `largest`, in the author's dtypes.
         written_smallest: as `smallest`, in the author's dtypes.
         histogram: for each binary exponent, the share of magnitudes (in the author's
-            dtypes) that have it; of arrays with more than 65536 elements, a sample.
+            dtypes) that have it; of arrays with more than 32768 elements, a sample.
         overflow: for each format, the share that would be beyond its largest number.
         underflow: for each format, the share that would become zero.
         error: of the worst run: the sum of deviations from the author's dtypes, by the

@@ -4,6 +4,7 @@ import functools
 import linecache
 import re
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,8 +43,16 @@ def view(program: Program) -> list[dict[str, Any]]:
         shown = _shown(file, lines)[:room]
         room -= len(shown)
         if shown:
-            views.append({"file": file, "lines": shown})
+            views.append({"file": _name(file), "lines": shown})
     return views
+
+
+def _name(file: str) -> str:
+    """The file as seen from the current folder, if it is below."""
+    path = Path(file)
+    return str(
+        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    )
 
 
 def _total(lines: dict[int, Counter[str]]) -> int:
