@@ -49,8 +49,10 @@ def loss(w, x):
 # Counts, against those of the benchmarks, which share no code with the package.
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-def test_counts_of_a_loss(workload):
+# The gradients below hold the forward pass of every workload.
+@pytest.mark.parametrize("name", ("MLP", "GPT scanned", "CNN", "LSTM"))
+def test_counts_of_a_loss(name):
+    workload = WORKLOADS[name]
     args = workload.shapes("toy")
     report = explain(workload.loss, **BF16)(*args)
     low = amp(workload.loss, **BF16)
@@ -76,9 +78,10 @@ def test_counts_of_a_gradient(workload):
         assert totals.flops_by_dtype == measure.contraction_flops(jaxpr)
         assert totals.casts == measure.casts(jaxpr)
         kept = measure.saved_bytes(forward, *args, argnums=(0,))
-        if workload.name == "CNN":
-            # The zeros that a ReLU's derivative selects are kept, and never read.
-            assert sum(totals.saved.values()) < sum(kept.values())
+        if workload.name in ("CNN", "LSTM"):
+            # Zeros (that a ReLU's derivative selects, that a state begins with) are
+            # handed to the backward pass, which never reads them.
+            assert 0.5 < sum(totals.saved.values()) / sum(kept.values()) <= 1
         else:
             assert totals.saved == kept
 

@@ -61,6 +61,7 @@ def trace_numerics(
         AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
         NotImplementedError: `fn` works on mutable arrays.
 
+    >>> import jax.numpy as jnp
     >>> def loss(w, x):
     ...     with jax.named_scope("head"):
     ...         return jnp.sum(1e3 * (x @ w))

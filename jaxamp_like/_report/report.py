@@ -80,6 +80,7 @@ class Report:
             The text, one object.
 
         >>> import json
+        >>> import jax.numpy as jnp
         >>> from jaxamp_like import explain
         >>> x = jnp.ones(3)
         >>> report = explain(jnp.dot, compute_dtype="bfloat16")(x, x)
