@@ -254,6 +254,8 @@ def test_arguments_are_checked(w, x):
         explain(loss, compute_dtype="int8")
     with pytest.raises(TypeError, match="callable"):
         explain(loss(w, x))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="callable"):
+        explain(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="argnums"):
         explain(loss, argnums=5)(w, x)
     with pytest.raises(AmpError, match="nowhere"):

@@ -190,6 +190,22 @@ def test_a_rounded_literal_is_an_error_too():
     assert scaled.error == pytest.approx(expected, rel=0.01)
 
 
+def test_scopes_hold_what_is_in_them():
+    def fn(x):
+        with jax.named_scope("outer"):
+            with jax.named_scope("inner"):
+                x = x * 1e5
+            return x * 1e-10
+
+    report = trace_numerics(fn, amp_policy={})(jnp.ones(3))
+    scopes = {one.scope: one for one in report.by_scope()}
+    assert list(scopes) == ["", "outer", "outer/inner"]
+    assert [one.ops for one in scopes.values()] == [2, 2, 1]
+    assert scopes["outer"].overflow["float16"] == 1.0
+    assert scopes["outer/inner"].smallest == pytest.approx(1e5)
+    assert scopes[""].smallest == pytest.approx(1e-5)
+
+
 # Loops.
 
 

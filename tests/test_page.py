@@ -138,6 +138,8 @@ def test_numerics_are_sorted_by_error(page):
     page.locator(table).get_by_role("button", name="error").click()
     errors = [float(x) for x in column(page, table, "error")]
     assert errors == sorted(errors, reverse=True) and errors[0] > 0
+    scopes = column(page, "[data-table=scopeNumerics]", "scope")
+    assert scopes[0] == "(all)" and "layers/layer_1" in scopes
     assert "no inf or NaN" in page.locator("#trouble").inner_text()
 
 

@@ -61,6 +61,14 @@ def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jax
             raise
 
 
+def check_callable(fn: Any, name: str) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"`fn` must be callable, but got {type(fn).__name__}. Write "
+            f"`{name}(fn)(x)`, not `{name}(fn(x))`."
+        )
+
+
 def call_of(
     fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequence[int] = ()
 ) -> Call:

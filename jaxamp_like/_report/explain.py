@@ -17,7 +17,7 @@ from .._policy import ByName
 from .._record import Recorder
 from .._rules import ByRange, Callback, Rule
 from . import walk
-from .call import Call, call_of
+from .call import Call, call_of, check_callable
 from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from .report import Report
 
@@ -62,6 +62,7 @@ def explain(
     >>> report.now.casts[0].why
     'dot_general reads bfloat16: computes in bfloat16'
     """
+    check_callable(fn, "explain")
     mixed = amp(
         fn,
         compute_dtype=compute_dtype,

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .records import Place
+from .records import Place, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,47 @@ class OpNumerics:
         return f"{name} in {', '.join(where)}"
 
 
+@dataclass(frozen=True, slots=True)
+class ScopeNumerics:
+    """What the equations of one scope made, those of its inner scopes included.
+
+    Args:
+        scope: its path, as in `Place`; "" is the whole program.
+        ops: the number of equations.
+        largest: the largest finite magnitude that one of them made.
+        smallest: the smallest that is not zero; 0 if there is none.
+        nonfinite: how many made inf or NaN of what was not.
+        vanished: the largest share that one of them lost; see `OpNumerics`.
+        error: the largest error of one of them.
+        overflow: for each format, the largest share beyond its largest number.
+        underflow: for each format, the largest share that would become zero."""
+
+    scope: str
+    ops: int
+    largest: float
+    smallest: float
+    nonfinite: int
+    vanished: float
+    error: float
+    overflow: Mapping[str, float]
+    underflow: Mapping[str, float]
+
+
+def _scope_numerics(scope: str, ops: list[OpNumerics]) -> ScopeNumerics:
+    formats = ops[0].overflow
+    return ScopeNumerics(
+        scope=scope,
+        ops=len(ops),
+        largest=max(op.largest for op in ops),
+        smallest=min((op.smallest for op in ops if op.smallest), default=0.0),
+        nonfinite=sum(op.made_nonfinite is not None for op in ops),
+        vanished=max(op.vanished for op in ops),
+        error=max(op.error for op in ops),
+        overflow={f: max(op.overflow[f] for op in ops) for f in formats},
+        underflow={f: max(op.underflow[f] for op in ops) for f in formats},
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class NumericsReport:
     """What became of the numbers when a function ran in mixed precision.
@@ -152,9 +194,20 @@ class NumericsReport:
         lossy = [op for op in self.ops if op.vanished >= share]
         return sorted(lossy, key=lambda op: (-op.vanished, op.order))
 
+    def by_scope(self) -> list[ScopeNumerics]:
+        """What the equations of each scope made, outer scopes first."""
+        groups: dict[tuple[str, ...], list[OpNumerics]] = defaultdict(list)
+        for op in self.ops:
+            path = parts(op.place.scope)
+            for depth in range(len(path) + 1):
+                groups[path[:depth]].append(op)
+        return [
+            _scope_numerics("/".join(path), groups[path]) for path in sorted(groups)
+        ]
+
     def worst(self, n: int = 10) -> list[OpNumerics]:
         """The `n` equations with the largest error, worst first."""
-        ranked = sorted(self.ops, key=lambda op: (-_finite_last(op.error), op.order))
+        ranked = sorted(self.ops, key=lambda op: (-op.error, op.order))
         return ranked[:n]
 
     def __str__(self) -> str:
@@ -225,10 +278,6 @@ class NumericsReport:
         from .page import numerics_page, write_page
 
         return write_page(path, numerics_page(self))
-
-
-def _finite_last(error: float) -> float:
-    return math.inf if math.isnan(error) else error
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from .._amp import amp
 from .._jax import Eqn, Literal, consts, is_tracer
 from . import walk
 from .blocks import Seen
+from .call import check_callable
 from .explain import settings_of, trace_rewritten
 from .extras import need
 from .interpret import Interpreter
@@ -71,6 +73,7 @@ def trace_numerics(
     >>> culprit.primitive, culprit.place.scope, culprit.made_nonfinite.inputs[1].largest
     ('mul', 'head', 396.0)
     """
+    check_callable(fn, "trace_numerics")
     mixed = amp(fn, compute_dtype=compute_dtype, amp_policy=amp_policy, strict=strict)
     is_given = compute_dtype is not None or amp_policy is not None or strict
 
@@ -119,7 +122,7 @@ def _progress(
     wanted: bool | None, total: int
 ) -> Iterator[Callable[[Eqn, walk.Around], None]]:
     if wanted is None:
-        wanted = sys.stderr.isatty() and "rich" in sys.modules
+        wanted = sys.stderr.isatty() and find_spec("rich") is not None
     if not wanted:
         yield lambda eqn, at: None
         return

@@ -20,6 +20,7 @@ from .pagedata import (
     difference_rows,
     numerics_rows,
     op_rows,
+    scope_numerics_rows,
     tiles,
     tree,
 )
@@ -68,6 +69,7 @@ def numerics_page(numerics: NumericsReport) -> str:
 def _numerics_data(numerics: NumericsReport, specs: dict[str, Any]) -> dict[str, Any]:
     return {
         "numerics": numerics_rows(numerics),
+        "scopeNumerics": scope_numerics_rows(numerics),
         "charts": specs | charts.of_numerics(numerics),
     }
 

@@ -140,6 +140,23 @@ def numerics_rows(report: NumericsReport) -> list[list[Any]]:
     return [_numbers(i, op) for i, op in enumerate(_notable(report.ops))]
 
 
+def scope_numerics_rows(report: NumericsReport) -> list[list[Any]]:
+    """One row for each scope, outer ones first."""
+    return [
+        [
+            one.scope or "(all)", one.ops, _plain(one.largest), one.smallest,
+            one.nonfinite, one.vanished, _plain(one.error), one.overflow["float16"],
+            one.underflow["float16"], one.overflow["float8_e4m3fn"],
+            one.underflow["float8_e4m3fn"],
+        ]
+        for one in report.by_scope()[:MAX_ROWS]
+    ]  # fmt: skip
+
+
+def _plain(x: float) -> float | str:
+    return x if abs(x) < float("inf") else "inf"  # JSON has no inf
+
+
 def _notable(ops: Iterable[OpNumerics]) -> list[OpNumerics]:
     """All of them, or as many as fit: those with trouble or the largest errors."""
     ops = list(ops)
@@ -153,15 +170,12 @@ def _notable(ops: Iterable[OpNumerics]) -> list[OpNumerics]:
 
 
 def _numbers(i: int, op: OpNumerics) -> list[Any]:
-    def plain(x):
-        return x if abs(x) < float("inf") else "inf"  # JSON has no inf
-
     name = op.primitive
     if op.author not in ("", op.primitive):
         name += f" (of {op.author})"
     return [
-        i, op.place.scope, name, op.place.phase, op.dtype, plain(op.largest),
-        op.smallest, op.nonfinite, op.vanished, plain(op.error),
+        i, op.place.scope, name, op.place.phase, op.dtype, _plain(op.largest),
+        op.smallest, op.nonfinite, op.vanished, _plain(op.error),
         ", ".join(map(str, op.worst)), op.overflow["float16"], op.underflow["float16"],
         op.overflow["float8_e4m3fn"], op.underflow["float8_e4m3fn"], op.place.source,
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -214,7 +214,9 @@ def _entries(program: Program) -> list[_Entry]:
     return list(count.items())  # type: ignore[return-value]
 
 
-def _node(name: str, path: tuple[str, ...], entries: list, depth: int | None):
+def _node(
+    name: str, path: tuple[str, ...], entries: list[Any], depth: int | None
+) -> ScopeNode:
     totals: dict[str, Counter[str]] = {}
     inner: dict[str, list] = {}
     for entry in entries:

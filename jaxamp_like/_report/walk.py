@@ -155,11 +155,6 @@ def contraction_dtypes(eqn: Eqn) -> tuple[str, ...]:
 # What the backward pass reads of the forward one.
 
 
-def has_backward(jaxpr: Jaxpr, steps: Sequence[Step]) -> bool:
-    """Whether a program holds a backward pass of its own, as a training step does."""
-    return any(at.phase == "backward" for _, at, _ in walk(jaxpr, steps))
-
-
 def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
     """What a program with a backward pass keeps for it.
 
@@ -232,8 +227,3 @@ def size_of(aval: Any) -> int:
     shape = getattr(aval, "shape", ())
     # Symbolic dimensions (jax.export) have no number: counted once.
     return prod(d if isinstance(d, int) else 1 for d in shape)
-
-
-def num_equations(jaxpr: Jaxpr) -> int:
-    inner = (sub for eqn in raw(jaxpr).eqns for sub in subjaxprs(eqn.params))
-    return len(raw(jaxpr).eqns) + sum(map(num_equations, inner))

@@ -41,6 +41,12 @@ const TABLES = {
     text("scope"), text("primitive"), text("phase"), { title: "source", show: line },
     text("this policy"), text("the other"),
   ],
+  scopeNumerics: [
+    text("scope"), number("equations"), number("largest", short), number("smallest", short),
+    number("made inf or NaN", (n) => (n ? String(n) : "")), number("vanished", share),
+    number("error", short), number("beyond float16", share), number("below float16", share),
+    number("beyond float8", share), number("below float8", share),
+  ],
   numerics: [
     number("#", (i) => String(i + 1)), text("scope"), text("primitive"), text("phase"),
     text("dtype"), number("largest", short), number("smallest", short),
