@@ -38,3 +38,4 @@ from .following import (
     keep_inputs as keep_inputs,
     low_if_read_low as low_if_read_low,
 )
+from .low_residuals import keeping_low as keeping_low

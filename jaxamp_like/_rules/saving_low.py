@@ -1,15 +1,13 @@
 """What an op that computes in full keeps for the backward pass, stored low."""
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from .._dtypes import DType, lowered
-from .._jax import SymbolicZero
+from .._dtypes import lowered
 from .._policy import as_rule
-from . import Decision, Demand, Rule, Site, author_dtype, read
+from . import Decision, Demand, Rule, Site
+from .low_residuals import keeping_low
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class SavingLow(Rule):
         low = [read and lowered(read, site.compute_dtype) for read in decision.reads]
         if low == list(decision.reads):
             return decision
-        bind = _with_low_residuals(site.primitive, decision.params, low)
+        op = functools.partial(site.primitive.bind, **decision.params)
+        bind = keeping_low(op, op, low)
         why = f"{decision.why}; keeps its inputs in {site.compute_dtype.name}"
         return decision._replace(bind=bind, why=why)
 
@@ -59,34 +58,3 @@ def saving_low(rule: Any) -> Rule:
     Activations stored in few bits are due to Chakrabarti and Moseley, "Backprop with
     Approximate Activations for Memory-efficient Network Training", arXiv:1901.07988."""
     return SavingLow(as_rule(rule, "rule"))
-
-
-def _with_low_residuals(
-    primitive: Any, params: dict[str, Any], low: list[DType | None]
-) -> Callable[..., Any]:
-    @jax.custom_jvp
-    def op(*operands):
-        return primitive.bind(*operands, **params)
-
-    def jvp(primals, tangents):
-        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        dtypes = [author_dtype(jax.typeof(x)) for x in primals]
-        kept = read(primals, low)
-
-        # Its borders keep XLA from using what the forward pass has in full.
-        @jax.checkpoint
-        def linear(kept, moves):
-            at = read(kept, dtypes)
-
-            def moving(*some):
-                operands = list(at)
-                for i, x in zip(live, some, strict=True):
-                    operands[i] = x
-                return op.fun(*operands)
-
-            return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
-
-        return op(*primals), linear(kept, tuple(tangents[i] for i in live))
-
-    op.defjvp(jvp, symbolic_zeros=True)
-    return op

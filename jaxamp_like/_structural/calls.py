@@ -1,7 +1,13 @@
 """Calls: operands in, results out, dtypes flow through."""
 
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._dtypes import DType, lowered
 from .._jax import (
     Eqn,
     consts,
@@ -10,9 +16,11 @@ from .._jax import (
     subjaxprs,
 )
 from .._rules import (
+    Fact,
     Leaf,
     Site,
     is_full,
+    keeping_low,
     low_if_read_low,
 )
 from .base import (
@@ -84,8 +92,36 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
     dtypes = now(step.decision.outs)
     closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes)
     body, values = open_jaxpr(closed)
+    params = eqn.params | {"jaxpr": body}
+    low = [_kept_low(fact, frame.planner.compute_dtype) for fact in inner.ins]
+    if any(low) and not eqn.effects and params["policy"] in _KEEPING_INPUTS:
+        # Only what is run again must not be merged with the forward pass.
+        prevent_cse = bool(np.any(params["prevent_cse"]))
+        params["prevent_cse"] = False
+        forward = functools.partial(eqn.primitive.bind, **params)
+        again = functools.partial(jax.core.eval_jaxpr, body, ())
+        low = [None] * len(values) + low
+        call = keeping_low(forward, again, low, prevent_cse)
+    else:
+        call = functools.partial(eqn.primitive.bind, **params)
     with eqn_context(eqn):
-        return eqn.primitive.bind(*values, *operands, **eqn.params | {"jaxpr": body})
+        return call(*values, *operands)
+
+
+_KEEPING_INPUTS = (None, jax.checkpoint_policies.nothing_saveable)
+
+
+def _kept_low(fact: Fact | None, compute_dtype: DType) -> DType | None:
+    """The dtype in which a checkpoint keeps an input for the backward pass.
+
+    A residual stream is float32 for the sake of its sum alone. The steps that read it
+    compute low, so they may just as well be run again from a low copy: if that has the
+    range of the sum."""
+    if fact is None or not fact.carried:
+        return None
+    low = lowered(fact.dtype, compute_dtype)
+    has_range = jnp.finfo(low).maxexp >= jnp.finfo(fact.dtype).maxexp
+    return low if low != fact.dtype and has_range else None
 
 
 def bind_inline(frame: Any, step: Any, operands: list[Any]):

@@ -1,0 +1,50 @@
+"""Low copies of what is computed in full, for the backward pass to start from."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .._dtypes import DType
+from .._jax import SymbolicZero
+from .base import author_dtype, read
+
+
+def keeping_low(
+    forward: Callable[..., Any],
+    again: Callable[..., Any],
+    low: Sequence[DType | None],
+    prevent_cse: bool = True,
+) -> Callable[..., Any]:
+    """`forward`, differentiated at operands that were rounded to `low`.
+
+    Only these are kept for the backward pass. All else is made again there, by `again`,
+    which computes what `forward` does."""
+
+    @jax.custom_jvp
+    def op(*operands):
+        return forward(*operands)
+
+    def jvp(primals, tangents):
+        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        dtypes = [author_dtype(jax.typeof(x)) for x in primals]
+        kept = read(primals, low)
+
+        # With `prevent_cse` XLA can't use what the forward pass has in full.
+        @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+        def linear(kept, moves):
+            at = read(kept, dtypes)
+
+            def moving(*some):
+                operands = list(at)
+                for i, x in zip(live, some, strict=True):
+                    operands[i] = x
+                return again(*operands)
+
+            return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
+
+        return op(*primals), linear(kept, tuple(tangents[i] for i in live))
+
+    op.defjvp(jvp, symbolic_zeros=True)
+    return op
