@@ -10,7 +10,8 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,7 +32,7 @@ from ._jax import (
 )
 from ._lean import Schedule, lean_schedule, schedule
 from ._policy import Found, Lookup
-from ._primitives import CLASSES, FIXED
+from ._primitives import CLASSES, FIXED, LINEAR
 from ._rules import (
     Decision,
     Demand,
@@ -90,6 +91,16 @@ class Plan:
     lean: Schedule  # the same, with regions if these are asked for
     keys: frozenset[Any]  # keys of the policy that an equation was found under
     closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
+
+
+class Source(NamedTuple):
+    """An input that reaches a result without crossing a compute op."""
+
+    input: int
+    bent: bool = False  # by way of an op that is not linear
+
+    def by_way_of(self, bent: bool) -> "Source":
+        return Source(self.input, self.bent or bent)
 
 
 @dataclass(eq=False)
@@ -298,7 +309,7 @@ class Planner:
             if wanted == before:
                 return wanted
 
-    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
+    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[Source], ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
         return _remember(
             self._uncrossed,
@@ -307,14 +318,14 @@ class Planner:
             lambda: self._find_uncrossed(raw(jaxpr), scope),
         )
 
-    def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[int], ...]:
-        env = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars)}
+    def _find_uncrossed(
+        self, jaxpr: Jaxpr, scope: Scope
+    ) -> tuple[frozenset[Source], ...]:
+        env = {v: frozenset([Source(i)]) for i, v in enumerate(jaxpr.invars)}
 
-        def reach(atoms):
-            known = (
-                env.get(a, frozenset()) for a in atoms if not isinstance(a, Literal)
-            )
-            return frozenset().union(*known)
+        def reach(atom, bent=False):
+            known = () if isinstance(atom, Literal) else env.get(atom, ())
+            return frozenset(source.by_way_of(bent) for source in known)
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
@@ -325,23 +336,29 @@ class Planner:
                     inner = self._around(body, inner_scope)
                     for out, sources in zip(body.outs, inner, strict=True):
                         if out is not None:
-                            atoms = [eqn.invars[body.ins[i]] for i in sources]
-                            before = env.get(eqn.outvars[out], frozenset())
-                            env[eqn.outvars[out]] = before | reach(atoms)
+                            v = eqn.outvars[out]
+                            atoms = ((eqn.invars[body.ins[i]], b) for i, b in sources)
+                            env[v] = reach(v).union(*starmap(reach, atoms))
             elif not found.is_compute:
-                env |= dict.fromkeys(eqn.outvars, reach(eqn.invars))
-        return tuple(reach([atom]) for atom in jaxpr.outvars)
+                bent = eqn.primitive.name not in LINEAR
+                read = frozenset().union(*(reach(atom, bent) for atom in eqn.invars))
+                env |= dict.fromkeys(eqn.outvars, read)
+        return tuple(map(reach, jaxpr.outvars))
 
-    def _around(self, body: Body, scope: Scope) -> list[frozenset[int]]:
+    def _around(self, body: Body, scope: Scope) -> list[frozenset[Source]]:
         """As `uncrossed`, for any number of iterations of the body's loop."""
         reach = list(self.uncrossed(body.jaxpr, scope))
         stable = False
         while not stable:
             before = list(reach)
-            for carry_out, carry_in in body.loop:
-                fed = before[carry_out]
+            for out, carry in body.loop:
                 reach = [
-                    sources | fed if carry_in in sources else sources
+                    sources.union(
+                        source.by_way_of(via.bent)
+                        for via in sources
+                        if via.input == carry
+                        for source in before[out]
+                    )
                     for sources in reach
                 ]
             stable = reach == before
@@ -350,7 +367,14 @@ class Planner:
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""
         reach = self._around(body, scope)
-        return {i for o, i in body.loop if i in reach[o]}
+        inputs = [{source.input for source in sources} for sources in reach]
+        return {i for out, i in body.loop if i in inputs[out]}
+
+    def only_added_to(self, jaxpr: Jaxpr, scope: Scope) -> set[int]:
+        """The inputs that reach no result but through linear or compute ops."""
+        reach = self.uncrossed(jaxpr, scope)
+        bent = {source.input for sources in reach for source in sources if source.bent}
+        return set(range(len(raw(jaxpr).invars))) - bent
 
 
 def _upcast_early(site: Site, outs: Facts) -> Facts:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks import measure
 from benchmarks.measure import subjaxprs, walk
 from jaxamp_like import amp, default_amp_policy, use_compute_precision
 
@@ -504,3 +505,87 @@ def test_a_rule_can_ask_for_a_low_carry(key, dtype):
 
     assert carried(default_amp_policy) == jnp.float32
     assert carried(default_amp_policy | {key: use_compute_precision}) == dtype
+
+
+# Code that is run again: it keeps a low copy of a carry that it only adds to.
+
+
+def checkpointed(block, ws, x, **options):
+    body = jax.checkpoint(block, **options)
+    return jnp.sum(lax.scan(lambda x, w: (body(x, w), None), x, ws)[0] ** 2)
+
+
+def stream(x, w):
+    mean = jnp.mean(x, -1, keepdims=True)
+    return x + jnp.tanh((x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True)) @ w)
+
+
+def kept_by_loop(fn, ws, x):
+    """The dtypes of all arrays as large as the carries of all iterations."""
+    saved = measure.saved(fn, ws, x)
+    return sorted(a.dtype.name for a in saved if a.size == len(ws) * x.size)
+
+
+WS = jnp.stack([values(8, 8, seed=i, scale=0.3) for i in range(5)])
+
+
+@pytest.mark.parametrize("prevent_cse", (True, False))
+def test_a_checkpointed_stream_is_kept_low(prevent_cse):
+    fn = functools.partial(checkpointed, stream, prevent_cse=prevent_cse)
+    low = amp(fn, compute_dtype="bfloat16")
+    assert kept_by_loop(fn, WS, X) == ["float32"]
+    assert kept_by_loop(low, WS, X) == ["bfloat16"]
+
+    # The forward pass is that of the stream in full, to the bit.
+    plain = amp(
+        lambda ws, x: jnp.sum(
+            lax.scan(lambda x, w: (stream(x, w), None), x, ws)[0] ** 2
+        ),
+        compute_dtype="bfloat16",
+    )
+    value, grads = jax.jit(jax.value_and_grad(low, argnums=(0, 1)))(WS, X)
+    np.testing.assert_array_equal(value, jax.jit(plain)(WS, X))
+    for ours, true in zip(grads, jax.grad(fn, argnums=(0, 1))(WS, X), strict=True):
+        assert error(ours, true) < 2 * eps("bfloat16")
+
+
+def test_float16_has_not_the_range_of_a_stream():
+    low = amp(functools.partial(checkpointed, stream), compute_dtype="float16")
+    assert kept_by_loop(low, WS, X) == ["float32"]
+    grads = jax.grad(lambda ws, x: 1e-8 * low(ws, x))(WS, 1e6 * X)
+    assert jnp.isfinite(grads).all()
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        (lambda x, w: x + 0.1 * jnp.sin(x) + jnp.tanh(x @ w), {}),
+        (lambda x, w: x * jnp.tanh(x @ w), {}),
+        (stream, {"policy": jax.checkpoint_policies.dots_saveable}),
+    ],
+    ids=("sin", "gate", "policy"),
+)
+def test_what_else_a_checkpoint_keeps_is_as_written(block, options):
+    """A carry whose own curvature matters, and what a policy chose."""
+    fn = functools.partial(checkpointed, block, **options)
+    low = amp(fn, compute_dtype="bfloat16")
+    assert "float32" in kept_by_loop(low, WS, X)
+
+
+def test_a_checkpointed_stream_under_other_transformations():
+    fn = functools.partial(checkpointed, stream)
+    low = amp(fn, compute_dtype="bfloat16")
+    limit = 4 * eps("bfloat16")
+    xs = jnp.stack([X, 2 * X])
+    grad = jax.vmap(jax.grad(low), in_axes=(None, 0))(WS, xs)
+    true = jax.vmap(jax.grad(fn), in_axes=(None, 0))(WS, xs)
+    assert error(grad, true) < limit
+    tangent = jax.jvp(low, (WS, X), (WS, X))[1]
+    assert error(tangent, jax.jvp(fn, (WS, X), (WS, X))[1]) < limit
+
+    def curved(fn):
+        return jax.jvp(jax.grad(fn), (WS, X), (WS, X))[1]
+
+    assert error(curved(low), curved(fn)) < 2 * limit
+    again = jax.grad(jax.checkpoint(low))(WS, X)
+    assert error(again, jax.grad(fn)(WS, X)) < limit

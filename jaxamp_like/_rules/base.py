@@ -133,6 +133,7 @@ class Decision(NamedTuple):
     outs: tuple[Fact | None, ...]
     why: str
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
+    keeps: tuple[DType | None, ...] = ()  # operands that are kept so, not as read
 
 
 def author_dtype(aval: Any) -> DType | None:

@@ -13,6 +13,7 @@ from .._jax import (
     consts,
     eqn_context,
     open_jaxpr,
+    run_jaxpr,
     subjaxprs,
 )
 from .._rules import (
@@ -84,44 +85,54 @@ def bind_jit(frame: Any, step: Any, operands: list[Any]):
 
 
 def decide_remat(planner: Any, eqn: Eqn, site: Site):
-    return decide_call(planner, eqn, site, leaf=Leaf.RERUN)
-
-
-def bind_remat(frame: Any, step: Any, operands: list[Any]):
-    (inner,), eqn = step.inner, step.eqn
-    dtypes = now(step.decision.outs)
-    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes)
-    body, values = open_jaxpr(closed)
-    params = eqn.params | {"jaxpr": body}
-    low = [_kept_low(fact, frame.planner.compute_dtype) for fact in inner.ins]
-    if any(low) and not eqn.effects and params["policy"] in _KEEPING_INPUTS:
-        # Only what is run again must not be merged with the forward pass.
-        prevent_cse = bool(np.any(params["prevent_cse"]))
-        params["prevent_cse"] = False
-        forward = functools.partial(eqn.primitive.bind, **params)
-        again = functools.partial(jax.core.eval_jaxpr, body, ())
-        low = [None] * len(values) + low
-        call = keeping_low(forward, again, low, prevent_cse)
-    else:
-        call = functools.partial(eqn.primitive.bind, **params)
-    with eqn_context(eqn):
-        return call(*values, *operands)
-
-
-_KEEPING_INPUTS = (None, jax.checkpoint_policies.nothing_saveable)
+    decision, inner = decide_call(planner, eqn, site, leaf=Leaf.RERUN)
+    policies = (None, jax.checkpoint_policies.nothing_saveable)
+    if eqn.effects or eqn.params["policy"] not in policies:
+        return decision, inner
+    sums = planner.only_added_to(eqn.params["jaxpr"], site.scope)
+    keeps = tuple(
+        _kept_low(fact, site.compute_dtype) if i in sums else None
+        for i, fact in enumerate(inner[0].ins)
+    )
+    if any(keeps):
+        why = f"its body decides; keeps a {site.compute_dtype.name} copy of a carry"
+        decision = decision._replace(keeps=keeps, why=why)
+    return decision, inner
 
 
 def _kept_low(fact: Fact | None, compute_dtype: DType) -> DType | None:
-    """The dtype in which a checkpoint keeps an input for the backward pass.
+    """The dtype in which a checkpoint keeps an input that it only adds to.
 
-    A residual stream is float32 for the sake of its sum alone. The steps that read it
-    compute low, so they may just as well be run again from a low copy: if that has the
-    range of the sum."""
+    A residual stream is float32 for the sake of its sum alone. What else reads it leads
+    to ops that compute low, so it may just as well be run again from a low copy, if
+    that has the range of the sum."""
     if fact is None or not fact.carried:
         return None
     low = lowered(fact.dtype, compute_dtype)
     has_range = jnp.finfo(low).maxexp >= jnp.finfo(fact.dtype).maxexp
     return low if low != fact.dtype and has_range else None
+
+
+def bind_remat(frame: Any, step: Any, operands: list[Any]):
+    (inner,), eqn, keeps = step.inner, step.eqn, step.decision.keeps
+    dtypes = now(step.decision.outs)
+    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes)
+    body, values = open_jaxpr(closed)
+    params = eqn.params | {"jaxpr": body}
+    if keeps:
+        # Only what is run again must not be merged with the forward pass.
+        prevent_cse = bool(np.any(params["prevent_cse"]))
+        params["prevent_cse"] = False
+        forward = functools.partial(eqn.primitive.bind, **params)
+
+        def again(*operands):
+            return run_jaxpr(body, operands)
+
+        call = keeping_low(forward, again, [None] * len(values) + [*keeps], prevent_cse)
+    else:
+        call = functools.partial(eqn.primitive.bind, **params)
+    with eqn_context(eqn):
+        return call(*values, *operands)
 
 
 def bind_inline(frame: Any, step: Any, operands: list[Any]):
