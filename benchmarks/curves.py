@@ -10,7 +10,6 @@ Needs the extras `benchmarks` and `examples`."""
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,6 @@ from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
@@ -38,7 +36,7 @@ from rich.table import Table
 from examples import train_digits
 from jaxamp_like import DynamicScalerState, amp, dynamic_scale_value_and_grad
 
-from .rewrite import versions
+from .rewrite import machine, versions
 from .workloads import FLOAT32, Loss, Params, gpt, init_blocks, init_norm, normal
 
 PRECISIONS = ("float32", "float16", "bfloat16")
@@ -425,13 +423,6 @@ def plot(runs: Runs, results: Results, path: Path) -> None:
             f"Mean of {seeds} seeds, in a band from the lowest to the highest"
         )
     figure.savefig(path, dpi=130)
-
-
-def machine() -> str:
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return f"CPU, {os.cpu_count()} cores"
-    return device.device_kind
 
 
 def record(results: Results, steps: int, seeds: int, seconds: float) -> dict[str, Any]:

@@ -15,8 +15,6 @@ import argparse
 import importlib
 import importlib.metadata
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -43,7 +41,7 @@ from jaxamp_like import (
 )
 
 from . import roofline
-from .rewrite import versions
+from .rewrite import machine, versions
 from .workloads import WORKLOADS, Loss
 
 WORKLOAD = WORKLOADS["GPT unrolled"]
@@ -495,14 +493,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     console = Console(width=max(Console().width, 130))
     rows = measure(args.size, args.timed_size, args.rounds)
-    cpu = f"{os.cpu_count()}-core CPU"
     console.print(
-        table(rows, f"Compiled at {args.size} size; timed at {args.timed_size}, {cpu}")
+        table(
+            rows,
+            f"Compiled at {args.size} size; timed at {args.timed_size}, {machine()}",
+        )
     )
     if args.json is not None:
         record = {
             "versions": versions() | peers(),
-            "machine": f"{cpu}, {platform.machine()}",
+            "machine": machine(),
             "size": args.size,
             "timed_size": args.timed_size,
             "rounds": args.rounds,

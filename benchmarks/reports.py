@@ -25,6 +25,7 @@ from rich.table import Table
 from jaxamp_like import amp, explain, trace_numerics
 
 from . import workloads
+from .rewrite import machine, versions
 from .workloads import WORKLOADS
 
 DTYPE = "bfloat16"
@@ -119,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where to write the record")
     args = parser.parse_args(argv)
     console = Console(width=100)
-    record: dict[str, Any] = {"explain": explain_costs(args.depth, args.repeats)}
+    record: dict[str, Any] = {"versions": versions(), "machine": machine()}
+    record |= {"explain": explain_costs(args.depth, args.repeats)}
     table = Table(title=f"explain: a training step of {args.depth} layers")
     for column in ("trace, s", "explain, s", "explain / trace"):
         table.add_column(column, justify="right")
