@@ -332,7 +332,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS
     )
     parser.add_argument("--repeats", type=int, default=5, help="of each timed trace")
-    parser.add_argument("--seeds", type=int, default=64, help="for the errors")
+    parser.add_argument("--seeds", type=int, default=1024, help="for the errors")
     parser.add_argument("--json", type=Path, help="where to write the record")
     return parser.parse_args(argv)
 

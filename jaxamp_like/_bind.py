@@ -23,7 +23,7 @@ from ._jax import (
 )
 from ._lean import Region, as_island, keep
 from ._plan import Facts, Plan, Planner, Scope, Step
-from ._primitives import CHEAP, LINEAR
+from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
 from ._rules import Demand, Leaf, author_dtype
 
@@ -298,25 +298,43 @@ class Frame:
         return self.casts[atom, dtype]
 
     def _saves_casts(self, step: Step) -> bool:
-        """Whether the backward pass of an op would keep its casts of inputs."""
+        """Whether the backward pass of an op would keep its casts of operands.
+
+        A cast of an input can be had again, and what a cast up shows is held low."""
         reads, invars = step.decision.reads, step.eqn.invars
         if self.keeps == Keeps.NOTHING:
             return False
         if step.is_compute:
             return any(not self._is_ahead(invars[i], reads[i]) for i in step.recasts)
-        return bool(step.recasts) and step.eqn.primitive.name not in LINEAR
+        if step.eqn.primitive.name in LINEAR:
+            return False
+        return bool(step.recasts) or bool(self._widened(step))
+
+    def _widened(self, step: Step) -> list[int]:
+        """Operands that are held low, and would be kept cast up."""
+        if step.eqn.primitive.name not in KEEPING_INPUTS:
+            return []
+        pairs = zip(step.eqn.invars, step.decision.reads, strict=True)
+        return [
+            i
+            for i, (atom, dtype) in enumerate(pairs)
+            if not isinstance(atom, Literal)
+            and dtype is not None
+            and bits(self.env[atom].dtype) < bits(dtype)
+        ]
 
     def _recast(self, step: Step) -> list[Any]:
-        """Binds with casts of inputs that are made again in the backward pass.
+        """Binds with casts of operands that are made again in the backward pass.
 
         Without `prevent_cse`: inside a loop there is nothing to merge, and outside XLA
         may weigh a second cast against a copy that is kept."""
+        recasts = [*step.recasts, *self._widened(step)]
         given = {
             i: self._operand(step, i)
             for i in range(len(step.eqn.invars))
-            if i not in step.recasts
+            if i not in recasts
         }
-        roots, chain = self._origins([step.eqn.invars[i] for i in step.recasts])
+        roots, chain = self._origins([step.eqn.invars[i] for i in recasts])
         static = {
             i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)
         }

@@ -188,6 +188,11 @@ LINEAR: frozenset[str] = MOVEMENT | frozenset(
 )
 """Primitives whose derivative reads none of their float operands."""
 
+KEEPING_INPUTS: frozenset[str] = frozenset(
+    "mul div square integer_pow pow log log1p sin cos tan erf erfc atan2".split()
+)
+"""Primitives whose derivative is made of their operands, not of their result."""
+
 _CHEAP = (
     _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _COMPRESSING, _MOVEMENT,
     "iota convert_element_type reduce_sum reduce_prod add_any erfc and or xor not conj",

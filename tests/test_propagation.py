@@ -507,6 +507,30 @@ def test_a_rule_can_ask_for_a_low_carry(key, dtype):
     assert carried(default_amp_policy | {key: use_compute_precision}) == dtype
 
 
+@every_dtype
+@pytest.mark.parametrize(
+    ("fn", "full"),
+    [
+        (jax.nn.gelu, 0),
+        (lambda y: y / (1 + y * y), 0),
+        (jnp.square, 0),
+        (lambda y: jnp.sin(y) * y, 1),  # the sine stays in full, and so the product
+    ],
+    ids=("gelu", "ratio", "square", "sine"),
+)
+def test_what_is_held_low_is_not_kept_in_full(fn, full, dtype):
+    """An operation in full reads a low operand cast up; the low one is kept."""
+
+    def loss(w, x):
+        return jnp.sum(fn(x @ w) @ w)
+
+    low = amp(loss, compute_dtype=dtype)
+    kept = [a.dtype for a in measure.saved(low, W, X)]
+    assert kept.count(jnp.float32) == full
+    ours, true = jax.grad(low)(W, X), jax.grad(loss)(W, X)
+    assert error(ours, true) < 8 * eps(dtype)
+
+
 # Code that is run again: it keeps a low copy of a carry that it only adds to.
 
 
