@@ -15,7 +15,14 @@ from jax import lax
 import jaxamp_like._report.extras
 from benchmarks import measure
 from benchmarks.workloads import WORKLOADS
-from jaxamp_like import AmpError, AmpWarning, amp, default_amp_policy, explain
+from jaxamp_like import (
+    AmpError,
+    AmpWarning,
+    amp,
+    amp_stop,
+    default_amp_policy,
+    explain,
+)
 from jaxamp_like._report.records import scope_tree
 
 BF16 = {"compute_dtype": "bfloat16"}
@@ -113,6 +120,16 @@ def test_the_rule_and_the_reason_of_an_equation(w, x):
     assert re.fullmatch(r".*test_explain\.py:\d+(:\d+)? \(loss\)", first.place.source)
     assert (second.key, second.rule) == ("layer_1", "use_precision('float32')")
     assert second.dtype == "float32"
+
+
+def test_code_of_jax_has_the_line_that_called_it(w):
+    def fn(w):
+        with amp_stop():
+            return w / jnp.linalg.norm(w)  # jitted: JAX knows no lines inside
+
+    ops = explain(jax.grad(lambda w: jnp.sum(amp(fn)(w))))(w).now.ops
+    assert {"sqrt", "reduce_sum"} <= {op.primitive for op in ops}
+    assert all(re.search(r"test_explain\.py:\d+", op.place.source) for op in ops)
 
 
 def test_rules_that_fired_and_those_that_never_did(w, x):
