@@ -18,10 +18,13 @@ from benchmarks.workloads import WORKLOADS
 from jaxamp_like import (
     AmpError,
     AmpWarning,
+    PolicyMap,
     amp,
     amp_stop,
     default_amp_policy,
     explain,
+    get_policy,
+    smaller_than,
 )
 from jaxamp_like._report.records import scope_tree
 
@@ -144,6 +147,41 @@ def test_rules_that_fired_and_those_that_never_did(w, x):
     assert [rule.count for rule in report.rules] == sorted(
         (rule.count for rule in report.rules), reverse=True
     )
+
+
+def test_entries_of_a_map_are_credited(w, x):
+    entries = {"layers/layer_1": "float32", r"he\w+": "mixed_float16"}
+    policies = PolicyMap("mixed_bfloat16", entries)
+    report = explain(loss, amp_policy=policies)(w, x)
+    count = {rule.key: rule.count for rule in report.rules if rule.own}
+    assert count == {"layers/layer_1": 2, r"he\w+": 4}
+    keys = {op.key for op in report.now.ops if op.primitive == "dot_general"}
+    assert keys == {"dot_general", "layers/layer_1: dot_general"}
+    never = [rule for rule in report.rules if not rule.count]
+    assert not any(rule.own for rule in never)
+
+
+@pytest.mark.parametrize(
+    ("limit", "rules"),
+    (
+        (lambda p: p.only("layer_0"), {"layer_0": ("only", 2)}),
+        (lambda p: p.excluding("layer_0"), {"layer_0": ("excluding", 2)}),
+        (
+            lambda p: p.only(lax.dot_general_p),
+            {"dot_general": ("use_compute_precision, only", 2)},
+        ),
+    ),
+)
+def test_limits_are_credited(w, x, limit, rules):
+    report = explain(loss, amp_policy=limit(get_policy("mixed_bfloat16")))(w, x)
+    own = {rule.key: (rule.rule, rule.count) for rule in report.rules if rule.own}
+    assert own == rules
+
+
+def test_a_predicate_is_among_the_settings(w, x):
+    policy = get_policy("mixed_bfloat16").where(smaller_than(2**16))
+    (settings,) = explain(loss, amp_policy=policy)(w, x).settings
+    assert settings.startswith("compute_dtype=bfloat16, where(")
 
 
 def test_the_authors_casts_are_told_from_inserted_ones():

@@ -1,7 +1,7 @@
 """`explain`: traces a function and tells what the rewrite made of it."""
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from .. import _rules
 from .._amp import amp
 from .._jax import Eqn, Jaxpr, Primitive
+from .._limit import LimitedPolicy
 from .._plan import Planner, Step
-from .._policy import ByName
+from .._policy import ByName, Found
 from .._record import Recorder
 from .._rules import ByRange, Callback, Rule
 from . import walk
@@ -117,8 +118,11 @@ def settings_of(recorder: Recorder) -> tuple[str, ...]:
 def _settings(planner: Planner) -> str:
     text = f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
     text += ", lean" * planner.lean
-    rules = dict(planner.policy.items())
-    own = [f"{_key(key)}: {rule_name(rules[key])}" for key in planner.policy.own_keys()]
+    policy = planner.policy
+    rules = dict(policy.items())
+    own = [f"{_key(key)}: {rule_name(rules[key])}" for key in policy.own_keys()]
+    if isinstance(policy, LimitedPolicy) and policy.limit.predicate is not None:
+        own.append(repr(policy.limit))
     return text + (f", {', '.join(own)}" if own else "")
 
 
@@ -168,7 +172,7 @@ def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
         reads=reads,
         makes=walk.dtype_names(eqn.outvars),
         shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
-        key=_key(step.found.key) if step else "",
+        key=": ".join(_keys(step.found)) if step else "",
         rule=rule_name(step.found.rule) if step else "",
         why=_why(at),
         flops=num_flops,
@@ -214,18 +218,24 @@ def _why_cast(at: walk.Around, new: Any) -> tuple[bool, str]:
 
 def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
     """The keys that decided something, most first; then those that never did."""
-    own, rules = set(), {}
-    for planner, _ in recorder.plans:
-        own |= {_key(key) for key in planner.policy.own_keys()}
-        rules |= {_key(key): rule_name(r) for key, r in planner.policy.items()}
-    leaves = [step for step in recorder.steps if step.handler is None]
-    count = Counter(_key(step.found.key) for step in leaves)
-    named = {_key(s.found.key): rule_name(s.found.rule) for s in leaves}
-    for key, n in count.most_common():
-        yield RuleRecord(key, rules.get(key, named[key]), n, key in own)
-    for key, rule in rules.items():
-        if key not in count:
-            yield RuleRecord(key, rule, 0, key in own)
+    own: set[str] = set()
+    rules: dict[str, dict[str, None]] = defaultdict(dict)  # names of rules, in order
+    for planner in dict.fromkeys(planner for planner, _ in recorder.plans):
+        own |= set(map(_key, planner.policy.own_keys()))
+        for key, rule in planner.policy.items():
+            rules[_key(key)][rule_name(rule)] = None
+    leaves = [step.found for step in recorder.steps if step.handler is None]
+    count = Counter(key for found in leaves for key in _keys(found))
+    for found in leaves:
+        if _key(found.key) not in rules:  # `amp_stop`, what is outside of a limit
+            rules[_key(found.key)][rule_name(found.rule)] = None
+    for key in sorted(rules, key=lambda key: -count[key]):
+        yield RuleRecord(key, ", ".join(rules[key]), count[key], key in own)
+
+
+def _keys(found: Found) -> list[str]:
+    """The keys that led to a rule: of a map, of a limit, and that of the rule."""
+    return list(dict.fromkeys(map(_key, (*reversed(found.also), found.key))))
 
 
 def _key(key: Any) -> str:
