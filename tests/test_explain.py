@@ -1,6 +1,7 @@
 """`explain`: what it counts is what runs, and its reasons are those of the plan."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -256,6 +257,34 @@ def test_nnx_modules():
     assert report.written.totals.low_share == 0.0
 
 
+def test_nnx_modules_that_change_are_called_themselves(x):
+    from flax import nnx
+
+    model = nnx.Sequential(
+        nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    )
+    mean = model.layers[1].mean
+    for fn, name in ((model, "Sequential"), (model.__call__, "__call__")):
+        report = explain(fn, **BF16)(x)
+        assert report.name == name
+        assert report.now.totals.low_share == 1.0
+    assert (mean[...] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    (
+        (loss, "loss"),
+        (functools.partial(loss), "loss"),
+        (jax.jit(loss), "loss"),
+        (eqx.nn.Lambda(jnp.sin), "Lambda"),
+    ),
+)
+def test_a_report_has_the_name_of_the_function(fn, name, w, x):
+    args = (x,) if name == "Lambda" else (w, x)
+    assert explain(fn, **BF16)(*args).name == name
+
+
 def test_a_report_leaves_no_trace(w, x):
     def text():
         return str(jax.make_jaxpr(jax.grad(amp(loss, **BF16)))(w, x))
@@ -313,6 +342,9 @@ def test_arguments_are_checked(w, x):
         explain(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="argnums"):
         explain(loss, argnums=5)(w, x)
+    for argnums in ("w", 1.5, (0, None)):
+        with pytest.raises(TypeError, match="`argnums` must be an integer"):
+            explain(loss, argnums=argnums)
     with pytest.raises(AmpError, match="nowhere"):
         policy = default_amp_policy | {"nowhere": "float32"}
         explain(loss, amp_policy=policy, strict=True)(w, x)

@@ -39,7 +39,7 @@ def quick_compilation(monkeypatch):
 
 def run_pairs(fn, *args):
     recorder = Recorder()
-    call = call_of(fn, args, {})
+    call = call_of(fn, args, {}, (), "fn")
     interpreter = Interpreter(recorder.steps, lambda eqn, at: None)
     jaxpr = call.trace(recorder)
     pairs, _ = interpreter.run(jaxpr, [Pair(x) for x in call.arrays])

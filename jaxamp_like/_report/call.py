@@ -61,22 +61,20 @@ def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jax
             raise
 
 
-def check_callable(fn: Any, name: str) -> None:
-    if not callable(fn):
-        raise TypeError(
-            f"`fn` must be callable, but got {type(fn).__name__}. Write "
-            f"`{name}(fn)(x)`, not `{name}(fn(x))`."
-        )
-
-
 def call_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequence[int] = ()
+    fn: Callable[..., Any], args: Any, kwargs: Any, live: Sequence[int], name: str
 ) -> Call:
-    """`fn(*args, **kwargs)` as a function of the arrays among its arguments."""
-    name = getattr(fn, "__name__", type(fn).__name__)
+    """`fn(*args, **kwargs)` as a function of the arrays among its arguments.
+
+    Args:
+        fn: what is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        live: the positional arguments that are differentiated.
+        name: what the function is called."""
     modules = nnx_modules((fn, args, kwargs))
     if not modules:
-        return _call_of(fn, args, kwargs, argnums, name)
+        return _call_of(fn, args, kwargs, live, name)
     made = []
 
     def keep(pure):
@@ -90,17 +88,12 @@ def call_of(
     return made[0]
 
 
-def _call_of(fn: Any, args: Any, kwargs: Any, argnums: Any, name: str) -> Call:
-    for i in argnums:
-        if not -len(args) <= i < max(len(args), 1):
-            raise ValueError(
-                f"`argnums` names argument {i}, but {name!r} was called with "
-                f"{len(args)} positional arguments."
-            )
+def _call_of(
+    fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str
+) -> Call:
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    chosen = {range(len(args))[i] for i in argnums if args}
 
     def flat(*arrays):
         full = list(leaves)
@@ -110,14 +103,14 @@ def _call_of(fn: Any, args: Any, kwargs: Any, argnums: Any, name: str) -> Call:
         outs = jax.tree.leaves(fn(*args, **kwargs))
         return [x for x in outs if isinstance(x, jax.Array)]
 
-    live = tuple(
+    differentiated = tuple(
         place
         for place, i in enumerate(places)
         if i < len(owners)
-        and owners[i] in chosen
+        and owners[i] in live
         and is_float(getattr(leaves[i], "dtype", None))
     )
-    return Call(flat, tuple(leaves[i] for i in places), live, name)
+    return Call(flat, tuple(leaves[i] for i in places), differentiated, name)
 
 
 def _is_dynamic(leaf: Any) -> bool:

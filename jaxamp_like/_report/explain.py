@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _rules
-from .._amp import amp
 from .._jax import Eqn, Jaxpr, Primitive
 from .._limit import LimitedPolicy
 from .._plan import Planner, Step
@@ -18,9 +17,10 @@ from .._policy import ByName, Found
 from .._record import Recorder
 from .._rules import ByRange, Callback, Rule
 from . import walk
-from .call import Call, call_of, check_callable
+from .call import Call
 from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from .report import Report
+from .subject import Subject, as_argnums
 
 
 def explain(
@@ -63,21 +63,18 @@ def explain(
     >>> report.now.casts[0].why
     'dot_general reads bfloat16: computes in bfloat16'
     """
-    check_callable(fn, "explain")
-    mixed = amp(
+    subject = Subject(
         fn,
+        "explain",
         compute_dtype=compute_dtype,
         amp_policy=amp_policy,
         strict=strict,
         lean=lean,
     )
-    is_given = compute_dtype is not None or amp_policy is not None or strict or lean
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = as_argnums(argnums)
 
     def reported(*args: Any, **kwargs: Any) -> Report:
-        call, recorder, jaxpr = trace_rewritten(
-            fn, mixed, is_given, args, kwargs, numbers
-        )
+        call, recorder, jaxpr = subject.trace(args, kwargs, numbers)
         now = _program(call, jaxpr, recorder)
         as_written = Recorder(as_written=True)
         written = _program(call, call.trace(as_written), as_written)
@@ -90,24 +87,7 @@ def explain(
             versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
         )
 
-    names = ("__module__", "__name__", "__qualname__", "__doc__")
-    assigned = [n for n in names if isinstance(getattr(fn, n, None), str)]
-    return functools.wraps(fn, assigned=assigned, updated=())(reported)
-
-
-def trace_rewritten(
-    fn: Any, mixed: Any, is_given: bool, args: Any, kwargs: Any, argnums: Any = ()
-) -> tuple[Call, Recorder, Jaxpr]:
-    """Traces `fn` as it is if it has `amp` inside and no settings are given.
-
-    Else `mixed`, which is `amp(fn)`."""
-    if not is_given:
-        call, recorder = call_of(fn, args, kwargs, argnums), Recorder()
-        jaxpr = call.trace(recorder)
-        if recorder.plans:
-            return call, recorder, jaxpr
-    call, recorder = call_of(mixed, args, kwargs, argnums), Recorder()
-    return call, recorder, call.trace(recorder)
+    return subject.wraps(reported)
 
 
 def settings_of(recorder: Recorder) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """`trace_numerics`: runs a function once and tells what became of its numbers."""
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +11,17 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._amp import amp
 from .._jax import Eqn, Literal, consts, is_tracer
 from . import walk
 from .blocks import Seen
-from .call import check_callable
-from .explain import settings_of, trace_rewritten
+from .explain import settings_of
 from .extras import need
 from .interpret import Interpreter
 from .loops import num_ticks
 from .numbers import Event, InputRange, NumericsReport, OpNumerics
 from .pairs import Pair
 from .statistics import FORMATS, Row, Table, bin_edges, limits
+from .subject import Subject
 
 
 def trace_numerics(
@@ -32,6 +30,7 @@ def trace_numerics(
     compute_dtype: DTypeLike | None = None,
     amp_policy: Any = None,
     strict: bool = False,
+    lean: bool = False,
     progress: bool | None = None,
 ) -> Callable[..., NumericsReport]:
     """Runs `fn` in mixed precision, and beside it what its author's dtypes would give.
@@ -54,6 +53,7 @@ def trace_numerics(
         compute_dtype: as for `amp`.
         amp_policy: as for `amp`.
         strict: as for `amp`.
+        lean: as for `amp`.
         progress: whether to show a progress bar; if not given, when rich is installed
             and the error stream is a terminal.
     Returns:
@@ -73,12 +73,17 @@ def trace_numerics(
     >>> culprit.primitive, culprit.place.scope, culprit.made_nonfinite.inputs[1].largest
     ('mul', 'head', 396.0)
     """
-    check_callable(fn, "trace_numerics")
-    mixed = amp(fn, compute_dtype=compute_dtype, amp_policy=amp_policy, strict=strict)
-    is_given = compute_dtype is not None or amp_policy is not None or strict
+    subject = Subject(
+        fn,
+        "trace_numerics",
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        strict=strict,
+        lean=lean,
+    )
 
     def traced(*args: Any, **kwargs: Any) -> NumericsReport:
-        call, recorder, jaxpr = trace_rewritten(fn, mixed, is_given, args, kwargs)
+        call, recorder, jaxpr = subject.trace(args, kwargs)
         _check_concrete([*call.arrays, *consts(jaxpr)], call.name)
         with _progress(progress, num_ticks(jaxpr)) as tick:
             interpreter = Interpreter(recorder.steps, tick)
@@ -97,9 +102,7 @@ def trace_numerics(
             versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
         )
 
-    names = ("__module__", "__name__", "__qualname__", "__doc__")
-    assigned = [n for n in names if isinstance(getattr(fn, n, None), str)]
-    return functools.wraps(fn, assigned=assigned, updated=())(traced)
+    return subject.wraps(traced)
 
 
 def _check_concrete(arrays: Sequence[Any], name: str) -> None:
