@@ -369,6 +369,56 @@ def test_the_authors_own_infinity_is_not_blamed_on_precision():
     assert "(in the author's dtypes too)" in str(alone)
 
 
+def test_infinities_that_are_given_are_not_kept_quiet():
+    def fn(w, x):
+        with jax.named_scope("first"):
+            x = x * 2.0
+        return jnp.sum(x @ w)
+
+    w, x = jnp.ones((3, 3)), jnp.ones((2, 3)).at[0, 0].set(jnp.nan)
+    report = trace_numerics(jax.grad(amp(fn)))(w, x)
+    assert report.first_nonfinite is None
+    assert "no inf or NaN" in str(report)
+    assert "an argument holds some, seen in mul in first, forward" in str(report)
+
+
+def test_zeros_among_the_operands_are_told():
+    report = trace_numerics(lambda x, y: x / y, amp_policy={})(
+        jnp.ones(4), jnp.asarray([0.0, 1.0, 2.0, 0.0])
+    )
+    one, other = report.first_nonfinite.made_nonfinite.inputs
+    assert (one.zero, other.zero) == (0.0, 0.5)
+    assert str(other) == "float32[4] in [1, 2], 50 % zero"
+
+
+def test_an_empty_operand_has_no_zeros():
+    def fn(x):
+        return jnp.log(jnp.sum(x))
+
+    (log,) = (op for op in trace_numerics(fn)(jnp.zeros((2, 0))).ops[1:])
+    assert str(log.made_nonfinite.inputs[0]) == "float32[] in [0, 0], 100 % zero"
+    (summed, _) = trace_numerics(fn)(jnp.zeros((2, 0))).ops
+    assert (summed.nonfinite, summed.largest) == (0.0, 0.0)
+
+
+def test_lean_programs_are_run_as_they_are():
+    def fn(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w))
+
+    w, x = jnp.full((4, 4), 30.0), jnp.ones((2, 4))
+    report = trace_numerics(jax.grad(amp(fn, lean=True)))(w, x)
+    assert report.settings == ("compute_dtype=float16, lean",)
+    assert "recomputed" in {op.place.phase for op in report.ops}
+    given = trace_numerics(fn, lean=True)(w, x)
+    assert given.settings == report.settings
+    for one in (report, given):
+        assert (one.first_nonfinite.primitive, one.first_nonfinite.place.scope) == (
+            "exp",
+            "head",
+        )
+
+
 # Bad input, and views.
 
 

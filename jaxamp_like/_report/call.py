@@ -88,9 +88,7 @@ def call_of(
     return made[0]
 
 
-def _call_of(
-    fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str
-) -> Call:
+def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]

@@ -22,6 +22,7 @@ class InputRange:
         largest: the largest finite magnitude in it.
         smallest: the smallest magnitude in it that is not zero; 0 if there is none.
         nonfinite: the share of inf and NaN.
+        zero: the share of zeros.
         is_literal: whether it is a number written in the code."""
 
     dtype: str
@@ -29,12 +30,15 @@ class InputRange:
     largest: float
     smallest: float
     nonfinite: float
+    zero: float
     is_literal: bool
 
     def __str__(self) -> str:
         text = f"{self.dtype}{list(self.shape)} in [{self.smallest:.3g}, "
         text += f"{self.largest:.3g}]"
-        return text + f", {self.nonfinite:.2g} not finite" * bool(self.nonfinite)
+        for share, what in ((self.zero, "zero"), (self.nonfinite, "not finite")):
+            text += f", {100 * share:.3g} % {what}" * bool(share)
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +224,7 @@ class NumericsReport:
         if not self.ops:
             return [*lines, "  no equations: the function makes no floats"]
         lines += self._first("first inf or NaN", self.first_nonfinite)
+        lines += self._given_nonfinite()
         lossy = self.underflows()
         for op in lossy[:1]:
             share = f"{100 * op.vanished:.3g} % of the result"
@@ -228,6 +233,14 @@ class NumericsReport:
             lines.append("  no underflow of more than 1 % of a result")
         (worst,) = self.worst(1)
         return [*lines, f"  largest error: {worst.error:.2g}, {worst.describe()}"]
+
+    def _given_nonfinite(self) -> list[str]:
+        """Where inf or NaN is seen that no equation made: it came with an argument."""
+        seen = [op for op in self.ops if op.nonfinite]
+        if not seen or self.first_nonfinite is not None:
+            return []
+        first = min(seen, key=lambda op: op.order)
+        return [f"    but an argument holds some, seen in {first.describe()}"]
 
     def _first(self, what: str, op: OpNumerics | None, event: Any = None) -> list[str]:
         if op is None:

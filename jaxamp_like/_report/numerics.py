@@ -223,6 +223,7 @@ def _event(eqn: Eqn, iteration: Any, ranges: Any) -> Event:
                 largest=float(row[0]),
                 smallest=_smallest(row[1]),
                 nonfinite=float(row[2]),
+                zero=float(row[4]),
                 is_literal=isinstance(atom, Literal),
             )
             for atom, row in zip(floats, ranges, strict=False)  # padded

@@ -40,6 +40,7 @@ class Row(NamedTuple):
     smallest: Any  # of those that are not zero; inf if there are none
     nonfinite: Any
     nan: Any
+    zero: Any
     gone: Any  # zero here, and not in the author's dtype
     lost: Any  # the same, since the author's value is below the range of the dtype
     exact_largest: Any
@@ -49,17 +50,18 @@ class Row(NamedTuple):
     magnitude: Any  # sum of |exact|
 
 
-_NUM_RANGE = 4  # columns that tell what an operand was like
+_NUM_RANGE = 5  # columns that tell what an operand was like
 _SUMS = (
     "nonfinite",
     "nan",
+    "zero",
     "gone",
     "lost",
     "exact_nonfinite",
     "deviation",
     "magnitude",
 )
-_SHARES = _SUMS[:5]
+_SHARES = _SUMS[:6]
 _LEAST = ("smallest", "exact_smallest")
 
 
@@ -97,7 +99,7 @@ def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
         A `Row` as a vector, and codes of sampled elements of `exact`."""
     dtype, tiny = row_dtype(), float(jnp.finfo(run.dtype).tiny)
     if run.size == 0:
-        run, exact = jnp.zeros(1, run.dtype), None
+        return no_row(), _codes(jnp.zeros(1))
     x = run.astype(dtype)
     a = jnp.abs(x)
     found = {
@@ -105,6 +107,7 @@ def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
         "smallest": jnp.where(a > 0, a, jnp.inf),
         "nonfinite": jnp.where(a < jnp.inf, 0, jnp.ones_like(x)),
         "nan": jnp.where(x == x, 0, jnp.ones_like(x)),
+        "zero": jnp.where(x == 0, jnp.ones_like(x), 0),
     }
     if exact is not None:
         y = exact.astype(dtype)
