@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -353,6 +354,86 @@ def test_an_underflow_in_one_gradient_is_found(net):
     assert culprit.vanished_event.iteration == (0,)
     assert 0 < culprit.vanished_event.inputs[0].largest < 6.1e-5
     assert "worst underflow" in str(report)
+
+
+# The same in the attention of Equinox and Haiku, as they are, the program being lean.
+
+
+def equinox_layers():
+    import equinox as eqx
+
+    keys = jr.split(jr.key(0), 3)
+    attention = eqx.filter_vmap(lambda k: eqx.nn.MultiheadAttention(2, 8, key=k))(keys)
+    params, static = eqx.partition(attention, eqx.is_array)
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, params):
+            return x + eqx.combine(params, static)(x, x, x), None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    def scaled(params, layer, name, factor):
+        def weight(params):
+            return getattr(params, name).weight
+
+        scaled = weight(params).at[layer].multiply(factor)
+        return eqx.tree_at(weight, params, scaled)
+
+    names = ("query_proj", "key_proj", "output_proj")
+    return loss, params, scaled, names, "eqx.nn.MultiheadAttention", "_attention.py"
+
+
+def haiku_layers():
+    import haiku as hk
+
+    init = hk.initializers.VarianceScaling(1.0)
+
+    @hk.without_apply_rng
+    @hk.transform
+    def net(x):
+        @hk.experimental.layer_stack(3)
+        def layers(x):
+            attention = hk.MultiHeadAttention(2, 4, w_init=init, model_size=8)
+            return x + hk.remat(attention)(x, x, x)
+
+        return layers(x)
+
+    def loss(params, x):
+        return jnp.mean(net.apply(params, x) ** 2)
+
+    def scaled(params, layer, name, factor):
+        (path,) = (path for path in params if path.endswith(name))
+        w = params[path]["w"].at[layer].multiply(factor)
+        return params | {path: params[path] | {"w": w}}
+
+    params = net.init(jr.key(0), jnp.ones((6, 8)))
+    names = ("query", "key", "linear")
+    return loss, params, scaled, names, "multi_head_attention", "attention.py"
+
+
+@pytest.mark.parametrize("layers", (equinox_layers, haiku_layers))
+def test_faults_in_attention_of_other_libraries(layers):
+    with jax.numpy_rank_promotion("allow"):
+        loss, params, scaled, (query, key, out), scope, file = layers()
+        x = jr.normal(jr.key(2), (6, 8))
+        low = amp(loss, lean=True)
+        hot = scaled(scaled(params, 1, query, 500.0), 1, key, 500.0)
+        faint = scaled(params, 0, out, 3e-6)
+        forward = trace_numerics(low)(hot, x)
+        backward = trace_numerics(jax.grad(low))(hot, x)
+        underflow = trace_numerics(jax.grad(low))(faint, x)
+    for culprit in (forward.first_nonfinite, backward.first_nonfinite):
+        assert culprit.primitive == "dot_general"
+        assert (culprit.place.scope, culprit.place.phase) == (scope, "forward")
+        assert re.search(rf"/{file}:\d+", culprit.place.source)
+        assert culprit.made_nonfinite.iteration == (1,)
+    assert forward.underflows(0.3) == []
+    culprit, *_ = underflow.underflows(0.3)
+    assert (culprit.place.scope, culprit.place.phase) == (scope, "backward")
+    assert (culprit.dtype, culprit.written) == ("float16", "float32")
+    assert re.search(rf"/{file}:\d+", culprit.place.source)
+    assert culprit.vanished_event.iteration == (0,)
 
 
 def test_the_authors_own_infinity_is_not_blamed_on_precision():
