@@ -19,7 +19,7 @@ from jax import lax
 from jaxamp_like import amp, trace_numerics
 from jaxamp_like._record import Recorder
 from jaxamp_like._report import statistics
-from jaxamp_like._report.blocks import OPTIONS
+from jaxamp_like._report.blocks import OPTIONS, PART
 from jaxamp_like._report.call import call_of
 from jaxamp_like._report.interpret import Interpreter
 from jaxamp_like._report.pairs import Pair
@@ -205,6 +205,26 @@ def test_scopes_hold_what_is_in_them():
     assert scopes["outer"].overflow["float16"] == 1.0
     assert scopes["outer/inner"].smallest == pytest.approx(1e5)
     assert scopes[""].smallest == pytest.approx(1e-5)
+
+
+def test_tables_of_many_equations_are_made_in_parts():
+    def chain(x):
+        for i in range(3 * PART // 2):
+            x = x * 2.0 if i % 2 else x + 1.0
+        return x
+
+    def looped(x):
+        return lax.scan(lambda x, _: (chain(x) * 1e-30, None), x, None, length=2)[0]
+
+    expected, x = [], np.float32(1)
+    for i in range(3 * PART // 2):
+        x = x * np.float32(2) if i % 2 else x + np.float32(1)
+        expected.append(float(x))
+    report = trace_numerics(chain, amp_policy={})(jnp.ones(3))
+    assert [op.largest for op in report.ops] == expected
+    report = trace_numerics(looped, amp_policy={})(jnp.ones(3))
+    assert [op.largest for op in report.ops[:-1]] == expected
+    assert {op.runs for op in report.ops} == {2}
 
 
 # Loops.

@@ -12,7 +12,13 @@ from .pairs import Pair
 from .statistics import Table, combined, histograms, measure, no_row, tabulate
 
 Path = tuple[int, ...]
-Found = dict[Path, Table]  # of blocks
+Found = dict[tuple[Path, int], Table]  # of blocks, each in parts
+
+PART = 32
+"""Equations in a part of the table of a block that is run one by one.
+
+A table is made by compiled code, which is the same for all parts: compiling one for
+thousands of equations takes minutes."""
 
 
 class Loop(NamedTuple):
@@ -77,15 +83,27 @@ class Block:
         if not self.compiled:  # at once: the codes of all equations are a lot to keep
             self.codes[-1] = _histogram(self.codes[-1])
 
-    def table(self) -> Table | None:
+    def tables(self) -> Found:
         if not self.rows:
-            return None
+            return {}
         none = no_row()
         most = max(map(len, self.inputs))
-        padded = [[*rows, *[none] * (most - len(rows))] for rows in self.inputs]
+        inputs = [_padded(rows, most, none) for rows in self.inputs]
         if self.compiled:
-            return _table(self.rows, padded, histograms(self.codes))
-        return _table_at_once(self.rows, padded, jnp.stack(self.codes))
+            return {(self.path, 0): _table(self.rows, inputs, histograms(self.codes))}
+        found: Found = {}
+        for part, start in enumerate(range(0, len(self.rows), PART)):
+            some = slice(start, start + PART)
+            found[self.path, part] = _part_of_table(
+                _padded(self.rows[some], PART, none),
+                _padded(inputs[some], PART, [none] * most),
+                _padded(self.codes[some], PART, self.codes[0]),
+            )
+        return found
+
+
+def _padded(items: list[Any], length: int, filler: Any) -> list[Any]:
+    return [*items, *[filler] * (length - len(items))]
 
 
 def _table(rows: list[Any], inputs: list[list[Any]], histogram: Any) -> Table:
@@ -95,9 +113,15 @@ def _table(rows: list[Any], inputs: list[list[Any]], histogram: Any) -> Table:
     return tabulate(jnp.stack(rows), read, histogram)
 
 
+@jax.jit
+def _part_of_table(
+    rows: list[Any], inputs: list[list[Any]], histogram: list[Any]
+) -> Table:
+    return _table(rows, inputs, jnp.stack(histogram))
+
+
 # Compiled once for every shape and dtype, whatever the equation.
 _measure = jax.jit(measure, compiler_options=OPTIONS)
-_table_at_once = jax.jit(_table)
 
 
 @jax.jit

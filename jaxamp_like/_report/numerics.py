@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .._jax import Eqn, Literal, consts, is_tracer
 from . import walk
-from .blocks import Seen
+from .blocks import PART, Seen
 from .explain import settings_of
 from .extras import need
 from .interpret import Interpreter
@@ -91,10 +91,12 @@ def trace_numerics(
             _, found = interpreter.run(jaxpr, pairs)
             found = jax.device_get(found)
         ops = [
-            _op(seen, Table(*(column[i] for column in table)))
-            for path, table in found.items()
-            for i, seen in enumerate(interpreter.seen[path])
-        ]
+            _op(seen, Table(*row))
+            for (path, part), table in found.items()
+            for seen, *row in zip(
+                interpreter.seen[path][part * PART :], *table, strict=False
+            )
+        ]  # rows of a last part are padded
         return NumericsReport(
             name=call.name,
             settings=settings_of(recorder),
