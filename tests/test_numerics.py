@@ -191,6 +191,27 @@ def test_a_rounded_literal_is_an_error_too():
     assert scaled.error == pytest.approx(expected, rel=0.01)
 
 
+def test_a_sum_that_is_nothing_but_rounding_is_not_blamed(getkey):
+    def fn(w, x, bias):
+        x = x @ w
+        scores = jax.nn.softmax(x[:, None] * x + bias)  # which no bias changes
+        return jnp.sum(jnp.sin(scores @ x))
+
+    def step(w, x, bias):
+        grad = jax.grad(amp(fn, compute_dtype="bfloat16"), argnums=2)(w, x, bias)
+        return grad / jnp.sqrt(grad**2 + 1e-30)
+
+    w, x = jr.normal(getkey(), (8, 8)), jr.normal(getkey(), (8, 8))
+    with jax.numpy_rank_promotion("allow"):
+        report = trace_numerics(step)(w, x[0], jnp.zeros((8, 1)))
+    by_name = {(op.primitive, op.place.phase): op for op in report.ops}
+    total = by_name["reduce_sum", "backward"]
+    assert total.written_largest < 1e-6 and total.error < 0.1
+    after = by_name["sqrt", "forward"]
+    assert after.read_error > 1 and after in report.worst(1000)[-5:]
+    assert report.worst(1)[0].error < 0.5
+
+
 def test_scopes_hold_what_is_in_them():
     def fn(x):
         with jax.named_scope("outer"):

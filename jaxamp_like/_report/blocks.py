@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._jax import Eqn
 from . import walk
@@ -89,14 +90,18 @@ class Block:
         none = no_row()
         most = max(map(len, self.inputs))
         inputs = [_padded(rows, most, none) for rows in self.inputs]
+        adds_up = [seen.eqn.primitive.name in _SUMS for seen in self.seen]
         if self.compiled:
-            return {(self.path, 0): _table(self.rows, inputs, histograms(self.codes))}
+            histogram = histograms(self.codes)
+            table = _table(self.rows, inputs, np.asarray(adds_up), histogram)
+            return {(self.path, 0): table}
         found: Found = {}
         for part, start in enumerate(range(0, len(self.rows), PART)):
             some = slice(start, start + PART)
             found[self.path, part] = _part_of_table(
                 _padded(self.rows[some], PART, none),
                 _padded(inputs[some], PART, [none] * most),
+                np.asarray(_padded(adds_up[some], PART, False)),
                 _padded(self.codes[some], PART, self.codes[0]),
             )
         return found
@@ -106,18 +111,23 @@ def _padded(items: list[Any], length: int, filler: Any) -> list[Any]:
     return [*items, *[filler] * (length - len(items))]
 
 
-def _table(rows: list[Any], inputs: list[list[Any]], histogram: Any) -> Table:
+_SUMS = frozenset("add add_any sub reduce_sum psum psum_invariant".split())
+
+
+def _table(
+    rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: Any
+) -> Table:
     each = [row for rows in inputs for row in rows]
     read = jnp.stack(each) if each else jnp.zeros((0, rows[0].size), rows[0].dtype)
     read = read.reshape(len(rows), -1, rows[0].size)
-    return tabulate(jnp.stack(rows), read, histogram)
+    return tabulate(jnp.stack(rows), read, adds_up, histogram)
 
 
 @jax.jit
 def _part_of_table(
-    rows: list[Any], inputs: list[list[Any]], histogram: list[Any]
+    rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: list[Any]
 ) -> Table:
-    return _table(rows, inputs, jnp.stack(histogram))
+    return _table(rows, inputs, adds_up, jnp.stack(histogram))
 
 
 # Compiled once for every shape and dtype, whatever the equation.

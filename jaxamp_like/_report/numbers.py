@@ -77,7 +77,9 @@ class OpNumerics:
         overflow: for each format, the share that would be beyond its largest number.
         underflow: for each format, the share that would become zero.
         error: of the worst run: the sum of deviations from the author's dtypes, by the
-            sum of magnitudes there. inf if NaN or inf arose.
+            sum of magnitudes there, or, where terms cancel to nothing but rounding, by
+            that of the terms. inf if NaN or inf arose.
+        read_error: the largest error among what it read then.
         worst: the iteration of that run; see `Event`.
         made_nonfinite: the first time that it made inf or NaN of what was not.
         nonfinite_as_written: whether the author's dtypes give inf or NaN here too.
@@ -104,6 +106,7 @@ class OpNumerics:
     overflow: Mapping[str, float]
     underflow: Mapping[str, float]
     error: float
+    read_error: float
     worst: tuple[int, ...]
     made_nonfinite: Event | None
     nonfinite_as_written: bool
@@ -210,8 +213,12 @@ class NumericsReport:
         ]
 
     def worst(self, n: int = 10) -> list[OpNumerics]:
-        """The `n` equations with the largest error, worst first."""
-        ranked = sorted(self.ops, key=lambda op: (-op.error, op.order))
+        """The `n` equations with the largest error, worst first.
+
+        Those that read what was all wrong already come after all others."""
+        ranked = sorted(
+            self.ops, key=lambda op: (op.read_error >= 1, -op.error, op.order)
+        )
         return ranked[:n]
 
     def __str__(self) -> str:

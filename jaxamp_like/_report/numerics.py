@@ -178,6 +178,7 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         overflow=over,
         underflow=under,
         error=float(one.error),
+        read_error=float(one.read_error),
         worst=tuple(map(int, one.worst)),
         made_nonfinite=_event(eqn, one.first, one.inputs) if made else None,
         nonfinite_as_written=row.exact_nonfinite > 0,

@@ -73,7 +73,8 @@ class Table(NamedTuple):
 
     runs: Array
     rows: Array  # as `Row`; sums and shares of all runs together, and extremes
-    error: Array  # the worst run's: sum |run - exact| / sum |exact|
+    error: Array  # the worst run's: sum |run - exact| / sum |exact|; see `_errors`
+    read_error: Array  # of its operands, the largest then
     worst: Array  # and which it was
     made_nonfinite: Array  # runs that made inf or NaN out of what was not
     first: Array  # the first of them
@@ -206,23 +207,26 @@ def combined(rows: Sequence[Array], sizes: Sequence[int]) -> Array:
     return jnp.stack([of(name) for name in Row._fields])
 
 
-def tabulate(rows: Array, inputs: Array, histogram: Array) -> Table:
+def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Table:
     """The table of one run of some equations.
 
     Args:
         rows: one for each equation.
         inputs: the rows of its operands, as many for each; see `no_row`.
+        adds_up: whether each is a sum, which may cancel.
         histogram: of the codes of its results."""
     row, read = Row(*rows.T), Row(*jnp.moveaxis(inputs, -1, 0))
     made = (row.nonfinite > 0) & ~(read.nonfinite > 0).any(-1)
     made |= (row.nan > 0) & ~(read.nan > 0).any(-1)
-    error = jnp.where(row.deviation == 0, 0, row.deviation / row.magnitude)
+    terms = read.magnitude.max(-1, initial=0)
+    is_noise = adds_up & (row.magnitude < _NOISE * terms)
     nowhere = jnp.zeros((len(rows), 0), jnp.int32)
     ranges = inputs[..., :_NUM_RANGE]
     return Table(
         runs=jnp.ones(len(rows), jnp.int32),
         rows=rows,
-        error=jnp.where(jnp.isnan(error), jnp.inf, error),
+        error=_errors(row.deviation, jnp.where(is_noise, terms, row.magnitude)),
+        read_error=_errors(read.deviation, read.magnitude).max(-1, initial=0),
         worst=nowhere,
         made_nonfinite=made.astype(jnp.int32),
         first=nowhere,
@@ -232,6 +236,17 @@ def tabulate(rows: Array, inputs: Array, histogram: Array) -> Table:
         vanished_inputs=ranges,
         histogram=histogram,
     )
+
+
+# A sum that is smaller than this part of its terms, as written too, is only their
+# rounding: the gradient of a bias before a softmax, say, which is zero.
+_NOISE = 2.0**-17
+
+
+def _errors(deviation: Array, scale: Array) -> Array:
+    """Deviations by magnitudes; of a sum whose terms cancel, by those of its terms."""
+    error = jnp.where(deviation == 0, 0, deviation / scale)
+    return jnp.where(jnp.isnan(error), jnp.inf, error)
 
 
 def no_row() -> Array:
@@ -276,6 +291,7 @@ def merge(a: Table, b: Table) -> Table:
         runs=a.runs + b.runs,
         rows=jnp.stack(rows, axis=1),
         error=pick(worse, a.error, b.error),
+        read_error=pick(worse, a.read_error, b.read_error),
         worst=pick(worse, a.worst, b.worst),
         made_nonfinite=a.made_nonfinite + b.made_nonfinite,
         first=pick(newly, a.first, b.first),
