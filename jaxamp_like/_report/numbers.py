@@ -215,9 +215,9 @@ class NumericsReport:
     def worst(self, n: int = 10) -> list[OpNumerics]:
         """The `n` equations with the largest error, worst first.
 
-        Those that read what was all wrong already come after all others."""
+        Those that read what was off by half of itself already come after all others."""
         ranked = sorted(
-            self.ops, key=lambda op: (op.read_error >= 1, -op.error, op.order)
+            self.ops, key=lambda op: (op.read_error >= 0.5, -op.error, op.order)
         )
         return ranked[:n]
 
