@@ -19,11 +19,13 @@ class Call:
     Args:
         fn: takes a flat list of arrays and returns one.
         arrays: the arrays among the arguments, or their shapes.
+        names: where each of them stands, as in "[0]['w']".
         live: the places among them that are differentiated.
         name: what the function is called."""
 
     fn: Callable[..., list[Any]]
     arrays: tuple[Any, ...]
+    names: tuple[str, ...]
     live: tuple[int, ...]
     name: str
 
@@ -89,7 +91,8 @@ def call_of(
 
 
 def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    leaves = [leaf for _, leaf in paths]
     places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
@@ -108,7 +111,9 @@ def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) ->
         and owners[i] in live
         and is_float(getattr(leaves[i], "dtype", None))
     )
-    return Call(flat, tuple(leaves[i] for i in places), differentiated, name)
+    arrays = tuple(leaves[i] for i in places)
+    names = tuple(jax.tree_util.keystr(paths[i][0][1:]) for i in places)
+    return Call(flat, arrays, names, differentiated, name)
 
 
 def _is_dynamic(leaf: Any) -> bool:

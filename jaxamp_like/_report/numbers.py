@@ -175,11 +175,14 @@ class NumericsReport:
     Args:
         name: of the function.
         settings: of each `amp` in it.
+        nonfinite_arguments: the arguments that hold inf or NaN, as in "[0]['w']". They
+            are not blamed on the equations that read them.
         ops: every equation that makes floats, but those that only move data.
         versions: of the packages."""
 
     name: str
     settings: tuple[str, ...]
+    nonfinite_arguments: tuple[str, ...]
     ops: tuple[OpNumerics, ...]
     versions: Mapping[str, str]
 
@@ -231,7 +234,9 @@ class NumericsReport:
         if not self.ops:
             return [*lines, "  no equations: the function makes no floats"]
         lines += self._first("first inf or NaN", self.first_nonfinite)
-        lines += self._given_nonfinite()
+        if self.nonfinite_arguments:
+            given = ", ".join(self.nonfinite_arguments)
+            lines.append(f"    (but there are some in the arguments: {given})")
         lossy = self.underflows()
         for op in lossy[:1]:
             share = f"{100 * op.vanished:.3g} % of the result"
@@ -240,14 +245,6 @@ class NumericsReport:
             lines.append("  no underflow of more than 1 % of a result")
         (worst,) = self.worst(1)
         return [*lines, f"  largest error: {worst.error:.2g}, {worst.describe()}"]
-
-    def _given_nonfinite(self) -> list[str]:
-        """Where inf or NaN is seen that no equation made: it came with an argument."""
-        seen = [op for op in self.ops if op.nonfinite]
-        if not seen or self.first_nonfinite is not None:
-            return []
-        first = min(seen, key=lambda op: op.order)
-        return [f"    but an argument holds some, seen in {first.describe()}"]
 
     def _first(self, what: str, op: OpNumerics | None, event: Any = None) -> list[str]:
         if op is None:

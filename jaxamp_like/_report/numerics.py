@@ -8,12 +8,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from .._dtypes import is_float
 from .._jax import Eqn, Literal, consts, is_tracer
 from . import walk
 from .blocks import PART, Seen
+from .call import Call
 from .explain import settings_of
 from .extras import need
 from .interpret import Interpreter
@@ -99,12 +102,24 @@ def trace_numerics(
         ]  # rows of a last part are padded
         return NumericsReport(
             name=call.name,
+            nonfinite_arguments=_nonfinite(call),
             settings=settings_of(recorder),
             ops=tuple(sorted(ops, key=lambda op: op.order)),
             versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
         )
 
     return subject.wraps(traced)
+
+
+def _nonfinite(call: Call) -> tuple[str, ...]:
+    """Which of the arrays that a function is called on hold inf or NaN."""
+    floats = [
+        (n, x)
+        for n, x in zip(call.names, call.arrays, strict=True)
+        if is_float(x.dtype)
+    ]
+    finite = jax.device_get([jnp.isfinite(x).all() for _, x in floats])
+    return tuple(n for (n, _), good in zip(floats, finite, strict=True) if not good)
 
 
 def _check_concrete(arrays: Sequence[Any], name: str) -> None:
