@@ -41,7 +41,8 @@ def forget_global_policy():
 
 
 @pytest.mark.parametrize("guide", sorted(DOCS.glob("*.md")), ids=lambda p: p.stem)
-def test_the_code_of_guides_runs(guide):
+def test_the_code_of_guides_runs(guide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the pages and plots go
     names = {"__name__": "guide"}
     for block in blocks(guide.read_text()):
         exec(block, names)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -18,7 +19,7 @@ from jax import lax
 from jaxamp_like import amp, trace_numerics
 from jaxamp_like._record import Recorder
 from jaxamp_like._report import statistics
-from jaxamp_like._report.blocks import OPTIONS
+from jaxamp_like._report.blocks import OPTIONS, PART
 from jaxamp_like._report.call import call_of
 from jaxamp_like._report.interpret import Interpreter
 from jaxamp_like._report.pairs import Pair
@@ -39,7 +40,7 @@ def quick_compilation(monkeypatch):
 
 def run_pairs(fn, *args):
     recorder = Recorder()
-    call = call_of(fn, args, {})
+    call = call_of(fn, args, {}, (), "fn")
     interpreter = Interpreter(recorder.steps, lambda eqn, at: None)
     jaxpr = call.trace(recorder)
     pairs, _ = interpreter.run(jaxpr, [Pair(x) for x in call.arrays])
@@ -190,6 +191,27 @@ def test_a_rounded_literal_is_an_error_too():
     assert scaled.error == pytest.approx(expected, rel=0.01)
 
 
+def test_a_sum_that_is_nothing_but_rounding_is_not_blamed(getkey):
+    def fn(w, x, bias):
+        x = x @ w
+        scores = jax.nn.softmax(x[:, None] * x + bias)  # which no bias changes
+        return jnp.sum(jnp.sin(scores @ x))
+
+    def step(w, x, bias):
+        grad = jax.grad(amp(fn, compute_dtype="bfloat16"), argnums=2)(w, x, bias)
+        return grad / jnp.sqrt(grad**2 + 1e-30)
+
+    w, x = jr.normal(getkey(), (8, 8)), jr.normal(getkey(), (8, 8))
+    with jax.numpy_rank_promotion("allow"):
+        report = trace_numerics(step)(w, x[0], jnp.zeros((8, 1)))
+    by_name = {(op.primitive, op.place.phase): op for op in report.ops}
+    total = by_name["reduce_sum", "backward"]
+    assert total.written_largest < 1e-6 and total.error < 0.1
+    after = by_name["sqrt", "forward"]
+    assert after.read_error > 0.5 and after in report.worst(1000)[-5:]
+    assert report.worst(1)[0].error < 0.5
+
+
 def test_scopes_hold_what_is_in_them():
     def fn(x):
         with jax.named_scope("outer"):
@@ -204,6 +226,26 @@ def test_scopes_hold_what_is_in_them():
     assert scopes["outer"].overflow["float16"] == 1.0
     assert scopes["outer/inner"].smallest == pytest.approx(1e5)
     assert scopes[""].smallest == pytest.approx(1e-5)
+
+
+def test_tables_of_many_equations_are_made_in_parts():
+    def chain(x):
+        for i in range(3 * PART // 2):
+            x = x * 2.0 if i % 2 else x + 1.0
+        return x
+
+    def looped(x):
+        return lax.scan(lambda x, _: (chain(x) * 1e-30, None), x, None, length=2)[0]
+
+    expected, x = [], np.float32(1)
+    for i in range(3 * PART // 2):
+        x = x * np.float32(2) if i % 2 else x + np.float32(1)
+        expected.append(float(x))
+    report = trace_numerics(chain, amp_policy={})(jnp.ones(3))
+    assert [op.largest for op in report.ops] == expected
+    report = trace_numerics(looped, amp_policy={})(jnp.ones(3))
+    assert [op.largest for op in report.ops[:-1]] == expected
+    assert {op.runs for op in report.ops} == {2}
 
 
 # Loops.
@@ -355,6 +397,86 @@ def test_an_underflow_in_one_gradient_is_found(net):
     assert "worst underflow" in str(report)
 
 
+# The same in the attention of Equinox and Haiku, as they are, the program being lean.
+
+
+def equinox_layers():
+    import equinox as eqx
+
+    keys = jr.split(jr.key(0), 3)
+    attention = eqx.filter_vmap(lambda k: eqx.nn.MultiheadAttention(2, 8, key=k))(keys)
+    params, static = eqx.partition(attention, eqx.is_array)
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, params):
+            return x + eqx.combine(params, static)(x, x, x), None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    def scaled(params, layer, name, factor):
+        def weight(params):
+            return getattr(params, name).weight
+
+        scaled = weight(params).at[layer].multiply(factor)
+        return eqx.tree_at(weight, params, scaled)
+
+    names = ("query_proj", "key_proj", "output_proj")
+    return loss, params, scaled, names, "eqx.nn.MultiheadAttention", "_attention.py"
+
+
+def haiku_layers():
+    import haiku as hk
+
+    init = hk.initializers.VarianceScaling(1.0)
+
+    @hk.without_apply_rng
+    @hk.transform
+    def net(x):
+        @hk.experimental.layer_stack(3)
+        def layers(x):
+            attention = hk.MultiHeadAttention(2, 4, w_init=init, model_size=8)
+            return x + hk.remat(attention)(x, x, x)
+
+        return layers(x)
+
+    def loss(params, x):
+        return jnp.mean(net.apply(params, x) ** 2)
+
+    def scaled(params, layer, name, factor):
+        (path,) = (path for path in params if path.endswith(name))
+        w = params[path]["w"].at[layer].multiply(factor)
+        return params | {path: params[path] | {"w": w}}
+
+    params = net.init(jr.key(0), jnp.ones((6, 8)))
+    names = ("query", "key", "linear")
+    return loss, params, scaled, names, "multi_head_attention", "attention.py"
+
+
+@pytest.mark.parametrize("layers", (equinox_layers, haiku_layers))
+def test_faults_in_attention_of_other_libraries(layers):
+    with jax.numpy_rank_promotion("allow"):
+        loss, params, scaled, (query, key, out), scope, file = layers()
+        x = jr.normal(jr.key(2), (6, 8))
+        low = amp(loss, lean=True)
+        hot = scaled(scaled(params, 1, query, 500.0), 1, key, 500.0)
+        faint = scaled(params, 0, out, 3e-6)
+        forward = trace_numerics(low)(hot, x)
+        backward = trace_numerics(jax.grad(low))(hot, x)
+        underflow = trace_numerics(jax.grad(low))(faint, x)
+    for culprit in (forward.first_nonfinite, backward.first_nonfinite):
+        assert culprit.primitive == "dot_general"
+        assert (culprit.place.scope, culprit.place.phase) == (scope, "forward")
+        assert re.search(rf"/{file}:\d+", culprit.place.source)
+        assert culprit.made_nonfinite.iteration == (1,)
+    assert forward.underflows(0.3) == []
+    culprit, *_ = underflow.underflows(0.3)
+    assert (culprit.place.scope, culprit.place.phase) == (scope, "backward")
+    assert (culprit.dtype, culprit.written) == ("float16", "float32")
+    assert re.search(rf"/{file}:\d+", culprit.place.source)
+    assert culprit.vanished_event.iteration == (0,)
+
+
 def test_the_authors_own_infinity_is_not_blamed_on_precision():
     def fn(w, x):
         masked = jnp.log(jnp.zeros(3))
@@ -367,6 +489,67 @@ def test_the_authors_own_infinity_is_not_blamed_on_precision():
     alone = trace_numerics(fn, amp_policy={})(w, x)
     assert alone.first_nonfinite.primitive == "log"
     assert "(in the author's dtypes too)" in str(alone)
+
+
+def test_infinities_that_are_given_are_not_kept_quiet():
+    def fn(w, x):
+        return jnp.sum(2.0 * x @ w["w"])
+
+    w, x = {"w": jnp.ones((3, 3))}, jnp.ones((2, 3)).at[0, 0].set(jnp.nan)
+    report = trace_numerics(amp(fn))(w, x=x)
+    assert report.first_nonfinite is None
+    assert report.nonfinite_arguments == ("['x']",)
+    assert "(but there are some in the arguments: ['x'])" in str(report)
+    report = trace_numerics(amp(fn))({"w": w["w"] * jnp.inf}, jnp.ones((2, 3)))
+    assert report.nonfinite_arguments == ("[0]['w']",)
+
+
+def test_a_mask_of_infinities_is_not_told(getkey):
+    def fn(w, x):
+        scores = x @ w
+        mask = jnp.tril(jnp.ones(scores.shape, bool))
+        return jnp.sum(jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)))
+
+    w, x = jr.normal(getkey(), (4, 4)), jr.normal(getkey(), (4, 4))
+    report = trace_numerics(jax.grad(amp(fn)))(w, x)
+    assert report.first_nonfinite is None and "arguments" not in str(report)
+
+
+def test_zeros_among_the_operands_are_told():
+    report = trace_numerics(lambda x, y: x / y, amp_policy={})(
+        jnp.ones(4), jnp.asarray([0.0, 1.0, 2.0, 0.0])
+    )
+    one, other = report.first_nonfinite.made_nonfinite.inputs
+    assert (one.zero, other.zero) == (0.0, 0.5)
+    assert str(other) == "float32[4] in [1, 2], 50 % zero"
+
+
+def test_an_empty_operand_has_no_zeros():
+    def fn(x):
+        return jnp.log(jnp.sum(x))
+
+    (log,) = (op for op in trace_numerics(fn)(jnp.zeros((2, 0))).ops[1:])
+    assert str(log.made_nonfinite.inputs[0]) == "float32[] in [0, 0], 100 % zero"
+    (summed, _) = trace_numerics(fn)(jnp.zeros((2, 0))).ops
+    assert (summed.nonfinite, summed.largest) == (0.0, 0.0)
+
+
+def test_lean_programs_are_run_as_they_are():
+    def fn(w, x):
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.exp(jnp.tanh(x @ w) @ w))
+
+    w, x = jnp.full((4, 4), 30.0), jnp.ones((2, 4))
+    report = trace_numerics(jax.grad(amp(fn, lean=True)))(w, x)
+    assert report.settings == ("compute_dtype=float16, lean",)
+    assert "recomputed" in {op.place.phase for op in report.ops}
+    given = trace_numerics(fn, lean=True)(w, x)
+    assert given.settings == report.settings
+    for one in (report, given):
+        assert (one.first_nonfinite.primitive, one.first_nonfinite.place.scope) == (
+            "exp",
+            "head",
+        )
 
 
 # Bad input, and views.

@@ -199,6 +199,14 @@ def test_an_empty_function_has_a_page(browser, tmp_path):
     page.close()
 
 
+def test_what_is_shown_beside_must_be_a_report(tmp_path):
+    report, numerics = explain(loss, **BF16)(*ARGS), trace_numerics(loss)(*ARGS)
+    with pytest.raises(TypeError, match=r"`against` .* `explain\(fn\)\(\*args\)`"):
+        report.save_html(tmp_path / "page.html", against=numerics)
+    with pytest.raises(TypeError, match=r"`numerics` .* got Report"):
+        report.save_html(tmp_path / "page.html", numerics=report)
+
+
 def test_an_unwritable_path(tmp_path):
     report = explain(loss, **BF16)(*ARGS)
     (tmp_path / "file").write_text("")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._jax import Eqn
 from . import walk
@@ -12,7 +13,13 @@ from .pairs import Pair
 from .statistics import Table, combined, histograms, measure, no_row, tabulate
 
 Path = tuple[int, ...]
-Found = dict[Path, Table]  # of blocks
+Found = dict[tuple[Path, int], Table]  # of blocks, each in parts
+
+PART = 32
+"""Equations in a part of the table of a block that is run one by one.
+
+A table is made by compiled code, which is the same for all parts: compiling one for
+thousands of equations takes minutes."""
 
 
 class Loop(NamedTuple):
@@ -77,27 +84,54 @@ class Block:
         if not self.compiled:  # at once: the codes of all equations are a lot to keep
             self.codes[-1] = _histogram(self.codes[-1])
 
-    def table(self) -> Table | None:
+    def tables(self) -> Found:
         if not self.rows:
-            return None
+            return {}
         none = no_row()
         most = max(map(len, self.inputs))
-        padded = [[*rows, *[none] * (most - len(rows))] for rows in self.inputs]
+        inputs = [_padded(rows, most, none) for rows in self.inputs]
+        adds_up = [seen.eqn.primitive.name in _SUMS for seen in self.seen]
         if self.compiled:
-            return _table(self.rows, padded, histograms(self.codes))
-        return _table_at_once(self.rows, padded, jnp.stack(self.codes))
+            histogram = histograms(self.codes)
+            table = _table(self.rows, inputs, np.asarray(adds_up), histogram)
+            return {(self.path, 0): table}
+        found: Found = {}
+        for part, start in enumerate(range(0, len(self.rows), PART)):
+            some = slice(start, start + PART)
+            found[self.path, part] = _part_of_table(
+                _padded(self.rows[some], PART, none),
+                _padded(inputs[some], PART, [none] * most),
+                np.asarray(_padded(adds_up[some], PART, False)),
+                _padded(self.codes[some], PART, self.codes[0]),
+            )
+        return found
 
 
-def _table(rows: list[Any], inputs: list[list[Any]], histogram: Any) -> Table:
+def _padded(items: list[Any], length: int, filler: Any) -> list[Any]:
+    return [*items, *[filler] * (length - len(items))]
+
+
+_SUMS = frozenset("add add_any sub reduce_sum psum psum_invariant".split())
+
+
+def _table(
+    rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: Any
+) -> Table:
     each = [row for rows in inputs for row in rows]
     read = jnp.stack(each) if each else jnp.zeros((0, rows[0].size), rows[0].dtype)
     read = read.reshape(len(rows), -1, rows[0].size)
-    return tabulate(jnp.stack(rows), read, histogram)
+    return tabulate(jnp.stack(rows), read, adds_up, histogram)
+
+
+@jax.jit
+def _part_of_table(
+    rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: list[Any]
+) -> Table:
+    return _table(rows, inputs, adds_up, jnp.stack(histogram))
 
 
 # Compiled once for every shape and dtype, whatever the equation.
 _measure = jax.jit(measure, compiler_options=OPTIONS)
-_table_at_once = jax.jit(_table)
 
 
 @jax.jit

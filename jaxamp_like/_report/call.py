@@ -19,11 +19,13 @@ class Call:
     Args:
         fn: takes a flat list of arrays and returns one.
         arrays: the arrays among the arguments, or their shapes.
+        names: where each of them stands, as in "[0]['w']".
         live: the places among them that are differentiated.
         name: what the function is called."""
 
     fn: Callable[..., list[Any]]
     arrays: tuple[Any, ...]
+    names: tuple[str, ...]
     live: tuple[int, ...]
     name: str
 
@@ -61,22 +63,20 @@ def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jax
             raise
 
 
-def check_callable(fn: Any, name: str) -> None:
-    if not callable(fn):
-        raise TypeError(
-            f"`fn` must be callable, but got {type(fn).__name__}. Write "
-            f"`{name}(fn)(x)`, not `{name}(fn(x))`."
-        )
-
-
 def call_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, argnums: Sequence[int] = ()
+    fn: Callable[..., Any], args: Any, kwargs: Any, live: Sequence[int], name: str
 ) -> Call:
-    """`fn(*args, **kwargs)` as a function of the arrays among its arguments."""
-    name = getattr(fn, "__name__", type(fn).__name__)
+    """`fn(*args, **kwargs)` as a function of the arrays among its arguments.
+
+    Args:
+        fn: what is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        live: the positional arguments that are differentiated.
+        name: what the function is called."""
     modules = nnx_modules((fn, args, kwargs))
     if not modules:
-        return _call_of(fn, args, kwargs, argnums, name)
+        return _call_of(fn, args, kwargs, live, name)
     made = []
 
     def keep(pure):
@@ -90,17 +90,11 @@ def call_of(
     return made[0]
 
 
-def _call_of(fn: Any, args: Any, kwargs: Any, argnums: Any, name: str) -> Call:
-    for i in argnums:
-        if not -len(args) <= i < max(len(args), 1):
-            raise ValueError(
-                f"`argnums` names argument {i}, but {name!r} was called with "
-                f"{len(args)} positional arguments."
-            )
-    leaves, tree = jax.tree.flatten((args, kwargs))
+def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    leaves = [leaf for _, leaf in paths]
     places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    chosen = {range(len(args))[i] for i in argnums if args}
 
     def flat(*arrays):
         full = list(leaves)
@@ -110,14 +104,16 @@ def _call_of(fn: Any, args: Any, kwargs: Any, argnums: Any, name: str) -> Call:
         outs = jax.tree.leaves(fn(*args, **kwargs))
         return [x for x in outs if isinstance(x, jax.Array)]
 
-    live = tuple(
+    differentiated = tuple(
         place
         for place, i in enumerate(places)
         if i < len(owners)
-        and owners[i] in chosen
+        and owners[i] in live
         and is_float(getattr(leaves[i], "dtype", None))
     )
-    return Call(flat, tuple(leaves[i] for i in places), live, name)
+    arrays = tuple(leaves[i] for i in places)
+    names = tuple(jax.tree_util.keystr(paths[i][0][1:]) for i in places)
+    return Call(flat, arrays, names, differentiated, name)
 
 
 def _is_dynamic(leaf: Any) -> bool:

@@ -1,7 +1,7 @@
 """`explain`: traces a function and tells what the rewrite made of it."""
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _rules
-from .._amp import amp
 from .._jax import Eqn, Jaxpr, Primitive
+from .._limit import LimitedPolicy
 from .._plan import Planner, Step
-from .._policy import ByName
+from .._policy import ByName, Found
 from .._record import Recorder
 from .._rules import ByRange, Callback, Rule
 from . import walk
-from .call import Call, call_of, check_callable
+from .call import Call
 from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from .report import Report
+from .subject import Subject, as_argnums
 
 
 def explain(
@@ -62,21 +63,18 @@ def explain(
     >>> report.now.casts[0].why
     'dot_general reads bfloat16: computes in bfloat16'
     """
-    check_callable(fn, "explain")
-    mixed = amp(
+    subject = Subject(
         fn,
+        "explain",
         compute_dtype=compute_dtype,
         amp_policy=amp_policy,
         strict=strict,
         lean=lean,
     )
-    is_given = compute_dtype is not None or amp_policy is not None or strict or lean
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = as_argnums(argnums)
 
     def reported(*args: Any, **kwargs: Any) -> Report:
-        call, recorder, jaxpr = trace_rewritten(
-            fn, mixed, is_given, args, kwargs, numbers
-        )
+        call, recorder, jaxpr = subject.trace(args, kwargs, numbers)
         now = _program(call, jaxpr, recorder)
         as_written = Recorder(as_written=True)
         written = _program(call, call.trace(as_written), as_written)
@@ -89,24 +87,7 @@ def explain(
             versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
         )
 
-    names = ("__module__", "__name__", "__qualname__", "__doc__")
-    assigned = [n for n in names if isinstance(getattr(fn, n, None), str)]
-    return functools.wraps(fn, assigned=assigned, updated=())(reported)
-
-
-def trace_rewritten(
-    fn: Any, mixed: Any, is_given: bool, args: Any, kwargs: Any, argnums: Any = ()
-) -> tuple[Call, Recorder, Jaxpr]:
-    """Traces `fn` as it is if it has `amp` inside and no settings are given.
-
-    Else `mixed`, which is `amp(fn)`."""
-    if not is_given:
-        call, recorder = call_of(fn, args, kwargs, argnums), Recorder()
-        jaxpr = call.trace(recorder)
-        if recorder.plans:
-            return call, recorder, jaxpr
-    call, recorder = call_of(mixed, args, kwargs, argnums), Recorder()
-    return call, recorder, call.trace(recorder)
+    return subject.wraps(reported)
 
 
 def settings_of(recorder: Recorder) -> tuple[str, ...]:
@@ -117,8 +98,11 @@ def settings_of(recorder: Recorder) -> tuple[str, ...]:
 def _settings(planner: Planner) -> str:
     text = f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
     text += ", lean" * planner.lean
-    rules = dict(planner.policy.items())
-    own = [f"{_key(key)}: {rule_name(rules[key])}" for key in planner.policy.own_keys()]
+    policy = planner.policy
+    rules = dict(policy.items())
+    own = [f"{_key(key)}: {rule_name(rules[key])}" for key in policy.own_keys()]
+    if isinstance(policy, LimitedPolicy) and policy.limit.predicate is not None:
+        own.append(repr(policy.limit))
     return text + (f", {', '.join(own)}" if own else "")
 
 
@@ -168,7 +152,7 @@ def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
         reads=reads,
         makes=walk.dtype_names(eqn.outvars),
         shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
-        key=_key(step.found.key) if step else "",
+        key=": ".join(_keys(step.found)) if step else "",
         rule=rule_name(step.found.rule) if step else "",
         why=_why(at),
         flops=num_flops,
@@ -214,18 +198,24 @@ def _why_cast(at: walk.Around, new: Any) -> tuple[bool, str]:
 
 def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
     """The keys that decided something, most first; then those that never did."""
-    own, rules = set(), {}
-    for planner, _ in recorder.plans:
-        own |= {_key(key) for key in planner.policy.own_keys()}
-        rules |= {_key(key): rule_name(r) for key, r in planner.policy.items()}
-    leaves = [step for step in recorder.steps if step.handler is None]
-    count = Counter(_key(step.found.key) for step in leaves)
-    named = {_key(s.found.key): rule_name(s.found.rule) for s in leaves}
-    for key, n in count.most_common():
-        yield RuleRecord(key, rules.get(key, named[key]), n, key in own)
-    for key, rule in rules.items():
-        if key not in count:
-            yield RuleRecord(key, rule, 0, key in own)
+    own: set[str] = set()
+    rules: dict[str, dict[str, None]] = defaultdict(dict)  # names of rules, in order
+    for planner in dict.fromkeys(planner for planner, _ in recorder.plans):
+        own |= set(map(_key, planner.policy.own_keys()))
+        for key, rule in planner.policy.items():
+            rules[_key(key)][rule_name(rule)] = None
+    leaves = [step.found for step in recorder.steps if step.handler is None]
+    count = Counter(key for found in leaves for key in _keys(found))
+    for found in leaves:
+        if _key(found.key) not in rules:  # `amp_stop`, what is outside of a limit
+            rules[_key(found.key)][rule_name(found.rule)] = None
+    for key in sorted(rules, key=lambda key: -count[key]):
+        yield RuleRecord(key, ", ".join(rules[key]), count[key], key in own)
+
+
+def _keys(found: Found) -> list[str]:
+    """The keys that led to a rule: of a map, of a limit, and that of the rule."""
+    return list(dict.fromkeys(map(_key, (*reversed(found.also), found.key))))
 
 
 def _key(key: Any) -> str:

@@ -53,9 +53,8 @@ class Interpreter:
         return [pair.bare() for pair in outs], found | self._close(block)
 
     def _close(self, block: Block) -> Found:
-        table = block.table()
         self.seen[block.path] = block.seen
-        return {} if table is None else {block.path: table}
+        return block.tables()
 
     def _run(
         self,

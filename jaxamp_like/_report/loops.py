@@ -67,10 +67,10 @@ def _none_yet(self: Any, found: Found) -> Found:
     """Tables for a loop's carry, of which `found` are the body's."""
 
     def deeper(found):
-        return {path: at_iteration(table, 0) for path, table in found.items()}
+        return {key: at_iteration(table, 0) for key, table in found.items()}
 
     tables = jax.eval_shape(deeper, found)
-    return _varying(self, {path: no_runs(table) for path, table in tables.items()})
+    return _varying(self, {key: no_runs(table) for key, table in tables.items()})
 
 
 def _varying(self: Any, found: Found) -> Found:
@@ -161,11 +161,11 @@ def _cond(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     fns = [functools.partial(branch, k) for k in range(count)]
     each = [_shapes(self, fn, operands[1:]) for fn in fns]
     forms = [p.common(*outs) for outs in zip(*(outs for outs, _ in each), strict=True)]
-    tables = {path: table for _, found in each for path, table in found.items()}
+    tables = {key: table for _, found in each for key, table in found.items()}
 
     def taken(fn, operands):
         outs, found = fn(operands)
-        idle = {path: no_runs(t) for path, t in tables.items() if path not in found}
+        idle = {key: no_runs(t) for key, t in tables.items() if key not in found}
         return _pinned(outs, forms), _varying(self, found | idle)
 
     index = jnp.asarray(operands[0].run, jnp.int32)
@@ -205,7 +205,7 @@ def _shard_map(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     jax.eval_shape(dry, operands)
     out_specs = (specs(options["out_specs"], forms[-1]), by_device)
     outs, parts = shard_map(body, **options | {"out_specs": out_specs})(operands)
-    return outs, {path: merge_parts(table) for path, table in parts.items()}
+    return outs, {key: merge_parts(table) for key, table in parts.items()}
 
 
 HANDLERS = {
@@ -238,8 +238,8 @@ def _scan_one_by_one(
     for i in reversed(range(length)) if reverse else range(length):
         args = [*fixed, *carry, *_slice(xs, i)]
         outs, new = self.body(jaxpr, args, eqn, where, 0, loop, compiled=False)
-        for path, table in _deeper(new, i).items():
-            found[path] = _merge(found[path], table) if path in found else table
+        for key, table in _deeper(new, i).items():
+            found[key] = _merge(found[key], table) if key in found else table
         carry = outs[:num_carry]
         ys.append(outs[num_carry:])
     ys = reversed(ys) if reverse else ys
@@ -256,7 +256,7 @@ _merge = jax.jit(merge)
 
 @jax.jit
 def _deeper(found: Found, i: Any) -> Found:
-    return {path: at_iteration(table, i) for path, table in found.items()}
+    return {key: at_iteration(table, i) for key, table in found.items()}
 
 
 def _stack(slices: Sequence[Pair]) -> Pair:

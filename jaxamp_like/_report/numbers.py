@@ -22,6 +22,7 @@ class InputRange:
         largest: the largest finite magnitude in it.
         smallest: the smallest magnitude in it that is not zero; 0 if there is none.
         nonfinite: the share of inf and NaN.
+        zero: the share of zeros.
         is_literal: whether it is a number written in the code."""
 
     dtype: str
@@ -29,12 +30,15 @@ class InputRange:
     largest: float
     smallest: float
     nonfinite: float
+    zero: float
     is_literal: bool
 
     def __str__(self) -> str:
         text = f"{self.dtype}{list(self.shape)} in [{self.smallest:.3g}, "
         text += f"{self.largest:.3g}]"
-        return text + f", {self.nonfinite:.2g} not finite" * bool(self.nonfinite)
+        for share, what in ((self.zero, "zero"), (self.nonfinite, "not finite")):
+            text += f", {100 * share:.3g} % {what}" * bool(share)
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,9 @@ class OpNumerics:
         overflow: for each format, the share that would be beyond its largest number.
         underflow: for each format, the share that would become zero.
         error: of the worst run: the sum of deviations from the author's dtypes, by the
-            sum of magnitudes there. inf if NaN or inf arose.
+            sum of magnitudes there, or, where terms cancel to nothing but rounding, by
+            that of the terms. inf if NaN or inf arose.
+        read_error: the largest error among what it read then.
         worst: the iteration of that run; see `Event`.
         made_nonfinite: the first time that it made inf or NaN of what was not.
         nonfinite_as_written: whether the author's dtypes give inf or NaN here too.
@@ -100,6 +106,7 @@ class OpNumerics:
     overflow: Mapping[str, float]
     underflow: Mapping[str, float]
     error: float
+    read_error: float
     worst: tuple[int, ...]
     made_nonfinite: Event | None
     nonfinite_as_written: bool
@@ -168,11 +175,14 @@ class NumericsReport:
     Args:
         name: of the function.
         settings: of each `amp` in it.
+        nonfinite_arguments: the arguments that hold inf or NaN, as in "[0]['w']". They
+            are not blamed on the equations that read them.
         ops: every equation that makes floats, but those that only move data.
         versions: of the packages."""
 
     name: str
     settings: tuple[str, ...]
+    nonfinite_arguments: tuple[str, ...]
     ops: tuple[OpNumerics, ...]
     versions: Mapping[str, str]
 
@@ -206,8 +216,12 @@ class NumericsReport:
         ]
 
     def worst(self, n: int = 10) -> list[OpNumerics]:
-        """The `n` equations with the largest error, worst first."""
-        ranked = sorted(self.ops, key=lambda op: (-op.error, op.order))
+        """The `n` equations with the largest error, worst first.
+
+        Those that read what was off by half of itself already come after all others."""
+        ranked = sorted(
+            self.ops, key=lambda op: (op.read_error >= 0.5, -op.error, op.order)
+        )
         return ranked[:n]
 
     def __str__(self) -> str:
@@ -220,6 +234,9 @@ class NumericsReport:
         if not self.ops:
             return [*lines, "  no equations: the function makes no floats"]
         lines += self._first("first inf or NaN", self.first_nonfinite)
+        if self.nonfinite_arguments:
+            given = ", ".join(self.nonfinite_arguments)
+            lines.append(f"    (but there are some in the arguments: {given})")
         lossy = self.underflows()
         for op in lossy[:1]:
             share = f"{100 * op.vanished:.3g} % of the result"

@@ -1,6 +1,5 @@
 """`trace_numerics`: runs a function once and tells what became of its numbers."""
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,21 +8,23 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._amp import amp
+from .._dtypes import is_float
 from .._jax import Eqn, Literal, consts, is_tracer
 from . import walk
-from .blocks import Seen
-from .call import check_callable
-from .explain import settings_of, trace_rewritten
+from .blocks import PART, Seen
+from .call import Call
+from .explain import settings_of
 from .extras import need
 from .interpret import Interpreter
 from .loops import num_ticks
 from .numbers import Event, InputRange, NumericsReport, OpNumerics
 from .pairs import Pair
 from .statistics import FORMATS, Row, Table, bin_edges, limits
+from .subject import Subject
 
 
 def trace_numerics(
@@ -32,6 +33,7 @@ def trace_numerics(
     compute_dtype: DTypeLike | None = None,
     amp_policy: Any = None,
     strict: bool = False,
+    lean: bool = False,
     progress: bool | None = None,
 ) -> Callable[..., NumericsReport]:
     """Runs `fn` in mixed precision, and beside it what its author's dtypes would give.
@@ -54,6 +56,7 @@ def trace_numerics(
         compute_dtype: as for `amp`.
         amp_policy: as for `amp`.
         strict: as for `amp`.
+        lean: as for `amp`.
         progress: whether to show a progress bar; if not given, when rich is installed
             and the error stream is a terminal.
     Returns:
@@ -73,12 +76,17 @@ def trace_numerics(
     >>> culprit.primitive, culprit.place.scope, culprit.made_nonfinite.inputs[1].largest
     ('mul', 'head', 396.0)
     """
-    check_callable(fn, "trace_numerics")
-    mixed = amp(fn, compute_dtype=compute_dtype, amp_policy=amp_policy, strict=strict)
-    is_given = compute_dtype is not None or amp_policy is not None or strict
+    subject = Subject(
+        fn,
+        "trace_numerics",
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        strict=strict,
+        lean=lean,
+    )
 
     def traced(*args: Any, **kwargs: Any) -> NumericsReport:
-        call, recorder, jaxpr = trace_rewritten(fn, mixed, is_given, args, kwargs)
+        call, recorder, jaxpr = subject.trace(args, kwargs)
         _check_concrete([*call.arrays, *consts(jaxpr)], call.name)
         with _progress(progress, num_ticks(jaxpr)) as tick:
             interpreter = Interpreter(recorder.steps, tick)
@@ -86,20 +94,32 @@ def trace_numerics(
             _, found = interpreter.run(jaxpr, pairs)
             found = jax.device_get(found)
         ops = [
-            _op(seen, Table(*(column[i] for column in table)))
-            for path, table in found.items()
-            for i, seen in enumerate(interpreter.seen[path])
-        ]
+            _op(seen, Table(*row))
+            for (path, part), table in found.items()
+            for seen, *row in zip(
+                interpreter.seen[path][part * PART :], *table, strict=False
+            )
+        ]  # rows of a last part are padded
         return NumericsReport(
             name=call.name,
+            nonfinite_arguments=_nonfinite(call),
             settings=settings_of(recorder),
             ops=tuple(sorted(ops, key=lambda op: op.order)),
             versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
         )
 
-    names = ("__module__", "__name__", "__qualname__", "__doc__")
-    assigned = [n for n in names if isinstance(getattr(fn, n, None), str)]
-    return functools.wraps(fn, assigned=assigned, updated=())(traced)
+    return subject.wraps(traced)
+
+
+def _nonfinite(call: Call) -> tuple[str, ...]:
+    """Which of the arrays that a function is called on hold inf or NaN."""
+    floats = [
+        (n, x)
+        for n, x in zip(call.names, call.arrays, strict=True)
+        if is_float(x.dtype)
+    ]
+    finite = jax.device_get([jnp.isfinite(x).all() for _, x in floats])
+    return tuple(n for (n, _), good in zip(floats, finite, strict=True) if not good)
 
 
 def _check_concrete(arrays: Sequence[Any], name: str) -> None:
@@ -173,6 +193,7 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         overflow=over,
         underflow=under,
         error=float(one.error),
+        read_error=float(one.read_error),
         worst=tuple(map(int, one.worst)),
         made_nonfinite=_event(eqn, one.first, one.inputs) if made else None,
         nonfinite_as_written=row.exact_nonfinite > 0,
@@ -220,6 +241,7 @@ def _event(eqn: Eqn, iteration: Any, ranges: Any) -> Event:
                 largest=float(row[0]),
                 smallest=_smallest(row[1]),
                 nonfinite=float(row[2]),
+                zero=float(row[4]),
                 is_literal=isinstance(atom, Literal),
             )
             for atom, row in zip(floats, ranges, strict=False)  # padded

@@ -44,7 +44,8 @@ class OpRecord:
         reads: the dtypes of the float operands, as they are now.
         makes: the dtypes of the float results, as they are now.
         shape: the shape of the first result.
-        key: the key of the policy that decided.
+        key: the key of the policy that decided; under a `PolicyMap` or a limit, the
+            keys that led there, as in "encoder/attention: dot_general".
         rule: the rule found under it.
         why: the rule's reason.
         flops: multiply-adds of a contraction, times two, of one run; else 0."""
@@ -115,8 +116,9 @@ class RuleRecord:
 
     Args:
         key: a primitive, a scope, a path, a regular expression or "amp_default".
-        rule: the rule under it.
-        count: how many equations of the author's it decided.
+        rule: what stands under it: a rule, a policy, or the kind of a limit.
+        count: how many equations of the author's it decided, alone or with another key
+            (an entry of a `PolicyMap`, say, with a key of its policy).
         own: whether the user added it to the policy that was extended."""
 
     key: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .numbers import NumericsReport
 from .records import Program, RuleRecord, ScopeNode, scope_tree
 
 
@@ -94,7 +95,7 @@ class Report:
         path: str | Path,
         *,
         against: "Report | None" = None,
-        numerics: Any = None,
+        numerics: NumericsReport | None = None,
     ) -> Path:
         """Writes one page that opens without a network.
 
@@ -106,11 +107,22 @@ class Report:
         Returns:
             The path.
         Raises:
+            TypeError: `against` or `numerics` is something else.
             ImportError: the extra "report" is not installed.
             OSError: the path can't be written to; the message says why."""
+        _check_kind("against", against, Report, "explain")
+        _check_kind("numerics", numerics, NumericsReport, "trace_numerics")
         from .page import report_page, write_page
 
         return write_page(path, report_page(self, against, numerics))
+
+
+def _check_kind(name: str, given: Any, kind: type, maker: str) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"`{name}` must be the report that `{maker}(fn)(*args)` gives, but got "
+            f"{type(given).__name__}."
+        )
 
 
 def summary(report: Report) -> list[str]:
@@ -128,7 +140,8 @@ def summary(report: Report) -> list[str]:
         f" (as written: {written.casts})",
     ]
     if now.saved is None or written.saved is None:
-        return [*lines, "  saved for backward: unknown, there is no derivative"]
+        why = "there is no derivative by the arguments that `argnums` names"
+        return [*lines, f"  saved for backward: unknown, {why}"]
     return [
         *lines,
         f"  saved for backward: {human_bytes(sum(now.saved.values()))}"

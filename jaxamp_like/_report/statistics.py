@@ -40,6 +40,7 @@ class Row(NamedTuple):
     smallest: Any  # of those that are not zero; inf if there are none
     nonfinite: Any
     nan: Any
+    zero: Any
     gone: Any  # zero here, and not in the author's dtype
     lost: Any  # the same, since the author's value is below the range of the dtype
     exact_largest: Any
@@ -49,17 +50,18 @@ class Row(NamedTuple):
     magnitude: Any  # sum of |exact|
 
 
-_NUM_RANGE = 4  # columns that tell what an operand was like
+_NUM_RANGE = 5  # columns that tell what an operand was like
 _SUMS = (
     "nonfinite",
     "nan",
+    "zero",
     "gone",
     "lost",
     "exact_nonfinite",
     "deviation",
     "magnitude",
 )
-_SHARES = _SUMS[:5]
+_SHARES = _SUMS[:6]
 _LEAST = ("smallest", "exact_smallest")
 
 
@@ -71,7 +73,8 @@ class Table(NamedTuple):
 
     runs: Array
     rows: Array  # as `Row`; sums and shares of all runs together, and extremes
-    error: Array  # the worst run's: sum |run - exact| / sum |exact|
+    error: Array  # the worst run's: sum |run - exact| / sum |exact|; see `_errors`
+    read_error: Array  # of its operands, the largest then
     worst: Array  # and which it was
     made_nonfinite: Array  # runs that made inf or NaN out of what was not
     first: Array  # the first of them
@@ -97,7 +100,7 @@ def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
         A `Row` as a vector, and codes of sampled elements of `exact`."""
     dtype, tiny = row_dtype(), float(jnp.finfo(run.dtype).tiny)
     if run.size == 0:
-        run, exact = jnp.zeros(1, run.dtype), None
+        return no_row(), _codes(jnp.zeros(1))
     x = run.astype(dtype)
     a = jnp.abs(x)
     found = {
@@ -105,6 +108,7 @@ def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
         "smallest": jnp.where(a > 0, a, jnp.inf),
         "nonfinite": jnp.where(a < jnp.inf, 0, jnp.ones_like(x)),
         "nan": jnp.where(x == x, 0, jnp.ones_like(x)),
+        "zero": jnp.where(x == 0, jnp.ones_like(x), 0),
     }
     if exact is not None:
         y = exact.astype(dtype)
@@ -203,23 +207,26 @@ def combined(rows: Sequence[Array], sizes: Sequence[int]) -> Array:
     return jnp.stack([of(name) for name in Row._fields])
 
 
-def tabulate(rows: Array, inputs: Array, histogram: Array) -> Table:
+def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Table:
     """The table of one run of some equations.
 
     Args:
         rows: one for each equation.
         inputs: the rows of its operands, as many for each; see `no_row`.
+        adds_up: whether each is a sum, which may cancel.
         histogram: of the codes of its results."""
     row, read = Row(*rows.T), Row(*jnp.moveaxis(inputs, -1, 0))
     made = (row.nonfinite > 0) & ~(read.nonfinite > 0).any(-1)
     made |= (row.nan > 0) & ~(read.nan > 0).any(-1)
-    error = jnp.where(row.deviation == 0, 0, row.deviation / row.magnitude)
+    terms = read.magnitude.max(-1, initial=0)
+    is_noise = adds_up & (row.magnitude < _NOISE * terms)
     nowhere = jnp.zeros((len(rows), 0), jnp.int32)
     ranges = inputs[..., :_NUM_RANGE]
     return Table(
         runs=jnp.ones(len(rows), jnp.int32),
         rows=rows,
-        error=jnp.where(jnp.isnan(error), jnp.inf, error),
+        error=_errors(row.deviation, jnp.where(is_noise, terms, row.magnitude)),
+        read_error=_errors(read.deviation, read.magnitude).max(-1, initial=0),
         worst=nowhere,
         made_nonfinite=made.astype(jnp.int32),
         first=nowhere,
@@ -229,6 +236,17 @@ def tabulate(rows: Array, inputs: Array, histogram: Array) -> Table:
         vanished_inputs=ranges,
         histogram=histogram,
     )
+
+
+# A sum that is smaller than this part of its terms, as written too, is only their
+# rounding: the gradient of a bias before a softmax, say, which is zero.
+_NOISE = 2.0**-17
+
+
+def _errors(deviation: Array, scale: Array) -> Array:
+    """Deviations by magnitudes; of a sum whose terms cancel, by those of its terms."""
+    error = jnp.where(deviation == 0, 0, deviation / scale)
+    return jnp.where(jnp.isnan(error), jnp.inf, error)
 
 
 def no_row() -> Array:
@@ -273,6 +291,7 @@ def merge(a: Table, b: Table) -> Table:
         runs=a.runs + b.runs,
         rows=jnp.stack(rows, axis=1),
         error=pick(worse, a.error, b.error),
+        read_error=pick(worse, a.read_error, b.read_error),
         worst=pick(worse, a.worst, b.worst),
         made_nonfinite=a.made_nonfinite + b.made_nonfinite,
         first=pick(newly, a.first, b.first),

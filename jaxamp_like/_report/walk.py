@@ -23,8 +23,9 @@ _PACKAGE = str(Path(__file__).parent.parent)
 class Around:
     """What is around an equation: known of the program that it stands in.
 
-    `step` is the step of a plan that the equation was bound for, and `base` the scope
-    around the `amp` that planned it."""
+    `step` is the step of a plan that the equation was bound for, `base` the scope
+    around the `amp` that planned it, and `source` the line of the call that it is in:
+    inside of JAX's own jitted functions (`jnp.linalg.norm`), JAX knows of no line."""
 
     scope: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class Around:
     step: Step | None = None
     in_amp: bool = False
     base: tuple[str, ...] = ()
+    source: str = ""
 
     def at(self, eqn: Eqn, steps: Sequence[Step]) -> "Around":
         """The same for the equation itself, by its own name stack."""
@@ -53,19 +55,25 @@ class Around:
             phase = "backward"
         if own.recomputed:
             phase = "recomputed"
-        return Around(scope, self.inside, phase, self.times, step, in_amp, base)
+        return dataclasses.replace(
+            self, scope=scope, phase=phase, step=step, in_amp=in_amp, base=base
+        )
 
     def within(self, eqn: Eqn) -> "Around":
         """The same for the programs that the equation holds."""
         params, name = eqn.params, eqn.primitive.name
         label = f"{name} {params['name']}" if name in ("jit", "pjit") else name
         times = self.times * params["length"] if name == "scan" else self.times
-        inside = (*self.inside, label)
-        return dataclasses.replace(self, inside=inside, times=times)
+        inside, source = (*self.inside, label), self.source_of(eqn)
+        return dataclasses.replace(self, inside=inside, times=times, source=source)
 
     def place(self, eqn: Eqn) -> Place:
         scope = "/".join(self.scope)
-        return Place(scope, self.inside, self.phase, source_of(eqn), self.times)
+        return Place(scope, self.inside, self.phase, self.source_of(eqn), self.times)
+
+    def source_of(self, eqn: Eqn) -> str:
+        """Where the author wrote it, or the call that led to it."""
+        return source_of(eqn) or self.source
 
 
 def _told_once(scopes: tuple[str, ...]) -> tuple[str, ...]:
