@@ -12,6 +12,7 @@ from ._rules import (
     follow_inputs,
     keep_each_input,
     keep_inputs,
+    round_logistic,
     use_compute_precision,
     use_original_precision,
     use_original_precision_locally,
@@ -52,7 +53,10 @@ _ELEMENTWISE = """add sub mul tanh erf atan asinh atan2 cbrt bessel_i0e bessel_i
 
 # One rounding in bfloat16; in float16 squares overflow above 256 and vanish below
 # 2e-4, quotients by small numbers overflow.
-_RANGE_BOUND = "square integer_pow div sqrt logistic"
+_RANGE_BOUND = "square integer_pow div sqrt"
+
+# The same, but the result itself fits into float16.
+_SATURATING = "logistic"
 
 # The result is small and smooth where the input is not: bfloat16 may read it low.
 _COMPRESSING = "log log1p log2 rsqrt"
@@ -138,6 +142,7 @@ def _table() -> dict[str, Rule]:
         (_SOURCES, _FULL),
         (_ELEMENTWISE, follow_inputs),
         (_RANGE_BOUND, by_range),
+        (_SATURATING, ByRange(narrow=round_logistic, wide=follow_inputs)),
         (_COMPRESSING, ByRange(narrow=_FULL, wide=_LOCAL)),
         (_SUMMING_FEW, ByRange(narrow=_LOCAL, wide=keep_each_input)),
         ("add_any erfc reduce_window_sum", _LOCAL),
@@ -194,7 +199,8 @@ KEEPING_INPUTS: frozenset[str] = frozenset(
 """Primitives whose derivative is made of their operands, not of their result."""
 
 _CHEAP = (
-    _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _COMPRESSING, _MOVEMENT,
+    _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _SATURATING,
+    _COMPRESSING, _MOVEMENT,
     "iota convert_element_type reduce_sum reduce_prod add_any erfc and or xor not conj",
 )  # fmt: skip
 

@@ -370,7 +370,7 @@ def test_lstm_carries(dtype):
     weights = values(8, 32, scale=0.3), values(8, 32, seed=1, scale=0.3)
     xs = values(200, 4, 8)
     narrow = """L dot_general dot_general add split F logistic mul logistic L tanh mul
-        F add logistic tanh mul"""
+        F add logistic tanh L mul"""
     wide = """L dot_general dot_general add split logistic F mul L logistic tanh mul
         F add L logistic F tanh L mul"""
     expect(lstm, dtype, by_range(narrow, wide, dtype), *weights, xs)
@@ -380,6 +380,26 @@ def test_lstm_carries(dtype):
     assert (h.aval.dtype, c.aval.dtype) == (dtype, "float32")
     actual = amp(lstm, compute_dtype=dtype)(*weights, xs)
     assert error(actual, lstm(*weights, xs)) < 4 * eps(dtype)
+
+
+def test_a_logistic_in_float16_is_rounded_but_not_computed_low():
+    """Its exponential overflows where it is 1.5e-5 itself; its logarithm needs it."""
+    x = jnp.linspace(-16, 16, 1001)[:, None]
+    gate = amp(lambda x: jax.nn.sigmoid(x @ ONE) @ ONE, compute_dtype="float16")
+    exact = 1 / (1 + np.exp(-np.asarray(x.astype("float16"), np.float64)))
+    np.testing.assert_allclose(gate(x), exact, rtol=2**-11, atol=2**-25)
+    slope = jax.vmap(jax.grad(lambda x: gate(x[None])[0, 0]))(x)
+    np.testing.assert_allclose(slope, exact * (1 - exact), atol=2**-11)
+    kept = measure.saved(gate, x, argnums=(0,))
+    assert [a.dtype for a in kept if a.size == x.size] == ["float16"]
+
+    def both(x):
+        y = jax.nn.sigmoid(x @ ONE)
+        return jnp.log(y), y @ ONE
+
+    log, low = amp(both, compute_dtype="float16")(x)
+    np.testing.assert_allclose(log, np.log(exact), rtol=1e-5, atol=2**-23)
+    np.testing.assert_allclose(low, exact, rtol=2**-11, atol=2**-25)
 
 
 @every_dtype
@@ -550,6 +570,7 @@ def kept_by_loop(fn, ws, x):
     return sorted(a.dtype.name for a in saved if a.size == len(ws) * x.size)
 
 
+ONE = jnp.ones((1, 1))
 WS = jnp.stack([values(8, 8, seed=i, scale=0.3) for i in range(5)])
 
 
