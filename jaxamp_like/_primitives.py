@@ -193,6 +193,9 @@ LINEAR: frozenset[str] = MOVEMENT | frozenset(
 )
 """Primitives whose derivative reads none of their float operands."""
 
+RANKING: frozenset[str] = frozenset("argmax argmin top_k approx_top_k sort".split())
+"""Primitives that choose by size: a rounding may change what they choose."""
+
 KEEPING_INPUTS: frozenset[str] = frozenset(
     "mul div square integer_pow pow log log1p sin cos tan erf erfc atan2".split()
 )

@@ -607,11 +607,12 @@ def test_float16_has_not_the_range_of_a_stream():
         (lambda x, w: x + 0.1 * jnp.sin(x) + jnp.tanh(x @ w), {}),
         (lambda x, w: x * jnp.tanh(x @ w), {}),
         (stream, {"policy": jax.checkpoint_policies.dots_saveable}),
+        (lambda x, w: x + w[jnp.argmax(x @ w, axis=-1)] * jnp.tanh(x @ w), {}),
     ],
-    ids=("sin", "gate", "policy"),
+    ids=("sin", "gate", "policy", "router"),
 )
 def test_what_else_a_checkpoint_keeps_is_as_written(block, options):
-    """A carry whose own curvature matters, and what a policy chose."""
+    """A carry whose own curvature matters, what a policy chose, what chooses."""
     fn = functools.partial(checkpointed, block, **options)
     low = amp(fn, compute_dtype="bfloat16")
     assert "float32" in kept_by_loop(low, WS, X)

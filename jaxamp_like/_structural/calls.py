@@ -10,12 +10,15 @@ import numpy as np
 from .._dtypes import DType, lowered
 from .._jax import (
     Eqn,
+    Jaxpr,
     consts,
     eqn_context,
     open_jaxpr,
+    raw,
     run_jaxpr,
     subjaxprs,
 )
+from .._primitives import RANKING
 from .._rules import (
     Fact,
     Leaf,
@@ -87,9 +90,10 @@ def bind_jit(frame: Any, step: Any, operands: list[Any]):
 def decide_remat(planner: Any, eqn: Eqn, site: Site):
     decision, inner = decide_call(planner, eqn, site, leaf=Leaf.RERUN)
     policies = (None, jax.checkpoint_policies.nothing_saveable)
-    if eqn.effects or eqn.params["policy"] not in policies:
+    jaxpr, policy = eqn.params["jaxpr"], eqn.params["policy"]
+    if eqn.effects or policy not in policies or _chooses(jaxpr):
         return decision, inner
-    sums = planner.only_added_to(eqn.params["jaxpr"], site.scope)
+    sums = planner.only_added_to(jaxpr, site.scope)
     keeps = tuple(
         _kept_low(fact, site.compute_dtype) if i in sums else None
         for i, fact in enumerate(inner[0].ins)
@@ -98,6 +102,16 @@ def decide_remat(planner: Any, eqn: Eqn, site: Site):
         why = f"its body decides; keeps a {site.compute_dtype.name} copy of a carry"
         decision = decision._replace(keeps=keeps, why=why)
     return decision, inner
+
+
+def _chooses(jaxpr: Jaxpr) -> bool:
+    """Whether a program ranks numbers, and might choose otherwise if they are rounded.
+
+    A router of experts, say: the backward pass must go where the forward pass went."""
+    return any(
+        eqn.primitive.name in RANKING or any(map(_chooses, subjaxprs(eqn.params)))
+        for eqn in raw(jaxpr).eqns
+    )
 
 
 def _kept_low(fact: Fact | None, compute_dtype: DType) -> DType | None:
