@@ -574,7 +574,6 @@ def test_export(name, dtype):
 
 
 def test_export_survives_its_bytes():
-    pytest.importorskip("flatbuffers")
     case = named("remat_saved_names")
     fn = jax.jit(amp(case.build(identity)))
     exported = export.export(fn)(*case.args())
