@@ -200,7 +200,7 @@ def compare(
     size: str,
     contenders: Iterable[str] = tuple(CONTENDERS),
     repeats: int = 5,
-    seeds: int = 64,
+    seeds: int = 1024,
 ) -> dict[str, Figures]:
     """Measures every contender on one workload."""
     made = {name: CONTENDERS[name](workload, dtype) for name in contenders}

@@ -172,8 +172,8 @@ class Frame:
             if step.opaque or step.handler is not None:
                 pairs = zip(eqn.invars, decision.reads, strict=True)
                 operands = [self.read(atom, dtype) for atom, dtype in pairs]
-            elif self._saves_casts(step):
-                return self._recast(step)
+            elif again := self._cast_again(step):
+                return self._recast(step, again)
             else:
                 return self._apply(step)
         if step.handler is not None:
@@ -297,18 +297,20 @@ class Frame:
                     self.casts[v, dtype] = cast(x, dtype)
         return self.casts[atom, dtype]
 
-    def _saves_casts(self, step: Step) -> bool:
-        """Whether the backward pass of an op would keep its casts of operands.
+    def _cast_again(self, step: Step) -> list[int]:
+        """Operands whose casts the backward pass makes again, and would keep otherwise.
 
         A cast of an input can be had again, and what a cast up shows is held low."""
         reads, invars = step.decision.reads, step.eqn.invars
         if self.keeps == Keeps.NOTHING:
-            return False
+            return []
         if step.is_compute:
-            return any(not self._is_ahead(invars[i], reads[i]) for i in step.recasts)
-        if step.eqn.primitive.name in LINEAR:
-            return False
-        return bool(step.recasts) or bool(self._widened(step))
+            would_keep = any(
+                not self._is_ahead(invars[i], reads[i]) for i in step.recasts
+            )
+        else:
+            would_keep = step.eqn.primitive.name not in LINEAR
+        return [*step.recasts, *self._widened(step)] if would_keep else []
 
     def _widened(self, step: Step) -> list[int]:
         """Operands that are held low, and would be kept cast up."""
@@ -323,18 +325,17 @@ class Frame:
             and bits(self.env[atom].dtype) < bits(dtype)
         ]
 
-    def _recast(self, step: Step) -> list[Any]:
-        """Binds with casts of operands that are made again in the backward pass.
+    def _recast(self, step: Step, again: list[int]) -> list[Any]:
+        """Binds so that casts of the operands `again` are made again, not kept.
 
         Without `prevent_cse`: inside a loop there is nothing to merge, and outside XLA
         may weigh a second cast against a copy that is kept."""
-        recasts = [*step.recasts, *self._widened(step)]
         given = {
             i: self._operand(step, i)
             for i in range(len(step.eqn.invars))
-            if i not in recasts
+            if i not in again
         }
-        roots, chain = self._origins([step.eqn.invars[i] for i in recasts])
+        roots, chain = self._origins([step.eqn.invars[i] for i in again])
         static = {
             i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)
         }

@@ -280,7 +280,7 @@ class NumericsReport:
 
         Args:
             indent: as for `json.dumps`."""
-        return json.dumps(_plain(self.to_dict()), indent=indent, allow_nan=False)
+        return json.dumps(plain(self.to_dict()), indent=indent, allow_nan=False)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes one page that opens without a network.
@@ -297,12 +297,12 @@ class NumericsReport:
         return write_page(path, numerics_page(self))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no inf and no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

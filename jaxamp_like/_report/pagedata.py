@@ -4,7 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
-from .numbers import NumericsReport, OpNumerics
+from .numbers import NumericsReport, OpNumerics, plain
 from .records import Program, ScopeNode
 from .report import Report, human_bytes
 
@@ -144,17 +144,13 @@ def scope_numerics_rows(report: NumericsReport) -> list[list[Any]]:
     """One row for each scope, outer ones first."""
     return [
         [
-            one.scope or "(all)", one.ops, _plain(one.largest), one.smallest,
-            one.nonfinite, one.vanished, _plain(one.error), one.overflow["float16"],
+            one.scope or "(all)", one.ops, plain(one.largest), one.smallest,
+            one.nonfinite, one.vanished, plain(one.error), one.overflow["float16"],
             one.underflow["float16"], one.overflow["float8_e4m3fn"],
             one.underflow["float8_e4m3fn"],
         ]
         for one in report.by_scope()[:MAX_ROWS]
     ]  # fmt: skip
-
-
-def _plain(x: float) -> float | str:
-    return x if abs(x) < float("inf") else "inf"  # JSON has no inf
 
 
 def _notable(ops: Iterable[OpNumerics]) -> list[OpNumerics]:
@@ -174,8 +170,8 @@ def _numbers(i: int, op: OpNumerics) -> list[Any]:
     if op.author not in ("", op.primitive):
         name += f" (of {op.author})"
     return [
-        i, op.place.scope, name, op.place.phase, op.dtype, _plain(op.largest),
-        op.smallest, op.nonfinite, op.vanished, _plain(op.error),
+        i, op.place.scope, name, op.place.phase, op.dtype, plain(op.largest),
+        op.smallest, op.nonfinite, op.vanished, plain(op.error),
         ", ".join(map(str, op.worst)), op.overflow["float16"], op.underflow["float16"],
         op.overflow["float8_e4m3fn"], op.underflow["float8_e4m3fn"], op.place.source,
     ]  # fmt: skip

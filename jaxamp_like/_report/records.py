@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -198,7 +198,8 @@ def scope_tree(program: Program, depth: int | None = None) -> ScopeNode:
     return _node("", (), _entries(program), depth)
 
 
-_Entry = tuple[tuple[str, ...], int, int, str, int, int]
+# A path of scopes, what is counted ("flops"), the dtype of it; and how much there is.
+_Entry = tuple[tuple[tuple[str, ...], str, str], int]
 
 
 def _entries(program: Program) -> list[_Entry]:
@@ -213,14 +214,14 @@ def _entries(program: Program) -> list[_Entry]:
         count[parts(cast.place.scope), "casts", ""] += 1
     for one in program.saved or ():
         count[parts(one.scope), "saved", one.dtype] += one.num_bytes
-    return list(count.items())  # type: ignore[return-value]
+    return list(count.items())
 
 
 def _node(
-    name: str, path: tuple[str, ...], entries: list[Any], depth: int | None
+    name: str, path: tuple[str, ...], entries: list[_Entry], depth: int | None
 ) -> ScopeNode:
     totals: dict[str, Counter[str]] = {}
-    inner: dict[str, list] = {}
+    inner: dict[str, list[_Entry]] = {}
     for entry in entries:
         (where, what, dtype), n = entry
         totals.setdefault(what, Counter())[dtype] += n

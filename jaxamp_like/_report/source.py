@@ -7,9 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-from .records import Program
+from .records import Program, share_low
 
 _LINE = re.compile(r"(?P<file>.*?):(?P<line>\d+)(?::\d+)? \((?P<function>.*)\)")
 _AROUND = 2  # lines shown before and after
@@ -77,8 +75,7 @@ def _shown(file: str, lines: dict[int, Counter[str]]) -> list[dict[str, Any]]:
 
 
 def _kind(count: Counter[str]) -> str:
-    total = sum(count.values())
-    low = sum(n for name, n in count.items() if jnp.dtype(name).itemsize < 4)
-    if low > 0.99 * total:
+    low = share_low(count)
+    if low > 0.99:
         return "low"
-    return "full" if low < 0.01 * total else "mixed"
+    return "full" if low < 0.01 else "mixed"
