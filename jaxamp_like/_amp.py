@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._bind import Frame, Keeps, cast_all
-from ._dtypes import DType
+from ._bind import Frame, Keeps
+from ._dtypes import DType, cast
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
 from ._jax import consts, is_array, raw, trace
@@ -203,7 +203,7 @@ def _as_author(x: Any, aval: Any) -> Any:
         return x
     if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:
         return lax.convert_element_type(x, float)
-    return cast_all([x], [dtype])[0]
+    return cast(x, dtype)
 
 
 def _report_unused(planner: Planner, plan: Plan) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._dtypes import DType, bits, cast
+from ._dtypes import DType, bits, cast, cast_all
 from ._jax import (
     Atom,
     Jaxpr,
@@ -26,6 +26,7 @@ from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
 from ._rules import Demand, Leaf, author_dtype
+from ._structural.base import now
 
 # Ops that broadcast size-1 axes of their operands by themselves.
 _BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
@@ -180,7 +181,7 @@ class Frame:
             outs = step.handler.bind(self, step, operands)
         else:
             outs = reemit(eqn, operands)
-        return cast_all(outs, dtypes_of(decision.outs))
+        return cast_all(outs, now(decision.outs))
 
     def _bind_region(self, region: Region) -> list[Any]:
         """Binds steps so that only what goes into them is kept for the backward pass.
@@ -227,7 +228,7 @@ class Frame:
         else:
             outs = eqn.primitive.bind(*operands, **decision.params)
         outs = outs if isinstance(outs, tuple | list) else [outs]
-        return cast_all(outs, dtypes_of(decision.outs))
+        return cast_all(outs, now(decision.outs))
 
     def _operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]
@@ -383,16 +384,6 @@ def _attach(full: Any, low: Any) -> Any:
 @_attach.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
-
-
-def dtypes_of(facts: Facts) -> tuple[DType | None, ...]:
-    return tuple(fact and fact.dtype for fact in facts)
-
-
-def cast_all(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
-    """Casts each value that has a dtype given."""
-    pairs = zip(values, dtypes, strict=True)
-    return [x if dtype is None else cast(x, dtype) for x, dtype in pairs]
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

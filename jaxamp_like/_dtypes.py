@@ -78,3 +78,9 @@ def survives(value: float, dtype: DType) -> bool:
 def cast(x: Any, dtype: DType) -> Any:
     """Casts a float array to `dtype`, and leaves it alone if that is what it has."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def cast_all(values: Iterable[Any], dtypes: Iterable[DType | None]) -> list[Any]:
+    """Casts each value that has a dtype given."""
+    pairs = zip(values, dtypes, strict=True)
+    return [x if dtype is None else cast(x, dtype) for x, dtype in pairs]

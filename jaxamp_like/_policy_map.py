@@ -2,8 +2,9 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -225,16 +226,11 @@ class MappedPolicy:
 
     def own_keys(self) -> list[Key]:
         inner = (lookup.own_keys() for lookup in self.lookups.values())
-        return list(dict.fromkeys([*self.policies, *_joined(inner)]))
+        return list(dict.fromkeys([*self.policies, *chain.from_iterable(inner)]))
 
     def items(self) -> list[tuple[Key, Any]]:
         inner = (lookup.items() for lookup in self.lookups.values())
-        return [*_joined(inner), *self.policies.items()]
-
-
-def _joined(lists: Iterable[list[Any]]) -> Iterator[Any]:
-    for items in lists:
-        yield from items
+        return [*chain.from_iterable(inner), *self.policies.items()]
 
 
 @functools.lru_cache(maxsize=128)

@@ -15,7 +15,6 @@ from .base import (
     demand_in as demand_in,
     is_full as is_full,
     outs_of as outs_of,
-    read as read,
 )
 from .callback import Callback as Callback
 from .computing import (

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from .._dtypes import (
     DType,
     bits,
-    cast,
+    cast_all,
     is_float,
     lowered,
 )
@@ -177,14 +177,7 @@ class Rule:
             authors, facts, avals[:1], (Demand.LOW,), by_scope=True,
         )  # fmt: skip
         decision = self.decide(site)
-        return read(invars, decision.reads), decision.params
-
-
-def read(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
-    return [
-        x if dtype is None else cast(x, dtype)
-        for x, dtype in zip(values, dtypes, strict=True)
-    ]
+        return cast_all(invars, decision.reads), decision.params
 
 
 def outs_of(

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from .._dtypes import DType, cast
+from .._dtypes import DType, cast, cast_all
 from .._jax import SymbolicZero
-from .base import author_dtype, read
+from .base import author_dtype
 
 
 def keeping_low(
@@ -29,12 +29,12 @@ def keeping_low(
     def jvp(primals, tangents):
         live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         dtypes = [author_dtype(jax.typeof(x)) for x in primals]
-        kept = read(primals, low)
+        kept = cast_all(primals, low)
 
         # With `prevent_cse` XLA can't use what the forward pass has in full.
         @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
         def linear(kept, moves):
-            at = read(kept, dtypes)
+            at = cast_all(kept, dtypes)
 
             def moving(*some):
                 operands = list(at)

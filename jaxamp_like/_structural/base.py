@@ -8,7 +8,7 @@ shardings, unrolling, remat policies and whatever a later JAX adds survive."""
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .._dtypes import DType, cast
+from .._dtypes import DType
 from .._jax import (
     Eqn,
     Jaxpr,
@@ -70,7 +70,3 @@ def outside(facts: Sequence[Fact | None]) -> Facts:
 def author_facts(jaxpr: Jaxpr) -> Facts:
     authors = (author_dtype(v.aval) for v in raw(jaxpr).invars)
     return tuple(dtype and Fact(dtype) for dtype in authors)
-
-
-def cast_all(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    return [x if d is None else cast(x, d) for x, d in zip(values, dtypes, strict=True)]

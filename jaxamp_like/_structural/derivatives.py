@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import cast
+from .._dtypes import cast, cast_all
 from .._jax import (
     Eqn,
     SymbolicZero,
@@ -30,7 +30,6 @@ from .._rules import (
 )
 from .base import (
     Facts,
-    cast_all,
     now,
 )
 

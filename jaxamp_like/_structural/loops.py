@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._dtypes import DType, cast, lowered
+from .._dtypes import DType, cast, cast_all, lowered
 from .._jax import (
     Eqn,
     consts,
@@ -26,7 +26,6 @@ from .base import (
     REMAT,
     Body,
     Facts,
-    cast_all,
     decision_of,
     inside,
     now,

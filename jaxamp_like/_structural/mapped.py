@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 
+from .._dtypes import cast_all
 from .._jax import (
     eqn_context,
     shard_map_options,
 )
 from .base import (
-    cast_all,
     now,
 )
 
