@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import partial
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -18,9 +19,10 @@ from jax import lax
 
 from jaxamp_like import amp, trace_numerics
 from jaxamp_like._record import Recorder
-from jaxamp_like._report import statistics
-from jaxamp_like._report.blocks import OPTIONS, PART
+from jaxamp_like._report import compiled, statistics
+from jaxamp_like._report.blocks import PART
 from jaxamp_like._report.call import call_of
+from jaxamp_like._report.compiled import OPTIONS, Memory
 from jaxamp_like._report.interpret import Interpreter
 from jaxamp_like._report.pairs import Pair
 
@@ -80,8 +82,23 @@ FORWARD = (
 BY_NAME = {construct.name: construct for construct in CONSTRUCTS}
 
 
+@pytest.fixture
+def recycling(monkeypatch):
+    """Every array that nothing reads any more is written over, however small."""
+    caches = compiled._shared, compiled._of_types
+
+    def forget():
+        for cache in caches:
+            cache.cache_clear()
+
+    forget()
+    monkeypatch.setattr(compiled, "_LARGE", 0)
+    yield
+    forget()
+
+
 @pytest.mark.parametrize("name", (*BOTH_PASSES, *FORWARD))
-def test_it_runs_the_program_beside_the_one_as_written(name):
+def test_it_runs_the_program_beside_the_one_as_written(name, recycling):
     construct = BY_NAME[name]
     written = construct.build(identity)
     low = amp(written)
@@ -94,6 +111,45 @@ def test_it_runs_the_program_beside_the_one_as_written(name):
         # Compiled one by one or as a whole: what is fused may skip a rounding.
         assert_near(pair.run, now, 2e-3)
         assert_near(pair.exact, then, 1e-5)
+
+
+def test_no_argument_nor_constant_is_written_over(recycling):
+    table = jnp.arange(12.0).reshape(3, 4)
+
+    def body(carry, x):
+        carry = jnp.sin(carry) + x
+        return carry, (carry, carry * 2.0, x)
+
+    def fn(x, y):
+        last, (carries, doubled, same) = jax.lax.scan(body, x[0], x)
+        z = jax.jit(lambda a: (jnp.exp(a), a, a))(y + table)
+        return last, carries, doubled, same, *z, x, -y, y, jax.jit(jnp.tanh)(y) + y
+
+    args = [jnp.linspace(0.0, 1.0, 12).reshape(3, 4) + i for i in range(2)]
+    before = [np.array(x) for x in (*args, table)]
+    expected = fn(*args)
+    for _ in range(2):
+        pairs = run_pairs(fn, *args)
+        for pair, then in zip(pairs, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(pair.run), then, rtol=1e-6)
+    for x, then in zip((*args, table), before, strict=True):
+        assert (np.asarray(x) == then).all()
+
+
+def test_what_nothing_reads_is_written_over(recycling):
+    memory, x = Memory(), jnp.ones((4, 4))
+    double = compiled.Compiled(lambda x: x * 2.0, x)
+    first = double(memory, x)
+    memory.hold([first])
+    place = first.unsafe_buffer_pointer()
+    second = double(memory, first, dying=[first])  # in place
+    assert first.is_deleted() and second.unsafe_buffer_pointer() == place
+    memory.hold([second, second])
+    third = double(memory, second, dying=[second])  # it has another reader
+    assert not second.is_deleted() and (third == 8 * x).all()
+    memory.release([second, second])
+    assert double(memory, third).unsafe_buffer_pointer() == place
+    assert not x.is_deleted()
 
 
 def test_equal_equations_share_code_and_others_do_not():
@@ -117,7 +173,7 @@ FLOATS = st.floats(width=32, allow_subnormal=False)
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(hnp.arrays(np.float32, SHAPES, elements=FLOATS))
 def test_rows_and_histograms(x):
-    row, codes = MEASURE(jnp.asarray(x), None)
+    row, codes, _ = MEASURE(jnp.asarray(x), None)
     row = statistics.Row(*np.asarray(row))
     a = np.abs(x)
     good = a[np.isfinite(a)]
@@ -133,6 +189,22 @@ def test_rows_and_histograms(x):
         assert counts[inside].sum() >= 1
 
 
+@pytest.mark.parametrize("size", (255, 256, 700, 256 * 70 + 3))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32", "float8_e5m2"))
+def test_rows_by_chunks_are_those_of_the_whole(dtype, size):
+    exact = np.random.default_rng(size).normal(size=size).astype(np.float32)
+    exact *= np.geomspace(1e-9, 1e9, size, dtype=np.float32)
+    exact[::7], exact[3::50], exact[5::90] = 0, np.inf, np.nan
+    run = (1.01 * jnp.asarray(exact)).astype(dtype).at[::11].set(0)
+    for true in (None, jnp.asarray(exact)):
+        whole, codes, _ = MEASURE(run, true)
+        parts, same, _ = jax.jit(partial(statistics.measure, chunk=256))(run, true)
+        assert (codes == same).all()
+        row = statistics.Row(*np.asarray(parts))
+        assert row.nonfinite > row.nan > 0 and row.largest > row.smallest > 0
+        assert row == pytest.approx(statistics.Row(*np.asarray(whole)), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", statistics.FORMATS)
 def test_limits_are_where_rounding_loses_a_number(name):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
@@ -146,7 +218,7 @@ def test_limits_are_where_rounding_loses_a_number(name):
 
 def test_a_sample_sees_every_column():
     x = jnp.broadcast_to(2.0 ** jnp.arange(8), (2**15, 8))
-    _, codes = statistics.measure(x, None)
+    _, codes, _ = statistics.measure(x, None)
     assert codes.size <= statistics.SAMPLE
     counts = np.asarray(statistics.histograms([codes])[0])
     assert np.allclose(counts[counts > 0], codes.size / 8, rtol=0.01)

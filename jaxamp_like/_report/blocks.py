@@ -9,6 +9,7 @@ import numpy as np
 
 from .._jax import Eqn
 from . import walk
+from .compiled import Memory, measured
 from .pairs import Pair
 from .statistics import Table, combined, histograms, measure, no_row, tabulate
 
@@ -31,9 +32,6 @@ class Loop(NamedTuple):
 
 
 Loops = tuple[Loop, ...]
-
-# XLA may skip roundings inside of a fused kernel, and with them what overflows.
-OPTIONS = {"xla_allow_excess_precision": False}
 
 
 @dataclass(frozen=True)
@@ -61,25 +59,35 @@ class Seen:
 class Block:
     """Equations that run equally often: the body of a loop, or all outside of loops.
 
-    `compiled` says that they are being traced, rather than run one by one."""
+    `memory` is for the results of those that are run one by one; `None` where they are
+    being traced."""
 
     path: Path
     loops: Loops
-    compiled: bool
+    memory: Memory | None
     seen: list[Seen] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
     inputs: list[list[Any]] = field(default_factory=list)
     codes: list[Any] = field(default_factory=list)
 
-    def measure(self, pair: Pair) -> tuple[Any, Any]:
-        fn = measure if self.compiled else _measure
-        return fn(jnp.asarray(pair.run), pair.true)
+    @property
+    def compiled(self) -> bool:
+        return self.memory is None
 
-    def add(self, seen: Seen, outs: list[tuple[Any, Any]], inputs: list[Any]) -> None:
+    def measure(self, pair: Pair) -> Pair:
+        """The pair, and if it is of floats, what is known of it."""
+        if pair.measured is not None or not pair.is_float:
+            return pair
+        if self.memory is not None:
+            return pair._replace(measured=measured(self.memory, pair))
+        row, codes, _ = measure(jnp.asarray(pair.run), pair.true)
+        return pair._replace(measured=(row, codes))
+
+    def add(self, seen: Seen, outs: list[Pair], inputs: list[Pair]) -> None:
+        rows, codes = zip(*(out.measured for out in outs), strict=True)
         self.seen.append(seen)
-        self.rows.append(combined([row for row, _ in outs], seen.sizes))
-        self.inputs.append(inputs)
-        codes = [codes for _, codes in outs]
+        self.rows.append(combined(rows, seen.sizes))
+        self.inputs.append([pair.measured[0] for pair in inputs])
         self.codes.append(codes[0] if len(codes) == 1 else jnp.concatenate(codes))
         if not self.compiled:  # at once: the codes of all equations are a lot to keep
             self.codes[-1] = _histogram(self.codes[-1])
@@ -128,10 +136,6 @@ def _part_of_table(
     rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: list[Any]
 ) -> Table:
     return _table(rows, inputs, adds_up, jnp.stack(histogram))
-
-
-# Compiled once for every shape and dtype, whatever the equation.
-_measure = jax.jit(measure, compiler_options=OPTIONS)
 
 
 @jax.jit

@@ -13,9 +13,10 @@ import jax
 from .._jax import Eqn, Jaxpr, Literal, consts, is_array_aval, raw, subjaxprs
 from .._plan import Step
 from . import pairs as p, walk
-from .blocks import OPTIONS, Block, Found, Loop, Path, Seen, Where
+from .blocks import Block, Found, Loop, Path, Seen, Where
+from .compiled import OPTIONS, Memory, evaluated
 from .loops import CALLS, HANDLERS, ONE_BY_ONE
-from .pairs import Pair, Role
+from .pairs import Pair
 
 
 @dataclass(eq=False)
@@ -28,11 +29,13 @@ class Interpreter:
     tick: Callable[[Eqn, walk.Around], None]
     seen: dict[Path, list[Seen]] = field(default_factory=dict)
     axes: tuple[Any, ...] = ()  # manual mesh axes around what is being run
+    memory: Memory = field(default_factory=Memory)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Found]:
         """Runs a whole program."""
-        block = Block((), (), compiled=False)
+        block = Block((), (), self.memory)
         outs, found = self._run(jaxpr, args, walk.Around(), (), block)
+        self.memory = Memory()  # gives back what was kept for results to come
         return outs, found | self._close(block)
 
     def body(
@@ -48,7 +51,7 @@ class Interpreter:
         """Runs a program that an equation holds, as a block of its own."""
         path, loops = (*where.path, index), where.block.loops
         loops = loops if loop is None else (*loops, loop)
-        block = Block(path, loops, compiled)
+        block = Block(path, loops, None if compiled else self.memory)
         outs, found = self._run(jaxpr, args, where.at.within(eqn), path, block)
         return [pair.bare() for pair in outs], found | self._close(block)
 
@@ -63,28 +66,45 @@ class Interpreter:
         around: walk.Around,
         path: Path,
         block: Block,
+        handed_over: Sequence[Any] = (),
     ) -> tuple[list[Pair], Found]:
-        inner = raw(jaxpr)
-        env: dict[Any, Pair] = dict(zip(inner.invars, args, strict=True))
-        env |= zip(inner.constvars, map(Pair, consts(jaxpr)), strict=True)
+        inner, memory = raw(jaxpr), self.memory
+        env: dict[Any, Pair] = {}
+
+        def bind(atoms: Sequence[Any], pairs: Sequence[Pair]) -> None:
+            for atom, pair in zip(atoms, pairs, strict=True):
+                memory.hold(pair.arrays)
+                env[atom] = pair
+
+        bind(inner.invars, args)
+        bind(inner.constvars, [Pair(x) for x in consts(jaxpr)])
+        memory.release(handed_over, reuse=False)
         last = {a: i for i, e in enumerate(inner.eqns) for a in _variables(e.invars)}
         last |= dict.fromkeys(_variables(inner.outvars), len(inner.eqns))
         found: Found = {}
         for i, eqn in enumerate(inner.eqns):
             where = Where(around.at(eqn, self.steps), (*path, i), block)
-            outs, new = self._equation(eqn, env, where)
+            read = set(_variables(eqn.invars))
+            dying = [v for v in read if last[v] == i]
+            outs, new = self._equation(eqn, env, where, dying)
             found |= new
-            env |= zip(eqn.outvars, outs, strict=True)
-            for v in {*_variables(eqn.invars), *eqn.outvars}:
-                if last.get(v, -1) <= i:
-                    del env[v]
-        return [
+            bind(eqn.outvars, outs)
+            for v in (*dying, *(v for v in eqn.outvars if v not in last)):
+                if v in env:
+                    memory.release(env.pop(v).arrays)
+        outs = [
             p.literal_pair(atom, None) if isinstance(atom, Literal) else env[atom]
             for atom in inner.outvars
-        ], found
+        ]
+        handed_on = [x for pair in outs for x in pair.arrays]
+        memory.hold(handed_on)
+        for pair in env.values():
+            memory.release(pair.arrays)
+        memory.release(handed_on, reuse=False)
+        return outs, found
 
     def _equation(
-        self, eqn: Eqn, env: dict[Any, Pair], where: "Where"
+        self, eqn: Eqn, env: dict[Any, Pair], where: "Where", dying: Sequence[Any]
     ) -> tuple[list[Pair], Found]:
         _check(eqn)
         name, block = eqn.primitive.name, where.block
@@ -96,15 +116,17 @@ class Interpreter:
                 pair = p.literal_pair(atom, written)
             else:
                 pair = env[atom]
-            if is_leaf and not p.is_move(eqn) and pair.is_float and pair.row is None:
-                pair = pair._replace(row=block.measure(pair)[0])
+            if is_leaf and not p.is_move(eqn):
+                pair = block.measure(pair)
                 if not isinstance(atom, Literal):
                     env[atom] = pair  # known to whatever reads it next
             operands.append(pair)
         if name in CALLS:
             (body,) = subjaxprs(eqn.params)
             path = (*where.path, 0)
-            return self._run(body, operands, where.at.within(eqn), path, block)
+            last_read = [x for v in dying for x in env.pop(v).arrays]
+            at = where.at.within(eqn)
+            return self._run(body, operands, at, path, block, last_read)
         if not block.compiled:
             self.tick(eqn, where.at)
         bare = [pair.bare() for pair in operands]
@@ -117,29 +139,28 @@ class Interpreter:
             if block.compiled:
                 return handle(bare)
             return jax.jit(handle, compiler_options=OPTIONS)(bare)
-        evaluate = (
-            _compiled(eqn, role)
-            if not block.compiled
-            else functools.partial(p.evaluate, eqn, role)
-        )
-        return self._measured(eqn, operands, evaluate(bare), where), {}
+        if block.memory is None:
+            outs = p.evaluate(eqn, role, bare)
+        else:
+            last_read = [x for v in dying for x in env[v].arrays]
+            outs = evaluated(block.memory, eqn, role, bare, last_read)
+        if p.keeps_magnitudes(eqn, role):
+            outs = p.with_measures(operands, outs)
+        if not p.is_move(eqn):
+            outs = self._measured(eqn, operands, outs, where)
+        return outs, {}
 
     def _measured(
         self, eqn: Eqn, operands: list[Pair], outs: list[Pair], where: "Where"
     ) -> list[Pair]:
-        if p.is_move(eqn):
-            return p.with_rows(operands, outs)
-        floats = [i for i, out in enumerate(outs) if out.is_float]
-        if not floats:
-            return outs
         block = where.block
-        measured = [block.measure(outs[i]) for i in floats]
-        for i, (row, _) in zip(floats, measured, strict=True):
-            outs[i] = outs[i]._replace(row=row)
-        sizes = tuple(int(outs[i].run.size) for i in floats)
-        written = walk.dtype_names_of(outs[i].exact for i in floats)
-        seen = Seen(eqn, where.at, where.path, block.loops, written, sizes)
-        block.add(seen, measured, [pair.row for pair in operands if pair.is_float])
+        outs = [block.measure(out) for out in outs]
+        floats = [out for out in outs if out.is_float]
+        if floats:
+            sizes = tuple(int(out.run.size) for out in floats)
+            written = walk.dtype_names_of(out.exact for out in floats)
+            seen = Seen(eqn, where.at, where.path, block.loops, written, sizes)
+            block.add(seen, floats, [pair for pair in operands if pair.is_float])
         return outs
 
 
@@ -155,46 +176,3 @@ def _check(eqn: Eqn) -> None:
                 f"({walk.source_of(eqn)}) works on one. Trace the part of the function "
                 "that has none, or pass the arrays' values instead."
             )
-
-
-# Equal equations share their code.
-
-
-def _compiled(eqn: Eqn, role: Role) -> Callable[..., Any]:
-    literals = tuple(
-        (i, str(atom.val), str(atom.aval))
-        for i, atom in enumerate(eqn.invars)
-        if isinstance(atom, Literal)
-    )
-    # `mul a a` is another equation than `mul a b`.
-    atoms = [id(atom) for atom in eqn.invars]
-    same = tuple(map(atoms.index, atoms))
-    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-    try:
-        return _shared(_Key((eqn.primitive, params, role, literals, same), eqn))
-    except TypeError:  # a parameter that has no hash
-        return _compile(eqn, role)
-
-
-class _Key:
-    """Equal for equations that do the same; carries one of them."""
-
-    def __init__(self, key: Any, eqn: Eqn):
-        self.key, self.eqn, self.role = key, eqn, key[2]
-        self.hash = hash(key)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
-
-
-@functools.lru_cache(maxsize=1024)
-def _shared(key: _Key) -> Callable[..., Any]:
-    return _compile(key.eqn, key.role)
-
-
-def _compile(eqn: Eqn, role: Role) -> Callable[..., Any]:
-    fn = functools.partial(p.evaluate, eqn, role)
-    return jax.jit(fn, compiler_options=OPTIONS)

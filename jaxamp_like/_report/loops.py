@@ -23,6 +23,7 @@ from .._jax import (
 )
 from . import pairs as p
 from .blocks import Found, Loop, Where
+from .compiled import joined, taken
 from .pairs import Pair
 from .statistics import at_iteration, merge, merge_parts, no_runs
 
@@ -234,21 +235,27 @@ def _scan_one_by_one(
     reverse = eqn.params["reverse"]
     loop = Loop(reverse, length, len(where.path))
     found: Found = {}
-    ys = []
+    ys: list[list[Pair]] = []
     for i in reversed(range(length)) if reverse else range(length):
-        args = [*fixed, *carry, *_slice(xs, i)]
+        args = [*fixed, *carry, *taken(self.memory, xs, i)]
         outs, new = self.body(jaxpr, args, eqn, where, 0, loop, compiled=False)
         for key, table in _deeper(new, i).items():
             found[key] = _merge(found[key], table) if key in found else table
         carry = outs[:num_carry]
         ys.append(outs[num_carry:])
-    ys = reversed(ys) if reverse else ys
-    return [*carry, *map(_stack, zip(*ys, strict=True))], found
+        self.memory.hold(_arrays(ys[-1]))
+    self.memory.hold(_arrays(carry))
+    stacked = []
+    for slices in zip(*(reversed(ys) if reverse else ys), strict=True):
+        form = p.common(*slices)
+        stacked.append(joined(self.memory, [p.joined(one, form) for one in slices]))
+        self.memory.release(_arrays(slices))
+    self.memory.release(_arrays(carry), reuse=False)
+    return [*carry, *stacked], found
 
 
-@jax.jit
-def _slice(xs: list[Pair], i: Any) -> list[Pair]:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+def _arrays(pairs: Sequence[Pair]) -> list[Any]:
+    return [x for pair in pairs for x in pair.arrays]
 
 
 _merge = jax.jit(merge)
@@ -257,12 +264,6 @@ _merge = jax.jit(merge)
 @jax.jit
 def _deeper(found: Found, i: Any) -> Found:
     return {key: at_iteration(table, i) for key, table in found.items()}
-
-
-def _stack(slices: Sequence[Pair]) -> Pair:
-    form = p.common(*slices)
-    pinned = [p.joined(one, form) for one in slices]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *pinned)
 
 
 def _cond_one_by_one(

@@ -23,12 +23,12 @@ from . import walk
 class Pair(NamedTuple):
     """A value as the program computes it, and in the author's dtypes.
 
-    `true` is `None` where it is the same; `row` is what `measure` found,
+    `true` is `None` where it is the same; `measured` is what `measure` found,
     if it was asked."""
 
     run: Any
     true: Any = None
-    row: Any = None
+    measured: Any = None
 
     @property
     def exact(self) -> Any:
@@ -38,8 +38,12 @@ class Pair(NamedTuple):
     def is_float(self) -> bool:
         return is_float(getattr(self.run, "dtype", None))
 
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.run] if self.true is None else [self.run, self.true]
+
     def bare(self) -> "Pair":
-        return self._replace(row=None)
+        return self._replace(measured=None)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,6 @@ def _as_written(atom: Any, at: walk.Around) -> float | None:
     return None
 
 
-# Results of which the row is that of the one operand.
 _MOVES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p rev name "
     "stop_gradient optimization_barrier sharding_constraint device_put pvary "
@@ -105,23 +108,38 @@ def is_move(eqn: Eqn) -> bool:
     return eqn.primitive.name in _MOVES
 
 
+def keeps_magnitudes(eqn: Eqn, role: Role) -> bool:
+    """Whether what is known of the operand is true of the result."""
+    if role.inserted and eqn.primitive.name == "convert_element_type":
+        return bits(eqn.outvars[0].aval.dtype) >= bits(eqn.invars[0].aval.dtype)
+    return is_move(eqn) or eqn.primitive.name in ("neg", "abs")
+
+
 def literal_pair(atom: Any, written: float | None) -> Pair:
     value = jnp.asarray(atom.val, getattr(atom.aval, "dtype", None))
     return Pair(value, None if written is None else jnp.float32(written))
 
 
-def evaluate(eqn: Eqn, role: Role, pairs: Sequence[Pair]) -> list[Pair]:
-    """Evaluates an equation that holds no program that we would look into."""
-    runs = reemit(eqn, [pair.run for pair in pairs])
+def evaluate(
+    eqn: Eqn,
+    role: Role,
+    pairs: Sequence[Pair],
+    run: Callable[[Eqn, list[Any]], Sequence[Any]] = reemit,
+) -> list[Pair]:
+    """Evaluates an equation that holds no program that we would look into; `run` is how
+    that is done as the program has it."""
+    runs = run(eqn, [pair.run for pair in pairs])
     trues = _in_author_dtypes(eqn, role, pairs, runs)
     return [Pair(run, true) for run, true in zip(runs, trues, strict=True)]
 
 
-def with_rows(operands: Sequence[Pair], outs: list[Pair]) -> list[Pair]:
-    """The results of a move, which are what was moved."""
+def with_measures(operands: Sequence[Pair], outs: list[Pair]) -> list[Pair]:
+    """The results, with what is known of their operands."""
     same = len(outs) == len(operands)
     return [
-        out._replace(row=operands[i if same else 0].row) if out.is_float else out
+        out._replace(measured=operands[i if same else 0].measured)
+        if out.is_float
+        else out
         for i, out in enumerate(outs)
     ]
 

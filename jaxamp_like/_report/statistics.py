@@ -10,13 +10,15 @@ does little beside reading the data, and all that leaves it is the tables."""
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from .._dtypes import bits
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -90,64 +92,80 @@ def row_dtype() -> Any:
     return jax.dtypes.canonicalize_dtype(float)
 
 
-def measure(run: Array, exact: Array | None) -> tuple[Array, Array]:
+def measure(
+    run: Array, exact: Array | None, chunk: int | None = None
+) -> tuple[Array, Array, list[Array]]:
     """Measures one float array.
 
     Args:
         run: the array as the program computes it.
         exact: in the author's dtype; `None` where it is the same.
+        chunk: how many elements to look at at a time; all at once if not given.
     Returns:
-        A `Row` as a vector, and codes of sampled elements of `exact`."""
-    dtype, tiny = row_dtype(), float(jnp.finfo(run.dtype).tiny)
+        A `Row` as a vector, codes of sampled elements of `exact`, and arrays that were
+        only needed on the way."""
     if run.size == 0:
-        return no_row(), _codes(jnp.zeros(1))
-    x = run.astype(dtype)
+        return no_row(), _codes(jnp.zeros(1)), []
+    arrays = [run] if exact is None else [run, exact]
+    find = functools.partial(_of_elements, float(jnp.finfo(run.dtype).tiny))
+    if chunk is None or run.size < chunk:
+        reduced, scratch = _reduced(find(*arrays)), []
+    else:
+        reduced, scratch = _reduced_by_chunks(find, arrays, chunk)
+    reduced |= {k: v / run.size for k, v in reduced.items() if k in _SHARES}
+    if exact is None:
+        same = {f"exact_{k}": reduced[k] for k in ("largest", "smallest", "nonfinite")}
+        zero = jnp.zeros((), row_dtype())
+        reduced |= same | dict.fromkeys(
+            ("gone", "lost", "deviation", "magnitude"), zero
+        )
+    return jnp.stack(Row(**reduced)), _codes(run if exact is None else exact), scratch
+
+
+def _of_elements(tiny: float, run: Array, exact: Array | None = None) -> dict[str, Any]:
+    """What each element adds to a `Row`: a number, or whether it is one of a share."""
+    x = run.astype(row_dtype())
     a = jnp.abs(x)
     found = {
         "largest": jnp.where(a < jnp.inf, a, 0),
         "smallest": jnp.where(a > 0, a, jnp.inf),
-        "nonfinite": jnp.where(a < jnp.inf, 0, jnp.ones_like(x)),
-        "nan": jnp.where(x == x, 0, jnp.ones_like(x)),
-        "zero": jnp.where(x == 0, jnp.ones_like(x), 0),
+        "nonfinite": ~(a < jnp.inf),
+        "nan": x != x,
+        "zero": x == 0,
     }
-    if exact is not None:
-        y = exact.astype(dtype)
-        b = jnp.abs(y)
-        is_gone = (x == 0) & (b > 0)
-        is_counted = b < _MASK
-        deviation = jnp.where(x == x, jnp.abs(x - y), jnp.inf)
-        found |= {
-            "gone": jnp.where(is_gone, jnp.ones_like(x), 0),
-            "lost": jnp.where(is_gone & (b < tiny), jnp.ones_like(x), 0),
-            "exact_largest": jnp.where(b < jnp.inf, b, 0),
-            "exact_smallest": jnp.where(b > 0, b, jnp.inf),
-            "exact_nonfinite": jnp.where(b < jnp.inf, 0, jnp.ones_like(x)),
-            "deviation": jnp.where(is_counted, deviation, 0),
-            "magnitude": jnp.where(is_counted, b, 0),
-        }
-    reduced = _reduced(found)
-    reduced |= {k: v / run.size for k, v in reduced.items() if k in _SHARES}
     if exact is None:
-        zero = jnp.zeros((), dtype)
-        same = {f"exact_{k}": reduced[k] for k in ("largest", "smallest", "nonfinite")}
-        reduced |= same | dict.fromkeys(
-            ("gone", "lost", "deviation", "magnitude"), zero
-        )
-    return jnp.stack(Row(**reduced)), _codes(run if exact is None else exact)
+        return found
+    y = exact.astype(row_dtype())
+    b = jnp.abs(y)
+    is_gone = (x == 0) & (b > 0)
+    is_counted = b < _MASK
+    deviation = jnp.where(x == x, jnp.abs(x - y), jnp.inf)
+    return found | {
+        "gone": is_gone,
+        "lost": is_gone & (b < tiny),
+        "exact_largest": jnp.where(b < jnp.inf, b, 0),
+        "exact_smallest": jnp.where(b > 0, b, jnp.inf),
+        "exact_nonfinite": ~(b < jnp.inf),
+        "deviation": jnp.where(is_counted, deviation, 0),
+        "magnitude": jnp.where(is_counted, b, 0),
+    }
+
+
+def _operation(name: str) -> Callable[[Any, Any], Any]:
+    return lax.add if name in _SUMS else lax.min if name in _LEAST else lax.max
+
+
+def _initial(name: str) -> Array:
+    return jnp.asarray(np.inf if name in _LEAST else 0, row_dtype())
 
 
 def _reduced(arrays: dict[str, Array]) -> dict[str, Array]:
     """Reduces arrays of one shape in one pass; row by row, so that sums add up."""
-    names, values = list(arrays), list(arrays.values())
+    names = list(arrays)
+    values = [x.astype(row_dtype()) for x in arrays.values()]
     shape = values[0].shape
     values = [v.reshape(-1, shape[-1] if shape else 1) for v in values]
-    ops = [
-        lax.add if name in _SUMS else lax.min if name in _LEAST else lax.max
-        for name in names
-    ]
-    inits = tuple(
-        jnp.asarray(np.inf if name in _LEAST else 0, values[0].dtype) for name in names
-    )
+    ops, inits = [_operation(k) for k in names], tuple(_initial(k) for k in names)
 
     def combine(xs, ys):
         return tuple(op(x, y) for op, x, y in zip(ops, xs, ys, strict=True))
@@ -155,6 +173,65 @@ def _reduced(arrays: dict[str, Array]) -> dict[str, Array]:
     for axis in (1, 0):
         values = lax.reduce(tuple(values), inits, combine, (axis,))
     return dict(zip(names, values, strict=True))
+
+
+def _reduced_by_chunks(
+    find: Callable[..., dict[str, Array]], arrays: Sequence[Array], chunk: int
+) -> tuple[dict[str, Array], list[Array]]:
+    """The same of what `find` makes of arrays, by accumulators as long as a chunk.
+
+    XLA's CPU backend makes a scalar loop of a reduction of many arrays, and vector code
+    of this, whose chunks stay in the cache. Shares are first counted all in one
+    integer, which has a few bits for each."""
+    # A slice of a narrow float would be cut from a copy of all in float32.
+    read = [_as_bits(x.ravel()) for x in arrays]
+    count, rest = divmod(arrays[0].size, chunk)
+
+    def found(start, length):
+        parts = (lax.dynamic_slice(x, (start,), (length,)) for x in read)
+        pairs = zip(parts, arrays, strict=True)
+        return find(*(lax.bitcast_convert_type(part, x.dtype) for part, x in pairs))
+
+    def step(i, state):
+        columns, counts = state
+        new = found(i * chunk, chunk)
+        for flag, unit in zip(shares, units, strict=True):
+            counts += jnp.where(new[flag], unit, np.int32(0))
+        return {k: _operation(k)(x, new[k]) for k, x in columns.items()}, counts
+
+    def some_steps(i, columns):
+        first = i * _MOST_COUNTED
+        last = jnp.minimum(first + _MOST_COUNTED, count)
+        counted = {k: columns[k] for k in shares}
+        others = {k: x for k, x in columns.items() if k not in shares}
+        state = others, jnp.zeros(chunk, jnp.int32)
+        others, counts = lax.fori_loop(first, last, step, state)
+        for flag, unit in zip(shares, units, strict=True):
+            counted[flag] += (counts // unit & _MOST_COUNTED).astype(row_dtype())
+        return others | counted
+
+    columns = found(count * chunk, rest)
+    shares = [k for k, x in columns.items() if x.dtype == bool]
+    units = [np.int32((_MOST_COUNTED + 1) ** i) for i in range(len(shares))]
+    columns = {
+        k: jnp.pad(
+            x.astype(row_dtype()), (0, chunk - rest), constant_values=_initial(k)
+        )
+        for k, x in columns.items()
+    }
+    columns = lax.fori_loop(0, -(-count // _MOST_COUNTED), some_steps, columns)
+    scratch = [x for x, y in zip(read, arrays, strict=True) if x.dtype != y.dtype]
+    return _reduced({k: x.reshape(-1, 256) for k, x in columns.items()}), scratch
+
+
+_MOST_COUNTED = 31  # six such counts fit into an integer
+
+
+def _as_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, _BITS.get(bits(x.dtype), x.dtype))
+
+
+_BITS = {8: jnp.uint8, 16: jnp.uint16}
 
 
 def _codes(x: Array) -> Array:
