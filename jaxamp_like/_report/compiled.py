@@ -62,6 +62,12 @@ class Memory:
                 if self._forget(x):
                     self._keep(x)
 
+    def hand_on(self, arrays: Sequence[Any], instead_of: Iterable[Any]) -> None:
+        """Gives up what was held, but for what somebody else is about to hold."""
+        self.hold(arrays)
+        self.release(instead_of)
+        self.release(arrays, reuse=False)
+
     def discard(self, arrays: Sequence[Any]) -> None:
         """Says that nobody is going to read them."""
         self.hold(arrays)

@@ -14,9 +14,9 @@ from .._jax import Eqn, Jaxpr, Literal, consts, is_array_aval, raw, subjaxprs
 from .._plan import Step
 from . import pairs as p, walk
 from .blocks import Block, Found, Loop, Path, Seen, Where
-from .compiled import OPTIONS, Memory, evaluated
+from .compiled import OPTIONS, Memory, evaluated, joined
 from .loops import CALLS, HANDLERS, ONE_BY_ONE
-from .pairs import Pair
+from .pairs import Pair, Slices
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class Interpreter:
         """Runs a whole program."""
         block = Block((), (), self.memory)
         outs, found = self._run(jaxpr, args, walk.Around(), (), block)
+        outs = [self.joined(value) for value in outs]
         self.memory = Memory()  # gives back what was kept for results to come
         return outs, found | self._close(block)
 
@@ -53,7 +54,10 @@ class Interpreter:
         loops = loops if loop is None else (*loops, loop)
         block = Block(path, loops, None if compiled else self.memory)
         outs, found = self._run(jaxpr, args, where.at.within(eqn), path, block)
-        return [pair.bare() for pair in outs], found | self._close(block)
+        whole = [self.joined(value).bare() for value in outs]
+        self.memory.hold(p.arrays_of(outs))
+        self.memory.hand_on(p.arrays_of(whole), instead_of=p.arrays_of(outs))
+        return whole, found | self._close(block)
 
     def _close(self, block: Block) -> Found:
         self.seen[block.path] = block.seen
@@ -96,11 +100,7 @@ class Interpreter:
             p.literal_pair(atom, None) if isinstance(atom, Literal) else env[atom]
             for atom in inner.outvars
         ]
-        handed_on = [x for pair in outs for x in pair.arrays]
-        memory.hold(handed_on)
-        for pair in env.values():
-            memory.release(pair.arrays)
-        memory.release(handed_on, reuse=False)
+        memory.hand_on(p.arrays_of(outs), instead_of=p.arrays_of(env.values()))
         return outs, found
 
     def _equation(
@@ -115,7 +115,7 @@ class Interpreter:
             if isinstance(atom, Literal):
                 pair = p.literal_pair(atom, written)
             else:
-                pair = env[atom]
+                pair = env[atom] = self._held(env[atom], name)
             if is_leaf and not p.is_move(eqn):
                 pair = block.measure(pair)
                 if not isinstance(atom, Literal):
@@ -124,7 +124,7 @@ class Interpreter:
         if name in CALLS:
             (body,) = subjaxprs(eqn.params)
             path = (*where.path, 0)
-            last_read = [x for v in dying for x in env.pop(v).arrays]
+            last_read = p.arrays_of([env.pop(v) for v in dying])
             at = where.at.within(eqn)
             return self._run(body, operands, at, path, block, last_read)
         if not block.compiled:
@@ -134,6 +134,7 @@ class Interpreter:
             result = ONE_BY_ONE[name](self, eqn, where, bare)
             if result is not None:
                 return result
+        bare = [self.joined(pair) for pair in bare]
         if name in HANDLERS:
             handle = functools.partial(HANDLERS[name], self, eqn, where)
             if block.compiled:
@@ -142,13 +143,26 @@ class Interpreter:
         if block.memory is None:
             outs = p.evaluate(eqn, role, bare)
         else:
-            last_read = [x for v in dying for x in env[v].arrays]
+            last_read = p.arrays_of([env[v] for v in dying])
             outs = evaluated(block.memory, eqn, role, bare, last_read)
         if p.keeps_magnitudes(eqn, role):
             outs = p.with_measures(operands, outs)
         if not p.is_move(eqn):
             outs = self._measured(eqn, operands, outs, where)
         return outs, {}
+
+    def joined(self, value: Pair | Slices) -> Pair:
+        """A value as one array."""
+        return value if isinstance(value, Pair) else joined(self.memory, value.pairs)
+
+    def _held(self, value: Pair | Slices, name: str) -> Any:
+        """A value as the primitive of this name can take it."""
+        if isinstance(value, Pair) or name in CALLS or name in ONE_BY_ONE:
+            return value
+        whole = self.joined(value)
+        self.memory.hold(whole.arrays)
+        self.memory.release(value.arrays)
+        return whole
 
     def _measured(
         self, eqn: Eqn, operands: list[Pair], outs: list[Pair], where: "Where"

@@ -23,7 +23,7 @@ from .._jax import (
 )
 from . import pairs as p
 from .blocks import Found, Loop, Where
-from .compiled import joined, taken
+from .compiled import taken
 from .pairs import Pair
 from .statistics import at_iteration, merge, merge_parts, no_runs
 
@@ -230,32 +230,36 @@ def _scan_one_by_one(
     if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
         return None
     num_consts, num_carry = scan_arity(eqn)
-    fixed, carry = operands[:num_consts], operands[num_consts:][:num_carry]
-    xs = operands[num_consts + num_carry :]
+    start = num_consts + num_carry
+    fixed, xs = operands[:num_consts], operands[start:]
+    carry = [self.joined(value) for value in operands[num_consts:start]]
     reverse = eqn.params["reverse"]
     loop = Loop(reverse, length, len(where.path))
     found: Found = {}
     ys: list[list[Pair]] = []
     for i in reversed(range(length)) if reverse else range(length):
-        args = [*fixed, *carry, *taken(self.memory, xs, i)]
+        args = [*fixed, *carry, *_taken(self, xs, i)]
         outs, new = self.body(jaxpr, args, eqn, where, 0, loop, compiled=False)
         for key, table in _deeper(new, i).items():
             found[key] = _merge(found[key], table) if key in found else table
         carry = outs[:num_carry]
         ys.append(outs[num_carry:])
-        self.memory.hold(_arrays(ys[-1]))
-    self.memory.hold(_arrays(carry))
-    stacked = []
-    for slices in zip(*(reversed(ys) if reverse else ys), strict=True):
-        form = p.common(*slices)
-        stacked.append(joined(self.memory, [p.joined(one, form) for one in slices]))
-        self.memory.release(_arrays(slices))
-    self.memory.release(_arrays(carry), reuse=False)
-    return [*carry, *stacked], found
+        self.memory.hold(p.arrays_of(ys[-1]))
+    outs = [*carry, *map(_slices, zip(*(ys[::-1] if reverse else ys), strict=True))]
+    as_they_came = p.arrays_of([pair for pairs in ys for pair in pairs])
+    self.memory.hand_on(p.arrays_of(outs), instead_of=as_they_came)
+    return outs, found
 
 
-def _arrays(pairs: Sequence[Pair]) -> list[Any]:
-    return [x for pair in pairs for x in pair.arrays]
+def _slices(pairs: Sequence[Pair]) -> p.Slices:
+    form = p.common(*pairs)
+    return p.Slices([p.joined(pair, form) for pair in pairs])
+
+
+def _taken(self: Any, xs: list[Any], i: int) -> list[Pair]:
+    whole = [x for x in xs if isinstance(x, Pair)]
+    parts = iter(taken(self.memory, whole, i) if whole else ())
+    return [next(parts) if isinstance(x, Pair) else x.pairs[i] for x in xs]
 
 
 _merge = jax.jit(merge)

@@ -7,7 +7,7 @@ is evaluated again, in the dtypes that its operands then have. So both runs stay
 step through loops, remat and the backward pass, and can be compared value by value.
 Control flow follows the program that runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +44,23 @@ class Pair(NamedTuple):
 
     def bare(self) -> "Pair":
         return self._replace(measured=None)
+
+
+class Slices(NamedTuple):
+    """What a loop stacked up, as it came: most of it is only read by another loop."""
+
+    pairs: list[Pair]  # by index
+
+    @property
+    def arrays(self) -> list[Any]:
+        return arrays_of(self.pairs)
+
+    def bare(self) -> "Slices":
+        return self
+
+
+def arrays_of(values: Iterable[Pair | Slices]) -> list[Any]:
+    return [x for value in values for x in value.arrays]
 
 
 @dataclass(frozen=True)
