@@ -32,7 +32,8 @@ class Interpreter:
     memory: Memory = field(default_factory=Memory)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Found]:
-        """Runs a whole program."""
+        """Runs a whole program. Its own arrays are written over where nothing reads
+        them any more, those of `args` are not."""
         block = Block((), (), self.memory)
         outs, found = self._run(jaxpr, args, walk.Around(), (), block)
         outs = [self.joined(value) for value in outs]
