@@ -61,6 +61,15 @@ def lowered(author: DType, dtype: DType) -> DType:
     return dtype
 
 
+def holds(dtype: DType, other: DType) -> bool:
+    """Whether every number of `other` is one of `dtype` too.
+
+    Of two that are equally wide, neither holds the other."""
+    new, old = jnp.finfo(dtype), jnp.finfo(other)
+    has_range = new.maxexp >= old.maxexp and new.minexp <= old.minexp
+    return has_range and new.nmant >= old.nmant
+
+
 def survives(value: float, dtype: DType) -> bool:
     """Whether a constant still does its job when it is cast to `dtype`.
 

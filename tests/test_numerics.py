@@ -18,6 +18,7 @@ from flax import linen
 from jax import lax
 
 from jaxamp_like import amp, trace_numerics
+from jaxamp_like._dtypes import holds
 from jaxamp_like._record import Recorder
 from jaxamp_like._report import compiled, statistics
 from jaxamp_like._report.blocks import PART
@@ -351,6 +352,36 @@ def test_a_while_loop_counts_its_iterations():
     report = trace_numerics(fn, amp_policy={})(jnp.float32(1))
     (op,) = (op for op in report.ops if op.primitive == "mul")
     assert (op.runs, op.largest, op.place.inside) == (5, 1e5, ("while",))
+
+
+def test_a_cast_between_dtypes_of_one_width_may_overflow():
+    def fn(x, w):
+        with jax.named_scope("wide"):
+            y = x * 1e3
+        with jax.named_scope("narrow"):
+            return y @ w
+
+    policy = {"wide": "bfloat16", "narrow": "float16"}
+    x, w = jnp.full((4, 4), 1e3), jnp.full((4, 4), 1e-6)
+    culprit = trace_numerics(fn, amp_policy=policy)(x, w).first_nonfinite
+    assert (culprit.primitive, culprit.dtype) == ("convert_element_type", "float16")
+    assert culprit.nonfinite == 1 and culprit.made_nonfinite.inputs[0].largest > 9e5
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    (
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("float16", "float8_e5m2"),
+        ("bfloat16", "float8_e4m3fn"),
+    ),
+)
+def test_a_dtype_holds_what_it_has_range_and_digits_for(wide, narrow):
+    wide, narrow = jnp.dtype(wide), jnp.dtype(narrow)
+    assert holds(wide, narrow) and holds(wide, wide) and not holds(narrow, wide)
+    half, brain = jnp.dtype("float16"), jnp.dtype("bfloat16")
+    assert not holds(half, brain) and not holds(brain, half)
 
 
 def test_only_the_branch_that_was_taken_is_measured():

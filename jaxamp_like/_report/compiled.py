@@ -176,8 +176,8 @@ class Compiled:
             i: invars.index(v) for i, v in enumerate(outvars) if v in invars
         }
         self.computed = [i for i in range(len(outvars)) if i not in self.through]
-        self.wanted = [v.aval for i, v in enumerate(outvars) if i in self.computed]
-        self.wanted = [aval for aval in self.wanted if _is_large(aval)]
+        avals = [outvars[i].aval for i in self.computed]
+        self.wanted = [aval for aval in avals if _is_large(aval)]
         # An operand is written over where each element makes one.
         shapes = {v.aval.shape for v in (*invars, *outvars)} - {()}
         self.is_in_place = len(shapes) == 1

@@ -16,7 +16,7 @@ from . import pairs as p, walk
 from .blocks import Block, Found, Loop, Path, Seen, Where
 from .compiled import OPTIONS, Memory, evaluated, joined
 from .loops import CALLS, HANDLERS, ONE_BY_ONE
-from .pairs import Pair, Slices
+from .pairs import Pair, Value
 
 
 @dataclass(eq=False)
@@ -67,19 +67,20 @@ class Interpreter:
     def _run(
         self,
         jaxpr: Jaxpr,
-        args: Sequence[Pair],
+        args: Sequence[Value],
         around: walk.Around,
         path: Path,
         block: Block,
         handed_over: Sequence[Any] = (),
-    ) -> tuple[list[Pair], Found]:
+    ) -> tuple[list[Value], Found]:
+        """Runs a program; its caller holds no more what it has `handed_over`."""
         inner, memory = raw(jaxpr), self.memory
-        env: dict[Any, Pair] = {}
+        env: dict[Any, Value] = {}
 
-        def bind(atoms: Sequence[Any], pairs: Sequence[Pair]) -> None:
-            for atom, pair in zip(atoms, pairs, strict=True):
-                memory.hold(pair.arrays)
-                env[atom] = pair
+        def bind(atoms: Sequence[Any], values: Sequence[Value]) -> None:
+            for atom, value in zip(atoms, values, strict=True):
+                memory.hold(value.arrays)
+                env[atom] = value
 
         bind(inner.invars, args)
         bind(inner.constvars, [Pair(x) for x in consts(jaxpr)])
@@ -105,8 +106,8 @@ class Interpreter:
         return outs, found
 
     def _equation(
-        self, eqn: Eqn, env: dict[Any, Pair], where: "Where", dying: Sequence[Any]
-    ) -> tuple[list[Pair], Found]:
+        self, eqn: Eqn, env: dict[Any, Value], where: "Where", dying: Sequence[Any]
+    ) -> tuple[Sequence[Value], Found]:
         _check(eqn)
         name, block = eqn.primitive.name, where.block
         role = p.role_of(eqn, where.at)
@@ -152,11 +153,11 @@ class Interpreter:
             outs = self._measured(eqn, operands, outs, where)
         return outs, {}
 
-    def joined(self, value: Pair | Slices) -> Pair:
+    def joined(self, value: Value) -> Pair:
         """A value as one array."""
         return value if isinstance(value, Pair) else joined(self.memory, value.pairs)
 
-    def _held(self, value: Pair | Slices, name: str) -> Any:
+    def _held(self, value: Value, name: str) -> Any:
         """A value as the primitive of this name can take it."""
         if isinstance(value, Pair) or name in CALLS or name in ONE_BY_ONE:
             return value

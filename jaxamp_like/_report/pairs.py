@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._dtypes import DType, bits, cast, is_float
+from .._dtypes import DType, bits, cast, holds, is_float
 from .._jax import Eqn, Literal, eqn_context, has_effect, reemit, subjaxprs
 from . import walk
 
@@ -59,7 +59,10 @@ class Slices(NamedTuple):
         return self
 
 
-def arrays_of(values: Iterable[Pair | Slices]) -> list[Any]:
+Value = Pair | Slices
+
+
+def arrays_of(values: Iterable[Value]) -> list[Any]:
     return [x for value in values for x in value.arrays]
 
 
@@ -128,7 +131,7 @@ def is_move(eqn: Eqn) -> bool:
 def keeps_magnitudes(eqn: Eqn, role: Role) -> bool:
     """Whether what is known of the operand is true of the result."""
     if role.inserted and eqn.primitive.name == "convert_element_type":
-        return bits(eqn.outvars[0].aval.dtype) >= bits(eqn.invars[0].aval.dtype)
+        return holds(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
     return is_move(eqn) or eqn.primitive.name in ("neg", "abs")
 
 

@@ -100,7 +100,8 @@ def measure(
     Args:
         run: the array as the program computes it.
         exact: in the author's dtype; `None` where it is the same.
-        chunk: how many elements to look at at a time; all at once if not given.
+        chunk: how many elements to look at at a time, a multiple of 256; all at once
+            if not given.
     Returns:
         A `Row` as a vector, codes of sampled elements of `exact`, and arrays that were
         only needed on the way."""
@@ -108,7 +109,7 @@ def measure(
         return no_row(), _codes(jnp.zeros(1)), []
     arrays = [run] if exact is None else [run, exact]
     find = functools.partial(_of_elements, float(jnp.finfo(run.dtype).tiny))
-    if chunk is None or run.size < chunk:
+    if chunk is None or not chunk <= run.size < 2**31:  # starts are of 32 bits
         reduced, scratch = _reduced(find(*arrays)), []
     else:
         reduced, scratch = _reduced_by_chunks(find, arrays, chunk)
