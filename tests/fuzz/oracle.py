@@ -5,6 +5,7 @@ nothing is compiled but single primitives. What one equation does is left to a s
 which rounds the operands and results of contractions, and nothing else, or follows
 values that are only moved."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Array = Any
+from . import in_numpy
 
 CONTRACTIONS = frozenset(
     "dot_general conv_general_dilated ragged_dot_general ragged_dot".split()
@@ -61,7 +62,7 @@ class Evaluator:
     # How loops and branches handle values; a value is an array unless overridden.
 
     def literal(self, value: Any) -> Any:
-        return value
+        return as_numpy(value)
 
     def concrete(self, value: Any) -> Any:
         return np.asarray(value)
@@ -71,10 +72,22 @@ class Evaluator:
 
     def stack(self, values: list[Any], aval: Any) -> Any:
         if not values:
-            return jnp.zeros(aval.shape, aval.dtype)
-        if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            return jnp.stack(values)
-        return np.stack([np.asarray(x) for x in values])
+            return np.zeros(aval.shape, aval.dtype)
+        in_numpy = all(isinstance(x, np.ndarray) for x in values)
+        return np.stack(values) if in_numpy else jnp.stack(values)
+
+
+def as_numpy(x: Any) -> Any:
+    """Numbers as NumPy's; what is traced, or no number, as it is."""
+    if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
+        return x if hasattr(x, "dtype") else np.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    return np.asarray(x)
+
+
+def is_traced(values: Sequence[Any]) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in values)
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -82,8 +95,12 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     if any(hasattr(v, "eqns") or hasattr(v, "jaxpr") for v in eqn.params.values()):
         # Its programs may have to be handed over in another way than as parameters.
         return _bind_alone(eqn, args)
-    outs = eqn.primitive.bind(*args, **eqn.params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+    known = in_numpy.apply(eqn.primitive.name, list(args), eqn.params)
+    if known is not None:
+        return [known]
+    with eqn.ctx.manager:
+        outs = eqn.primitive.bind(*args, **eqn.params)
+    return list(map(as_numpy, outs if eqn.primitive.multiple_results else [outs]))
 
 
 def _bind_alone(eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -92,7 +109,7 @@ def _bind_alone(eqn: Any, args: Sequence[Any]) -> list[Any]:
         if not hasattr(atom, "val"):
             given[atom] = x
     jaxpr = jax.extend.core.Jaxpr([], list(given), eqn.outvars, [eqn], eqn.effects)
-    return jax.core.eval_jaxpr(jaxpr, [], *given.values())
+    return list(map(as_numpy, jax.core.eval_jaxpr(jaxpr, [], *given.values())))
 
 
 def _call(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
@@ -103,9 +120,16 @@ def _call(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
     return ev.run(body, args)
 
 
+def _run_flat(ev: Evaluator, jaxpr: Any, *args: Any) -> list[Any]:
+    return ev.run(jaxpr, args)
+
+
 def _cond(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
     index, *operands = args
     branches = eqn.params["branches"]
+    if is_traced(args):
+        fns = [functools.partial(_run_flat, ev, branch) for branch in branches]
+        return lax.switch(index.astype(np.int32), fns, *operands)
     i = int(np.clip(ev.concrete(index), 0, len(branches) - 1))
     return ev.run(branches[i], operands)
 
@@ -114,6 +138,12 @@ def _while(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
     params = eqn.params
     n, m = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, consts, carry = args[:n], args[n : n + m], args[n + m :]
+    if is_traced(args):
+        return lax.while_loop(
+            lambda carry: ev.run(params["cond_jaxpr"], [*cond_consts, *carry])[0],
+            lambda carry: ev.run(params["body_jaxpr"], [*consts, *carry]),
+            carry,
+        )
     for _ in range(MAX_STEPS):
         (go,) = ev.run(params["cond_jaxpr"], [*cond_consts, *carry])
         if not ev.concrete(go).any():
@@ -145,6 +175,14 @@ def _scan(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
     length, reverse = eqn.params["length"], eqn.params["reverse"]
     consts, carry = args[:num_consts], args[num_consts : num_consts + num_carry]
     xs = args[num_consts + num_carry :]
+    if is_traced(args):
+
+        def step(carry, row):
+            outs = ev.run(eqn.params["jaxpr"], [*consts, *carry, *row])
+            return outs[:num_carry], outs[num_carry:]
+
+        carry, ys = lax.scan(step, carry, xs, length=length, reverse=reverse)
+        return [*carry, *ys]
     rows: list[list[Any]] = [[]] * length
     order = range(length)
     for i in reversed(order) if reverse else order:
@@ -216,7 +254,7 @@ class Rounding(Evaluator):
         if self.rng is not None:
             size = float(jnp.finfo(self.dtype).eps)
             shift = self.rng.uniform(-size, size, np.shape(x)).astype(np.float32)
-            x = np.asarray(x) * (1 + shift)
+            x = np.asarray(x * (1 + shift))
         with np.errstate(over="ignore"):
             return np.asarray(x).astype(self.dtype).astype(np.float32)
 

@@ -703,7 +703,7 @@ class Maker:
         code = self.rng.choice(
             ["jax.grad(lambda *a: jnp.sum({f0}(*a)[0] * 0.5), (0, 1))({0}, {1})",
              "jax.jvp(lambda a: {f0}(a, {1})[0], ({0},), ({0},))",
-             "jax.vjp(lambda a: {f0}(a, {1})[0], {0})[1]({0}) * 2",
+             "jax.vjp(lambda a: {f0}(a, {1})[0], {0})[1]({0})",
              "jax.linearize(lambda a: {f0}(a, {1})[0], {0})[1]({0})"]
         )  # fmt: skip
         square = Type("f", (3, 3))

@@ -135,7 +135,7 @@ def two_of(x):
 
 
 def vmapped(f, args, axes=None):
-    axes = axes or (0,) * len(args)
+    axes = axes[: len(args)] if axes else (0,) * len(args)
     args = tuple(
         x if axis is None else two_of(x) for x, axis in zip(args, axes, strict=True)
     )
@@ -226,7 +226,7 @@ def exported(f, args):
 def sharded(f, args, specs=None, devices=2, check_vma=True):
     """In a `shard_map`, each device with a batch of one; or one value for all."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-    specs = specs or (True,) * len(args)
+    specs = specs[: len(args)] if specs else (True,) * len(args)
     where = tuple(P("data") if split else P() for split in specs)
 
     def body(*a):
