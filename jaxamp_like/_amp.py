@@ -190,8 +190,7 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     record_plan(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        keeps = Keeps.LEAN if planner.lean else Keeps.ALL
-        outs = Frame(planner, {}, keeps).run(plan, consts(jaxpr), arrays)
+        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 

@@ -1,6 +1,7 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from ._lean import Region, as_island, keep
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
-from ._rules import Demand, Leaf, author_dtype
+from ._rules import Demand, Leaf, author_dtype, keeping_low
 from ._structural.base import now
 
 # Ops that broadcast size-1 axes of their operands by themselves.
@@ -60,6 +61,7 @@ class Frame:
         self.views: dict[Any, Step] = {}  # views of inputs, by the step that made them
         self.kept: set[Any] = set()  # variables that views are made of
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
+        self.settled: frozenset[Any] = frozenset()  # see `Schedule`
 
     def run(
         self,
@@ -75,7 +77,9 @@ class Frame:
         env |= zip(plan.invars, args, strict=True)
         frame = Frame(self.planner, env, self.keeps)
         frame.ahead = ahead or {}
-        units, unit_drops = plan.lean if self.is_lean else plan.plain
+        units, unit_drops, frame.settled = (
+            plan.islands if self.is_lean else plan.plain
+        )
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.keeps == Keeps.NAMED:
                 unit = as_island(unit)
@@ -194,12 +198,17 @@ class Frame:
         def island(*values):
             env = dict(zip(region.ins, values, strict=True))
             frame = Frame(self.planner, env, Keeps.NOTHING)
+            frame.settled = self.settled
             for step in region.steps:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
             return [frame.read(v, dtype) for v, dtype in region.outs.items()]
 
         prevent_cse = self.keeps == Keeps.LEAN
-        outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+        if region.keeps:
+            kept = [region.keeps.get(v) for v in region.ins]
+            outs = keeping_low(island, island, kept, prevent_cse)(*values)
+        else:
+            outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
         return list(map(keep, outs)) if self.keeps == Keeps.NAMED else outs
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:
@@ -228,6 +237,9 @@ class Frame:
         else:
             outs = eqn.primitive.bind(*operands, **decision.params)
         outs = outs if isinstance(outs, tuple | list) else [outs]
+        if self.settled.intersection(eqn.outvars):
+            low = step.found.compute_dtype or self.planner.compute_dtype
+            outs = [_settle(x, low) for x in outs]
         return cast_all(outs, now(decision.outs))
 
     def _operand(self, step: Step, i: int) -> Any:
@@ -384,6 +396,21 @@ def _attach(full: Any, low: Any) -> Any:
 @_attach.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _settle(x: Any, low: DType) -> Any:
+    """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
+
+    XLA would leave out a cast down that is cast up again, and store what is wide."""
+    del low
+    return x
+
+
+@_settle.defjvp
+def _(low, primals, tangents):
+    (x,), (t,) = primals, tangents
+    return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:
