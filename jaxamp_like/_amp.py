@@ -168,7 +168,8 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             is_out = [isinstance(x, jax.Array) for x in outs]
             # Its arrays belong to this trace, and must not outlive it.
             static = [
-                None if is_array else x for x, is_array in zip(outs, is_out, strict=True)
+                None if is_array else x
+                for x, is_array in zip(outs, is_out, strict=True)
             ]
             result.append((static, out_tree, is_out))
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]

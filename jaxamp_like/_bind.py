@@ -343,6 +343,7 @@ class Frame:
             i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)
         }
         arrays = {i: x for i, x in given.items() if i not in static}
+
         def op(values, arrays):
             frame = Frame(self.planner, dict(zip(roots, values, strict=True)))
             for view in chain:
