@@ -18,7 +18,7 @@ from graphlib import TopologicalSorter
 from math import prod
 from typing import Any, NamedTuple
 
-from jax.ad_checkpoint import checkpoint_name
+from jax import lax
 
 from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
@@ -74,24 +74,27 @@ def schedule(
     return Schedule(units, tuple(reversed(drops)), frozenset(settled))
 
 
-_KEPT = "amp_kept"
-
-
 def keep(x: Any) -> Any:
-    """Names a value that `save_named` keeps although it could be made again."""
-    return checkpoint_name(x, _KEPT) if is_float(x.dtype) else x
+    """Marks a value that policies keep although it could be made again.
+
+    By a copy, which is none once it is compiled: a `checkpoint_name` has no transpose,
+    so that linear code would be no longer linear."""
+    return lax.copy_p.bind(x) if is_float(x.dtype) else x
 
 
-def save_named(primitive: Any, *avals: Any, **params: Any) -> bool:
+def is_kept(primitive: Any) -> bool:
+    """Whether `primitive` is what `keep` marks values with."""
+    return primitive is lax.copy_p
+
+
+def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy for a `jax.checkpoint` around islands: keeps what leaves them.
 
     A policy overrules the checkpoints inside, so what it keeps of an island is not made
     again there; and what it doesn't keep outside of islands is made again first, for
     all iterations of a loop."""
-    del avals
-    if primitive.name == "name":
-        return params["name"] == _KEPT
-    return primitive.name not in CHEAP
+    del avals, params
+    return is_kept(primitive) or primitive.name not in (*CHEAP, "name")
 
 
 def as_island(unit: Step | Region) -> Step | Region:

@@ -143,6 +143,8 @@ def _table() -> dict[str, Rule]:
         (_SOURCES, _FULL),
         (_ELEMENTWISE, compute_in_full),
         (_RANGE_BOUND, compute_in_full),
+        (_SATURATING, compute_in_full),
+        (_COMPRESSING, compute_in_full),
         (_SUMMING_FEW, sums_over_devices),
         ("add_any erfc reduce_window_sum", compute_in_full),
         # Its solver iterates to a tolerance that 16 bits may never reach.

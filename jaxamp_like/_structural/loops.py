@@ -1,6 +1,7 @@
 """Loops: a carry enters every iteration with the same dtype and mark."""
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from .._jax import (
     raw,
     scan_arity,
 )
-from .._lean import keep, save_named
+from .._lean import is_kept, keep, save_marked
 from .._primitives import MOVEMENT
 from .._rules import (
     Demand,
@@ -146,14 +147,18 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
     So are views of them; one of a value that looks alike costs little to make again."""
     casts = list(casts)
     recast = {(var.aval.shape, var.aval.dtype, dtype) for var, dtype in casts}
-    low = {(var.aval.size, dtype) for var, dtype in casts}
+    views = {(var.aval.size, d) for var, low in casts for d in (var.aval.dtype, low)}
 
     def saveable(primitive, *avals, **params):
+        if is_kept(primitive):
+            return True
         if primitive is lax.convert_element_type_p:
             (aval,) = avals
             return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
+        if primitive.name == "dynamic_slice":  # the size of what it makes
+            return (prod(params["slice_sizes"]), avals[0].dtype) not in views
         is_view = primitive.name in MOVEMENT
-        return not (is_view and (avals[0].size, avals[0].dtype) in low)
+        return not (is_view and (avals[0].size, avals[0].dtype) in views)
 
     return saveable
 
@@ -190,7 +195,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
 
         def body(carry, xs):
             jaxpr = eqn.params["jaxpr"]
-            # Without a name, JAX would run the loop again to have what it carries.
+            # Without a mark, JAX would run the loop again to have what it carries.
             carry = list(map(keep, carry))
             outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], low)
             outs = cast_all(outs, dtypes)
@@ -201,7 +206,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
         return [*carry, *ys]
 
     with eqn_context(eqn):
-        policy = save_named if is_lean else _save_all_but_casts(casts)
+        policy = save_marked if is_lean else _save_all_but_casts(casts)
         return jax.checkpoint(loop, policy=policy, prevent_cse=False)(operands)
 
 
