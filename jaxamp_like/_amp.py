@@ -13,7 +13,7 @@ from ._bind import Frame, Keeps
 from ._dtypes import DType, cast
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
-from ._jax import consts, is_array, raw, trace
+from ._jax import consts, is_array, raw, teach_checkpoint, trace
 from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
@@ -153,6 +153,7 @@ def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
 
 def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args, **kwargs):
+        teach_checkpoint()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
@@ -165,7 +166,12 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = jax.tree.unflatten(tree, _merge(leaves, dynamic, arrays))
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
             is_out = [isinstance(x, jax.Array) for x in outs]
-            result.append((outs, out_tree, is_out))
+            # Its arrays belong to this trace, and must not outlive it.
+            static = [
+                None if is_array else x
+                for x, is_array in zip(outs, is_out, strict=True)
+            ]
+            result.append((static, out_tree, is_out))
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
         jaxpr = trace(flat, arrays)
@@ -190,8 +196,7 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     record_plan(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        keeps = Keeps.LEAN if planner.lean else Keeps.ALL
-        outs = Frame(planner, {}, keeps).run(plan, consts(jaxpr), arrays)
+        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 

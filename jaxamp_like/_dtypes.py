@@ -70,6 +70,11 @@ def holds(dtype: DType, other: DType) -> bool:
     return has_range and new.nmant >= old.nmant
 
 
+def has_range(dtype: DType, other: DType) -> bool:
+    """Whether a number of `other` may be rounded to `dtype` without an overflow."""
+    return jnp.finfo(dtype).maxexp >= jnp.finfo(other).maxexp
+
+
 def survives(value: float, dtype: DType) -> bool:
     """Whether a constant still does its job when it is cast to `dtype`.
 
@@ -82,6 +87,11 @@ def survives(value: float, dtype: DType) -> bool:
     if not float(info.tiny) <= magnitude <= float(info.max):
         return False
     return abs(1 - magnitude) >= float(info.eps)
+
+
+def exact_in(value: float, dtype: DType) -> bool:
+    """Whether a constant is one of the numbers of `dtype`."""
+    return not np.isfinite(value) or float(np.asarray(value, dtype)) == value
 
 
 def cast(x: Any, dtype: DType) -> Any:
