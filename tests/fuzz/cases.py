@@ -44,7 +44,7 @@ _REMAT_POLICIES = """everything_saveable nothing_saveable dots_saveable
     dots_with_no_batch_dims_saveable names""".split()
 
 _RULES = """"float32" use_original_precision use_original_precision_locally
-    use_compute_precision use_widest_precision keep_inputs follow_inputs keep_each_input
+    use_compute_precision use_widest_precision keep_inputs follow_inputs
     use_compute_precision_wide_result "float16" "bfloat16" """.split()
 
 _CONTRACTIONS = (

@@ -279,6 +279,13 @@ class RoundingAll(Rounding):
         return eqn.primitive.name not in _EXACT
 
 
+class RoundingEverything(Rounding):
+    """Rounds what is moved, too: a rule for a scope may ask for it."""
+
+    def is_rounded(self, eqn: Any) -> bool:
+        return True
+
+
 class Trace:
     """A value, the numbers of the input elements that it shows, and whether rounding
     may have changed it.
