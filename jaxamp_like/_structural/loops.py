@@ -82,6 +82,7 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         if Demand.LOW in how and Demand.OTHER not in how
     }
     read_full = {i for i, how in zip(body.ins, demands) if Demand.FULL in how}
+    read_full |= {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
     coarse: set[int] = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
@@ -100,7 +101,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         made = {i: inner.outs[out] for i, out in outs.items()}
-        # What some op reads in full must not be rounded between two iterations.
+        # What is read in full, by some op or after the loop, must not be rounded on
+        # its way into the next iteration, nor out of the last.
         wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
         stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
         rising = {i for i, fact in made.items() if fact.coarse} - coarse
