@@ -201,14 +201,21 @@ class Frame:
             frame.settled = self.settled
             for step in region.steps:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
-            return [frame.read(v, dtype) for v, dtype in region.outs.items()]
+            outs = []
+            for v, dtype in region.outs.items():
+                with eqn_context(makers[v].eqn):
+                    outs.append(frame.read(v, dtype))
+            return outs
 
+        makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
         if region.keeps:
             kept = [region.keeps.get(v) for v in region.ins]
-            outs = keeping_low(island, island, kept, prevent_cse)(*values)
+            run = keeping_low(island, island, kept, prevent_cse)
         else:
-            outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+            run = jax.checkpoint(island, prevent_cse=prevent_cse)
+        with eqn_context(without_scopes(first.eqn)):
+            outs = run(*values)
         return list(map(keep, outs)) if self.keeps == Keeps.MARKED else outs
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:

@@ -65,6 +65,7 @@ class Step:
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
     casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
     run_again: bool = False  # in the backward pass, if less is kept for it then
+    wanted: tuple[Demand, ...] = ()  # how its results are read
 
     @property
     def is_compute(self) -> bool:
@@ -206,6 +207,7 @@ class Planner:
             casts=cast,
             opaque=opaque,
             run_again=self.lean or found.rule.is_run_again,
+            wanted=tuple(wanted),
         )
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
