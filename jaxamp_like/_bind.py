@@ -211,7 +211,8 @@ class Frame:
         prevent_cse = self.keeps == Keeps.LEAN
         if region.keeps:
             kept = [region.keeps.get(v) for v in region.ins]
-            run = keeping_low(island, island, kept, prevent_cse)
+            mark = keep if self.keeps == Keeps.MARKED else None
+            run = keeping_low(island, island, kept, prevent_cse, mark)
         else:
             run = jax.checkpoint(island, prevent_cse=prevent_cse)
         with eqn_context(without_scopes(first.eqn)):
@@ -220,10 +221,12 @@ class Frame:
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:
         """An operand of a region; a cast of it is kept in its place."""
-        value = self.read(v, dtype)
-        if self.keeps == Keeps.MARKED and value is not self.env[v]:
-            value = self.casts[v, dtype] = keep(value)  # type: ignore[index]
-        return value
+        if dtype is None or (v, dtype) in self.casts or dtype == self.env[v].dtype:
+            return self.read(v, dtype)
+        # XLA would leave out a cast down that is cast up again, and keep what is wide.
+        value = lax.optimization_barrier(cast(self.env[v], dtype))
+        self.casts[v, dtype] = keep(value) if self.keeps == Keeps.MARKED else value
+        return self.casts[v, dtype]
 
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""

@@ -111,14 +111,13 @@ def island_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    compute_dtype: DType,
     lean: bool,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, islands put into regions.
 
     `facts` are those of all its variables. If `lean`, what is kept low is read low in
     the forward pass too."""
-    flow = _Flow(steps, facts, compute_dtype)
+    flow = _Flow(steps, facts)
     # How each variable is read outside of islands: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
 
@@ -130,7 +129,7 @@ def island_schedule(
     read(outvars, [None] * len(outvars))
     units: list[Step | Region] = []
     for group in reversed(_in_order(steps, flow.groups())):
-        region = _region(group, flow, readers, compute_dtype, lean)
+        region = _region(group, flow, readers, lean)
         if region is not None:
             read(region.ins, region.ins.values())
             units.append(region)
@@ -149,7 +148,6 @@ def _region(
     group: Sequence[Step],
     flow: "_Flow",
     readers: dict[Any, set[DType | None]],
-    compute_dtype: DType,
     lean: bool,
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
@@ -168,8 +166,8 @@ def _region(
         v: None for step in steps for v in _reads(step) if v not in made
     }
     paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
-    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v], compute_dtype))}
-    if not any(_is_low(v, flow.facts) for v in ins) and not any(outs.values()):
+    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
+    if not (keeps or any(outs.values()) or any(_is_low(v, flow.facts) for v in ins)):
         return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
     gain -= sum(map(flow.kept, paid))
@@ -189,14 +187,14 @@ def _border(
     return None if dtype == _held(facts[v]) else dtype
 
 
-def _kept_as(fact: Fact | None, compute_dtype: DType) -> DType | None:
+def _kept_as(fact: Fact | None) -> DType | None:
     """The dtype in which an island's input is kept, if not in its own.
 
     Low if it is no finer than that: a contraction's rounded result is a part of it. And
     if it can't leave the range."""
-    if fact is None or not fact.coarse:
+    if fact is None or fact.coarse is None:
         return None
-    low = lowered(fact.dtype, compute_dtype)
+    low = lowered(fact.dtype, fact.coarse)
     return low if low != fact.dtype and has_range(low, fact.dtype) else None
 
 
@@ -259,14 +257,8 @@ class _Flow:
         free: the steps that make these.
         depth_of: the steps of islands, with the number of costly steps before them."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        facts: dict[Any, Fact | None],
-        compute_dtype: DType,
-    ):
+    def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
         self.facts = facts
-        self.compute_dtype = compute_dtype
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
@@ -319,7 +311,7 @@ class _Flow:
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""
-        low = _kept_as(self.facts[v], self.compute_dtype)
+        low = _kept_as(self.facts[v])
         return _size(v.aval, low or _held(self.facts[v]))
 
     def roots_of(self, steps: Sequence[Step]) -> list[Step]:

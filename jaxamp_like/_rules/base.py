@@ -87,7 +87,7 @@ class Fact(NamedTuple):
     small: bool = False  # holds only as much as an array smaller than itself
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
-    coarse: bool = False  # a rounded value of its size was added to it
+    coarse: DType | None = None  # what a summand of its size was rounded to
 
 
 class Site(NamedTuple):
