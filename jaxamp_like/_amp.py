@@ -14,6 +14,7 @@ from ._dtypes import DType, cast
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
 from ._jax import consts, is_array, raw, trace
+from ._matmul_precision import without_setting
 from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
@@ -168,7 +169,8 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             result.append((outs, out_tree, is_out))
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
-        jaxpr = trace(flat, arrays)
+        with without_setting():
+            jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
         values = _run(in_force, jaxpr, arrays)
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
