@@ -120,23 +120,26 @@ def amp(
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
-        if amp_is_off():
-            return fn(*args, **kwargs)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
+        is_off = amp_is_off()
+        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner)
         modules = nnx_modules((fn, args, kwargs))
         if modules:
-            rewrite = functools.partial(_rewritten, planner)
             out = call_with_modules(rewrite, modules, (fn, args, kwargs))
         else:
-            out = _rewritten(planner, fn)(*args, **kwargs)
-        return settings.output.cast_to_output(out)
+            out = rewrite(fn)(*args, **kwargs)
+        return out if is_off else settings.output.cast_to_output(out)
 
     return wrapped
+
+
+def _as_it_is(fn: _F) -> _F:
+    return fn
 
 
 def _names(fn: Callable[..., Any]) -> list[str]:

@@ -3,7 +3,6 @@
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from .call import Call
 from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from .report import Report
 from .subject import Subject, as_argnums
+from .versions import versions
 
 
 def explain(
@@ -84,7 +84,7 @@ def explain(
             now=now,
             written=written,
             rules=tuple(_rules_fired(recorder)),
-            versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
+            versions=versions(),
         )
 
     return subject.wraps(reported)

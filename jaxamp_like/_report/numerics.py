@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,6 +24,7 @@ from .numbers import Event, InputRange, NumericsReport, OpNumerics
 from .pairs import Pair
 from .statistics import FORMATS, Row, Table, bin_edges, limits
 from .subject import Subject
+from .versions import versions
 
 
 def trace_numerics(
@@ -105,7 +105,7 @@ def trace_numerics(
             nonfinite_arguments=_nonfinite(call),
             settings=settings_of(recorder),
             ops=tuple(sorted(ops, key=lambda op: op.order)),
-            versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
+            versions=versions(),
         )
 
     return subject.wraps(traced)
