@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from .. import _rules
 from .._jax import Eqn, Jaxpr, Primitive
 from .._limit import LimitedPolicy
+from .._mistakes import naming_mistakes
 from .._plan import Planner, Step
 from .._policy import ByName, Found
 from .._record import Recorder
@@ -23,6 +24,7 @@ from .subject import Subject, as_argnums
 from .versions import versions
 
 
+@naming_mistakes
 def explain(
     fn: Callable[..., Any],
     *,

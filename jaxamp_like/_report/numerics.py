@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from .._dtypes import is_float
 from .._jax import Eqn, Literal, consts, is_tracer
+from .._mistakes import naming_mistakes
 from . import walk
 from .blocks import PART, Seen
 from .call import Call
@@ -27,6 +28,7 @@ from .subject import Subject
 from .versions import versions
 
 
+@naming_mistakes
 def trace_numerics(
     fn: Callable[..., Any],
     *,

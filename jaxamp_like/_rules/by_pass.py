@@ -210,6 +210,8 @@ def use_precision_by_pass(
 def _choice(value: DTypeLike | PassPrecision | None, argument: str) -> PassPrecision:
     if isinstance(value, PassPrecision):
         return value
+    if value is wide:
+        raise TypeError(f"`{argument}` is `wide`, which is called: write `wide()`.")
     return PassPrecision(None if value is None else as_float_dtype(value, argument))
 
 
