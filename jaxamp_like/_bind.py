@@ -23,6 +23,7 @@ from ._jax import (
     without_scopes,
 )
 from ._lean import Region, as_island, keep
+from ._matmul_precision import setting, settled_bind, with_setting, without_setting
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
@@ -100,7 +101,7 @@ class Frame:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         Made once: JAX finds compiled code by the identity of inner jaxprs."""
-        key = (dtypes, self.keeps)
+        key = (dtypes, self.keeps, setting())
         if key not in plan.closed:
 
             def rewritten(*args):
@@ -148,7 +149,8 @@ class Frame:
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
-        jaxpr = trace(fn, avals)
+        with without_setting():
+            jaxpr = trace(fn, avals)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
@@ -184,7 +186,7 @@ class Frame:
         if step.handler is not None:
             outs = step.handler.bind(self, step, operands)
         else:
-            outs = reemit(eqn, operands)
+            outs = reemit(with_setting(eqn, self.planner.strict), operands)
         return cast_all(outs, now(decision.outs))
 
     def _bind_region(self, region: Region) -> list[Any]:
@@ -245,7 +247,12 @@ class Frame:
         if decision.bind is not None:
             outs = decision.bind(*operands)
         else:
-            outs = eqn.primitive.bind(*operands, **decision.params)
+            is_low = any(
+                read is not None and read != v.aval.dtype
+                for read, v in zip(decision.reads, eqn.invars, strict=True)
+            )
+            bind = settled_bind(eqn.primitive, decision.params, is_low)
+            outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.settled.intersection(eqn.outvars):
             low = step.found.compute_dtype or self.planner.compute_dtype

@@ -167,12 +167,14 @@ class Rule:
 
     def __call__(
         self,
-        compute_dtype: DType,
-        original_dtypes: Sequence[DType],
+        compute_dtype: DType | None = None,
+        original_dtypes: Sequence[DType] = (),
         *invars: Any,
         **bind_params: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
         """A casting callback that decides alike, to build other callbacks from."""
+        if compute_dtype is None:
+            raise TypeError(f"{self!r} is a rule already: write it without `()`.")
         facts = tuple(
             Fact(x.dtype, Mark.LOW) if is_float(dtype) else None
             for x, dtype in zip(invars, original_dtypes, strict=True)
