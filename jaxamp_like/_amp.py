@@ -14,7 +14,7 @@ from ._dtypes import DType, cast
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
 from ._jax import consts, is_array, raw, trace
-from ._nnx import call_with_modules, nnx_modules
+from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
@@ -120,19 +120,15 @@ def amp(
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
         if amp_is_off():
-            return fn(*args, **kwargs)
+            return call_with_nodes(lambda fn: fn, fn, args, kwargs)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        modules = nnx_modules((fn, args, kwargs))
-        if modules:
-            rewrite = functools.partial(_rewritten, planner)
-            out = call_with_modules(rewrite, modules, (fn, args, kwargs))
-        else:
-            out = _rewritten(planner, fn)(*args, **kwargs)
+        rewrite = functools.partial(_rewritten, planner)
+        out = call_with_nodes(rewrite, fn, args, kwargs)
         return settings.output.cast_to_output(out)
 
     return wrapped
