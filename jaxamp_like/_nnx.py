@@ -138,13 +138,20 @@ class TakenApart:
     Args:
         fn: what is called; also a node, a method of one, or a partial application.
         args: its positional arguments.
-        kwargs: its keyword arguments."""
+        kwargs: its keyword arguments.
+        first: nodes among these that what is shared is to be found in."""
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        first: Sequence[Any] = (),
+    ):
         if isinstance(fn, functools.partial):
             fn = jax.tree_util.Partial(fn.func, *fn.args, **fn.keywords)
         leaves, self._tree = jax.tree.flatten((fn, args, kwargs), is_leaf=is_node)
-        self.nodes = _distinct(leaves) if _nnx() is not None else []
+        self.nodes = _distinct([*first, *leaves]) if _nnx() is not None else []
         self._leaves = leaves
         if self.nodes:
             self._numbers = {id(node): i for i, node in enumerate(self.nodes)}
@@ -152,7 +159,7 @@ class TakenApart:
             graph = _nnx().graph
             self._refs = graph.RefMap()
             self._graph, held = graph.flatten(self.nodes, ref_index=self._refs)
-            self._paths = [path for path, _ in held]
+            self.by_path = dict(held)
             self.held = _nnx().from_flat_state([*held])
 
     @property
@@ -161,23 +168,66 @@ class TakenApart:
         pairs = zip(self._leaves, self._is_node, strict=True)
         return [x for x, is_place in pairs if not is_place]
 
+    def parameters(self, node: Any) -> Any:
+        """What derivatives are taken by: a variable itself, or the `nnx.Param`s of a
+        node as a state."""
+        nnx, number = _nnx(), self._numbers[id(node)]
+        if isinstance(node, nnx.Variable):
+            return node
+        return nnx.from_flat_state(
+            [
+                (path[1:], x)
+                for path, x in self.by_path.items()
+                if path[0] == number and isinstance(x, nnx.Param)
+            ]
+        )
+
+    def with_parameters(self, node: Any, parameters: Any) -> dict[Any, Any]:
+        """Parameters of a node by their paths, as `run` takes them."""
+        nnx, number = _nnx(), self._numbers[id(node)]
+        if isinstance(node, nnx.Variable):
+            return {(number,): parameters}
+        return {(number, *path): x for path, x in nnx.to_flat_state(parameters)}
+
     def __call__(self, held: Any, others: Sequence[Any]) -> tuple[Any, Left]:
         """Calls the function on nodes that hold `held`.
 
         Returns:
             Its result, for `put_back`, and what it left in the nodes."""
-        return self.run(lambda fn, args, kwargs: fn(*args, **kwargs), held, others)
+        by_path = dict(_nnx().to_flat_state(held))
+
+        def body(fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+            leaves, tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_node)
+            found = _distinct([x for x in leaves if is_node(x)])
+            numbers = {id(node): i for i, node in enumerate(found)}
+            leaves = [_Place(numbers[id(x)]) if is_node(x) else x for x in leaves]
+            return tree.unflatten(leaves), found
+
+        return self._run(body, by_path, others)
 
     def run(
         self,
         body: Callable[[Callable[..., Any], Any, Any], Any],
-        held: Any = None,
-        others: Sequence[Any] | None = None,
+        by_path: dict[Any, Any] | None = None,
     ) -> tuple[Any, Left]:
-        """Like a call, of `body(fn, args, kwargs)`, on nodes of the current trace."""
+        """Calls `body(fn, args, kwargs)` on nodes of the current trace.
+
+        Nodes among the results stay as they are.
+
+        Args:
+            body: what is called instead of `fn`.
+            by_path: what the nodes hold, if it is not what they hold now."""
+        by_path = self.by_path | (by_path or {})
+        return self._run(lambda *call: (body(*call), []), by_path, self.others)
+
+    def _run(
+        self,
+        body: Callable[..., tuple[Any, list[Any]]],
+        by_path: dict[Any, Any],
+        others: Sequence[Any],
+    ) -> tuple[Any, Left]:
         nnx = _nnx()
-        by_path = dict(nnx.to_flat_state(self.held if held is None else held))
-        before = [raw_value(by_path[path]) for path in self._paths]
+        before = [raw_value(by_path[path]) for path in self.by_path]
         known = nnx.graph.IndexMap()
         nodes = nnx.graph.unflatten(self._graph, before, index_ref=known)
         classes = {i: type(node) for i, node in known.items()}
@@ -186,20 +236,20 @@ class TakenApart:
             node = nodes[self._numbers[id(_owner(leaf))]]
             return node if is_node(leaf) else getattr(node, leaf.__name__)
 
-        rest = iter(self.others if others is None else others)
+        rest = iter(others)
         full = [
             substitute(x) if is_place else next(rest)
             for x, is_place in zip(self._leaves, self._is_node, strict=True)
         ]
-        out = body(*jax.tree.unflatten(self._tree, full))
+        out, found = body(*jax.tree.unflatten(self._tree, full))
         for i, node in known.items():
             if type(node) is not classes[i]:  # `scope_modules`, for this call only
                 object.__setattr__(node, "__class__", classes[i])
-        return self._left(nodes, known, before, out)
+        return out, self._left(nodes, known, before, found)
 
     def _left(
-        self, nodes: list[Any], known: Any, before: list[Any], out: Any
-    ) -> tuple[Any, Left]:
+        self, nodes: list[Any], known: Any, before: list[Any], found: list[Any]
+    ) -> Left:
         graph = _nnx().graph
         refs = graph.RefMap()
         now, after = graph.flatten(nodes, ref_index=refs, with_paths=False)
@@ -211,14 +261,9 @@ class TakenApart:
             where, values = graph.flatten(
                 nodes, ref_index=refs, ref_outer_index=outer, with_paths=False
             )
-        leaves, tree = jax.tree.flatten(out, is_leaf=is_node)
-        found = _distinct([x for x in leaves if is_node(x)])
         # As one list, so that what they share with the arguments stays shared too.
         made, made_values = graph.flatten(found, ref_index=refs, with_paths=False)
-        numbers = {id(node): i for i, node in enumerate(found)}
-        leaves = [_Place(numbers[id(x)]) if is_node(x) else x for x in leaves]
-        out = tree.unflatten(leaves)
-        return out, Left([*values, *made_values], _Hidden(where), _Hidden(made))
+        return Left([*values, *made_values], _Hidden(where), _Hidden(made))
 
     def put_back(self, out: Any, left: Left) -> Any:
         """Writes what a call has left into the nodes themselves.
@@ -231,7 +276,8 @@ class TakenApart:
         graph = _nnx().graph
         where, values = left.where.value, iter(left.values)
         if isinstance(where, list):
-            items = [(self._paths[i], next(values)) for i in where]
+            paths = [*self.by_path]
+            items = [(paths[i], next(values)) for i in where]
             if items:
                 _write(self.nodes, items)
             known = graph.IndexMap.from_refmap(self._refs)
@@ -323,8 +369,8 @@ def explained() -> Iterator[None]:
     except Exception as error:
         if errors is not None and isinstance(error, errors.TraceContextError):
             error.add_note(
-                "The function changes an NNX object that it closes over, so that the "
-                "change would be lost. Make the object an argument of the function: "
-                "what a call changes in its arguments is kept."
+                "The function changes an NNX object that it closes over (or that a "
+                "transform around it knows nothing of), and the change would be lost. "
+                "Make the object an argument: what a call changes in these is kept."
             )
         raise
