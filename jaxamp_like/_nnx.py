@@ -327,7 +327,8 @@ class Snapshot:
         self._values = dict(self._held())
 
     def _held(self) -> Iterator[tuple[Any, Any]]:
-        for path, leaf in _nnx().graph.flatten(self.nodes)[1]:
+        held = _nnx().graph.flatten(self.nodes)[1] if self.nodes else ()
+        for path, leaf in held:
             if id(leaf) not in self._but:
                 yield path, raw_value(leaf)
 
@@ -340,8 +341,14 @@ class Snapshot:
         ]
 
     def rewrite(self, choose: Callable[[Any, Any], Any]) -> None:
-        """Gives what has been written to the value `choose(now, before)`."""
-        items = [(path, choose(now, old)) for path, old, now in self.changed()]
+        """Makes each array that has been written to `choose(now, before)`.
+
+        Values that are trees of another structure now are left alone."""
+        items = [
+            (path, jax.tree.map(choose, now, old))
+            for path, old, now in self.changed()
+            if jax.tree.structure(now) == jax.tree.structure(old)
+        ]
         if items:
             _write(self.nodes, items)
 
