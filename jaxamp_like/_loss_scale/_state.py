@@ -388,7 +388,9 @@ def _check_values(state: DynamicScalerState) -> None:
     least = values["min_scaler"] or 0
     greatest = f"above 0, and no less than `min_scaler`, {least}"
     require("max_scaler", lambda x: x > 0 and x >= least, greatest)
-    numbers = "a finite number above 0, such as 2.0**15 (to scale nothing: `NoScaler()`)"
+    numbers = (
+        "a finite number above 0, such as 2.0**15 (to scale nothing: `NoScaler()`)"
+    )
     require("scaler", lambda x: 0 < x < math.inf, numbers)
 
 
