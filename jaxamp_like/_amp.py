@@ -24,7 +24,7 @@ from ._mistakes import (
     refuse_lazy_results,
     refuse_what_cannot_be_rewritten,
 )
-from ._nnx import call_with_modules, nnx_modules
+from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
@@ -145,11 +145,7 @@ def amp(
             )
         is_off = amp_is_off()
         rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner)
-        modules = nnx_modules((fn, args, kwargs))
-        if modules:
-            out = call_with_modules(rewrite, modules, (fn, args, kwargs))
-        else:
-            out = rewrite(fn)(*args, **kwargs)
+        out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
     return wrapped
