@@ -288,7 +288,7 @@ class _Flow:
         ):
             self.free.add(step)
             self.free_vars.update(outs)
-        elif is_active:
+        elif is_active and outs:
             makers = [self.maker[v] for v in operands if v in self.maker]
             inside = [s for s in makers if self.depth_of.get(s) == depth]
             if inside or not self._leads(step):
