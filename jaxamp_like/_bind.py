@@ -23,6 +23,7 @@ from ._jax import (
     without_scopes,
 )
 from ._lean import Region, as_island, keep
+from ._matmul_precision import setting, settled_bind, with_setting, without_setting
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
@@ -100,7 +101,7 @@ class Frame:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         Made once: JAX finds compiled code by the identity of inner jaxprs."""
-        key = (dtypes, self.keeps)
+        key = (dtypes, self.keeps, setting())
         if key not in plan.closed:
 
             def rewritten(*args):
@@ -148,7 +149,8 @@ class Frame:
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
-        jaxpr = trace(fn, avals)
+        with without_setting():
+            jaxpr = trace(fn, avals)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
@@ -184,7 +186,7 @@ class Frame:
         if step.handler is not None:
             outs = step.handler.bind(self, step, operands)
         else:
-            outs = reemit(eqn, operands)
+            outs = reemit(with_setting(eqn, self.planner.strict), operands)
         return cast_all(outs, now(decision.outs))
 
     def _bind_region(self, region: Region) -> list[Any]:
@@ -201,22 +203,32 @@ class Frame:
             frame.settled = self.settled
             for step in region.steps:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
-            return [frame.read(v, dtype) for v, dtype in region.outs.items()]
+            outs = []
+            for v, dtype in region.outs.items():
+                with eqn_context(makers[v].eqn):
+                    outs.append(frame.read(v, dtype))
+            return outs
 
+        makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
         if region.keeps:
             kept = [region.keeps.get(v) for v in region.ins]
-            outs = keeping_low(island, island, kept, prevent_cse)(*values)
+            mark = keep if self.keeps == Keeps.MARKED else None
+            run = keeping_low(island, island, kept, prevent_cse, mark)
         else:
-            outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+            run = jax.checkpoint(island, prevent_cse=prevent_cse)
+        with eqn_context(without_scopes(first.eqn)):
+            outs = run(*values)
         return list(map(keep, outs)) if self.keeps == Keeps.MARKED else outs
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:
         """An operand of a region; a cast of it is kept in its place."""
-        value = self.read(v, dtype)
-        if self.keeps == Keeps.MARKED and value is not self.env[v]:
-            value = self.casts[v, dtype] = keep(value)  # type: ignore[index]
-        return value
+        if dtype is None or (v, dtype) in self.casts or dtype == self.env[v].dtype:
+            return self.read(v, dtype)
+        # XLA would leave out a cast down that is cast up again, and keep what is wide.
+        value = lax.optimization_barrier(cast(self.env[v], dtype))
+        self.casts[v, dtype] = keep(value) if self.keeps == Keeps.MARKED else value
+        return self.casts[v, dtype]
 
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""
@@ -235,7 +247,12 @@ class Frame:
         if decision.bind is not None:
             outs = decision.bind(*operands)
         else:
-            outs = eqn.primitive.bind(*operands, **decision.params)
+            is_low = any(
+                read is not None and read != v.aval.dtype
+                for read, v in zip(decision.reads, eqn.invars, strict=True)
+            )
+            bind = settled_bind(eqn.primitive, decision.params, is_low)
+            outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.settled.intersection(eqn.outvars):
             low = step.found.compute_dtype or self.planner.compute_dtype

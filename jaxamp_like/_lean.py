@@ -23,7 +23,7 @@ from jax import lax
 from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
 from ._primitives import CHEAP, LINEAR, MOVEMENT
-from ._rules import Fact, Leaf, author_dtype
+from ._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `_plan`, which builds on this module
 
@@ -111,7 +111,6 @@ def island_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    compute_dtype: DType,
     lean: bool,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, islands put into regions.
@@ -130,7 +129,7 @@ def island_schedule(
     read(outvars, [None] * len(outvars))
     units: list[Step | Region] = []
     for group in reversed(_in_order(steps, flow.groups())):
-        region = _region(group, flow, readers, compute_dtype, lean)
+        region = _region(group, flow, readers, lean)
         if region is not None:
             read(region.ins, region.ins.values())
             units.append(region)
@@ -140,6 +139,8 @@ def island_schedule(
             if is_read or not _is_cheap(step):
                 read(step.eqn.invars, step.decision.reads)
                 units.append(step)
+    if not any(isinstance(unit, Region) for unit in units):
+        return schedule(steps, outvars, flow.settled())
     return schedule(reversed(units), outvars, flow.settled())
 
 
@@ -147,7 +148,6 @@ def _region(
     group: Sequence[Step],
     flow: "_Flow",
     readers: dict[Any, set[DType | None]],
-    compute_dtype: DType,
     lean: bool,
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
@@ -160,17 +160,17 @@ def _region(
         if readers[v]
     }
     steps = [*flow.makers(group), *group]
-    steps = [*flow.roots_of(steps, compute_dtype), *steps]
+    steps = [*flow.roots_of(steps), *steps]
     made = {v for step in steps for v in step.eqn.outvars}
     ins: dict[Any, DType | None] = {
         v: None for step in steps for v in _reads(step) if v not in made
     }
     paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
-    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v], compute_dtype))}
-    if not any(_is_low(v, flow.facts) for v in ins) and not any(outs.values()):
+    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
+    if not (keeps or any(outs.values()) or any(_is_low(v, flow.facts) for v in ins)):
         return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
-    gain -= sum(_size(v.aval, keeps.get(v) or _held(flow.facts[v])) for v in paid)
+    gain -= sum(map(flow.kept, paid))
     if gain <= 0:
         return None
     if lean:
@@ -187,14 +187,14 @@ def _border(
     return None if dtype == _held(facts[v]) else dtype
 
 
-def _kept_as(fact: Fact | None, compute_dtype: DType) -> DType | None:
+def _kept_as(fact: Fact | None) -> DType | None:
     """The dtype in which an island's input is kept, if not in its own.
 
     Low if it is no finer than that: a contraction's rounded result is a part of it. And
     if it can't leave the range."""
-    if fact is None or not fact.coarse:
+    if fact is None or fact.coarse is None:
         return None
-    low = lowered(fact.dtype, compute_dtype)
+    low = lowered(fact.dtype, fact.coarse)
     return low if low != fact.dtype and has_range(low, fact.dtype) else None
 
 
@@ -306,16 +306,15 @@ class _Flow:
             masks = (v for v in operands if v.aval.ndim and v not in self.active)
             if any(self.maker.get(v) in self.free for v in masks):
                 return False  # an island makes the mask for itself
-        # A bias that is wider than what it is added to makes the result no better.
-        equals = [v for v in operands if v.aval.shape == out.aval.shape] or operands
+        paid = [v for v in operands if v in self.active and v not in self.free_vars]
+        return self.kept(out) <= sum(map(self.kept, paid))
 
-        def widest(variables):
-            facts = (self.facts[v] for v in variables)
-            return max((f.dtype.itemsize for f in facts if f), default=0)
+    def kept(self, v: Any) -> int:
+        """The bytes that it takes to keep a value for an island that reads it."""
+        low = _kept_as(self.facts[v])
+        return _size(v.aval, low or _held(self.facts[v]))
 
-        return widest(step.eqn.outvars) <= widest(equals)
-
-    def roots_of(self, steps: Sequence[Step], compute_dtype: DType) -> list[Step]:
+    def roots_of(self, steps: Sequence[Step]) -> list[Step]:
         """The steps that lead from what is held low to what `steps` read.
 
         Where one result of a contraction is kept instead of what was made of it by
@@ -327,13 +326,11 @@ class _Flow:
                 continue
             if found := self._origin(v):
                 origin, chain = found
-                low = _kept_as(self.facts[v], compute_dtype)
-                size = _size(v.aval, low or _held(self.facts[v]))
-                total, all_steps = chains.get(origin, (0, {}))
-                chains[origin] = (total + size, all_steps | dict.fromkeys(chain))
+                total, others = chains.get(origin, (0, {}))
+                chains[origin] = total + self.kept(v), others | dict.fromkeys(chain)
         lead: dict[Step, None] = {}
         for origin, (size, chain) in chains.items():
-            if _size(origin.aval, _held(self.facts[origin])) <= size:
+            if self.kept(origin) <= size:
                 lead |= chain
         found = {*lead, *self.makers([*lead])} - {*steps}
         return sorted(found, key=self.number.__getitem__)
@@ -360,6 +357,8 @@ class _Flow:
         for step in self.maker.values():
             if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
                 continue
+            if Demand.FULL not in step.wanted[0]:
+                continue  # only contractions read it: its cotangent is low as it is
             (out,), operands = step.eqn.outvars, list(_reads(step))
             rest = [v for v in operands if not _is_low(v, self.facts)]
             if len(operands) == 2 and len(rest) == 1 and rest[0] in self.free_vars:

@@ -65,6 +65,7 @@ class Step:
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
     casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
     run_again: bool = False  # in the backward pass, if less is kept for it then
+    wanted: tuple[Demand, ...] = ()  # how its results are read
 
     @property
     def is_compute(self) -> bool:
@@ -158,9 +159,7 @@ class Planner:
             keys |= found.union(*(plan.keys for plan in step.inner))
         plain = islands = schedule(steps, inner.outvars)
         if any(step.run_again or step.inner for step in steps):
-            islands = island_schedule(
-                steps, env, inner.outvars, self.compute_dtype, self.lean
-            )
+            islands = island_schedule(steps, env, inner.outvars, self.lean)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -206,6 +205,7 @@ class Planner:
             casts=cast,
             opaque=opaque,
             run_again=self.lean or found.rule.is_run_again,
+            wanted=tuple(wanted),
         )
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:

@@ -84,7 +84,7 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     read_full = {i for i, how in zip(body.ins, demands) if Demand.FULL in how}
     read_full |= {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
-    coarse: set[int] = set()
+    coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
@@ -94,7 +94,7 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     while True:  # marks only rise, and there are three
         carried = {
             i: _carried(site, i, mark, i in low)._replace(
-                carried=i in adds_up, coarse=i in coarse
+                carried=i in adds_up, coarse=coarse[i]
             )
             for i, mark in marks.items()
         }
@@ -105,12 +105,12 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         # its way into the next iteration, nor out of the last.
         wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
         stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
-        rising = {i for i, fact in made.items() if fact.coarse} - coarse
+        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
         rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
         if not stuck and not rising:
             break
         low -= stuck
-        coarse |= {i for i, fact in made.items() if fact.coarse}
+        coarse = {i: coarse[i] or fact.coarse for i, fact in made.items()}
         marks = {i: max(mark, made[i].mark) for i, mark in marks.items()}
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
     results = list(outside(inner.outs))
