@@ -81,8 +81,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         for i, how in zip(body.ins, demands, strict=True)
         if Demand.LOW in how and Demand.OTHER not in how
     }
-    hows = zip(body.ins, demands, strict=True)
-    read_full = {i for i, how in hows if Demand.FULL in how}
+    # In the next iteration, or outside of the loop.
+    read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
     coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
@@ -101,7 +101,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         made = {i: inner.outs[out] for i, out in outs.items()}
-        # What some op reads in full must not be rounded between two iterations.
+        # What is read in full, by some op or after the loop, must not be rounded on
+        # its way into the next iteration, nor out of the last.
         wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
         stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
         rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}

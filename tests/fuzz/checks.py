@@ -22,7 +22,6 @@ from .oracle import (
     Endless,
     Evaluator,
     Rounding,
-    RoundingAll,
     RoundingEverything,
     Undecided,
     as_numpy,
@@ -183,6 +182,8 @@ def _trace(build: Callable[[Wrap], Any], wrap: Wrap) -> Traced:
         f"{w.category.__name__}: {w.message}"
         for w in caught
         if "matched nothing" not in str(w.message)
+        # A rule of the user's that makes infinity of a literal.
+        and "overflow encountered in cast" not in str(w.message)
     }
     del leaves
     return Traced(jaxpr, jax.tree.leaves(args), tree, avals, warned)
@@ -198,7 +199,7 @@ def _check_types(plain: Traced, mixed: Traced) -> None:
             raise Broken("weak type", f"result {i}: {got.weak_type}, not written so")
         if want.sharding != got.sharding:
             raise Broken("type", f"result {i} is sharded {got.sharding}, not {want}")
-    if news := {w for w in mixed.warned - plain.warned}:
+    if news := mixed.warned - plain.warned:
         raise Broken("warning", "; ".join(sorted(news))[:400])
 
 
@@ -250,7 +251,8 @@ def _check_values(case: Case, plain: Traced, mixed: Traced) -> bool:
             if not _same_bits(x, y):
                 raise Broken("identity", f"result {i}: {_differing(x, y)}")
         return True
-    if not case.is_compiled and case.oracle != "asked":
+    # The systems that other policies follow round what is moved beside something low.
+    if not case.is_compiled and case.oracle in ("default", "contractions"):
         _check_moved(plain, got)
     _check_errors(case, plain, want, got)
     return True
@@ -266,7 +268,7 @@ def _or_discard(where: str) -> Iterator[None]:
 
 def _run(case: Case, evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:
     def run(*args):
-        return evaluator.run(traced.jaxpr, args)
+        return evaluator.run(traced.jaxpr, evaluator.begin(args))
 
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -322,7 +324,14 @@ def _check_errors(
 ) -> None:
     makers = _oracles(case)
     rounded = [_oracle(case, make(None), plain) for make in makers]
-    suspect = [i for i in range(len(want)) if _complaint(want, got, rounded, i)]
+    # Tangents of what is low are added up low: there a sum may leave the range.
+    is_narrow = jnp.finfo(case.dtype).maxexp < 128 and bool(case.outer)
+    limit = float(jnp.finfo(case.dtype).max) / 16 if is_narrow else np.inf
+
+    def complaint(i):
+        return _complaint(want[i], got[i], [outs[i] for outs in rounded], i, limit)
+
+    suspect = [i for i in range(len(want)) if complaint(i)]
     if not suspect:
         return
     if not case.is_compiled:
@@ -330,8 +339,8 @@ def _check_errors(
         for seed in range(DRAWS):
             rounded += [_oracle(case, make(seed), plain) for make in makers]
     for i in suspect:
-        if complaint := _complaint(want, got, rounded, i):
-            raise Broken(*complaint)
+        if found := complaint(i):
+            raise Broken(*found)
 
 
 DEFAULT_ORACLE = "contractions"  # what the default policy is held against
@@ -342,8 +351,8 @@ def _oracles(case: Case) -> list[Callable[[int | None], Rounding]]:
     kinds = {
         "none": [],
         "contractions": [Rounding],
-        "all": [Rounding, RoundingAll],
-        "asked": [Rounding, RoundingAll, RoundingEverything],
+        "all": [Rounding, RoundingEverything],
+        "asked": [Rounding, RoundingEverything],
     }
     # A rule that names a dtype means it, whatever the compute dtype.
     dtypes = ["bfloat16", "float16"] if kind == "asked" else [case.dtype]
@@ -353,14 +362,11 @@ def _oracles(case: Case) -> list[Callable[[int | None], Rounding]]:
 
 
 def _complaint(
-    want: Sequence[np.ndarray],
-    got: Sequence[np.ndarray],
-    rounded: Sequence[Sequence[np.ndarray]],
-    i: int,
+    x: np.ndarray, y: np.ndarray, refs: Sequence[np.ndarray], i: int, limit: float
 ) -> tuple[str, str] | None:
-    """What is wrong with result `i`, if its error is more than rounding explains."""
-    x, y = want[i], got[i]
-    refs = [outs[i] for outs in rounded]
+    """What is wrong with result `i`, if its error is more than rounding explains.
+
+    Beyond `limit` it may be infinite."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         wrong = x != y
         for ref in refs:
@@ -374,6 +380,9 @@ def _complaint(
         known = np.isfinite(x)
         for ref in refs:
             known &= np.isfinite(ref)
+        if not known.any():
+            return None
+        known &= np.isfinite(y) | (np.abs(x) < limit)
         if not known.any():
             return None
         if not np.isfinite(y[known]).all():

@@ -27,6 +27,8 @@ from .shrink import shrink
 
 MEMORY = 3 * 2**20  # KiB of a process, after which JAX's caches are emptied
 
+SHRUNK = 3  # cases of a kind, in a process; more of it are printed as found
+
 
 @dataclass(frozen=True)
 class Options:
@@ -156,7 +158,8 @@ def _finding(
 ) -> Finding:
     failure = outcome.failure
     assert failure is not None
-    if not options.no_shrink:
+    _seen[failure.kind] += 1
+    if not options.no_shrink and _seen[failure.kind] <= SHRUNK:
 
         def fails(smaller: Case) -> bool:
             found = check(smaller, compiled=compiled).failure
@@ -176,3 +179,4 @@ def _forget() -> None:
 
 
 _forgotten: list[Any] = [0.0]
+_seen: collections.Counter[str] = collections.Counter()

@@ -49,6 +49,10 @@ class Evaluator:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in inner.outvars]
 
+    def begin(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of the whole program, as it is to read them."""
+        return list(args)
+
     def equation(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in _STRUCTURES:
@@ -265,22 +269,11 @@ class Rounding(Evaluator):
         return [self.round(x) for x in outs]
 
 
-_EXACT = frozenset(
-    """reshape squeeze expand_dims broadcast_in_dim transpose rev slice dynamic_slice
-    dynamic_update_slice concatenate pad gather select_n copy copy_p stop_gradient name
-    split optimization_barrier device_put sort stack unstack tile""".split()
-)
-
-
-class RoundingAll(Rounding):
-    """Rounds whatever is computed: the worst that any policy may do."""
-
-    def is_rounded(self, eqn: Any) -> bool:
-        return eqn.primitive.name not in _EXACT
-
-
 class RoundingEverything(Rounding):
-    """Rounds what is moved, too: a rule for a scope may ask for it."""
+    """Rounds whatever goes in, is computed or moved: the worst that a policy may do."""
+
+    def begin(self, args: Sequence[Any]) -> list[Any]:
+        return [self.round(x) for x in args]
 
     def is_rounded(self, eqn: Any) -> bool:
         return True
