@@ -78,9 +78,7 @@ class Frame:
         env |= zip(plan.invars, args, strict=True)
         frame = Frame(self.planner, env, self.keeps)
         frame.ahead = ahead or {}
-        units, unit_drops, frame.settled = (
-            plan.islands if self.is_lean else plan.plain
-        )
+        units, unit_drops, frame.settled = plan.islands if self.is_lean else plan.plain
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.keeps == Keeps.MARKED:
                 unit = as_island(unit)

@@ -1,15 +1,24 @@
-"""Lean residuals: what is cheap to make again is not kept for the backward pass.
+"""Islands: what is cheap to make again is not kept for the backward pass.
 
 Between contractions lie islands: norms, softmax, activations, gates. Each is bound
 inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes into it
-(low, where only contractions read what comes out) and nothing from within.
+and nothing from within. What goes in is low where a contraction made it. A float32 sum
+that a contraction's result is part of, such as a residual stream, is no finer than that
+result: of it a low copy is kept, from which the backward pass runs the island again,
+while the forward pass reads the sum itself. (*Lean* code reads the copy in both.)
 
 Here the islands of one jaxpr are found; `_bind` binds them. Two steps are in one island
 if a value flows between them and as many costly ops lie before the one as before the
-other: so no path leaves an island and comes back. Linear steps that lead to an island,
-such as bias and residual adds, stay outside: it is better to keep their one result than
-all that they add. What is made of inputs and constants alone, such as a mask, an island
-makes for itself."""
+other: so no path leaves an island and comes back. Linear steps that lead to an island
+stay outside if their result takes no more to keep than what they are made of, as a sum
+of two. Those that lead there from one result of a contraction alone (a bias, a factor,
+a split) an island makes for itself, and so it does what is made of inputs and constants
+alone, such as a mask.
+
+Islands were islands of recomputation first in Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", arXiv:1604.06174; that cheap ops are best run again even where
+memory is no concern, since reading costs more than computing, is the reason of the
+min-cut partitioner of PyTorch's functorch."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +31,7 @@ from jax import lax
 
 from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
-from ._primitives import CHEAP, LINEAR, MOVEMENT
+from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING
 from ._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `_plan`, which builds on this module
@@ -167,6 +176,8 @@ def _region(
     }
     paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
     keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
+    if any(step.eqn.primitive.name in RANKING for step in group):
+        keeps = {}  # run again from rounded numbers, it might choose otherwise
     if not (keeps or any(outs.values()) or any(_is_low(v, flow.facts) for v in ins)):
         return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
@@ -354,18 +365,21 @@ class _Flow:
 
         Their cotangent is that of the contraction's result, which is low anyway. The
         bias' gradient is better summed up from that than from a second, wide array."""
-        for step in self.maker.values():
+        for step in self.number:
             if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
                 continue
             if Demand.FULL not in step.wanted[0]:
                 continue  # only contractions read it: its cotangent is low as it is
             (out,), operands = step.eqn.outvars, list(_reads(step))
-            rest = [v for v in operands if not _is_low(v, self.facts)]
-            if len(operands) == 2 and len(rest) == 1 and rest[0] in self.free_vars:
-                (low,) = (v for v in operands if v not in rest)
-                fact = self.facts[rest[0]]
-                is_small = fact is not None and fact.small or rest[0].aval.size < low.aval.size
-                if low.aval.shape == out.aval.shape and is_small:
+            low = [v for v in operands if _is_low(v, self.facts)]
+            rest = [v for v in operands if v not in low]
+            if len(low) == len(rest) == 1 and low[0].aval.shape == out.aval.shape:
+                (bias,) = rest
+                fact = self.facts[bias]
+                is_small = fact is not None and fact.small
+                if bias in self.free_vars and (
+                    is_small or bias.aval.size < out.aval.size
+                ):
                     yield out
 
     def _root(self, step: Step) -> Step:

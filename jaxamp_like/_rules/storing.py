@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._dtypes import DType, exact_in, lowered
-from .base import Decision, Demand, Fact, Mark, Rule, Site, outs_of
+from .base import Decision, Demand, Mark, Rule, Site, outs_of
 from .following import FANNING_OUT, keep_one, low_if_read_low
 
 

@@ -81,8 +81,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         for i, how in zip(body.ins, demands, strict=True)
         if Demand.LOW in how and Demand.OTHER not in how
     }
-    read_full = {i for i, how in zip(body.ins, demands) if Demand.FULL in how}
-    read_full |= {i for i, out in outs.items() if Demand.FULL in wanted[out]}
+    # In the next iteration, or outside of the loop.
+    read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
     coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
