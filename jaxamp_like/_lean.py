@@ -169,7 +169,8 @@ def _region(
         if readers[v]
     }
     steps = [*flow.makers(group), *group]
-    steps = [*flow.roots_of(steps), *steps]
+    # What leads to an island may read what the island makes for itself.
+    steps = sorted([*flow.roots_of(steps), *steps], key=flow.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
     ins: dict[Any, DType | None] = {
         v: None for step in steps for v in _reads(step) if v not in made
