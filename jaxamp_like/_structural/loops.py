@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._dtypes import DType, cast, cast_all, lowered
+from .._dtypes import DType, cast, cast_all, exact_in, lowered
 from .._jax import (
     Eqn,
     consts,
@@ -102,8 +102,12 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         made = {i: inner.outs[out] for i, out in outs.items()}
         # What is read in full, by some op or after the loop, must not be rounded on
-        # its way into the next iteration, nor out of the last.
-        wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
+        # its way into the first iteration or the next, nor out of the last.
+        wide = {
+            i
+            for i in read_full & low
+            if made[i].dtype == site.authors[i] or not _is_exact(site, i)
+        }
         stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
         rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
         rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
@@ -118,6 +122,16 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         results[out] = carried[i]._replace(carried=False)
     decision = decision_of(site, now(facts), results, "its carries keep one dtype")
     return decision, (*plans, inner)
+
+
+def _is_exact(site: Site, i: int) -> bool:
+    """Whether a loop's carry may start low without a rounding."""
+    fact, author = site.facts[i], site.authors[i]
+    assert fact is not None and author is not None
+    low = lowered(author, site.compute_dtype)
+    constants = fact.values
+    is_constant = constants is not None and all(exact_in(v, low) for v in constants)
+    return fact.dtype == low or is_constant
 
 
 def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
