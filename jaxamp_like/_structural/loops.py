@@ -83,6 +83,11 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     }
     # In the next iteration, or outside of the loop.
     read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
+    # What a loop starts with is read by its first step, and by all if there is none.
+    inside_loop = zip(body.ins, demands, strict=True)
+    starts_full = {i for i, how in inside_loop if Demand.FULL in how}
+    if not site.params.get("length"):
+        starts_full |= read_full
     low = (outs.keys() & read_low) - adds_up
     coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
@@ -103,11 +108,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         made = {i: inner.outs[out] for i, out in outs.items()}
         # What is read in full, by some op or after the loop, must not be rounded on
         # its way into the first iteration or the next, nor out of the last.
-        wide = {
-            i
-            for i in read_full & low
-            if made[i].dtype == site.authors[i] or not _is_exact(site, i)
-        }
+        wide = {i for i in read_full & low if made[i].dtype == site.authors[i]}
+        wide |= {i for i in starts_full & low if not _is_exact(site, i)}
         stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
         rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
         rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
