@@ -222,7 +222,7 @@ def _check_jaxpr(plain: Any, mixed: Any) -> None:
 
 
 # Derivatives of what has no 16-bit kernel are contractions in full; so are solvers.
-_IN_FULL = "linalg cov solve cg( gmres kron fft".split()
+_IN_FULL = "amp_stop linalg cov solve cg( gmres kron fft".split()
 
 
 def _check_structure(case: Case, plain: Traced, mixed: Traced) -> None:

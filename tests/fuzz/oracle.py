@@ -6,6 +6,7 @@ which rounds the operands and results of contractions, and nothing else, or foll
 values that are only moved."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,9 @@ def _bind_alone(eqn: Any, args: Sequence[Any]) -> list[Any]:
     for atom, x in zip(eqn.invars, args, strict=True):
         if not hasattr(atom, "val"):
             given[atom] = x
-    jaxpr = jax.extend.core.Jaxpr([], list(given), eqn.outvars, [eqn], eqn.effects)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it has no debug info
+        jaxpr = jax.extend.core.Jaxpr([], list(given), eqn.outvars, [eqn], eqn.effects)
     return list(map(as_numpy, jax.core.eval_jaxpr(jaxpr, [], *given.values())))
 
 

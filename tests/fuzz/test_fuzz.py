@@ -31,8 +31,7 @@ def test_a_planted_fault_is_found(name):
 
 
 def test_a_seed_is_a_case():
-    assert make_case(7) == make_case(7)
-    assert make_case(7).source() == make_case(7).source() != make_case(8).source()
+    assert make_case(7).file() == make_case(7).file() != make_case(8).file()
 
 
 def test_a_failing_case_becomes_small_and_runs_as_a_file(tmp_path):
