@@ -8,6 +8,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import sparse
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, PartitionSpec as P
@@ -209,6 +210,34 @@ def test_sparsify(layout, is_lean):
 
     ours = sparse.sparsify(low(fn, is_lean))(W, matrix)
     assert_near(ours, sparse.sparsify(fn)(W, matrix))
+
+
+# Rules of the author for `vmap`.
+
+
+def test_the_rule_of_a_custom_vmap_is_rewritten():
+    @custom_vmap
+    def product(w, x):
+        return x @ w, jnp.sum(w)
+
+    @product.def_vmap
+    def _(size, batched, w, x):
+        assert batched == [False, True] and x.dtype == jnp.float32
+        doubled = 2 * (x.reshape(-1, 8) @ w)  # to tell it from the function
+        return (doubled.reshape(size, -1, 8), jnp.sum(w)), (True, False)
+
+    def mapped(fn):
+        return jax.vmap(fn, (None, 0), (0, None))
+
+    def grad(fn):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(mapped(fn)(*args)[0])), (0, 1))
+
+    mixed, x = low(product), X.reshape(4, 4, 8)
+    for transform in (mapped, grad):
+        ours, true = transform(mixed), transform(product)
+        assert contraction_dtypes(ours, W, x) == {"bfloat16"}
+        assert_near(ours(W, x), true(W, x))
+    assert contraction_dtypes(jax.jit(mapped(jax.jit(mixed))), W, x) == {"bfloat16"}
 
 
 # Weak types.
