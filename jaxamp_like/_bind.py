@@ -1,6 +1,7 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +23,11 @@ from ._jax import (
     without_scopes,
 )
 from ._lean import Region, as_island, keep
+from ._matmul_precision import setting, settled_bind, with_setting, without_setting
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
-from ._rules import Demand, Leaf, author_dtype
+from ._rules import Demand, Leaf, author_dtype, keeping_low
 
 # Ops that broadcast size-1 axes of their operands by themselves.
 _BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
@@ -59,6 +61,7 @@ class Frame:
         self.views: dict[Any, Step] = {}  # views of inputs, by the step that made them
         self.kept: set[Any] = set()  # variables that views are made of
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
+        self.settled: frozenset[Any] = frozenset()  # see `Schedule`
 
     def run(
         self,
@@ -74,7 +77,7 @@ class Frame:
         env |= zip(plan.invars, args, strict=True)
         frame = Frame(self.planner, env, self.keeps)
         frame.ahead = ahead or {}
-        units, unit_drops = plan.lean if self.is_lean else plan.plain
+        units, unit_drops, frame.settled = plan.islands if self.is_lean else plan.plain
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.keeps == Keeps.MARKED:
                 unit = as_island(unit)
@@ -95,7 +98,7 @@ class Frame:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         Made once: JAX finds compiled code by the identity of inner jaxprs."""
-        key = (dtypes, self.keeps)
+        key = (dtypes, self.keeps, setting())
         if key not in plan.closed:
 
             def rewritten(*args):
@@ -143,7 +146,8 @@ class Frame:
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
-        jaxpr = trace(fn, avals)
+        with without_setting():
+            jaxpr = trace(fn, avals)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
@@ -179,7 +183,7 @@ class Frame:
         if step.handler is not None:
             outs = step.handler.bind(self, step, operands)
         else:
-            outs = reemit(eqn, operands)
+            outs = reemit(with_setting(eqn, self.planner.strict), operands)
         return _as_decided(step, outs)
 
     def _bind_region(self, region: Region) -> list[Any]:
@@ -193,20 +197,35 @@ class Frame:
         def island(*values):
             env = dict(zip(region.ins, values, strict=True))
             frame = Frame(self.planner, env, Keeps.NOTHING)
+            frame.settled = self.settled
             for step in region.steps:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
-            return [frame.read(v, dtype) for v, dtype in region.outs.items()]
+            outs = []
+            for v, dtype in region.outs.items():
+                with eqn_context(makers[v].eqn):
+                    outs.append(frame.read(v, dtype))
+            return outs
 
+        makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
-        outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
+        if region.keeps:
+            kept = [region.keeps.get(v) for v in region.ins]
+            mark = keep if self.keeps == Keeps.MARKED else None
+            run = keeping_low(island, island, kept, prevent_cse, mark)
+        else:
+            run = jax.checkpoint(island, prevent_cse=prevent_cse)
+        with eqn_context(without_scopes(first.eqn)):
+            outs = run(*values)
         return list(map(keep, outs)) if self.keeps == Keeps.MARKED else outs
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:
         """An operand of a region; a cast of it is kept in its place."""
-        value = self.read(v, dtype)
-        if self.keeps == Keeps.MARKED and value is not self.env[v]:
-            value = self.casts[v, dtype] = keep(value)  # type: ignore[index]
-        return value
+        if dtype is None or (v, dtype) in self.casts or dtype == self.env[v].dtype:
+            return self.read(v, dtype)
+        # XLA would leave out a cast down that is cast up again, and keep what is wide.
+        value = lax.optimization_barrier(cast(self.env[v], dtype))
+        self.casts[v, dtype] = keep(value) if self.keeps == Keeps.MARKED else value
+        return self.casts[v, dtype]
 
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""
@@ -225,8 +244,16 @@ class Frame:
         if decision.bind is not None:
             outs = decision.bind(*operands)
         else:
-            outs = eqn.primitive.bind(*operands, **decision.params)
+            is_low = any(
+                read is not None and read != v.aval.dtype
+                for read, v in zip(decision.reads, eqn.invars, strict=True)
+            )
+            bind = settled_bind(eqn.primitive, decision.params, is_low)
+            outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
+        if self.settled.intersection(eqn.outvars):
+            low = step.found.compute_dtype or self.planner.compute_dtype
+            outs = [_settle(x, low) for x in outs]
         return _as_decided(step, outs)
 
     def _operand(self, step: Step, i: int) -> Any:
@@ -396,6 +423,21 @@ def _attach(full: Any, low: Any) -> Any:
 @_attach.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _settle(x: Any, low: DType) -> Any:
+    """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
+
+    XLA would leave out a cast down that is cast up again, and store what is wide."""
+    del low
+    return x
+
+
+@_settle.defjvp
+def _(low, primals, tangents):
+    (x,), (t,) = primals, tangents
+    return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:

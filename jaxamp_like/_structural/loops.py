@@ -81,7 +81,10 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         for i, how in zip(body.ins, demands, strict=True)
         if Demand.LOW in how and Demand.OTHER not in how
     }
+    # In the next iteration, or outside of the loop.
+    read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
+    coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
@@ -89,16 +92,26 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         if is_sliced and how == Demand.LOW:
             given[i] = _low_slices(given[i], site)
     while True:  # marks only rise, and there are three
-        carried = {i: _carried(site, i, mark, i in low) for i, mark in marks.items()}
-        carried |= {i: carried[i]._replace(carried=True) for i in outs.keys() & adds_up}
+        carried = {
+            i: _carried(site, i, mark, i in low)._replace(
+                carried=i in adds_up, coarse=coarse[i]
+            )
+            for i, mark in marks.items()
+        }
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
-        made = {i: inner.outs[out].mark for i, out in outs.items()}
-        stuck = {i for i in low if made[i] == Mark.FULL}
-        if not stuck and all(mark <= carried[i].mark for i, mark in made.items()):
+        made = {i: inner.outs[out] for i, out in outs.items()}
+        # What is read in full, by some op or after the loop, must not be rounded on
+        # its way into the next iteration, nor out of the last.
+        wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
+        stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
+        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
+        rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
+        if not stuck and not rising:
             break
         low -= stuck
-        marks = {i: max(mark, made[i]) for i, mark in marks.items()}
+        coarse = {i: coarse[i] or fact.coarse for i, fact in made.items()}
+        marks = {i: max(mark, made[i].mark) for i, mark in marks.items()}
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
     results = list(outside(inner.outs))
     for i, out in outs.items():
