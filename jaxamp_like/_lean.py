@@ -79,7 +79,7 @@ def schedule(
     for unit in reversed(units):
         read = dict.fromkeys(unit.ins if isinstance(unit, Region) else _reads(unit))
         drops.append(tuple(v for v in read if v not in seen))
-        seen |= read.keys()
+        seen.update(read)
     return Schedule(units, tuple(reversed(drops)), frozenset(settled))
 
 
@@ -383,9 +383,14 @@ class _Flow:
                     yield out
 
     def _root(self, step: Step) -> Step:
-        while step in self._parent:
-            step = self._parent[step]
-        return step
+        root = step
+        while root in self._parent:
+            root = self._parent[root]
+        while step is not root:  # so that the way is short the next time
+            above = self._parent[step]
+            self._parent[step] = root
+            step = above
+        return root
 
     def groups(self) -> dict[Step, list[Step]]:
         """The island of each step that is in one."""

@@ -89,10 +89,24 @@ class Plan:
     ins: Facts
     outs: Facts
     steps: tuple[Step, ...]
-    plain: Schedule  # of the steps
-    islands: Schedule  # the same, with regions
+    facts: dict[Any, Fact | None]  # of all variables
+    lean: bool
     keys: frozenset[Any]  # keys of the policy that an equation was found under
     closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
+
+    # Made when they are bound: of the plans that a loop tries, only the last one is.
+
+    @functools.cached_property
+    def plain(self) -> Schedule:
+        """The steps in order."""
+        return schedule(self.steps, self.outvars)
+
+    @functools.cached_property
+    def islands(self) -> Schedule:
+        """The same, with regions."""
+        if any(step.run_again or step.inner for step in self.steps):
+            return island_schedule(self.steps, self.facts, self.outvars, self.lean)
+        return self.plain
 
 
 @dataclass(eq=False)
@@ -109,6 +123,7 @@ class Planner:
     _plans: Any = field(default_factory=WeakKeyDictionary)
     _demands: Any = field(default_factory=WeakKeyDictionary)
     _uncrossed: Any = field(default_factory=WeakKeyDictionary)
+    _found: dict[Any, Found] = field(default_factory=dict)
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
@@ -147,9 +162,6 @@ class Planner:
             steps.append(step)
             found = {step.found.key, *step.found.also}
             keys |= found.union(*(plan.keys for plan in step.inner))
-        plain = islands = schedule(steps, inner.outvars)
-        if any(step.run_again or step.inner for step in steps):
-            islands = island_schedule(steps, env, inner.outvars, self.lean)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -157,15 +169,15 @@ class Planner:
             ins=facts,
             outs=tuple(_fact(env, atom) for atom in inner.outvars),
             steps=tuple(steps),
-            plain=plain,
-            islands=islands,
+            facts=env,
+            lean=self.lean,
             keys=frozenset(keys),
         )
 
     def _step(
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
     ) -> Step:
-        found = self.policy.find(eqn.primitive, scope)
+        found = self._find(eqn.primitive, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None and not _stops(found):
@@ -241,6 +253,12 @@ class Planner:
             by_scope=found.by_scope,
         )
 
+    def _find(self, primitive: Any, scope: Scope) -> Found:
+        key = (primitive, scope)
+        if key not in self._found:
+            self._found[key] = self.policy.find(primitive, scope)
+        return self._found[key]
+
     def demands(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Demand, ...]:
@@ -261,7 +279,8 @@ class Planner:
         def read(atoms, demands):
             for atom, how in zip(atoms, demands, strict=True):
                 if not isinstance(atom, Literal):
-                    demand[atom] = demand.get(atom, Demand.NONE) | how
+                    before = demand.get(atom, how)
+                    demand[atom] = how if before is how else before | how
 
         read(jaxpr.outvars, wanted)
         for eqn in reversed(jaxpr.eqns):
@@ -272,7 +291,7 @@ class Planner:
     def _operand_demands(
         self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        found = self.policy.find(eqn.primitive, scope)
+        found = self._find(eqn.primitive, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
             if eqn.primitive.name in FIXED:
@@ -328,7 +347,7 @@ class Planner:
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
-            found = self.policy.find(eqn.primitive, inner_scope)
+            found = self._find(eqn.primitive, inner_scope)
             handler = STRUCTURAL.get(eqn.primitive.name)
             if handler is not None and not _stops(found):
                 operands = read(eqn.invars)
@@ -348,7 +367,13 @@ class Planner:
 
     def _around(self, body: Body, scope: Scope) -> Sequence[Reach]:
         """As `uncrossed`, for any number of iterations of the body's loop."""
-        return around(self.uncrossed(body.jaxpr, scope), body.loop)
+        loop = tuple(body.loop)
+        return _remember(
+            self._uncrossed,
+            body.jaxpr,
+            (scope, loop),
+            lambda: around(self.uncrossed(body.jaxpr, scope), loop),
+        )
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""
