@@ -7,14 +7,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from ._bind import Frame, Keeps
-from ._dtypes import DType, cast
+from ._dtypes import DType, cast_as
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
-from ._jax import consts, is_array, raw, teach_checkpoint, trace
+from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._matmul_precision import without_setting
 from ._mistakes import (
     as_bool,
@@ -28,7 +27,6 @@ from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
-from ._rules import author_dtype
 from ._switch import is_amp_disabled
 from ._unmatched import (
     changes_nothing,
@@ -223,13 +221,8 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _as_author(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
-    dtype = author_dtype(aval)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
-    if dtype is None or x.dtype == dtype:
-        return x
-    if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:
-        return lax.convert_element_type(x, float)
-    return cast(x, dtype)
+    return cast_as(x, aval) if is_array_aval(aval) else x
 
 
 def _report_unused(planner: Planner, plan: Plan) -> None:
