@@ -191,7 +191,7 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
         # Errors of JAX name the function that they arose in.
-        flat.__signature__, flat.__wrapped__ = inspect.signature(flat), fn
+        vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
         with explaining_tracing(), without_setting():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
