@@ -20,9 +20,11 @@ from ._mistakes import (
     as_bool,
     explaining_tracing,
     is_lazy,
+    lowers_nothing,
     naming_mistakes,
     refuse_lazy_results,
     refuse_what_cannot_be_rewritten,
+    report_of_no_lowering,
 )
 from ._nnx import call_with_modules, nnx_modules
 from ._plan import Plan, Planner, input_fact
@@ -30,11 +32,7 @@ from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
 from ._rules import author_dtype
 from ._switch import is_amp_disabled
-from ._unmatched import (
-    changes_nothing,
-    report_of_no_change,
-    reports_of_unmatched_keys,
-)
+from ._unmatched import reports_of_unmatched_keys
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -133,6 +131,8 @@ def amp(
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
+    if lowers_nothing(settings.lookup, settings.compute_dtype):
+        warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
@@ -234,8 +234,6 @@ def _as_author(x: Any, aval: Any) -> Any:
 def _report_unused(planner: Planner, plan: Plan) -> None:
     for report in reports_of_unmatched_keys(planner, plan):
         warn_or_raise(report, planner.strict)
-    if changes_nothing(planner, plan):
-        warn_or_raise(report_of_no_change(planner), planner.strict)
 
 
 @overload
