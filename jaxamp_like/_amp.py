@@ -91,9 +91,9 @@ def amp(
             `use_precision(dtype)`.
         strict: raise instead of warn where an equation holds a program that amp can't
             rewrite, or where a key of the policy matches nothing.
-        lean: keep less for the backward pass. What stands between contractions (norm,
-            softmax, activation, gate) is run again there from its inputs, which are
-            read in low precision where only contractions read the results.
+        lean: keep as little for the backward pass as the default policy does under
+            any policy: what stands between contractions (norm, softmax, activation,
+            gate) is run again there, whatever its rule.
     Returns:
         A function with the signature of `fn`. Its floating results are cast if the
         policy has an output dtype.

@@ -159,7 +159,7 @@ class Planner:
             keys |= found.union(*(plan.keys for plan in step.inner))
         plain = islands = schedule(steps, inner.outvars)
         if any(step.run_again or step.inner for step in steps):
-            islands = island_schedule(steps, env, inner.outvars, self.lean)
+            islands = island_schedule(steps, env, inner.outvars)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
