@@ -172,7 +172,7 @@ def _region(
     keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
     if any(step.eqn.primitive.name in RANKING for step in group):
         keeps = {}  # run again from rounded numbers, it might choose otherwise
-    if not (keeps or any(outs.values()) or any(_is_low(v, flow.facts) for v in reads)):
+    if not any(outs.values()) and not any(map(flow.is_rounded, reads)):
         return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
     gain -= sum(map(flow.kept, paid))
@@ -308,7 +308,14 @@ class _Flow:
             if any(self.maker.get(v) in self.free for v in masks):
                 return False  # an island makes the mask for itself
         paid = [v for v in operands if v in self.active and v not in self.free_vars]
-        return self.kept(out) <= sum(map(self.kept, paid))
+        total = sum(map(self.kept, paid))
+        is_low = _kept_as(self.facts[out]) is not None
+        return self.kept(out) < total or (is_low and self.kept(out) == total)
+
+    def is_rounded(self, v: Any) -> bool:
+        """Whether a value is low, or a sum that a low one is part of."""
+        fact = self.facts[v]
+        return fact is not None and (fact.coarse or _is_low(v, self.facts))
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""
