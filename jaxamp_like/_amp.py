@@ -7,14 +7,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from ._bind import Frame, Keeps
-from ._dtypes import DType, cast
+from ._dtypes import DType, cast_as
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
-from ._jax import consts, is_array, raw, trace
+from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._matmul_precision import without_setting
 from ._mistakes import (
     as_bool,
@@ -26,11 +25,10 @@ from ._mistakes import (
     refuse_what_cannot_be_rewritten,
     report_of_no_lowering,
 )
-from ._nnx import call_with_modules, nnx_modules
+from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
-from ._rules import author_dtype
 from ._switch import is_amp_disabled
 from ._unmatched import reports_of_unmatched_keys
 
@@ -145,11 +143,7 @@ def amp(
             )
         is_off = amp_is_off()
         rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner)
-        modules = nnx_modules((fn, args, kwargs))
-        if modules:
-            out = call_with_modules(rewrite, modules, (fn, args, kwargs))
-        else:
-            out = rewrite(fn)(*args, **kwargs)
+        out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
     return wrapped
@@ -174,6 +168,7 @@ def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
 
 def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args, **kwargs):
+        teach_checkpoint()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
@@ -187,7 +182,12 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_lazy)
             refuse_lazy_results(fn, outs)
             is_out = [isinstance(x, jax.Array) for x in outs]
-            result.append((outs, out_tree, is_out))
+            # Its arrays belong to this trace, and must not outlive it.
+            static = [
+                None if is_array else x
+                for x, is_array in zip(outs, is_out, strict=True)
+            ]
+            result.append((static, out_tree, is_out))
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
         # Errors of JAX name the function that they arose in.
@@ -215,20 +215,14 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     record_plan(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        keeps = Keeps.LEAN if planner.lean else Keeps.ALL
-        outs = Frame(planner, {}, keeps).run(plan, consts(jaxpr), arrays)
+        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 
 def _as_author(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
-    dtype = author_dtype(aval)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
-    if dtype is None or x.dtype == dtype:
-        return x
-    if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:
-        return lax.convert_element_type(x, float)
-    return cast(x, dtype)
+    return cast_as(x, aval) if is_array_aval(aval) else x
 
 
 def _report_unused(planner: Planner, plan: Plan) -> None:

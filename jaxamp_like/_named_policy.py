@@ -15,7 +15,7 @@ from ._errors import AmpError
 from ._frozen_rules import FrozenRules
 from ._limit import Limit, limited
 from ._mistakes import naming_mistakes
-from ._nnx import nnx_modules
+from ._nnx import nnx_nodes
 from ._policy import Lookup, checked_policy, default_amp_policy
 from ._rules import Site
 
@@ -293,7 +293,7 @@ def _cast_floats(tree: Any, dtype: DType | None) -> Any:
             return x.astype(dtype) if is_float(x.dtype) else x
         if isinstance(x, jax.Array):
             return cast(x, dtype) if is_float(x.dtype) else x
-        if nnx_modules([x]):
+        if nnx_nodes([x]):
             raise TypeError(
                 f"The tree holds the NNX module {type(x).__name__}, which is no pytree."
                 " Cast its state: `nnx.update(model, policy.cast_to_param("
