@@ -158,6 +158,11 @@ class Rule:
         """Whether the equation makes low results whatever it reads."""
         return False
 
+    @property
+    def may_compute_low(self) -> bool:
+        """Whether the equation may compute low although none of its operands is."""
+        return self.is_compute
+
     def __call__(
         self,
         compute_dtype: DType,

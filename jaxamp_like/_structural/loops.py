@@ -24,6 +24,7 @@ from .._rules import (
 )
 from .base import (
     REMAT,
+    SOLVER,
     Body,
     Facts,
     decision_of,
@@ -81,6 +82,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         if Demand.LOW in how and Demand.OTHER not in how
     }
     low = (outs.keys() & read_low) - adds_up
+    if SOLVER in site.scope and not site.by_scope:
+        low = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
