@@ -1,6 +1,7 @@
 """`amp`: pytrees in, pytrees out; and `amp_stop`, which keeps it away."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -13,13 +14,27 @@ from ._bind import Frame, Keeps
 from ._dtypes import DType, cast
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
-from ._jax import consts, is_array, raw, trace
-from ._nnx import call_with_modules, nnx_modules
+from ._jax import consts, is_array, raw, teach_checkpoint, trace
+from ._matmul_precision import without_setting
+from ._mistakes import (
+    as_bool,
+    explaining_tracing,
+    is_lazy,
+    naming_mistakes,
+    refuse_lazy_results,
+    refuse_what_cannot_be_rewritten,
+)
+from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
 from ._rules import author_dtype
 from ._switch import is_amp_disabled
+from ._unmatched import (
+    changes_nothing,
+    report_of_no_change,
+    reports_of_unmatched_keys,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,6 +59,7 @@ def amp(
     strict: bool = ...,
     lean: bool = ...,
 ) -> Callable[[_F], _F]: ...
+@naming_mistakes
 def amp(
     fn: Any = None,
     *,
@@ -100,6 +116,7 @@ def amp(
     Casting by op is due to Micikevicius et al., "Mixed Precision Training",
     arXiv:1710.03740."""
     settings = settings_of(amp_policy, compute_dtype)
+    strict, lean = as_bool(strict, "strict"), as_bool(lean, "lean")
     if fn is None:
         return functools.partial(
             amp,
@@ -113,29 +130,29 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
+    refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
     planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
-        if amp_is_off():
-            return fn(*args, **kwargs)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        modules = nnx_modules((fn, args, kwargs))
-        if modules:
-            rewrite = functools.partial(_rewritten, planner)
-            out = call_with_modules(rewrite, modules, (fn, args, kwargs))
-        else:
-            out = _rewritten(planner, fn)(*args, **kwargs)
-        return settings.output.cast_to_output(out)
+        is_off = amp_is_off()
+        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner)
+        out = call_with_nodes(rewrite, fn, args, kwargs)
+        return out if is_off else settings.output.cast_to_output(out)
 
     return wrapped
+
+
+def _as_it_is(fn: _F) -> _F:
+    return fn
 
 
 def _names(fn: Callable[..., Any]) -> list[str]:
@@ -153,6 +170,7 @@ def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
 
 def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args, **kwargs):
+        teach_checkpoint()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
@@ -163,12 +181,21 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
 
         def flat(*arrays):
             args, kwargs = jax.tree.unflatten(tree, _merge(leaves, dynamic, arrays))
-            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_lazy)
+            refuse_lazy_results(fn, outs)
             is_out = [isinstance(x, jax.Array) for x in outs]
-            result.append((outs, out_tree, is_out))
+            # Its arrays belong to this trace, and must not outlive it.
+            static = [
+                None if is_array else x
+                for x, is_array in zip(outs, is_out, strict=True)
+            ]
+            result.append((static, out_tree, is_out))
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
-        jaxpr = trace(flat, arrays)
+        # Errors of JAX name the function that they arose in.
+        flat.__signature__, flat.__wrapped__ = inspect.signature(flat), fn
+        with explaining_tracing(), without_setting():
+            jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
         values = _run(in_force, jaxpr, arrays)
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
@@ -191,8 +218,7 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     record_plan(planner, plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        keeps = Keeps.LEAN if planner.lean else Keeps.ALL
-        outs = Frame(planner, {}, keeps).run(plan, consts(jaxpr), arrays)
+        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 
@@ -208,14 +234,10 @@ def _as_author(x: Any, aval: Any) -> Any:
 
 
 def _report_unused(planner: Planner, plan: Plan) -> None:
-    for key in planner.policy.own_keys():
-        if key not in plan.keys:
-            warn_or_raise(
-                f"The key {key!s} of `amp_policy` matched nothing in the function, or "
-                "only where the rule of an outer scope comes first. If it is a scope, "
-                "compare it with the names given to `jax.named_scope`; else remove it.",
-                planner.strict,
-            )
+    for report in reports_of_unmatched_keys(planner, plan):
+        warn_or_raise(report, planner.strict)
+    if changes_nothing(planner, plan):
+        warn_or_raise(report_of_no_change(planner), planner.strict)
 
 
 @overload

@@ -1,6 +1,7 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +23,11 @@ from ._jax import (
     without_scopes,
 )
 from ._lean import Region, as_island, keep
+from ._matmul_precision import setting, settled_bind, with_setting, without_setting
 from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
-from ._rules import Demand, Leaf, author_dtype
+from ._rules import Demand, Leaf, author_dtype, keeping_low
 from ._structural.base import now
 
 # Ops that broadcast size-1 axes of their operands by themselves.
@@ -38,7 +40,7 @@ class Keeps(enum.Enum):
     ALL = enum.auto()
     LEAN = enum.auto()
     LEAN_IN_LOOP = enum.auto()
-    NAMED = enum.auto()  # lean, in a loop, under the policy `save_named`
+    MARKED = enum.auto()  # lean, in a loop, under the policy `save_marked`
     NOTHING = enum.auto()  # all of it is run again
 
 
@@ -60,6 +62,7 @@ class Frame:
         self.views: dict[Any, Step] = {}  # views of inputs, by the step that made them
         self.kept: set[Any] = set()  # variables that views are made of
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
+        self.settled: frozenset[Any] = frozenset()  # see `Schedule`
 
     def run(
         self,
@@ -75,14 +78,14 @@ class Frame:
         env |= zip(plan.invars, args, strict=True)
         frame = Frame(self.planner, env, self.keeps)
         frame.ahead = ahead or {}
-        units, unit_drops = plan.lean if self.is_lean else plan.plain
+        units, unit_drops, frame.settled = plan.islands if self.is_lean else plan.plain
         for unit, drops in zip(units, unit_drops, strict=True):
-            if self.keeps == Keeps.NAMED:
+            if self.keeps == Keeps.MARKED:
                 unit = as_island(unit)
             if isinstance(unit, Region):
                 frame.env |= zip(unit.outs, frame._bind_region(unit), strict=True)
             else:
-                outs = frame._named(unit, frame.bind(unit))
+                outs = frame._marked(unit, frame.bind(unit))
                 frame.env |= zip(unit.eqn.outvars, outs, strict=True)
             for v in drops:
                 if v not in frame.kept:
@@ -96,7 +99,7 @@ class Frame:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         Made once: JAX finds compiled code by the identity of inner jaxprs."""
-        key = (dtypes, self.keeps)
+        key = (dtypes, self.keeps, setting())
         if key not in plan.closed:
 
             def rewritten(*args):
@@ -111,7 +114,7 @@ class Frame:
 
     @property
     def is_lean(self) -> bool:
-        return self.keeps in (Keeps.LEAN, Keeps.LEAN_IN_LOOP, Keeps.NAMED)
+        return self.keeps in (Keeps.LEAN, Keeps.LEAN_IN_LOOP, Keeps.MARKED)
 
     def in_loop(self) -> "Frame":
         """A frame for the bodies of a loop."""
@@ -120,7 +123,7 @@ class Frame:
 
     def under_policy(self) -> "Frame":
         """A frame for code in a `jax.checkpoint` with a policy of what is kept."""
-        return Frame(self.planner, {}, Keeps.NAMED if self.is_lean else self.keeps)
+        return Frame(self.planner, {}, Keeps.MARKED if self.is_lean else self.keeps)
 
     def in_rule(self) -> "Frame":
         """A frame for derivative rules, whose authors chose what to keep."""
@@ -144,7 +147,8 @@ class Frame:
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
-        jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
+        with without_setting():
+            jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
@@ -180,7 +184,7 @@ class Frame:
         if step.handler is not None:
             outs = step.handler.bind(self, step, operands)
         else:
-            outs = reemit(eqn, operands)
+            outs = reemit(with_setting(eqn, self.planner.strict), operands)
         return cast_all(outs, now(decision.outs))
 
     def _bind_region(self, region: Region) -> list[Any]:
@@ -194,25 +198,40 @@ class Frame:
         def island(*values):
             env = dict(zip(region.ins, values, strict=True))
             frame = Frame(self.planner, env, Keeps.NOTHING)
+            frame.settled = self.settled
             for step in region.steps:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
-            return [frame.read(v, dtype) for v, dtype in region.outs.items()]
+            outs = []
+            for v, dtype in region.outs.items():
+                with eqn_context(makers[v].eqn):
+                    outs.append(frame.read(v, dtype))
+            return outs
 
+        makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
-        outs = jax.checkpoint(island, prevent_cse=prevent_cse)(*values)
-        return list(map(keep, outs)) if self.keeps == Keeps.NAMED else outs
+        if region.keeps:
+            kept = [region.keeps.get(v) for v in region.ins]
+            mark = keep if self.keeps == Keeps.MARKED else None
+            run = keeping_low(island, island, kept, prevent_cse, mark)
+        else:
+            run = jax.checkpoint(island, prevent_cse=prevent_cse)
+        with eqn_context(without_scopes(first.eqn)):
+            outs = run(*values)
+        return list(map(keep, outs)) if self.keeps == Keeps.MARKED else outs
 
     def _enter(self, v: Any, dtype: DType | None) -> Any:
         """An operand of a region; a cast of it is kept in its place."""
-        value = self.read(v, dtype)
-        if self.keeps == Keeps.NAMED and value is not self.env[v]:
-            value = self.casts[v, dtype] = keep(value)  # type: ignore[index]
-        return value
+        if dtype is None or (v, dtype) in self.casts or dtype == self.env[v].dtype:
+            return self.read(v, dtype)
+        # XLA would leave out a cast down that is cast up again, and keep what is wide.
+        value = lax.optimization_barrier(cast(self.env[v], dtype))
+        self.casts[v, dtype] = keep(value) if self.keeps == Keeps.MARKED else value
+        return self.casts[v, dtype]
 
-    def _named(self, step: Step, outs: list[Any]) -> list[Any]:
+    def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""
         is_cheap = step.eqn.primitive.name in CHEAP
-        is_kept = self.keeps == Keeps.NAMED and is_cheap and step.handler is None
+        is_kept = self.keeps == Keeps.MARKED and is_cheap and step.handler is None
         return list(map(keep, outs)) if is_kept else outs
 
     def _apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
@@ -226,8 +245,16 @@ class Frame:
         if decision.bind is not None:
             outs = decision.bind(*operands)
         else:
-            outs = eqn.primitive.bind(*operands, **decision.params)
+            is_low = any(
+                read is not None and read != v.aval.dtype
+                for read, v in zip(decision.reads, eqn.invars, strict=True)
+            )
+            bind = settled_bind(eqn.primitive, decision.params, is_low)
+            outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
+        if self.settled.intersection(eqn.outvars):
+            low = step.found.compute_dtype or self.planner.compute_dtype
+            outs = [_settle(x, low) for x in outs]
         return cast_all(outs, now(decision.outs))
 
     def _operand(self, step: Step, i: int) -> Any:
@@ -250,8 +277,11 @@ class Frame:
         return cast(value, dtype) if i in step.casts else self.read(atom, dtype)
 
     def recast_roots(self, plan: Plan) -> list[tuple[Any, DType]]:
-        """The inputs that contractions of a plan read cast, with the dtypes."""
-        frame = Frame(self.planner, dict.fromkeys(plan.invars))
+        """The inputs that contractions of a plan read cast, with the dtypes.
+
+        Of an input that is sliced at places which are only known when it is read, the
+        slices."""
+        frame = Frame(self.planner, {})
         casts: dict[tuple[Any, DType], None] = {}
         for step in plan.steps:
             frame._remember_views(step)
@@ -259,7 +289,7 @@ class Frame:
                 dtype = step.decision.reads[i]
                 if dtype is None:  # the rule's own `bind` casts it
                     continue
-                for root in frame._origins([step.eqn.invars[i]])[0]:
+                for root in frame._origins([step.eqn.invars[i]], _is_fixed)[0]:
                     if author_dtype(root.aval) is not None:
                         casts[root, dtype] = None
         return list(casts)
@@ -272,20 +302,19 @@ class Frame:
 
     def _is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""
-        roots, _ = self._origins([atom])
-        return any((root, dtype) in self.ahead for root in roots)
+        return any((root, dtype) in self.ahead for root in self._origins([atom])[0])
 
     def _cast_ahead(self, atom: Any, dtype: DType) -> Any:
         """Casts a constant, or what a view is made of and then makes the view.
 
         So that a table is cast once, not in every shape that it is read in. The same
         for an input whose cast was made before a loop."""
-        if (atom, dtype) in self.ahead:
-            return self.ahead[atom, dtype]
         if author_dtype(atom.aval) is None:
             return self.read(atom, None)
         if isinstance(atom, Literal):
             return self.read(atom, dtype)
+        if (atom, dtype) in self.ahead:
+            return self.ahead[atom, dtype]
         if (atom, dtype) not in self.casts:
             view = self.views.get(atom)
             if view is None:
@@ -350,26 +379,37 @@ class Frame:
                     frame.env |= zip(view.eqn.outvars, frame._apply(view), strict=True)
             return frame._apply(step, static | arrays)
 
-        return jax.checkpoint(op, prevent_cse=False)(list(roots.values()), arrays)
+        values = [self.env[root] for root in roots]
+        return jax.checkpoint(op, prevent_cse=False)(values, arrays)
 
-    def _origins(self, atoms: Sequence[Atom]) -> tuple[dict[Any, Any], list[Step]]:
-        """The inputs that `atoms` are views of, and the steps that lead to them."""
-        roots: dict[Any, Any] = {}
+    def _origins(
+        self, atoms: Sequence[Atom], follow: Callable[[Step], bool] = lambda view: True
+    ) -> tuple[list[Any], list[Step]]:
+        """The inputs that `atoms` are views of, and the steps that lead to them.
+
+        Views that are not to be followed count as inputs."""
+        roots: dict[Any, None] = {}
         chain: dict[Step, None] = {}
 
         def visit(atom):
             if isinstance(atom, Literal):
                 return
-            if atom not in self.views:
-                roots[atom] = self.env[atom]
-            elif self.views[atom] not in chain:
-                for operand in self.views[atom].eqn.invars:
+            view = self.views.get(atom)
+            if view is None or not follow(view):
+                roots[atom] = None
+            elif view not in chain:
+                for operand in view.eqn.invars:
                     visit(operand)
-                chain[self.views[atom]] = None
+                chain[view] = None
 
         for atom in atoms:
             visit(atom)
-        return roots, list(chain)
+        return list(roots), list(chain)
+
+
+def _is_fixed(view: Step) -> bool:
+    """Whether a view shows the same part of its operand whenever it is made."""
+    return view.eqn.primitive.name != "dynamic_slice"
 
 
 @jax.custom_jvp
@@ -384,6 +424,21 @@ def _attach(full: Any, low: Any) -> Any:
 @_attach.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _settle(x: Any, low: DType) -> Any:
+    """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
+
+    XLA would leave out a cast down that is cast up again, and store what is wide."""
+    del low
+    return x
+
+
+@_settle.defjvp
+def _(low, primals, tangents):
+    (x,), (t,) = primals, tangents
+    return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

@@ -1,6 +1,7 @@
 """Floating dtypes: which may be lowered, what survives it, and the cast itself."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+
+from ._errors import AmpError
 
 DType = np.dtype
 
@@ -17,22 +20,66 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+NAMES = ("float16", "bfloat16", "float32", "float64")
+SHORT_NAMES = {
+    "f16": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "fp32": "float32",
+    "f64": "float64",
+    "fp64": "float64",
+    "full": "float32",
+}
+
+
+def full_name(name: str) -> str:
+    """The name of a dtype for a short name of it; other strings are left alone."""
+    name = name.strip()
+    if name == "half":  # asks which devices there are, so only when it must
+        return "bfloat16" if jax.default_backend() == "tpu" else "float16"
+    return SHORT_NAMES.get(name, name)
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """A hint at the one of the `known` that is closest to a misspelt `name`."""
+    close = get_close_matches(str(name), [*known], 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def as_float_dtype(value: DTypeLike, argument: str) -> DType:
     """Returns `value` as a floating dtype, or says which `argument` was wrong."""
     try:
-        dtype = jnp.dtype(value)
-    except TypeError:
+        dtype = jnp.dtype(full_name(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError):
         dtype = None
     # NumPy's float128 (longdouble) is a floating dtype that JAX does not have.
     if dtype is None or not is_float(dtype) or dtype.itemsize > 8:
+        is_name = isinstance(value, str)
+        hint = did_you_mean(value, (*NAMES, *SHORT_NAMES)) if is_name else ""
         raise TypeError(
             f"`{argument}` must be a floating dtype such as 'bfloat16', 'float16' or "
-            f"'float32', but got {value!r}."
+            f"'float32', but got {value!r}.{hint}"
         )
     if dtype.itemsize == 8 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError(
             f"`{argument}` is float64, which JAX only has with x64 enabled. Call "
             "`jax.config.update('jax_enable_x64', True)` first, or ask for float32."
+        )
+    return dtype
+
+
+def as_compute_dtype(value: DTypeLike, argument: str) -> DType:
+    """As `as_float_dtype`, for what whole functions can compute in."""
+    dtype = as_float_dtype(value, argument)
+    if bits(dtype) < 16:
+        info = jnp.finfo(dtype)
+        raise AmpError(
+            f"`{argument}` is {dtype.name!r}, which holds {float(info.tiny):.2g} to "
+            f"{float(info.max):.3g}: numbers need scales in it, or gradients vanish, "
+            "and this version has no rules for that yet. Compute in 'bfloat16' or "
+            "'float16'; a single op can be given float8 without scales by a rule, "
+            f"`default_amp_policy | {{'scope': use_precision({dtype.name!r})}}`."
         )
     return dtype
 
@@ -70,6 +117,11 @@ def holds(dtype: DType, other: DType) -> bool:
     return has_range and new.nmant >= old.nmant
 
 
+def has_range(dtype: DType, other: DType) -> bool:
+    """Whether a number of `other` may be rounded to `dtype` without an overflow."""
+    return jnp.finfo(dtype).maxexp >= jnp.finfo(other).maxexp
+
+
 def survives(value: float, dtype: DType) -> bool:
     """Whether a constant still does its job when it is cast to `dtype`.
 
@@ -82,6 +134,11 @@ def survives(value: float, dtype: DType) -> bool:
     if not float(info.tiny) <= magnitude <= float(info.max):
         return False
     return abs(1 - magnitude) >= float(info.eps)
+
+
+def exact_in(value: float, dtype: DType) -> bool:
+    """Whether a constant is one of the numbers of `dtype`."""
+    return not np.isfinite(value) or float(np.asarray(value, dtype)) == value
 
 
 def cast(x: Any, dtype: DType) -> Any:

@@ -12,11 +12,14 @@ the documented API, and why:
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
   be changed without changing the trace (later, `jax.make_user_context` is for that);
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
-  axes that an aval names, for the first carry of a retry loop.
+  axes that an aval names;
+- the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`.
 """
 
 import contextlib
+import functools
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -159,6 +162,41 @@ def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
     """`jaxpr` with other equations, which make the same variables."""
     inner = raw(jaxpr).replace(eqns=list(eqns))
     return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
+
+
+@functools.cache
+def _checkpoint_primitive() -> Primitive:
+    # JAX exports it since 0.8.
+    return raw(jax.make_jaxpr(jax.checkpoint(lambda: ()))()).eqns[0].primitive
+
+
+def teach_checkpoint() -> None:
+    """Gives `jet` and `sparsify` a rule for `jax.checkpoint`, if they are in use.
+
+    `amp` makes checkpoints where its user made none. For these two they mean nothing:
+    what is inside is gone through as if it stood there."""
+    jet = sys.modules.get("jax.experimental.jet")
+    if jet is not None:
+        jet.jet_rules.setdefault(_checkpoint_primitive(), _jet_of_checkpoint)
+    sparse = sys.modules.get("jax.experimental.sparse.transform")
+    if sparse is not None:
+        for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):
+            rules.setdefault(_checkpoint_primitive(), _sparse_checkpoint)
+
+
+def _jet_of_checkpoint(primals: Any, series: Any, *, jaxpr: Jaxpr, **_: Any) -> Any:
+    from jax.experimental import jet
+
+    def fn(*args):
+        return run_jaxpr(jaxpr, args)
+
+    return jet.jet(fn, primals, series, factorial_scaled=False)
+
+
+def _sparse_checkpoint(env: Any, *values: Any, jaxpr: Jaxpr, **_: Any) -> Any:
+    from jax.experimental.sparse import transform
+
+    return transform.eval_sparse(raw(jaxpr), consts(jaxpr), values, env)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,24 @@
-"""Lean residuals: what is cheap to make again is not kept for the backward pass.
+"""Islands: what is cheap to make again is not kept for the backward pass.
 
 Between contractions lie islands: norms, softmax, activations, gates. Each is bound
 inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes into it
-(low, where only contractions read what comes out) and nothing from within.
+and nothing from within. What goes in is low where a contraction made it. A float32 sum
+that a contraction's result is part of, such as a residual stream, is no finer than that
+result: of it a low copy is kept, from which the backward pass runs the island again,
+while the forward pass reads the sum itself. (*Lean* code reads the copy in both.)
 
 Here the islands of one jaxpr are found; `_bind` binds them. Two steps are in one island
 if a value flows between them and as many costly ops lie before the one as before the
-other: so no path leaves an island and comes back. Linear steps that lead to an island,
-such as bias and residual adds, stay outside: it is better to keep their one result than
-all that they add. What is made of inputs and constants alone, such as a mask, an island
-makes for itself."""
+other: so no path leaves an island and comes back. Linear steps that lead to an island
+stay outside if their result takes no more to keep than what they are made of, as a sum
+of two. Those that lead there from one result of a contraction alone (a bias, a factor,
+a split) an island makes for itself, and so it does what is made of inputs and constants
+alone, such as a mask.
+
+Islands were islands of recomputation first in Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", arXiv:1604.06174; that cheap ops are best run again even where
+memory is no concern, since reading costs more than computing, is the reason of the
+min-cut partitioner of PyTorch's functorch."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,12 +27,12 @@ from graphlib import TopologicalSorter
 from math import prod
 from typing import Any, NamedTuple
 
-from jax.ad_checkpoint import checkpoint_name
+from jax import lax
 
-from ._dtypes import DType, is_float, lowered
+from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
-from ._primitives import CHEAP, LINEAR, MOVEMENT
-from ._rules import Fact, Leaf, Mark
+from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING
+from ._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `_plan`, which builds on this module
 
@@ -38,24 +47,32 @@ _KEEPING_NOTHING = MOVEMENT | {"add", "sub", "neg", "concatenate", "pad"}
 class Region:
     """Steps that are bound in one `jax.checkpoint`.
 
-    `ins` and `outs` are its variables, with the dtypes in which they cross the border;
-    `None` stands for the dtype that they have."""
+    `ins` and `outs` are its variables, with the dtypes in which they cross the border,
+    and `keeps` the dtypes in which inputs are kept for the backward pass; `None` stands
+    for the dtype that they have."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
     outs: dict[Any, DType | None]
+    keeps: dict[Any, DType]
 
 
 class Schedule(NamedTuple):
     """Steps and regions in an order that binding can follow.
 
-    `drops` are the variables that each of them is the last to read."""
+    `drops` are the variables that each of them is the last to read, `settled` those
+    whose cotangents are rounded before they go anywhere."""
 
     units: tuple[Step | Region, ...]
     drops: tuple[tuple[Any, ...], ...]
+    settled: frozenset[Any] = frozenset()
 
 
-def schedule(units: Iterable[Step | Region], outvars: Iterable[Any]) -> Schedule:
+def schedule(
+    units: Iterable[Step | Region],
+    outvars: Iterable[Any],
+    settled: Iterable[Any] = (),
+) -> Schedule:
     units = tuple(units)
     seen = set(_variables(outvars))
     drops = []
@@ -63,27 +80,30 @@ def schedule(units: Iterable[Step | Region], outvars: Iterable[Any]) -> Schedule
         read = dict.fromkeys(unit.ins if isinstance(unit, Region) else _reads(unit))
         drops.append(tuple(v for v in read if v not in seen))
         seen |= read.keys()
-    return Schedule(units, tuple(reversed(drops)))
-
-
-_KEPT = "amp_kept"
+    return Schedule(units, tuple(reversed(drops)), frozenset(settled))
 
 
 def keep(x: Any) -> Any:
-    """Names a value that `save_named` keeps although it could be made again."""
-    return checkpoint_name(x, _KEPT) if is_float(x.dtype) else x
+    """Marks a value that policies keep although it could be made again.
+
+    By a copy, which is none once it is compiled: a `checkpoint_name` has no transpose,
+    so that linear code would be no longer linear."""
+    return lax.copy_p.bind(x) if is_float(x.dtype) else x
 
 
-def save_named(primitive: Any, *avals: Any, **params: Any) -> bool:
+def is_kept(primitive: Any) -> bool:
+    """Whether `primitive` is what `keep` marks values with."""
+    return primitive is lax.copy_p
+
+
+def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy for a `jax.checkpoint` around islands: keeps what leaves them.
 
     A policy overrules the checkpoints inside, so what it keeps of an island is not made
     again there; and what it doesn't keep outside of islands is made again first, for
     all iterations of a loop."""
-    del avals
-    if primitive.name == "name":
-        return params["name"] == _KEPT
-    return primitive.name not in CHEAP
+    del avals, params
+    return is_kept(primitive) or primitive.name not in (*CHEAP, "name")
 
 
 def as_island(unit: Step | Region) -> Step | Region:
@@ -93,17 +113,19 @@ def as_island(unit: Step | Region) -> Step | Region:
     if not _kept(unit, set(_reads(unit))):
         return unit
     outs = dict.fromkeys(unit.eqn.outvars)
-    return Region((unit,), dict.fromkeys(_reads(unit)), outs)
+    return Region((unit,), dict.fromkeys(_reads(unit)), outs, {})
 
 
-def lean_schedule(
+def island_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
+    lean: bool,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, islands put into regions.
 
-    `facts` are those of all its variables."""
+    `facts` are those of all its variables. If `lean`, what is kept low is read low in
+    the forward pass too."""
     flow = _Flow(steps, facts)
     # How each variable is read outside of islands: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
@@ -116,47 +138,95 @@ def lean_schedule(
     read(outvars, [None] * len(outvars))
     units: list[Step | Region] = []
     for group in reversed(_in_order(steps, flow.groups())):
-        region = _region(group, flow, readers)
+        region = _region(group, flow, readers, lean)
         if region is not None:
             read(region.ins, region.ins.values())
             units.append(region)
             continue
         for step in reversed(group):
             is_read = any(readers[v] for v in step.eqn.outvars)
-            if is_read or step not in flow.free:
+            if is_read or not _is_cheap(step):
                 read(step.eqn.invars, step.decision.reads)
                 units.append(step)
-    return schedule(reversed(units), outvars)
+    if not any(isinstance(unit, Region) for unit in units):
+        return schedule(steps, outvars, flow.settled())
+    return schedule(reversed(units), outvars, flow.settled())
 
 
 def _region(
-    group: Sequence[Step], flow: "_Flow", readers: dict[Any, set[DType | None]]
+    group: Sequence[Step],
+    flow: "_Flow",
+    readers: dict[Any, set[DType | None]],
+    lean: bool,
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
-    if group[0] not in flow.depth_of:
+    if group[0] not in flow.depth_of or _mixes_rows(group):
         return None
     outs = {
-        v: readers[v].copy().pop() if len(readers[v]) == 1 else None
+        v: _border(v, readers[v], flow.facts)
         for step in group
         for v in step.eqn.outvars
         if readers[v]
     }
     steps = [*flow.makers(group), *group]
+    steps = [*flow.roots_of(steps), *steps]
     made = {v for step in steps for v in step.eqn.outvars}
     ins: dict[Any, DType | None] = {
         v: None for step in steps for v in _reads(step) if v not in made
     }
     paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
-    dtypes = set(outs.values())
-    low = dtypes.pop() if len(dtypes) == 1 else None
-    if low is not None and is_float(low):
-        for v in paid:
-            fact = flow.facts[v]
-            if fact is not None and fact.mark < Mark.FULL:
-                ins[v] = lowered(fact.dtype, low)
+    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
+    if any(step.eqn.primitive.name in RANKING for step in group):
+        keeps = {}  # run again from rounded numbers, it might choose otherwise
+    if not (keeps or any(outs.values()) or any(_is_low(v, flow.facts) for v in ins)):
+        return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
-    gain -= sum(_size(v.aval, ins[v] or _held(flow.facts[v])) for v in paid)
-    return Region(tuple(steps), ins, outs) if gain > 0 else None
+    gain -= sum(map(flow.kept, paid))
+    if gain <= 0:
+        return None
+    if lean:
+        ins |= keeps
+        keeps = {}
+    return Region(tuple(steps), ins, outs, keeps)
+
+
+def _border(
+    v: Any, readers: set[DType | None], facts: dict[Any, Fact | None]
+) -> DType | None:
+    """The dtype that all readers of an island's result read it in, if not its own."""
+    dtype = next(iter(readers)) if len(readers) == 1 else None
+    return None if dtype == _held(facts[v]) else dtype
+
+
+def _kept_as(fact: Fact | None) -> DType | None:
+    """The dtype in which an island's input is kept, if not in its own.
+
+    Low if it is no finer than that: a contraction's rounded result is a part of it. And
+    if it can't leave the range."""
+    if fact is None or fact.coarse is None:
+        return None
+    low = lowered(fact.dtype, fact.coarse)
+    return low if low != fact.dtype and has_range(low, fact.dtype) else None
+
+
+def _mixes_rows(group: Sequence[Step]) -> bool:
+    """Whether an island computes with sums over what other rows hold.
+
+    Such as the statistics of a channel: made again, they are a kernel of their own, for
+    which all that goes in must be read once more."""
+    read = {v for step in group for v in _reads(step)}
+    return any(
+        step.eqn.primitive.name.startswith("reduce_")
+        and any(v in read for v in step.eqn.outvars)
+        and not _is_trailing(step.eqn)
+        for step in group
+    )
+
+
+def _is_trailing(eqn: Any) -> bool:
+    ndim = eqn.invars[0].aval.ndim
+    axes = sorted(eqn.params["axes"])
+    return axes == list(range(ndim - len(axes), ndim))
 
 
 def _in_order(
@@ -195,13 +265,14 @@ class _Flow:
         active: variables that a derivative may go through.
         free_vars: those that the backward pass has anyway: inputs, and what is made of
             inputs and constants by moving them.
-        free: the steps that make these, numbered.
+        free: the steps that make these.
         depth_of: the steps of islands, with the number of costly steps before them."""
 
     def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
         self.facts = facts
-        self.free: dict[Step, int] = {}
+        self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
+        self.number = {step: i for i, step in enumerate(steps)}
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
@@ -226,9 +297,9 @@ class _Flow:
         elif all(v in self.free_vars for v in operands) and (
             not is_active or step.eqn.primitive.name in MOVEMENT
         ):
-            self.free[step] = len(self.free)
+            self.free.add(step)
             self.free_vars.update(outs)
-        elif is_active:
+        elif is_active and outs:
             makers = [self.maker[v] for v in operands if v in self.maker]
             inside = [s for s in makers if self.depth_of.get(s) == depth]
             if inside or not self._leads(step):
@@ -246,14 +317,70 @@ class _Flow:
             masks = (v for v in operands if v.aval.ndim and v not in self.active)
             if any(self.maker.get(v) in self.free for v in masks):
                 return False  # an island makes the mask for itself
-        # A bias that is wider than what it is added to makes the result no better.
-        equals = [v for v in operands if v.aval.shape == out.aval.shape] or operands
+        paid = [v for v in operands if v in self.active and v not in self.free_vars]
+        return self.kept(out) <= sum(map(self.kept, paid))
 
-        def widest(variables):
-            facts = (self.facts[v] for v in variables)
-            return max((f.dtype.itemsize for f in facts if f), default=0)
+    def kept(self, v: Any) -> int:
+        """The bytes that it takes to keep a value for an island that reads it."""
+        low = _kept_as(self.facts[v])
+        return _size(v.aval, low or _held(self.facts[v]))
 
-        return widest(step.eqn.outvars) <= widest(equals)
+    def roots_of(self, steps: Sequence[Step]) -> list[Step]:
+        """The steps that lead from what is held low to what `steps` read.
+
+        Where one result of a contraction is kept instead of what was made of it by
+        steps that read nothing else: a bias added, a constant factor, a split."""
+        made = {v for step in steps for v in step.eqn.outvars}
+        chains: dict[Any, tuple[int, dict[Step, None]]] = {}
+        for v in dict.fromkeys(v for step in steps for v in _reads(step)):
+            if v in made or v in self.free_vars or v not in self.active:
+                continue
+            if found := self._origin(v):
+                origin, chain = found
+                total, others = chains.get(origin, (0, {}))
+                chains[origin] = total + self.kept(v), others | dict.fromkeys(chain)
+        lead: dict[Step, None] = {}
+        for origin, (size, chain) in chains.items():
+            if self.kept(origin) <= size:
+                lead |= chain
+        found = {*lead, *self.makers([*lead])} - {*steps}
+        return sorted(found, key=self.number.__getitem__)
+
+    def _origin(self, v: Any) -> tuple[Any, list[Step]] | None:
+        """The low value that `v` is made of, and by which steps."""
+        chain: list[Step] = []
+        while not _is_low(v, self.facts):
+            step = self.maker.get(v)
+            if step is None or not _is_cheap(step):
+                return None
+            paid = {u for u in _reads(step) if u not in self.free_vars} & self.active
+            if len(paid) != 1:
+                return None
+            chain.append(step)
+            (v,) = paid
+        return (v, chain) if chain else None
+
+    def settled(self) -> Iterator[Any]:
+        """Sums of a contraction's result with an input that is smaller: a bias.
+
+        Their cotangent is that of the contraction's result, which is low anyway. The
+        bias' gradient is better summed up from that than from a second, wide array."""
+        for step in self.number:
+            if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
+                continue
+            if Demand.FULL not in step.wanted[0]:
+                continue  # only contractions read it: its cotangent is low as it is
+            (out,), operands = step.eqn.outvars, list(_reads(step))
+            low = [v for v in operands if _is_low(v, self.facts)]
+            rest = [v for v in operands if v not in low]
+            if len(low) == len(rest) == 1 and low[0].aval.shape == out.aval.shape:
+                (bias,) = rest
+                fact = self.facts[bias]
+                is_small = fact is not None and fact.small
+                if bias in self.free_vars and (
+                    is_small or bias.aval.size < out.aval.size
+                ):
+                    yield out
 
     def _root(self, step: Step) -> Step:
         while step in self._parent:
@@ -273,10 +400,15 @@ class _Flow:
         pending = list(group)
         while pending:
             makers = {self.maker.get(v) for v in _reads(pending.pop())}
-            new = (makers & self.free.keys()) - found
+            new = (makers & self.free) - found
             found |= new
             pending += new
-        return sorted(found, key=self.free.__getitem__)
+        return sorted(found, key=self.number.__getitem__)
+
+
+def _is_low(v: Any, facts: dict[Any, Fact | None]) -> bool:
+    fact = facts[v]
+    return fact is not None and fact.dtype != author_dtype(v.aval)
 
 
 def _held(fact: Fact | None) -> DType | None:
@@ -298,7 +430,7 @@ def _is_cheap(step: Step) -> bool:
         return False
     if name in _CALLS:
         return all(_is_cheap(inner) for plan in plans for inner in plan.steps)
-    return name in CHEAP
+    return name in CHEAP and step.run_again
 
 
 def _sums(step: Step) -> bool:

@@ -30,7 +30,7 @@ from ._jax import (
     source_line,
     subjaxprs,
 )
-from ._lean import Schedule, lean_schedule, schedule
+from ._lean import Schedule, island_schedule, schedule
 from ._policy import Found, Lookup
 from ._primitives import CLASSES, CONTRACTIONS, FIXED, LINEAR
 from ._rules import (
@@ -65,6 +65,8 @@ class Step:
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
     casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
+    run_again: bool = False  # in the backward pass, if less is kept for it then
+    wanted: tuple[Demand, ...] = ()  # how its results are read
 
     @property
     def is_compute(self) -> bool:
@@ -89,7 +91,7 @@ class Plan:
     outs: Facts
     steps: tuple[Step, ...]
     plain: Schedule  # of the steps
-    lean: Schedule  # the same, with regions if these are asked for
+    islands: Schedule  # the same, with regions
     keys: frozenset[Any]  # keys of the policy that an equation was found under
     closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
 
@@ -156,9 +158,9 @@ class Planner:
             steps.append(step)
             found = {step.found.key, *step.found.also}
             keys |= found.union(*(plan.keys for plan in step.inner))
-        plain = lean = schedule(steps, inner.outvars)
-        if self.lean:
-            lean = lean_schedule(steps, env, inner.outvars)
+        plain = islands = schedule(steps, inner.outvars)
+        if any(step.run_again or step.inner for step in steps):
+            islands = island_schedule(steps, env, inner.outvars, self.lean)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -167,7 +169,7 @@ class Planner:
             outs=tuple(_fact(env, atom) for atom in inner.outvars),
             steps=tuple(steps),
             plain=plain,
-            lean=lean,
+            islands=islands,
             keys=frozenset(keys),
         )
 
@@ -196,7 +198,16 @@ class Planner:
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
             if fact and fact.leaf and fact.dtype != dtype
         }
-        return Step(eqn, scope, found, decision, casts=cast, opaque=opaque)
+        return Step(
+            eqn,
+            scope,
+            found,
+            decision,
+            casts=cast,
+            opaque=opaque,
+            run_again=self.lean or found.rule.is_run_again,
+            wanted=tuple(wanted),
+        )
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -398,7 +409,9 @@ class Planner:
 def _upcast_early(site: Site, outs: Facts) -> Facts:
     """A result that is only read in full is cast up once, not by every reader."""
     return tuple(
-        fact._replace(dtype=author) if fact and is_full(demand) else fact
+        fact._replace(dtype=author)
+        if fact and is_full(demand) and Demand.AS_HELD not in demand
+        else fact
         for fact, author, demand in zip(
             outs, site.out_authors, site.wanted, strict=True
         )

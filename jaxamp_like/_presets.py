@@ -36,6 +36,7 @@ from ._rules import (
     follow_inputs,
     keep_each_input,
     keep_inputs,
+    move_exactly,
     use_compute_precision,
     use_original_precision,
     use_original_precision_locally,
@@ -46,7 +47,7 @@ from ._structural import STRUCTURAL
 Op = Primitive | str
 Table = dict[str, Rule]
 
-_MOVES = frozenset(name for name, rule in CLASSES.items() if rule == keep_inputs)
+_MOVES = frozenset(name for name, rule in CLASSES.items() if rule == move_exactly)
 _MOVES_EACH = frozenset(n for n, rule in CLASSES.items() if rule == keep_each_input)
 
 # What the systems say nothing of: sums over devices, and what is given by the kind of

@@ -9,16 +9,14 @@ from ._rules import (
     ByRange,
     ConvertAsWritten,
     Rule,
-    follow_inputs,
+    compute_in_full,
     keep_each_input,
-    keep_inputs,
-    round_logistic,
+    move_exactly,
     use_compute_precision,
     use_original_precision,
-    use_original_precision_locally,
 )
 
-_FULL, _LOCAL = use_original_precision, use_original_precision_locally
+_FULL = use_original_precision
 
 # Contractions: fast in low precision, accumulated in float32 by the hardware.
 _COMPUTE = "dot_general conv_general_dilated ragged_dot_general ragged_dot"
@@ -43,7 +41,7 @@ _ILL_CONDITIONED = """acos asin acosh atanh sin cos tan erf_inv digamma lgamma
 
 # Discontinuous or exact by contract: the integer that a float stands for, its bits, its
 # place in a sequence of random numbers.
-_SOURCES = """iota iota_2x32_shape rng_uniform bitcast_convert_type reduce_precision
+_SOURCES = """iota_2x32_shape rng_uniform bitcast_convert_type reduce_precision
     nextafter random_gamma random_bits rng_bit_generator threefry2x32 threefry4x32
     philox2x32 philox4x32 random_unwrap random_wrap random_seed random_split
     random_fold_in random_clone empty empty2 real imag"""
@@ -80,11 +78,14 @@ _EACH = """optimization_barrier sort device_put sharding_constraint layout_const
 # No 16-bit kernel, or another array type: the dtypes that they were traced with.
 _FIXED = """cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
     householder_product ormqr eigh eigh_jacobi eig svd schur hessenberg tridiagonal
-    tridiagonal_solve triangular_solve symmetric_product fft complex conj
-    and or xor not shift_left shift_right_logical shift_right_arithmetic clz
+    tridiagonal_solve triangular_solve symmetric_product fft complex
+    shift_left shift_right_logical shift_right_arithmetic clz
     population_count mulhi reduce_and reduce_or reduce_xor axis_index axis_size
     create_token after_all platform_index dimension_size dim_as_value
     shape_assertion random_shuffle to_edtype from_edtype"""
+
+# Exact, in a dtype that is their author's choice.
+_EXACT = "iota conj and or xor not"
 
 # Kernels of vendors. Their author chose the dtypes by hand (attention in cuDNN takes 16
 # bits, a scaled contraction 8 with scales), and the recurrent ones take no 16 bits.
@@ -133,24 +134,25 @@ _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scat
 
 
 def _table() -> dict[str, Rule]:
-    by_range = ByRange(narrow=_LOCAL, wide=follow_inputs)
+    sums_over_devices = ByRange(narrow=compute_in_full, wide=keep_each_input)
     rows: list[tuple[str, Rule]] = [
         (_COMPUTE, use_compute_precision),
-        (_EXPONENTIAL, _FULL),
-        (_ACCUMULATING, _FULL),
-        (_ILL_CONDITIONED, _FULL),
+        (_EXPONENTIAL, compute_in_full),
+        (_ACCUMULATING, compute_in_full),
+        (_ILL_CONDITIONED, compute_in_full),
         (_SOURCES, _FULL),
-        (_ELEMENTWISE, follow_inputs),
-        (_RANGE_BOUND, by_range),
-        (_SATURATING, ByRange(narrow=round_logistic, wide=follow_inputs)),
-        (_COMPRESSING, ByRange(narrow=_FULL, wide=_LOCAL)),
-        (_SUMMING_FEW, ByRange(narrow=_LOCAL, wide=keep_each_input)),
-        ("add_any erfc reduce_window_sum", _LOCAL),
+        (_ELEMENTWISE, compute_in_full),
+        (_RANGE_BOUND, compute_in_full),
+        (_SATURATING, compute_in_full),
+        (_COMPRESSING, compute_in_full),
+        (_SUMMING_FEW, sums_over_devices),
+        ("add_any erfc reduce_window_sum", compute_in_full),
         # Its solver iterates to a tolerance that 16 bits may never reach.
         ("custom_linear_solve", _FULL),
-        (_MOVEMENT, keep_inputs),
+        (_MOVEMENT, move_exactly),
         (_EACH, keep_each_input),
         ("convert_element_type", ConvertAsWritten()),
+        (_EXACT, compute_in_full),
         (_FIXED, _FULL),
         (_KERNELS, _FULL),
         (_SPARSE, _FULL),
@@ -169,7 +171,7 @@ def _table() -> dict[str, Rule]:
 CLASSES: dict[str, Rule] = _table()
 
 _UNCHANGED = (
-    _FIXED, _KERNELS, _SPARSE, _ASYNCHRONOUS, _OUTSIDE, _OPAQUE, _SOURCES,
+    _EXACT, _FIXED, _KERNELS, _SPARSE, _ASYNCHRONOUS, _OUTSIDE, _OPAQUE, _SOURCES,
     # Their reducers are traced in the author's dtypes as well.
     "scatter-add scatter_add scatter-sub scatter_sub scatter-mul scatter_mul",
 )  # fmt: skip
@@ -203,8 +205,8 @@ KEEPING_INPUTS: frozenset[str] = frozenset(
 
 _CHEAP = (
     _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _SATURATING,
-    _COMPRESSING, _MOVEMENT,
-    "iota convert_element_type reduce_sum reduce_prod add_any erfc and or xor not conj",
+    _COMPRESSING, _MOVEMENT, _EXACT,
+    "convert_element_type reduce_sum reduce_prod add_any erfc",
 )  # fmt: skip
 
 CHEAP: frozenset[str] = frozenset(" ".join(_CHEAP).split()) - frozenset(

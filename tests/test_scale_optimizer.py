@@ -17,6 +17,7 @@ from jaxamp_like import (
     DynamicScalerState,
     LossScaleState,
     NoScaler,
+    Unscaled,
     all_finite,
     amp,
     check_scaler,
@@ -25,6 +26,7 @@ from jaxamp_like import (
     loss_scale_optimizer,
     scale_loss,
     static_scaler,
+    unscale_grads,
 )
 
 
@@ -36,7 +38,7 @@ def half_loss(w, x):
 def make_step(tx, loss=half_loss):
     @jax.jit
     def step(w, opt_state, x):
-        grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+        grads = tx.grad(loss, opt_state)(w, x)
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 
@@ -152,7 +154,7 @@ def test_power_of_two_scale_changes_no_bit():
 
         @jax.jit
         def updates(params, state, tx=tx):
-            grads = jax.grad(lambda p: scale_loss(loss(p), state))(params)
+            grads = tx.grad(loss, state)(params)
             return tx.update(grads, state, params)[0]
 
         got = jax.tree.map(jnp.negative, updates(params, state))
@@ -191,18 +193,20 @@ def test_scalers_to_choose_from():
 
 def test_multi_steps_within():
     """Overflowing microbatches are dropped; the scale grows once a step at most."""
-    k, scaler = 3, DynamicScalerState(patience=0)
+    k, scaler = 3, DynamicScalerState(patience=1)
     tx = loss_scale_optimizer(optax.MultiSteps(optax.sgd(1.0), k), scaler)
     step, w = make_step(tx), jnp.ones(1)
     opt_state = tx.init(w)
-    xs = [0.25, 0.5, np.inf, 0.75, 0.5]
-    scales, ws = [], []
+    xs = [0.25, 0.5, np.inf, 0.75, 0.5, 0.25, 0.75]
+    scales, ws, skipped = [], [], []
     for x in xs:
         w, opt_state = step(w, opt_state, jnp.array([x]))
         scales.append(int(np.log2(opt_state.scaler.scaler)))
         ws.append(float(w[0]))
-    assert scales == [15, 15, 14, 15, 15]
-    assert ws == [1, 1, 1, 0.5, 0.5]  # less the mean of the three that counted
+        skipped.append(int(opt_state.scaler.overflows))
+    assert scales == [15, 15, 14, 14, 14, 14, 15]
+    assert ws == [1, 1, 1, 0.5, 0.5, 0.5, 0]  # less the mean of three that counted
+    assert skipped == [0, 0, 1, 0, 0, 0, 0]
 
 
 def test_extra_arguments_and_one_state_for_two_losses():
@@ -217,7 +221,8 @@ def test_extra_arguments_and_one_state_for_two_losses():
         second = (w["critic"] + 1) ** 2
         return scale_loss(first, opt_state) + scale_loss(second, opt_state)
 
-    updates, opt_state = tx.update(jax.grad(losses)(w), opt_state, w, value=1.0)
+    grads = unscale_grads(jax.grad(losses)(w), opt_state)
+    updates, opt_state = tx.update(grads, opt_state, w, value=1.0)
     assert updates == {"generator": 2, "critic": -3}
     assert opt_state.scaler.count == 1
 
@@ -227,7 +232,8 @@ def test_all_finite_reads_what_the_optimizer_reads():
     tx = loss_scale_optimizer(optax.sgd(0.1), 2**-4)
     w = jnp.array(1.0, jnp.float16)
     opt_state = tx.init(w)
-    updates, opt_state = tx.update(jnp.array(6e4, jnp.float16), opt_state, w)
+    grads = unscale_grads(jnp.array(6e4, jnp.float16), opt_state)
+    updates, opt_state = tx.update(grads, opt_state, w)
     assert updates == 0 and opt_state.scaler.overflows == 1
     assert all_finite(updates)
 
@@ -304,7 +310,7 @@ BAD_INPUT = {
     "integer loss": (lambda: scale_loss(3, TX.init(W)), TypeError, r"given int32\[\]"),
     "axis": (
         lambda: loss_scale_optimizer(optax.sgd(1), axis_name="d").update(
-            W, TX.init(W), W
+            Unscaled(W), TX.init(W), W
         ),
         ValueError,
         "names 'd', but no axis",
@@ -333,8 +339,9 @@ def test_enable_amp():
     opt_state = tx.init(w)
     assert isinstance(opt_state, LossScaleState)
     assert eqx.tree_equal(opt_state.scaler, DynamicScalerState())
-    grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+    value, grads = tx.value_and_grad(loss, opt_state)(w, x)
     updates, opt_state = tx.update(grads, opt_state, w)
+    assert value == loss(w, x)
     assert jnp.allclose(updates, -0.1 * jax.grad(matmul_loss)(w, x), rtol=1e-3)
 
     loss, tx = enable_amp(matmul_loss, optax.sgd(0.1), compute_dtype="bfloat16")

@@ -40,3 +40,4 @@ from .following import (
     round_logistic as round_logistic,
 )
 from .low_residuals import keeping_low as keeping_low
+from .storing import compute_in_full as compute_in_full, move_exactly as move_exactly

@@ -58,6 +58,7 @@ class Demand(enum.Flag):
     FULL = enum.auto()  # by an op that computes in full
     CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
     OTHER = enum.auto()  # low, but not in the compute dtype of the function
+    AS_HELD = enum.auto()  # in full, by an op that is best handed what is held low
 
 
 def is_full(demand: Demand) -> bool:
@@ -86,6 +87,7 @@ class Fact(NamedTuple):
     small: bool = False  # holds only as much as an array smaller than itself
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
+    coarse: DType | None = None  # what a summand of its size was rounded to
 
 
 class Site(NamedTuple):
@@ -163,14 +165,21 @@ class Rule:
         """Whether the equation may compute low although none of its operands is."""
         return self.is_compute
 
+    @property
+    def is_run_again(self) -> bool:
+        """Whether the backward pass may run the equation again, to keep less."""
+        return False
+
     def __call__(
         self,
-        compute_dtype: DType,
-        original_dtypes: Sequence[DType],
+        compute_dtype: DType | None = None,
+        original_dtypes: Sequence[DType] = (),
         *invars: Any,
         **bind_params: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
         """A casting callback that decides alike, to build other callbacks from."""
+        if compute_dtype is None:
+            raise TypeError(f"{self!r} is a rule already: write it without `()`.")
         facts = tuple(
             Fact(x.dtype, Mark.LOW) if is_float(dtype) else None
             for x, dtype in zip(invars, original_dtypes, strict=True)

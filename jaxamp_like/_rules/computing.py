@@ -18,6 +18,7 @@ from .._dtypes import (
     widest,
 )
 from .._jax import SymbolicZero
+from .._matmul_precision import settled
 from .base import (
     Decision,
     Demand,
@@ -79,10 +80,8 @@ class UsePrecision(Rule):
             decision = use_original_precision.decide(site)
             return decision._replace(why="the author's dtype is no wider")
         params = dict(site.params)
-        if isinstance(params.get("precision"), lax.DotAlgorithmPreset):
-            params["precision"] = (
-                None  # names the dtypes of its operands: no longer true
-            )
+        if site.primitive is not None:
+            params = dict(settled(site.primitive, params, is_low=True))
         decision = Decision(
             reads, params, outs_of(site, dtype, Mark.LOW), f"computes in {dtype.name}"
         )

@@ -111,7 +111,7 @@ class KeepInputs(Rule):
         return wanted
 
     def decide(self, site: Site) -> Decision:
-        if site.primitive and site.primitive.name not in _FANNING_OUT:
+        if site.primitive and site.primitive.name not in FANNING_OUT:
             facts = (
                 low_if_read_low(fact, site.demand, site.compute_dtype)
                 for fact in site.facts
@@ -121,7 +121,7 @@ class KeepInputs(Rule):
         if not floats:
             return use_original_precision.decide(site)
         if len(floats) == 1:
-            return _keep(site, [floats[0]] * len(site.out_avals))
+            return keep_one(site, floats[0])
         fixed = {fact.dtype for _, fact in floats if fact.values is None}
         constants = [v for _, fact in floats for v in fact.values or ()]
         if len(fixed) <= 1:
@@ -159,7 +159,7 @@ class KeepEachInput(Rule):
 
 
 # Their transposes are sums, which add up in the dtype that was moved.
-_FANNING_OUT = ("broadcast_in_dim", "gather", "dynamic_slice", "slice", "tile")
+FANNING_OUT = ("broadcast_in_dim", "gather", "dynamic_slice", "slice", "tile")
 
 
 def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | None:
@@ -179,6 +179,11 @@ _VIEWS = (
 )  # fmt: skip
 
 
+def keep_one(site: Site, source: tuple[int, Fact]) -> Decision:
+    """Every result has the dtype and mark of the one operand that is a float."""
+    return _keep(site, [source] * len(site.out_avals))
+
+
 def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
     """Each result has the dtype and mark of one operand."""
     reads = tuple(fact and fact.dtype for fact in site.facts)
@@ -196,7 +201,8 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
         )
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
-        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values, fact.carried))
+        carried, coarse = fact.carried, fact.coarse
+        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values, carried, coarse))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
 
 
@@ -215,6 +221,10 @@ def _size_key(shape: tuple[Any, ...]) -> Any:
 @dataclass(frozen=True)
 class ConvertAsWritten(Rule):
     """An `astype` that the jaxpr shows is the author's voice."""
+
+    @property
+    def is_run_again(self) -> bool:
+        return True
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted

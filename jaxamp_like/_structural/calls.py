@@ -20,6 +20,7 @@ from .._jax import (
 )
 from .._primitives import RANKING
 from .._rules import (
+    Demand,
     Fact,
     Leaf,
     Site,
@@ -58,7 +59,8 @@ def decide_call(
     demands = planner.body_demands(body, site.scope, site.wanted)
 
     def as_read(fact, author, demand):
-        if fact is not None and raises and is_full(demand):
+        as_held = Demand.AS_HELD in demand
+        if fact is not None and raises and is_full(demand) and not as_held:
             return fact._replace(dtype=author)
         return low_if_read_low(fact, demand, site.compute_dtype)
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._dtypes import cast, cast_all
 from .._jax import (
@@ -144,19 +142,46 @@ class _Identity:
 
 
 def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
+    """Binds a `custom_vjp` call.
+
+    Only the operands that are differentiated may take part in the author's rule, and
+    which these are is asked for by a `custom_jvp` around it: `shard_map` has no
+    `custom_vjp` with symbolic zeros."""
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
+
+    @jax.custom_jvp
+    def call(*args):
+        return cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+
+    def rule(primals, tangents):
+        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        moving, moves = (tuple(x[i] for i in live) for x in (primals, tangents))
+        reverse = _reverse_rule(frame, step, live, call)
+        return jax.jvp(lambda *moving: reverse(moving, primals), moving, moves)
+
+    call.defjvp(rule, symbolic_zeros=True)
+    with eqn_context(eqn):
+        return call(*operands)
+
+
+def _reverse_rule(
+    frame: Any, step: Any, live: Sequence[int], primal: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A `custom_vjp` call as a function of its `live` operands, and of all."""
+    (inner,), eqn = step.inner, step.eqn
+    dtypes = now(step.decision.outs)
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
 
     @jax.custom_vjp
-    def call(*args):
-        return cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+    def reverse(moving, values):
+        del moving  # those of the values that are live
+        return primal(*values)
 
-    def fwd(*primals):
-        values = [p.value for p in primals]
-        live = [i for i, p in enumerate(primals) if p.perturbed]
+    def fwd(moving, values):
+        del moving
         trees = []
 
         def author_fwd(*args):
@@ -171,14 +196,13 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
         )
         tree, res_avals = trees[0]
-        now = [typeof(x).dtype for x in values]
+        held = [typeof(values[i]).dtype for i in live]
         return cast_all(outs[:num_outs], dtypes), _Residuals(
-            outs[num_outs:], (tree, res_avals, live, now)
+            outs[num_outs:], (tree, res_avals, held)
         )
 
     def bwd(residuals, cotangents):
-        tree, res_avals, live, now = residuals.static
-        cotangents = [_instantiate(ct) for ct in cotangents]
+        tree, res_avals, held = residuals.static
 
         def author_bwd(*args):
             vjp = jax.tree.unflatten(tree, args[: len(res_avals)])
@@ -189,7 +213,9 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             v.aval if author_dtype(v.aval) is not None else typeof(ct)
             for v, ct in zip(eqn.outvars, cotangents, strict=True)
         ]
-        wanted = [_demand_as(now[i], avals[i].dtype) for i in live]
+        wanted = [
+            _demand_as(d, avals[i].dtype) for i, d in zip(live, held, strict=True)
+        ]
         grads = frame.rewrite(
             author_bwd,
             [*res_avals, *ct_avals],
@@ -198,15 +224,12 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             step.scope,
             wanted,
         )
-        result: list[Any] = [None] * len(avals)
-        for i, grad in zip(live, grads, strict=True):
-            is_float = author_dtype(avals[i]) is not None
-            result[i] = cast(grad, now[i]) if is_float else grad
-        return tuple(result)
+        authors = [author_dtype(avals[i]) for i in live]
+        casts = [author and d for author, d in zip(authors, held, strict=True)]
+        return tuple(cast_all(grads, casts)), None
 
-    call.defvjp(fwd, bwd, symbolic_zeros=True)
-    with eqn_context(eqn):
-        return call(*operands)
+    reverse.defvjp(fwd, bwd)
+    return reverse
 
 
 def _demand_as(now: Any, author: Any) -> Demand:
@@ -219,12 +242,3 @@ def _demands_of(step: Any) -> list[Demand]:
         _demand_as(fact and fact.dtype, author_dtype(v.aval))
         for fact, v in zip(step.decision.outs, step.eqn.outvars, strict=True)
     ]
-
-
-def _instantiate(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    if aval.dtype == jax.dtypes.float0:
-        return np.zeros(aval.shape, jax.dtypes.float0)
-    return jnp.zeros(aval.shape, aval.dtype)

@@ -1,6 +1,7 @@
 """Loops: a carry enters every iteration with the same dtype and mark."""
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from .._jax import (
     raw,
     scan_arity,
 )
-from .._lean import keep, save_named
+from .._lean import is_kept, keep, save_marked
 from .._primitives import MOVEMENT
 from .._rules import (
     Demand,
@@ -81,9 +82,12 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         for i, how in zip(body.ins, demands, strict=True)
         if Demand.LOW in how and Demand.OTHER not in how
     }
+    # In the next iteration, or outside of the loop.
+    read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
     if SOLVER in site.scope and not site.by_scope:
         low = set()
+    coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
@@ -91,16 +95,26 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         if is_sliced and how == Demand.LOW:
             given[i] = _low_slices(given[i], site)
     while True:  # marks only rise, and there are three
-        carried = {i: _carried(site, i, mark, i in low) for i, mark in marks.items()}
-        carried |= {i: carried[i]._replace(carried=True) for i in outs.keys() & adds_up}
+        carried = {
+            i: _carried(site, i, mark, i in low)._replace(
+                carried=i in adds_up, coarse=coarse[i]
+            )
+            for i, mark in marks.items()
+        }
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
-        made = {i: inner.outs[out].mark for i, out in outs.items()}
-        stuck = {i for i in low if made[i] == Mark.FULL}
-        if not stuck and all(mark <= carried[i].mark for i, mark in made.items()):
+        made = {i: inner.outs[out] for i, out in outs.items()}
+        # What is read in full, by some op or after the loop, must not be rounded on
+        # its way into the next iteration, nor out of the last.
+        wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
+        stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
+        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
+        rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
+        if not stuck and not rising:
             break
         low -= stuck
-        marks = {i: max(mark, made[i]) for i, mark in marks.items()}
+        coarse = {i: coarse[i] or fact.coarse for i, fact in made.items()}
+        marks = {i: max(mark, made[i].mark) for i, mark in marks.items()}
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
     results = list(outside(inner.outs))
     for i, out in outs.items():
@@ -138,14 +152,18 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
     So are views of them; one of a value that looks alike costs little to make again."""
     casts = list(casts)
     recast = {(var.aval.shape, var.aval.dtype, dtype) for var, dtype in casts}
-    low = {(var.aval.size, dtype) for var, dtype in casts}
+    views = {(var.aval.size, d) for var, low in casts for d in (var.aval.dtype, low)}
 
     def saveable(primitive, *avals, **params):
+        if is_kept(primitive):
+            return True
         if primitive is lax.convert_element_type_p:
             (aval,) = avals
             return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
+        if primitive.name == "dynamic_slice":  # the size of what it makes
+            return (prod(params["slice_sizes"]), avals[0].dtype) not in views
         is_view = primitive.name in MOVEMENT
-        return not (is_view and (avals[0].size, avals[0].dtype) in low)
+        return not (is_view and (avals[0].size, avals[0].dtype) in views)
 
     return saveable
 
@@ -182,7 +200,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
 
         def body(carry, xs):
             jaxpr = eqn.params["jaxpr"]
-            # Without a name, JAX would run the loop again to have what it carries.
+            # Without a mark, JAX would run the loop again to have what it carries.
             carry = list(map(keep, carry))
             outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], low)
             outs = cast_all(outs, dtypes)
@@ -193,7 +211,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
         return [*carry, *ys]
 
     with eqn_context(eqn):
-        policy = save_named if is_lean else _save_all_but_casts(casts)
+        policy = save_marked if is_lean else _save_all_but_casts(casts)
         return jax.checkpoint(loop, policy=policy, prevent_cse=False)(operands)
 
 

@@ -1,0 +1,108 @@
+"""Rules of the default policy: values are stored low, and computed with in full.
+
+What a contraction hands over is held low until an op computes with it, and that op
+reads it in the author's dtype. Nothing between contractions is rounded, so there is no
+question which op may run low; what is kept for the backward pass is chosen elsewhere,
+by islands of ops that are run again there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._dtypes import DType, exact_in, lowered
+from .base import Decision, Demand, Mark, Rule, Site, outs_of
+from .following import FANNING_OUT, keep_one, low_if_read_low
+
+
+@dataclass(frozen=True)
+class ComputeInFull(Rule):
+    """Computes in the author's dtypes; see `compute_in_full`."""
+
+    @property
+    def is_run_again(self) -> bool:
+        return True
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.FULL | Demand.AS_HELD
+
+    def decide(self, site: Site) -> Decision:
+        outs = outs_of(site, None, Mark.LOW, coarse=_coarseness(site))
+        return Decision(site.authors, site.params, outs, "computes in full")
+
+
+@dataclass(frozen=True)
+class MoveExactly(Rule):
+    """Moves data without rounding it; see `move_exactly`."""
+
+    @property
+    def is_run_again(self) -> bool:
+        return True
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted
+
+    def decide(self, site: Site) -> Decision:
+        facts = site.facts
+        if site.primitive.name not in FANNING_OUT:
+            facts = tuple(
+                low_if_read_low(fact, site.demand, site.compute_dtype) for fact in facts
+            )
+        floats = [(i, fact) for i, fact in enumerate(facts) if fact]
+        if not floats:
+            return compute_in_full.decide(site)
+        site = site._replace(facts=facts)
+        if len(floats) == 1:
+            return keep_one(site, floats[0])
+        # Constants may be written in any dtype that holds them.
+        dtypes = {fact.dtype for _, fact in floats if fact.values is None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        constants = [v for _, fact in floats for v in fact.values or ()]
+        if dtype is None or not all(exact_in(v, dtype) for v in constants):
+            return compute_in_full.decide(site)
+        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        outs = outs_of(site, dtype, _mark(fact for _, fact in floats))
+        return Decision(reads, site.params, outs, "moves data as it is")
+
+
+# What hands the rounding of an operand on as it is: one times the operand, or less.
+_HANDING_ON = frozenset("add sub add_any neg max min clamp select_n mul div".split())
+
+
+def _coarseness(site: Site) -> DType | None:
+    """The dtype than which a result is no finer, if any.
+
+    That of a rounded value of its size that is one of its summands."""
+    if site.primitive is None or site.primitive.name not in _HANDING_ON:
+        return None
+    if site.primitive.name in ("mul", "div") and not _scales_little(site):
+        return None
+    rounded = [
+        fact.dtype if fact.dtype != site.authors[i] else fact.coarse
+        for i, fact in enumerate(site.facts)
+        if fact and site.spreads(i)
+    ]
+    known = [dtype for dtype in rounded if dtype is not None]
+    return min(known, key=lambda dtype: jnp.finfo(dtype).nmant, default=None)
+
+
+def _scales_little(site: Site) -> bool:
+    """Whether a product is one by a constant that is near 1, as in dropout."""
+    values = [fact.values for fact in site.facts if fact and fact.values]
+    return len(values) == 1 and all(1 / 8 <= abs(v) <= 8 for v in values[0])
+
+
+def _mark(facts: Any) -> Mark:
+    return max(fact.mark for fact in facts)
+
+
+compute_in_full = ComputeInFull()
+"""Computes in the author's dtypes, from operands that may be held low.
+
+Together with the ops around it, it is run again in the backward pass instead of
+keeping what it makes in full."""
+
+move_exactly = MoveExactly()
+"""Moves data in the precision that it has, and never rounds it.
+
+Operands that are held in several dtypes are moved in the author's."""

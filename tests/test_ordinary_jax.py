@@ -1,0 +1,213 @@
+"""What comes out of amp is ordinary JAX: whatever takes the function takes it too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import sparse
+from jax.experimental.jet import jet
+from jax.sharding import AxisType, PartitionSpec as P
+
+from benchmarks import measure
+from jaxamp_like import amp
+
+from .constructs import CONSTRUCTS, identity
+from .test_structure import loss
+
+W = jr.normal(jr.key(0), (8, 8)) / 4
+X = jr.normal(jr.key(1), (16, 8))
+
+ways = pytest.mark.parametrize("is_lean", (False, True), ids=("amp", "lean"))
+
+
+def low(fn, is_lean=False):
+    return amp(fn, compute_dtype="bfloat16", lean=is_lean)
+
+
+def assert_near(ours, true, share=0.05):
+    assert jax.tree.structure(ours) == jax.tree.structure(true)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(true), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=0, atol=share * float(jnp.abs(b).max()))
+
+
+def contraction_dtypes(fn, *args):
+    return set(measure.contraction_flops(jax.make_jaxpr(fn)(*args)))
+
+
+# Views: of literals, and at places that are only known when they are read.
+
+
+def sharded(fn, check_vma=True):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(
+        fn, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"), check_vma=check_vma
+    )
+
+
+BETWEEN = {
+    "gelu": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "multiple": lambda h: 2.0 * h,
+    "maximum": lambda h: jnp.maximum(h, 0.0),
+}
+
+
+@ways
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_a_literal_that_is_marked_as_varying(between, is_lean):
+    """Inside of `shard_map` a literal is first made to vary over the mesh."""
+    fn = sharded(lambda w, x: between(x @ w) @ w)
+    mixed = low(fn, is_lean)
+    assert contraction_dtypes(mixed, W, X) == {"bfloat16"}
+    assert_near(jax.jit(mixed)(W, X), fn(W, X))
+
+
+def test_a_literal_that_is_broadcast():
+    def fn(w, x):
+        return (x @ w * jnp.ones((1,))) @ w
+
+    assert_near(low(fn)(W, X), fn(W, X))
+
+
+def microbatches(w, x):
+    def step(i, total):
+        part = lax.dynamic_slice(x, (4 * i, 0), (4, 8))
+        return total + jnp.sin(part @ w[:, :6])
+
+    return jnp.sum(lax.fori_loop(0, 4, step, jnp.zeros((4, 6))))
+
+
+def layers(ws, x):
+    return jnp.sum(lax.fori_loop(0, 3, lambda i, x: jnp.sin(x @ ws[i]), x))
+
+
+SLICED = {
+    "data": (microbatches, (W, X), (4, 4, 8)),
+    "layers": (layers, (jnp.stack([W] * 3), X), (3, 8, 8)),
+}
+
+
+@ways
+@pytest.mark.parametrize(("fn", "args", "slices"), SLICED.values(), ids=SLICED)
+def test_a_loop_over_slices(fn, args, slices, is_lean):
+    mixed = low(fn, is_lean)
+    assert contraction_dtypes(mixed, *args) == {"bfloat16"}
+    ours, true = (jax.jit(jax.grad(f, argnums=(0, 1)))(*args) for f in (mixed, fn))
+    assert_near(ours, true)
+    # Neither the slices of all iterations nor their casts: both can be had again.
+    assert slices in [aval.shape for aval in measure.saved(fn, *args)]
+    assert slices not in [aval.shape for aval in measure.saved(mixed, *args)]
+
+
+# Derivative rules of the author in sharded code.
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
+    @jax.custom_vjp
+    def product(a, b):
+        return a @ b, jnp.sum(a)
+
+    def backward(residuals, cotangents):
+        a, b = residuals
+        ct, unused = cotangents
+        return 2 * ct @ b.T + unused, 2 * a.T @ ct
+
+    product.defvjp(lambda a, b: (product(a, b), (a, b)), backward)
+    fn = sharded(lambda w, x: product(x, w * jnp.ones_like(x[:1, :1]))[0], check_vma)
+    mixed = low(fn)
+    assert_near(mixed(W, X), fn(W, X))  # not even jitted
+
+    def grad(fn):
+        return jax.grad(lambda w, x: jnp.sum(fn(w, x) ** 2), argnums=(0, 1))
+
+    true = grad(fn)(W, X)
+    assert_near(grad(mixed)(W, X), true)
+    assert_near(jax.jit(grad(mixed))(W, X), true)
+    assert contraction_dtypes(grad(mixed), W, X) == {"bfloat16"}
+
+
+# Other interpreters of programs.
+
+LEAK_FREE = (
+    "plain jit scan cond remat custom_jvp custom_vjp custom_vmap_batched".split()
+)
+
+
+@ways
+@pytest.mark.parametrize(
+    "case", [c for c in CONSTRUCTS if c.name in LEAK_FREE.split()], ids=str
+)
+def test_nothing_is_held_beyond_its_trace(case, is_lean):
+    with jax.checking_leaks():
+        fn = low(case.build(identity), is_lean)
+        jax.eval_shape(fn, *case.args())
+        if case.differentiable:
+            grad = jax.grad(lambda *args: loss(fn(*args)), case.argnums())
+            jax.eval_shape(jax.jit(grad), *case.args())
+
+
+def looped(w, x):
+    return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0]
+
+
+@ways
+@pytest.mark.parametrize("fn", (looped, lambda w, x: x @ w @ w), ids=("scan", "plain"))
+def test_linear_transpose(fn, is_lean):
+    def transposed(fn):
+        def of(w, ct):
+            return jax.linear_transpose(functools.partial(fn, w), ct)(ct)[0]
+
+        return jax.jit(of)
+
+    mixed = transposed(low(fn, is_lean))
+    assert_near(mixed(W, X), transposed(fn)(W, X))
+    assert contraction_dtypes(mixed, W, X) == {"bfloat16"}
+
+
+def test_grad_through_a_solve_with_a_linear_loop():
+    def solution(fn):
+        def of(w):
+            b = jnp.ones(8)
+            operator = lambda v: v + 0.1 * fn(w, v[None])[0]  # noqa: E731
+            return jnp.sum(jax.scipy.sparse.linalg.gmres(operator, b, tol=1e-2)[0])
+
+        return jax.jit(jax.grad(of))
+
+    assert_near(solution(low(looped))(W), solution(looped)(W), share=0.1)
+
+
+INTERPRETED = {
+    "plain": lambda w, x: jnp.tanh(x @ w) @ w,
+    "jit": lambda w, x: jax.jit(lambda x: jnp.tanh(x @ w))(x) @ w,
+    "residual": lambda w, x: x + jnp.exp(-jnp.square(x @ w)) @ w.T,
+}
+
+
+@ways
+@pytest.mark.parametrize("fn", INTERPRETED.values(), ids=INTERPRETED)
+def test_jet(fn, is_lean):
+    def terms(fn):
+        series = ((jnp.cos(X), jnp.zeros_like(X)),)
+        return jet(functools.partial(fn, W), (X,), series)
+
+    assert_near(terms(low(fn, is_lean)), terms(fn), share=0.1)
+
+
+@ways
+@pytest.mark.parametrize("layout", (sparse.BCOO, sparse.BCSR))
+# That a backend has no sparse kernel for 16 bits, and takes another.
+@pytest.mark.filterwarnings("ignore::jax.experimental.sparse.SparseEfficiencyWarning")
+def test_sparsify(layout, is_lean):
+    matrix = layout.fromdense(jnp.where(X > 0, X, 0))
+
+    def fn(w, x):
+        return (x @ w) * 2.0
+
+    ours = sparse.sparsify(low(fn, is_lean))(W, matrix)
+    assert_near(ours, sparse.sparsify(fn)(W, matrix))
