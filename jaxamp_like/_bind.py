@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._dtypes import DType, bits, cast, cast_all
+from ._dtypes import DType, bits, cast, cast_all, cast_as
 from ._jax import (
     Atom,
     Jaxpr,
@@ -28,7 +28,6 @@ from ._plan import Facts, Plan, Planner, Scope, Step
 from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
 from ._record import marked
 from ._rules import Demand, Leaf, author_dtype, keeping_low
-from ._structural.base import now
 
 # Ops that broadcast size-1 axes of their operands by themselves.
 _BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
@@ -163,7 +162,7 @@ class Frame:
         if dtype is None or value.dtype == dtype:
             return value
         if (atom, dtype) not in self.casts:
-            self.casts[atom, dtype] = cast(value, dtype)
+            self.casts[atom, dtype] = _cast_of(atom, value, dtype)
         return self.casts[atom, dtype]
 
     def bind(self, step: Step) -> list[Any]:
@@ -185,7 +184,7 @@ class Frame:
             outs = step.handler.bind(self, step, operands)
         else:
             outs = reemit(with_setting(eqn, self.planner.strict), operands)
-        return cast_all(outs, now(decision.outs))
+        return _as_decided(step, outs)
 
     def _bind_region(self, region: Region) -> list[Any]:
         """Binds steps so that only what goes into them is kept for the backward pass.
@@ -255,7 +254,7 @@ class Frame:
         if self.settled.intersection(eqn.outvars):
             low = step.found.compute_dtype or self.planner.compute_dtype
             outs = [_settle(x, low) for x in outs]
-        return cast_all(outs, now(decision.outs))
+        return _as_decided(step, outs)
 
     def _operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]
@@ -439,6 +438,20 @@ def _settle(x: Any, low: DType) -> Any:
 def _(low, primals, tangents):
     (x,), (t,) = primals, tangents
     return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
+
+
+def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:
+    """The results of a step, in the dtypes that they are held in."""
+    facts = zip(outs, step.decision.outs, step.eqn.outvars, strict=True)
+    return [x if fact is None else _cast_of(v, x, fact.dtype) for x, fact, v in facts]
+
+
+def _cast_of(var: Any, value: Any, dtype: DType) -> Any:
+    """A cast of the value of `var`: to the author's dtype, as weakly typed as that."""
+    if value.dtype == dtype:
+        return value
+    is_authors = dtype == var.aval.dtype
+    return cast_as(value, var.aval) if is_authors else cast(value, dtype)
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

@@ -340,6 +340,19 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def call_vmap_rule(
+    eqn: Eqn, axis_size: int, batched: Sequence[bool], args: Sequence[Any]
+) -> tuple[list[Any], list[bool]]:
+    """Runs the author's rule of a `custom_vmap` equation: results, which are batched.
+
+    `jax.vmap` of the equation would run it too, but not say which are."""
+    tree = eqn.params["in_tree"]
+    rule = eqn.params["rule"]
+    outs = rule(axis_size, list(tree.unflatten(batched)), *tree.unflatten(args))
+    results, are_batched = map(jax.tree.leaves, outs)
+    return results, are_batched
+
+
 def is_array(leaf: Any) -> bool:
     """Whether a leaf of the arguments is traced (JAX and NumPy arrays, references)."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):

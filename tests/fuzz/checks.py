@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxamp_like
 
-from . import runtime
+from . import runtime, structure
 from .cases import Case
 from .oracle import (
     Endless,
@@ -68,7 +68,9 @@ class OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTime` in the main thread; elsewhere there is no limit."""
+    """Raises `OutOfTime` in the main thread; elsewhere there is no limit.
+
+    Time of the processor: how busy a machine is says nothing of a case."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,13 +78,13 @@ def time_limit(seconds: float) -> Iterator[None]:
     def expire(signum, frame):
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, expire)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 Wrap = Callable[[Any], Any]
@@ -160,6 +162,7 @@ def _check(case: Case, compiled: bool) -> bool:
         raise Broken("raise", _told(e)) from e
     _check_types(plain, mixed)
     _check_jaxpr(plain.jaxpr, mixed.jaxpr)
+    _check_structure(case, plain, mixed)
     if compiled:
         _check_runs(plain, mixed)
     return _check_values(case, plain, mixed)
@@ -214,6 +217,21 @@ def _check_jaxpr(plain: Any, mixed: Any) -> None:
         check(getattr(mixed, "jaxpr", mixed))
     except Exception as e:
         raise Broken("jaxpr", _told(e)) from e
+
+
+# Derivatives of what has no 16-bit kernel are contractions in full; so are solvers.
+_IN_FULL = "linalg cov solve cg( gmres kron fft".split()
+
+
+def _check_structure(case: Case, plain: Traced, mixed: Traced) -> None:
+    if not case.outer and (lost := structure.lost(plain.jaxpr, mixed.jaxpr)):
+        raise Broken("structure", f"lost: {lost}")
+    if case.oracle not in ("default", "contractions"):
+        return
+    source = case.source()
+    if not any(word in source for word in _IN_FULL):
+        if left := structure.left_in_full(mixed.jaxpr):
+            raise Broken("left in full", left)
 
 
 def _check_runs(plain: Traced, mixed: Traced) -> None:

@@ -62,9 +62,8 @@ class Told:
 
 
 def run(options: Options) -> int:
-    if options.planted == "list":
-        print(*planted.FAULTS, sep="\n")
-        return 0
+    if options.planted is not None:
+        return _planted(options)
     counts: collections.Counter[str] = collections.Counter()
     findings: list[Finding] = []
     began = time.monotonic()
@@ -89,6 +88,20 @@ def run(options: Options) -> int:
     print(line)
     _log(options, line)
     return 1 if findings else 0
+
+
+def _planted(options: Options) -> int:
+    """Says after how many cases a fault is found; 1 if it is not."""
+    if options.planted == "list":
+        print(*planted.FAULTS, sep="\n")
+        return 0
+    found = planted.find(options.planted or "", options.seed, options.cases)
+    if found is None:
+        print(f"{options.planted}: not found by {options.cases} cases")
+        return 1
+    count, failure = found
+    print(f"{options.planted}: found by case {count}. {failure}")
+    return 0
 
 
 def _progress() -> Progress:
@@ -123,18 +136,12 @@ def _log(options: Options, line: str) -> None:
 def _stream(options: Options) -> Iterator[Told]:
     seeds = range(options.seed, options.seed + options.cases)
     if options.jobs == 1:
-        _prepare(options)
         yield from (_one(seed, options) for seed in seeds)
         return
     context = multiprocessing.get_context("spawn")
     work = ((seed, options) for seed in seeds)
-    with context.Pool(options.jobs, _prepare, (options,)) as pool:
+    with context.Pool(options.jobs) as pool:
         yield from pool.imap_unordered(_one_of, work, chunksize=8)
-
-
-def _prepare(options: Options) -> None:
-    if options.planted is not None:
-        planted.plant(options.planted)
 
 
 def _one_of(given: tuple[int, Options]) -> Told:

@@ -120,6 +120,9 @@ class Program:
             yield from indented(stmt.lines())
         yield f"    return {self.result_code()}"
 
+    def function_code(self) -> str:
+        return "\n".join(self.function_lines())
+
     def result_code(self) -> str:
         names = [v.name for v in self.results]
         return self.tree.format(*names, all=_names(names))
@@ -216,7 +219,6 @@ _UNARY = """
     jnp.linalg.qr({0} @ {0}.T + 3 * jnp.eye({0}.shape[0]))[1].sum() * {0}
     jnp.vectorize(jnp.sin)({0})|lax.nextafter({0}, jnp.ones_like({0}))
     lax.top_k({0}, {0}.shape[-1])[0]|jnp.sort_complex({0} + 0j).real.reshape({0}.shape)
-    lax.select_and_gather_add_like({0})
     """  # fmt: skip
 
 # Unary code that wants at least one, or two, axes.
@@ -297,7 +299,7 @@ _COMPUTES = ("dot", "@", "einsum", "conv", "matmul", "tensordot", "vdot", "cov",
 
 def _codes(table: str) -> list[str]:
     return [code.strip() for row in table.strip().splitlines() for code in row.split("|")
-            if code.strip() and "select_and_gather_add_like" not in code]  # fmt: skip
+            if code.strip()]  # fmt: skip
 
 
 UNARY, BINARY, SQUARE = _codes(_UNARY), _codes(_BINARY), _codes(_SQUARE)
