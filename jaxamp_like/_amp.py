@@ -209,6 +209,7 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
 
 def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments."""
+    jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
