@@ -10,8 +10,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,6 +32,7 @@ from ._jax import (
 from ._lean import Schedule, island_schedule, schedule
 from ._policy import Found, Lookup
 from ._primitives import CLASSES, CONTRACTIONS, FIXED, LINEAR
+from ._reach import Reach, around, members, of_input, through, union
 from ._rules import (
     Decision,
     Demand,
@@ -94,16 +94,6 @@ class Plan:
     islands: Schedule  # the same, with regions
     keys: frozenset[Any]  # keys of the policy that an equation was found under
     closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
-
-
-class Source(NamedTuple):
-    """An input that reaches a result without crossing a compute op."""
-
-    input: int
-    bent: bool = False  # by way of an op that is not linear
-
-    def by_way_of(self, bent: bool) -> "Source":
-        return Source(self.input, self.bent or bent)
 
 
 @dataclass(eq=False)
@@ -338,7 +328,7 @@ class Planner:
             if wanted == before:
                 return wanted
 
-    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[Source], ...]:
+    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
         return _remember(
             self._uncrossed,
@@ -347,63 +337,46 @@ class Planner:
             lambda: self._find_uncrossed(raw(jaxpr), scope),
         )
 
-    def _find_uncrossed(
-        self, jaxpr: Jaxpr, scope: Scope
-    ) -> tuple[frozenset[Source], ...]:
-        env = {v: frozenset([Source(i)]) for i, v in enumerate(jaxpr.invars)}
+    def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
+        env = {v: of_input(i) for i, v in enumerate(jaxpr.invars)}
 
-        def reach(atom, bent=False):
-            known = () if isinstance(atom, Literal) else env.get(atom, ())
-            return frozenset(source.by_way_of(bent) for source in known)
+        def read(atoms):
+            known = (Reach() if isinstance(x, Literal) else env.get(x) for x in atoms)
+            return [reach or Reach() for reach in known]
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
             found = find_rule(self.policy, eqn.primitive, inner_scope)
             handler = STRUCTURAL.get(eqn.primitive.name)
             if handler is not None and not _stops(found):
+                operands = read(eqn.invars)
                 for body in handler.bodies(eqn):
+                    given = [operands[i] for i in body.ins]
                     inner = self._around(body, inner_scope)
-                    for out, sources in zip(body.outs, inner, strict=True):
+                    for out, reach in zip(body.outs, inner, strict=True):
                         if out is not None:
                             v = eqn.outvars[out]
-                            atoms = ((eqn.invars[body.ins[i]], b) for i, b in sources)
-                            env[v] = reach(v).union(*starmap(reach, atoms))
+                            env[v] = union((env.get(v, Reach()), through(reach, given)))
             elif not found.is_compute:
-                bent = eqn.primitive.name not in LINEAR
-                read = frozenset().union(*(reach(atom, bent) for atom in eqn.invars))
-                env |= dict.fromkeys(eqn.outvars, read)
-        return tuple(map(reach, jaxpr.outvars))
+                reach = union(read(eqn.invars))
+                is_linear = eqn.primitive.name in LINEAR
+                reach = reach if is_linear else reach.bend()
+                env |= dict.fromkeys(eqn.outvars, reach)
+        return tuple(read(jaxpr.outvars))
 
-    def _around(self, body: Body, scope: Scope) -> list[frozenset[Source]]:
+    def _around(self, body: Body, scope: Scope) -> Sequence[Reach]:
         """As `uncrossed`, for any number of iterations of the body's loop."""
-        reach = list(self.uncrossed(body.jaxpr, scope))
-        stable = False
-        while not stable:
-            before = list(reach)
-            for out, carry in body.loop:
-                reach = [
-                    sources.union(
-                        source.by_way_of(via.bent)
-                        for via in sources
-                        if via.input == carry
-                        for source in before[out]
-                    )
-                    for sources in reach
-                ]
-            stable = reach == before
-        return reach
+        return around(self.uncrossed(body.jaxpr, scope), body.loop)
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""
         reach = self._around(body, scope)
-        inputs = [{source.input for source in sources} for sources in reach]
-        return {i for out, i in body.loop if i in inputs[out]}
+        return {i for out, i in body.loop if reach[out].inputs >> i & 1}
 
     def only_added_to(self, jaxpr: Jaxpr, scope: Scope) -> set[int]:
         """The inputs that reach no result but through linear or compute ops."""
-        reach = self.uncrossed(jaxpr, scope)
-        bent = {source.input for sources in reach for source in sources if source.bent}
-        return set(range(len(raw(jaxpr).invars))) - bent
+        bent = union(self.uncrossed(jaxpr, scope)).bent
+        return set(range(len(raw(jaxpr).invars))) - set(members(bent))
 
 
 def _upcast_early(site: Site, outs: Facts) -> Facts:
