@@ -165,7 +165,8 @@ def _region(
         if readers[v]
     }
     steps = [*flow.makers(group), *group]
-    steps = [*flow.roots_of(steps), *steps]
+    # What leads to an island may read what the island makes for itself.
+    steps = sorted([*flow.roots_of(steps), *steps], key=flow.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
     reads = dict.fromkeys(v for step in steps for v in _reads(step) if v not in made)
     paid = [v for v in reads if v in flow.active and v not in flow.free_vars]

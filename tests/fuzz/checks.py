@@ -47,10 +47,12 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """What makes two failures the same: the check, and the error if one is raised."""
-        return f"{self.check}: {re.sub(r'[0-9]+', '', self.what)[:60]}" if (
-            self.check in ("raise", "run", "jaxpr", "compile")
-        ) else self.check
+        """What makes two failures the same: the check, and an error that is raised."""
+        return (
+            f"{self.check}: {re.sub(r'[0-9]+', '', self.what)[:60]}"
+            if (self.check in ("raise", "run", "jaxpr", "compile"))
+            else self.check
+        )
 
     def __str__(self) -> str:
         return f"{self.check}: {self.what}"
@@ -263,7 +265,9 @@ def _check_values(case: Case, plain: Traced, mixed: Traced) -> bool:
     pairs = [(i, x, y) for i, (x, y) in enumerate(zip(want, got, strict=True))]
     for i, x, y in pairs:
         if x.shape != y.shape or x.dtype != y.dtype:
-            raise Broken("run", f"result {i} is {y.dtype}{y.shape}, not {x.dtype}{x.shape}")
+            raise Broken(
+                "run", f"result {i} is {y.dtype}{y.shape}, not {x.dtype}{x.shape}"
+            )
     if case.oracle == "none" and not case.lean:
         for i, x, y in pairs:
             if not _same_bits(x, y):
@@ -374,9 +378,7 @@ def _oracles(case: Case) -> list[Callable[[int | None], Rounding]]:
     }
     # A rule that names a dtype means it, whatever the compute dtype.
     dtypes = ["bfloat16", "float16"] if kind == "asked" else [case.dtype]
-    return [
-        functools.partial(make, dtype) for make in kinds[kind] for dtype in dtypes
-    ]
+    return [functools.partial(make, dtype) for make in kinds[kind] for dtype in dtypes]
 
 
 def _complaint(

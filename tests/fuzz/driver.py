@@ -81,8 +81,8 @@ def run(options: Options) -> int:
     took = time.monotonic() - began
     total = sum(counts.values())
     line = (
-        f"seeds {options.seed}..{options.seed + options.cases - 1}, jax {jax.__version__}"
-        f": {total} cases in {took:.0f} s: "
+        f"seeds {options.seed}..{options.seed + options.cases - 1}, "
+        f"jax {jax.__version__}: {total} cases in {took:.0f} s: "
         + ", ".join(f"{counts[k]} {k}" for k in sorted(counts))
     )
     print(line)
@@ -121,9 +121,9 @@ def _report(finding: Finding, options: Options, progress: Progress) -> None:
         progress.console.print(finding.file, markup=False, highlight=False)
     else:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{finding.check.replace(' ', '_')}_{finding.seed}.py").write_text(
-            finding.file
-        )
+        (
+            options.out / f"{finding.check.replace(' ', '_')}_{finding.seed}.py"
+        ).write_text(finding.file)
     _log(options, line)
 
 
@@ -157,7 +157,12 @@ def _one(seed: int, options: Options) -> Told:
         return Told(seed, "discarded", outcome.discarded)
     if outcome.failure is None:
         return Told(seed, "passed" if outcome.numbers else "types only")
-    return Told(seed, "failed", str(outcome.failure), _finding(seed, case, compiled, outcome, options))
+    return Told(
+        seed,
+        "failed",
+        str(outcome.failure),
+        _finding(seed, case, compiled, outcome, options),
+    )
 
 
 def _finding(
@@ -179,7 +184,9 @@ def _finding(
 
 
 def _forget() -> None:
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY * (1 + _forgotten[0]):
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY * (
+        1 + _forgotten[0]
+    ):
         _forgotten[0] += 0.2  # the peak never falls
         jax.clear_caches()
         gc.collect()

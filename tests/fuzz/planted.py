@@ -136,7 +136,9 @@ def swapped_branches():
 
     def bind(frame, step, operands):
         step = _with_params(step, branches=step.eqn.params["branches"][::-1])
-        return original(frame, dataclasses.replace(step, inner=step.inner[::-1]), operands)
+        return original(
+            frame, dataclasses.replace(step, inner=step.inner[::-1]), operands
+        )
 
     return _handler("cond", bind=bind)
 

@@ -1,4 +1,4 @@
-"""What a program is made of, apart from numbers: what the rewrite must leave in place."""
+"""What a program is made of: the structures that the rewrite must leave in place."""
 
 import collections
 from collections.abc import Iterator
