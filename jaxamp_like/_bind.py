@@ -147,7 +147,7 @@ class Frame:
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
         with without_setting():
-            jaxpr = trace(fn, avals)
+            jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
@@ -191,8 +191,7 @@ class Frame:
 
         Inside a loop there is nothing that XLA could merge the second run with."""
         first = region.steps[0]
-        with marked(first), eqn_context(first.eqn):
-            values = [self._enter(v, dtype) for v, dtype in region.ins.items()]
+        values = [self.env[v] for v in region.ins]
 
         def island(*values):
             env = dict(zip(region.ins, values, strict=True))
@@ -208,8 +207,7 @@ class Frame:
 
         makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
-        if region.keeps:
-            kept = [region.keeps.get(v) for v in region.ins]
+        if any(kept := list(region.ins.values())):
             mark = keep if self.keeps == Keeps.MARKED else None
             run = keeping_low(island, island, kept, prevent_cse, mark)
         else:
@@ -217,15 +215,6 @@ class Frame:
         with eqn_context(without_scopes(first.eqn)):
             outs = run(*values)
         return list(map(keep, outs)) if self.keeps == Keeps.MARKED else outs
-
-    def _enter(self, v: Any, dtype: DType | None) -> Any:
-        """An operand of a region; a cast of it is kept in its place."""
-        if dtype is None or (v, dtype) in self.casts or dtype == self.env[v].dtype:
-            return self.read(v, dtype)
-        # XLA would leave out a cast down that is cast up again, and keep what is wide.
-        value = lax.optimization_barrier(cast(self.env[v], dtype))
-        self.casts[v, dtype] = keep(value) if self.keeps == Keeps.MARKED else value
-        return self.casts[v, dtype]
 
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""

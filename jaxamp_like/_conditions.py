@@ -32,6 +32,10 @@ class When(Rule):
     def is_compute(self) -> bool:
         return self.rule.is_compute and self.otherwise.is_compute
 
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low or self.otherwise.may_compute_low
+
     def decide(self, site: Site) -> Decision:
         holds = self._holds(site)
         decision = (self.rule if holds else self.otherwise).decide(site)

@@ -31,7 +31,7 @@ from ._jax import (
 )
 from ._lean import Schedule, island_schedule, schedule
 from ._policy import Found, Lookup
-from ._primitives import CLASSES, FIXED, LINEAR
+from ._primitives import CLASSES, CONTRACTIONS, FIXED, LINEAR
 from ._reach import Reach, around, members, of_input, through, union
 from ._rules import (
     Decision,
@@ -46,6 +46,7 @@ from ._rules import (
     is_full,
     use_original_precision,
 )
+from ._solvers import Solvers, find_rule
 from ._structural import STRUCTURAL, Body, Handler
 
 Facts = tuple[Fact | None, ...]
@@ -105,7 +106,7 @@ class Plan:
     def islands(self) -> Schedule:
         """The same, with regions."""
         if any(step.run_again or step.inner for step in self.steps):
-            return island_schedule(self.steps, self.facts, self.outvars, self.lean)
+            return island_schedule(self.steps, self.facts, self.outvars)
         return self.plain
 
 
@@ -256,8 +257,25 @@ class Planner:
     def _find(self, primitive: Any, scope: Scope) -> Found:
         key = (primitive, scope)
         if key not in self._found:
-            self._found[key] = self.policy.find(primitive, scope)
+            self._found[key] = find_rule(self.policy, primitive, scope)
         return self._found[key]
+
+    @functools.cached_property
+    def solvers(self) -> Solvers:
+        """What finds solvers; a program is to be marked by it before it is planned."""
+        return Solvers(self._handler, self._makes_low)
+
+    def _handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
+        handler = STRUCTURAL.get(eqn.primitive.name)
+        if handler is None or _stops(self._find(eqn.primitive, scope)):
+            return None
+        return handler
+
+    def _makes_low(self, eqn: Eqn, scope: Scope) -> bool:
+        """Whether an equation may compute low, here or where its author said so."""
+        if eqn.primitive.name in CONTRACTIONS:
+            return True
+        return self._find(eqn.primitive, scope).rule.may_compute_low
 
     def demands(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]

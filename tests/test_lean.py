@@ -315,6 +315,17 @@ def test_a_call_without_results():
     np.testing.assert_array_equal(lean(fn)(W, X), amp(fn, compute_dtype=BF16)(W, X))
 
 
+def test_what_leads_to_an_island_reads_what_it_makes():
+    """The second derivative of a layer, all of it inside of `amp`."""
+
+    def fn(w, x):
+        return jnp.sum(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w) ** 2)
+
+    grads = jax.grad(fn)
+    ours = amp(grads, compute_dtype=BF16)(W, X)
+    np.testing.assert_allclose(ours, grads(W, X), rtol=0.05, atol=0.05)
+
+
 def test_long_chains():
     """An island whose steps stand far apart, with thousands of others between."""
 

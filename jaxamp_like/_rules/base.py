@@ -161,6 +161,11 @@ class Rule:
         return False
 
     @property
+    def may_compute_low(self) -> bool:
+        """Whether the equation may compute low although none of its operands is."""
+        return self.is_compute
+
+    @property
     def is_run_again(self) -> bool:
         """Whether the backward pass may run the equation again, to keep less."""
         return False

@@ -20,6 +20,10 @@ class SavingLow(Rule):
     def is_compute(self) -> bool:
         return self.rule.is_compute
 
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return self.rule.demand(params, wanted)
 

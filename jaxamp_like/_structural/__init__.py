@@ -1,6 +1,6 @@
 """Structural primitives: those that hold programs. One row of `STRUCTURAL` for each."""
 
-from .base import REMAT, Body as Body, Handler as Handler
+from .base import REMAT, SOLVER as SOLVER, Body as Body, Handler as Handler
 from .branches import bind_cond, cond_bodies, decide_cond
 from .calls import (
     bind_inline,

@@ -25,6 +25,7 @@ from .._rules import (
 )
 from .base import (
     REMAT,
+    SOLVER,
     Body,
     Facts,
     decision_of,
@@ -84,6 +85,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     # In the next iteration, or outside of the loop.
     read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
+    if SOLVER in site.scope and not site.by_scope:
+        low = set()
     coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))

@@ -7,9 +7,7 @@ have a case again. What breaks a check is made small and printed as a file."""
 
 import os
 
-_FLAGS = (
-    "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-)
+_FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -27,7 +25,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--log", type=Path, help="file to append a line per finding to")
     parser.add_argument("--out", type=Path, help="folder for small failing cases")
-    parser.add_argument("--compiled", type=float, default=0.02, help="share also compiled")
+    parser.add_argument(
+        "--compiled", type=float, default=0.02, help="share also compiled"
+    )
     parser.add_argument("--no-shrink", action="store_true", help="print cases as found")
     parser.add_argument("--planted", help="a fault to plant first; `list` names them")
     parser.add_argument("--stop", action="store_true", help="at the first finding")

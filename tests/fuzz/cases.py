@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import runtime
-from .programs import Program, make_program
+from .generate import make_program
+from .programs import Program
 
 # Weight, code, and whether derivatives are taken backwards.
 _TRANSFORMS: list[tuple[float, str, bool]] = [
@@ -97,9 +98,7 @@ class Case:
 
     def settings(self) -> str:
         lean = ", lean=True" if self.lean else ""
-        return (
-            f"dict(compute_dtype={self.dtype!r}, amp_policy={self.policy}{lean})"
-        )
+        return f"dict(compute_dtype={self.dtype!r}, amp_policy={self.policy}{lean})"
 
     def source(self) -> str:
         """Defines `program`, `args`, `settings` and `build(wrap)`."""
@@ -207,7 +206,7 @@ def _helpers(source: str) -> list[str]:
     while pending:
         text = pending.pop()
         for name, code in functions.items():
-            if name not in needed and f"{name}(" in text or f"map({name}" in text:
+            if (name not in needed and f"{name}(" in text) or f"map({name}" in text:
                 if name not in needed:
                     needed.add(name)
                     pending.append(code)

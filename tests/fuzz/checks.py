@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxamp_like
 
-from . import runtime
+from . import runtime, structure
 from .cases import Case
 from .oracle import (
     Endless,
@@ -47,10 +47,12 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """What makes two failures the same: the check, and the error if one is raised."""
-        return f"{self.check}: {re.sub(r'[0-9]+', '', self.what)[:60]}" if (
-            self.check in ("raise", "run", "jaxpr", "compile")
-        ) else self.check
+        """What makes two failures the same: the check, and an error that is raised."""
+        return (
+            f"{self.check}: {re.sub(r'[0-9]+', '', self.what)[:60]}"
+            if (self.check in ("raise", "run", "jaxpr", "compile"))
+            else self.check
+        )
 
     def __str__(self) -> str:
         return f"{self.check}: {self.what}"
@@ -68,7 +70,9 @@ class OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTime` in the main thread; elsewhere there is no limit."""
+    """Raises `OutOfTime` in the main thread; elsewhere there is no limit.
+
+    Time of the processor: how busy a machine is says nothing of a case."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,13 +80,13 @@ def time_limit(seconds: float) -> Iterator[None]:
     def expire(signum, frame):
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, expire)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 Wrap = Callable[[Any], Any]
@@ -160,6 +164,7 @@ def _check(case: Case, compiled: bool) -> bool:
         raise Broken("raise", _told(e)) from e
     _check_types(plain, mixed)
     _check_jaxpr(plain.jaxpr, mixed.jaxpr)
+    _check_structure(case, plain, mixed)
     if compiled:
         _check_runs(plain, mixed)
     return _check_values(case, plain, mixed)
@@ -216,6 +221,21 @@ def _check_jaxpr(plain: Any, mixed: Any) -> None:
         raise Broken("jaxpr", _told(e)) from e
 
 
+# Derivatives of what has no 16-bit kernel are contractions in full; so are solvers.
+_IN_FULL = "linalg cov solve cg( gmres kron fft".split()
+
+
+def _check_structure(case: Case, plain: Traced, mixed: Traced) -> None:
+    if not case.outer and (lost := structure.lost(plain.jaxpr, mixed.jaxpr)):
+        raise Broken("structure", f"lost: {lost}")
+    if case.oracle not in ("default", "contractions"):
+        return
+    source = case.source()
+    if not any(word in source for word in _IN_FULL):
+        if left := structure.left_in_full(mixed.jaxpr):
+            raise Broken("left in full", left)
+
+
 def _check_runs(plain: Traced, mixed: Traced) -> None:
     try:
         _compiled(plain)
@@ -245,7 +265,9 @@ def _check_values(case: Case, plain: Traced, mixed: Traced) -> bool:
     pairs = [(i, x, y) for i, (x, y) in enumerate(zip(want, got, strict=True))]
     for i, x, y in pairs:
         if x.shape != y.shape or x.dtype != y.dtype:
-            raise Broken("run", f"result {i} is {y.dtype}{y.shape}, not {x.dtype}{x.shape}")
+            raise Broken(
+                "run", f"result {i} is {y.dtype}{y.shape}, not {x.dtype}{x.shape}"
+            )
     if case.oracle == "none" and not case.lean:
         for i, x, y in pairs:
             if not _same_bits(x, y):
@@ -356,9 +378,7 @@ def _oracles(case: Case) -> list[Callable[[int | None], Rounding]]:
     }
     # A rule that names a dtype means it, whatever the compute dtype.
     dtypes = ["bfloat16", "float16"] if kind == "asked" else [case.dtype]
-    return [
-        functools.partial(make, dtype) for make in kinds[kind] for dtype in dtypes
-    ]
+    return [functools.partial(make, dtype) for make in kinds[kind] for dtype in dtypes]
 
 
 def _complaint(

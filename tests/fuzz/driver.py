@@ -62,9 +62,8 @@ class Told:
 
 
 def run(options: Options) -> int:
-    if options.planted == "list":
-        print(*planted.FAULTS, sep="\n")
-        return 0
+    if options.planted is not None:
+        return _planted(options)
     counts: collections.Counter[str] = collections.Counter()
     findings: list[Finding] = []
     began = time.monotonic()
@@ -82,13 +81,27 @@ def run(options: Options) -> int:
     took = time.monotonic() - began
     total = sum(counts.values())
     line = (
-        f"seeds {options.seed}..{options.seed + options.cases - 1}, jax {jax.__version__}"
-        f": {total} cases in {took:.0f} s: "
+        f"seeds {options.seed}..{options.seed + options.cases - 1}, "
+        f"jax {jax.__version__}: {total} cases in {took:.0f} s: "
         + ", ".join(f"{counts[k]} {k}" for k in sorted(counts))
     )
     print(line)
     _log(options, line)
     return 1 if findings else 0
+
+
+def _planted(options: Options) -> int:
+    """Says after how many cases a fault is found; 1 if it is not."""
+    if options.planted == "list":
+        print(*planted.FAULTS, sep="\n")
+        return 0
+    found = planted.find(options.planted or "", options.seed, options.cases)
+    if found is None:
+        print(f"{options.planted}: not found by {options.cases} cases")
+        return 1
+    count, failure = found
+    print(f"{options.planted}: found by case {count}. {failure}")
+    return 0
 
 
 def _progress() -> Progress:
@@ -108,9 +121,9 @@ def _report(finding: Finding, options: Options, progress: Progress) -> None:
         progress.console.print(finding.file, markup=False, highlight=False)
     else:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"{finding.check.replace(' ', '_')}_{finding.seed}.py").write_text(
-            finding.file
-        )
+        (
+            options.out / f"{finding.check.replace(' ', '_')}_{finding.seed}.py"
+        ).write_text(finding.file)
     _log(options, line)
 
 
@@ -123,18 +136,12 @@ def _log(options: Options, line: str) -> None:
 def _stream(options: Options) -> Iterator[Told]:
     seeds = range(options.seed, options.seed + options.cases)
     if options.jobs == 1:
-        _prepare(options)
         yield from (_one(seed, options) for seed in seeds)
         return
     context = multiprocessing.get_context("spawn")
     work = ((seed, options) for seed in seeds)
-    with context.Pool(options.jobs, _prepare, (options,)) as pool:
+    with context.Pool(options.jobs) as pool:
         yield from pool.imap_unordered(_one_of, work, chunksize=8)
-
-
-def _prepare(options: Options) -> None:
-    if options.planted is not None:
-        planted.plant(options.planted)
 
 
 def _one_of(given: tuple[int, Options]) -> Told:
@@ -150,7 +157,12 @@ def _one(seed: int, options: Options) -> Told:
         return Told(seed, "discarded", outcome.discarded)
     if outcome.failure is None:
         return Told(seed, "passed" if outcome.numbers else "types only")
-    return Told(seed, "failed", str(outcome.failure), _finding(seed, case, compiled, outcome, options))
+    return Told(
+        seed,
+        "failed",
+        str(outcome.failure),
+        _finding(seed, case, compiled, outcome, options),
+    )
 
 
 def _finding(
@@ -172,7 +184,9 @@ def _finding(
 
 
 def _forget() -> None:
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY * (1 + _forgotten[0]):
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY * (
+        1 + _forgotten[0]
+    ):
         _forgotten[0] += 0.2  # the peak never falls
         jax.clear_caches()
         gc.collect()

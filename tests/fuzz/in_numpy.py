@@ -45,7 +45,9 @@ def _is_real(x: Array) -> bool:
 
 def _broadcast_in_dim(x: Array, *, shape: Any, broadcast_dimensions: Any, **_: Any):
     axes = dict(zip(broadcast_dimensions, x.shape, strict=True))
-    return np.broadcast_to(np.reshape(x, [axes.get(i, 1) for i in range(len(shape))]), shape)
+    return np.broadcast_to(
+        np.reshape(x, [axes.get(i, 1) for i in range(len(shape))]), shape
+    )
 
 
 def _slice(x: Array, *, start_indices: Any, limit_indices: Any, strides: Any) -> Array:
