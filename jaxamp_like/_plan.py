@@ -336,16 +336,26 @@ class Planner:
         """How the results of a body are read: outside, or in the next iteration."""
         wanted = [Demand.FULL if i is None else outs[i] for i in body.outs]
         full = self.must_stay_full(body, scope)
-        for out, i in body.loop:
-            if i in full:
-                wanted[out] |= Demand.CARRY
+        made_by = {i: out for out, i in body.loop}
+        giver = {j: i for i, heirs in body.handed_on().items() for j in heirs}
+
+        def want(i: int, how: Demand) -> bool:
+            """Adds to how a carry is read; whether that is news."""
+            out = made_by[i]
+            before, wanted[out] = wanted[out], wanted[out] | how
+            return wanted[out] != before
+
+        for i in made_by.keys() & full:
+            want(i, Demand.CARRY)
         while True:
             reads = self.demands(body.jaxpr, scope, wanted)
-            before = list(wanted)
-            for out, i in body.loop:
-                wanted[out] |= reads[i]
-            if wanted == before:
+            news = [i for i in made_by if want(i, reads[i])]
+            if not news:
                 return wanted
+            while news:
+                i = news.pop()
+                if giver.get(i) in made_by and want(giver[i], wanted[made_by[i]]):
+                    news.append(giver[i])
 
     def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
