@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ._contractions import is_contraction
 from ._dtypes import DType
 from ._errors import AmpError, warn_or_raise
 from ._jax import (
@@ -176,7 +177,7 @@ class Planner:
     def _step(
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
     ) -> Step:
-        found = find_rule(self.policy, eqn.primitive, scope)
+        found = find_rule(self.policy, eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None and not _stops(found):
@@ -259,15 +260,15 @@ class Planner:
 
     def _handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is None or _stops(find_rule(self.policy, eqn.primitive, scope)):
+        if handler is None or _stops(find_rule(self.policy, eqn, scope)):
             return None
         return handler
 
     def _makes_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation may compute low, here or where its author said so."""
         if eqn.primitive.name in CONTRACTIONS:
-            return True
-        return find_rule(self.policy, eqn.primitive, scope).rule.may_compute_low
+            return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
+        return find_rule(self.policy, eqn, scope).rule.may_compute_low
 
     def demands(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
@@ -300,7 +301,7 @@ class Planner:
     def _operand_demands(
         self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        found = find_rule(self.policy, eqn.primitive, scope)
+        found = find_rule(self.policy, eqn, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
             if eqn.primitive.name in FIXED:
@@ -358,7 +359,7 @@ class Planner:
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
-            found = find_rule(self.policy, eqn.primitive, inner_scope)
+            found = find_rule(self.policy, eqn, inner_scope)
             handler = STRUCTURAL.get(eqn.primitive.name)
             if handler is not None and not _stops(found):
                 for body in handler.bodies(eqn):
