@@ -25,7 +25,7 @@ from ._jax import (
 from ._lean import Region, as_island, keep
 from ._matmul_precision import setting, settled_bind, with_setting, without_setting
 from ._plan import Facts, Plan, Planner, Scope, Step
-from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
+from ._primitives import KEEPING_INPUTS, LINEAR, is_cheap
 from ._record import marked
 from ._rules import Demand, Leaf, author_dtype, keeping_low
 
@@ -218,8 +218,8 @@ class Frame:
 
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""
-        is_cheap = step.eqn.primitive.name in CHEAP
-        is_kept = self.keeps == Keeps.MARKED and is_cheap and step.handler is None
+        is_leaf = step.handler is None
+        is_kept = self.keeps == Keeps.MARKED and is_leaf and is_cheap(step.eqn)
         return list(map(keep, outs)) if is_kept else outs
 
     def _apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:

@@ -31,7 +31,7 @@ from jax import lax
 
 from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
-from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING
+from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING, is_cheap
 from ._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `_plan`, which builds on this module
@@ -433,7 +433,7 @@ def _is_cheap(step: Step) -> bool:
         return False
     if name in _CALLS:
         return all(_is_cheap(inner) for plan in plans for inner in plan.steps)
-    return name in CHEAP and step.run_again
+    return is_cheap(step.eqn) and step.run_again
 
 
 def _sums(step: Step) -> bool:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ._contractions import is_contraction
 from ._dtypes import DType
 from ._errors import AmpError, warn_or_raise
 from ._jax import (
@@ -178,7 +179,7 @@ class Planner:
     def _step(
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
     ) -> Step:
-        found = self._find(eqn.primitive, scope)
+        found = self._find(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None and not _stops(found):
@@ -254,11 +255,15 @@ class Planner:
             by_scope=found.by_scope,
         )
 
-    def _find(self, primitive: Any, scope: Scope) -> Found:
+    def find(self, primitive: Any, scope: Scope) -> Found:
+        """What the policy says of a primitive in a scope."""
         key = (primitive, scope)
         if key not in self._found:
-            self._found[key] = find_rule(self.policy, primitive, scope)
+            self._found[key] = self.policy.find(primitive, scope)
         return self._found[key]
+
+    def _find(self, eqn: Eqn, scope: Scope) -> Found:
+        return find_rule(self.find, eqn, scope)
 
     @functools.cached_property
     def solvers(self) -> Solvers:
@@ -267,15 +272,15 @@ class Planner:
 
     def _handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is None or _stops(self._find(eqn.primitive, scope)):
+        if handler is None or _stops(self._find(eqn, scope)):
             return None
         return handler
 
     def _makes_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation may compute low, here or where its author said so."""
         if eqn.primitive.name in CONTRACTIONS:
-            return True
-        return self._find(eqn.primitive, scope).rule.may_compute_low
+            return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
+        return self._find(eqn, scope).rule.may_compute_low
 
     def demands(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
@@ -309,7 +314,7 @@ class Planner:
     def _operand_demands(
         self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        found = self._find(eqn.primitive, scope)
+        found = self._find(eqn, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
             if eqn.primitive.name in FIXED:
@@ -375,7 +380,7 @@ class Planner:
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
-            found = self._find(eqn.primitive, inner_scope)
+            found = self._find(eqn, inner_scope)
             handler = STRUCTURAL.get(eqn.primitive.name)
             if handler is not None and not _stops(found):
                 operands = read(eqn.invars)

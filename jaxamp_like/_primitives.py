@@ -5,14 +5,16 @@ primitive that is in no class is left in the author's dtypes. Where the two comp
 dtypes differ, range is the reason: float16 ends at 65504 and loses what is below 6e-8,
 bfloat16 has the range of float32."""
 
+from ._contractions import is_contraction
+from ._jax import Eqn
 from ._rules import (
     ByRange,
     ConvertAsWritten,
     Rule,
     compute_in_full,
+    contract,
     keep_each_input,
     move_exactly,
-    use_compute_precision,
     use_original_precision,
 )
 
@@ -136,7 +138,7 @@ _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scat
 def _table() -> dict[str, Rule]:
     sums_over_devices = ByRange(narrow=compute_in_full, wide=keep_each_input)
     rows: list[tuple[str, Rule]] = [
-        (_COMPUTE, use_compute_precision),
+        (_COMPUTE, contract),
         (_EXPONENTIAL, compute_in_full),
         (_ACCUMULATING, compute_in_full),
         (_ILL_CONDITIONED, compute_in_full),
@@ -181,7 +183,7 @@ FIXED: frozenset[str] = frozenset(" ".join(_UNCHANGED).split())
 
 
 CONTRACTIONS: frozenset[str] = frozenset(_COMPUTE.split())
-"""Primitives that multiply and add up."""
+"""Primitives that multiply and add up; see `_contractions` for when they do."""
 
 MOVEMENT: frozenset[str] = frozenset(
     """reshape squeeze expand_dims broadcast_in_dim tile transpose rev slice
@@ -216,3 +218,10 @@ CHEAP: frozenset[str] = frozenset(" ".join(_CHEAP).split()) - frozenset(
     regularized_incomplete_beta zeta pbroadcast_dynamic name""".split()
 )
 """Primitives that cost no more to run twice than their results cost to keep."""
+
+
+def is_cheap(eqn: Eqn) -> bool:
+    """Whether an equation costs no more to run twice than its results cost to keep."""
+    if eqn.primitive.name not in CONTRACTIONS:
+        return eqn.primitive.name in CHEAP
+    return not is_contraction(eqn.params, [atom.aval.shape for atom in eqn.invars])

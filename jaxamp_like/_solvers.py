@@ -35,7 +35,6 @@ from ._jax import (
     Eqn,
     Jaxpr,
     Literal,
-    Primitive,
     in_scope,
     is_array_aval,
     raw,
@@ -45,7 +44,7 @@ from ._jax import (
     subjaxprs,
     with_eqns,
 )
-from ._policy import Found, Lookup
+from ._policy import Found
 from ._primitives import RANKING
 from ._rules import UseOriginalPrecision, in_solver
 from ._structural import SOLVER, Body, Handler
@@ -55,14 +54,21 @@ Indices = frozenset[int]
 _NONE: Indices = frozenset()
 
 
-def find_rule(policy: Lookup, primitive: Primitive, scope: Scope) -> Found:
+def find_rule(find: Callable[[Any, Scope], Found], eqn: Eqn, scope: Scope) -> Found:
     """The rule of an equation; in a solver, only rules of scopes ask for low."""
+    found = find(eqn.primitive, told(scope))
+    if SOLVER in scope:
+        is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
+        return found if is_meant else replace(found, rule=in_solver)
+    rule = found.rule.for_equation(eqn.params, [atom.aval for atom in eqn.invars])
+    return found if rule is found.rule else replace(found, rule=rule)
+
+
+def told(scope: Scope) -> Scope:
+    """The scopes that their author wrote."""
     if SOLVER not in scope:
-        return policy.find(primitive, scope)
-    found = policy.find(primitive, tuple(name for name in scope if name != SOLVER))
-    if found.by_scope or isinstance(found.rule, UseOriginalPrecision):
-        return found
-    return replace(found, rule=in_solver)
+        return scope
+    return tuple(name for name in scope if name != SOLVER)
 
 
 class Flow(NamedTuple):

@@ -31,6 +31,7 @@ from .computing import (
     use_widest_precision as use_widest_precision,
     wide_contraction as wide_contraction,
 )
+from .contracting import contract as contract
 from .following import (
     ConvertAsWritten as ConvertAsWritten,
     follow_inputs as follow_inputs,

@@ -160,6 +160,10 @@ class Rule:
         """Whether the equation makes low results whatever it reads."""
         return False
 
+    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> "Rule":
+        """The rule for an equation of which parameters and operands are known."""
+        return self
+
     @property
     def may_compute_low(self) -> bool:
         """Whether the equation may compute low although none of its operands is."""
