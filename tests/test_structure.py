@@ -666,3 +666,35 @@ def test_mutated_references_outside_of_the_function():
     jax.jit(fn)(ref, x, w)
     assert ref[...].dtype == jnp.float32
     assert_near(ref[...], 2 * (x @ w), "float16", 1)
+
+
+@pytest.mark.parametrize("loop", ["while", "scan"])
+def test_what_leaves_a_loop_is_not_rounded_with_its_carry(loop):
+    """Every step reads the carry low; the last result is 0.3 to its last bit."""
+    w, z = 50 * jnp.eye(3), jnp.ones((3, 3))
+
+    def step(z):
+        return 0.3 * jnp.tanh(z @ w)
+
+    def fn(z):
+        if loop == "scan":
+            return lax.scan(lambda z, _: (step(z), None), z, None, length=3)[0]
+        return lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1])), (0, z)
+        )[1]
+
+    np.testing.assert_array_equal(amp(fn, compute_dtype="float16")(z), fn(z))
+
+
+def test_what_enters_a_loop_is_not_rounded_with_its_carry():
+    """It may leave the loop as it came, and the first step may read it in full."""
+    x, w = jnp.full((3, 3), 1.2345678), jnp.eye(3)
+
+    def looped(n, x):
+        return lax.fori_loop(0, n, lambda _, x: x @ w, x)
+
+    def scanned(x):
+        return lax.scan(lambda x, _: (x @ w, jnp.sin(x)), x, None, length=2)[1][0]
+
+    np.testing.assert_array_equal(amp(looped, compute_dtype="bfloat16")(0, x), x)
+    np.testing.assert_array_equal(amp(scanned, compute_dtype="bfloat16")(x), scanned(x))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._dtypes import DType, cast, cast_all, lowered
+from .._dtypes import DType, cast, cast_all, exact_in, lowered
 from .._jax import (
     Eqn,
     consts,
@@ -103,8 +103,9 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         """What an iteration makes of a carry; whether that is news to the next one."""
         before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
-        # its way into the next iteration, nor out of the last.
-        is_wide = i in read_full and made.dtype == site.authors[i]
+        # its way into the first iteration or the next, nor out of the last.
+        is_made_low = made.dtype != site.authors[i] and _is_exact(site, i)
+        is_wide = i in read_full and not is_made_low
         if is_wide or made.mark == Mark.FULL:
             low.discard(i)
         coarse[i] = coarse[i] or made.coarse
@@ -131,6 +132,16 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         results[out] = carried[i]._replace(carried=False)
     decision = decision_of(site, now(facts), results, "its carries keep one dtype")
     return decision, (*plans, inner)
+
+
+def _is_exact(site: Site, i: int) -> bool:
+    """Whether a loop's carry may start low without a rounding."""
+    fact, author = site.facts[i], site.authors[i]
+    assert fact is not None and author is not None
+    low = lowered(author, site.compute_dtype)
+    constants = fact.values
+    is_constant = constants is not None and all(exact_in(v, low) for v in constants)
+    return fact.dtype == low or is_constant
 
 
 def _low_slices(fact: Fact | None, site: Site) -> Fact | None:

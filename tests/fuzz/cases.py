@@ -134,7 +134,7 @@ class Case:
             yield 'jax.config.update("jax_enable_checks", True)'
         source = self.source()
         yield ""
-        for code in _helpers(source):
+        for code in _helpers(source + self._context()):
             yield f"\n{code}"
         yield ""
         yield source
@@ -142,7 +142,7 @@ class Case:
 
     def _context(self) -> str:
         if self.has_mesh:
-            return "jax.set_mesh(two_devices())"
+            return "in_mesh()"
         return "jax.checking_leaks()" if self.leaks else "contextlib.nullcontext()"
 
 

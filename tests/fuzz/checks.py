@@ -131,7 +131,7 @@ def _configured(case: Case) -> Iterator[None]:
         if case.checks:
             stack.enter_context(_flag("jax_enable_checks"))
         if case.has_mesh:
-            stack.enter_context(jax.set_mesh(runtime.two_devices()))
+            stack.enter_context(runtime.in_mesh())
         yield
 
 

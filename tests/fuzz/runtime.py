@@ -247,10 +247,15 @@ def two_devices():
     return jax.make_mesh((2,), ("data",), axis_types=kinds)
 
 
+def in_mesh():
+    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh  # up to 0.6
+    return set_mesh(two_devices())
+
+
 def explicit(f, args):
     """Batches whose first axis is split over two devices, as a part of their types.
 
-    To be run in a mesh: `jax.set_mesh(two_devices())`."""
+    To be run `in_mesh()`."""
     sharding = NamedSharding(two_devices(), P("data"))
     args = tuple(jax.device_put(two_of(x), sharding) for x in args)
     return jax.vmap(f), args
