@@ -37,7 +37,6 @@ from jaxamp_like import (
     amp,
     dynamic_scale_value_and_grad,
     loss_scale_optimizer,
-    scale_loss,
 )
 
 from . import roofline
@@ -84,12 +83,7 @@ def ours_by_optimizer(loss: Loss) -> tuple[Callable[[Any], Any], Step]:
 
     def step(carry: Any, batch: Any) -> tuple[Any, Any]:
         params, opt_state = carry
-
-        def scaled(params: Any) -> tuple[Any, Any]:
-            value = loss(params, batch)
-            return scale_loss(value, opt_state), value
-
-        (_, value), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+        value, grads = tx.value_and_grad(loss, opt_state)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 

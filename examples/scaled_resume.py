@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from jaxamp_like import DynamicScalerState, enable_amp, overflowed_leaves, scale_loss
+from jaxamp_like import DynamicScalerState, enable_amp, overflowed_leaves
 
 ROWS, WIDTH = 32, 16
 
@@ -37,7 +37,7 @@ loss, tx = enable_amp(
 
 @jax.jit
 def step(w, opt_state, x):
-    grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+    grads = tx.grad(loss, opt_state)(w, x)
     updates, opt_state = tx.update(grads, opt_state, w)
     return (optax.apply_updates(w, updates), opt_state), grads
 

@@ -28,7 +28,6 @@ from jaxamp_like import (
     amp,
     dynamic_scale_value_and_grad,
     loss_scale_optimizer,
-    scale_loss,
 )
 
 N = jax.device_count()
@@ -95,11 +94,7 @@ scaled_tx = loss_scale_optimizer(TX, DynamicScalerState(scaler=2**12))
 
 @jax.jit
 def optimizer_step(w, opt_state, x, y):
-    def scaled(w):
-        loss = loss_fn(w, x, y)
-        return scale_loss(loss, opt_state), loss
-
-    (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(w)
+    loss, grads = scaled_tx.value_and_grad(loss_fn, opt_state)(w, x, y)
     updates, opt_state = scaled_tx.update(grads, opt_state, w)
     return (optax.apply_updates(w, updates), opt_state), loss
 

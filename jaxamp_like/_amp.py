@@ -1,25 +1,36 @@
 """`amp`: pytrees in, pytrees out; and `amp_stop`, which keeps it away."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from ._bind import Frame, Keeps
-from ._dtypes import DType, cast
+from ._dtypes import DType, cast_as
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
-from ._jax import consts, is_array, raw, teach_checkpoint, trace
-from ._nnx import call_with_modules, nnx_modules
+from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
+from ._matmul_precision import without_setting
+from ._mistakes import (
+    as_bool,
+    explaining_tracing,
+    is_lazy,
+    lowers_nothing,
+    naming_mistakes,
+    refuse_lazy_results,
+    refuse_what_cannot_be_rewritten,
+    report_of_no_lowering,
+)
+from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
-from ._rules import author_dtype
 from ._switch import is_amp_disabled
+from ._unmatched import reports_of_unmatched_keys
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,6 +55,7 @@ def amp(
     strict: bool = ...,
     lean: bool = ...,
 ) -> Callable[[_F], _F]: ...
+@naming_mistakes
 def amp(
     fn: Any = None,
     *,
@@ -79,9 +91,9 @@ def amp(
             `use_precision(dtype)`.
         strict: raise instead of warn where an equation holds a program that amp can't
             rewrite, or where a key of the policy matches nothing.
-        lean: keep less for the backward pass. What stands between contractions (norm,
-            softmax, activation, gate) is run again there from its inputs, which are
-            read in low precision where only contractions read the results.
+        lean: keep as little for the backward pass as the default policy does under
+            any policy: what stands between contractions (norm, softmax, activation,
+            gate) is run again there, whatever its rule.
     Returns:
         A function with the signature of `fn`. Its floating results are cast if the
         policy has an output dtype.
@@ -100,6 +112,7 @@ def amp(
     Casting by op is due to Micikevicius et al., "Mixed Precision Training",
     arXiv:1710.03740."""
     settings = settings_of(amp_policy, compute_dtype)
+    strict, lean = as_bool(strict, "strict"), as_bool(lean, "lean")
     if fn is None:
         return functools.partial(
             amp,
@@ -113,29 +126,31 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
+    refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
+    if lowers_nothing(settings.lookup, settings.compute_dtype):
+        warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
-        if amp_is_off():
-            return fn(*args, **kwargs)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        modules = nnx_modules((fn, args, kwargs))
-        if modules:
-            rewrite = functools.partial(_rewritten, planner)
-            out = call_with_modules(rewrite, modules, (fn, args, kwargs))
-        else:
-            out = _rewritten(planner, fn)(*args, **kwargs)
-        return settings.output.cast_to_output(out)
+        is_off = amp_is_off()
+        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner)
+        out = call_with_nodes(rewrite, fn, args, kwargs)
+        return out if is_off else settings.output.cast_to_output(out)
 
     return wrapped
+
+
+def _as_it_is(fn: _F) -> _F:
+    return fn
 
 
 def _names(fn: Callable[..., Any]) -> list[str]:
@@ -164,7 +179,8 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
 
         def flat(*arrays):
             args, kwargs = jax.tree.unflatten(tree, _merge(leaves, dynamic, arrays))
-            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs))
+            outs, out_tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_lazy)
+            refuse_lazy_results(fn, outs)
             is_out = [isinstance(x, jax.Array) for x in outs]
             # Its arrays belong to this trace, and must not outlive it.
             static = [
@@ -174,7 +190,10 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             result.append((static, out_tree, is_out))
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
-        jaxpr = trace(flat, arrays)
+        # Errors of JAX name the function that they arose in.
+        vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
+        with explaining_tracing(), without_setting():
+            jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
         values = _run(in_force, jaxpr, arrays)
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
@@ -190,6 +209,7 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
 
 def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments."""
+    jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
@@ -202,24 +222,13 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _as_author(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
-    dtype = author_dtype(aval)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
-    if dtype is None or x.dtype == dtype:
-        return x
-    if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:
-        return lax.convert_element_type(x, float)
-    return cast(x, dtype)
+    return cast_as(x, aval) if is_array_aval(aval) else x
 
 
 def _report_unused(planner: Planner, plan: Plan) -> None:
-    for key in planner.policy.own_keys():
-        if key not in plan.keys:
-            warn_or_raise(
-                f"The key {key!s} of `amp_policy` matched nothing in the function, or "
-                "only where the rule of an outer scope comes first. If it is a scope, "
-                "compare it with the names given to `jax.named_scope`; else remove it.",
-                planner.strict,
-            )
+    for report in reports_of_unmatched_keys(planner, plan):
+        warn_or_raise(report, planner.strict)
 
 
 @overload

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ._errors import AmpError
-from ._policy import as_rule
+from ._policy import as_rule, called, is_made_by_calling
 from ._rules import Decision, Demand, Rule, Site
 
 
@@ -31,6 +31,10 @@ class When(Rule):
     @property
     def is_compute(self) -> bool:
         return self.rule.is_compute and self.otherwise.is_compute
+
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low or self.otherwise.may_compute_low
 
     def decide(self, site: Site) -> Decision:
         holds = self._holds(site)
@@ -94,6 +98,11 @@ def when(
         raise TypeError(
             "`predicate` must be callable with a `Site` and return a bool, but got "
             f"{predicate!r}. For example: `sums_more_than(4096)`."
+        )
+    if is_made_by_calling(predicate):
+        raise TypeError(
+            f"`predicate` is `{predicate.__name__}`, which makes a predicate when it "
+            f"is called: write `{called(predicate)}`."
         )
     return When(predicate, as_rule(rule, "rule"), as_rule(otherwise, "otherwise"))
 

@@ -1,6 +1,7 @@
 """Floating dtypes: which may be lowered, what survives it, and the cast itself."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+
+from ._errors import AmpError
 
 DType = np.dtype
 
@@ -17,22 +20,66 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+NAMES = ("float16", "bfloat16", "float32", "float64")
+SHORT_NAMES = {
+    "f16": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "fp32": "float32",
+    "f64": "float64",
+    "fp64": "float64",
+    "full": "float32",
+}
+
+
+def full_name(name: str) -> str:
+    """The name of a dtype for a short name of it; other strings are left alone."""
+    name = name.strip()
+    if name == "half":  # asks which devices there are, so only when it must
+        return "bfloat16" if jax.default_backend() == "tpu" else "float16"
+    return SHORT_NAMES.get(name, name)
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """A hint at the one of the `known` that is closest to a misspelt `name`."""
+    close = get_close_matches(str(name), [*known], 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def as_float_dtype(value: DTypeLike, argument: str) -> DType:
     """Returns `value` as a floating dtype, or says which `argument` was wrong."""
     try:
-        dtype = jnp.dtype(value)
-    except TypeError:
+        dtype = jnp.dtype(full_name(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError):
         dtype = None
     # NumPy's float128 (longdouble) is a floating dtype that JAX does not have.
     if dtype is None or not is_float(dtype) or dtype.itemsize > 8:
+        is_name = isinstance(value, str)
+        hint = did_you_mean(value, (*NAMES, *SHORT_NAMES)) if is_name else ""
         raise TypeError(
             f"`{argument}` must be a floating dtype such as 'bfloat16', 'float16' or "
-            f"'float32', but got {value!r}."
+            f"'float32', but got {value!r}.{hint}"
         )
     if dtype.itemsize == 8 and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError(
             f"`{argument}` is float64, which JAX only has with x64 enabled. Call "
             "`jax.config.update('jax_enable_x64', True)` first, or ask for float32."
+        )
+    return dtype
+
+
+def as_compute_dtype(value: DTypeLike, argument: str) -> DType:
+    """As `as_float_dtype`, for what whole functions can compute in."""
+    dtype = as_float_dtype(value, argument)
+    if bits(dtype) < 16:
+        info = jnp.finfo(dtype)
+        raise AmpError(
+            f"`{argument}` is {dtype.name!r}, which holds {float(info.tiny):.2g} to "
+            f"{float(info.max):.3g}: numbers need scales in it, or gradients vanish, "
+            "and this version has no rules for that yet. Compute in 'bfloat16' or "
+            "'float16'; a single op can be given float8 without scales by a rule, "
+            f"`default_amp_policy | {{'scope': use_precision({dtype.name!r})}}`."
         )
     return dtype
 
@@ -98,6 +145,17 @@ def exact_in(value: float, dtype: DType) -> bool:
 def cast(x: Any, dtype: DType) -> Any:
     """Casts a float array to `dtype`, and leaves it alone if that is what it has."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def cast_as(x: Any, aval: Any) -> Any:
+    """Casts an array to the dtype of `aval`, weakly typed if that is."""
+    now = jax.typeof(x)
+    if (now.dtype, now.weak_type) == (aval.dtype, aval.weak_type):
+        return x
+    # No function of JAX's makes a weak type but of the default dtype.
+    return lax.convert_element_type_p.bind(
+        x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
+    )
 
 
 def cast_all(values: Iterable[Any], dtypes: Iterable[DType | None]) -> list[Any]:

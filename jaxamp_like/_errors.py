@@ -1,6 +1,11 @@
 """The errors and warnings of the package, and warnings that are given once."""
 
+import os
+import sys
 import warnings
+from pathlib import Path
+
+import jax
 
 
 class AmpError(Exception):
@@ -9,6 +14,17 @@ class AmpError(Exception):
 
 class AmpWarning(UserWarning):
     """Something was left in the author's dtypes that the user may expect to be low."""
+
+
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, str(jax.__file__)))
+
+
+def _stack_level() -> int:
+    """How far up the user's line is: the first that is neither ours nor JAX's."""
+    frame, level = sys._getframe(2), 2
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 _seen: set[str] = set()
@@ -20,4 +36,4 @@ def warn_or_raise(message: str, strict: bool) -> None:
         raise AmpError(message)
     if message not in _seen:
         _seen.add(message)
-        warnings.warn(message, AmpWarning, stacklevel=2)
+        warnings.warn(message, AmpWarning, _stack_level())

@@ -9,14 +9,16 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._dtypes import DType, as_float_dtype
+from ._dtypes import DType, as_compute_dtype
 from ._errors import AmpError
 from ._named_policy import Policy
-from ._policy import Lookup, checked_policy
+from ._policy import Lookup, called, checked_policy, is_dtype, is_made_by_calling
 from ._policy_map import PolicyMap, dtype_of
 from ._policy_names import get_policy
+from ._rules import Rule
 
 PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
 
@@ -97,9 +99,8 @@ def using_policy(policy: Policy | PolicyMap | str) -> Iterator[Policy | PolicyMa
 def _as_policy(policy: Any) -> Policy | PolicyMap:
     if isinstance(policy, Mapping) and not isinstance(policy, PolicyMap):
         raise TypeError(
-            "A global policy is a `Policy`, a `PolicyMap` or a name, but got a "
-            f"{type(policy).__name__}. Rules alone say no dtype: "
-            "`Policy('bfloat16', rules=...)`."
+            "A global policy is a `Policy`, a `PolicyMap` or a name, but got a dict. "
+            "Rules alone say no dtype: `Policy('bfloat16', rules=...)`."
         )
     return policy if isinstance(policy, PolicyMap) else get_policy(policy)
 
@@ -123,7 +124,7 @@ def settings_of(
     """
     given = None
     if compute_dtype is not None:
-        given = as_float_dtype(compute_dtype, "compute_dtype")
+        given = _as_compute_dtype(compute_dtype)
     if amp_policy is None:
         return _settings(global_policy(), given)
     if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
@@ -132,8 +133,8 @@ def settings_of(
     if not isinstance(amp_policy, str | Policy | PolicyMap):
         raise TypeError(
             "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "
-            f"such as 'mixed_bfloat16', but got {type(amp_policy).__name__}. For "
-            'example: `default_amp_policy | {"attention": "float32"}`.'
+            f"such as 'mixed_bfloat16', but got {_shown(amp_policy)}. "
+            f"{_instead(amp_policy)}"
         )
     policy = _as_policy(amp_policy)
     said = _default_of(policy).compute_dtype
@@ -144,6 +145,37 @@ def settings_of(
             "`None`."
         )
     return _settings(policy, given)
+
+
+def _as_compute_dtype(value: Any) -> DType:
+    try:
+        return as_compute_dtype(value, "compute_dtype")
+    except TypeError as e:
+        is_name = isinstance(value, str) and ("_" in value or "=" in value)
+        if is_name or isinstance(value, Mapping | Policy | PolicyMap):
+            shown = repr(value) if is_name else "..."
+            raise TypeError(
+                f"{e} Policies are given as `amp_policy={shown}`."
+            ) from None
+        raise
+
+
+def _shown(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    return f"{type(value).__name__}" + (f" {name!r}" if isinstance(name, str) else "")
+
+
+def _instead(value: Any) -> str:
+    """What to write instead of `value`, which is no policy."""
+    if isinstance(value, Rule):
+        return 'A rule for everything: `{"amp_default": rule}`.'
+    if is_dtype(value):
+        return f"A dtype: `compute_dtype={jnp.dtype(value).name!r}`."
+    if is_made_by_calling(value):
+        return f"Call it: `amp_policy={called(value)}`."
+    if callable(value):
+        return 'A rule of your own for everything: `{"amp_default": rule}`.'
+    return 'For example: `default_amp_policy | {"attention": "float32"}`.'
 
 
 def _default_of(policy: Policy | PolicyMap) -> Policy:

@@ -1,15 +1,24 @@
-"""Lean residuals: what is cheap to make again is not kept for the backward pass.
+"""Islands: what is cheap to make again is not kept for the backward pass.
 
 Between contractions lie islands: norms, softmax, activations, gates. Each is bound
 inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes into it
-(low, where only contractions read what comes out) and nothing from within.
+and nothing from within. What goes in is low where a contraction made it. A float32 sum
+that a contraction's result is part of, such as a residual stream, is no finer than that
+result: of it a low copy is kept, from which the backward pass runs the island again,
+while the forward pass reads the sum itself.
 
 Here the islands of one jaxpr are found; `_bind` binds them. Two steps are in one island
 if a value flows between them and as many costly ops lie before the one as before the
-other: so no path leaves an island and comes back. Linear steps that lead to an island,
-such as bias and residual adds, stay outside: it is better to keep their one result than
-all that they add. What is made of inputs and constants alone, such as a mask, an island
-makes for itself."""
+other: so no path leaves an island and comes back. Linear steps that lead to an island
+stay outside if their result takes no more to keep than what they are made of, as a sum
+of two. Those that lead there from one result of a contraction alone (a bias, a factor,
+a split) an island makes for itself, and so it does what is made of inputs and constants
+alone, such as a mask.
+
+Islands were islands of recomputation first in Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", arXiv:1604.06174; that cheap ops are best run again even where
+memory is no concern, since reading costs more than computing, is the reason of the
+min-cut partitioner of PyTorch's functorch."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +31,7 @@ from jax import lax
 
 from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
-from ._primitives import CHEAP, LINEAR, MOVEMENT
+from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING
 from ._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `_plan`, which builds on this module
@@ -38,14 +47,13 @@ _KEEPING_NOTHING = MOVEMENT | {"add", "sub", "neg", "concatenate", "pad"}
 class Region:
     """Steps that are bound in one `jax.checkpoint`.
 
-    `ins` and `outs` are its variables, with the dtypes in which they cross the border,
-    and `keeps` the dtypes in which inputs are kept for the backward pass; `None` stands
-    for the dtype that they have."""
+    `ins` are the variables that it reads, with the dtypes in which they are kept for
+    the backward pass, and `outs` its results, with those in which they leave; `None`
+    stands for the dtype that they have."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
     outs: dict[Any, DType | None]
-    keeps: dict[Any, DType]
 
 
 class Schedule(NamedTuple):
@@ -104,21 +112,18 @@ def as_island(unit: Step | Region) -> Step | Region:
     if not _kept(unit, set(_reads(unit))):
         return unit
     outs = dict.fromkeys(unit.eqn.outvars)
-    return Region((unit,), dict.fromkeys(_reads(unit)), outs, {})
+    return Region((unit,), dict.fromkeys(_reads(unit)), outs)
 
 
 def island_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    compute_dtype: DType,
-    lean: bool,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, islands put into regions.
 
-    `facts` are those of all its variables. If `lean`, what is kept low is read low in
-    the forward pass too."""
-    flow = _Flow(steps, facts, compute_dtype)
+    `facts` are those of all its variables."""
+    flow = _Flow(steps, facts)
     # How each variable is read outside of islands: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
 
@@ -130,9 +135,9 @@ def island_schedule(
     read(outvars, [None] * len(outvars))
     units: list[Step | Region] = []
     for group in reversed(_in_order(steps, flow.groups())):
-        region = _region(group, flow, readers, compute_dtype, lean)
+        region = _region(group, flow, readers)
         if region is not None:
-            read(region.ins, region.ins.values())
+            read(region.ins, [None] * len(region.ins))
             units.append(region)
             continue
         for step in reversed(group):
@@ -149,8 +154,6 @@ def _region(
     group: Sequence[Step],
     flow: "_Flow",
     readers: dict[Any, set[DType | None]],
-    compute_dtype: DType,
-    lean: bool,
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
     if group[0] not in flow.depth_of or _mixes_rows(group):
@@ -164,21 +167,17 @@ def _region(
     steps = [*flow.makers(group), *group]
     steps = [*flow.roots_of(steps), *steps]
     made = {v for step in steps for v in step.eqn.outvars}
-    ins: dict[Any, DType | None] = {
-        v: None for step in steps for v in _reads(step) if v not in made
-    }
-    paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
-    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v], compute_dtype))}
-    if not any(_is_low(v, flow.facts) for v in ins) and not any(outs.values()):
+    reads = dict.fromkeys(v for step in steps for v in _reads(step) if v not in made)
+    paid = [v for v in reads if v in flow.active and v not in flow.free_vars]
+    keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
+    if any(step.eqn.primitive.name in RANKING for step in group):
+        keeps = {}  # run again from rounded numbers, it might choose otherwise
+    if not any(outs.values()) and not any(map(flow.is_rounded, reads)):
         return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
     gain -= sum(map(flow.kept, paid))
-    if gain <= 0:
-        return None
-    if lean:
-        ins |= keeps
-        keeps = {}
-    return Region(tuple(steps), ins, outs, keeps)
+    ins = {v: keeps.get(v) for v in reads}
+    return Region(tuple(steps), ins, outs) if gain > 0 else None
 
 
 def _border(
@@ -189,14 +188,14 @@ def _border(
     return None if dtype == _held(facts[v]) else dtype
 
 
-def _kept_as(fact: Fact | None, compute_dtype: DType) -> DType | None:
+def _kept_as(fact: Fact | None) -> DType | None:
     """The dtype in which an island's input is kept, if not in its own.
 
     Low if it is no finer than that: a contraction's rounded result is a part of it. And
     if it can't leave the range."""
-    if fact is None or not fact.coarse:
+    if fact is None or fact.coarse is None:
         return None
-    low = lowered(fact.dtype, compute_dtype)
+    low = lowered(fact.dtype, fact.coarse)
     return low if low != fact.dtype and has_range(low, fact.dtype) else None
 
 
@@ -259,14 +258,8 @@ class _Flow:
         free: the steps that make these.
         depth_of: the steps of islands, with the number of costly steps before them."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        facts: dict[Any, Fact | None],
-        compute_dtype: DType,
-    ):
+    def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
         self.facts = facts
-        self.compute_dtype = compute_dtype
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
@@ -296,7 +289,7 @@ class _Flow:
         ):
             self.free.add(step)
             self.free_vars.update(outs)
-        elif is_active:
+        elif is_active and outs:
             makers = [self.maker[v] for v in operands if v in self.maker]
             inside = [s for s in makers if self.depth_of.get(s) == depth]
             if inside or not self._leads(step):
@@ -315,11 +308,18 @@ class _Flow:
             if any(self.maker.get(v) in self.free for v in masks):
                 return False  # an island makes the mask for itself
         paid = [v for v in operands if v in self.active and v not in self.free_vars]
-        return self.kept(out) <= sum(map(self.kept, paid))
+        total = sum(map(self.kept, paid))
+        is_low = _kept_as(self.facts[out]) is not None
+        return self.kept(out) < total or (is_low and self.kept(out) == total)
+
+    def is_rounded(self, v: Any) -> bool:
+        """Whether a value is low, or a sum that a low one is part of."""
+        fact = self.facts[v]
+        return fact is not None and (fact.coarse or _is_low(v, self.facts))
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""
-        low = _kept_as(self.facts[v], self.compute_dtype)
+        low = _kept_as(self.facts[v])
         return _size(v.aval, low or _held(self.facts[v]))
 
     def roots_of(self, steps: Sequence[Step]) -> list[Step]:
@@ -362,18 +362,21 @@ class _Flow:
 
         Their cotangent is that of the contraction's result, which is low anyway. The
         bias' gradient is better summed up from that than from a second, wide array."""
-        for step in self.maker.values():
+        for step in self.number:
             if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
                 continue
             if Demand.FULL not in step.wanted[0]:
                 continue  # only contractions read it: its cotangent is low as it is
             (out,), operands = step.eqn.outvars, list(_reads(step))
-            rest = [v for v in operands if not _is_low(v, self.facts)]
-            if len(operands) == 2 and len(rest) == 1 and rest[0] in self.free_vars:
-                (low,) = (v for v in operands if v not in rest)
-                fact = self.facts[rest[0]]
-                is_small = fact is not None and fact.small or rest[0].aval.size < low.aval.size
-                if low.aval.shape == out.aval.shape and is_small:
+            low = [v for v in operands if _is_low(v, self.facts)]
+            rest = [v for v in operands if v not in low]
+            if len(low) == len(rest) == 1 and low[0].aval.shape == out.aval.shape:
+                (bias,) = rest
+                fact = self.facts[bias]
+                is_small = fact is not None and fact.small
+                if bias in self.free_vars and (
+                    is_small or bias.aval.size < out.aval.size
+                ):
                     yield out
 
     def _root(self, step: Step) -> Step:

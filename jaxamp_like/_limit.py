@@ -43,6 +43,12 @@ class Limit:
                     f"The keys of `{kind}` are given one by one, "
                     f"`policy.{kind}('encoder', jax.lax.exp_p)`, but got {key!r}."
                 )
+            if callable(key) and not isinstance(key, Primitive | type):
+                raise TypeError(
+                    f"The keys of `{kind}` are primitives, scopes, paths or compiled "
+                    f"regular expressions, but got {key!r}. To ask a predicate, use "
+                    "`policy.where(predicate)`."
+                )
         rules = FrozenRules(dict.fromkeys(keys, use_original_precision))
         if kind == "only":
             for key in rules:

@@ -3,18 +3,19 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from ._codec import decode_rules, encode_rules, own_rules
-from ._dtypes import DType, as_float_dtype, cast, is_float
+from ._dtypes import DType, as_compute_dtype, as_float_dtype, cast, is_float
 from ._errors import AmpError
 from ._frozen_rules import FrozenRules
 from ._limit import Limit, limited
-from ._nnx import nnx_modules
+from ._mistakes import naming_mistakes
+from ._nnx import nnx_nodes
 from ._policy import Lookup, checked_policy, default_amp_policy
 from ._rules import Site
 
@@ -60,6 +61,7 @@ class Policy:
     rules: FrozenRules | None
     limit: Limit | None
 
+    @naming_mistakes
     def __init__(
         self,
         compute_dtype: DTypeLike | None = None,
@@ -75,11 +77,22 @@ class Policy:
             "output_dtype": output_dtype,
         }
         for name, dtype in given.items():
-            value = None if dtype is None else _as_dtype(dtype, name)
+            as_dtype = as_compute_dtype if name == "compute_dtype" else as_float_dtype
+            value = None if dtype is None else _as_dtype(as_dtype, dtype, name)
             object.__setattr__(self, name, value)
         frozen = None if rules is None else FrozenRules(rules)
         object.__setattr__(self, "rules", None if frozen == _default() else frozen)
         object.__setattr__(self, "limit", limit)
+
+    def __or__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "A `Policy` is no dict of rules, and can't be joined with one. Give the "
+            "rules to it, `Policy('bfloat16', rules=default_amp_policy | {...})`, or "
+            "to `amp`: `compute_dtype='bfloat16', amp_policy=default_amp_policy | "
+            "{...}`. `PolicyMap` gives scopes policies of their own."
+        )
+
+    __ror__ = __or__
 
     # Trees.
 
@@ -260,9 +273,9 @@ def _default() -> FrozenRules:
     return FrozenRules(default_amp_policy)
 
 
-def _as_dtype(value: DTypeLike, argument: str) -> DType:
+def _as_dtype(as_dtype: Callable[..., DType], value: Any, argument: str) -> DType:
     try:
-        return as_float_dtype(value, argument)
+        return as_dtype(value, argument)
     except TypeError as e:
         if isinstance(value, str) and ("=" in value or "_" in value):
             raise TypeError(f"{e} A policy is made of its name by `get_policy`.") from e
@@ -280,7 +293,7 @@ def _cast_floats(tree: Any, dtype: DType | None) -> Any:
             return x.astype(dtype) if is_float(x.dtype) else x
         if isinstance(x, jax.Array):
             return cast(x, dtype) if is_float(x.dtype) else x
-        if nnx_modules([x]):
+        if nnx_nodes([x]):
             raise TypeError(
                 f"The tree holds the NNX module {type(x).__name__}, which is no pytree."
                 " Cast its state: `nnx.update(model, policy.cast_to_param("

@@ -32,7 +32,7 @@ from ._jax import (
 )
 from ._lean import Schedule, island_schedule, schedule
 from ._policy import Found, Lookup
-from ._primitives import CLASSES, FIXED, LINEAR
+from ._primitives import CLASSES, CONTRACTIONS, FIXED, LINEAR
 from ._rules import (
     Decision,
     Demand,
@@ -46,6 +46,7 @@ from ._rules import (
     is_full,
     use_original_precision,
 )
+from ._solvers import Solvers, find_rule
 from ._structural import STRUCTURAL, Body, Handler
 
 Facts = tuple[Fact | None, ...]
@@ -159,9 +160,7 @@ class Planner:
             keys |= found.union(*(plan.keys for plan in step.inner))
         plain = islands = schedule(steps, inner.outvars)
         if any(step.run_again or step.inner for step in steps):
-            islands = island_schedule(
-                steps, env, inner.outvars, self.compute_dtype, self.lean
-            )
+            islands = island_schedule(steps, env, inner.outvars)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -177,7 +176,7 @@ class Planner:
     def _step(
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
     ) -> Step:
-        found = self.policy.find(eqn.primitive, scope)
+        found = find_rule(self.policy, eqn.primitive, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None and not _stops(found):
@@ -253,6 +252,23 @@ class Planner:
             by_scope=found.by_scope,
         )
 
+    @functools.cached_property
+    def solvers(self) -> Solvers:
+        """What finds solvers; a program is to be marked by it before it is planned."""
+        return Solvers(self._handler, self._makes_low)
+
+    def _handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
+        handler = STRUCTURAL.get(eqn.primitive.name)
+        if handler is None or _stops(find_rule(self.policy, eqn.primitive, scope)):
+            return None
+        return handler
+
+    def _makes_low(self, eqn: Eqn, scope: Scope) -> bool:
+        """Whether an equation may compute low, here or where its author said so."""
+        if eqn.primitive.name in CONTRACTIONS:
+            return True
+        return find_rule(self.policy, eqn.primitive, scope).rule.may_compute_low
+
     def demands(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Demand, ...]:
@@ -284,7 +300,7 @@ class Planner:
     def _operand_demands(
         self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        found = self.policy.find(eqn.primitive, scope)
+        found = find_rule(self.policy, eqn.primitive, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
             if eqn.primitive.name in FIXED:
@@ -342,7 +358,7 @@ class Planner:
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
-            found = self.policy.find(eqn.primitive, inner_scope)
+            found = find_rule(self.policy, eqn.primitive, inner_scope)
             handler = STRUCTURAL.get(eqn.primitive.name)
             if handler is not None and not _stops(found):
                 for body in handler.bodies(eqn):

@@ -1,18 +1,19 @@
 """Which rule an equation gets: the policy dict, checked and looked up."""
 
 import functools
+import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax.extend.core.primitives as jax_primitives
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import DType, as_float_dtype, bits
+from ._dtypes import NAMES, SHORT_NAMES, DType, as_float_dtype, bits, did_you_mean
 from ._errors import AmpError
 from ._jax import Primitive
 from ._primitives import CLASSES, FIXED
@@ -72,7 +73,30 @@ def policy_by_name(table: Mapping[str, Rule]) -> dict[Any, Any]:
 
 by_class = ByName(tuple(CLASSES.items()))
 
-default_amp_policy: dict[Any, Any] = policy_by_name(CLASSES)
+
+class _Given(dict[Any, Any]):
+    """A dict that can't be changed by accident, for everyone in the process."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "`default_amp_policy` is the same for all of the process, and is not "
+            "changed in place. Make another: `default_amp_policy | {key: rule}`."
+        )
+
+    __setitem__: Any = _refuse
+    __delitem__: Any = _refuse
+    __ior__: Any = _refuse
+    update: Any = _refuse
+    setdefault: Any = _refuse
+    pop: Any = _refuse
+    popitem: Any = _refuse
+    clear: Any = _refuse
+
+    def __reduce__(self) -> Any:  # a copy is a dict like any other
+        return dict, (dict(self),)
+
+
+default_amp_policy: dict[Any, Any] = _Given(policy_by_name(CLASSES))
 """The policy that `amp` uses if none is given: a plain dict, to be extended by `|`.
 
 It decides by numerics and by what surrounds an op. Contractions run in the compute
@@ -282,31 +306,54 @@ def as_rule(value: Any, argument: str) -> Rule:
     """Returns `value` as a rule, or says which `argument` is none."""
     if isinstance(value, Rule):
         return value
-    if isinstance(value, str | np.dtype) or _is_scalar_type(value):
+    if isinstance(value, str) or is_dtype(value):
         try:
             as_float_dtype(value, "dtype")
         except TypeError:
-            close = get_close_matches(str(value), ["float32", "float16", "bfloat16"], 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(value, (*NAMES, *SHORT_NAMES))
             raise TypeError(
-                f"The rule of `{argument}` is {value!r}, which is no floating dtype."
+                f"`{argument}` is {value!r}, which is no floating dtype."
                 f"{hint}{_MAP_HINT}"
             ) from None
         return use_precision(value)
+    if is_made_by_calling(value):
+        raise TypeError(
+            f"`{argument}` is `{value.__name__}`, which makes a rule or a policy when "
+            f"it is called: write `{called(value)}`."
+        )
     if callable(value):
         return Callback(value)
     raise TypeError(
-        f"The rule of `{argument}` must be a rule such as "
-        "`use_compute_precision`, a dtype such as 'float32' or a callable "
-        "`rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, "
-        f"bind_params)`, but got {value!r}.{_MAP_HINT}"
+        f"`{argument}` must be a rule such as `use_compute_precision`, a dtype such as "
+        "'float32' or a callable `rule(compute_dtype, original_dtypes, *invars, "
+        f"**bind_params) -> (invars, bind_params)`, but got {short(value)}.{_MAP_HINT}"
     )
 
 
-def _is_scalar_type(value: Any) -> bool:
-    """Whether `value` is `jnp.float32`, `np.float32`, `float` or the like."""
+def is_dtype(value: Any) -> bool:
+    """Whether `value` is a dtype, `jnp.float32`, `np.float32`, `float` or the like."""
     is_number = isinstance(value, type) and issubclass(value, np.generic | float | int)
-    return is_number or type(value) is type(jnp.float32)
+    return is_number or isinstance(value, np.dtype | type(jnp.float32))
+
+
+def is_made_by_calling(value: Any) -> bool:
+    """Whether `value` is a function or a class of this library, which is no rule."""
+    is_ours = getattr(value, "__module__", "").split(".")[0] == __package__
+    return is_ours and (isinstance(value, type) or inspect.isfunction(value))
+
+
+def called(value: Any) -> str:
+    """How `value` is called."""
+    parameters = inspect.signature(value).parameters.values()
+    needs = any(
+        p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters
+    )
+    return f"{value.__name__}({'...' * needs})"
+
+
+def short(value: Any) -> str:
+    """The `repr` of what may be long, such as a policy dict."""
+    return textwrap.shorten(repr(value), 80, placeholder=" ...")
 
 
 def _check_primitive_rule(primitive: Primitive, rule: Rule) -> None:
@@ -329,15 +376,32 @@ def _check_primitive_rule(primitive: Primitive, rule: Rule) -> None:
 
 
 def _bad_key(key: Key, argument: str) -> TypeError:
-    hint = ""
-    if callable(key) and not isinstance(key, type):
-        name = getattr(key, "__name__", "")
-        if isinstance(getattr(jax_primitives, f"{name}_p", None), Primitive):
-            hint = f" Use the primitive that it binds: `jax.lax.{name}_p`."
+    hint = _for_function(key) if callable(key) and not isinstance(key, type) else ""
     return TypeError(
         f"A key of `{argument}` must be a primitive (`jax.lax.dot_general_p`), the "
         "name of a `jax.named_scope`, a path of such names joined by '/', a compiled "
         f"regular expression, or {AMP_DEFAULT!r}, but got {show_key(key)}.{hint}"
+    )
+
+
+# What functions of `jax.numpy` bind that are not called as their primitives are.
+_BINDS = {
+    **dict.fromkeys("dot matmul vdot tensordot einsum vecdot".split(), "dot_general"),
+    **dict.fromkeys("conv convolve".split(), "conv_general_dilated"),
+    **dict.fromkeys("sum prod max min".split(), "reduce_{}"),
+    **{"power": "pow", "arctan2": "atan2", "multiply": "mul", "subtract": "sub"},
+}
+
+
+def _for_function(key: Any) -> str:
+    """What to write instead of a function as a key."""
+    name = getattr(key, "__name__", "")
+    primitive = _BINDS.get(name, name).format(name)
+    if isinstance(getattr(jax_primitives, f"{primitive}_p", None), Primitive):
+        return f" Use the primitive that it binds: `jax.lax.{primitive}_p`."
+    return (
+        " Put the calls of the function into a `jax.named_scope`, and use its name; or "
+        "see by `jax.make_jaxpr` which primitives it binds."
     )
 
 

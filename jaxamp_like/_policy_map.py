@@ -16,7 +16,7 @@ from ._errors import AmpError
 from ._frozen_rules import normal_key
 from ._jax import Primitive
 from ._named_policy import Policy
-from ._policy import Found, Key, Lookup, Scope, endings, is_stopped, paths_to
+from ._policy import Found, Key, Lookup, Scope, endings, is_stopped, paths_to, short
 from ._policy_names import get_policy
 
 
@@ -61,6 +61,12 @@ class PolicyMap(Mapping[Any, Policy]):
                 "`default_policy` must be a `Policy` or the name of one, but got a "
                 "`PolicyMap`. Give its `default_policy`, or extend it: `policies | "
                 "{path: policy}`."
+            )
+        if isinstance(default_policy, Mapping):
+            raise TypeError(
+                "`default_policy` comes first, for what no entry matches: "
+                "`PolicyMap('mixed_bfloat16', {path: policy})`. But got "
+                f"{short(default_policy)}."
             )
         self.default_policy = get_policy(default_policy)
         if not isinstance(policy_map, Mapping | None):

@@ -1,30 +1,24 @@
 """The names of policies, and the strings that spell them out."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import jax
+import jax.numpy as jnp
 
+from ._dtypes import NAMES, SHORT_NAMES, did_you_mean, full_name
 from ._errors import AmpError
 from ._named_policy import DTYPE_FIELDS, Policy
+from ._policy import is_dtype, short
+from ._rules import Rule
 
-_PURE = ("float16", "bfloat16", "float32", "float64")
 _NAMES: dict[str, dict[str, str]] = {
-    **{name: dict.fromkeys(DTYPE_FIELDS, name) for name in _PURE},
+    **{name: dict.fromkeys(DTYPE_FIELDS, name) for name in NAMES},
     **{
         f"mixed_{name}": {"compute_dtype": name, "param_dtype": "float32"}
         for name in ("float16", "bfloat16")
     },
 }
 _QUANTISED = ("int8", "float8")
-_ALIASES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
-    "full": "float32",
-}
 _PARTS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -66,11 +60,12 @@ def get_policy(policy: str | Policy) -> Policy:
     if not isinstance(policy, str):
         raise TypeError(
             "A policy is given as a `Policy`, as a name such as 'mixed_bfloat16' or as "
-            f"a string such as 'p=f32,c=bf16,o=f32', but got {policy!r}."
+            f"a string such as 'p=f32,c=bf16,o=f32', but got {short(policy)}."
+            f"{_instead(policy)}"
         )
     if "=" in policy:
         return _parse(policy)
-    name = _as_dtype_name(policy.strip())
+    name = full_name(policy)
     mode, is_quantised, source = name.partition("_from_")
     if is_quantised and mode in _QUANTISED:
         get_policy(source)  # which may be wrong by itself
@@ -80,8 +75,7 @@ def get_policy(policy: str | Policy) -> Policy:
         )
     if name not in _NAMES:
         quantised = [f"{mode}_from_mixed_bfloat16" for mode in _QUANTISED]
-        close = get_close_matches(name, [*_NAMES, *quantised, *_ALIASES], 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, (*_NAMES, *quantised, *SHORT_NAMES))
         raise ValueError(
             f"There is no policy called {policy!r}.{hint} Known names are "
             f"{', '.join(map(repr, _NAMES))}; a policy can also be spelt out: "
@@ -90,10 +84,13 @@ def get_policy(policy: str | Policy) -> Policy:
     return _with_dtypes(_NAMES[name])
 
 
-def _as_dtype_name(name: str) -> str:
-    if name == "half":  # asks which devices there are, so only when it must
-        return "bfloat16" if jax.default_backend() == "tpu" else "float16"
-    return _ALIASES.get(name, name)
+def _instead(value: Any) -> str:
+    """What to write instead of `value`, which is no policy."""
+    if is_dtype(value):
+        return f" To compute in a dtype: `Policy({jnp.dtype(value).name!r})`."
+    if isinstance(value, Mapping | Rule):
+        return " Rules are a part of a policy: `Policy('bfloat16', rules={...})`."
+    return ""
 
 
 class _Word(NamedTuple):
@@ -118,13 +115,12 @@ def _parse(policy: str) -> Policy:
         if field in given:
             _malformed(policy, word, f"`{field}` is given twice")
         word = _word(value, start + len(key) + 1)
-        given[field] = _as_dtype_name(word.text)
-        if given[field] not in _PURE:
-            known = [*_PURE, *_ALIASES, "half"]
-            close = get_close_matches(word.text, known, 1)
-            hint = f". Did you mean {close[0]!r}?" if close else ""
+        given[field] = full_name(word.text)
+        if given[field] not in NAMES:
+            known = (*NAMES, *SHORT_NAMES, "half")
+            hint = did_you_mean(word.text, known)
             _malformed(
-                policy, word, f"expected a dtype: one of {', '.join(known)}{hint}"
+                policy, word, f"expected a dtype: one of {', '.join(known)}.{hint}"
             )
         start += len(part) + 1
     return _with_dtypes(given)

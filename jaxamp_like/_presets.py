@@ -111,6 +111,10 @@ class ComputeUnlessFull(Rule):
     As with inputs that are cast beforehand: what is drawn at random or made of integers
     inside the function is float32, and promotes what it meets."""
 
+    @property
+    def may_compute_low(self) -> bool:
+        return True
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.LOW
 

@@ -61,9 +61,11 @@ def scope_modules(model: _Model) -> _Model:
         return _inside(model, _plain(type(model)), "")
     if any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
         return _in_tree(model, "")
+    kind = "the class " * isinstance(model, type)
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
     raise TypeError(
         "`scope_modules` takes an Equinox module, a pytree of them or an NNX module, "
-        f"but got {type(model).__name__}. Linen, Haiku and Keras name the scopes of "
+        f"but got {kind}{name}. Linen, Haiku and Keras name the scopes of "
         "their layers themselves; around other code put `jax.named_scope`."
     )
 

@@ -516,7 +516,7 @@ def test_an_authors_algorithm_goes_where_its_dtypes_go():
     rule = use_precision_by_pass(weight_gradient=F32)
     fn = amp(careful, compute_dtype=LOW, amp_policy={"layer": rule})
     low, full = contractions(jax.grad(fn), w, x)
-    assert low.params["precision"] is None
+    assert low.params["precision"] == (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
     assert full.params["precision"] == lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 
 

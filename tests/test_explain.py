@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import re
 from collections import Counter
@@ -26,7 +27,9 @@ from jaxamp_like import (
     default_amp_policy,
     explain,
     get_policy,
+    scope_modules,
     smaller_than,
+    trace_numerics,
 )
 from jaxamp_like._report.records import scope_tree
 
@@ -286,6 +289,38 @@ def test_nnx_modules():
     )
     assert report.now.totals.low_share == 1.0
     assert report.written.totals.low_share == 0.0
+
+
+@pytest.mark.parametrize("report", (explain, trace_numerics))
+def test_nnx_modules_that_are_scoped_inside(report):
+    """Of the program as written too, whose modules change their classes."""
+    from flax import nnx
+
+    model = nnx.Sequential(
+        nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    )
+
+    def loss(model, x):
+        return jnp.mean(scope_modules(model)(x) ** 2)
+
+    reported = report(nnx.grad(amp(loss, **BF16)))(model, jnp.ones((2, 8)))
+    assert "compute_dtype=bfloat16" in str(reported)
+    assert type(model.layers[0]) is nnx.Linear
+
+
+@pytest.mark.parametrize("report", (explain, trace_numerics))
+def test_a_package_that_is_not_installed_but_on_the_path(report, monkeypatch, w, x):
+    find = importlib.metadata.distribution
+
+    def distribution(name):
+        if name == "jaxamp_like":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return find(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    versions = report(loss, **BF16)(w, x).versions
+    assert versions["jaxamp_like"] == "(not installed)"
+    assert versions["jax"] == find("jax").version
 
 
 def test_nnx_modules_that_change_are_called_themselves(x):

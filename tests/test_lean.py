@@ -305,6 +305,16 @@ def programs(draw):
     return program
 
 
+def test_a_call_without_results():
+    """A jitted function of which a derivative leaves nothing to compute."""
+
+    def fn(w, x):
+        jax.jit(lambda y: ())(x @ w)
+        return x @ w
+
+    np.testing.assert_array_equal(lean(fn)(W, X), amp(fn, compute_dtype=BF16)(W, X))
+
+
 def test_long_chains():
     """An island whose steps stand far apart, with thousands of others between."""
 

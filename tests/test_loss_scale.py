@@ -70,14 +70,15 @@ def test_state_follows_the_plain_model(plain, events):
 
 @pytest.mark.parametrize("bound, finite", [(LEAST, False), (GREATEST, True)])
 def test_scale_stays_within_bounds_for_ever(bound, finite):
-    state = DynamicScalerState(patience=0)
+    state = DynamicScalerState(patience=1)
     many = jax.jit(
         lambda s: jax.lax.fori_loop(0, 1000, lambda _, s: s.update(finite), s)
     )
     assert many(state).scaler == bound
     grads = jnp.array(3.0, jnp.float32)
     for scaler in (0.0, LEAST / 2, bound, jnp.inf):  # a state from elsewhere, too
-        state = jax.tree.map(lambda x: x, state._replace(scaler=scaler))
+        leaves = [x if i != 2 else jnp.float32(scaler) for i, x in enumerate(state)]
+        state = jax.tree.unflatten(jax.tree.structure(state), leaves)
         _, g = product_step(jnp.array(1.0), grads, dynamic_scaler_state=state)
         assert g == 3.0
 
@@ -339,7 +340,7 @@ def test_with_x64(redo):
         def loss(w):
             return (jnp.sin(w["f"]) * w["h"].astype(jnp.float64)).sum()
 
-        state = DynamicScalerState(patience=0)
+        state = DynamicScalerState(patience=1)
         before = types(state)
         step = jax.jit(dynamic_scale_value_and_grad(loss, redo_on_nan=redo))
         for _ in range(2):

@@ -17,7 +17,6 @@ from jaxamp_like import (
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
     loss_scale_optimizer,
-    scale_loss,
 )
 
 N = 8
@@ -75,7 +74,7 @@ def test_shard_map(mesh, loss, check_vma, redo):
         )
     )
     w = shards(mesh, np.ones(N)).astype(jnp.float32)
-    state = DynamicScalerState(scaler=2**15, patience=0)
+    state = DynamicScalerState(scaler=2**15, patience=1, count=1)
     states, g = jax.device_get(run(state, w, shards(mesh, one_large(3, 16))))
     assert all_equal(states)
     state = jax.tree.map(lambda s: s[0], states)
@@ -83,7 +82,7 @@ def test_shard_map(mesh, loss, check_vma, redo):
     # one (without `check_vma`, a sum becomes a sum).
     fits = 2**14 if loss is mean_loss and check_vma else 2**11
     if redo:
-        assert state.scaler == 2 * fits and np.isfinite(g).all()  # and it grew, too
+        assert state.scaler == fits and np.isfinite(g).all()
     else:
         assert (state.scaler, state.overflows) == (2**14, 1)
     # What can't be cured costs all devices one step, and no more.
@@ -159,7 +158,7 @@ def test_optimizer_on_shards(mesh, check_vma):
     tx = loss_scale_optimizer(optax.adam(0.1), axis_name=axis_name)
 
     def body(w, opt_state, x):
-        grads = jax.grad(lambda w: scale_loss(local_loss(w, x), opt_state))(w)
+        grads = tx.grad(local_loss, opt_state)(w, x)
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 

@@ -13,6 +13,7 @@ from jaxamp_like import (
     DynamicScalerState,
     NoScaler,
     ScalerLog,
+    Unscaled,
     check_scaler,
     dynamic_scale_grad,
     loss_scale_optimizer,
@@ -83,7 +84,7 @@ def test_events_of_groups_and_optimizers_name_their_leaves(caplog):
     w = jnp.ones(2)
     opt_state = tx.init(w)
     log = ScalerLog(opt_state)
-    opt_state = tx.update(w * jnp.nan, opt_state, w)[1]
+    opt_state = tx.update(Unscaled(w * jnp.nan), opt_state, w)[1]
     with caplog.at_level(logging.WARNING):
         for event in log.record(opt_state):
             logging.getLogger("training").warning("%s", event)

@@ -10,6 +10,8 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import (
@@ -17,6 +19,7 @@ from jaxamp_like import (
     DynamicScalerState,
     LossScaleState,
     NoScaler,
+    Unscaled,
     all_finite,
     amp,
     check_scaler,
@@ -25,6 +28,7 @@ from jaxamp_like import (
     loss_scale_optimizer,
     scale_loss,
     static_scaler,
+    unscale_grads,
 )
 
 
@@ -36,7 +40,7 @@ def half_loss(w, x):
 def make_step(tx, loss=half_loss):
     @jax.jit
     def step(w, opt_state, x):
-        grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+        grads = tx.grad(loss, opt_state)(w, x)
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 
@@ -152,7 +156,7 @@ def test_power_of_two_scale_changes_no_bit():
 
         @jax.jit
         def updates(params, state, tx=tx):
-            grads = jax.grad(lambda p: scale_loss(loss(p), state))(params)
+            grads = tx.grad(loss, state)(params)
             return tx.update(grads, state, params)[0]
 
         got = jax.tree.map(jnp.negative, updates(params, state))
@@ -191,18 +195,20 @@ def test_scalers_to_choose_from():
 
 def test_multi_steps_within():
     """Overflowing microbatches are dropped; the scale grows once a step at most."""
-    k, scaler = 3, DynamicScalerState(patience=0)
+    k, scaler = 3, DynamicScalerState(patience=1)
     tx = loss_scale_optimizer(optax.MultiSteps(optax.sgd(1.0), k), scaler)
     step, w = make_step(tx), jnp.ones(1)
     opt_state = tx.init(w)
-    xs = [0.25, 0.5, np.inf, 0.75, 0.5]
-    scales, ws = [], []
+    xs = [0.25, 0.5, np.inf, 0.75, 0.5, 0.25, 0.75]
+    scales, ws, skipped = [], [], []
     for x in xs:
         w, opt_state = step(w, opt_state, jnp.array([x]))
         scales.append(int(np.log2(opt_state.scaler.scaler)))
         ws.append(float(w[0]))
-    assert scales == [15, 15, 14, 15, 15]
-    assert ws == [1, 1, 1, 0.5, 0.5]  # less the mean of the three that counted
+        skipped.append(int(opt_state.scaler.overflows))
+    assert scales == [15, 15, 14, 14, 14, 14, 15]
+    assert ws == [1, 1, 1, 0.5, 0.5, 0.5, 0]  # less the mean of three that counted
+    assert skipped == [0, 0, 1, 0, 0, 0, 0]
 
 
 def test_extra_arguments_and_one_state_for_two_losses():
@@ -217,7 +223,8 @@ def test_extra_arguments_and_one_state_for_two_losses():
         second = (w["critic"] + 1) ** 2
         return scale_loss(first, opt_state) + scale_loss(second, opt_state)
 
-    updates, opt_state = tx.update(jax.grad(losses)(w), opt_state, w, value=1.0)
+    grads = unscale_grads(jax.grad(losses)(w), opt_state)
+    updates, opt_state = tx.update(grads, opt_state, w, value=1.0)
     assert updates == {"generator": 2, "critic": -3}
     assert opt_state.scaler.count == 1
 
@@ -227,7 +234,8 @@ def test_all_finite_reads_what_the_optimizer_reads():
     tx = loss_scale_optimizer(optax.sgd(0.1), 2**-4)
     w = jnp.array(1.0, jnp.float16)
     opt_state = tx.init(w)
-    updates, opt_state = tx.update(jnp.array(6e4, jnp.float16), opt_state, w)
+    grads = unscale_grads(jnp.array(6e4, jnp.float16), opt_state)
+    updates, opt_state = tx.update(grads, opt_state, w)
     assert updates == 0 and opt_state.scaler.overflows == 1
     assert all_finite(updates)
 
@@ -304,7 +312,7 @@ BAD_INPUT = {
     "integer loss": (lambda: scale_loss(3, TX.init(W)), TypeError, r"given int32\[\]"),
     "axis": (
         lambda: loss_scale_optimizer(optax.sgd(1), axis_name="d").update(
-            W, TX.init(W), W
+            Unscaled(W), TX.init(W), W
         ),
         ValueError,
         "names 'd', but no axis",
@@ -333,8 +341,9 @@ def test_enable_amp():
     opt_state = tx.init(w)
     assert isinstance(opt_state, LossScaleState)
     assert eqx.tree_equal(opt_state.scaler, DynamicScalerState())
-    grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+    value, grads = tx.value_and_grad(loss, opt_state)(w, x)
     updates, opt_state = tx.update(grads, opt_state, w)
+    assert value == loss(w, x)
     assert jnp.allclose(updates, -0.1 * jax.grad(matmul_loss)(w, x), rtol=1e-3)
 
     loss, tx = enable_amp(matmul_loss, optax.sgd(0.1), compute_dtype="bfloat16")
@@ -370,3 +379,122 @@ def test_disable_amp():
         return amp(matmul_loss)
 
     assert plain() is matmul_loss
+
+
+# Gradients that nobody scaled.
+
+
+AROUND = {
+    "itself": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e9), tx),
+    "scaled after": lambda tx: optax.chain(tx, optax.scale(1.0)),
+    "injected": lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "c": False}),
+}
+PARTS = {"w": jnp.array([1.0, 2.0]), "c": jnp.array(3.0)}
+
+
+def parts_loss(p, x):
+    return half_loss(p["w"], x) ** 2 + p["c"] ** 2
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_plain_gradients_are_refused_and_its_own_are_not(around, wrap):
+    scaled = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    tx, x = around(scaled), jnp.array([0.5, 0.25])
+    opt_state = tx.init(PARTS)
+    with pytest.raises(TypeError, match=r"(?s)`grads.*`tx\.value_and_grad\(loss_fn"):
+        wrap(lambda g, s: tx.update(g, s, PARTS))(
+            jax.grad(parts_loss)(PARTS, x), opt_state
+        )
+    value_and_grad = scaled.value_and_grad(parts_loss, opt_state)
+    value, grads = wrap(value_and_grad)(PARTS, x)  # leave and enter a jitted function
+    assert value == parts_loss(PARTS, x)
+    updates, _ = wrap(lambda g, s: tx.update(g, s, PARTS))(grads, opt_state)
+    wanted = jax.tree.map(lambda g: -0.1 * g, jax.grad(parts_loss)(PARTS, x))
+    assert jnp.allclose(updates["w"], wanted["w"], rtol=1e-3)
+
+
+def test_train_state_and_nnx_optimizer():
+    scaled = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    x = jnp.array([0.5, 0.25])
+    state = train_state.TrainState.create(apply_fn=None, params=PARTS, tx=scaled)
+    with pytest.raises(TypeError, match="come from a scaled loss"):
+        state.apply_gradients(grads=jax.grad(parts_loss)(PARTS, x))
+    grads = state.tx.grad(parts_loss, state)(PARTS, x)
+    assert state.apply_gradients(grads=grads).params["c"] == 3.0 - 0.1 * 6
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, scaled, wrt=nnx.Param)
+
+    def loss(model, x):
+        return model(x).sum()
+
+    assert scale_loss(1.0, optimizer.opt_state) == scale_loss(1.0, optimizer) == 2**10
+    with pytest.raises(TypeError, match="come from a scaled loss"):
+        optimizer.update(model, nnx.grad(loss)(model, x))
+    grads = scaled.grad(loss, optimizer)(model, x)
+    wanted = model.kernel[...] - 0.1 * x[:, None]
+    optimizer.update(model, grads)
+    assert jnp.allclose(model.kernel[...], wanted, rtol=1e-6)
+
+    def by_hand(model, x):
+        return scale_loss(loss(model, x), optimizer.opt_state)
+
+    grads = unscale_grads(nnx.grad(by_hand)(model, x), optimizer.opt_state)
+    optimizer.update(model, grads)
+    assert jnp.allclose(model.kernel[...], wanted - 0.1 * x[:, None], rtol=1e-6)
+
+
+def test_gradients_that_are_put_together():
+    tx = loss_scale_optimizer(optax.sgd(1.0), 2.0**10)
+    opt_state, xs = tx.init(PARTS), jnp.ones((4, 2)) / 8
+
+    def microbatch(total, x):
+        loss, grads = tx.value_and_grad(parts_loss, opt_state)(PARTS, x)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    zeros = jax.tree.map(lambda p: Unscaled(jnp.zeros_like(p)), PARTS)
+    total, _ = jax.lax.scan(microbatch, zeros, xs)
+    updates, _ = tx.update(total, opt_state, PARTS)
+    assert updates["c"] == -24
+    lost = jax.tree.map(jnp.zeros_like, PARTS)
+    lost = jax.tree.map(jnp.add, lost, tx.grad(parts_loss, opt_state)(PARTS, xs[0]))
+    with pytest.raises(TypeError, match=r"`jax.tree.map\(Unscaled, grads\)`"):
+        tx.update(lost, opt_state, PARTS)
+    tx.update(jax.tree.map(Unscaled, lost), opt_state, PARTS)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(-30, 30), st.floats(0.5, 2.0), st.booleans())
+def test_value_and_grad_is_that_of_jax(exponent, w, has_aux):
+    def loss(w, x):
+        return (w["a"] * x, {"x": x, "name": "aux"}) if has_aux else w["a"] * x
+
+    tx = loss_scale_optimizer(optax.sgd(1.0), 2.0**exponent)
+    w, x = {"a": jnp.float32(w), "n": None}, jnp.float32(3)
+    options = dict(has_aux=has_aux)
+    got = tx.value_and_grad(loss, tx.init(w), **options)(w, x)
+    value, grads = jax.value_and_grad(loss, **options)(w, x)
+    assert got[0] == value and got[1]["a"].value == grads["a"]
+    out = tx.grad(loss, tx.init(w), filter=False, **options)(w, x)
+    grads = out[0] if has_aux else out
+    assert grads["a"].value == 3 and (not has_aux or out[1]["name"] == "aux")
+
+
+def test_without_scaling_plain_gradients_will_do():
+    for scaler in (None, NoScaler()):
+        tx = loss_scale_optimizer(optax.sgd(0.5), scaler)
+        opt_state = tx.init(W)
+        own = tx.grad(lambda w: w.sum(), opt_state)(W)
+        for grads in (own, jax.grad(lambda w: w.sum())(W)):
+            assert (tx.update(grads, opt_state, W)[0] == -0.5).all()
+
+
+def test_training_without_scaling_the_loss_is_no_longer_silent():
+    """What was 32768 times too small, and trained nothing."""
+    loss, tx = enable_amp(matmul_loss, optax.sgd(0.1))
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3)) / 4
+    with pytest.raises(TypeError, match="in float16 they may have become zero"):
+        jax.jit(tx.update)(jax.grad(loss)(w, x), tx.init(w), w)

@@ -15,7 +15,6 @@ from jaxamp_like import (
     dynamic_scale_value_and_grad,
     loss_scale_optimizer,
     restore_scaler,
-    scale_loss,
 )
 
 # What overflows lies before and behind the interruption, at 4.
@@ -36,7 +35,7 @@ def by_optimizer(scaler):
     @jax.jit
     def step(state, x):
         w, opt_state = state
-        grads = jax.grad(lambda w: scale_loss(loss(w, x), opt_state))(w)
+        grads = tx.grad(loss, opt_state)(w, x)
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 

@@ -29,7 +29,6 @@ from jaxamp_like import (
     amp,
     dynamic_scale_value_and_grad,
     loss_scale_optimizer,
-    scale_loss,
 )
 
 if count > 1:
@@ -106,10 +105,8 @@ def optimizer_step():
 
     @jax.jit
     def train(w, opt_state, x):
-        def loss(w):
-            return scale_loss(plain_loss(w, x), opt_state)
-
-        updates, opt_state = tx.update(jax.grad(loss)(w), opt_state, w)
+        grads = tx.grad(plain_loss, opt_state)(w, x)
+        updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state
 
     return tx, train

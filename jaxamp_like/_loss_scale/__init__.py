@@ -13,6 +13,7 @@ from ._grads import (
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
+from ._guard import guard_step as guard_step
 from ._host import (
     NonFiniteLeaf as NonFiniteLeaf,
     ScalerEvent as ScalerEvent,
@@ -20,11 +21,13 @@ from ._host import (
     check_scaler as check_scaler,
     overflowed_leaves as overflowed_leaves,
 )
+from ._marks import Unscaled as Unscaled
 from ._numbers import all_finite as all_finite
 from ._optimizer import (
     LossScaleState as LossScaleState,
     loss_scale_optimizer as loss_scale_optimizer,
     scale_loss as scale_loss,
+    unscale_grads as unscale_grads,
 )
 from ._state import (
     DynamicScalerState as DynamicScalerState,

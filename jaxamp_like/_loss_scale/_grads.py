@@ -12,6 +12,7 @@ from jax import Array
 
 from ._agree import AxisName, agreed
 from ._groups import merge_groups, split_groups
+from ._nodes import Call, of_nodes
 from ._numbers import checked_loss
 from ._packing import Carried, pack, unpack
 from ._retry import retry
@@ -93,6 +94,7 @@ def dynamic_scale_tx(
     See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
     _check_callable("transform", transform)
     redo = _check_redo(redo_on_nan)
+    differentiate = of_nodes(transform)
 
     def scaled_transform(
         fun: Callable, *, has_aux: bool = False, **kwargs: Any
@@ -105,13 +107,19 @@ def dynamic_scale_tx(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
             states, structure = split_groups(_check_state(dynamic_scaler_state))
+            call = Call(fun, args, fun_kwargs)
 
             def attempt(states: list[Scaler]) -> tuple[list[Array], Any]:
-                grads_of, rebuild = [], None
+                grads_of, rebuild, left = [], None, None
                 for state in states:
-                    scaled = _scale_loss(fun, state, has_aux)
-                    make = transform(scaled, has_aux=True, **kwargs)
-                    grads, rebuild = _split(make(*args, **fun_kwargs), has_aux)
+
+                    def scaled(fun: Callable, state: Scaler = state) -> Callable:
+                        scaled = _scale_loss(fun, state, has_aux)
+                        return differentiate(scaled, has_aux=True, **kwargs)
+
+                    # Each backward pass begins with the same NNX objects.
+                    results, left = call.run(scaled)
+                    grads, rebuild = _split(results, has_aux)
                     grads_of.append(state.unscale(grads))
                 grads, finite_of = merge_groups(structure, grads_of)
                 assert rebuild is not None
@@ -119,16 +127,17 @@ def dynamic_scale_tx(
                     agreed(finite, axis_name, like=getattr(state, "scaler", None))
                     for finite, state in zip(finite_of, states, strict=True)
                 ]
-                return finite_of, rebuild(grads)
+                return finite_of, (rebuild(grads), left)
 
             if redo and any(isinstance(s, DynamicScalerState) for s in states):
-                following, results = retry(attempt, states, redo, axis_name)
+                following, (results, left) = retry(attempt, states, redo, axis_name)
             else:
-                finite_of, results = attempt(states)
+                finite_of, (results, left) = attempt(states)
                 following = [
                     s.update(finite)
                     for s, finite in zip(states, finite_of, strict=True)
                 ]
+            call.put_back(left, following)
             return jax.tree.unflatten(structure, following), results
 
         vars(step)["__signature__"] = _step_signature(fun)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._nnx import as_arrays
+from ._marks import unmarked
 from ._state import DynamicScalerState, is_scaler
 
 
@@ -23,7 +25,7 @@ def scalers_in(tree: Any) -> dict[str, DynamicScalerState]:
             "an optimizer made by `loss_scale_optimizer`."
         )
     return {
-        jax.tree_util.keystr(path): leaf
+        jax.tree_util.keystr(path): as_arrays(leaf)
         for path, leaf in found
         if isinstance(leaf, DynamicScalerState)
     }
@@ -104,7 +106,7 @@ def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
             int(jnp.isinf(x).sum()),
             x.size,
         )
-        for path, x in jax.tree_util.tree_leaves_with_path(grads)
+        for path, x in jax.tree_util.tree_leaves_with_path(unmarked(grads))
         if eqx.is_inexact_array(x)
     ]
     return [leaf for leaf in found if leaf.nans or leaf.infs]

@@ -1,14 +1,20 @@
 """Loss scaling as a wrapper around an Optax optimizer."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from .._nnx import as_arrays, instances_in
 from ._agree import AxisName, agreed
+from ._grads import dynamic_scale_tx
+from ._marks import marked, unmarked, without_mark
 from ._numbers import all_finite, checked_loss, select
 from ._state import (
     DynamicScalerState,
@@ -31,9 +37,111 @@ class LossScaleState(NamedTuple):
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
-    """What `loss_scale_optimizer` makes: known by its type, so as not to wrap twice."""
+    """What `loss_scale_optimizer` makes: an Optax optimizer that makes its gradients.
 
-    __slots__ = ()
+    Its `update` takes gradients of its `value_and_grad` or `grad` only."""
+
+    axis_name: AxisName = None
+
+    def value_and_grad(
+        self,
+        fun: Callable,
+        opt_state: Any,
+        *,
+        has_aux: bool = False,
+        filter: bool = True,
+        **kwargs: Any,
+    ) -> Callable:
+        """Like `jax.value_and_grad`, with the loss scaled by what `opt_state` says.
+
+        Value and gradients are true ones: the loss as `fun` computed it, and its
+        gradients unscaled, each in its own dtype. What `fun` changes in NNX objects
+        among its arguments is kept, unless gradients overflowed.
+
+        Args:
+            fun: returns a scalar loss, or `(loss, aux)` if `has_aux`.
+            opt_state: the state of this optimizer, or any tree that holds it: of a
+                chain, a `TrainState`, an `nnx.Optimizer`.
+            has_aux: whether there is `aux`, which is returned as it is.
+            filter: use `equinox.filter_value_and_grad`, which differentiates by every
+                floating-point array in the first argument, whatever else that holds.
+            kwargs: for `jax.value_and_grad`: `holomorphic`, `allow_int`; `argnums` if
+                not `filter`.
+        Returns:
+            A function of the arguments of `fun` that returns `(value, grads)`, or
+            `((value, aux), grads)`. Each gradient is an `Unscaled`, as `update` takes
+            it; the derivative by an NNX object is a state of its `nnx.Param`s.
+        Raises:
+            TypeError: `fun` is not callable, or its loss no floating-point scalar.
+            ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+
+        >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+        >>> w = {"a": jnp.array(3.0)}
+        >>> value, grads = tx.value_and_grad(lambda w: w["a"] ** 2, tx.init(w))(w)
+        >>> float(value), grads
+        (9.0, {'a': Unscaled(6.0)})
+        """
+        transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
+        step = self._scaled(transform, fun, opt_state, has_aux, kwargs)
+
+        @functools.wraps(fun, updated=())
+        def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+            value, grads = step(*args, **kwargs)
+            return value, marked(grads)
+
+        return value_and_grad
+
+    def grad(
+        self,
+        fun: Callable,
+        opt_state: Any,
+        *,
+        has_aux: bool = False,
+        filter: bool = True,
+        **kwargs: Any,
+    ) -> Callable:
+        """Like `jax.grad`, with the loss scaled; see `value_and_grad`.
+
+        Args:
+            fun, opt_state, has_aux, filter, kwargs: as of `value_and_grad`.
+        Returns:
+            A function that returns `grads`, or `(grads, aux)`.
+        Raises:
+            TypeError, ValueError: as of `value_and_grad`.
+
+        >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+        >>> w = jnp.array(3.0)
+        >>> tx.grad(lambda w: w**2, tx.init(w))(w)
+        Unscaled(6.0)
+        """
+        transform = eqx.filter_grad if filter else jax.grad
+        step = self._scaled(transform, fun, opt_state, has_aux, kwargs)
+
+        @functools.wraps(fun, updated=())
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            results = step(*args, **kwargs)
+            if not has_aux:
+                return marked(results)
+            grads, aux = results
+            return marked(grads), aux
+
+        return grad
+
+    def _scaled(
+        self,
+        transform: Callable,
+        fun: Callable,
+        opt_state: Any,
+        has_aux: bool,
+        options: dict[str, Any],
+    ) -> Callable:
+        scaler = _scaler_of(opt_state)
+        scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
+        step = scaled(fun, has_aux=has_aux, **options)
+        # `update` asks the gradients again, and makes the next state.
+        return lambda *args, **kwargs: step(
+            *args, dynamic_scaler_state=scaler, **kwargs
+        )[1]
 
 
 def loss_scale_optimizer(
@@ -42,18 +150,18 @@ def loss_scale_optimizer(
     *,
     axis_name: AxisName = None,
 ) -> LossScaleOptimizer:
-    """Wraps an optimizer so that it takes the gradients of a scaled loss.
+    """Wraps an optimizer so that the loss is scaled before it is differentiated.
 
-    It unscales them, and adapts the scale. Where they are not finite it skips the step:
-    updates are zero, and the wrapped optimizer's state (moments, step count) stays as
-    it is, bit for bit. Scale the loss by `scale_loss(loss, opt_state)`.
+    Its `value_and_grad` scales the loss and unscales the gradients, and `update` adapts
+    the scale. Where gradients are not finite it skips the step: updates are zero, and
+    the wrapped optimizer's state (moments, step count) stays as it is, bit for bit. For
+    whatever else the step changes there is `guard_step`. Gradients that come from
+    elsewhere, and may have underflown, are refused when the step is traced.
 
-    What needs true gradients stands within: `loss_scale_optimizer(optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adam(1e-3)))`. So do `optax.apply_if_finite`
-    and `optax.MultiSteps`, which would otherwise hide overflows or keep a NaN. Around
-    `MultiSteps` each microbatch is unscaled by the scale that it was made with: one
-    that overflows is dropped and lowers the scale at once; otherwise the scale changes
-    at the end of an optimizer step only.
+    Clipping and the like may stand within or before it. `optax.MultiSteps` and
+    `optax.apply_if_finite` stand within: around it, they would hide overflows or keep a
+    NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers the scale
+    at once; otherwise the scale changes at the end of an optimizer step only.
 
     Args:
         optimizer: any Optax optimizer; extra arguments of `update` are handed on.
@@ -63,18 +171,19 @@ def loss_scale_optimizer(
             gradients, so that all of them skip a step, or none. Where `shard_map` keeps
             track of what varies (`check_vma=True`), they need not be named.
     Returns:
-        An optimizer whose state is a `LossScaleState`.
+        An optimizer whose state is a `LossScaleState`, with the methods
+        `value_and_grad` and `grad`.
     Raises:
         TypeError: an argument is of another kind.
         ValueError: the optimizer already scales, itself or (found by `init`) within.
 
-    >>> tx = loss_scale_optimizer(optax.sgd(0.5), scaler=1024)
+    >>> tx = loss_scale_optimizer(optax.sgd(0.5))
     >>> w = jnp.array(3.0)
     >>> opt_state = tx.init(w)
-    >>> grads = jax.grad(lambda w: scale_loss(w**2, opt_state))(w)
+    >>> loss, grads = tx.value_and_grad(lambda w: w**2, opt_state)(w)
     >>> updates, opt_state = tx.update(grads, opt_state, w)
-    >>> float(grads), float(updates)
-    (6144.0, -3.0)
+    >>> float(loss), float(updates)
+    (9.0, -3.0)
 
     After Keras' `LossScaleOptimizer` and Micikevicius et al., arXiv:1710.03740."""
     if isinstance(optimizer, LossScaleOptimizer):
@@ -102,7 +211,9 @@ def loss_scale_optimizer(
         grads: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
         scaler, inner_state = _checked_state(state)
-        grads = scaler.unscale(grads)
+        if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
+            raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
+        grads = unmarked(grads)
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
@@ -116,10 +227,14 @@ def loss_scale_optimizer(
         updates = following.accept(updates, zeros)
         new_inner = following.accept(new_inner, inner_state)
         is_due = (following.overflows > 0) | _is_step(new_inner)
-        following = select(is_due, following, scaler)
+        # Otherwise this microbatch had no part in the scale, but was finite.
+        waiting = scaler._with(overflows=0, stuck=0)
+        following = select(is_due, following, waiting)
         return updates, LossScaleState(following, new_inner)
 
-    return LossScaleOptimizer(init, update)  # pyright: ignore
+    wrapped = LossScaleOptimizer(init, update)  # pyright: ignore
+    wrapped.axis_name = axis_name
+    return wrapped
 
 
 def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
@@ -139,6 +254,32 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     >>> float(scale_loss(jnp.float16(2), opt_state))
     2048.0
     """
+    return _scaler_of(opt_state).scale(checked_loss(loss))
+
+
+def unscale_grads(grads: Any, opt_state: Any) -> Any:
+    """Gradients of a loss that `scale_loss` has scaled, as `update` takes them.
+
+    For transforms other than those of `value_and_grad`; it does both by itself.
+
+    Args:
+        grads: any pytree.
+        opt_state: the state that the loss was scaled by.
+    Returns:
+        The gradients over the scale, each in its own dtype, marked as `Unscaled`.
+    Raises:
+        ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+
+    >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+    >>> opt_state = tx.init(w := jnp.array(3.0))
+    >>> grads = jax.jacrev(lambda w: scale_loss(w**2, opt_state))(w)
+    >>> unscale_grads(grads, opt_state)
+    Unscaled(6.0)
+    """
+    return marked(_scaler_of(opt_state).unscale(grads))
+
+
+def _scaler_of(opt_state: Any) -> Scaler:
     found = _scale_states(opt_state)
     if len(found) != 1:
         raise ValueError(
@@ -146,13 +287,27 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
             "state of the optimizer that `loss_scale_optimizer` made."
         )
     for wrapper, name in _OUTSIDE.items():
-        if any(_scale_states(one) for one in _instances(opt_state, wrapper)):
+        if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
             raise ValueError(
                 f"`optax.{name}` is around `loss_scale_optimizer`, and would keep "
                 "overflows from it, or a NaN in its own state for good.\nPut it "
                 f"within: `loss_scale_optimizer(optax.{name}(...))`."
             )
-    return found[0].scaler.scale(checked_loss(loss))
+    return as_arrays(found[0].scaler)
+
+
+_UNMARKED = (
+    "`update` of a `loss_scale_optimizer` was given gradients ({}) that nobody says "
+    "come from a scaled loss: in float16 they may have become zero.\nTake them from "
+    "`tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
+    "`jax.value_and_grad(loss_fn)(...)`. By hand, scale by `scale_loss(loss, "
+    "opt_state)` and unscale by `unscale_grads(grads, opt_state)`; gradients that you "
+    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`."
+)
+
+
+def _named(path: str) -> str:
+    return f"`grads{path}`"
 
 
 _TWICE = (
@@ -165,19 +320,14 @@ _OUTSIDE = {
 }
 
 
-def _instances(tree: Any, cls: type) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, cls))
-    return [leaf for leaf in leaves if isinstance(leaf, cls)]
-
-
 def _scale_states(tree: Any) -> list[LossScaleState]:
-    return _instances(tree, LossScaleState)
+    return instances_in(tree, LossScaleState)
 
 
 def _is_step(inner_state: Any) -> Array:
     """Whether a step of the optimizer is complete, as `optax.MultiSteps` counts."""
     done = jnp.array(True)
-    for one in _instances(inner_state, optax.MultiStepsState):
+    for one in instances_in(inner_state, optax.MultiStepsState):
         done &= one.mini_step == 0
     return done
 

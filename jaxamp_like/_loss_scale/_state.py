@@ -42,9 +42,11 @@ class DynamicScalerState(_Fields):
     types of all later ones. Fields that are known (not traced) are checked.
 
     Args:
-        patience: finite steps that must have gone by before the scale may grow.
+        patience: finite steps that must have gone by before the scale may grow; 1 or
+            more.
         adjust_factor: what the scale is multiplied or divided by, above 1.
-        scaler: the scale itself. One that is out of bounds is moved to the nearest.
+        scaler: the scale itself, above 0. One that is out of bounds is moved to the
+            nearest.
         count: finite steps since the scale last changed or a step overflowed.
         total_resets: how many steps, or attempts at one, called for a lower scale.
         min_scaler: the scale never falls below this, nor below $2^{-126}$.
@@ -376,16 +378,18 @@ def _check_values(state: DynamicScalerState) -> None:
                 f"{value}."
             )
 
-    for name in sorted(_COUNTS - {"hysteresis"}):
+    numbers = "finite and above 0, such as 2.0**15 (to scale nothing: `NoScaler()`)"
+    require("scaler", lambda x: 0 < x < math.inf, numbers)
+    for name in sorted(_COUNTS - {"hysteresis", "patience"}):
         require(name, lambda x: x >= 0, "0 or more")
+    require("patience", lambda x: x >= 1, "1 or more (1 grows at every other step)")
     require("hysteresis", lambda x: x >= 1, "1 or more (1 lowers the scale at once)")
     factors = "a finite number above 1 (2 keeps scales powers of two)"
     require("adjust_factor", lambda x: 1 < x < math.inf, factors)
-    least = values["min_scaler"]
-    require("min_scaler", lambda x: not math.isnan(x), "a number")
-    greatest = f"no less than `min_scaler`, {least}"
-    require("max_scaler", lambda x: x >= (least or -math.inf), greatest)
-    require("scaler", lambda x: not math.isnan(x), "a number, such as 2.0**15")
+    require("min_scaler", lambda x: 0 <= x < math.inf, "finite, and 0 or more")
+    least = values["min_scaler"] or 0
+    greatest = f"above 0, and no less than `min_scaler`, {least}"
+    require("max_scaler", lambda x: x > 0 and x >= least, greatest)
 
 
 def _known(x: Array) -> float | None:

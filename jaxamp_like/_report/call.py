@@ -8,7 +8,7 @@ import jax
 
 from .._dtypes import is_float
 from .._jax import Jaxpr, is_array, trace, traced_afresh
-from .._nnx import call_with_modules, nnx_modules
+from .._nnx import TakenApart
 from .._record import Recorder, recording
 
 
@@ -74,20 +74,10 @@ def call_of(
         kwargs: its keyword arguments.
         live: the positional arguments that are differentiated.
         name: what the function is called."""
-    modules = nnx_modules((fn, args, kwargs))
-    if not modules:
+    call = TakenApart(fn, args, kwargs)
+    if not call.nodes:
         return _call_of(fn, args, kwargs, live, name)
-    made = []
-
-    def keep(pure):
-        def instead(state, others):
-            made.append(_call_of(pure, (state, others), {}, (0,), name))
-            return None, {}
-
-        return instead
-
-    call_with_modules(keep, modules, (fn, args, kwargs))
-    return made[0]
+    return _call_of(call, (call.held, call.others), {}, (0,), name)
 
 
 def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:

@@ -3,7 +3,6 @@
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.typing import DTypeLike
 from .. import _rules
 from .._jax import Eqn, Jaxpr, Primitive
 from .._limit import LimitedPolicy
+from .._mistakes import naming_mistakes
 from .._plan import Planner, Step
 from .._policy import ByName, Found
 from .._record import Recorder
@@ -21,8 +21,10 @@ from .call import Call
 from .records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from .report import Report
 from .subject import Subject, as_argnums
+from .versions import versions
 
 
+@naming_mistakes
 def explain(
     fn: Callable[..., Any],
     *,
@@ -84,7 +86,7 @@ def explain(
             now=now,
             written=written,
             rules=tuple(_rules_fired(recorder)),
-            versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
+            versions=versions(),
         )
 
     return subject.wraps(reported)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from .._jax import is_tracer
-from .._loss_scale import DynamicScalerState
+from .._loss_scale._host import scalers_in
 from .extras import need
 
 
@@ -31,7 +33,7 @@ class ScalerHistory:
     """
 
     every: int = 1
-    _kept: list[tuple[int, Any, Any, Any]] = field(default_factory=list)
+    _kept: list[tuple[int, dict[str, Any], Any]] = field(default_factory=list)
     _steps: int = 0
 
     def __post_init__(self) -> None:
@@ -42,23 +44,29 @@ class ScalerHistory:
                 f"`every` must be at least 1, but got {self.every}: 1 keeps every step."
             )
 
-    def record(self, scaler: DynamicScalerState, loss: Any = None) -> None:
+    def record(self, scaler: Any, loss: Any = None) -> None:
         """Takes down one step; call it once a step, outside of `jax.jit`.
 
         Args:
-            scaler: the state that the step returned.
+            scaler: the state that the step returned: of a scale, of several by group,
+                of a `loss_scale_optimizer`, or any tree that holds one. `NoScaler()` is
+                a scale of 1.
             loss: the loss of the step, if it is to be shown too.
         Raises:
-            TypeError: `scaler` is no state, or is being traced."""
-        if not isinstance(scaler, DynamicScalerState):
-            raise TypeError(
-                "`scaler` must be the `DynamicScalerState` that a step returns, but "
-                f"got {type(scaler).__name__}."
+            TypeError: there is no state in `scaler`, or it is being traced.
+            ValueError: its scales are in other places than those of the steps before.
+        """
+        found = scalers_in(scaler)
+        scales = {path: (one.scaler, one.total_resets) for path, one in found.items()}
+        _check_concrete([*scales.values(), loss])
+        if self._kept and scales.keys() != self._kept[0][1].keys():
+            raise ValueError(
+                f"`scaler` has its scales at {_places(scales)}, but the steps before "
+                f"had them at {_places(self._kept[0][1])}.\nKeep a `ScalerHistory` for "
+                "each training."
             )
-        values = (scaler.scaler, scaler.total_resets, loss)
-        _check_concrete(values)
         if self._steps % self.every == 0:
-            self._kept.append((self._steps, *values))
+            self._kept.append((self._steps, scales, loss))
         self._steps += 1
 
     def rows(self) -> list[dict[str, Any]]:
@@ -66,29 +74,37 @@ class ScalerHistory:
 
         Returns:
             `step`; `scale` after it; `overflows`: how often the scale was lowered since
-            the row before; `loss`, or None."""
-        rows, resets_before = [], 0
-        for step, scale, resets, loss in self._kept:
-            resets = int(resets)
+            the row before; `loss`, or None. Where there are several scales, `scale` and
+            `overflows` are dicts by their paths."""
+        rows, before = [], {}
+        for step, found, loss in self._kept:
+            scales = {path: float(scale) for path, (scale, _) in found.items()}
+            resets = {path: int(resets) for path, (_, resets) in found.items()}
+            overflows = {path: n - before.get(path, 0) for path, n in resets.items()}
+            before = resets
             rows.append(
                 {
                     "step": step,
-                    "scale": float(scale),
-                    "overflows": resets - resets_before,
+                    "scale": _alone(scales, 1.0),
+                    "overflows": _alone(overflows, 0),
                     "loss": None if loss is None else float(loss),
                 }
             )
-            resets_before = resets
         return rows
 
     def __repr__(self) -> str:
         rows = self.rows()
         if not rows:
             return "ScalerHistory of no steps"
-        overflows = sum(row["overflows"] for row in rows)
+        first, last = (_by_path(row["scale"]) for row in (rows[0], rows[-1]))
+        told = [
+            f"scale{path and ' of '}{path} {first[path]:g} to {last[path]:g}"
+            for path in first
+        ]
+        overflows = sum(sum(_by_path(row["overflows"]).values()) for row in rows)
         return (
-            f"ScalerHistory of {self._steps} steps: scale {rows[0]['scale']:g} to "
-            f"{rows[-1]['scale']:g}, {overflows} overflows"
+            f"ScalerHistory of {self._steps} steps: {', '.join(told)}, "
+            f"{overflows} overflows"
         )
 
     def to_json(self) -> str:
@@ -120,16 +136,24 @@ class ScalerHistory:
         figure = Figure(figsize=(7, 4.5 if has_loss else 2.8), layout="constrained")
         axes = figure.subplots(1 + has_loss, sharex=True, squeeze=False)[:, 0]
         steps = [row["step"] for row in rows]
-        scales = [row["scale"] for row in rows]
-        axes[0].step(steps, scales, where="post", color="tab:blue", label="loss scale")
-        bad = [row for row in rows if row["overflows"]]
-        axes[0].plot(
-            [row["step"] for row in bad],
-            [row["scale"] for row in bad],
-            "v",
-            color="tab:red",
-            label="overflow",
-        )
+        paths = list(_by_path(rows[0]["scale"]))
+        for i, path in enumerate(paths):
+            scales = [_by_path(row["scale"])[path] for row in rows]
+            lowered = [_by_path(row["overflows"])[path] > 0 for row in rows]
+            axes[0].step(
+                steps,
+                scales,
+                where="post",
+                color="tab:blue" if len(paths) == 1 else f"C{i}",
+                label=f"loss scale {path}".strip(),
+            )
+            axes[0].plot(
+                [x for x, is_bad in zip(steps, lowered, strict=True) if is_bad],
+                [y for y, is_bad in zip(scales, lowered, strict=True) if is_bad],
+                "v",
+                color="tab:red",
+                label="" if i else "overflow",
+            )
         axes[0].set_yscale("log", base=2)
         axes[0].set_ylabel("loss scale")
         axes[0].legend(loc="best")
@@ -154,9 +178,23 @@ class ScalerHistory:
         return path
 
 
-def _check_concrete(values: Any) -> None:
+def _alone(by_path: dict[str, Any], default: Any) -> Any:
+    """The value of the only scale, or that of none, or all of several by path."""
+    if len(by_path) > 1:
+        return by_path
+    return next(iter(by_path.values()), default)
 
-    if any(map(is_tracer, values)):
+
+def _by_path(values: Any) -> dict[str, Any]:
+    return values if isinstance(values, dict) else {"": values}
+
+
+def _places(by_path: dict[str, Any]) -> str:
+    return ", ".join(path or "its root" for path in by_path) or "no place"
+
+
+def _check_concrete(values: Any) -> None:
+    if any(map(is_tracer, jax.tree.leaves(values))):
         raise TypeError(
             "`record` keeps values, but was given tracers. Call it in the training "
             "loop, with what the jitted step returns, not inside of the step."

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.typing import DTypeLike
 
 from .._dtypes import is_float
 from .._jax import Eqn, Literal, consts, is_tracer
+from .._mistakes import naming_mistakes
 from . import walk
 from .blocks import PART, Seen
 from .call import Call
@@ -25,8 +25,10 @@ from .numbers import Event, InputRange, NumericsReport, OpNumerics
 from .pairs import Pair
 from .statistics import FORMATS, Row, Table, bin_edges, limits
 from .subject import Subject
+from .versions import versions
 
 
+@naming_mistakes
 def trace_numerics(
     fn: Callable[..., Any],
     *,
@@ -105,7 +107,7 @@ def trace_numerics(
             nonfinite_arguments=_nonfinite(call),
             settings=settings_of(recorder),
             ops=tuple(sorted(ops, key=lambda op: op.order)),
-            versions={name: version(name) for name in ("jaxamp_like", "jax", "jaxlib")},
+            versions=versions(),
         )
 
     return subject.wraps(traced)

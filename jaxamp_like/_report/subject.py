@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .._amp import amp
 from .._jax import Jaxpr
-from .._nnx import nnx_modules
+from .._nnx import nnx_nodes
 from .._record import Recorder
 from .call import Call, call_of
 
@@ -49,7 +49,7 @@ class Subject:
         )
         # NNX modules are taken out of the arguments before anything is traced, so one
         # that is called itself must be seen among them.
-        self.leading = (fn,) if nnx_modules(fn) else ()
+        self.leading = (fn,) if nnx_nodes(fn) else ()
         self.mixed = amp(
             _apply if self.leading else fn,
             compute_dtype=compute_dtype,

@@ -22,6 +22,7 @@ from .computing import (
     UseOriginalPrecision as UseOriginalPrecision,
     UsePrecision as UsePrecision,
     asks_for_precision as asks_for_precision,
+    in_solver as in_solver,
     use_compute_precision as use_compute_precision,
     use_compute_precision_wide_result as use_compute_precision_wide_result,
     use_original_precision as use_original_precision,

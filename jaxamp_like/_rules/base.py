@@ -87,7 +87,7 @@ class Fact(NamedTuple):
     small: bool = False  # holds only as much as an array smaller than itself
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
-    coarse: bool = False  # a rounded value of its size was added to it
+    coarse: DType | None = None  # what a summand of its size was rounded to
     sampled: bool = False  # `values` are not all of them
 
 
@@ -162,18 +162,25 @@ class Rule:
         return False
 
     @property
+    def may_compute_low(self) -> bool:
+        """Whether the equation may compute low although none of its operands is."""
+        return self.is_compute
+
+    @property
     def is_run_again(self) -> bool:
         """Whether the backward pass may run the equation again, to keep less."""
         return False
 
     def __call__(
         self,
-        compute_dtype: DType,
-        original_dtypes: Sequence[DType],
+        compute_dtype: DType | None = None,
+        original_dtypes: Sequence[DType] = (),
         *invars: Any,
         **bind_params: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
         """A casting callback that decides alike, to build other callbacks from."""
+        if compute_dtype is None:
+            raise TypeError(f"{self!r} is a rule already: write it without `()`.")
         facts = tuple(
             Fact(x.dtype, Mark.LOW) if is_float(dtype) else None
             for x, dtype in zip(invars, original_dtypes, strict=True)

@@ -27,6 +27,7 @@ from .._jax import (
     subjaxprs,
     trace,
 )
+from .._matmul_precision import settled_bind
 from .._primitives import CONTRACTIONS
 from . import (
     Decision,
@@ -209,6 +210,8 @@ def use_precision_by_pass(
 def _choice(value: DTypeLike | PassPrecision | None, argument: str) -> PassPrecision:
     if isinstance(value, PassPrecision):
         return value
+    if value is wide:
+        raise TypeError(f"`{argument}` is `wide`, which is called: write `wide()`.")
     return PassPrecision(None if value is None else as_float_dtype(value, argument))
 
 
@@ -227,17 +230,11 @@ def _pass(site: Site, choice: PassPrecision) -> _Pass:
         author and lowered(author, dtype)
         for author in (*site.authors[:2], site.out_authors[0])
     )
-    params = dict(site.params)
     is_low = (lhs, rhs) != site.authors[:2]
-    if is_low and isinstance(
-        params.get("precision"), lax.DotAlgorithmPreset | lax.DotAlgorithm
-    ):
-        params["precision"] = None  # names the dtypes that its operands no longer have
 
     def make(out):
-        return functools.partial(
-            site.primitive.bind, **params | {"preferred_element_type": out}
-        )
+        params = site.params | {"preferred_element_type": out}
+        return settled_bind(site.primitive, params, is_low)
 
     return _Pass(make, (lhs, rhs), out, choice.wide)  # type: ignore[arg-type]
 

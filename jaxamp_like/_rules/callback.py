@@ -11,6 +11,7 @@ from .._dtypes import (
     lowered,
 )
 from .._errors import AmpError
+from .._matmul_precision import settled_bind
 from .base import (
     Decision,
     Demand,
@@ -27,6 +28,10 @@ class Callback(Rule):
 
     fn: Callable[..., Any]
 
+    @property
+    def may_compute_low(self) -> bool:
+        return True
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted
 
@@ -35,8 +40,9 @@ class Callback(Rule):
 
         def bind(*operands):
             invars, params = self._call(site, operands)
-            low_read.append([x.dtype for x in invars] != [a.dtype for a in site.avals])
-            outs = site.primitive.bind(*invars, **params)
+            is_low = [x.dtype for x in invars] != [a.dtype for a in site.avals]
+            low_read.append(is_low)
+            outs = settled_bind(site.primitive, params, is_low)(*invars)
             outs = outs if site.primitive.multiple_results else [outs]
             return [  # never more bits than the author wrote
                 x if author is None else cast(x, lowered(author, x.dtype))

@@ -18,6 +18,7 @@ from .._dtypes import (
     widest,
 )
 from .._jax import SymbolicZero
+from .._matmul_precision import settled
 from .base import (
     Decision,
     Demand,
@@ -79,10 +80,8 @@ class UsePrecision(Rule):
             decision = use_original_precision.decide(site)
             return decision._replace(why="the author's dtype is no wider")
         params = dict(site.params)
-        if isinstance(params.get("precision"), lax.DotAlgorithmPreset):
-            params["precision"] = (
-                None  # names the dtypes of its operands: no longer true
-            )
+        if site.primitive is not None:
+            params = dict(settled(site.primitive, params, is_low=True))
         decision = Decision(
             reads, params, outs_of(site, dtype, Mark.LOW), f"computes in {dtype.name}"
         )
@@ -140,6 +139,16 @@ class UseOriginalPrecision(Rule):
 
 
 @dataclass(frozen=True)
+class InSolver(Rule):
+    """The author's dtypes, in a loop that must take the steps that it takes in them."""
+
+    def decide(self, site: Site) -> Decision:
+        decision = use_original_precision_locally.decide(site)
+        why = "in a solver, which goes on until what contractions make is good enough"
+        return decision._replace(why=why)
+
+
+@dataclass(frozen=True)
 class UseWidestPrecision(Rule):
     """Computes in the widest dtype among the operands as they are now.
 
@@ -178,6 +187,10 @@ class ByRange(Rule):
     def decide(self, site: Site) -> Decision:
         return self._pick(site.compute_dtype).decide(site)
 
+    @property
+    def may_compute_low(self) -> bool:
+        return any(rule.may_compute_low for rule in (self.narrow, self.wide))
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return self.wide.demand(params, wanted)
 
@@ -195,6 +208,9 @@ use_original_precision = UseOriginalPrecision()
 
 use_original_precision_locally = UseOriginalPrecision(local=True)
 """Computes in the author's dtypes; the result is fit to be read in low precision."""
+
+in_solver = InSolver()
+"""As `use_original_precision_locally`, for what stands in a solver; see `_solvers`."""
 
 use_widest_precision = UseWidestPrecision()
 """Computes in the widest dtype among the inputs as they are now."""

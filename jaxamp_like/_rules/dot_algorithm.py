@@ -33,6 +33,10 @@ class UseDotAlgorithm(Rule):
 
     algorithm: lax.DotAlgorithmPreset | lax.Precision
 
+    @property
+    def may_compute_low(self) -> bool:
+        return True
+
     def decide(self, site: Site) -> Decision:
         decision = use_original_precision.decide(site)
         name = site.primitive and site.primitive.name
@@ -109,7 +113,8 @@ def _algorithm_named(name: str) -> lax.DotAlgorithmPreset | lax.Precision:
     except ValueError:
         known = [*_PRESETS, *(p.name.lower() for p in lax.Precision)]
     by_lower = {k.lower(): k for k in known}
-    close = get_close_matches(name.lower(), by_lower, 1)
+    close = [k for k in by_lower if name and k.startswith(f"{name.lower()}_")][:1]
+    close = close or get_close_matches(name.lower(), by_lower, 1)
     hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
     raise ValueError(
         f"There is no algorithm {name!r} for contractions.{hint} Known: "

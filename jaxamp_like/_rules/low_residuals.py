@@ -16,11 +16,12 @@ def keeping_low(
     again: Callable[..., Any],
     low: Sequence[DType | None],
     prevent_cse: bool = True,
+    mark: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`forward`, differentiated at operands that were rounded to `low`.
 
-    Only these are kept for the backward pass. All else is made again there, by `again`,
-    which computes what `forward` does."""
+    Only these are kept for the backward pass, `mark`ed for a policy if there is one.
+    All else is made again there, by `again`, which computes what `forward` does."""
 
     @jax.custom_jvp
     def op(*operands):
@@ -30,6 +31,7 @@ def keeping_low(
         live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         dtypes = [author_dtype(jax.typeof(x)) for x in primals]
         kept = cast_all(primals, low)
+        kept = kept if mark is None else [mark(x) for x in kept]
 
         # With `prevent_cse` XLA can't use what the forward pass has in full.
         @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)

@@ -1,10 +1,10 @@
 """What an op that computes in full keeps for the backward pass, stored low."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 from .._dtypes import lowered
+from .._matmul_precision import settled_bind
 from .._policy import as_rule
 from . import Decision, Demand, Rule, Site
 from .low_residuals import keeping_low
@@ -20,6 +20,10 @@ class SavingLow(Rule):
     def is_compute(self) -> bool:
         return self.rule.is_compute
 
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return self.rule.demand(params, wanted)
 
@@ -30,7 +34,8 @@ class SavingLow(Rule):
         low = [read and lowered(read, site.compute_dtype) for read in decision.reads]
         if low == list(decision.reads):
             return decision
-        op = functools.partial(site.primitive.bind, **decision.params)
+        is_low = decision.reads != site.authors
+        op = settled_bind(site.primitive, decision.params, is_low)
         bind = keeping_low(op, op, low)
         why = f"{decision.why}; keeps its inputs in {site.compute_dtype.name}"
         return decision._replace(bind=bind, why=why)

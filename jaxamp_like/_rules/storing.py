@@ -8,7 +8,9 @@ by islands of ops that are run again there."""
 from dataclasses import dataclass
 from typing import Any
 
-from .._dtypes import exact_in, is_float, lowered
+import jax.numpy as jnp
+
+from .._dtypes import DType, exact_in, is_float, lowered
 from .base import Decision, Demand, Mark, Rule, Site, outs_of
 from .following import (
     FANNING_OUT,
@@ -34,7 +36,7 @@ class ComputeInFull(Rule):
         return _AS_IT_IS
 
     def decide(self, site: Site) -> Decision:
-        outs = outs_of(site, None, Mark.LOW, coarse=_is_coarse(site))
+        outs = outs_of(site, None, Mark.LOW, coarse=_coarseness(site))
         return Decision(site.authors, site.params, outs, "computes in full")
 
 
@@ -103,18 +105,21 @@ class ConvertExactly(ConvertAsWritten):
 _HANDING_ON = frozenset("add sub add_any neg max min clamp select_n mul div".split())
 
 
-def _is_coarse(site: Site) -> bool:
-    """Whether a result is no finer than if it were rounded itself.
+def _coarseness(site: Site) -> DType | None:
+    """The dtype than which a result is no finer, if any.
 
-    That is, whether a rounded value of its size is one of its summands."""
+    That of a rounded value of its size that is one of its summands."""
     if site.primitive is None or site.primitive.name not in _HANDING_ON:
-        return False
+        return None
     if site.primitive.name in ("mul", "div") and not _scales_little(site):
-        return False
-    return any(
-        fact and (fact.coarse or fact.dtype != site.authors[i]) and site.spreads(i)
+        return None
+    rounded = [
+        fact.dtype if fact.dtype != site.authors[i] else fact.coarse
         for i, fact in enumerate(site.facts)
-    )
+        if fact and site.spreads(i)
+    ]
+    known = [dtype for dtype in rounded if dtype is not None]
+    return min(known, key=lambda dtype: jnp.finfo(dtype).nmant, default=None)
 
 
 def _scales_little(site: Site) -> bool:

@@ -27,6 +27,9 @@ Facts = tuple[Fact | None, ...]
 
 REMAT = ("checkpoint", "remat2")
 
+SOLVER = "amp_solver"
+"""The scope around a loop that must take the steps that it takes as written."""
+
 
 class Body(NamedTuple):
     """One program that an equation holds, and how values flow through it."""

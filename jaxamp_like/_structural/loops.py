@@ -25,6 +25,7 @@ from .._rules import (
 )
 from .base import (
     REMAT,
+    SOLVER,
     Body,
     Facts,
     decision_of,
@@ -81,9 +82,12 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         for i, how in zip(body.ins, demands, strict=True)
         if Demand.LOW in how and Demand.OTHER not in how
     }
-    read_full = {i for i, how in zip(body.ins, demands) if Demand.FULL in how}
+    # In the next iteration, or outside of the loop.
+    read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
     low = (outs.keys() & read_low) - adds_up
-    coarse: set[int] = set()
+    if SOLVER in site.scope and not site.by_scope:
+        low = set()
+    coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
@@ -93,22 +97,23 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     while True:  # marks only rise, and there are three
         carried = {
             i: _carried(site, i, mark, i in low)._replace(
-                carried=i in adds_up, coarse=i in coarse
+                carried=i in adds_up, coarse=coarse[i]
             )
             for i, mark in marks.items()
         }
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         made = {i: inner.outs[out] for i, out in outs.items()}
-        # What some op reads in full must not be rounded between two iterations.
+        # What is read in full, by some op or after the loop, must not be rounded on
+        # its way into the next iteration, nor out of the last.
         wide = {i for i in read_full if i in low and made[i].dtype == site.authors[i]}
         stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
-        rising = {i for i, fact in made.items() if fact.coarse} - coarse
+        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
         rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
         if not stuck and not rising:
             break
         low -= stuck
-        coarse |= {i for i, fact in made.items() if fact.coarse}
+        coarse = {i: coarse[i] or fact.coarse for i, fact in made.items()}
         marks = {i: max(mark, made[i].mark) for i, mark in marks.items()}
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
     results = list(outside(inner.outs))

@@ -1,0 +1,15 @@
+"""The versions that a report names."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages behind a report, as far as they are installed."""
+    return {name: _version(name) for name in ("jaxamp_like", "jax", "jaxlib")}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # run from a clone, by PYTHONPATH
+        return "(not installed)"

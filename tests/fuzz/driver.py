@@ -1,0 +1,189 @@
+"""Runs many cases, in processes of their own, and tells what came of them."""
+
+import collections
+import gc
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from . import planted
+from .cases import Case, make_case
+from .checks import Outcome, check
+from .shrink import shrink
+
+MEMORY = 3 * 2**20  # KiB of a process, after which JAX's caches are emptied
+
+SHRUNK = 3  # cases of a kind, in a process; more of it are printed as found
+
+
+@dataclass(frozen=True)
+class Options:
+    cases: int = 1000
+    seed: int = 0
+    jobs: int = 1
+    log: Path | None = None
+    out: Path | None = None
+    compiled: float = 0.02
+    no_shrink: bool = False
+    planted: str | None = None
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    seed: int
+    what: str
+    check: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process says of a case."""
+
+    seed: int
+    kind: str  # "passed", "types only", "discarded", "failed"
+    detail: str = ""
+    finding: Finding | None = None
+
+
+def run(options: Options) -> int:
+    if options.planted is not None:
+        return _planted(options)
+    counts: collections.Counter[str] = collections.Counter()
+    findings: list[Finding] = []
+    began = time.monotonic()
+    with _progress() as progress:
+        task = progress.add_task("cases", total=options.cases)
+        for told in _stream(options):
+            counts[told.kind] += 1
+            if told.finding is not None:
+                findings.append(told.finding)
+                _report(told.finding, options, progress)
+            failed = counts["failed"]
+            progress.update(task, advance=1, description=f"{failed} failed")
+            if findings and options.stop:
+                break
+    took = time.monotonic() - began
+    total = sum(counts.values())
+    line = (
+        f"seeds {options.seed}..{options.seed + options.cases - 1}, jax {jax.__version__}"
+        f": {total} cases in {took:.0f} s: "
+        + ", ".join(f"{counts[k]} {k}" for k in sorted(counts))
+    )
+    print(line)
+    _log(options, line)
+    return 1 if findings else 0
+
+
+def _planted(options: Options) -> int:
+    """Says after how many cases a fault is found; 1 if it is not."""
+    if options.planted == "list":
+        print(*planted.FAULTS, sep="\n")
+        return 0
+    found = planted.find(options.planted or "", options.seed, options.cases)
+    if found is None:
+        print(f"{options.planted}: not found by {options.cases} cases")
+        return 1
+    count, failure = found
+    print(f"{options.planted}: found by case {count}. {failure}")
+    return 0
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def _report(finding: Finding, options: Options, progress: Progress) -> None:
+    line = f"seed {finding.seed}: {finding.what}"
+    progress.console.print(line, markup=False, highlight=False)
+    if options.out is None:
+        progress.console.print(finding.file, markup=False, highlight=False)
+    else:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f"{finding.check.replace(' ', '_')}_{finding.seed}.py").write_text(
+            finding.file
+        )
+    _log(options, line)
+
+
+def _log(options: Options, line: str) -> None:
+    if options.log is not None:
+        with options.log.open("a") as log:
+            log.write(line + "\n")
+
+
+def _stream(options: Options) -> Iterator[Told]:
+    seeds = range(options.seed, options.seed + options.cases)
+    if options.jobs == 1:
+        yield from (_one(seed, options) for seed in seeds)
+        return
+    context = multiprocessing.get_context("spawn")
+    work = ((seed, options) for seed in seeds)
+    with context.Pool(options.jobs) as pool:
+        yield from pool.imap_unordered(_one_of, work, chunksize=8)
+
+
+def _one_of(given: tuple[int, Options]) -> Told:
+    return _one(*given)
+
+
+def _one(seed: int, options: Options) -> Told:
+    case = make_case(seed)
+    compiled = (seed * 2654435761 % 10_000) < 10_000 * options.compiled
+    outcome = check(case, compiled=compiled)
+    _forget()
+    if outcome.discarded is not None:
+        return Told(seed, "discarded", outcome.discarded)
+    if outcome.failure is None:
+        return Told(seed, "passed" if outcome.numbers else "types only")
+    return Told(seed, "failed", str(outcome.failure), _finding(seed, case, compiled, outcome, options))
+
+
+def _finding(
+    seed: int, case: Case, compiled: bool, outcome: Outcome, options: Options
+) -> Finding:
+    failure = outcome.failure
+    assert failure is not None
+    _seen[failure.kind] += 1
+    if not options.no_shrink and _seen[failure.kind] <= SHRUNK:
+
+        def fails(smaller: Case) -> bool:
+            found = check(smaller, compiled=compiled).failure
+            return found is not None and found.kind == failure.kind
+
+        case = shrink(case, fails)
+        failure = check(case, compiled=compiled).failure or failure
+    what = f"Seed {seed}, jax {jax.__version__}. Breaks a check: {failure}"
+    return Finding(seed, str(failure), failure.check, case.file(what))
+
+
+def _forget() -> None:
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY * (1 + _forgotten[0]):
+        _forgotten[0] += 0.2  # the peak never falls
+        jax.clear_caches()
+        gc.collect()
+
+
+_forgotten: list[Any] = [0.0]
+_seen: collections.Counter[str] = collections.Counter()

@@ -1,0 +1,230 @@
+"""Faults to plant into the rewrite, each of which the fuzzer must find.
+
+A fault is planted in the modules that are loaded, for as long as a context lasts."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxamp_like import _amp, _bind, _plan
+from jaxamp_like._dtypes import bits
+from jaxamp_like._structural import STRUCTURAL, branches, loops
+
+from .cases import make_case
+from .checks import Failure, check
+
+Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(make: Fault) -> Fault:
+    FAULTS[make.__name__] = make
+    return make
+
+
+@contextlib.contextmanager
+def plant(name: str) -> Iterator[None]:
+    """Has a fault in the rewrite, and leaves nothing that was made with it."""
+    _amp._planner.cache_clear()
+    try:
+        with FAULTS[name]():
+            yield
+    finally:
+        _amp._planner.cache_clear()
+
+
+def find(name: str, seed: int = 0, most: int = 20_000) -> tuple[int, Failure] | None:
+    """The number of cases until one breaks a check because of a fault, and how."""
+    for i in range(most):
+        case = make_case(seed + i)
+        with plant(name):
+            failure = check(case).failure
+        if failure is not None and check(case).failure is None:
+            return i + 1, failure
+    return None
+
+
+def _handler(name: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
+    """A structural primitive that is decided or bound in another way."""
+    changed = STRUCTURAL[name]._replace(**changes)
+    return mock.patch.dict(STRUCTURAL, {name: changed})
+
+
+def _with_params(step: Any, **params: Any) -> Any:
+    eqn = step.eqn.replace(params={**step.eqn.params, **params})
+    return dataclasses.replace(step, eqn=eqn)
+
+
+@fault
+def dropped_cast():
+    """The first operand of an equation is not cast."""
+    original = _bind.Frame._operand
+
+    def operand(self, step, i):
+        if i == 0:
+            return self.read(step.eqn.invars[i], None)
+        return original(self, step, i)
+
+    return mock.patch.object(_bind.Frame, "_operand", operand)
+
+
+@fault
+def wrong_operand():
+    """What a rule says of the first operand is done to the last."""
+    original = _plan.Planner._step
+
+    def step(self, *args):
+        made = original(self, *args)
+        if made.handler is not None:
+            return made
+        decision = made.decision._replace(reads=made.decision.reads[::-1])
+        return dataclasses.replace(made, decision=decision)
+
+    return mock.patch.object(_plan.Planner, "_step", step)
+
+
+@fault
+def lost_carry():
+    """The second carry of a scan comes out as it went in."""
+    original = STRUCTURAL["scan"].bind
+
+    def bind(frame, step, operands):
+        outs = list(original(frame, step, operands))
+        num_consts, num_carry = loops.scan_arity(step.eqn)
+        if num_carry > 1:
+            outs[1] = operands[num_consts + 1]
+        return outs
+
+    return _handler("scan", bind=bind)
+
+
+@fault
+def wrong_transpose():
+    """A transpose of three axes is bound as its inverse."""
+    original = _bind.Frame._apply
+
+    def apply(self, step, given=None):
+        if step.eqn.primitive.name == "transpose":
+            permutation = tuple(np.argsort(step.decision.params["permutation"]))
+            params = step.decision.params | {"permutation": permutation}
+            decision = step.decision._replace(params=params)
+            step = dataclasses.replace(step, decision=decision)
+        return original(self, step, given)
+
+    return mock.patch.object(_bind.Frame, "_apply", apply)
+
+
+@fault
+def narrow_branches():
+    """Branches agree on the narrowest dtype, not on the widest."""
+
+    def narrowest(dtypes):
+        return min(set(dtypes), key=bits)
+
+    return mock.patch.object(branches, "widest", narrowest)
+
+
+@fault
+def swapped_branches():
+    """The branches of a `cond` are bound in the wrong order."""
+    original = STRUCTURAL["cond"].bind
+
+    def bind(frame, step, operands):
+        step = _with_params(step, branches=step.eqn.params["branches"][::-1])
+        return original(frame, dataclasses.replace(step, inner=step.inner[::-1]), operands)
+
+    return _handler("cond", bind=bind)
+
+
+@fault
+def early_drop():
+    """A value is dropped before the results are read."""
+    original = _plan.schedule
+    return mock.patch.object(
+        _plan, "schedule", lambda units, outvars: original(units, list(outvars)[:-1])
+    )
+
+
+@fault
+def rounded_const():
+    """Constants that a program closes over are held low."""
+    original = _bind.Frame.run
+
+    def run(self, plan, consts, args, ahead=None):
+        low = self.planner.compute_dtype
+        rounded = [
+            x.astype(low).astype(np.float32)
+            if getattr(x, "dtype", None) == np.float32
+            else x
+            for x in consts
+        ]
+        return original(self, plan, rounded, args, ahead)
+
+    return mock.patch.object(_bind.Frame, "run", run)
+
+
+@fault
+def lost_reverse():
+    """A scan that runs backwards runs forwards."""
+    original = STRUCTURAL["scan"].bind
+
+    def bind(frame, step, operands):
+        return original(frame, _with_params(step, reverse=False), operands)
+
+    return _handler("scan", bind=bind)
+
+
+@fault
+def lost_rule():
+    """A derivative rule of the author's gives way to JAX's own."""
+    return _handler("custom_jvp_call", bind=STRUCTURAL["closed_call"].bind)
+
+
+@fault
+def lost_weak_type():
+    """A result that its author left weakly typed is typed strongly."""
+    original = _amp._as_author
+
+    def as_author(x, aval):
+        out = original(x, aval)
+        if getattr(aval, "dtype", None) != np.float32 or not aval.weak_type:
+            return out
+        return out + jnp.zeros((), np.float32)
+
+    return mock.patch.object(_amp, "_as_author", as_author)
+
+
+@fault
+def lost_checkpoint():
+    """What an author asks to be run again is kept."""
+    inline = STRUCTURAL["closed_call"].bind
+    with contextlib.ExitStack() as stack:
+        for name in ("checkpoint", "remat2"):
+            stack.enter_context(_handler(name, bind=inline))
+        return stack.pop_all()
+
+
+@fault
+def shifted_index():
+    """A loop's step sees the last slice where it should see its own."""
+    original = _bind.Frame._apply
+
+    def apply(self, step, given=None):
+        if step.eqn.primitive.name == "dynamic_slice":
+            params = step.decision.params
+            outs = original(self, step, given)
+            return [x[::-1] if params["slice_sizes"][0] > 1 else x for x in outs]
+        return original(self, step, given)
+
+    return mock.patch.object(_bind.Frame, "_apply", apply)
+
+
+@fault
+def low_accumulator():
+    """Carries that add up are held low."""
+    return mock.patch.object(_plan.Planner, "must_stay_full", lambda *_: set())

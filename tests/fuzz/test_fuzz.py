@@ -1,0 +1,49 @@
+"""A share of the cases in every run of the tests, and faults that they must find.
+
+More of them, by a command: `python -m tests.fuzz --cases 100000 --jobs 2`."""
+
+import subprocess
+import sys
+
+import pytest
+
+from . import planted
+from .cases import make_case
+from .checks import check
+from .shrink import shrink, size
+
+CASES, PER_TEST = 1000, 50
+
+
+@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
+def test_cases(first):
+    outcomes = {seed: check(make_case(seed)) for seed in range(first, first + PER_TEST)}
+    failures = {s: str(x.failure) for s, x in outcomes.items() if x.failure}
+    assert not failures, "See `python -m tests.fuzz --cases 1 --seed ...`."
+    # What fails as written says nothing: most cases must say something.
+    assert sum(x.numbers for x in outcomes.values()) > 0.75 * PER_TEST
+
+
+@pytest.mark.parametrize("name", ["dropped_cast", "wrong_operand", "lost_carry"])
+def test_a_planted_fault_is_found(name):
+    """The others take more cases: `python -m tests.fuzz --planted NAME`."""
+    assert planted.find(name, most=100) is not None
+
+
+def test_a_seed_is_a_case():
+    assert make_case(7) == make_case(7)
+    assert make_case(7).source() == make_case(7).source() != make_case(8).source()
+
+
+def test_a_failing_case_becomes_small_and_runs_as_a_file(tmp_path):
+    def holds_a_contraction(case):
+        return "@" in case.program.function_code()
+
+    case = next(c for c in map(make_case, range(100)) if holds_a_contraction(c))
+    small = shrink(case, holds_a_contraction)
+    assert size(small)[0] <= 2 and holds_a_contraction(small)
+    file = tmp_path / "case.py"
+    file.write_text(small.file("What is wrong."))
+    ran = subprocess.run([sys.executable, file], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "difference" in ran.stdout
