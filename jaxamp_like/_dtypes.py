@@ -138,7 +138,8 @@ def survives(value: float, dtype: DType) -> bool:
 
 def exact_in(value: float, dtype: DType) -> bool:
     """Whether a constant is one of the numbers of `dtype`."""
-    return not np.isfinite(value) or float(np.asarray(value, dtype)) == value
+    with np.errstate(over="ignore"):
+        return float(np.asarray(value).astype(dtype)) == value
 
 
 def cast(x: Any, dtype: DType) -> Any:

@@ -41,4 +41,10 @@ from .following import (
     round_logistic as round_logistic,
 )
 from .low_residuals import keeping_low as keeping_low
-from .storing import compute_in_full as compute_in_full, move_exactly as move_exactly
+from .storing import (
+    choose_exactly as choose_exactly,
+    compute_in_full as compute_in_full,
+    convert_exactly as convert_exactly,
+    move_exactly as move_exactly,
+    sort_exactly as sort_exactly,
+)

@@ -88,6 +88,7 @@ class Fact(NamedTuple):
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
     coarse: DType | None = None  # what a summand of its size was rounded to
+    sampled: bool = False  # `values` are not all of them
 
 
 class Site(NamedTuple):

@@ -201,8 +201,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
         )
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
-        carried, coarse = fact.carried, fact.coarse
-        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values, carried, coarse))
+        outs.append(fact._replace(leaf=leaf, small=small, values=values))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
 
 
