@@ -45,20 +45,20 @@ def around(
     """What reaches the results of a body after any number of its loop's iterations.
 
     `loop` are the results that become inputs, `(out, in)`. By Kleene's algorithm."""
+    inputs, bent = [r.inputs for r in results], [r.bent for r in results]
     for out, i in loop:
-        carry, via = 1 << i, results[out]
-        if via in (Reach(), Reach(carry)):
+        carry, via, via_bent = 1 << i, inputs[out], bent[out]
+        if not via_bent and via in (0, carry):
             continue  # a carry that is made of no other, nor of an input
-        if via.bent & carry:
-            via = via.bend()
-        bent = via.bend()
-        results = [
-            reach
-            if not reach.inputs & carry
-            else union((reach, bent if reach.bent & carry else via))
-            for reach in results
+        if via_bent & carry:
+            via_bent = via
+        pairs = zip(inputs, bent, strict=True)
+        bent = [
+            b | (via if b & carry else via_bent) if reach & carry else b
+            for reach, b in pairs
         ]
-    return results
+        inputs = [reach | via if reach & carry else reach for reach in inputs]
+    return list(map(Reach, inputs, bent))
 
 
 def members(inputs: int) -> Iterator[int]:
