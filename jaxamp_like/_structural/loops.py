@@ -84,6 +84,11 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     }
     # In the next iteration, or outside of the loop.
     read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
+    # What a loop starts with is read by its first step, and by all if there is none.
+    inside_loop = zip(body.ins, demands, strict=True)
+    starts_full = {i for i, how in inside_loop if Demand.FULL in how}
+    if not site.params.get("length"):
+        starts_full |= read_full
     low = (outs.keys() & read_low) - adds_up
     if SOLVER in site.scope and not site.by_scope:
         low = set()
@@ -104,6 +109,7 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
         # its way into the first iteration or the next, nor out of the last.
+<<<<<<< HEAD
         is_made_low = made.dtype != site.authors[i] and _is_exact(site, i)
         is_wide = i in read_full and not is_made_low
         if is_wide or made.mark == Mark.FULL:
@@ -122,6 +128,14 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         news = [i for i, out in outs.items() if learn(i, inner.outs[out])]
         if not news:
+=======
+        wide = {i for i in read_full & low if made[i].dtype == site.authors[i]}
+        wide |= {i for i in starts_full & low if not _is_exact(site, i)}
+        stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
+        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
+        rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
+        if not stuck and not rising:
+>>>>>>> fuzz
             break
         while news:
             i = news.pop()

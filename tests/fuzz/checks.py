@@ -290,7 +290,7 @@ def _or_discard(where: str) -> Iterator[None]:
 
 def _run(case: Case, evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:
     def run(*args):
-        return evaluator.run(traced.jaxpr, evaluator.begin(args))
+        return evaluator.end(evaluator.run(traced.jaxpr, evaluator.begin(args)))
 
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

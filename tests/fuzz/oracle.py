@@ -53,6 +53,10 @@ class Evaluator:
         """The arguments of the whole program, as it is to read them."""
         return list(args)
 
+    def end(self, results: Sequence[Any]) -> list[Any]:
+        """The results of the whole program, as they are to be seen."""
+        return list(results)
+
     def equation(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in _STRUCTURES:
@@ -274,6 +278,8 @@ class RoundingEverything(Rounding):
 
     def begin(self, args: Sequence[Any]) -> list[Any]:
         return [self.round(x) for x in args]
+
+    end = begin
 
     def is_rounded(self, eqn: Any) -> bool:
         return True
