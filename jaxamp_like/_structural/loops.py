@@ -109,9 +109,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
         # its way into the first iteration or the next, nor out of the last.
-<<<<<<< HEAD
-        is_made_low = made.dtype != site.authors[i] and _is_exact(site, i)
-        is_wide = i in read_full and not is_made_low
+        is_wide = i in read_full and made.dtype == site.authors[i]
+        is_wide |= i in starts_full and not _is_exact(site, i)
         if is_wide or made.mark == Mark.FULL:
             low.discard(i)
         coarse[i] = coarse[i] or made.coarse
@@ -128,14 +127,6 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
         news = [i for i, out in outs.items() if learn(i, inner.outs[out])]
         if not news:
-=======
-        wide = {i for i in read_full & low if made[i].dtype == site.authors[i]}
-        wide |= {i for i in starts_full & low if not _is_exact(site, i)}
-        stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
-        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
-        rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
-        if not stuck and not rising:
->>>>>>> fuzz
             break
         while news:
             i = news.pop()
