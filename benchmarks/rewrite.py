@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from rich.table import Table
 from jaxamp_like import amp
 
 from . import measure
-from .workloads import WORKLOADS, Loss, Workload
+from .workloads import WORKLOADS, Loss, Model, Workload
 
 CONTENDERS: dict[str, Callable[[Workload, str], Loss | None]] = {
     "float32": lambda workload, dtype: workload.loss,
@@ -50,6 +50,9 @@ LOSS_SCALES = {"float16": 2.0**10}
 # Without this, XLA leaves out a cast down with a cast up after it: the errors would be
 # those of what the CPU's compiler happens to fuse.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+# Random numbers take long to compile, and less to draw.
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 PACKAGES = ("jax", "jaxlib", "numpy", "jaxamp_like")
 
@@ -157,34 +160,52 @@ def root_mean_square(values: Iterable[float]) -> float:
 Sample = tuple[Any, Any, np.ndarray, np.ndarray]
 
 
-def references(workload: Workload, seeds: int) -> list[Sample]:
-    """Parameters and batches at toy size, with true loss and gradient in float64."""
+def references(model: Model, seeds: int, wide: bool = True) -> list[Sample]:
+    """Parameters and batches at toy size, with true loss and gradient.
 
-    @jax.jit
+    Args:
+        model: what is computed as it was written.
+        seeds: how many samples.
+        wide: whether the truth is computed in float64. A model that draws random
+            numbers would draw others there; float32 is true enough for 16 bits."""
+
     def draw(key):
         params_key, batch_key = jr.split(key)
-        return workload.init(params_key, "toy"), workload.batch(batch_key, "toy")
+        return model.init(params_key, "toy"), model.batch(batch_key, "toy")
 
-    inputs = [draw(jr.key(seed)) for seed in range(seeds)]
-    with enable_x64():
-        step = jax.jit(jax.value_and_grad(workload.loss))
-        truths = [step(*widen(args)) for args in inputs]
+    drawn = jax.jit(draw, compiler_options=UNOPTIMISED)
+    inputs = [drawn(jr.key(seed)) for seed in range(seeds)]
+    with enable_x64() if wide else nullcontext():
+        step = jax.jit(jax.value_and_grad(model.loss), compiler_options=AS_WRITTEN)
+        truths = [step(*(widen(args) if wide else args)) for args in inputs]
     return [
         (params, batch, as_vector(value), as_vector(grads))
         for (params, batch), (value, grads) in zip(inputs, truths, strict=True)
     ]
 
 
-def errors(loss: Loss, samples: list[Sample], scale: float = 1.0) -> dict[str, Any]:
+def errors_by_sample(
+    loss: Loss,
+    samples: list[Sample],
+    scale: float = 1.0,
+    options: dict[str, Any] | None = AS_WRITTEN,
+) -> tuple[list[float], list[float]]:
+    """Relative errors of the loss and of its gradient, compiled with `options`."""
+
     def scaled(params, batch):
         return scale * loss(params, batch)
 
-    step = jax.jit(jax.value_and_grad(scaled), compiler_options=AS_WRITTEN)
+    step = jax.jit(jax.value_and_grad(scaled), compiler_options=options)
     value_errors, grad_errors = [], []
     for params, batch, true_value, true_grads in samples:
         value, grads = step(params, batch)
         value_errors.append(relative_error(as_vector(value) / scale, true_value))
         grad_errors.append(relative_error(as_vector(grads) / scale, true_grads))
+    return value_errors, grad_errors
+
+
+def errors(loss: Loss, samples: list[Sample], scale: float = 1.0) -> dict[str, Any]:
+    value_errors, grad_errors = errors_by_sample(loss, samples, scale)
     return {
         "loss_error": root_mean_square(value_errors),
         "gradient_error": root_mean_square(grad_errors),

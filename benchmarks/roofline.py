@@ -519,6 +519,13 @@ def figures(text: str, temp_bytes: int, unknown_trips: int | None = None) -> Fig
     )
 
 
+def read_off(loss: Loss, shapes: tuple[Any, Any], device: Any) -> tuple[Figures, str]:
+    """The figures of a training step compiled for `device`, and its code."""
+    compiled = compile_step(loss, shapes, device)
+    text = compiled.as_text()
+    return figures(text, compiled.memory_analysis().temp_size_in_bytes), text
+
+
 def compare(
     workload: Workload,
     dtype: str,
@@ -533,13 +540,11 @@ def compare(
         loss = CONTENDERS[name](workload, dtype)
         if loss is None:
             continue
-        compiled = compile_step(loss, workload.shapes(size), device)
-        text = compiled.as_text()
+        rows[name], text = read_off(loss, workload.shapes(size), device)
         if hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             file = f"{workload.name} {name}.hlo".replace(" ", "_")
             (hlo / file).write_text(text)
-        rows[name] = figures(text, compiled.memory_analysis().temp_size_in_bytes)
     return rows
 
 

@@ -76,26 +76,19 @@ FLOAT32 = Style()
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A model with its loss in float32 and as an expert would write it.
+class Model:
+    """A model with its loss, in float32.
 
     Args:
         name: what tables call it.
-        loss: `loss(params, batch)` as a user writes it, in float32.
-        hand: given a dtype, the loss in mixed precision by hand: contractions,
-            activations and residual stream low; norm, softmax, gates and loss full.
-        lean: given a dtype, the same with `jax.checkpoint` around norm, softmax,
-            activation, gates and loss; None where there is little to gain, or where the
-            model checkpoints whole blocks.
+        loss: `loss(params, batch)` as a user writes it.
         init: `init(key, size)` gives the parameters; sizes are "toy" and "real", for
-            transformers also "moderate".
+            the transformers here also "moderate".
         batch: `batch(key, size)` gives random data."""
 
     name: str
     loss: Loss
-    hand: Callable[[DTypeLike], Loss]
-    lean: Callable[[DTypeLike], Loss] | None
-    init: Callable[[Array, str], Params]
+    init: Callable[[Array, str], Any]
     batch: Callable[[Array, str], Any]
 
     def shapes(self, size: str) -> tuple[Any, Any]:
@@ -105,6 +98,21 @@ class Workload:
             return self.init(key, size), self.batch(key, size)
 
         return jax.eval_shape(draw, jr.key(0))
+
+
+@dataclass(frozen=True)
+class Workload(Model):
+    """A model as an expert would write it, too.
+
+    Args:
+        hand: given a dtype, the loss in mixed precision by hand: contractions,
+            activations and residual stream low; norm, softmax, gates and loss full.
+        lean: given a dtype, the same with `jax.checkpoint` around norm, softmax,
+            activation, gates and loss; None where there is little to gain, or where the
+            model checkpoints whole blocks."""
+
+    hand: Callable[[DTypeLike], Loss]
+    lean: Callable[[DTypeLike], Loss] | None
 
 
 # ---------------------------------------------------------------------------- layers

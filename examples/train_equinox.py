@@ -9,7 +9,6 @@ goes in and out of a guarded step.
 import equinox as eqx
 import jax
 import jax.random as jr
-import numpy as np
 import optax
 from planted_overflow import CLASSES, PIXELS, SCALER, digits, prove
 
@@ -60,17 +59,14 @@ def step(state, x, y):
 def train(batches):
     model, model_state = eqx.nn.make_with_state(Net)(jr.key(0))
     opt_state = tx.init(eqx.filter(model, eqx.is_array))
-    state, losses = (model, model_state, opt_state, jr.key_data(jr.key(1))), []
+    state, losses = (model, model_state, opt_state, jr.key(1)), []
     for x, y in batches:
         state, loss = step(state, x, y)
         losses.append(float(loss))
-    model, model_state, opt_state, key = state
-    changed = eqx.filter((model, model_state, opt_state.inner_state, key), eqx.is_array)
-    infer = eqx.nn.inference_mode(model)
-    logits, _ = jax.vmap(infer, (0, None), (0, None), axis_name="batch")(
-        np.asarray(digits()[0]), model_state
-    )
-    return changed, losses, logits
+    infer = eqx.nn.inference_mode(state[0])
+    predict = jax.vmap(infer, (0, None), (0, None), axis_name="batch")
+    logits, _ = predict(digits()[0], state[1])
+    return state, losses, logits
 
 
 if __name__ == "__main__":

@@ -63,9 +63,8 @@ def train(batches):
     for x, y in batches:
         state, loss = step(state, x, y)
         losses.append(float(loss))
-    params, net_state, opt_state, _, key = state
-    logits, _ = net.apply(params, net_state, None, images, training=False)
-    return (params, net_state, opt_state, key), losses, logits
+    logits, _ = net.apply(*state[:2], None, images, training=False)
+    return state, losses, logits
 
 
 if __name__ == "__main__":

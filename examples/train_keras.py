@@ -37,7 +37,7 @@ net = make_net()
 
 
 def loss_fn(trainable, non_trainable, x, y):
-    logits, non_trainable = net.stateless_call(
+    logits, non_trainable, *_ = net.stateless_call(
         trainable, non_trainable, x, training=True
     )
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
@@ -64,9 +64,8 @@ def train(batches):
     for x, y in batches:
         state, loss = step(state, x, y)
         losses.append(float(loss))
-    trainable, non_trainable, opt_state = state
-    logits, _ = net.stateless_call(trainable, non_trainable, digits()[0])
-    return (trainable, non_trainable, opt_state.inner_state), losses, logits
+    logits, *_ = net.stateless_call(*state[:2], digits()[0])
+    return state, losses, logits
 
 
 if __name__ == "__main__":

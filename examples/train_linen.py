@@ -71,9 +71,8 @@ def train(batches):
     for x, y in batches:
         state, loss = step(state, x, y)
         losses.append(float(loss))
-    stats, moments = state.batch_stats, state.opt_state.inner_state
-    logits = net.apply({"params": state.params, "batch_stats": stats}, images)
-    return (state.params, stats, moments, state.step), losses, logits
+    trained = {"params": state.params, "batch_stats": state.batch_stats}
+    return state, losses, net.apply(trained, images)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ were: the counts of `nnx.Rngs` and of the optimizer's steps too.
     python examples/train_nnx.py
 """
 
-import jax
-import jax.random as jr
 import optax
 from flax import nnx
 from planted_overflow import CLASSES, PIXELS, SCALER, digits, prove
@@ -48,14 +46,7 @@ def train(batches):
     metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
     losses = [float(step(model, optimizer, metrics, x, y)) for x, y in batches]
     model.eval()
-    logits = model(digits()[0])
-    moments = optimizer.opt_state.inner_state, optimizer.step
-    state = jax.tree.leaves((nnx.state((model, metrics)), nnx.state(moments)))
-    return [_numbers(x) for x in state], losses, logits
-
-
-def _numbers(x):
-    return jr.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return (model, optimizer, metrics), losses, model(digits()[0])
 
 
 if __name__ == "__main__":

@@ -7,34 +7,30 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from ._bind import Frame, Keeps
-from ._dtypes import DType, cast
+from ._dtypes import DType, cast_as
 from ._errors import warn_or_raise
 from ._global_policy import PolicyLike, settings_of
-from ._jax import consts, is_array, raw, teach_checkpoint, trace
+from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._matmul_precision import without_setting
 from ._mistakes import (
     as_bool,
     explaining_tracing,
     is_lazy,
+    lowers_nothing,
     naming_mistakes,
     refuse_lazy_results,
     refuse_what_cannot_be_rewritten,
+    report_of_no_lowering,
 )
 from ._nnx import call_with_nodes
 from ._plan import Plan, Planner, input_fact
 from ._policy import AMP_STOP, REWRITTEN, Lookup
 from ._record import amp_is_off, planner_in_force, record_plan
-from ._rules import author_dtype
 from ._switch import is_amp_disabled
-from ._unmatched import (
-    changes_nothing,
-    report_of_no_change,
-    reports_of_unmatched_keys,
-)
+from ._unmatched import reports_of_unmatched_keys
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -95,9 +91,9 @@ def amp(
             `use_precision(dtype)`.
         strict: raise instead of warn where an equation holds a program that amp can't
             rewrite, or where a key of the policy matches nothing.
-        lean: keep less for the backward pass. What stands between contractions (norm,
-            softmax, activation, gate) is run again there from its inputs, which are
-            read in low precision where only contractions read the results.
+        lean: keep as little for the backward pass as the default policy does under
+            any policy: what stands between contractions (norm, softmax, activation,
+            gate) is run again there, whatever its rule.
     Returns:
         A function with the signature of `fn`. Its floating results are cast if the
         policy has an output dtype.
@@ -133,6 +129,8 @@ def amp(
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
+    if lowers_nothing(settings.lookup, settings.compute_dtype):
+        warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
@@ -193,7 +191,7 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
             return [x for x, is_array in zip(outs, is_out, strict=True) if is_array]
 
         # Errors of JAX name the function that they arose in.
-        flat.__signature__, flat.__wrapped__ = inspect.signature(flat), fn
+        vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
         with explaining_tracing(), without_setting():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
@@ -211,6 +209,7 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
 
 def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments."""
+    jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
@@ -223,20 +222,13 @@ def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _as_author(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
-    dtype = author_dtype(aval)
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
-    if dtype is None or x.dtype == dtype:
-        return x
-    if aval.weak_type and jax.dtypes.canonicalize_dtype(float) == dtype:
-        return lax.convert_element_type(x, float)
-    return cast(x, dtype)
+    return cast_as(x, aval) if is_array_aval(aval) else x
 
 
 def _report_unused(planner: Planner, plan: Plan) -> None:
     for report in reports_of_unmatched_keys(planner, plan):
         warn_or_raise(report, planner.strict)
-    if changes_nothing(planner, plan):
-        warn_or_raise(report_of_no_change(planner), planner.strict)
 
 
 @overload

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._dtypes import DType, bits, cast, cast_all
+from ._dtypes import DType, bits, cast, cast_all, cast_as
 from ._jax import (
     Atom,
     Jaxpr,
@@ -25,10 +25,9 @@ from ._jax import (
 from ._lean import Region, as_island, keep
 from ._matmul_precision import setting, settled_bind, with_setting, without_setting
 from ._plan import Facts, Plan, Planner, Scope, Step
-from ._primitives import CHEAP, KEEPING_INPUTS, LINEAR
+from ._primitives import KEEPING_INPUTS, LINEAR, is_cheap
 from ._record import marked
 from ._rules import Demand, Leaf, author_dtype, keeping_low
-from ._structural.base import now
 
 # Ops that broadcast size-1 axes of their operands by themselves.
 _BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
@@ -148,7 +147,7 @@ class Frame:
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
         with without_setting():
-            jaxpr = trace(fn, avals)
+            jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)
@@ -163,7 +162,7 @@ class Frame:
         if dtype is None or value.dtype == dtype:
             return value
         if (atom, dtype) not in self.casts:
-            self.casts[atom, dtype] = cast(value, dtype)
+            self.casts[atom, dtype] = _cast_of(atom, value, dtype)
         return self.casts[atom, dtype]
 
     def bind(self, step: Step) -> list[Any]:
@@ -185,15 +184,14 @@ class Frame:
             outs = step.handler.bind(self, step, operands)
         else:
             outs = reemit(with_setting(eqn, self.planner.strict), operands)
-        return cast_all(outs, now(decision.outs))
+        return _as_decided(step, outs)
 
     def _bind_region(self, region: Region) -> list[Any]:
         """Binds steps so that only what goes into them is kept for the backward pass.
 
         Inside a loop there is nothing that XLA could merge the second run with."""
         first = region.steps[0]
-        with marked(first), eqn_context(first.eqn):
-            values = [self._enter(v, dtype) for v, dtype in region.ins.items()]
+        values = [self.env[v] for v in region.ins]
 
         def island(*values):
             env = dict(zip(region.ins, values, strict=True))
@@ -209,8 +207,7 @@ class Frame:
 
         makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
-        if region.keeps:
-            kept = [region.keeps.get(v) for v in region.ins]
+        if any(kept := list(region.ins.values())):
             mark = keep if self.keeps == Keeps.MARKED else None
             run = keeping_low(island, island, kept, prevent_cse, mark)
         else:
@@ -219,19 +216,10 @@ class Frame:
             outs = run(*values)
         return list(map(keep, outs)) if self.keeps == Keeps.MARKED else outs
 
-    def _enter(self, v: Any, dtype: DType | None) -> Any:
-        """An operand of a region; a cast of it is kept in its place."""
-        if dtype is None or (v, dtype) in self.casts or dtype == self.env[v].dtype:
-            return self.read(v, dtype)
-        # XLA would leave out a cast down that is cast up again, and keep what is wide.
-        value = lax.optimization_barrier(cast(self.env[v], dtype))
-        self.casts[v, dtype] = keep(value) if self.keeps == Keeps.MARKED else value
-        return self.casts[v, dtype]
-
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, kept although they could be made again."""
-        is_cheap = step.eqn.primitive.name in CHEAP
-        is_kept = self.keeps == Keeps.MARKED and is_cheap and step.handler is None
+        is_leaf = step.handler is None
+        is_kept = self.keeps == Keeps.MARKED and is_leaf and is_cheap(step.eqn)
         return list(map(keep, outs)) if is_kept else outs
 
     def _apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
@@ -255,7 +243,7 @@ class Frame:
         if self.settled.intersection(eqn.outvars):
             low = step.found.compute_dtype or self.planner.compute_dtype
             outs = [_settle(x, low) for x in outs]
-        return cast_all(outs, now(decision.outs))
+        return _as_decided(step, outs)
 
     def _operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]
@@ -439,6 +427,20 @@ def _settle(x: Any, low: DType) -> Any:
 def _(low, primals, tangents):
     (x,), (t,) = primals, tangents
     return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
+
+
+def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:
+    """The results of a step, in the dtypes that they are held in."""
+    facts = zip(outs, step.decision.outs, step.eqn.outvars, strict=True)
+    return [x if fact is None else _cast_of(v, x, fact.dtype) for x, fact, v in facts]
+
+
+def _cast_of(var: Any, value: Any, dtype: DType) -> Any:
+    """A cast of the value of `var`: to the author's dtype, as weakly typed as that."""
+    if value.dtype == dtype:
+        return value
+    is_authors = dtype == var.aval.dtype
+    return cast_as(value, var.aval) if is_authors else cast(value, dtype)
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

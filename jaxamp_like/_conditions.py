@@ -1,6 +1,6 @@
 """`when`: a rule that picks between two by looking at the equation, and predicates."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._contractions import at, dot_numbers, rest, summed_axes
 from ._errors import AmpError
 from ._policy import as_rule, called, is_made_by_calling
 from ._rules import Decision, Demand, Rule, Site
@@ -31,6 +32,15 @@ class When(Rule):
     @property
     def is_compute(self) -> bool:
         return self.rule.is_compute and self.otherwise.is_compute
+
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low or self.otherwise.may_compute_low
+
+    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
+        rules = (self.rule, self.otherwise)
+        rule, otherwise = (rule.for_equation(params, avals) for rule in rules)
+        return When(self.predicate, rule, otherwise)
 
     def decide(self, site: Site) -> Decision:
         holds = self._holds(site)
@@ -246,14 +256,10 @@ def _summed(site: Site) -> tuple[Any, ...]:
     """The lengths of the axes over which each element of the result is a sum."""
     name, params = site.primitive.name, site.params
     shape = getattr(site.avals[0], "shape", ()) if site.avals else ()
-    if (dot := _dot_numbers(params)) is not None:
-        ((axes, _), _) = dot
-        return _at(shape, axes)
-    if name == "conv_general_dilated":
-        _out, *rest = params["dimension_numbers"].rhs_spec
-        return _at(site.avals[1].shape, rest)
+    if dot_numbers(params) is not None or name == "conv_general_dilated":
+        return summed_axes(params, [aval.shape for aval in site.avals])
     if name in ("reduce_sum", "reduce_prod"):
-        return _at(shape, params["axes"])
+        return at(shape, params["axes"])
     if name in ("cumsum", "cumprod", "cumlogsumexp"):
         return (shape[params["axis"]],)
     if name == "reduce_window_sum":
@@ -263,34 +269,18 @@ def _summed(site: Site) -> tuple[Any, ...]:
 
 def _sides(site: Site) -> list[tuple[Any, ...]]:
     """The sides of a matrix product, each as the dimensions that make it up."""
-    if (dot := _dot_numbers(site.params)) is not None:
+    if (dot := dot_numbers(site.params)) is not None:
         contracted, batch = dot
         ragged = site.params.get("ragged_dot_dimension_numbers")
         groups = getattr(ragged, "rhs_group_dimensions", ())  # a matrix for each
         lhs, rhs = (site.avals[i].shape for i in (0, 1))
-        rows = _rest(lhs, (*contracted[0], *batch[0]))
-        columns = _rest(rhs, (*contracted[1], *batch[1], *groups))
-        return [rows, columns, _at(lhs, contracted[0])]
+        rows = rest(lhs, (*contracted[0], *batch[0]))
+        columns = rest(rhs, (*contracted[1], *batch[1], *groups))
+        return [rows, columns, at(lhs, contracted[0])]
     if site.primitive.name == "conv_general_dilated":
         out, into, *_ = site.params["dimension_numbers"].rhs_spec
         return [(site.avals[1].shape[axis],) for axis in (out, into)]
     return []
-
-
-def _dot_numbers(params: dict[str, Any]) -> Any:
-    """`((lhs, rhs) contracted, (lhs, rhs) batch)` of a contraction, else `None`."""
-    ragged = params.get("ragged_dot_dimension_numbers")
-    numbers = getattr(ragged, "dot_dimension_numbers", params.get("dimension_numbers"))
-    is_dot = type(numbers) is tuple and len(numbers) == 2  # no named tuple
-    return numbers if is_dot else None
-
-
-def _at(shape: tuple[Any, ...], axes: Iterable[int]) -> tuple[Any, ...]:
-    return tuple(shape[axis] for axis in axes)
-
-
-def _rest(shape: tuple[Any, ...], axes: Iterable[int]) -> tuple[Any, ...]:
-    return tuple(d for axis, d in enumerate(shape) if axis not in tuple(axes))
 
 
 def _positive(value: Any, argument: str) -> int:

@@ -138,12 +138,24 @@ def survives(value: float, dtype: DType) -> bool:
 
 def exact_in(value: float, dtype: DType) -> bool:
     """Whether a constant is one of the numbers of `dtype`."""
-    return not np.isfinite(value) or float(np.asarray(value, dtype)) == value
+    with np.errstate(over="ignore"):
+        return float(np.asarray(value).astype(dtype)) == value
 
 
 def cast(x: Any, dtype: DType) -> Any:
     """Casts a float array to `dtype`, and leaves it alone if that is what it has."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def cast_as(x: Any, aval: Any) -> Any:
+    """Casts an array to the dtype of `aval`, weakly typed if that is."""
+    now = jax.typeof(x)
+    if (now.dtype, now.weak_type) == (aval.dtype, aval.weak_type):
+        return x
+    # No function of JAX's makes a weak type but of the default dtype.
+    return lax.convert_element_type_p.bind(
+        x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
+    )
 
 
 def cast_all(values: Iterable[Any], dtypes: Iterable[DType | None]) -> list[Any]:

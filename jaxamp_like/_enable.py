@@ -27,7 +27,7 @@ def enable_amp(
     scaler: str | ArrayLike | Scaler | None = "auto",
     axis_name: AxisName = None,
 ) -> tuple[Callable[..., Any], LossScaleOptimizer]:
-    """A loss in mixed precision, and an optimizer that takes its scaled gradients.
+    """A loss in mixed precision, and an optimizer that makes and takes its gradients.
 
     In a `disable_amp()` block both compute what they would without this call, and the
     training code around them can stay.
@@ -41,17 +41,15 @@ def enable_amp(
             what has the range of float32.
         axis_name: of `loss_scale_optimizer`.
     Returns:
-        `amp(loss_fn)` and the wrapped optimizer. Scale the loss by
-        `scale_loss(loss, opt_state)` before it is differentiated.
+        `amp(loss_fn)` and the wrapped optimizer, whose `value_and_grad` scales the loss
+        and unscales the gradients; its `update` takes no others.
     Raises:
         TypeError, ValueError: as of `amp` and `loss_scale_optimizer`.
 
-    >>> import jax
-    >>> from jaxamp_like import scale_loss
-    >>> loss, tx = enable_amp(lambda w: jnp.vdot(w, w), optax.sgd(0.5))
+    >>> mixed, tx = enable_amp(lambda w: jnp.vdot(w, w), optax.sgd(0.5))
     >>> w = jnp.ones(2)
     >>> opt_state = tx.init(w)
-    >>> grads = jax.grad(lambda w: scale_loss(loss(w), opt_state))(w)
+    >>> loss, grads = tx.value_and_grad(mixed, opt_state)(w)
     >>> updates, opt_state = tx.update(grads, opt_state, w)
     >>> updates
     Array([-1., -1.], dtype=float32)

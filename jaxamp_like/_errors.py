@@ -16,10 +16,7 @@ class AmpWarning(UserWarning):
     """Something was left in the author's dtypes that the user may expect to be low."""
 
 
-_OURS = tuple(
-    f"{Path(module.__file__).parent}{os.sep}"
-    for module in (jax, sys.modules[__package__])
-)
+_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, str(jax.__file__)))
 
 
 def _stack_level() -> int:

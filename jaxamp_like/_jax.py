@@ -3,9 +3,10 @@
 Every name below was checked on JAX 0.6.2, 0.8.3, 0.10.2 and 0.12.0. What is used beside
 the documented API, and why:
 
-- attributes of equations (`source_info`, `ctx.manager`, `effects`, `replace`): an
-  equation that is bound again must keep its name scopes, its source line and the
-  context (compute_on, XLA metadata, abstract mesh) that its author gave it;
+- attributes of equations (`source_info`, `ctx.manager`, `effects`, `replace`) and of
+  programs (`replace`): an equation that is bound again must keep its name scopes, its
+  source line and the context (compute_on, XLA metadata, abstract mesh) that its author
+  gave it, and one that is found to be a solver is marked by a name scope;
 - the parameters of structural primitives, where their names changed between versions;
 - the class names of references and of symbolic zeros, where they moved;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
@@ -145,6 +146,24 @@ def is_linear_operand(x: Any) -> bool:
     return ad.is_undefined_primal(x)
 
 
+def replace_subjaxprs(eqn: Eqn, new: dict[int, Jaxpr]) -> Eqn:
+    """`eqn` with other programs, by the `id` of those that they take the place of."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+            return type(value)(map(replaced, value))
+        return new.get(id(value), value)
+
+    params = {name: replaced(value) for name, value in eqn.params.items()}
+    return eqn.replace(params=params)
+
+
+def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
+    """`jaxpr` with other equations, which make the same variables."""
+    inner = raw(jaxpr).replace(eqns=list(eqns))
+    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
+
+
 @functools.cache
 def _checkpoint_primitive() -> Primitive:
     # JAX exports it since 0.8.
@@ -215,6 +234,14 @@ def without_scopes(eqn: Eqn) -> Eqn:
     """`eqn` without its name scopes, for when these are in force already."""
     info = eqn.source_info.replace(name_stack=source_info.new_name_stack())
     return eqn.replace(source_info=info)
+
+
+def in_scope(eqn: Eqn, name: str) -> Eqn:
+    """`eqn` in one more name scope, the innermost."""
+    info = eqn.source_info
+    return eqn.replace(
+        source_info=info.replace(name_stack=info.name_stack.extend(name))
+    )
 
 
 def scopes(eqn: Eqn) -> tuple[str, ...]:
@@ -311,6 +338,19 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
         "check_vma": params["check_vma"],
         "axis_names": set(axes) if axes is not None else set(),
     }
+
+
+def call_vmap_rule(
+    eqn: Eqn, axis_size: int, batched: Sequence[bool], args: Sequence[Any]
+) -> tuple[list[Any], list[bool]]:
+    """Runs the author's rule of a `custom_vmap` equation: results, which are batched.
+
+    `jax.vmap` of the equation would run it too, but not say which are."""
+    tree = eqn.params["in_tree"]
+    rule = eqn.params["rule"]
+    outs = rule(axis_size, list(tree.unflatten(batched)), *tree.unflatten(args))
+    results, are_batched = map(jax.tree.leaves, outs)
+    return results, are_batched
 
 
 def is_array(leaf: Any) -> bool:

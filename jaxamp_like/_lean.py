@@ -5,7 +5,7 @@ inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes 
 and nothing from within. What goes in is low where a contraction made it. A float32 sum
 that a contraction's result is part of, such as a residual stream, is no finer than that
 result: of it a low copy is kept, from which the backward pass runs the island again,
-while the forward pass reads the sum itself. (*Lean* code reads the copy in both.)
+while the forward pass reads the sum itself.
 
 Here the islands of one jaxpr are found; `_bind` binds them. Two steps are in one island
 if a value flows between them and as many costly ops lie before the one as before the
@@ -31,7 +31,7 @@ from jax import lax
 
 from ._dtypes import DType, has_range, is_float, lowered
 from ._jax import Literal
-from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING
+from ._primitives import CHEAP, LINEAR, MOVEMENT, RANKING, is_cheap
 from ._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `_plan`, which builds on this module
@@ -47,14 +47,13 @@ _KEEPING_NOTHING = MOVEMENT | {"add", "sub", "neg", "concatenate", "pad"}
 class Region:
     """Steps that are bound in one `jax.checkpoint`.
 
-    `ins` and `outs` are its variables, with the dtypes in which they cross the border,
-    and `keeps` the dtypes in which inputs are kept for the backward pass; `None` stands
-    for the dtype that they have."""
+    `ins` are the variables that it reads, with the dtypes in which they are kept for
+    the backward pass, and `outs` its results, with those in which they leave; `None`
+    stands for the dtype that they have."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
     outs: dict[Any, DType | None]
-    keeps: dict[Any, DType]
 
 
 class Schedule(NamedTuple):
@@ -79,7 +78,7 @@ def schedule(
     for unit in reversed(units):
         read = dict.fromkeys(unit.ins if isinstance(unit, Region) else _reads(unit))
         drops.append(tuple(v for v in read if v not in seen))
-        seen |= read.keys()
+        seen.update(read)
     return Schedule(units, tuple(reversed(drops)), frozenset(settled))
 
 
@@ -113,19 +112,17 @@ def as_island(unit: Step | Region) -> Step | Region:
     if not _kept(unit, set(_reads(unit))):
         return unit
     outs = dict.fromkeys(unit.eqn.outvars)
-    return Region((unit,), dict.fromkeys(_reads(unit)), outs, {})
+    return Region((unit,), dict.fromkeys(_reads(unit)), outs)
 
 
 def island_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    lean: bool,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, islands put into regions.
 
-    `facts` are those of all its variables. If `lean`, what is kept low is read low in
-    the forward pass too."""
+    `facts` are those of all its variables."""
     flow = _Flow(steps, facts)
     # How each variable is read outside of islands: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
@@ -138,9 +135,9 @@ def island_schedule(
     read(outvars, [None] * len(outvars))
     units: list[Step | Region] = []
     for group in reversed(_in_order(steps, flow.groups())):
-        region = _region(group, flow, readers, lean)
+        region = _region(group, flow, readers)
         if region is not None:
-            read(region.ins, region.ins.values())
+            read(region.ins, [None] * len(region.ins))
             units.append(region)
             continue
         for step in reversed(group):
@@ -157,7 +154,6 @@ def _region(
     group: Sequence[Step],
     flow: "_Flow",
     readers: dict[Any, set[DType | None]],
-    lean: bool,
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
     if group[0] not in flow.depth_of or _mixes_rows(group):
@@ -172,23 +168,17 @@ def _region(
     # What leads to an island may read what the island makes for itself.
     steps = sorted([*flow.roots_of(steps), *steps], key=flow.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
-    ins: dict[Any, DType | None] = {
-        v: None for step in steps for v in _reads(step) if v not in made
-    }
-    paid = [v for v in ins if v in flow.active and v not in flow.free_vars]
+    reads = dict.fromkeys(v for step in steps for v in _reads(step) if v not in made)
+    paid = [v for v in reads if v in flow.active and v not in flow.free_vars]
     keeps = {v: low for v in paid if (low := _kept_as(flow.facts[v]))}
     if any(step.eqn.primitive.name in RANKING for step in group):
         keeps = {}  # run again from rounded numbers, it might choose otherwise
-    if not (keeps or any(outs.values()) or any(_is_low(v, flow.facts) for v in ins)):
+    if not any(outs.values()) and not any(map(flow.is_rounded, reads)):
         return None  # as its author wrote it, through and through
     gain = sum(_kept(step, flow.active) for step in group)
     gain -= sum(map(flow.kept, paid))
-    if gain <= 0:
-        return None
-    if lean:
-        ins |= keeps
-        keeps = {}
-    return Region(tuple(steps), ins, outs, keeps)
+    ins = {v: keeps.get(v) for v in reads}
+    return Region(tuple(steps), ins, outs) if gain > 0 else None
 
 
 def _border(
@@ -319,7 +309,14 @@ class _Flow:
             if any(self.maker.get(v) in self.free for v in masks):
                 return False  # an island makes the mask for itself
         paid = [v for v in operands if v in self.active and v not in self.free_vars]
-        return self.kept(out) <= sum(map(self.kept, paid))
+        total = sum(map(self.kept, paid))
+        is_low = _kept_as(self.facts[out]) is not None
+        return self.kept(out) < total or (is_low and self.kept(out) == total)
+
+    def is_rounded(self, v: Any) -> bool:
+        """Whether a value is low, or a sum that a low one is part of."""
+        fact = self.facts[v]
+        return fact is not None and (fact.coarse or _is_low(v, self.facts))
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""
@@ -384,9 +381,14 @@ class _Flow:
                     yield out
 
     def _root(self, step: Step) -> Step:
-        while step in self._parent:
-            step = self._parent[step]
-        return step
+        root = step
+        while root in self._parent:
+            root = self._parent[root]
+        while step is not root:  # so that the way is short the next time
+            above = self._parent[step]
+            self._parent[step] = root
+            step = above
+        return root
 
     def groups(self) -> dict[Step, list[Step]]:
         """The island of each step that is in one."""
@@ -431,7 +433,7 @@ def _is_cheap(step: Step) -> bool:
         return False
     if name in _CALLS:
         return all(_is_cheap(inner) for plan in plans for inner in plan.steps)
-    return name in CHEAP and step.run_again
+    return is_cheap(step.eqn) and step.run_again
 
 
 def _sums(step: Step) -> bool:

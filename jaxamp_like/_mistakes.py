@@ -10,7 +10,17 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from ._policy import is_dtype
+from ._dtypes import DType, bits
+from ._policy import AMP_DEFAULT, Lookup, is_dtype, show_key
+from ._rules import (
+    UsePrecision,
+    follow_inputs,
+    keep_each_input,
+    keep_inputs,
+    use_original_precision,
+    use_original_precision_locally,
+    use_widest_precision,
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -109,6 +119,40 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
             f"`fn` is the class {fn.__name__!r}, which makes objects. Wrap what is "
             "called with arrays: an instance, a method, or the loss that calls it."
         )
+
+
+# What lowers nothing where nothing is low.
+_PASSIVE = (
+    follow_inputs,
+    keep_each_input,
+    keep_inputs,
+    use_original_precision,
+    use_original_precision_locally,
+    use_widest_precision,
+)
+
+
+def lowers_nothing(policy: Lookup, compute_dtype: DType) -> bool:
+    """Whether a policy names some parts, which are to stay in full, and no others."""
+    rules = dict(policy.items())
+    if not rules or AMP_DEFAULT in rules or bits(compute_dtype) >= 32:
+        return False
+    return all(
+        rule in _PASSIVE or (isinstance(rule, UsePrecision) and not rule.is_compute)
+        for rule in rules.values()
+    )
+
+
+def report_of_no_lowering(policy: Lookup) -> str:
+    """What to say of a policy that lowers nothing."""
+    keys = [show_key(key) for key, _ in policy.items()]
+    more = ", ..." * (len(keys) > 8)
+    return (
+        "`amp_policy` lowers nothing: it keeps what its keys match as written, "
+        f'{", ".join(keys[:8])}{more}, and has no "amp_default" for all else. To '
+        "change single rules of the default policy, write `default_amp_policy | "
+        "{...}`; to keep all as written, `full_precision()`."
+    )
 
 
 _GENERATORS = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)

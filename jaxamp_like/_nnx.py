@@ -148,10 +148,13 @@ class TakenApart:
         kwargs: Any,
         first: Sequence[Any] = (),
     ):
+        self.nodes: list[Any] = []
+        if _nnx() is None:
+            return
         if isinstance(fn, functools.partial):
             fn = jax.tree_util.Partial(fn.func, *fn.args, **fn.keywords)
         leaves, self._tree = jax.tree.flatten((fn, args, kwargs), is_leaf=is_node)
-        self.nodes = _distinct([*first, *leaves]) if _nnx() is not None else []
+        self.nodes = _distinct([*first, *leaves])
         self._leaves = leaves
         if self.nodes:
             self._numbers = {id(node): i for i, node in enumerate(self.nodes)}

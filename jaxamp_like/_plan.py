@@ -10,12 +10,12 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ._contractions import is_contraction
 from ._dtypes import DType
 from ._errors import AmpError, warn_or_raise
 from ._jax import (
@@ -32,7 +32,8 @@ from ._jax import (
 )
 from ._lean import Schedule, island_schedule, schedule
 from ._policy import Found, Lookup
-from ._primitives import CLASSES, FIXED, LINEAR
+from ._primitives import CLASSES, CONTRACTIONS, FIXED, LINEAR
+from ._reach import Reach, around, members, of_input, through, union
 from ._rules import (
     Decision,
     Demand,
@@ -46,6 +47,7 @@ from ._rules import (
     is_full,
     use_original_precision,
 )
+from ._solvers import Solvers, find_rule
 from ._structural import STRUCTURAL, Body, Handler
 
 Facts = tuple[Fact | None, ...]
@@ -89,20 +91,24 @@ class Plan:
     ins: Facts
     outs: Facts
     steps: tuple[Step, ...]
-    plain: Schedule  # of the steps
-    islands: Schedule  # the same, with regions
+    facts: dict[Any, Fact | None]  # of all variables
+    lean: bool
     keys: frozenset[Any]  # keys of the policy that an equation was found under
     closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
 
+    # Made when they are bound: of the plans that a loop tries, only the last one is.
 
-class Source(NamedTuple):
-    """An input that reaches a result without crossing a compute op."""
+    @functools.cached_property
+    def plain(self) -> Schedule:
+        """The steps in order."""
+        return schedule(self.steps, self.outvars)
 
-    input: int
-    bent: bool = False  # by way of an op that is not linear
-
-    def by_way_of(self, bent: bool) -> "Source":
-        return Source(self.input, self.bent or bent)
+    @functools.cached_property
+    def islands(self) -> Schedule:
+        """The same, with regions."""
+        if any(step.run_again or step.inner for step in self.steps):
+            return island_schedule(self.steps, self.facts, self.outvars)
+        return self.plain
 
 
 @dataclass(eq=False)
@@ -119,6 +125,7 @@ class Planner:
     _plans: Any = field(default_factory=WeakKeyDictionary)
     _demands: Any = field(default_factory=WeakKeyDictionary)
     _uncrossed: Any = field(default_factory=WeakKeyDictionary)
+    _found: dict[Any, Found] = field(default_factory=dict)
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
@@ -157,9 +164,6 @@ class Planner:
             steps.append(step)
             found = {step.found.key, *step.found.also}
             keys |= found.union(*(plan.keys for plan in step.inner))
-        plain = islands = schedule(steps, inner.outvars)
-        if any(step.run_again or step.inner for step in steps):
-            islands = island_schedule(steps, env, inner.outvars, self.lean)
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
@@ -167,15 +171,15 @@ class Planner:
             ins=facts,
             outs=tuple(_fact(env, atom) for atom in inner.outvars),
             steps=tuple(steps),
-            plain=plain,
-            islands=islands,
+            facts=env,
+            lean=self.lean,
             keys=frozenset(keys),
         )
 
     def _step(
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
     ) -> Step:
-        found = self.policy.find(eqn.primitive, scope)
+        found = self._find(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None and not _stops(found):
@@ -251,6 +255,33 @@ class Planner:
             by_scope=found.by_scope,
         )
 
+    def find(self, primitive: Any, scope: Scope) -> Found:
+        """What the policy says of a primitive in a scope."""
+        key = (primitive, scope)
+        if key not in self._found:
+            self._found[key] = self.policy.find(primitive, scope)
+        return self._found[key]
+
+    def _find(self, eqn: Eqn, scope: Scope) -> Found:
+        return find_rule(self.find, eqn, scope)
+
+    @functools.cached_property
+    def solvers(self) -> Solvers:
+        """What finds solvers; a program is to be marked by it before it is planned."""
+        return Solvers(self._handler, self._makes_low)
+
+    def _handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
+        handler = STRUCTURAL.get(eqn.primitive.name)
+        if handler is None or _stops(self._find(eqn, scope)):
+            return None
+        return handler
+
+    def _makes_low(self, eqn: Eqn, scope: Scope) -> bool:
+        """Whether an equation may compute low, here or where its author said so."""
+        if eqn.primitive.name in CONTRACTIONS:
+            return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
+        return self._find(eqn, scope).rule.may_compute_low
+
     def demands(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Demand, ...]:
@@ -271,7 +302,8 @@ class Planner:
         def read(atoms, demands):
             for atom, how in zip(atoms, demands, strict=True):
                 if not isinstance(atom, Literal):
-                    demand[atom] = demand.get(atom, Demand.NONE) | how
+                    before = demand.get(atom, how)
+                    demand[atom] = how if before is how else before | how
 
         read(jaxpr.outvars, wanted)
         for eqn in reversed(jaxpr.eqns):
@@ -282,7 +314,7 @@ class Planner:
     def _operand_demands(
         self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        found = self.policy.find(eqn.primitive, scope)
+        found = self._find(eqn, scope)
         handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is None or _stops(found):
             if eqn.primitive.name in FIXED:
@@ -309,18 +341,28 @@ class Planner:
         """How the results of a body are read: outside, or in the next iteration."""
         wanted = [Demand.FULL if i is None else outs[i] for i in body.outs]
         full = self.must_stay_full(body, scope)
-        for out, i in body.loop:
-            if i in full:
-                wanted[out] |= Demand.CARRY
+        made_by = {i: out for out, i in body.loop}
+        giver = {j: i for i, heirs in body.handed_on().items() for j in heirs}
+
+        def want(i: int, how: Demand) -> bool:
+            """Adds to how a carry is read; whether that is news."""
+            out = made_by[i]
+            before, wanted[out] = wanted[out], wanted[out] | how
+            return wanted[out] != before
+
+        for i in made_by.keys() & full:
+            want(i, Demand.CARRY)
         while True:
             reads = self.demands(body.jaxpr, scope, wanted)
-            before = list(wanted)
-            for out, i in body.loop:
-                wanted[out] |= reads[i]
-            if wanted == before:
+            news = [i for i in made_by if want(i, reads[i])]
+            if not news:
                 return wanted
+            while news:
+                i = news.pop()
+                if giver.get(i) in made_by and want(giver[i], wanted[made_by[i]]):
+                    news.append(giver[i])
 
-    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[frozenset[Source], ...]:
+    def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
         return _remember(
             self._uncrossed,
@@ -329,63 +371,52 @@ class Planner:
             lambda: self._find_uncrossed(raw(jaxpr), scope),
         )
 
-    def _find_uncrossed(
-        self, jaxpr: Jaxpr, scope: Scope
-    ) -> tuple[frozenset[Source], ...]:
-        env = {v: frozenset([Source(i)]) for i, v in enumerate(jaxpr.invars)}
+    def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
+        env = {v: of_input(i) for i, v in enumerate(jaxpr.invars)}
 
-        def reach(atom, bent=False):
-            known = () if isinstance(atom, Literal) else env.get(atom, ())
-            return frozenset(source.by_way_of(bent) for source in known)
+        def read(atoms):
+            known = (Reach() if isinstance(x, Literal) else env.get(x) for x in atoms)
+            return [reach or Reach() for reach in known]
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
-            found = self.policy.find(eqn.primitive, inner_scope)
+            found = self._find(eqn, inner_scope)
             handler = STRUCTURAL.get(eqn.primitive.name)
             if handler is not None and not _stops(found):
+                operands = read(eqn.invars)
                 for body in handler.bodies(eqn):
+                    given = [operands[i] for i in body.ins]
                     inner = self._around(body, inner_scope)
-                    for out, sources in zip(body.outs, inner, strict=True):
+                    for out, reach in zip(body.outs, inner, strict=True):
                         if out is not None:
                             v = eqn.outvars[out]
-                            atoms = ((eqn.invars[body.ins[i]], b) for i, b in sources)
-                            env[v] = reach(v).union(*starmap(reach, atoms))
+                            env[v] = union((env.get(v, Reach()), through(reach, given)))
             elif not found.is_compute:
-                bent = eqn.primitive.name not in LINEAR
-                read = frozenset().union(*(reach(atom, bent) for atom in eqn.invars))
-                env |= dict.fromkeys(eqn.outvars, read)
-        return tuple(map(reach, jaxpr.outvars))
+                reach = union(read(eqn.invars))
+                is_linear = eqn.primitive.name in LINEAR
+                reach = reach if is_linear else reach.bend()
+                env |= dict.fromkeys(eqn.outvars, reach)
+        return tuple(read(jaxpr.outvars))
 
-    def _around(self, body: Body, scope: Scope) -> list[frozenset[Source]]:
+    def _around(self, body: Body, scope: Scope) -> Sequence[Reach]:
         """As `uncrossed`, for any number of iterations of the body's loop."""
-        reach = list(self.uncrossed(body.jaxpr, scope))
-        stable = False
-        while not stable:
-            before = list(reach)
-            for out, carry in body.loop:
-                reach = [
-                    sources.union(
-                        source.by_way_of(via.bent)
-                        for via in sources
-                        if via.input == carry
-                        for source in before[out]
-                    )
-                    for sources in reach
-                ]
-            stable = reach == before
-        return reach
+        loop = tuple(body.loop)
+        return _remember(
+            self._uncrossed,
+            body.jaxpr,
+            (scope, loop),
+            lambda: around(self.uncrossed(body.jaxpr, scope), loop),
+        )
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""
         reach = self._around(body, scope)
-        inputs = [{source.input for source in sources} for sources in reach]
-        return {i for out, i in body.loop if i in inputs[out]}
+        return {i for out, i in body.loop if reach[out].inputs >> i & 1}
 
     def only_added_to(self, jaxpr: Jaxpr, scope: Scope) -> set[int]:
         """The inputs that reach no result but through linear or compute ops."""
-        reach = self.uncrossed(jaxpr, scope)
-        bent = {source.input for sources in reach for source in sources if source.bent}
-        return set(range(len(raw(jaxpr).invars))) - bent
+        bent = union(self.uncrossed(jaxpr, scope)).bent
+        return set(range(len(raw(jaxpr).invars))) - set(members(bent))
 
 
 def _upcast_early(site: Site, outs: Facts) -> Facts:
@@ -432,7 +463,8 @@ def _const_fact(var: Any, const: Any) -> Fact | None:
     # Other constants are values of an outer transformation: closed-over parameters.
     is_constant = const is not None and not is_tracer(const)
     leaf = Leaf.CONST if is_constant else Leaf.ROOT
-    return dtype and Fact(dtype, leaf=leaf, values=_const_values(const, dtype))
+    values = _const_values(const, dtype)
+    return dtype and Fact(dtype, leaf=leaf, values=values, sampled=const.ndim > 0)
 
 
 _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger

@@ -83,8 +83,14 @@ class _Given(dict[Any, Any]):
             "changed in place. Make another: `default_amp_policy | {key: rule}`."
         )
 
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    update = setdefault = pop = popitem = clear = _refuse
+    __setitem__: Any = _refuse
+    __delitem__: Any = _refuse
+    __ior__: Any = _refuse
+    update: Any = _refuse
+    setdefault: Any = _refuse
+    pop: Any = _refuse
+    popitem: Any = _refuse
+    clear: Any = _refuse
 
     def __reduce__(self) -> Any:  # a copy is a dict like any other
         return dict, (dict(self),)

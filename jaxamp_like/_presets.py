@@ -26,6 +26,7 @@ from ._policy import policy_by_name
 from ._primitives import CLASSES, FIXED
 from ._rules import (
     ByRange,
+    ConvertAsWritten,
     Decision,
     Demand,
     Fact,
@@ -33,10 +34,12 @@ from ._rules import (
     Mark,
     Rule,
     Site,
+    choose_exactly,
     follow_inputs,
     keep_each_input,
     keep_inputs,
     move_exactly,
+    sort_exactly,
     use_compute_precision,
     use_original_precision,
     use_original_precision_locally,
@@ -47,8 +50,12 @@ from ._structural import STRUCTURAL
 Op = Primitive | str
 Table = dict[str, Rule]
 
-_MOVES = frozenset(name for name, rule in CLASSES.items() if rule == move_exactly)
-_MOVES_EACH = frozenset(n for n, rule in CLASSES.items() if rule == keep_each_input)
+_MOVES = frozenset(
+    name for name, rule in CLASSES.items() if rule in (move_exactly, choose_exactly)
+)
+_MOVES_EACH = frozenset(
+    name for name, rule in CLASSES.items() if rule in (keep_each_input, sort_exactly)
+)
 
 # What the systems say nothing of: sums over devices, and what is given by the kind of
 # the primitive.
@@ -57,7 +64,14 @@ _SUMS_OVER_DEVICES = frozenset(
     for name, rule in CLASSES.items()
     if isinstance(rule, ByRange) and rule.wide == keep_each_input
 )
-_GIVEN = FIXED | _SUMS_OVER_DEVICES | {"convert_element_type", "custom_linear_solve"}
+_GIVEN = {
+    **{name: CLASSES[name] for name in (*FIXED, "custom_linear_solve")},
+    **dict.fromkeys(
+        _SUMS_OVER_DEVICES,
+        ByRange(narrow=use_original_precision_locally, wide=keep_each_input),
+    ),
+    "convert_element_type": ConvertAsWritten(),
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,10 @@ class ComputeUnlessFull(Rule):
     As with inputs that are cast beforehand: what is drawn at random or made of integers
     inside the function is float32, and promotes what it meets."""
 
+    @property
+    def may_compute_low(self) -> bool:
+        return True
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.LOW
 
@@ -126,9 +144,9 @@ _promote = Promote()
 def _table(other: Rule, lists: Mapping[str, Rule], moving: Rule = keep_inputs) -> Table:
     """The rules of all primitives: by `lists`, or `other`; `moving` for movement."""
     table: Table = {}
-    for name, rule in CLASSES.items():
+    for name in CLASSES:
         if name in _GIVEN:
-            table[name] = rule
+            table[name] = _GIVEN[name]
         elif name in _MOVES_EACH:
             table[name] = keep_each_input
         else:

@@ -5,14 +5,18 @@ primitive that is in no class is left in the author's dtypes. Where the two comp
 dtypes differ, range is the reason: float16 ends at 65504 and loses what is below 6e-8,
 bfloat16 has the range of float32."""
 
+from ._contractions import is_contraction
+from ._jax import Eqn
 from ._rules import (
     ByRange,
-    ConvertAsWritten,
     Rule,
+    choose_exactly,
     compute_in_full,
+    contract,
+    convert_exactly,
     keep_each_input,
     move_exactly,
-    use_compute_precision,
+    sort_exactly,
     use_original_precision,
 )
 
@@ -60,16 +64,19 @@ _SATURATING = "logistic"
 _COMPRESSING = "log log1p log2 rsqrt"
 
 # Data movement and exact selection.
-_MOVEMENT = """abs neg sign max min clamp select_n concatenate stack pad reshape squeeze
+_MOVEMENT = """abs neg max min clamp select_n concatenate stack pad reshape squeeze
     expand_dims broadcast_in_dim tile transpose rev slice dynamic_slice
     dynamic_update_slice gather scatter split unstack reduce_max reduce_min cummax
-    cummin reduce_window_max reduce_window_min argmax argmin top_k approx_top_k ceil
-    floor round is_finite eq ne lt le gt ge eq_to lt_to le_to stop_gradient name
+    cummin reduce_window_max reduce_window_min stop_gradient name
     select_and_gather_add copy copy_p real_if_close zeros_like ragged_all_to_all
     pbroadcast_dynamic xla_metadata_value"""
 
+# Steps, comparisons and ranks: exact, but of a rounded operand they may be others.
+_CHOICES = """sign ceil floor round is_finite eq ne lt le gt ge eq_to lt_to le_to argmax
+    argmin top_k approx_top_k"""
+
 # The same for several arrays at once, each on its own.
-_EACH = """optimization_barrier sort device_put sharding_constraint layout_constraint
+_EACH = """optimization_barrier device_put sharding_constraint layout_constraint
     reshard pmax pmin all_gather all_gather_invariant ppermute all_to_all pbroadcast
     pvary pcast psend precv tie dce_sink dce_sential reduced_vary_cast
     reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
@@ -136,7 +143,7 @@ _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scat
 def _table() -> dict[str, Rule]:
     sums_over_devices = ByRange(narrow=compute_in_full, wide=keep_each_input)
     rows: list[tuple[str, Rule]] = [
-        (_COMPUTE, use_compute_precision),
+        (_COMPUTE, contract),
         (_EXPONENTIAL, compute_in_full),
         (_ACCUMULATING, compute_in_full),
         (_ILL_CONDITIONED, compute_in_full),
@@ -150,8 +157,10 @@ def _table() -> dict[str, Rule]:
         # Its solver iterates to a tolerance that 16 bits may never reach.
         ("custom_linear_solve", _FULL),
         (_MOVEMENT, move_exactly),
+        (_CHOICES, choose_exactly),
         (_EACH, keep_each_input),
-        ("convert_element_type", ConvertAsWritten()),
+        ("sort", sort_exactly),
+        ("convert_element_type", convert_exactly),
         (_EXACT, compute_in_full),
         (_FIXED, _FULL),
         (_KERNELS, _FULL),
@@ -181,7 +190,7 @@ FIXED: frozenset[str] = frozenset(" ".join(_UNCHANGED).split())
 
 
 CONTRACTIONS: frozenset[str] = frozenset(_COMPUTE.split())
-"""Primitives that multiply and add up."""
+"""Primitives that multiply and add up; see `_contractions` for when they do."""
 
 MOVEMENT: frozenset[str] = frozenset(
     """reshape squeeze expand_dims broadcast_in_dim tile transpose rev slice
@@ -205,7 +214,7 @@ KEEPING_INPUTS: frozenset[str] = frozenset(
 
 _CHEAP = (
     _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _SATURATING,
-    _COMPRESSING, _MOVEMENT, _EXACT,
+    _COMPRESSING, _MOVEMENT, _CHOICES, _EXACT,
     "convert_element_type reduce_sum reduce_prod add_any erfc",
 )  # fmt: skip
 
@@ -216,3 +225,10 @@ CHEAP: frozenset[str] = frozenset(" ".join(_CHEAP).split()) - frozenset(
     regularized_incomplete_beta zeta pbroadcast_dynamic name""".split()
 )
 """Primitives that cost no more to run twice than their results cost to keep."""
+
+
+def is_cheap(eqn: Eqn) -> bool:
+    """Whether an equation costs no more to run twice than its results cost to keep."""
+    if eqn.primitive.name not in CONTRACTIONS:
+        return eqn.primitive.name in CHEAP
+    return not is_contraction(eqn.params, [atom.aval.shape for atom in eqn.invars])

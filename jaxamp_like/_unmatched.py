@@ -1,16 +1,14 @@
-"""Keys of a policy that matched nothing, and policies that change nothing."""
+"""Keys of a policy that matched nothing, and what they may have been meant to be."""
 
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from ._dtypes import bits
 from ._jax import Primitive, source_line
 from ._plan import Plan, Planner, Step
 from ._policy import AMP_DEFAULT, REWRITTEN, Key, Scope, endings, paths_to, show_key
 from ._primitives import CLASSES
 from ._record import MARK
-from ._rules import author_dtype
 
 _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
@@ -28,40 +26,6 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
             f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
             f"{_hint(key, steps)}"
         )
-
-
-def changes_nothing(planner: Planner, plan: Plan) -> bool:
-    """Whether a policy that only names parts leaves all of a program as written."""
-    keys = dict(planner.policy.items())
-    if not keys or AMP_DEFAULT in keys or bits(planner.compute_dtype) >= 32:
-        return False
-    return not any(map(_is_changed, _steps(plan))) and any(
-        author is not None and bits(author) > bits(planner.compute_dtype)
-        for step in _steps(plan)
-        for author in map(author_dtype, (v.aval for v in step.eqn.outvars))
-    )
-
-
-def report_of_no_change(planner: Planner) -> str:
-    """What to say of a policy that changes nothing."""
-    keys = [show_key(key) for key, _ in planner.policy.items()]
-    more = ", ..." * (len(keys) > _MOST)
-    return (
-        f"`amp_policy` lowers nothing in the function. It has the keys "
-        f'{", ".join(keys[:_MOST])}{more} and no "amp_default", so that all else stays '
-        "as written. To change single rules of the default policy, write "
-        "`default_amp_policy | {...}`; to keep all as written, `full_precision()`."
-    )
-
-
-def _is_changed(step: Step) -> bool:
-    decision, eqn = step.decision, step.eqn
-    authors = tuple(author_dtype(v.aval) for v in eqn.invars)
-    is_cast = any(
-        read is not None and author is not None and read != author
-        for read, author in zip(decision.reads, authors, strict=True)
-    )
-    return is_cast or decision.bind is not None or decision.params != eqn.params
 
 
 def _steps(plan: Plan) -> Iterator[Step]:

@@ -20,6 +20,8 @@ import pytest
 # A program for `test_scale_processes.py` to start, not one to look for doctests in.
 collect_ignore = ["two_processes.py"]
 
+pytest.register_assert_rewrite("tests.programs")
+
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

@@ -325,7 +325,7 @@ def scan_swapped_carries(wrap):
     return fn
 
 
-@construct(low=2, differentiable=False)
+@construct(low=2, in_solver=1, differentiable=False)
 def while_loop(wrap):
     body = wrap(lambda c: (c[0] + 1, jnp.tanh(c[1] @ c[2]), c[2]))
     cond = wrap(lambda c: (c[0] < 3) & (jnp.max(c[1]) < 10.0))
@@ -336,7 +336,7 @@ def while_loop(wrap):
     return fn
 
 
-@construct(low=2, differentiable=False)
+@construct(low=2, in_solver=1, differentiable=False)
 def while_loop_contraction_in_cond(wrap):
     body = wrap(lambda c: (c[0] + 1, c[1] * 0.5))
 

@@ -1,6 +1,7 @@
 """The benchmarks' own tests: a measure that lies would make every figure worthless."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import measure, rewrite
+from benchmarks import front, measure, rewrite
 from benchmarks.workloads import FLOAT32, WORKLOADS, Style, make_workload
+from benchmarks.zoo import ZOO
 
 SHAPE = jax.ShapeDtypeStruct
 
@@ -249,3 +251,96 @@ def test_command_prints_tables_and_writes_a_record(tmp_path, capsys, monkeypatch
     assert record["workloads"]["tiny"]["hand"]["weight_copies"] == 0
     out = capsys.readouterr().out
     assert "Ratios" in out and "Figures" in out and "…" not in out
+
+
+# ------------------------------------------------------------------------------ the zoo
+
+
+@pytest.mark.parametrize("model", ZOO.values(), ids=ZOO)
+def test_a_zoo_model_is_float32_and_has_a_gradient_everywhere(model):
+    """Traced at the size that is compiled, for nothing there depends on values."""
+    params, batch = model.shapes("real")
+    loss, grads = jax.eval_shape(jax.value_and_grad(model.loss), params, batch)
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    both = jax.make_jaxpr(jax.value_and_grad(model.loss))(params, batch)
+    assert measure.contraction_flops(both).keys() == {"float32"}
+
+
+@pytest.mark.parametrize("name", ("GPT-2 (Equinox)", "Llama (NNX)", "BERT (Linen)"))
+def test_equal_sizes_are_one_program(name):
+    """Else every seed would be traced and compiled anew."""
+    jax.clear_caches()
+    first, second = (ZOO[name].shapes("toy")[0] for _ in range(2))
+    assert first is not second
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
+# -------------------------------------------------------------------------- the front
+
+
+def one(error, saved=1, step=1.0):
+    return front.Figures(error, error, saved, 1.0, step, 1)
+
+
+def test_who_beats_whom():
+    ours = one(1.0, saved=100, step=1.0)
+    assert front.beats(one(0.9, saved=90, step=0.9), ours)
+    assert not front.beats(one(0.96, saved=90, step=0.9), ours)
+    assert not front.beats(one(0.9, saved=99, step=0.9), ours)
+    assert not front.beats(one(0.9, saved=90, step=0.99), ours)
+    assert front.beats(one(0.9, saved=90, step=None), ours)  # not compiled for a GPU
+    assert not front.beats(one(math.inf, saved=90, step=0.9), ours)
+
+
+def test_findings():
+    rows = {
+        "float32": one(0.0, saved=200),
+        "contractions": one(1.0, saved=150),
+        "default": one(1.05, saved=100),
+    }
+    assert front.findings(rows) == []
+    rows["jmp"] = one(0.3, saved=90, step=0.5)
+    rows["lean"] = one(1.3, saved=50)
+    assert front.findings(rows) == [
+        "jmp beats default",
+        "default has 3.5 times the error of jmp",
+        "lean has 1.30 times the error of contractions",
+        "lean has 4.3 times the error of jmp",
+    ]
+
+
+def test_a_record_is_resumed_where_it_fits(tmp_path):
+    path, head = tmp_path / "record.json", {"sources": "a", "settings": {"seeds": 1}}
+    results = {"tiny": {"jmp": one(math.inf, step=None)}}
+    front.write_record(path, head, results)
+    assert front.read_record(path, head) == results
+    assert front.read_record(path, head | {"sources": "b"}) == {}
+    assert front.read_record(tmp_path / "none.json", head) == {}
+
+
+def test_front_measures_what_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(front, "MODELS", {"tiny": tiny(), "other": tiny()})
+    record, picture = tmp_path / "record.json", tmp_path / "front.png"
+    options = "--size toy --no-roofline --seeds 1 --repeats 1 --policies default hand"
+    command = [*options.split(), "--json", str(record), "--plot", str(picture)]
+    front.main([*command, "--workloads", "tiny"])
+    rows = json.loads(record.read_text())["models"]["tiny"]
+    assert list(rows) == ["float32", "hand", "default", "contractions"]
+    assert rows["float32"]["error"] < 1e-6
+    assert 1e-5 < rows["default"]["error"] < 2e-2
+    assert rows["default"]["saved_bytes"] < rows["float32"]["saved_bytes"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    measured = []
+    original = front.measured
+    monkeypatch.setattr(
+        front, "measured", lambda *args: measured.append(args) or original(*args)
+    )
+    front.main([*command, "--workloads", "tiny", "other"])
+    assert [(model.name, list(losses)) for model, _, losses, _ in measured] == [
+        ("tiny", ["float32", "hand", "default", "contractions"])
+    ]
+    assert list(json.loads(record.read_text())["models"]) == ["tiny", "other"]
+    out = capsys.readouterr().out
+    assert "Error, memory and time" in out and "…" not in out

@@ -406,9 +406,9 @@ def test_param_is_needs_a_name_and_values():
 def test_when_needs_a_predicate_and_two_rules():
     with pytest.raises(TypeError, match="`predicate` must be callable"):
         when(True, "float32", "float16")
-    with pytest.raises(TypeError, match=r"rule of `rule` is 'flaot32'.*'float32'"):
+    with pytest.raises(TypeError, match=r"`rule` is 'flaot32'.*'float32'"):
         when(returns_none, "flaot32", "float16")
-    with pytest.raises(TypeError, match="rule of `otherwise` must be a rule"):
+    with pytest.raises(TypeError, match="`otherwise` must be a rule"):
         when(returns_none, "float32", 3)
 
 

@@ -5,9 +5,16 @@ import xml.etree.ElementTree as ElementTree
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from jaxamp_like import DynamicScalerState, ScalerHistory
+from jaxamp_like import (
+    DynamicScalerState,
+    NoScaler,
+    ScalerHistory,
+    Unscaled,
+    loss_scale_optimizer,
+)
 
 
 def recorded(finite, every=1):
@@ -35,6 +42,33 @@ def test_no_overflow_is_lost_between_recorded_steps():
     rows = recorded([False, False, False, True, False], every=3).rows()
     assert [row["step"] for row in rows] == [0, 3]
     assert [row["overflows"] for row in rows] == [1, 2]
+
+
+def test_states_of_every_kind():
+    state = DynamicScalerState(scaler=1024)
+    tx = optax.chain(loss_scale_optimizer(optax.sgd(0.1), state))
+    history, opt_state = ScalerHistory(), tx.init(w := jnp.ones(2))
+    history.record(opt_state)
+    opt_state = tx.update(Unscaled(w * jnp.nan), opt_state, w)[1]
+    history.record(opt_state, 0.5)
+    assert [row["scale"] for row in history.rows()] == [1024, 512]
+    assert history.rows()[1]["overflows"] == 1
+
+    plain = ScalerHistory()
+    plain.record(NoScaler(), 1.0)
+    assert plain.rows()[0]["scale"] == 1 and plain.plot()
+
+    groups, both = ScalerHistory(), {"a": state, "b": state}
+    for finite in (True, False):
+        both["b"] = both["b"].update(finite)
+        groups.record(both)
+    assert groups.rows()[1]["scale"] == {"['a']": 1024, "['b']": 512}
+    assert json.loads(groups.to_json())[1]["overflows"] == {"['a']": 0, "['b']": 1}
+    assert "scale of ['b'] 1024 to 512, 1 overflows" in repr(groups)
+    labels = [line.get_label() for line in groups.plot().axes[0].lines]
+    assert "loss scale ['a']" in labels
+    with pytest.raises(ValueError, match=r"at its root, but the steps before .*'a'"):
+        groups.record(state)
 
 
 def test_views(tmp_path):

@@ -8,6 +8,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import sparse
 from jax.experimental.jet import jet
 from jax.sharding import AxisType, PartitionSpec as P
@@ -134,9 +135,7 @@ def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
 
 # Other interpreters of programs.
 
-LEAK_FREE = (
-    "plain jit scan cond remat custom_jvp custom_vjp custom_vmap_batched".split()
-)
+LEAK_FREE = "plain jit scan cond remat custom_jvp custom_vjp custom_vmap_batched"
 
 
 @ways
@@ -211,3 +210,64 @@ def test_sparsify(layout, is_lean):
 
     ours = sparse.sparsify(low(fn, is_lean))(W, matrix)
     assert_near(ours, sparse.sparsify(fn)(W, matrix))
+
+
+# Rules of the author for `vmap`.
+
+
+def test_the_rule_of_a_custom_vmap_is_rewritten():
+    @custom_vmap
+    def product(w, x):
+        return x @ w, jnp.sum(w)
+
+    @product.def_vmap
+    def _(size, batched, w, x):
+        assert batched == [False, True] and x.dtype == jnp.float32
+        doubled = 2 * (x.reshape(-1, 8) @ w)  # to tell it from the function
+        return (doubled.reshape(size, -1, 8), jnp.sum(w)), (True, False)
+
+    def mapped(fn):
+        return jax.vmap(fn, (None, 0), (0, None))
+
+    def grad(fn):
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(mapped(fn)(*args)[0])), (0, 1))
+
+    mixed, x = low(product), X.reshape(4, 4, 8)
+    for transform in (mapped, grad):
+        ours, true = transform(mixed), transform(product)
+        assert contraction_dtypes(ours, W, x) == {"bfloat16"}
+        assert_near(ours(W, x), true(W, x))
+    assert contraction_dtypes(jax.jit(mapped(jax.jit(mixed))), W, x) == {"bfloat16"}
+
+
+# Weak types.
+
+WEAK = {
+    "contraction": lambda s, w: jnp.full((3, 3), 2.0) @ jnp.full((3, 3), 2.0),
+    "after a contraction": lambda s, w: jnp.tanh(jnp.dot(s, s)) * s,
+    "scalar": lambda s, w: jnp.sin(s) * 2.0,
+    "strong": lambda s, w: (w @ w) * s,
+    "literal": lambda s, w: jnp.asarray(2.0),
+    "jit": lambda s, w: jax.jit(lambda s: (s * 2, jnp.dot(s, s)))(s),
+    "remat": lambda s, w: jax.checkpoint(lambda s, w: (s * 2, w @ w * s))(s, w),
+    "cond": lambda s, w: lax.cond(w[0, 0] > 0, lambda s: jnp.dot(s, s), lambda s: s, s),
+    "scan": lambda s, w: lax.scan(
+        lambda c, _: ((c[0] * 0.5, c[1] @ w), c[0] + 1), (s, w), length=3
+    ),
+}
+
+
+@ways
+@pytest.mark.parametrize("fn", WEAK.values(), ids=WEAK)
+def test_weak_types_survive(fn, is_lean):
+    s = jnp.asarray(2.0)
+    assert s.weak_type
+
+    def types(fn):
+        def total(s, w):
+            return sum(jnp.sum(x) for x in jax.tree.leaves(fn(s, w)))
+
+        out = jax.make_jaxpr(lambda *args: (fn(*args), jax.grad(total, (0, 1))(*args)))
+        return [aval.str_short() + str(aval.weak_type) for aval in out(s, W).out_avals]
+
+    assert types(low(fn, is_lean)) == types(fn)

@@ -10,6 +10,8 @@ import jax.random as jr
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import (
@@ -377,3 +379,122 @@ def test_disable_amp():
         return amp(matmul_loss)
 
     assert plain() is matmul_loss
+
+
+# Gradients that nobody scaled.
+
+
+AROUND = {
+    "itself": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e9), tx),
+    "scaled after": lambda tx: optax.chain(tx, optax.scale(1.0)),
+    "injected": lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "c": False}),
+}
+PARTS = {"w": jnp.array([1.0, 2.0]), "c": jnp.array(3.0)}
+
+
+def parts_loss(p, x):
+    return half_loss(p["w"], x) ** 2 + p["c"] ** 2
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_plain_gradients_are_refused_and_its_own_are_not(around, wrap):
+    scaled = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    tx, x = around(scaled), jnp.array([0.5, 0.25])
+    opt_state = tx.init(PARTS)
+    with pytest.raises(TypeError, match=r"(?s)`grads.*`tx\.value_and_grad\(loss_fn"):
+        wrap(lambda g, s: tx.update(g, s, PARTS))(
+            jax.grad(parts_loss)(PARTS, x), opt_state
+        )
+    value_and_grad = scaled.value_and_grad(parts_loss, opt_state)
+    value, grads = wrap(value_and_grad)(PARTS, x)  # leave and enter a jitted function
+    assert value == parts_loss(PARTS, x)
+    updates, _ = wrap(lambda g, s: tx.update(g, s, PARTS))(grads, opt_state)
+    wanted = jax.tree.map(lambda g: -0.1 * g, jax.grad(parts_loss)(PARTS, x))
+    assert jnp.allclose(updates["w"], wanted["w"], rtol=1e-3)
+
+
+def test_train_state_and_nnx_optimizer():
+    scaled = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    x = jnp.array([0.5, 0.25])
+    state = train_state.TrainState.create(apply_fn=None, params=PARTS, tx=scaled)
+    with pytest.raises(TypeError, match="come from a scaled loss"):
+        state.apply_gradients(grads=jax.grad(parts_loss)(PARTS, x))
+    grads = state.tx.grad(parts_loss, state)(PARTS, x)
+    assert state.apply_gradients(grads=grads).params["c"] == 3.0 - 0.1 * 6
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, scaled, wrt=nnx.Param)
+
+    def loss(model, x):
+        return model(x).sum()
+
+    assert scale_loss(1.0, optimizer.opt_state) == scale_loss(1.0, optimizer) == 2**10
+    with pytest.raises(TypeError, match="come from a scaled loss"):
+        optimizer.update(model, nnx.grad(loss)(model, x))
+    grads = scaled.grad(loss, optimizer)(model, x)
+    wanted = model.kernel[...] - 0.1 * x[:, None]
+    optimizer.update(model, grads)
+    assert jnp.allclose(model.kernel[...], wanted, rtol=1e-6)
+
+    def by_hand(model, x):
+        return scale_loss(loss(model, x), optimizer.opt_state)
+
+    grads = unscale_grads(nnx.grad(by_hand)(model, x), optimizer.opt_state)
+    optimizer.update(model, grads)
+    assert jnp.allclose(model.kernel[...], wanted - 0.1 * x[:, None], rtol=1e-6)
+
+
+def test_gradients_that_are_put_together():
+    tx = loss_scale_optimizer(optax.sgd(1.0), 2.0**10)
+    opt_state, xs = tx.init(PARTS), jnp.ones((4, 2)) / 8
+
+    def microbatch(total, x):
+        loss, grads = tx.value_and_grad(parts_loss, opt_state)(PARTS, x)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    zeros = jax.tree.map(lambda p: Unscaled(jnp.zeros_like(p)), PARTS)
+    total, _ = jax.lax.scan(microbatch, zeros, xs)
+    updates, _ = tx.update(total, opt_state, PARTS)
+    assert updates["c"] == -24
+    lost = jax.tree.map(jnp.zeros_like, PARTS)
+    lost = jax.tree.map(jnp.add, lost, tx.grad(parts_loss, opt_state)(PARTS, xs[0]))
+    with pytest.raises(TypeError, match=r"`jax.tree.map\(Unscaled, grads\)`"):
+        tx.update(lost, opt_state, PARTS)
+    tx.update(jax.tree.map(Unscaled, lost), opt_state, PARTS)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(-30, 30), st.floats(0.5, 2.0), st.booleans())
+def test_value_and_grad_is_that_of_jax(exponent, w, has_aux):
+    def loss(w, x):
+        return (w["a"] * x, {"x": x, "name": "aux"}) if has_aux else w["a"] * x
+
+    tx = loss_scale_optimizer(optax.sgd(1.0), 2.0**exponent)
+    w, x = {"a": jnp.float32(w), "n": None}, jnp.float32(3)
+    options = dict(has_aux=has_aux)
+    got = tx.value_and_grad(loss, tx.init(w), **options)(w, x)
+    value, grads = jax.value_and_grad(loss, **options)(w, x)
+    assert got[0] == value and got[1]["a"].value == grads["a"]
+    out = tx.grad(loss, tx.init(w), filter=False, **options)(w, x)
+    grads = out[0] if has_aux else out
+    assert grads["a"].value == 3 and (not has_aux or out[1]["name"] == "aux")
+
+
+def test_without_scaling_plain_gradients_will_do():
+    for scaler in (None, NoScaler()):
+        tx = loss_scale_optimizer(optax.sgd(0.5), scaler)
+        opt_state = tx.init(W)
+        own = tx.grad(lambda w: w.sum(), opt_state)(W)
+        for grads in (own, jax.grad(lambda w: w.sum())(W)):
+            assert (tx.update(grads, opt_state, W)[0] == -0.5).all()
+
+
+def test_training_without_scaling_the_loss_is_no_longer_silent():
+    """What was 32768 times too small, and trained nothing."""
+    loss, tx = enable_amp(matmul_loss, optax.sgd(0.1))
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3)) / 4
+    with pytest.raises(TypeError, match="in float16 they may have become zero"):
+        jax.jit(tx.update)(jax.grad(loss)(w, x), tx.init(w), w)

@@ -344,7 +344,7 @@ BAD_INPUT = {
     "scaler": (lambda: DynamicScalerState(scaler=np.nan), "`scaler` .* given nan"),
     "scaler 0": (
         lambda: DynamicScalerState(scaler=0.0),
-        "`scaler` .* finite and above 0, .* `NoScaler.*given 0.0",
+        "`scaler` .* finite and above 0, .*`NoScaler.*given 0.0",
     ),
     "scaler -1": (lambda: DynamicScalerState(scaler=-1), "`scaler` .* given -1.0"),
     "scaler inf": (lambda: DynamicScalerState(scaler=np.inf), "`scaler` .* given inf"),
@@ -353,7 +353,7 @@ BAD_INPUT = {
     "greatest": (lambda: DynamicScalerState(max_scaler=0), "`max_scaler` .* above 0"),
     "count": (lambda: DynamicScalerState(count=-1), "`count` .* 0 or more"),
     "static zero": (lambda: static_scaler(0), "above 0.* `NoScaler"),
-    "static inf": (lambda: static_scaler(np.inf), "`min_scaler` .* given inf"),
+    "static inf": (lambda: static_scaler(np.inf), "`scaler` .* given inf"),
     "static tiny": (lambda: static_scaler(2.0**-130), "between .* use `NoScaler"),
     "replaced scaler": (lambda: STATE._replace(scaler=0), "`scaler` .* given 0.0"),
     "replaced": (

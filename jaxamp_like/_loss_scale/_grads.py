@@ -63,10 +63,15 @@ def dynamic_scale_tx(
     dtype of the loss or gradient; each gradient keeps its dtype. The value is $L$ as it
     was computed. Only the gradients decide whether a step was finite.
 
+    What the function changes in NNX objects among its arguments is kept, of the attempt
+    that counts, and none of it if the step was skipped.
+
     Args:
         transform: `transform(fun, has_aux=True, **kwargs)` must make a function that
             returns `(grads, aux)`, like `jax.grad` and `jax.jacrev`, or
-            `((value, aux), grads)`, like `jax.value_and_grad`.
+            `((value, aux), grads)`, like `jax.value_and_grad`. For functions of NNX
+            objects, `nnx.grad` or `nnx.value_and_grad`; or those of JAX and Equinox,
+            which then differentiate by an object's `nnx.Param`s.
         redo_on_nan: how many times a step with non-finite gradients is repeated with a
             smaller scale. If none of them helps, the last results are returned and the
             scale falls by one step only. The gradient code is compiled once.
@@ -85,6 +90,7 @@ def dynamic_scale_tx(
             the state missing or of another type, the loss not a floating-point scalar.
         ValueError: `redo_on_nan` is negative, an axis is not bound, a tree of states is
             no prefix of the gradients, or a retry would make devices wait for others.
+        AmpError: `transform` loses what the function changes in NNX objects.
 
     >>> grad = dynamic_scale_tx(jax.grad)(lambda x, y: x * y, argnums=(0, 1))
     >>> state, grads = grad(2.0, 3.0, dynamic_scaler_state=DynamicScalerState())
@@ -162,7 +168,8 @@ def dynamic_scale_grad(
         has_aux: whether there is `aux`, which is returned as it is.
         redo_on_nan: how often a non-finite step is repeated with a smaller scale.
         filter: use `equinox.filter_grad`, which differentiates by every floating-point
-            array in the first argument, whatever else that holds.
+            array in the first argument, whatever else that holds. The derivative by an
+            NNX object is a state of its `nnx.Param`s, either way.
         axis_name: the axes of `shard_map` or `pmap` over which devices agree.
         kwargs: for `jax.grad`: `holomorphic`, `allow_int`; `argnums` if not `filter`.
     Returns:

@@ -378,6 +378,8 @@ def _check_values(state: DynamicScalerState) -> None:
                 f"{value}."
             )
 
+    numbers = "finite and above 0, such as 2.0**15 (to scale nothing: `NoScaler()`)"
+    require("scaler", lambda x: 0 < x < math.inf, numbers)
     for name in sorted(_COUNTS - {"hysteresis", "patience"}):
         require(name, lambda x: x >= 0, "0 or more")
     require("patience", lambda x: x >= 1, "1 or more (1 grows at every other step)")
@@ -388,10 +390,6 @@ def _check_values(state: DynamicScalerState) -> None:
     least = values["min_scaler"] or 0
     greatest = f"above 0, and no less than `min_scaler`, {least}"
     require("max_scaler", lambda x: x > 0 and x >= least, greatest)
-    numbers = (
-        "a finite number above 0, such as 2.0**15 (to scale nothing: `NoScaler()`)"
-    )
-    require("scaler", lambda x: 0 < x < math.inf, numbers)
 
 
 def _known(x: Array) -> float | None:

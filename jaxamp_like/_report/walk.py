@@ -13,7 +13,8 @@ from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._plan import Step
 from .._policy import REWRITTEN
 from .._record import MARK
-from .._structural import STRUCTURAL
+from .._solvers import told
+from .._structural import SOLVER, STRUCTURAL
 from .records import Phase, Place, SavedRecord, widest
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -46,11 +47,11 @@ class Around:
                 in_amp, base = True, scope
             elif name.startswith(MARK):
                 step = steps[int(name.removeprefix(MARK))]
-            else:
+            elif name != SOLVER:
                 scope = (*scope, name)
         if step is not None and step is not self.step:
             # The name stack of what JAX moves out of a loop lacks the scopes around it.
-            scope = (*base, *step.scope)
+            scope = (*base, *told(step.scope))
         if own.backward and phase == "forward":
             phase = "backward"
         if own.recomputed:

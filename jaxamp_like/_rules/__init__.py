@@ -22,6 +22,7 @@ from .computing import (
     UseOriginalPrecision as UseOriginalPrecision,
     UsePrecision as UsePrecision,
     asks_for_precision as asks_for_precision,
+    in_solver as in_solver,
     use_compute_precision as use_compute_precision,
     use_compute_precision_wide_result as use_compute_precision_wide_result,
     use_original_precision as use_original_precision,
@@ -30,6 +31,7 @@ from .computing import (
     use_widest_precision as use_widest_precision,
     wide_contraction as wide_contraction,
 )
+from .contracting import contract as contract
 from .following import (
     ConvertAsWritten as ConvertAsWritten,
     follow_inputs as follow_inputs,
@@ -39,4 +41,10 @@ from .following import (
     round_logistic as round_logistic,
 )
 from .low_residuals import keeping_low as keeping_low
-from .storing import compute_in_full as compute_in_full, move_exactly as move_exactly
+from .storing import (
+    choose_exactly as choose_exactly,
+    compute_in_full as compute_in_full,
+    convert_exactly as convert_exactly,
+    move_exactly as move_exactly,
+    sort_exactly as sort_exactly,
+)

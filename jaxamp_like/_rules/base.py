@@ -88,6 +88,7 @@ class Fact(NamedTuple):
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
     coarse: DType | None = None  # what a summand of its size was rounded to
+    sampled: bool = False  # `values` are not all of them
 
 
 class Site(NamedTuple):
@@ -159,6 +160,15 @@ class Rule:
     def is_compute(self) -> bool:
         """Whether the equation makes low results whatever it reads."""
         return False
+
+    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> "Rule":
+        """The rule for an equation of which parameters and operands are known."""
+        return self
+
+    @property
+    def may_compute_low(self) -> bool:
+        """Whether the equation may compute low although none of its operands is."""
+        return self.is_compute
 
     @property
     def is_run_again(self) -> bool:

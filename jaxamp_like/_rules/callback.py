@@ -28,6 +28,10 @@ class Callback(Rule):
 
     fn: Callable[..., Any]
 
+    @property
+    def may_compute_low(self) -> bool:
+        return True
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return wanted
 

@@ -139,6 +139,16 @@ class UseOriginalPrecision(Rule):
 
 
 @dataclass(frozen=True)
+class InSolver(Rule):
+    """The author's dtypes, in a loop that must take the steps that it takes in them."""
+
+    def decide(self, site: Site) -> Decision:
+        decision = use_original_precision_locally.decide(site)
+        why = "in a solver, which goes on until what contractions make is good enough"
+        return decision._replace(why=why)
+
+
+@dataclass(frozen=True)
 class UseWidestPrecision(Rule):
     """Computes in the widest dtype among the operands as they are now.
 
@@ -177,6 +187,10 @@ class ByRange(Rule):
     def decide(self, site: Site) -> Decision:
         return self._pick(site.compute_dtype).decide(site)
 
+    @property
+    def may_compute_low(self) -> bool:
+        return any(rule.may_compute_low for rule in (self.narrow, self.wide))
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return self.wide.demand(params, wanted)
 
@@ -194,6 +208,9 @@ use_original_precision = UseOriginalPrecision()
 
 use_original_precision_locally = UseOriginalPrecision(local=True)
 """Computes in the author's dtypes; the result is fit to be read in low precision."""
+
+in_solver = InSolver()
+"""As `use_original_precision_locally`, for what stands in a solver; see `_solvers`."""
 
 use_widest_precision = UseWidestPrecision()
 """Computes in the widest dtype among the inputs as they are now."""

@@ -33,6 +33,10 @@ class UseDotAlgorithm(Rule):
 
     algorithm: lax.DotAlgorithmPreset | lax.Precision
 
+    @property
+    def may_compute_low(self) -> bool:
+        return True
+
     def decide(self, site: Site) -> Decision:
         decision = use_original_precision.decide(site)
         name = site.primitive and site.primitive.name

@@ -201,8 +201,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
         )
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
-        carried, coarse = fact.carried, fact.coarse
-        outs.append(Fact(fact.dtype, fact.mark, leaf, small, values, carried, coarse))
+        outs.append(fact._replace(leaf=leaf, small=small, values=values))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
 
 
@@ -231,7 +230,9 @@ class ConvertAsWritten(Rule):
 
     def decide(self, site: Site) -> Decision:
         (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
-        if fact is not None and old == new:  # only the weak type changes
+        # Of a dtype and `None`, NumPy says that they are equal if it is float64.
+        if new is not None and old == new:  # only the weak type changes
+            assert fact is not None
             out = fact._replace(leaf=view_of(fact.leaf))
             if fact.dtype == old:
                 return Decision((old,), site.params, (out,), "keeps its dtype")

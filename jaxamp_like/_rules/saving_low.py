@@ -1,5 +1,6 @@
 """What an op that computes in full keeps for the backward pass, stored low."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,13 @@ class SavingLow(Rule):
     @property
     def is_compute(self) -> bool:
         return self.rule.is_compute
+
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low
+
+    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
+        return SavingLow(self.rule.for_equation(params, avals))
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return self.rule.demand(params, wanted)

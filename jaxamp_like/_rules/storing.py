@@ -10,9 +10,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._dtypes import DType, exact_in, lowered
+from .._dtypes import DType, exact_in, is_float, lowered
 from .base import Decision, Demand, Mark, Rule, Site, outs_of
-from .following import FANNING_OUT, keep_one, low_if_read_low
+from .following import (
+    FANNING_OUT,
+    ConvertAsWritten,
+    keep_each_input,
+    keep_one,
+    low_if_read_low,
+)
+
+# Nothing may round an operand ahead, but it is best handed over as it is held.
+_AS_IT_IS = Demand.FULL | Demand.AS_HELD
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class ComputeInFull(Rule):
         return True
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return Demand.FULL | Demand.AS_HELD
+        return _AS_IT_IS
 
     def decide(self, site: Site) -> Decision:
         outs = outs_of(site, None, Mark.LOW, coarse=_coarseness(site))
@@ -55,14 +64,41 @@ class MoveExactly(Rule):
         if len(floats) == 1:
             return keep_one(site, floats[0])
         # Constants may be written in any dtype that holds them.
-        dtypes = {fact.dtype for _, fact in floats if fact.values is None}
+        known = [f.values for _, f in floats if f.values and not f.sampled]
+        dtypes = {f.dtype for _, f in floats if not f.values or f.sampled}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        constants = [v for _, fact in floats for v in fact.values or ()]
+        constants = frozenset[float]().union(*known)
         if dtype is None or not all(exact_in(v, dtype) for v in constants):
             return compute_in_full.decide(site)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
         outs = outs_of(site, dtype, _mark(fact for _, fact in floats))
         return Decision(reads, site.params, outs, "moves data as it is")
+
+
+@dataclass(frozen=True)
+class ReadExactly(Rule):
+    """Decides as another rule; no operand is rounded ahead. See `choose_exactly`."""
+
+    rule: Rule
+
+    @property
+    def is_run_again(self) -> bool:
+        return self.rule.is_run_again
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return _AS_IT_IS
+
+    def decide(self, site: Site) -> Decision:
+        wanted = (_AS_IT_IS,) * len(site.wanted)
+        return self.rule.decide(site._replace(wanted=wanted))
+
+
+@dataclass(frozen=True)
+class ConvertExactly(ConvertAsWritten):
+    """As its base; what becomes an integer is not rounded ahead."""
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return wanted if is_float(params["new_dtype"]) else _AS_IT_IS
 
 
 # What hands the rounding of an operand on as it is: one times the operand, or less.
@@ -106,3 +142,14 @@ move_exactly = MoveExactly()
 """Moves data in the precision that it has, and never rounds it.
 
 Operands that are held in several dtypes are moved in the author's."""
+
+choose_exactly = ReadExactly(move_exactly)
+"""As `move_exactly`, where a rounding may change what is chosen: comparisons, ranks.
+
+What is rounded because only contractions read it is rounded after such an op."""
+
+sort_exactly = ReadExactly(keep_each_input)
+"""As `choose_exactly`, for several arrays at once."""
+
+convert_exactly = ConvertExactly()
+"""An `astype` as its author wrote it."""

@@ -1,6 +1,6 @@
 """Structural primitives: those that hold programs. One row of `STRUCTURAL` for each."""
 
-from .base import REMAT, Body as Body, Handler as Handler
+from .base import REMAT, SOLVER as SOLVER, Body as Body, Handler as Handler
 from .branches import bind_cond, cond_bodies, decide_cond
 from .calls import (
     bind_inline,
@@ -21,7 +21,7 @@ from .loops import (
     scan_bodies,
     while_bodies,
 )
-from .mapped import bind_pmap, bind_shard_map
+from .mapped import bind_custom_vmap, bind_pmap, bind_shard_map
 from .pinned import bind_pinned, decide_pinned, no_bodies
 
 _JIT = Handler(call_bodies, decide_jit, bind_jit)
@@ -43,7 +43,7 @@ STRUCTURAL: dict[str, Handler] = {
     "custom_vjp_call": Handler(call_bodies, decide_call, bind_custom_vjp),
     "custom_linear_solve": Handler(no_bodies, decide_pinned, bind_pinned),
     "linear_call": Handler(no_bodies, decide_pinned, bind_pinned),
-    "custom_vmap_call": Handler(no_bodies, decide_pinned, bind_pinned),
+    "custom_vmap_call": Handler(no_bodies, decide_pinned, bind_custom_vmap),
     "shard_map": Handler(call_bodies, decide_call, bind_shard_map),
     "xla_pmap": Handler(call_bodies, decide_call, bind_pmap),
 }

@@ -12,6 +12,7 @@ from .._dtypes import DType
 from .._jax import (
     Eqn,
     Jaxpr,
+    Literal,
     raw,
 )
 from .._rules import (
@@ -27,6 +28,9 @@ Facts = tuple[Fact | None, ...]
 
 REMAT = ("checkpoint", "remat2")
 
+SOLVER = "amp_solver"
+"""The scope around a loop that must take the steps that it takes as written."""
+
 
 class Body(NamedTuple):
     """One program that an equation holds, and how values flow through it."""
@@ -35,6 +39,20 @@ class Body(NamedTuple):
     ins: Sequence[int]  # for each input, the operand of the equation
     outs: Sequence[int | None]  # for each result, the result of the equation
     loop: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
+
+    def handed_on(self) -> dict[int, list[int]]:
+        """For inputs that the next iteration gets as they are: as which of its inputs.
+
+        Where each carry takes over from the one before, as in a history of values, what
+        is known of one is soon known of all: not by one more iteration for each."""
+        jaxpr = raw(self.jaxpr)
+        place = {v: i for i, v in enumerate(jaxpr.invars)}
+        heirs: dict[int, list[int]] = {}
+        for out, i in self.loop:
+            atom = jaxpr.outvars[out]
+            if not isinstance(atom, Literal) and atom in place:
+                heirs.setdefault(place[atom], []).append(i)
+        return heirs
 
 
 class Handler(NamedTuple):

@@ -107,11 +107,13 @@ def decide_remat(planner: Any, eqn: Eqn, site: Site):
 
 
 def _chooses(jaxpr: Jaxpr) -> bool:
-    """Whether a program ranks numbers, and might choose otherwise if they are rounded.
+    """Whether a program might choose otherwise if its inputs are rounded.
 
-    A router of experts, say: the backward pass must go where the forward pass went."""
+    It ranks numbers, as a router of experts, or goes by them, as a solver: the backward
+    pass must go where the forward pass went."""
     return any(
-        eqn.primitive.name in RANKING or any(map(_chooses, subjaxprs(eqn.params)))
+        eqn.primitive.name in (*RANKING, "cond", "while")
+        or any(map(_chooses, subjaxprs(eqn.params)))
         for eqn in raw(jaxpr).eqns
     )
 

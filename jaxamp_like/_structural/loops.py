@@ -25,6 +25,7 @@ from .._rules import (
 )
 from .base import (
     REMAT,
+    SOLVER,
     Body,
     Facts,
     decision_of,
@@ -89,6 +90,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     if not site.params.get("length"):
         starts_full |= read_full
     low = (outs.keys() & read_low) - adds_up
+    if SOLVER in site.scope and not site.by_scope:
+        low = set()
     coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
@@ -96,28 +99,38 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
         if is_sliced and how == Demand.LOW:
             given[i] = _low_slices(given[i], site)
-    while True:  # marks only rise, and there are three
-        carried = {
-            i: _carried(site, i, mark, i in low)._replace(
-                carried=i in adds_up, coarse=coarse[i]
-            )
-            for i, mark in marks.items()
-        }
-        facts = [carried.get(i, fact) for i, fact in enumerate(given)]
-        inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
-        made = {i: inner.outs[out] for i, out in outs.items()}
+
+    def entering(i: int) -> Fact:
+        fact = _carried(site, i, marks[i], i in low)
+        return fact._replace(carried=i in adds_up, coarse=coarse[i])
+
+    def learn(i: int, made: Fact) -> bool:
+        """What an iteration makes of a carry; whether that is news to the next one."""
+        before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
         # its way into the first iteration or the next, nor out of the last.
-        wide = {i for i in read_full & low if made[i].dtype == site.authors[i]}
-        wide |= {i for i in starts_full & low if not _is_exact(site, i)}
-        stuck = {i for i in low if made[i].mark == Mark.FULL} | wide
-        rising = {i for i, fact in made.items() if fact.coarse and not coarse[i]}
-        rising |= {i for i, fact in made.items() if fact.mark > carried[i].mark}
-        if not stuck and not rising:
+        is_wide = i in read_full and made.dtype == site.authors[i]
+        is_wide |= i in starts_full and not _is_exact(site, i)
+        if is_wide or made.mark == Mark.FULL:
+            low.discard(i)
+        coarse[i] = coarse[i] or made.coarse
+        marks[i] = max(marks[i], made.mark)
+        return entering(i) != before
+
+    heirs = {
+        body.ins[i]: [body.ins[j] for j in others]
+        for i, others in body.handed_on().items()
+    }
+    while True:  # marks only rise, and there are three
+        carried = {i: entering(i) for i in outs}
+        facts = [carried.get(i, fact) for i, fact in enumerate(given)]
+        inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
+        news = [i for i, out in outs.items() if learn(i, inner.outs[out])]
+        if not news:
             break
-        low -= stuck
-        coarse = {i: coarse[i] or fact.coarse for i, fact in made.items()}
-        marks = {i: max(mark, made[i].mark) for i, mark in marks.items()}
+        while news:
+            i = news.pop()
+            news += [j for j in heirs.get(i, ()) if learn(j, entering(i))]
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
     results = list(outside(inner.outs))
     for i, out in outs.items():

@@ -1,13 +1,25 @@
-"""Manual sharding: the body needs the mesh axes around it: JAX's own wrappers bind."""
+"""Programs that are mapped over an axis: JAX's own wrappers bind them.
+
+The body of manual sharding needs the mesh axes around it, and how a `custom_vmap` is
+mapped is only known when that happens."""
 
 from typing import Any
 
 import jax
+from jax.custom_batching import custom_vmap
 
 from .._dtypes import cast_all
 from .._jax import (
+    call_vmap_rule,
+    consts,
     eqn_context,
     shard_map_options,
+    typeof,
+)
+from .._rules import (
+    Demand,
+    Fact,
+    author_dtype,
 )
 from .base import (
     now,
@@ -46,3 +58,33 @@ def bind_pmap(frame: Any, step: Any, operands: list[Any]):
     )
     with eqn_context(step.eqn):
         return mapped(*operands)
+
+
+def bind_custom_vmap(frame: Any, step: Any, operands: list[Any]):
+    """Binds a `custom_vmap` call; what the author's rule makes of it is rewritten too.
+
+    The rule sees the author's dtypes, and so does what reads its results."""
+    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
+    authors = [author_dtype(v.aval) for v in eqn.outvars]
+
+    @custom_vmap
+    def call(*args):
+        return cast_all(frame.run(inner, consts(eqn.params["call"]), args), authors)
+
+    @call.def_vmap
+    def _(axis_size, batched, *args):
+        are_batched = []
+
+        def author_rule(*args):
+            outs, where = call_vmap_rule(eqn, axis_size, batched, args)
+            are_batched.extend(where)
+            return outs
+
+        avals = list(map(typeof, args))
+        facts = tuple(d and Fact(d) for d in map(author_dtype, avals))
+        wanted = [Demand.FULL] * len(authors)
+        outs = frame.rewrite(author_rule, avals, args, facts, step.scope, wanted)
+        return cast_all(outs, authors), are_batched
+
+    with eqn_context(eqn):
+        return call(*operands)

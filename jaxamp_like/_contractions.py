@@ -1,0 +1,59 @@
+"""What a contraction is: which axes of its operands are summed over, which are free.
+
+A contraction makes each number of its result from many of its operands' numbers, and
+reads each of these many times: that is what matrix units and 16 bits are for. Two kinds
+of `dot_general` are none. One that sums over a single term (`einsum("i,j->ij")`, or a
+product over an axis of length 1) is a multiplication. One without free axes (`vdot`,
+`einsum("bi,bi->b")`) is a multiplication and a sum: an inner product, mostly a norm. It
+reads every number once, so that 16 bits save no time, and its result spans a range that
+float16 has not: squares vanish below 2e-4 and overflow above 256."""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+Shape = tuple[Any, ...]
+
+
+def is_contraction(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
+    """Whether a `dot_general`, convolution or the like is one, by its parameters."""
+    if not _exceeds_one(summed_axes(params, shapes)):
+        return False
+    numbers = dot_numbers(params)
+    if numbers is None or "ragged_dot_dimension_numbers" in params:
+        return True
+    contracted, batch = numbers
+    sides = (
+        rest(shape, (*contracted[i], *batch[i])) for i, shape in enumerate(shapes[:2])
+    )
+    return any(map(_exceeds_one, sides))
+
+
+def summed_axes(params: dict[str, Any], shapes: Sequence[Shape]) -> Shape:
+    """The lengths of the axes over which each number of the result is a sum."""
+    if (numbers := dot_numbers(params)) is not None:
+        (axes, _), _ = numbers
+        return at(shapes[0], axes)
+    _out, *summed = params["dimension_numbers"].rhs_spec
+    return at(shapes[1], summed)
+
+
+def dot_numbers(params: dict[str, Any]) -> Any:
+    """`((lhs, rhs) contracted, (lhs, rhs) batch)` of a `dot_general`, else `None`."""
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = getattr(ragged, "dot_dimension_numbers", params.get("dimension_numbers"))
+    is_dot = type(numbers) is tuple and len(numbers) == 2  # no named tuple
+    return numbers if is_dot else None
+
+
+def at(shape: Shape, axes: Iterable[int]) -> Shape:
+    return tuple(shape[axis] for axis in axes)
+
+
+def rest(shape: Shape, axes: Iterable[int]) -> Shape:
+    return tuple(d for axis, d in enumerate(shape) if axis not in tuple(axes))
+
+
+def _exceeds_one(axes: Shape) -> bool:
+    """Whether there is more than one number along `axes`; a symbolic axis is long."""
+    return not all(isinstance(d, int) for d in axes) or prod(axes) > 1
