@@ -698,3 +698,24 @@ def test_what_enters_a_loop_is_not_rounded_with_its_carry():
 
     np.testing.assert_array_equal(amp(looped, compute_dtype="bfloat16")(0, x), x)
     np.testing.assert_array_equal(amp(scanned, compute_dtype="bfloat16")(x), scanned(x))
+
+
+@pytest.mark.parametrize("around", ["nothing", "vmap", "scan", "remat", "jit"])
+def test_a_backward_rule_holds_inside_any_transform(around):
+    """A gradient through a batch, or a loop, of what `amp` has made of a rule."""
+
+    @jax.custom_vjp
+    def twice(x):
+        return x
+
+    twice.defvjp(lambda x: (x, None), lambda _, ct: (2 * ct,))
+    fn = amp(twice, compute_dtype="bfloat16")
+    wrapped = {
+        "nothing": fn,
+        "vmap": jax.vmap(fn),
+        "scan": lambda x: lax.scan(lambda c, x: (c, fn(x)), 0, x)[1],
+        "remat": jax.checkpoint(fn),
+        "jit": jax.jit(fn),
+    }[around]
+    grad = jax.grad(lambda x: wrapped(x).sum())(jnp.ones((2, 3)))
+    np.testing.assert_array_equal(grad, 2 * jnp.ones((2, 3)))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._dtypes import cast, cast_all
 from .._jax import (
@@ -144,44 +146,24 @@ class _Identity:
 def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     """Binds a `custom_vjp` call.
 
-    Only the operands that are differentiated may take part in the author's rule, and
-    which these are is asked for by a `custom_jvp` around it: `shard_map` has no
-    `custom_vjp` with symbolic zeros."""
+    The new rule asks for symbolic zeros if the author's does: only then may it matter
+    to him which operands are differentiated, and not everything in JAX (`shard_map`)
+    knows rules that ask."""
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
+    avals = [v.aval for v in eqn.invars]
+    num_outs = len(eqn.outvars)
+    asks = bool(eqn.params.get("symbolic_zeros"))
 
-    @jax.custom_jvp
+    @jax.custom_vjp
     def call(*args):
         return cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
 
-    def rule(primals, tangents):
-        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        moving, moves = (tuple(x[i] for i in live) for x in (primals, tangents))
-        reverse = _reverse_rule(frame, step, live, call)
-        return jax.jvp(lambda *moving: reverse(moving, primals), moving, moves)
-
-    call.defjvp(rule, symbolic_zeros=True)
-    with eqn_context(eqn):
-        return call(*operands)
-
-
-def _reverse_rule(
-    frame: Any, step: Any, live: Sequence[int], primal: Callable[..., Any]
-) -> Callable[..., Any]:
-    """A `custom_vjp` call as a function of its `live` operands, and of all."""
-    (inner,), eqn = step.inner, step.eqn
-    dtypes = now(step.decision.outs)
-    avals = [v.aval for v in eqn.invars]
-    num_outs = len(eqn.outvars)
-
-    @jax.custom_vjp
-    def reverse(moving, values):
-        del moving  # those of the values that are live
-        return primal(*values)
-
-    def fwd(moving, values):
-        del moving
+    def fwd(*primals):
+        values = [p.value for p in primals] if asks else list(primals)
+        live = [i for i, p in enumerate(primals) if not asks or p.perturbed]
+        live = [i for i in live if _is_inexact(avals[i])]
         trees = []
 
         def author_fwd(*args):
@@ -198,11 +180,12 @@ def _reverse_rule(
         tree, res_avals = trees[0]
         held = [typeof(values[i]).dtype for i in live]
         return cast_all(outs[:num_outs], dtypes), _Residuals(
-            outs[num_outs:], (tree, res_avals, held)
+            outs[num_outs:], (tree, res_avals, live, held)
         )
 
     def bwd(residuals, cotangents):
-        tree, res_avals, held = residuals.static
+        tree, res_avals, live, held = residuals.static
+        cotangents = list(map(_instantiate, cotangents))
 
         def author_bwd(*args):
             vjp = jax.tree.unflatten(tree, args[: len(res_avals)])
@@ -224,12 +207,29 @@ def _reverse_rule(
             step.scope,
             wanted,
         )
-        authors = [author_dtype(avals[i]) for i in live]
-        casts = [author and d for author, d in zip(authors, held, strict=True)]
-        return tuple(cast_all(grads, casts)), None
+        casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
+        result: list[Any] = [None] * len(avals)
+        for i, grad in zip(live, cast_all(grads, casts), strict=True):
+            result[i] = grad
+        return tuple(result)
 
-    reverse.defvjp(fwd, bwd)
-    return reverse
+    call.defvjp(fwd, bwd, symbolic_zeros=asks)
+    with eqn_context(eqn):
+        return call(*operands)
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _instantiate(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _demand_as(now: Any, author: Any) -> Demand:
