@@ -383,6 +383,11 @@ def loss_of(field, kind):
     return functools.partial(adaptive, field=field, kind=kind)
 
 
+@functools.cache
+def gradient_of(field, kind):
+    return jax.jit(jax.grad(loss_of(field, kind), has_aux=True))(4 * W, X)
+
+
 def distance(actual, exact):
     return float(jnp.linalg.norm(actual - exact) / jnp.linalg.norm(exact))
 
@@ -400,9 +405,8 @@ AROUND = {
 @pytest.mark.parametrize("inner", ["plain", "amp"])
 def test_what_is_run_again_takes_the_same_steps(around, kind, inner):
     """Gradients of an adaptive solve, of which a field may be low on request."""
-    gradient = functools.partial(jax.grad, has_aux=True)
-    exact, steps = jax.jit(gradient(loss_of(field, kind)))(4 * W, X)
-    by_hand, _ = jax.jit(gradient(loss_of(low_field, kind)))(4 * W, X)
+    exact, steps = gradient_of(field, kind)
+    by_hand, _ = gradient_of(low_field, kind)
     if inner == "amp":
         mixed = around(loss_of(amp(field, compute_dtype="bfloat16"), kind))
     else:
