@@ -1,4 +1,6 @@
-"""`amp(fn, lean=True)`: what the backward pass keeps, and that nothing else changes."""
+"""Islands: what the backward pass keeps, and that nothing else changes.
+
+The default policy has them by itself, others by `amp(fn, lean=True)`."""
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,28 @@ from benchmarks import measure
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
 
+from .following import FOLLOWING
+
 BF16 = "bfloat16"
+REGIONS = ("checkpoint", "remat2", "custom_jvp_call")  # this one keeps its inputs low
 every_workload = pytest.mark.parametrize("name", WORKLOADS)
 
 
-def lean(fn, dtype=BF16):
+def default(fn, dtype=BF16):
+    return amp(fn, compute_dtype=dtype)
+
+
+def asked_for(fn, dtype=BF16):
+    return amp(fn, compute_dtype=dtype, amp_policy=FOLLOWING, lean=True)
+
+
+def lean_default(fn, dtype=BF16):
     return amp(fn, compute_dtype=dtype, lean=True)
+
+
+@pytest.fixture(params=(default, asked_for, lean_default))
+def lean(request):
+    return request.param
 
 
 def quick(fn):
@@ -28,14 +46,19 @@ def quick(fn):
 
 
 def islands(fn, *args):
-    """The regions of a program: those checkpoints that hold no contraction."""
-    found = []
-    for eqn, _ in measure.walk(jax.make_jaxpr(fn)(*args)):
-        if eqn.primitive.name in ("checkpoint", "remat2"):
-            inside = [e.primitive.name for e, _ in measure.walk(eqn.params["jaxpr"])]
-            if "dot_general" not in inside:
-                found.append((eqn, inside))
-    return found
+    """The regions of a program: what is run again as a whole, without contractions."""
+
+    def find(jaxpr):
+        for eqn in jaxpr.eqns:
+            subs = [getattr(sub, "jaxpr", sub) for sub in measure.subjaxprs(eqn.params)]
+            inside = [e.primitive.name for sub in subs for e, _ in measure.walk(sub)]
+            if eqn.primitive.name in REGIONS and "dot_general" not in inside:
+                yield eqn, inside
+            else:
+                for sub in subs:
+                    yield from find(sub)
+
+    return list(find(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
 def kept(fn, *args):
@@ -47,7 +70,7 @@ W, X = jnp.ones((8, 8)) / 8, jnp.linspace(-1, 1, 32).reshape(4, 8)
 LOW = (BF16, (4, 8))
 
 
-def test_an_island_is_low_at_its_borders():
+def test_an_island_is_low_at_its_borders(lean):
     def fn(w, x):
         return jnp.sum(jax.nn.softmax(x @ w) @ w)
 
@@ -57,12 +80,13 @@ def test_an_island_is_low_at_its_borders():
     assert [v.aval.dtype for v in eqn.outvars] == [jnp.bfloat16]
     # The scores, the weights and the operand of the first product's weight gradient.
     assert kept(lean(fn), W, X) == [LOW] * 2
-    assert len(kept(amp(fn, compute_dtype=BF16), W, X)) > 2
+    following = amp(fn, compute_dtype=BF16, amp_policy=FOLLOWING)
+    assert len(kept(following, W, X)) > 2
 
 
-@pytest.mark.parametrize("function", (jnp.tanh, jax.nn.relu))
-def test_one_function_alone_is_no_island(function):
-    """Its argument is no cheaper to keep than its result."""
+@pytest.mark.parametrize("function", (jnp.abs, lambda y: jnp.maximum(y, 0.5)))
+def test_a_choice_alone_is_no_island(function, lean):
+    """Its argument is no cheaper to keep than what it keeps by itself."""
 
     def fn(w, x):
         return jnp.sum(function(x @ w) @ w)
@@ -70,7 +94,14 @@ def test_one_function_alone_is_no_island(function):
     assert islands(lean(fn), W, X) == []
 
 
-def test_linear_steps_lead_to_an_island():
+def test_one_function_that_is_computed_low_is_no_island():
+    def fn(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    assert islands(asked_for(fn), W, X) == []
+
+
+def test_linear_steps_lead_to_an_island(lean):
     def fn(w, b, x):
         y = x @ w
         z = y + (y @ w + b)  # a residual and a bias: only their sum is kept
@@ -82,7 +113,7 @@ def test_linear_steps_lead_to_an_island():
     assert kept(lean(fn), W, W[0], X) == [LOW] * 3
 
 
-def test_an_island_makes_its_mask():
+def test_an_island_makes_its_mask(lean):
     def fn(w, x):
         scores = x @ w
         causal = jnp.tril(jnp.ones(scores.shape, bool))
@@ -93,7 +124,7 @@ def test_an_island_makes_its_mask():
     assert kept(lean(fn), W, X) == [LOW] * 2
 
 
-def test_random_numbers_are_drawn_once():
+def test_random_numbers_are_drawn_once(lean):
     def fn(w, x, key):
         mask = jr.bernoulli(key, 0.5, x.shape)
         return jnp.sum(jax.nn.softmax(jnp.where(mask, x @ w, 0)) @ w)
@@ -103,16 +134,25 @@ def test_random_numbers_are_drawn_once():
     assert drawn.count("random_bits") == 1
 
 
-def test_what_is_read_in_full_enters_in_full():
+def test_what_is_read_in_full_enters_in_full(lean):
     def fn(w, x):
         y = jnp.cumsum(x @ w, axis=0)  # float32, and costly
-        return jnp.sum(jnp.exp(y) * jnp.sin(y) + jnp.exp(-y))
+        return jnp.sum(jnp.exp(y) * jnp.sin(y @ w))
 
     ((eqn, _),) = islands(lean(fn), W, X)
-    assert {v.aval.dtype.name for v in eqn.invars} == {"float32"}
+    assert {v.aval.dtype.name for v in eqn.invars} == {"float32", BF16}
 
 
-def test_a_residual_stream_adds_up_in_full_and_is_kept_low():
+def test_what_is_as_its_author_wrote_it_stays_so(lean):
+    def fn(w, x):
+        y = jnp.cumsum(x @ w, axis=0)
+        return jnp.sum(jnp.exp(y) * jnp.sin(y) + jnp.exp(-y))
+
+    assert islands(lean(fn), W, X) == []
+
+
+@pytest.mark.parametrize("lean", (default, lean_default))
+def test_a_residual_stream_adds_up_in_full_and_is_kept_low(lean):
     def fn(ws, x):
         def block(x, w):
             return x + jax.nn.softmax(x, axis=-1) @ w, None
@@ -129,7 +169,7 @@ def test_a_residual_stream_adds_up_in_full_and_is_kept_low():
     assert set(kept(lean(fn), ws, X)) == {(BF16, (3, 4, 8))}
 
 
-def test_the_authors_checkpoint_stays_whole():
+def test_the_authors_checkpoint_stays_whole(lean):
     @jax.checkpoint
     def block(w, x):
         return jax.nn.softmax(x @ w) @ w
@@ -147,8 +187,7 @@ def test_the_authors_checkpoint_stays_whole():
     assert islands(lean(fn), W, X) == []
 
 
-@pytest.mark.parametrize("is_lean", (False, True))
-def test_checkpoints_in_a_loop_are_not_overruled(is_lean):
+def test_checkpoints_in_a_loop_are_not_overruled(lean):
     """A weight that every iteration reads, beside a checkpoint of the author."""
 
     def fn(w, xs):
@@ -168,10 +207,10 @@ def test_checkpoints_in_a_loop_are_not_overruled(is_lean):
     def size(fn):
         return sum(measure.saved_bytes(fn, W, xs, argnums=(0,)).values())
 
-    assert size(amp(fn, compute_dtype=BF16, lean=is_lean)) <= size(fn) / 2
+    assert size(lean(fn)) <= size(fn) / 2
 
 
-def test_lean_loops_keep_no_copy_of_a_weight():
+def test_lean_loops_keep_no_copy_of_a_weight(lean):
     def fn(w, xs):
         def step(h, x):
             return jax.nn.softmax(h @ w.T + x), None
@@ -184,8 +223,7 @@ def test_lean_loops_keep_no_copy_of_a_weight():
     assert max(aval.size for aval in saved) <= 10 * X.size
 
 
-@pytest.mark.parametrize("is_lean", (False, True))
-def test_sharded_code_keeps_no_copy_of_a_weight(is_lean):
+def test_sharded_code_keeps_no_copy_of_a_weight(lean):
     """There a weight is marked as varying over the mesh before it is read."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
 
@@ -193,7 +231,7 @@ def test_sharded_code_keeps_no_copy_of_a_weight(is_lean):
     def fn(w, x):
         return lax.pmean(jnp.sum(jnp.sin(jnp.tanh(x @ w) @ w)), "i")
 
-    mixed = amp(fn, compute_dtype=BF16, lean=is_lean)
+    mixed = lean(fn)
     saved = measure.saved(mixed, W, X, argnums=(0,))
     assert measure.weight_copies(W, saved) == []
     grads, true = jax.grad(mixed)(W, X), jax.grad(fn)(W, X)
@@ -208,7 +246,7 @@ def test_keeps_no_more_than_by_hand(name):
     def size(loss):
         return sum(measure.saved_bytes(loss, params, batch, argnums=(0,)).values())
 
-    saved = measure.saved(lean(workload.loss), params, batch, argnums=(0,))
+    saved = measure.saved(default(workload.loss), params, batch, argnums=(0,))
     assert measure.weight_copies(params, saved) == []
     ours, full = sum(map(measure.size_in_bytes, saved)), size(workload.loss)
     by_hand = workload.lean or workload.hand
@@ -262,7 +300,7 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_composes(transform):
-    ours = quick(transform(lean(attention)))(*ARGS)
+    ours = quick(transform(default(attention)))(*ARGS)
     true = quick(transform(attention))(*ARGS)
     assert jax.tree.structure(ours) == jax.tree.structure(true)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(true), strict=True):
@@ -305,7 +343,7 @@ def programs(draw):
     return program
 
 
-def test_a_call_without_results():
+def test_a_call_without_results(lean):
     """A jitted function of which a derivative leaves nothing to compute."""
 
     def fn(w, x):
@@ -326,7 +364,7 @@ def test_what_leads_to_an_island_reads_what_it_makes():
     np.testing.assert_allclose(ours, grads(W, X), rtol=0.05, atol=0.05)
 
 
-def test_long_chains():
+def test_long_chains(lean):
     """An island whose steps stand far apart, with thousands of others between."""
 
     def fn(w, x):
