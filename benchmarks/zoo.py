@@ -226,9 +226,9 @@ class Bert(nn.Module):
 def init_bert(key: Array, size: str) -> Net:
     c = BERT[size]
     ids = jnp.zeros((1, c["length"]), INTEGERS)
-    keys = dict(zip(("params", "dropout"), jr.split(key), strict=True))
+    keys = jr.split(key)
     module = Bert(c["vocabulary"], c["dim"], c["depth"])
-    return Net(module.init(keys, ids), module)
+    return Net(module.init({"params": keys[0], "dropout": keys[1]}, ids), module)
 
 
 def bert_batch(key: Array, size: str) -> tuple[Array, Array, Array]:
@@ -320,7 +320,7 @@ def resnet(size: str) -> hk.TransformedWithState:
     return hk.transform_with_state(forward)
 
 
-def start_resnet(key: Array, size: str) -> tuple[Params, Params]:
+def start_resnet(key: Array, size: str) -> tuple[Any, Any]:
     side = RESNET[size]["side"]
     return resnet(size).init(key, jnp.zeros((1, side, side, 3)))
 
@@ -334,7 +334,7 @@ def init_resnet(key: Array, size: str) -> Net:
     return Net(unravel(flat + noise), size)
 
 
-def resnet_batch(key: Array, size: str) -> tuple[Params, tuple[Array, Array]]:
+def resnet_batch(key: Array, size: str) -> Any:
     """Moving averages go in and out beside the data; here they go in only."""
     _, state = start_resnet(key, size)
     return state, images(key, RESNET[size])

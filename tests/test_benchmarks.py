@@ -344,3 +344,12 @@ def test_front_measures_what_is_missing(tmp_path, capsys, monkeypatch):
     assert list(json.loads(record.read_text())["models"]) == ["tiny", "other"]
     out = capsys.readouterr().out
     assert "Error, memory and time" in out and "…" not in out
+
+
+def test_an_overflow_is_an_infinite_error():
+    samples = rewrite.references(tiny(), seeds=2, wide=False)
+    found = front.mean_error(tiny().loss, samples, 1.0, {})
+    assert front.EXACT <= found < 1e-6
+    assert (
+        front.mean_error(lambda w, x: jnp.inf * w.sum(), samples, 1.0, {}) == math.inf
+    )
