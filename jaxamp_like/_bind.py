@@ -192,11 +192,13 @@ class Frame:
         Inside a loop there is nothing that XLA could merge the second run with."""
         first = region.steps[0]
         values = [self.env[v] for v in region.ins]
+        # What is run again must not hold on to this frame, nor to its other values.
+        planner, settled = self.planner, self.settled
 
         def island(*values):
             env = dict(zip(region.ins, values, strict=True))
-            frame = Frame(self.planner, env, Keeps.NOTHING)
-            frame.settled = self.settled
+            frame = Frame(planner, env, Keeps.NOTHING)
+            frame.settled = settled
             for step in region.steps:
                 frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
             outs = []
