@@ -205,13 +205,17 @@ def _mixes_rows(group: Sequence[Step]) -> bool:
 
     Such as the statistics of a channel: made again, they are a kernel of their own, for
     which all that goes in must be read once more."""
-    read = {v for step in group for v in _reads(step)}
-    return any(
-        step.eqn.primitive.name.startswith("reduce_")
-        and any(v in read for v in step.eqn.outvars)
-        and not _is_trailing(step.eqn)
-        for step in group
-    )
+    sizes: dict[Any, int] = {}  # of what was summed up, for all that is made of the sum
+    for step in group:
+        eqn = step.eqn
+        summed = [sizes[v] for v in _reads(step) if v in sizes]
+        if any(v.aval.size >= size for v in eqn.outvars for size in summed):
+            return True
+        if eqn.primitive.name.startswith("reduce_") and not _is_trailing(eqn):
+            summed.append(eqn.invars[0].aval.size)
+        if summed:
+            sizes |= dict.fromkeys(eqn.outvars, max(summed))
+    return False
 
 
 def _is_trailing(eqn: Any) -> bool:
