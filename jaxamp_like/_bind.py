@@ -209,7 +209,8 @@ class Frame:
 
         makers = {v: step for step in region.steps for v in step.eqn.outvars}
         prevent_cse = self.keeps == Keeps.LEAN
-        if any(kept := list(region.ins.values())):
+        kept = list(region.ins.values())
+        if any(kept):
             mark = keep if self.keeps == Keeps.MARKED else None
             run = keeping_low(island, island, kept, prevent_cse, mark)
         else:

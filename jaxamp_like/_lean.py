@@ -320,7 +320,8 @@ class _Flow:
     def is_rounded(self, v: Any) -> bool:
         """Whether a value is low, or a sum that a low one is part of."""
         fact = self.facts[v]
-        return fact is not None and (fact.coarse or _is_low(v, self.facts))
+        is_coarse = fact is not None and fact.coarse is not None
+        return is_coarse or _is_low(v, self.facts)
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""

@@ -460,11 +460,13 @@ def _plain(value: float) -> float:
 
 def _const_fact(var: Any, const: Any) -> Fact | None:
     dtype = author_dtype(var.aval)
+    if dtype is None:
+        return None
     # Other constants are values of an outer transformation: closed-over parameters.
     is_constant = const is not None and not is_tracer(const)
     leaf = Leaf.CONST if is_constant else Leaf.ROOT
     values = _const_values(const, dtype)
-    return dtype and Fact(dtype, leaf=leaf, values=values, sampled=const.ndim > 0)
+    return Fact(dtype, leaf=leaf, values=values, sampled=var.aval.ndim > 0)
 
 
 _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger

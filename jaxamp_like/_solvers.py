@@ -364,8 +364,10 @@ def _asks_no_size(eqn: Eqn, outs: Indices) -> bool:
 
 
 def _is_infinite(atom: Any) -> bool:
-    is_number = isinstance(atom, Literal) and np.ndim(atom.val) == 0
-    return is_number and is_float(atom.aval.dtype) and np.isinf(float(atom.val))
+    if not isinstance(atom, Literal) or np.ndim(atom.val) != 0:
+        return False
+    aval: Any = atom.aval
+    return is_float(aval.dtype) and np.isinf(float(atom.val))
 
 
 # What a conjunction implies, it implies of any element.
@@ -392,7 +394,7 @@ def _conjuncts(bodies: list[Body]) -> Iterator[tuple[Body, Any]]:
     def parts(where: Body, atom: Any, negated: bool = False) -> Iterator[Any]:
         if isinstance(atom, Literal):
             return
-        eqn = makers[where is body].get(atom)
+        eqn: Any = makers[where is body].get(atom)
         name = eqn.primitive.name if eqn else ""
         if where is condition and atom in next_of and not negated:
             yield from parts(body, next_of[atom])
