@@ -40,6 +40,7 @@ from ._rules import (
     keep_inputs,
     move_exactly,
     sort_exactly,
+    take_extremes,
     use_compute_precision,
     use_original_precision,
     use_original_precision_locally,
@@ -51,7 +52,9 @@ Op = Primitive | str
 Table = dict[str, Rule]
 
 _MOVES = frozenset(
-    name for name, rule in CLASSES.items() if rule in (move_exactly, choose_exactly)
+    name
+    for name, rule in CLASSES.items()
+    if rule in (move_exactly, take_extremes, choose_exactly)
 )
 _MOVES_EACH = frozenset(
     name for name, rule in CLASSES.items() if rule in (keep_each_input, sort_exactly)

@@ -17,6 +17,7 @@ from ._rules import (
     keep_each_input,
     move_exactly,
     sort_exactly,
+    take_extremes,
     use_original_precision,
 )
 
@@ -63,13 +64,16 @@ _SATURATING = "logistic"
 # The result is small and smooth where the input is not: bfloat16 may read it low.
 _COMPRESSING = "log log1p log2 rsqrt"
 
-# Data movement and exact selection.
-_MOVEMENT = """abs neg max min clamp select_n concatenate stack pad reshape squeeze
+# Data movement.
+_MOVEMENT = """abs neg select_n concatenate stack pad reshape squeeze
     expand_dims broadcast_in_dim tile transpose rev slice dynamic_slice
-    dynamic_update_slice gather scatter split unstack reduce_max reduce_min cummax
-    cummin reduce_window_max reduce_window_min stop_gradient name
+    dynamic_update_slice gather scatter split unstack stop_gradient name
     select_and_gather_add copy copy_p real_if_close zeros_like ragged_all_to_all
     pbroadcast_dynamic xla_metadata_value"""
+
+# Exact selection by size.
+_EXTREMES = """max min clamp reduce_max reduce_min cummax cummin reduce_window_max
+    reduce_window_min"""
 
 # Steps, comparisons and ranks: exact, but of a rounded operand they may be others.
 _CHOICES = """sign ceil floor round is_finite eq ne lt le gt ge eq_to lt_to le_to argmax
@@ -157,6 +161,7 @@ def _table() -> dict[str, Rule]:
         # Its solver iterates to a tolerance that 16 bits may never reach.
         ("custom_linear_solve", _FULL),
         (_MOVEMENT, move_exactly),
+        (_EXTREMES, take_extremes),
         (_CHOICES, choose_exactly),
         (_EACH, keep_each_input),
         ("sort", sort_exactly),
@@ -214,7 +219,7 @@ KEEPING_INPUTS: frozenset[str] = frozenset(
 
 _CHEAP = (
     _EXPONENTIAL, _ILL_CONDITIONED, _ELEMENTWISE, _RANGE_BOUND, _SATURATING,
-    _COMPRESSING, _MOVEMENT, _CHOICES, _EXACT,
+    _COMPRESSING, _MOVEMENT, _EXTREMES, _CHOICES, _EXACT,
     "convert_element_type reduce_sum reduce_prod add_any erfc",
 )  # fmt: skip
 

@@ -45,7 +45,7 @@ from .programs import (
     waves,
 )
 
-SOFTMAX = "reduce_max max F sub exp reduce_sum div"
+SOFTMAX = "F reduce_max max sub exp reduce_sum div"
 
 
 # Ops between contractions, and what becomes of them in either dtype.
@@ -63,7 +63,7 @@ BETWEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "softmax": (jax.nn.softmax, SOFTMAX),
     "gelu, erf": (
         functools.partial(jax.nn.gelu, approximate=False),
-        "L neg F mul mul erfc mul",
+        "F mul L neg F mul erfc mul",
     ),
     "concatenated": (lambda h: jnp.concatenate([h, -h]), "L neg concatenate"),
     "-inf": (lambda h: jnp.maximum(h, -jnp.inf), "L max"),
@@ -252,7 +252,7 @@ def test_embedding_gradients(dtype):
         (
             cross_entropy,
             jnp.arange(4),
-            """L reduce_max max F sub exp reduce_sum log sub gather reduce_sum div
+            """F reduce_max max sub exp reduce_sum log sub gather reduce_sum div
             neg""",
         ),
         (

@@ -47,4 +47,5 @@ from .storing import (
     convert_exactly as convert_exactly,
     move_exactly as move_exactly,
     sort_exactly as sort_exactly,
+    take_extremes as take_extremes,
 )

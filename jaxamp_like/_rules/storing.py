@@ -42,16 +42,21 @@ class ComputeInFull(Rule):
 
 @dataclass(frozen=True)
 class MoveExactly(Rule):
-    """Moves data without rounding it; see `move_exactly`."""
+    """Moves data without rounding it; see `move_exactly` and `take_extremes`."""
+
+    extremes: bool = False
 
     @property
     def is_run_again(self) -> bool:
         return True
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return wanted
+        is_full = self.extremes and Demand.FULL in wanted
+        return compute_in_full.demand(params, wanted) if is_full else wanted
 
     def decide(self, site: Site) -> Decision:
+        if self.extremes and Demand.FULL in site.demand:
+            return compute_in_full.decide(site)
         facts = site.facts
         if site.primitive.name not in FANNING_OUT:
             facts = tuple(
@@ -143,8 +148,15 @@ move_exactly = MoveExactly()
 
 Operands that are held in several dtypes are moved in the author's."""
 
-choose_exactly = ReadExactly(move_exactly)
-"""As `move_exactly`, where a rounding may change what is chosen: comparisons, ranks.
+take_extremes = MoveExactly(extremes=True)
+"""As `move_exactly`, for what is set against what it was taken from: a maximum.
+
+XLA leaves out a rounding where a value is made and cast up in one kernel. A maximum of
+the rounded values would then not be one of those that it is subtracted from, or that
+its derivative compares it with. So what is read in full is taken in full."""
+
+choose_exactly = ReadExactly(compute_in_full)
+"""Comparisons, steps and ranks: a rounding, or a missing one, may change the choice.
 
 What is rounded because only contractions read it is rounded after such an op."""
 
