@@ -203,7 +203,7 @@ def test_entries_of_a_map_are_credited(w, x):
         (lambda p: p.excluding("layer_0"), {"layer_0": ("excluding", 2)}),
         (
             lambda p: p.only(lax.dot_general_p),
-            {"dot_general": ("use_compute_precision, only", 2)},
+            {"dot_general": ("contract, only", 2)},
         ),
     ),
 )
