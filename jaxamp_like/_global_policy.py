@@ -85,7 +85,7 @@ def using_policy(policy: Policy | PolicyMap | str) -> Iterator[Policy | PolicyMa
     >>> from jaxamp_like import amp
     >>> with using_policy("mixed_bfloat16"):
     ...     dot = amp(jax.numpy.dot)
-    >>> float(dot(np.float32([1.001]), np.float32([1])))  # in bfloat16
+    >>> float(dot(np.float32([1.001, 0]), np.eye(2, dtype="float32"))[0])
     1.0
     """
     value = _as_policy(policy)

@@ -20,6 +20,7 @@ from jaxamp_like._rules import (
     choose_exactly,
     move_exactly,
     sort_exactly,
+    take_extremes,
 )
 from jaxamp_like._rules.storing import ComputeInFull
 
@@ -41,7 +42,7 @@ def _rule(name: str, rule: Rule) -> Rule:
         return rule
     if name == "convert_element_type":
         return ConvertAsWritten()
-    if rule in (move_exactly, choose_exactly):
+    if rule in (move_exactly, take_extremes, choose_exactly):
         return keep_inputs
     if rule == sort_exactly:
         return keep_each_input

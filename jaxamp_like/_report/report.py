@@ -83,10 +83,10 @@ class Report:
         >>> import json
         >>> import jax.numpy as jnp
         >>> from jaxamp_like import explain
-        >>> x = jnp.ones(3)
-        >>> report = explain(jnp.dot, compute_dtype="bfloat16")(x, x)
+        >>> x, w = jnp.ones(3), jnp.ones((3, 2))
+        >>> report = explain(jnp.dot, compute_dtype="bfloat16")(x, w)
         >>> json.loads(report.to_json())["now"]["totals"]["flops"]
-        {'forward': {'bfloat16': 6}}
+        {'forward': {'bfloat16': 12}}
         """
         return json.dumps(self.to_dict(), indent=indent)
 
