@@ -1,6 +1,6 @@
 """A share of the cases as tests, and faults that they must find.
 
-Not a part of the suite while findings are open: `python -m pytest tests/fuzz/sample.py`.
+Not a part of the suite while findings are open; run `pytest tests/fuzz/sample.py`.
 More of them, by a command: `python -m tests.fuzz --cases 100000 --jobs 2`."""
 
 import subprocess
