@@ -38,7 +38,6 @@ from .following import (
     keep_each_input as keep_each_input,
     keep_inputs as keep_inputs,
     low_if_read_low as low_if_read_low,
-    round_logistic as round_logistic,
 )
 from .low_residuals import keeping_low as keeping_low
 from .storing import (

@@ -1,7 +1,6 @@
 """Rules that go by what an op's inputs are now, and by who reads its result."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,8 +26,7 @@ from .base import (
     author_dtype,
     outs_of,
 )
-from .computing import use_original_precision, use_original_precision_locally
-from .low_residuals import rounding_result
+from .computing import use_original_precision
 
 
 @dataclass(frozen=True)
@@ -75,32 +73,6 @@ def _follow(site: Site) -> Decision:
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
     outs = outs_of(site, narrow, Mark.LOW, small=small)
     return Decision(reads, site.params, outs, "an input is low")
-
-
-@dataclass(frozen=True)
-class RoundResult(Rule):
-    """Follows its inputs, but is computed in full where it runs low.
-
-    For functions of one operand whose result fits into a dtype that their computation
-    does not. What something reads in full is not rounded. `slope` is the derivative, as
-    a function of the result."""
-
-    slope: Callable[[Any], Any]
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return follow_inputs.demand(params, wanted)
-
-    def decide(self, site: Site) -> Decision:
-        decision = follow_inputs.decide(site)
-        (low,), (author,) = decision.reads, site.authors
-        if low == author:
-            return decision
-        if Demand.FULL in site.demand or site.primitive is None or low is None:
-            return use_original_precision_locally.decide(site)
-        fn = functools.partial(site.primitive.bind, **decision.params)
-        bind = rounding_result(fn, low, self.slope)
-        why = "an input is low; computed in full"
-        return decision._replace(reads=(author,), bind=bind, why=why)
 
 
 @dataclass(frozen=True)
@@ -271,14 +243,6 @@ smaller input (a bias, a mean) never decides. A constant that would overflow, va
 turn into 1 keeps the op in full precision.
 
 See TensorFlow's graph rewrite, `auto_mixed_precision.cc`."""
-
-
-def _slope_of_logistic(y: Any) -> Any:
-    return y * (1 - y)
-
-
-round_logistic = RoundResult(_slope_of_logistic)
-"""As `follow_inputs`, for the logistic function: computed in full, then rounded."""
 
 keep_inputs = KeepInputs()
 """Moves data in whatever precision it has (TensorFlow's *clear* colour)."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._dtypes import DType, cast, cast_all
+from .._dtypes import DType, cast_all
 from .._jax import SymbolicZero
 from .base import author_dtype
 
@@ -49,23 +49,4 @@ def keeping_low(
         return op(*primals), linear(kept, tuple(tangents[i] for i in live))
 
     op.defjvp(jvp, symbolic_zeros=True)
-    return op
-
-
-def rounding_result(
-    fn: Callable[..., Any], low: DType, slope: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    """`fn` of one operand, with a result in `low`.
-
-    `slope` is its derivative, as a function of the result: all that is kept."""
-
-    @jax.custom_jvp
-    def op(x):
-        return cast(fn(x), low)
-
-    @op.defjvp
-    def _(primals, tangents):
-        y = op(*primals)
-        return y, slope(y) * cast(tangents[0], low)
-
     return op
