@@ -176,7 +176,7 @@ def plain_twice(wrap):
     return fn
 
 
-@construct(low=1, kept=1)
+@construct(low=1)
 def einsum(wrap):
     """The product with a number sums nothing: it is a multiplication."""
     return wrap(lambda x, w: jnp.einsum("ab,bc,->ac", x, w, jnp.float32(0.5)))

@@ -82,7 +82,13 @@ def run_and_differentiate(fn: Fn, case: Construct) -> Fn:
 
 
 def is_contraction(eqn: Any) -> bool:
-    return eqn.primitive.name in CONTRACTIONS and is_float(eqn.invars[0].aval)
+    """A `dot_general` without an axis to sum over is a multiplication."""
+    if eqn.primitive.name not in CONTRACTIONS or not is_float(eqn.invars[0].aval):
+        return False
+    if eqn.primitive.name != "dot_general":
+        return True
+    (summed, _), _ = eqn.params["dimension_numbers"]
+    return bool(summed)
 
 
 def contractions(jaxpr: Any) -> Counter[str]:

@@ -43,10 +43,10 @@ TX = optax.sgd(0.01, momentum=0.9)
 
 
 def batch(step):
-    """Eight rows, one a device; the last one, of the last process, is spoilt."""
-    x = np.random.default_rng(step).normal(size=(8, 4)).astype(np.float32)
+    """Sixteen rows, two a device; the last one, of the last process, is spoilt."""
+    x = np.random.default_rng(step).normal(size=(16, 4)).astype(np.float32)
     x[-1] *= PLAN[step]
-    mine = x[index * (8 // count) : (index + 1) * (8 // count)]
+    mine = x[index * (16 // count) : (index + 1) * (16 // count)]
     return jax.make_array_from_process_local_data(SHARDED, mine)
 
 
