@@ -1,20 +1,9 @@
 """Automatic mixed precision for JAX."""
 
 from ._amp import amp as amp, amp_stop as amp_stop
-from ._conditions import (
-    not_divisible_by as not_divisible_by,
-    param_is as param_is,
-    smaller_than as smaller_than,
-    sums_more_than as sums_more_than,
-    when as when,
-)
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
-from ._global_policy import (
-    global_policy as global_policy,
-    set_global_policy as set_global_policy,
-    using_policy as using_policy,
-)
+from ._frameworks.scopes import scope_modules as scope_modules
 from ._loss_scale import (
     DynamicScalerState as DynamicScalerState,
     LossScaleState as LossScaleState,
@@ -37,11 +26,11 @@ from ._loss_scale import (
     static_scaler as static_scaler,
     unscale_grads as unscale_grads,
 )
-from ._named_policy import Policy as Policy
-from ._policy import default_amp_policy as default_amp_policy
-from ._policy_map import PolicyMap as PolicyMap
-from ._policy_names import get_policy as get_policy
-from ._presets import (
+from ._policies.dictionary import default_amp_policy as default_amp_policy
+from ._policies.named import Policy as Policy
+from ._policies.names import get_policy as get_policy
+from ._policies.policy_map import PolicyMap as PolicyMap
+from ._policies.presets import (
     full_precision as full_precision,
     jaxamp as jaxamp,
     jmp as jmp,
@@ -49,13 +38,19 @@ from ._presets import (
     pytorch_autocast as pytorch_autocast,
     tensorflow_graph_rewrite as tensorflow_graph_rewrite,
 )
-from ._report import (
+from ._policies.settings import (
+    global_policy as global_policy,
+    set_global_policy as set_global_policy,
+    using_policy as using_policy,
+)
+from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,
     ScalerHistory as ScalerHistory,
     explain as explain,
     trace_numerics as trace_numerics,
 )
+from ._rewrite.switch import disable_amp as disable_amp
 from ._rules import (
     Rule as Rule,
     Site as Site,
@@ -73,7 +68,12 @@ from ._rules.by_pass import (
     use_precision_by_pass as use_precision_by_pass,
     wide as wide,
 )
+from ._rules.conditions import (
+    not_divisible_by as not_divisible_by,
+    param_is as param_is,
+    smaller_than as smaller_than,
+    sums_more_than as sums_more_than,
+    when as when,
+)
 from ._rules.dot_algorithm import use_dot_algorithm as use_dot_algorithm
 from ._rules.saving_low import saving_low as saving_low
-from ._scope_modules import scope_modules as scope_modules
-from ._switch import disable_amp as disable_amp

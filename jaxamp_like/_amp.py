@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ._bind import Frame, Keeps
 from ._dtypes import DType, cast_as
 from ._errors import warn_or_raise
-from ._global_policy import PolicyLike, settings_of
+from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
-from ._matmul_precision import without_setting
-from ._mistakes import (
+from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
+from ._policies.mistakes import (
     as_bool,
     explaining_tracing,
     is_lazy,
@@ -25,12 +24,13 @@ from ._mistakes import (
     refuse_what_cannot_be_rewritten,
     report_of_no_lowering,
 )
-from ._nnx import call_with_nodes
-from ._plan import Plan, Planner, input_fact
-from ._policy import AMP_STOP, REWRITTEN, Lookup
-from ._record import amp_is_off, planner_in_force, record_plan
-from ._switch import is_amp_disabled
-from ._unmatched import reports_of_unmatched_keys
+from ._policies.settings import PolicyLike, settings_of
+from ._primitives.matmul_precision import without_setting
+from ._rewrite.bind import Frame, Keeps
+from ._rewrite.planner import Plan, Planner, input_fact
+from ._rewrite.record import amp_is_off, planner_in_force, record_plan
+from ._rewrite.switch import is_amp_disabled
+from ._rewrite.unmatched import reports_of_unmatched_keys
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -10,12 +10,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ._amp import amp
 from ._errors import AmpWarning
-from ._global_policy import PolicyLike, settings_of
 from ._loss_scale import loss_scale_optimizer
-from ._loss_scale._agree import AxisName
-from ._loss_scale._optimizer import LossScaleOptimizer
-from ._loss_scale._state import NoScaler, Scaler
-from ._switch import is_amp_disabled
+from ._loss_scale.agree import AxisName
+from ._loss_scale.optimizer import LossScaleOptimizer
+from ._loss_scale.state import NoScaler, Scaler
+from ._policies.settings import PolicyLike, settings_of
+from ._rewrite.switch import is_amp_disabled
 
 
 def enable_amp(

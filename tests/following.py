@@ -11,8 +11,9 @@ from jaxamp_like import (
     use_original_precision,
     use_original_precision_locally,
 )
-from jaxamp_like._policy import policy_by_name
-from jaxamp_like._primitives import CLASSES, FIXED
+from jaxamp_like._policies.classes import CLASSES
+from jaxamp_like._policies.dictionary import policy_by_name
+from jaxamp_like._primitives import FIXED
 from jaxamp_like._rules import (
     ByRange,
     ConvertAsWritten,

@@ -18,14 +18,14 @@ from jaxamp_like import (
     use_compute_precision,
     use_original_precision,
 )
-from jaxamp_like._conditions import (
+from jaxamp_like._rules import Demand, Site
+from jaxamp_like._rules.conditions import (
     not_divisible_by,
     param_is,
     smaller_than,
     sums_more_than,
     when,
 )
-from jaxamp_like._rules import Demand, Site
 
 LOW, F32 = "bfloat16", "float32"
 

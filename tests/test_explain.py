@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax import lax
 
-import jaxamp_like._report.extras
+import jaxamp_like._reports.extras
 from benchmarks import measure
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import (
@@ -31,7 +31,7 @@ from jaxamp_like import (
     smaller_than,
     trace_numerics,
 )
-from jaxamp_like._report.records import scope_tree
+from jaxamp_like._reports.data.records import scope_tree
 
 BF16 = {"compute_dtype": "bfloat16"}
 
@@ -443,7 +443,7 @@ def test_a_missing_extra_is_named(w, x, monkeypatch, tmp_path):
         raise ImportError(name)
 
     report = explain(loss, **BF16)(w, x)
-    monkeypatch.setattr(jaxamp_like._report.extras.importlib, "import_module", missing)
+    monkeypatch.setattr(jaxamp_like._reports.extras.importlib, "import_module", missing)
     for view in (report.print, lambda: report.save_html(tmp_path / "page.html")):
         with pytest.raises(ImportError, match=r"pip install 'jaxamp_like\[report\]'"):
             view()

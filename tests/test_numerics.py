@@ -19,13 +19,13 @@ from jax import lax
 
 from jaxamp_like import amp, trace_numerics
 from jaxamp_like._dtypes import holds
-from jaxamp_like._record import Recorder
-from jaxamp_like._report import compiled, statistics
-from jaxamp_like._report.blocks import PART
-from jaxamp_like._report.call import call_of
-from jaxamp_like._report.compiled import OPTIONS, Memory
-from jaxamp_like._report.interpret import Interpreter
-from jaxamp_like._report.pairs import Pair
+from jaxamp_like._reports import compiled, statistics
+from jaxamp_like._reports.call import call_of
+from jaxamp_like._reports.numerics.blocks import PART
+from jaxamp_like._reports.numerics.compiled import OPTIONS, Memory
+from jaxamp_like._reports.numerics.interpret import Interpreter
+from jaxamp_like._reports.numerics.pairs import Pair
+from jaxamp_like._rewrite.record import Recorder
 
 from .constructs import CONSTRUCTS, identity, is_float
 from .following import FOLLOWING
@@ -490,7 +490,7 @@ def test_an_underflow_in_one_gradient_is_found(net):
     culprit = report.underflows(0.3)[0]
     assert culprit.place.phase == "backward"
     assert culprit.place.scope == "Net/layers/attention"
-    # Of the scores, which are held as the product made them and read by a maximum first.
+    # Of the scores, held as the product made them; a maximum reads them first.
     assert (culprit.primitive, culprit.author) == ("convert_element_type", "reduce_max")
     assert (culprit.dtype, culprit.written) == ("float16", "float32")
     assert "attention.py:" in culprit.place.source

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from jaxamp_like import amp, default_amp_policy, explain, trace_numerics
-from jaxamp_like._report.records import CastRecord, OpRecord, Place, Program
+from jaxamp_like._reports.data.records import CastRecord, OpRecord, Place, Program
 
 BF16 = {"compute_dtype": "bfloat16"}
 

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from benchmarks.measure import walk
 from jaxamp_like import AmpError, amp, default_amp_policy, follow_inputs
-from jaxamp_like._presets import (
+from jaxamp_like._policies.presets import (
     full_precision,
     jaxamp,
     jmp,

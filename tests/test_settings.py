@@ -21,8 +21,8 @@ from jaxamp_like import (
     use_precision_by_pass,
     wide,
 )
-from jaxamp_like._matmul_precision import CONTRACTIONS
 from jaxamp_like._primitives import CONTRACTIONS as COMPUTE
+from jaxamp_like._primitives.matmul_precision import CONTRACTIONS
 
 from .constructs import CONSTRUCTS, IS_ROOT_OPAQUE, identity, named
 from .test_structure import is_contraction, left_behind, run_and_differentiate

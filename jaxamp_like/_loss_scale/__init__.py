@@ -8,28 +8,28 @@ pure function of the state and keeps its types, so a jitted step compiles once.
 The scheme is that of Micikevicius et al., "Mixed Precision Training"
 (arXiv:1710.03740), section 3.2."""
 
-from ._grads import (
+from .grads import (
     dynamic_scale_grad as dynamic_scale_grad,
     dynamic_scale_tx as dynamic_scale_tx,
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
-from ._guard import guard_step as guard_step
-from ._host import (
+from .guard import guard_step as guard_step
+from .host import (
     NonFiniteLeaf as NonFiniteLeaf,
     ScalerEvent as ScalerEvent,
     ScalerLog as ScalerLog,
     check_scaler as check_scaler,
     overflowed_leaves as overflowed_leaves,
 )
-from ._marks import Unscaled as Unscaled
-from ._numbers import all_finite as all_finite
-from ._optimizer import (
+from .marks import Unscaled as Unscaled
+from .numbers import all_finite as all_finite
+from .optimizer import (
     LossScaleState as LossScaleState,
     loss_scale_optimizer as loss_scale_optimizer,
     scale_loss as scale_loss,
     unscale_grads as unscale_grads,
 )
-from ._state import (
+from .state import (
     DynamicScalerState as DynamicScalerState,
     NoScaler as NoScaler,
     merge_scalers as merge_scalers,

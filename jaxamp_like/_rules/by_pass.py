@@ -27,8 +27,8 @@ from .._jax import (
     subjaxprs,
     trace,
 )
-from .._matmul_precision import settled_bind
 from .._primitives import CONTRACTIONS
+from .._primitives.matmul_precision import settled_bind
 from . import (
     Decision,
     Demand,

@@ -11,7 +11,7 @@ from .._dtypes import (
     lowered,
 )
 from .._errors import AmpError
-from .._matmul_precision import settled_bind
+from .._primitives.matmul_precision import settled_bind
 from .base import (
     Decision,
     Demand,

@@ -18,7 +18,7 @@ from .._dtypes import (
     widest,
 )
 from .._jax import SymbolicZero
-from .._matmul_precision import settled
+from .._primitives.matmul_precision import settled
 from .base import (
     Decision,
     Demand,
@@ -210,7 +210,8 @@ use_original_precision_locally = UseOriginalPrecision(local=True)
 """Computes in the author's dtypes; the result is fit to be read in low precision."""
 
 in_solver = InSolver()
-"""As `use_original_precision_locally`, for what stands in a solver; see `_solvers`."""
+"""As `use_original_precision_locally`, for what stands in a solver; see
+`_rewrite.solvers`."""
 
 use_widest_precision = UseWidestPrecision()
 """Computes in the widest dtype among the inputs as they are now."""

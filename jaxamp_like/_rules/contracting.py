@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .._contractions import is_contraction
+from .._primitives.contractions import is_contraction
 from .base import Decision, Demand, Rule, Site
 from .computing import use_compute_precision
 from .storing import compute_in_full
@@ -33,4 +33,4 @@ class Contract(Rule):
 
 contract = Contract(use_compute_precision, compute_in_full)
 """Contractions in the compute dtype; a product that sums nothing, and an inner product,
-as `mul` and `reduce_sum` are: see `_contractions`."""
+as `mul` and `reduce_sum` are: see `_primitives.contractions`."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._dtypes import lowered
-from .._matmul_precision import settled_bind
-from .._policy import as_rule
+from .._primitives.matmul_precision import settled_bind
 from . import Decision, Demand, Rule, Site
+from .given import as_rule
 from .low_residuals import keeping_low
 
 

@@ -15,8 +15,7 @@ from .._jax import (
     raw,
     scan_arity,
 )
-from .._lean import is_kept, keep, save_marked
-from .._primitives import MOVEMENT
+from .._primitives import VIEWS
 from .._rules import (
     Demand,
     Fact,
@@ -34,6 +33,7 @@ from .base import (
     outside,
 )
 from .calls import bind_jit
+from .kept import is_kept, keep, save_marked
 
 
 def scan_bodies(eqn: Eqn) -> list[Body]:
@@ -188,7 +188,7 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
             return (aval.shape, aval.dtype, params["new_dtype"]) not in recast
         if primitive.name == "dynamic_slice":  # the size of what it makes
             return (prod(params["slice_sizes"]), avals[0].dtype) not in views
-        is_view = primitive.name in MOVEMENT
+        is_view = primitive.name in VIEWS
         return not (is_view and (avals[0].size, avals[0].dtype) in views)
 
     return saveable

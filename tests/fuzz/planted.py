@@ -11,8 +11,9 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 
-from jaxamp_like import _amp, _bind, _plan
+from jaxamp_like import _amp
 from jaxamp_like._dtypes import bits
+from jaxamp_like._rewrite import bind as _bind, planner as _plan
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
 from .cases import make_case

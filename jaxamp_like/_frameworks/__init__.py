@@ -1,0 +1,1 @@
+"""What frameworks bring that JAX does not know: NNX objects, scopes of modules."""

@@ -1,0 +1,285 @@
+"""Gradient transforms with loss scaling: the state goes in and out of each step."""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax import Array
+
+from .agree import AxisName, agreed
+from .groups import merge_groups, split_groups
+from .nodes import Call, of_nodes
+from .numbers import checked_loss
+from .packing import Carried, pack, unpack
+from .retry import retry
+from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
+
+
+def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
+    name = getattr(fun, "__qualname__", repr(fun))
+
+    @functools.wraps(fun, updated=())
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Carried]:
+        out = fun(*args, **kwargs)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"With `has_aux=True`, `{name}` must return a pair `(loss, aux)`, but "
+                f"it returned a {type(out).__name__}."
+            )
+        loss, aux = out if has_aux else (out, None)
+        loss = checked_loss(loss, name)
+        return scaler.scale(loss), Carried(loss, pack(aux))
+
+    return scaled
+
+
+def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
+    """The gradients, and what puts others in their place as if nothing was scaled."""
+    match results:
+        case (grads, Carried(_, aux)):  # like `jax.grad`
+            return grads, lambda g: (g, unpack(*aux)) if has_aux else g
+        case ((_, Carried(value, aux)), grads):  # like `jax.value_and_grad`
+            out = (value, unpack(*aux)) if has_aux else value
+            return grads, lambda g: (out, g)
+    raise TypeError(
+        "`transform(fun, has_aux=True)` must make a function that returns "
+        "`(grads, aux)` or `((value, aux), grads)`, but it returned a "
+        f"{type(results).__name__}.\nWrap `transform` so that it follows "
+        "`jax.grad` or `jax.value_and_grad`."
+    )
+
+
+def dynamic_scale_tx(
+    transform: Callable, redo_on_nan: int = 0, *, axis_name: AxisName = None
+) -> Callable:
+    r"""Adds dynamic loss scaling to a transform that takes gradients.
+
+    For a function with loss $L$, and a state with scale $s$, the gradients are
+    $\nabla (s L) / s$. Both products are made in float32, or float64 where that is the
+    dtype of the loss or gradient; each gradient keeps its dtype. The value is $L$ as it
+    was computed. Only the gradients decide whether a step was finite.
+
+    What the function changes in NNX objects among its arguments is kept, of the attempt
+    that counts, and none of it if the step was skipped.
+
+    Args:
+        transform: `transform(fun, has_aux=True, **kwargs)` must make a function that
+            returns `(grads, aux)`, like `jax.grad` and `jax.jacrev`, or
+            `((value, aux), grads)`, like `jax.value_and_grad`. For functions of NNX
+            objects, `nnx.grad` or `nnx.value_and_grad`; or those of JAX and Equinox,
+            which then differentiate by an object's `nnx.Param`s.
+        redo_on_nan: how many times a step with non-finite gradients is repeated with a
+            smaller scale. If none of them helps, the last results are returned and the
+            scale falls by one step only. The gradient code is compiled once.
+        axis_name: axes of `jax.shard_map` or `jax.pmap` over which all devices take,
+            repeat or skip a step together. Where `shard_map` keeps track of what varies
+            (`check_vma=True`), the axes need not be named. Under plain `jax.jit`
+            devices agree anyway.
+    Returns:
+        A transform `scaled(fun, *, has_aux=False, **kwargs)`, to be used as `transform`
+        is. The function that it makes takes one more keyword, `dynamic_scaler_state`,
+        and returns `(next_state, results)`. The state may also be `NoScaler()`, or a
+        tree of states that is a prefix of the gradients' tree (`{"encoder": s1, "head":
+        s2}`): then each group has its own scale, and its own backward pass.
+    Raises:
+        TypeError: `transform` or `fun` is not callable, `redo_on_nan` not an integer,
+            the state missing or of another type, the loss not a floating-point scalar.
+        ValueError: `redo_on_nan` is negative, an axis is not bound, a tree of states is
+            no prefix of the gradients, or a retry would make devices wait for others.
+        AmpError: `transform` loses what the function changes in NNX objects.
+
+    >>> grad = dynamic_scale_tx(jax.grad)(lambda x, y: x * y, argnums=(0, 1))
+    >>> state, grads = grad(2.0, 3.0, dynamic_scaler_state=DynamicScalerState())
+    >>> [float(g) for g in grads], int(state.count)
+    ([3.0, 2.0], 1)
+
+    See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
+    _check_callable("transform", transform)
+    redo = _check_redo(redo_on_nan)
+    differentiate = of_nodes(transform)
+
+    def scaled_transform(
+        fun: Callable, *, has_aux: bool = False, **kwargs: Any
+    ) -> Callable:
+        _check_callable("fun", fun)
+        transform(fun, has_aux=True, **kwargs)  # a wrong keyword fails now, not later
+
+        @functools.wraps(fun, updated=())
+        def step(
+            *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
+        ) -> Any:
+            states, structure = split_groups(_check_state(dynamic_scaler_state))
+            call = Call(fun, args, fun_kwargs)
+
+            def attempt(states: list[Scaler]) -> tuple[list[Array], Any]:
+                grads_of, rebuild, left = [], None, None
+                for state in states:
+
+                    def scaled(fun: Callable, state: Scaler = state) -> Callable:
+                        scaled = _scale_loss(fun, state, has_aux)
+                        return differentiate(scaled, has_aux=True, **kwargs)
+
+                    # Each backward pass begins with the same NNX objects.
+                    results, left = call.run(scaled)
+                    grads, rebuild = _split(results, has_aux)
+                    grads_of.append(state.unscale(grads))
+                grads, finite_of = merge_groups(structure, grads_of)
+                assert rebuild is not None
+                finite_of = [
+                    agreed(finite, axis_name, like=getattr(state, "scaler", None))
+                    for finite, state in zip(finite_of, states, strict=True)
+                ]
+                return finite_of, (rebuild(grads), left)
+
+            if redo and any(isinstance(s, DynamicScalerState) for s in states):
+                following, (results, left) = retry(attempt, states, redo, axis_name)
+            else:
+                finite_of, (results, left) = attempt(states)
+                following = [
+                    s.update(finite)
+                    for s, finite in zip(states, finite_of, strict=True)
+                ]
+            call.put_back(left, following)
+            return jax.tree.unflatten(structure, following), results
+
+        vars(step)["__signature__"] = _step_signature(fun)
+        return step
+
+    return scaled_transform
+
+
+def dynamic_scale_grad(
+    fun: Callable,
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 0,
+    filter: bool = True,
+    axis_name: AxisName = None,
+    **kwargs: Any,
+) -> Callable:
+    """Like `jax.grad`, with dynamic loss scaling; `dynamic_scale_tx` says what that is.
+
+    Args:
+        fun: returns a scalar loss, or `(loss, aux)` if `has_aux`.
+        has_aux: whether there is `aux`, which is returned as it is.
+        redo_on_nan: how often a non-finite step is repeated with a smaller scale.
+        filter: use `equinox.filter_grad`, which differentiates by every floating-point
+            array in the first argument, whatever else that holds. The derivative by an
+            NNX object is a state of its `nnx.Param`s, either way.
+        axis_name: the axes of `shard_map` or `pmap` over which devices agree.
+        kwargs: for `jax.grad`: `holomorphic`, `allow_int`; `argnums` if not `filter`.
+    Returns:
+        A function of the arguments of `fun` and the keyword `dynamic_scaler_state`. It
+        returns `(next_state, grads)`, or `(next_state, (grads, aux))` if `has_aux`.
+    Raises:
+        TypeError, ValueError: see `dynamic_scale_tx`.
+
+    >>> import jax.numpy as jnp
+    >>> grad = jax.jit(dynamic_scale_grad(lambda w: w**2 * 1e-6))
+    >>> w = jnp.array(0.5, jnp.float16)
+    >>> state, g = grad(w, dynamic_scaler_state=DynamicScalerState(scaler=2**10))
+    >>> g.dtype, int(state.count)
+    (dtype('float16'), 1)
+
+    See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
+    transform = eqx.filter_grad if filter else jax.grad
+    scaled = dynamic_scale_tx(transform, redo_on_nan, axis_name=axis_name)
+    return scaled(fun, has_aux=has_aux, **kwargs)
+
+
+def dynamic_scale_value_and_grad(
+    fun: Callable,
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 0,
+    filter: bool = True,
+    axis_name: AxisName = None,
+    **kwargs: Any,
+) -> Callable:
+    """Like `jax.value_and_grad`, with dynamic loss scaling; see `dynamic_scale_tx`.
+
+    Args:
+        fun, has_aux, redo_on_nan, filter, axis_name, kwargs: as of
+            `dynamic_scale_grad`.
+    Returns:
+        A function of the arguments of `fun` and the keyword `dynamic_scaler_state`. It
+        returns `(next_state, (value, grads))`, or `(next_state, ((value, aux), grads))`
+        if `has_aux`. The value is the loss as `fun` computed it.
+    Raises:
+        TypeError, ValueError: see `dynamic_scale_tx`.
+
+    >>> import jax.numpy as jnp
+    >>> step = dynamic_scale_value_and_grad(lambda w: 3 * w**2, redo_on_nan=2)
+    >>> state = DynamicScalerState(patience=100)
+    >>> state, (value, g) = step(jnp.array(2.0), dynamic_scaler_state=state)
+    >>> float(value), float(g), float(state.scaler)
+    (12.0, 12.0, 32768.0)
+
+    See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
+    transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
+    scaled = dynamic_scale_tx(transform, redo_on_nan, axis_name=axis_name)
+    return scaled(fun, has_aux=has_aux, **kwargs)
+
+
+def _step_signature(fun: Callable) -> inspect.Signature:
+    """That of `fun`, and the state. `equinox.filter_jit` binds arguments by it."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some builtins have none
+        signature = inspect.signature(lambda *args, **kwargs: None)
+    state = inspect.Parameter("dynamic_scaler_state", inspect.Parameter.KEYWORD_ONLY)
+    parameters = sorted([*signature.parameters.values(), state], key=lambda p: p.kind)
+    return signature.replace(parameters=parameters)
+
+
+def _check_callable(name: str, x: Any) -> None:
+    if not callable(x):
+        raise TypeError(f"`{name}` must be callable, but was given {x!r}.")
+
+
+def _check_redo(redo_on_nan: Any) -> int:
+    if isinstance(redo_on_nan, bool) or not hasattr(redo_on_nan, "__index__"):
+        raise TypeError(
+            f"`redo_on_nan` must be an integer, but was given {redo_on_nan!r}.\n"
+            "It says how many times a step may be repeated; 0 is never."
+        )
+    if redo_on_nan < 0:
+        raise ValueError(
+            f"`redo_on_nan` must be 0 or more, but was given {redo_on_nan!r}.\n"
+            "It says how many times a step may be repeated; 0 is never."
+        )
+    return operator.index(redo_on_nan)
+
+
+def _check_state(state: Any) -> Any:
+    """A state, or a tree of states, with fields of the right types."""
+    if state is None:
+        raise TypeError(
+            "The keyword `dynamic_scaler_state` is missing.\nBegin with "
+            "`DynamicScalerState()`, then pass on the state that each step returns."
+        )
+    leaves = jax.tree.leaves(state, is_leaf=is_scaler)
+    if not leaves or not all(map(is_scaler, leaves)):
+        raise TypeError(
+            "`dynamic_scaler_state` must be a `DynamicScalerState`, but was given a "
+            f"{type(state).__name__}.\nIf that is all that a step returned, take its "
+            "first part: a step returns `(next_state, results)`. If it comes from a "
+            "checkpoint, `restore_scaler` makes a state of it."
+        )
+    return jax.tree.map(_rebuilt, state, is_leaf=is_scaler)
+
+
+def _rebuilt(state: Scaler) -> Scaler:
+    if isinstance(state, NoScaler):
+        return state
+    if len(state) != len(state._fields):
+        raise TypeError(
+            f"`dynamic_scaler_state` has {len(state)} fields, but a "
+            f"`DynamicScalerState` has {len(state._fields)}: it was saved by another "
+            "version.\n`restore_scaler` fills in what is missing."
+        )
+    return DynamicScalerState(*state).clipped()

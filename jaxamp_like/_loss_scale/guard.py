@@ -1,0 +1,143 @@
+"""A step that is skipped is one that never happened, whatever it changes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
+from .state import DynamicScalerState, NoScaler, is_scaler
+
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def guard_step(step: _Step) -> _Step:
+    """A training step that leaves everything as it was where gradients overflowed.
+
+    Parameters, moments, step counts, BatchNorm statistics, moving averages, PRNG keys:
+    whatever the step was given as its state comes out bit for bit as it went in. The
+    loss scale alone goes on. A skipped optimizer step keeps no more than parameters and
+    moments by itself; the statistics of the batch would be inf or NaN for good.
+
+    Args:
+        step: takes the state first, then anything else (a batch), and returns the next
+            state, or a tuple that begins with it, as the body of `jax.lax.scan` does.
+            The state is any pytree: a tuple, a `TrainState`, Equinox modules and
+            `eqx.nn.State`. Somewhere it holds a loss scale, as a `DynamicScalerState`
+            or in the state of a `loss_scale_optimizer`; if there are several, the step
+            is skipped if any of them saw an overflow. NNX objects are guarded in place
+            and wherever they are among the arguments; a step of these alone may return
+            what it likes.
+    Returns:
+        The guarded step, to be given to `jax.jit`, `eqx.filter_jit`, `nnx.jit` or
+        `jax.lax.scan`.
+    Raises:
+        TypeError: `step` is not callable; when it is called, there is no loss scale, or
+            the next state has another structure, shape or dtype than the state.
+
+    >>> from jaxamp_like import DynamicScalerState, dynamic_scale_grad
+    >>> @jax.jit
+    ... @guard_step
+    ... def step(state, x):
+    ...     w, mean, scaler = state
+    ...     scaler, grads = dynamic_scale_grad(lambda w: w * x)(
+    ...         w, dynamic_scaler_state=scaler
+    ...     )
+    ...     return w - 0.1 * grads, 0.9 * mean + 0.1 * x, scaler
+    >>> state = jnp.array(1.0), jnp.array(0.0), DynamicScalerState(scaler=1024)
+    >>> w, mean, scaler = step(state, jnp.inf)
+    >>> float(w), float(mean), float(scaler.scaler)
+    (1.0, 0.0, 512.0)
+    """
+    if not callable(step):
+        raise TypeError(
+            f"`step` must be callable, but was given {type(step).__name__}.\nUse "
+            "`@guard_step` above the training step, below `@jax.jit`."
+        )
+
+    @functools.wraps(step, updated=())
+    def guarded(state: Any, *args: Any, **kwargs: Any) -> Any:
+        # Taken down before the step runs: an `eqx.nn.State` can be read only once, and
+        # NNX objects are changed in place.
+        old, tree = _flatten(state)
+        nodes = nnx_nodes((state, args, kwargs))
+        inner = _inner_scalers(nodes)
+        before = Snapshot(nodes, but=jax.tree.leaves(inner, is_leaf=is_node))
+        were = [x for _, x in old if is_scaler(x)] + as_arrays(inner)
+        out = step(state, *args, **kwargs)
+        if all(is_node(x) for _, x in old):
+            old, new, rebuild = [], [], lambda _: out
+        else:
+            new, rebuild = _next_state(out, tree)
+        are = [x for x in new if is_scaler(x)] + as_arrays(_inner_scalers(nodes))
+        skipped = _skipped(were, are)
+        if skipped is None:
+            return out
+        before.rewrite(functools.partial(_keep, "an NNX variable", skipped))
+        pairs = zip(old, new, strict=True)
+        return rebuild([_keep(p, skipped, now, then) for (p, then), now in pairs])
+
+    return guarded  # pyright: ignore[reportReturnType]
+
+
+def _is_whole(x: Any) -> bool:
+    return is_scaler(x) or is_node(x)
+
+
+def _flatten(state: Any) -> tuple[list[tuple[str, Any]], Any]:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_whole)
+    return [(jax.tree_util.keystr(path), x) for path, x in leaves], tree
+
+
+def _inner_scalers(nodes: list[Any]) -> list[Any]:
+    """The scales in NNX objects, such as an `nnx.Optimizer`."""
+    return instances_in(nodes, (DynamicScalerState, NoScaler))
+
+
+def _next_state(out: Any, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of the state that a step returns, and what puts others there."""
+    leaves, structure = jax.tree.flatten(out, is_leaf=_is_whole)
+    if structure == tree:
+        return leaves, tree.unflatten
+    if isinstance(out, tuple) and out:
+        leaves, structure = jax.tree.flatten(out[0], is_leaf=_is_whole)
+        if structure == tree:
+            return leaves, lambda leaves: (tree.unflatten(leaves), *out[1:])
+    raise TypeError(
+        "A guarded step must return the next state, or a tuple that begins with it, in "
+        f"the structure of its first argument.\nThat is {tree}, but the step returned "
+        f"{jax.tree.structure(out, is_leaf=_is_whole)}.\nPut all that training changes "
+        "into one first argument, and return it first."
+    )
+
+
+def _skipped(were: list[Any], are: list[Any]) -> Array | None:
+    """Whether an overflow was seen between these scales; None if none is looked for."""
+    if not are:
+        raise TypeError(
+            "No loss scale was found in the state of a guarded step, so that nothing "
+            "tells whether the step was skipped.\nPut the `DynamicScalerState`, or the "
+            "state of the `loss_scale_optimizer`, into its first argument."
+        )
+    grew = [
+        now.overflows > then.overflows  # a scale that had no part in it has as many
+        for then, now in zip(were, are, strict=True)
+        if isinstance(now, DynamicScalerState)
+    ]
+    return functools.reduce(jnp.logical_or, grew) if grew else None
+
+
+def _keep(path: str, skipped: Array, now: Any, then: Any) -> Any:
+    if now is then or _is_whole(now) or not eqx.is_array_like(now):
+        return now
+    types = [f"{x.dtype}{[*x.shape]}" for x in (then, now) if hasattr(x, "dtype")]
+    if len({*types}) > 1:
+        raise TypeError(
+            f"A guarded step must keep the types of its state, but {path} was "
+            f"{types[0]} and is {types[1]}.\nCast it back in the step."
+        )
+    return jnp.where(skipped, then, now)

@@ -1,0 +1,163 @@
+"""Gradients of functions that change NNX objects: the changes come out, or an error.
+
+They are results of the step like its gradients: of the attempt that counts, and none if
+the step was skipped."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._errors import AmpError
+from .._frameworks.nnx import Left, Snapshot, TakenApart, explained, is_node, nnx_nodes
+from .packing import pack, unpack
+from .state import Scaler
+
+# The transforms that are given functions of arrays alone, and whether they return the
+# value too. What others do with NNX objects is their own affair.
+_OF_ARRAYS = (
+    (jax.grad, False),
+    (jax.value_and_grad, True),
+    (eqx.filter_grad, False),
+    (eqx.filter_value_and_grad, True),
+)
+
+
+class Call:
+    """A call that may be run several times, and changes NNX objects once.
+
+    Args:
+        fun: what is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments."""
+
+    def __init__(self, fun: Callable, args: Any, kwargs: Any):
+        self._given = fun, args, kwargs
+        self._taken = TakenApart(fun, args, kwargs)
+        self._before = Snapshot(self._taken.nodes) if self._taken.nodes else None
+
+    def run(self, wrap: Callable[[Callable], Callable]) -> tuple[Any, Left | None]:
+        """Calls `wrap(fun)`, and returns with its result what it left in objects."""
+
+        def body(fun: Callable, args: Any, kwargs: Any) -> Any:
+            return wrap(fun)(*args, **kwargs)
+
+        with explained():
+            if self._before is None:
+                return body(*self._given), None
+            return self._taken.run(body)
+
+    def put_back(self, left: Left | None, following: Sequence[Scaler]) -> None:
+        """Writes what a run has left into the objects, unless the step was skipped."""
+        if left is None or self._before is None:
+            return
+        with explained():
+            self._taken.put_back(None, left)
+            for state in following:
+                self._before.rewrite(state.accept)
+
+
+def of_nodes(transform: Callable) -> Callable:
+    """`transform`, for functions that may also be of NNX objects.
+
+    Derivatives are taken by the `nnx.Param`s of an object, as `nnx.grad` does."""
+    has_value = next((v for t, v in _OF_ARRAYS if t is transform), None)
+    if has_value is None:
+        return _watched(transform)
+
+    def transformed(fun: Callable, **options: Any) -> Callable:
+        plain = transform(fun, **options)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not nnx_nodes((fun, args, kwargs)):
+                return plain(*args, **kwargs)
+            return _of_arrays(transform, fun, args, kwargs, options, has_value)
+
+        return call
+
+    return transformed
+
+
+def _of_arrays(
+    transform: Callable,
+    fun: Callable,
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    has_value: bool,
+) -> Any:
+    """`transform(fun, **options)(*args, **kwargs)`, where `fun` returns a pair."""
+    argnums = options.get("argnums", 0)
+    argnums = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    live = sorted({range(len(args))[i] for i in argnums})
+    taken = TakenApart(fun, args, kwargs, first=nnx_nodes([args[i] for i in live]))
+    flat = {i: jax.tree.flatten(args[i], is_leaf=is_node) for i in live}
+
+    def of_live(*given: Any) -> Any:
+        by_path, leaves_of = {}, {}
+        for i, (leaves, tree) in flat.items():
+            leaves_of[i] = tree.flatten_up_to(given[i])
+            for leaf, x in zip(leaves, leaves_of[i], strict=True):
+                if is_node(leaf):
+                    by_path |= taken.with_parameters(leaf, x)
+
+        def body(fun: Callable, args: Any, kwargs: Any) -> Any:
+            args = list(args)
+            for i, (_, tree) in flat.items():
+                pairs = zip(tree.flatten_up_to(args[i]), leaves_of[i], strict=True)
+                args[i] = tree.unflatten([x if is_node(x) else y for x, y in pairs])
+            return fun(*args, **kwargs)
+
+        (loss, aux), left = taken.run(body, by_path)
+        return loss, (aux, pack(left))
+
+    given: list[Any] = [None] * len(args)
+    for i, (leaves, tree) in flat.items():
+        given[i] = tree.unflatten(
+            [taken.parameters(x) if is_node(x) else x for x in leaves]
+        )
+    results = transform(of_live, **options)(*given)
+    if has_value:
+        (loss, (aux, left)), grads = results
+        results = (loss, aux), grads
+    else:
+        grads, (aux, left) = results
+        results = grads, aux
+    taken.put_back(None, unpack(*left))
+    return results
+
+
+def _watched(transform: Callable) -> Callable:
+    """`transform`, which is to hand on what functions change in NNX objects."""
+
+    def transformed(fun: Callable, **options: Any) -> Callable:
+        plain = transform(fun, **options)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nodes = nnx_nodes((args, kwargs))
+            if not nodes:
+                return plain(*args, **kwargs)
+            before, written = Snapshot(nodes), []
+
+            @functools.wraps(fun, updated=())
+            def watching(*args: Any, **kwargs: Any) -> Any:
+                inner = Snapshot(nnx_nodes((args, kwargs)))
+                out = fun(*args, **kwargs)
+                written.extend(inner.changed())
+                return out
+
+            results = transform(watching, **options)(*args, **kwargs)
+            if written and not before.changed():
+                raise AmpError(
+                    "`transform` loses what the function changes in the NNX objects "
+                    "that it is given.\nUse `dynamic_scale_grad` or "
+                    "`dynamic_scale_value_and_grad`, or give a transform that keeps "
+                    "it, such as `nnx.value_and_grad`."
+                )
+            return results
+
+        return call
+
+    return transformed

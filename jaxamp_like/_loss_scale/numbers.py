@@ -1,0 +1,90 @@
+"""Scaling and unscaling of numbers, and whether they are finite."""
+
+import functools
+import operator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .agree import AxisName, agreed
+
+
+def times(x: Array, factor: Array) -> Array:
+    """`x * factor` in float32, or in float64 where `x` has that."""
+    x = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
+    factor = factor.astype(x.real.dtype)
+    if jnp.iscomplexobj(x):  # as a complex product, inf * (s + 0i) would be NaN
+        return lax.complex(x.real * factor, x.imag * factor)
+    return x * factor
+
+
+def unscaled(tree: Any, scaler: Array) -> Any:
+    """Every floating-point or complex array over `scaler`, in its own dtype."""
+
+    def unscale(g: Any) -> Any:
+        # The gradient of an integer is a float0 array: nothing to unscale.
+        return times(g, 1 / scaler).astype(g.dtype) if eqx.is_inexact_array(g) else g
+
+    return jax.tree.map(unscale, tree)
+
+
+def select(pred: Array, x: Any, y: Any) -> Any:
+    """`x` where `pred` holds, else `y`, for pytrees of arrays of the same types."""
+    return jax.tree.map(functools.partial(jnp.where, pred), x, y)
+
+
+def chosen(pred: Array, new: Any, old: Any) -> Any:
+    """Like `select`, for trees that may also hold what is no array."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(pred, x, y) if isinstance(x, Array) else x, new, old
+    )
+
+
+def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
+    """Whether every floating-point or complex number in a pytree is finite.
+
+    Args:
+        tree: any pytree; what is no such number is passed over.
+        axis_name: axes of `jax.shard_map`, `jax.pmap` or `jax.vmap`, one or several,
+            over which the answer is shared: true if it is true everywhere.
+    Returns:
+        A boolean scalar, true for a tree without any such number.
+    Raises:
+        ValueError: `axis_name` is not bound.
+
+    >>> bool(all_finite({"w": jnp.ones(3), "step": 7, "name": "mlp"}))
+    True
+    >>> bool(all_finite([jnp.ones(3), float("inf")]))
+    False
+    """
+    leaves = jax.tree.leaves(tree)
+    numbers = [x for x in leaves if eqx.is_inexact_array(x) or _is_python_inexact(x)]
+    finite = (jnp.isfinite(x).all() for x in numbers)
+    return agreed(functools.reduce(operator.and_, finite, jnp.array(True)), axis_name)
+
+
+def _is_python_inexact(x: Any) -> bool:
+    return isinstance(x, float | complex)
+
+
+def checked_loss(loss: Any, name: str | None = None) -> Array:
+    """`loss` as an array, or an error that says what it should have been."""
+    is_array = eqx.is_array_like(loss)
+    dtype, shape = (
+        (jnp.result_type(loss), jnp.shape(loss)) if is_array else (None, None)
+    )
+    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.inexact):
+        given = f"{dtype}{list(shape or ())}" if is_array else type(loss).__name__
+        wanted = (
+            f"`{name}` must return a floating-point scalar as its loss, but returned "
+            if name
+            else "`loss` must be a floating-point scalar, but was given "
+        )
+        raise TypeError(
+            f"{wanted}{given}.\nReduce an array to one number, for example by "
+            "`.mean()`; for a function that returns `(loss, aux)`, pass `has_aux=True`."
+        )
+    return jnp.asarray(loss)

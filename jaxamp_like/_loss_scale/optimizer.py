@@ -1,0 +1,364 @@
+"""Loss scaling as a wrapper around an Optax optimizer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from .._frameworks.nnx import as_arrays, instances_in
+from .agree import AxisName, agreed
+from .grads import dynamic_scale_tx
+from .marks import marked, unmarked, without_mark
+from .numbers import all_finite, checked_loss, select
+from .state import (
+    DynamicScalerState,
+    NoScaler,
+    Scaler,
+    is_scaler,
+    static_scaler,
+)
+
+
+class LossScaleState(NamedTuple):
+    """The state of a `loss_scale_optimizer`.
+
+    Args:
+        scaler: the scale and what it remembers.
+        inner_state: the wrapped optimizer's."""
+
+    scaler: Scaler
+    inner_state: Any
+
+
+class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
+    """What `loss_scale_optimizer` makes: an Optax optimizer that makes its gradients.
+
+    Its `update` takes gradients of its `value_and_grad` or `grad` only."""
+
+    axis_name: AxisName = None
+
+    def value_and_grad(
+        self,
+        fun: Callable,
+        opt_state: Any,
+        *,
+        has_aux: bool = False,
+        filter: bool = True,
+        **kwargs: Any,
+    ) -> Callable:
+        """Like `jax.value_and_grad`, with the loss scaled by what `opt_state` says.
+
+        Value and gradients are true ones: the loss as `fun` computed it, and its
+        gradients unscaled, each in its own dtype. What `fun` changes in NNX objects
+        among its arguments is kept, unless gradients overflowed.
+
+        Args:
+            fun: returns a scalar loss, or `(loss, aux)` if `has_aux`.
+            opt_state: the state of this optimizer, or any tree that holds it: of a
+                chain, a `TrainState`, an `nnx.Optimizer`.
+            has_aux: whether there is `aux`, which is returned as it is.
+            filter: use `equinox.filter_value_and_grad`, which differentiates by every
+                floating-point array in the first argument, whatever else that holds.
+            kwargs: for `jax.value_and_grad`: `holomorphic`, `allow_int`; `argnums` if
+                not `filter`.
+        Returns:
+            A function of the arguments of `fun` that returns `(value, grads)`, or
+            `((value, aux), grads)`. Each gradient is an `Unscaled`, as `update` takes
+            it; the derivative by an NNX object is a state of its `nnx.Param`s.
+        Raises:
+            TypeError: `fun` is not callable, or its loss no floating-point scalar.
+            ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+
+        >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+        >>> w = {"a": jnp.array(3.0)}
+        >>> value, grads = tx.value_and_grad(lambda w: w["a"] ** 2, tx.init(w))(w)
+        >>> float(value), grads
+        (9.0, {'a': Unscaled(6.0)})
+        """
+        transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
+        step = self._scaled(transform, fun, opt_state, has_aux, kwargs)
+
+        @functools.wraps(fun, updated=())
+        def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+            value, grads = step(*args, **kwargs)
+            return value, marked(grads)
+
+        return value_and_grad
+
+    def grad(
+        self,
+        fun: Callable,
+        opt_state: Any,
+        *,
+        has_aux: bool = False,
+        filter: bool = True,
+        **kwargs: Any,
+    ) -> Callable:
+        """Like `jax.grad`, with the loss scaled; see `value_and_grad`.
+
+        Args:
+            fun, opt_state, has_aux, filter, kwargs: as of `value_and_grad`.
+        Returns:
+            A function that returns `grads`, or `(grads, aux)`.
+        Raises:
+            TypeError, ValueError: as of `value_and_grad`.
+
+        >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+        >>> w = jnp.array(3.0)
+        >>> tx.grad(lambda w: w**2, tx.init(w))(w)
+        Unscaled(6.0)
+        """
+        transform = eqx.filter_grad if filter else jax.grad
+        step = self._scaled(transform, fun, opt_state, has_aux, kwargs)
+
+        @functools.wraps(fun, updated=())
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            results = step(*args, **kwargs)
+            if not has_aux:
+                return marked(results)
+            grads, aux = results
+            return marked(grads), aux
+
+        return grad
+
+    def _scaled(
+        self,
+        transform: Callable,
+        fun: Callable,
+        opt_state: Any,
+        has_aux: bool,
+        options: dict[str, Any],
+    ) -> Callable:
+        scaler = _scaler_of(opt_state)
+        scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
+        step = scaled(fun, has_aux=has_aux, **options)
+        # `update` asks the gradients again, and makes the next state.
+        return lambda *args, **kwargs: step(
+            *args, dynamic_scaler_state=scaler, **kwargs
+        )[1]
+
+
+def loss_scale_optimizer(
+    optimizer: optax.GradientTransformation,
+    scaler: str | ArrayLike | Scaler | None = "dynamic",
+    *,
+    axis_name: AxisName = None,
+) -> LossScaleOptimizer:
+    """Wraps an optimizer so that the loss is scaled before it is differentiated.
+
+    Its `value_and_grad` scales the loss and unscales the gradients, and `update` adapts
+    the scale. Where gradients are not finite it skips the step: updates are zero, and
+    the wrapped optimizer's state (moments, step count) stays as it is, bit for bit. For
+    whatever else the step changes there is `guard_step`. Gradients that come from
+    elsewhere, and may have underflown, are refused when the step is traced.
+
+    Clipping and the like may stand within or before it. `optax.MultiSteps` and
+    `optax.apply_if_finite` stand within: around it, they would hide overflows or keep a
+    NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers the scale
+    at once; otherwise the scale changes at the end of an optimizer step only.
+
+    Args:
+        optimizer: any Optax optimizer; extra arguments of `update` are handed on.
+        scaler: "dynamic"; a number, for a scale that never changes; a state, which may
+            be dynamic with settings of your own; or None to scale and skip nothing.
+        axis_name: axes of `jax.shard_map` or `jax.pmap` whose devices hold different
+            gradients, so that all of them skip a step, or none. Where `shard_map` keeps
+            track of what varies (`check_vma=True`), they need not be named.
+    Returns:
+        An optimizer whose state is a `LossScaleState`, with the methods
+        `value_and_grad` and `grad`.
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: the optimizer already scales, itself or (found by `init`) within.
+
+    >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+    >>> w = jnp.array(3.0)
+    >>> opt_state = tx.init(w)
+    >>> loss, grads = tx.value_and_grad(lambda w: w**2, opt_state)(w)
+    >>> updates, opt_state = tx.update(grads, opt_state, w)
+    >>> float(loss), float(updates)
+    (9.0, -3.0)
+
+    After Keras' `LossScaleOptimizer` and Micikevicius et al., arXiv:1710.03740."""
+    if isinstance(optimizer, LossScaleOptimizer):
+        raise ValueError(_TWICE)
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
+            f"was given {type(optimizer).__name__}.\nFor example, "
+            "`loss_scale_optimizer(optax.adam(1e-3))`."
+        )
+    first = _first_state(scaler)
+    inner_update = optax.with_extra_args_support(
+        optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+        if not isinstance(optimizer, optax.GradientTransformation)
+        else optimizer
+    ).update
+
+    def init(params: Any) -> LossScaleState:
+        inner_state = optimizer.init(params)
+        if _scale_states(inner_state):
+            raise ValueError(_TWICE)
+        return LossScaleState(first, inner_state)
+
+    def update(
+        grads: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, LossScaleState]:
+        scaler, inner_state = _checked_state(state)
+        if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
+            raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
+        grads = unmarked(grads)
+        updates, new_inner = inner_update(grads, inner_state, params, **extra)
+        if isinstance(scaler, NoScaler):
+            return updates, LossScaleState(scaler, new_inner)
+        finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
+        following = scaler.update(finite)
+        # Selected and not branched: a branch would have to wait with all gradients
+        # written out, while these selections are part of the update itself. They ask
+        # the state, for the flag itself is an `and` over all leaves, which XLA would
+        # copy into each of them. A zero that is negative leaves even -0.0 as it is.
+        zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
+        updates = following.accept(updates, zeros)
+        new_inner = following.accept(new_inner, inner_state)
+        is_due = (following.overflows > 0) | _is_step(new_inner)
+        # Otherwise this microbatch had no part in the scale, but was finite.
+        waiting = scaler._with(overflows=0, stuck=0)
+        following = select(is_due, following, waiting)
+        return updates, LossScaleState(following, new_inner)
+
+    wrapped = LossScaleOptimizer(init, update)  # pyright: ignore
+    wrapped.axis_name = axis_name
+    return wrapped
+
+
+def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
+    """A loss times the scale that an optimizer's state holds.
+
+    Args:
+        loss: a floating-point scalar. Several losses may be scaled by one state, and
+            their gradients added up or handed over together.
+        opt_state: the state of a `loss_scale_optimizer`, or any tree that holds one.
+    Returns:
+        The scaled loss in float32 (float64 for a float64 loss).
+    Raises:
+        TypeError: `loss` is no such scalar.
+        ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+
+    >>> opt_state = loss_scale_optimizer(optax.sgd(0.1), 1024).init(jnp.ones(2))
+    >>> float(scale_loss(jnp.float16(2), opt_state))
+    2048.0
+    """
+    return _scaler_of(opt_state).scale(checked_loss(loss))
+
+
+def unscale_grads(grads: Any, opt_state: Any) -> Any:
+    """Gradients of a loss that `scale_loss` has scaled, as `update` takes them.
+
+    For transforms other than those of `value_and_grad`; it does both by itself.
+
+    Args:
+        grads: any pytree.
+        opt_state: the state that the loss was scaled by.
+    Returns:
+        The gradients over the scale, each in its own dtype, marked as `Unscaled`.
+    Raises:
+        ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+
+    >>> tx = loss_scale_optimizer(optax.sgd(0.5))
+    >>> opt_state = tx.init(w := jnp.array(3.0))
+    >>> grads = jax.jacrev(lambda w: scale_loss(w**2, opt_state))(w)
+    >>> unscale_grads(grads, opt_state)
+    Unscaled(6.0)
+    """
+    return marked(_scaler_of(opt_state).unscale(grads))
+
+
+def _scaler_of(opt_state: Any) -> Scaler:
+    found = _scale_states(opt_state)
+    if len(found) != 1:
+        raise ValueError(
+            f"`opt_state` must hold one loss scale, but holds {len(found)}.\nGive the "
+            "state of the optimizer that `loss_scale_optimizer` made."
+        )
+    for wrapper, name in _OUTSIDE.items():
+        if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
+            raise ValueError(
+                f"`optax.{name}` is around `loss_scale_optimizer`, and would keep "
+                "overflows from it, or a NaN in its own state for good.\nPut it "
+                f"within: `loss_scale_optimizer(optax.{name}(...))`."
+            )
+    return as_arrays(found[0].scaler)
+
+
+_UNMARKED = (
+    "`update` of a `loss_scale_optimizer` was given gradients ({}) that nobody says "
+    "come from a scaled loss: in float16 they may have become zero.\nTake them from "
+    "`tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
+    "`jax.value_and_grad(loss_fn)(...)`. By hand, scale by `scale_loss(loss, "
+    "opt_state)` and unscale by `unscale_grads(grads, opt_state)`; gradients that you "
+    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`."
+)
+
+
+def _named(path: str) -> str:
+    return f"`grads{path}`"
+
+
+_TWICE = (
+    "`optimizer` already scales the loss: a second `loss_scale_optimizer` would "
+    "unscale the gradients twice.\nWrap the outermost optimizer only, and once."
+)
+_OUTSIDE = {
+    optax.ApplyIfFiniteState: "apply_if_finite",
+    optax.MultiStepsState: "MultiSteps",
+}
+
+
+def _scale_states(tree: Any) -> list[LossScaleState]:
+    return instances_in(tree, LossScaleState)
+
+
+def _is_step(inner_state: Any) -> Array:
+    """Whether a step of the optimizer is complete, as `optax.MultiSteps` counts."""
+    done = jnp.array(True)
+    for one in instances_in(inner_state, optax.MultiStepsState):
+        done &= one.mini_step == 0
+    return done
+
+
+def _first_state(scaler: Any) -> Scaler:
+    if is_scaler(scaler):
+        return scaler
+    if scaler is None:
+        return NoScaler()
+    if isinstance(scaler, str):
+        if scaler == "dynamic":
+            return DynamicScalerState()
+        raise ValueError(
+            f'`scaler` must be "dynamic", a number, a state or None, but was given '
+            f"{scaler!r}."
+        )
+    if isinstance(scaler, dict | list | tuple):
+        raise TypeError(
+            f"`scaler` must be one state, but was given a {type(scaler).__name__}.\n"
+            "An optimizer sees gradients of one scaled loss; scales by group are for "
+            "`dynamic_scale_grad`."
+        )
+    return static_scaler(scaler)
+
+
+def _checked_state(state: Any) -> LossScaleState:
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "`update` of a `loss_scale_optimizer` was given a state of type "
+            f"{type(state).__name__}, and needs the `LossScaleState` that its `init` "
+            "or its last `update` returned.\nTo go on from a checkpoint without one, "
+            "take `init(params)._replace(inner_state=...)`."
+        )
+    return state

@@ -1,0 +1,85 @@
+"""Repeating a step that overflowed, on the same batch with smaller scales."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._jax import jaxpr_as_fun, zeros_like_aval
+from .agree import AxisName, check_uniform
+from .numbers import select
+from .packing import Static, pack, unpack
+from .state import NoScaler, Scaler
+
+Attempt = Callable[[list[Scaler]], tuple[list[Array], Any]]
+
+
+def retry(
+    attempt: Attempt, states: list[Scaler], redo: int, axis_name: AxisName
+) -> tuple[list[Scaler], Any]:
+    """Attempts a step up to `1 + redo` times, with one copy of its code.
+
+    Args:
+        attempt: of the groups' states makes, for each group, whether its gradients are
+            finite (the same on all devices), and the results.
+        states: of the groups, one or several.
+        redo: how often the step may be repeated.
+        axis_name: the axes over which `attempt` agrees.
+    Returns:
+        The next states, and the results of the last attempt."""
+
+    def packed_attempt(states: list[Scaler]) -> tuple[list[Array], Any, Static]:
+        finite, results = attempt(states)
+        return finite, *pack(results)
+
+    # Traced ahead of the loop, which wants to know the types of what it carries.
+    program, outs = jax.make_jaxpr(packed_attempt, return_shape=True)(states)
+    unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(outs))
+    blank = unflatten(map(_zeros, program.out_avals))
+
+    def body(carry: Any) -> Any:
+        _, tries, states, _ = carry
+        outs = unflatten(jaxpr_as_fun(program)(*jax.tree.leaves(states)))
+        # A result that is constant comes as a Python number.
+        finite_of = [jnp.asarray(finite) for finite in outs[0]]
+        lower = [state.lower() for state in states]
+        # At the minimum another attempt would only repeat this one.
+        hopeful = [
+            ~finite & _is_below(low, state)
+            for finite, low, state in zip(finite_of, lower, states, strict=True)
+        ]
+        again = functools.reduce(jnp.logical_or, hopeful) & (tries < redo)
+        check_uniform(program, again, axis_name)
+        states = [
+            select(again & ~finite, low, state)
+            for finite, low, state in zip(finite_of, lower, states, strict=True)
+        ]
+        return again, tries + 1, states, outs
+
+    # Of the type of `finite`, which may vary over mesh axes.
+    begin = functools.reduce(jnp.logical_or, blank[0]) | True
+    start = begin, jnp.int32(0), states, blank
+    _, _, last, outs = lax.while_loop(lambda carry: carry[0], body, start)
+    finite_of, *results = outs
+    # A batch that fails at every scale is not the scale's fault. It costs one step from
+    # where it began, or a few such batches would use up the whole range.
+    following = [
+        select(finite, end, state).update(finite)
+        for finite, end, state in zip(finite_of, last, states, strict=True)
+    ]
+    return following, unpack(*results)
+
+
+def _is_below(low: Scaler, state: Scaler) -> Array:
+    if isinstance(low, NoScaler) or isinstance(state, NoScaler):
+        return jnp.array(False)
+    return low.scaler < state.scaler
+
+
+def _zeros(aval: Any) -> Array:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # a PRNG key has no zero to AD
+        return jnp.zeros(aval.shape, aval.dtype)
+    return zeros_like_aval(aval)  # with its sharding, varying over its mesh axes

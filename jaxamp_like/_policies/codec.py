@@ -1,0 +1,226 @@
+"""Rules, and the keys they stand under, as plain data that JSON can hold.
+
+Primitives, the library's rules and predicates are named; what a user wrote in Python (a
+casting callback, a predicate, a primitive of their own) has no name that another
+process could look up, and says so."""
+
+import enum
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from .. import _rules
+from .._errors import AmpError
+from .._jax import Primitive
+from .._rules import Callback, Rule, UsePrecision, conditions as _conditions
+from .._rules.conditions import Predicate
+from .dictionary import (
+    AMP_DEFAULT,
+    ByName,
+    Key,
+    default_amp_policy,
+    policy_by_name,
+    show_key,
+)
+from .frozen import FrozenRules, primitive_by_name, primitive_name
+from .presets import (
+    full_precision,
+    jaxamp,
+    jmp,
+    mxnet,
+    pytorch_autocast,
+    tensorflow_graph_rewrite,
+)
+
+Data = dict[str, Any]
+
+
+# Keys.
+
+
+def encode_key(key: Key) -> Data:
+    """A key as data: the name of a primitive, a scope or a regular expression."""
+    if isinstance(key, Primitive):
+        return {"primitive": primitive_name(key)}
+    if not isinstance(key, re.Pattern):
+        return {"scope": key}
+    flags = key.flags & ~re.UNICODE  # which every pattern of strings has
+    return {"regex": key.pattern} | ({"flags": flags} if flags else {})
+
+
+def decode_key(data: Data) -> Key:
+    if "primitive" in data:
+        return primitive_by_name(data["primitive"])
+    if "regex" in data:
+        return re.compile(data["regex"], data.get("flags", 0))
+    return data["scope"]
+
+
+# Rules of a policy.
+
+
+def encode_rules(rules: FrozenRules) -> list[Data]:
+    """The policy that the rules extend, and a row for each rule that differs."""
+    base = _base_of(rules)
+    rows = [] if base is None else [{"extends": _base_name(base)}]
+    known = {} if base is None else policy_by_name(dict(base.rules))
+    for key, rule in rules.items():
+        if known.get(key) != rule:
+            what = encode_rule(rule, f"rules[{show_key(key)}]")
+            rows.append(encode_key(key) | {"rule": what})
+    return rows
+
+
+def decode_rules(rows: list[Data]) -> dict[Key, Rule]:
+    rules: dict[Key, Rule] = {}
+    for row in rows:
+        if "extends" in row:
+            base = row["extends"]
+            is_name = isinstance(base, str)
+            rules |= _bases()[base] if is_name else policy_by_name(dict(_decode(base)))
+        else:
+            rules[decode_key(row)] = decode_rule(row["rule"])
+    return rules
+
+
+def own_rules(rules: FrozenRules) -> tuple[str | None, dict[Key, Rule]]:
+    """The name of the policy that the rules extend, and what they add to it."""
+    base = _base_of(rules)
+    known = {} if base is None else policy_by_name(dict(base.rules))
+    name = None if base is None else _base_name(base)
+    own = {key: rule for key, rule in rules.items() if known.get(key) != rule}
+    return name if isinstance(name, str) else None, own if name else dict(rules)
+
+
+def _base_of(rules: FrozenRules) -> ByName | None:
+    """The table of rules by name that all primitives of `rules` come from."""
+    table = rules.get(AMP_DEFAULT)
+    if isinstance(table, ByName) and policy_by_name(dict(table.rules)).keys() <= (
+        rules.keys()
+    ):
+        return table
+    return None
+
+
+def _base_name(table: ByName) -> Any:
+    for name, policy in _bases().items():
+        if policy[AMP_DEFAULT] == table:
+            return name
+    return _encode(table.rules, "a table of rules")
+
+
+@functools.cache
+def _bases() -> dict[str, Mapping[Key, Rule]]:
+    """The library's own policies, which a saved policy names."""
+    presets: list[Callable[..., Any]] = [full_precision, jmp, jaxamp]
+    calls: list[tuple[Callable[..., Any], str]] = [
+        *((pytorch_autocast, device) for device in ("cuda", "cpu")),
+        *((tensorflow_graph_rewrite, dtype) for dtype in ("float16", "bfloat16")),
+        *((mxnet, dtype) for dtype in ("float16", "bfloat16")),
+    ]
+    return {
+        "default_amp_policy": default_amp_policy,
+        **{f"{preset.__name__}()": preset() for preset in presets},
+        **{f"{preset.__name__}({arg!r})": preset(arg) for preset, arg in calls},
+    }
+
+
+# One rule: a dtype, a name, or the name of its class and what its fields hold.
+
+_NAMES: dict[Rule, str] = {
+    rule: name for name, rule in vars(_rules).items() if isinstance(rule, Rule)
+}
+_NAMED = {name: rule for rule, name in _NAMES.items()}
+
+
+def encode_rule(rule: Rule, where: str) -> Any:
+    if isinstance(rule, Callback):
+        raise AmpError(
+            f"The rule {rule.fn!r} of `{where}` can't be saved: it is a function of "
+            "yours. Use one of the library's rules, or add it to the policy after "
+            "loading."
+        )
+    if rule in _NAMES:
+        return _NAMES[rule]
+    if isinstance(rule, UsePrecision) and rule.dtype and not rule.wide_result:
+        return rule.dtype.name
+    values = {f.name: _encode(getattr(rule, f.name), where) for f in fields(rule)}
+    return {"class": type(rule).__name__} | values
+
+
+def decode_rule(data: Any) -> Rule:
+    if isinstance(data, str):
+        return _NAMED[data] if data in _NAMED else UsePrecision(np.dtype(data))
+    values = {name: _decode(value) for name, value in data.items() if name != "class"}
+    return _class(data["class"])(**values)
+
+
+def _class(name: str) -> type[Rule]:
+    package = __name__.partition(".")[0]
+    for cls in _subclasses(Rule):
+        if cls.__name__ == name and cls.__module__.partition(".")[0] == package:
+            return cls
+    raise AmpError(
+        f"This version of {package} has no rule of the class {name!r}, which the saved "
+        "policy holds."
+    )
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+def _encode(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        if not isinstance(value, enum.Enum):
+            return value
+    if isinstance(value, tuple):
+        return [_encode(item, where) for item in value]
+    if isinstance(value, Rule):
+        return {"rule": encode_rule(value, where)}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, Predicate):
+        return {"predicate": encode_predicate(value, where)}
+    if isinstance(value, enum.Enum) and hasattr(lax, type(value).__name__):
+        return {"enum": type(value).__name__, "name": value.name}
+    raise AmpError(
+        f"`{where}` can't be saved: it holds {value!r}, which has no name that could "
+        "be looked up when it is loaded."
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decode, value))
+    if not isinstance(value, dict):
+        return value
+    if "rule" in value:
+        return decode_rule(value["rule"])
+    if "dtype" in value:
+        return np.dtype(value["dtype"])
+    if "predicate" in value:
+        return decode_predicate(value["predicate"])
+    return getattr(lax, value["enum"])[value["name"]]
+
+
+def encode_predicate(predicate: Callable[..., Any], where: str) -> Data:
+    if not isinstance(predicate, Predicate):
+        raise AmpError(
+            f"The predicate {predicate!r} of `{where}` can't be saved: it is a "
+            "function of yours. Use a ready one, such as `sums_more_than(4096)`, or "
+            "add it to the policy after loading."
+        )
+    name = predicate.test.__name__.lstrip("_")
+    return {"name": name, "args": _encode(predicate.args, where)}
+
+
+def decode_predicate(data: Data) -> Predicate:
+    return getattr(_conditions, data["name"])(*_decode(data["args"]))

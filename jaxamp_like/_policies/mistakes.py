@@ -1,0 +1,212 @@
+"""Calls that don't fit, and what to write instead."""
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from .._dtypes import DType, bits
+from .._rules import (
+    UsePrecision,
+    follow_inputs,
+    keep_each_input,
+    keep_inputs,
+    use_original_precision,
+    use_original_precision_locally,
+    use_widest_precision,
+)
+from .._rules.given import is_dtype
+from .dictionary import AMP_DEFAULT, Lookup, show_key
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# What the arguments are called elsewhere.
+_ELSEWHERE = {
+    "dtype": "compute_dtype",
+    "precision": "compute_dtype",
+    "compute": "compute_dtype",
+    "half_dtype": "compute_dtype",
+    "policy": "amp_policy",
+    "rules": "amp_policy",
+    "param": "param_dtype",
+    "params": "param_dtype",
+    "output": "output_dtype",
+}
+
+
+def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`function`, which says what to write where its arguments don't fit."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as e:
+            name = function.__qualname__.removesuffix(".__init__")
+            known = {k: v for k, v in signature.parameters.items() if k != "self"}
+            hints = _hints(name, known, args[name != function.__qualname__ :], kwargs)
+            what = f"`{name}` can't be called so: {e}."
+            raise TypeError(" ".join([what, *hints])) from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _hints(
+    caller: str, parameters: Mapping[str, Any], args: Any, kwargs: dict[str, Any]
+) -> list[str]:
+    """What to write instead of the arguments that don't fit."""
+    taken = [p for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    places = [_by_place(caller, parameters, x) for x in args[len(taken) :]]
+    names = [_by_name(caller, parameters, name) for name in kwargs]
+    return [*dict.fromkeys(filter(None, places + names))]
+
+
+def _by_place(caller: str, parameters: Mapping[str, Any], value: Any) -> str:
+    """What to write instead of an argument that is given without its name."""
+    if "fn" not in parameters:
+        return f"Give arguments by their names: {', '.join(parameters)}."
+    is_name = isinstance(value, str)
+    if is_dtype(value) or (is_name and "_" not in value and "=" not in value):
+        return f"Write `compute_dtype={_show(value)}`."
+    if is_name or isinstance(value, Mapping) or hasattr(value, "compute_dtype"):
+        return f"Write `amp_policy={_show(value) if is_name else '...'}`."
+    if isinstance(value, bool):
+        return f"Write the argument's name: one of {', '.join(parameters)}."
+    return f"What the function itself is called with comes after: `{caller}(fn)(x)`."
+
+
+def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
+    """What to write instead of an argument that there is none of."""
+    if name in parameters:
+        return ""
+    known = _ELSEWHERE.get(name)
+    close = [known] if known in parameters else get_close_matches(name, parameters, 1)
+    if close:
+        return f"Did you mean `{close[0]}`?"
+    hint = f"The arguments are {', '.join(parameters)}."
+    if "fn" in parameters:
+        hint += f" Those of the function come after: `{caller}(fn)(..., {name}=...)`."
+    return hint
+
+
+def _show(value: Any) -> str:
+    return repr(getattr(value, "__name__", None) or str(value))
+
+
+def refuse_what_cannot_be_rewritten(fn: Any) -> None:
+    """Raises for callables that don't return what they compute."""
+    codes = (fn, type(fn).__call__)
+    kinds = {
+        "a generator": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
+        "an async function": (inspect.iscoroutinefunction,),
+    }
+    for kind, tests in kinds.items():
+        if any(test(code) for test in tests for code in codes):
+            raise TypeError(
+                f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
+                "there is nothing to rewrite. Wrap the function that computes one item "
+                "or step, and call that within."
+            )
+    if isinstance(fn, type):
+        raise TypeError(
+            f"`fn` is the class {fn.__name__!r}, which makes objects. Wrap what is "
+            "called with arrays: an instance, a method, or the loss that calls it."
+        )
+
+
+# What lowers nothing where nothing is low.
+_PASSIVE = (
+    follow_inputs,
+    keep_each_input,
+    keep_inputs,
+    use_original_precision,
+    use_original_precision_locally,
+    use_widest_precision,
+)
+
+
+def lowers_nothing(policy: Lookup, compute_dtype: DType) -> bool:
+    """Whether a policy names some parts, which are to stay in full, and no others."""
+    rules = dict(policy.items())
+    if not rules or AMP_DEFAULT in rules or bits(compute_dtype) >= 32:
+        return False
+    return all(
+        rule in _PASSIVE or (isinstance(rule, UsePrecision) and not rule.is_compute)
+        for rule in rules.values()
+    )
+
+
+def report_of_no_lowering(policy: Lookup) -> str:
+    """What to say of a policy that lowers nothing."""
+    keys = [show_key(key) for key, _ in policy.items()]
+    more = ", ..." * (len(keys) > 8)
+    return (
+        "`amp_policy` lowers nothing: it keeps what its keys match as written, "
+        f'{", ".join(keys[:8])}{more}, and has no "amp_default" for all else. To '
+        "change single rules of the default policy, write `default_amp_policy | "
+        "{...}`; to keep all as written, `full_precision()`."
+    )
+
+
+_GENERATORS = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)
+
+
+def is_lazy(x: Any) -> bool:
+    """Whether `x` is still to compute something, when it is read."""
+    return isinstance(x, _GENERATORS + (map, filter, zip))
+
+
+def refuse_lazy_results(fn: Any, outs: list[Any]) -> None:
+    """Raises for results that would compute outside of `amp`."""
+    for x in filter(is_lazy, outs):
+        raise TypeError(
+            f"{_named(fn)} returns a {type(x).__name__}, which computes when it is "
+            "read: outside of `amp`. Return arrays: a list or a tuple of them, or "
+            "`jnp.stack` of them."
+        )
+
+
+def _named(fn: Any) -> str:
+    name = getattr(fn, "__qualname__", None)
+    return f"`{name if isinstance(name, str) else type(fn).__name__}`"
+
+
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+_NOTE = """\
+`amp` traces the function, under `jax.jit` or not: the values of arrays aren't known
+while it runs. Instead of `if x > 0:` write `jnp.where(x > 0, a, b)` or `jax.lax.cond`;
+instead of `float(x)`, `x.item()` or `np.asarray(x)` inside, return `x` and convert the
+result outside of `amp`. A number that must be known inside is given as a Python number,
+which `amp` leaves as it is."""
+
+
+@contextmanager
+def explaining_tracing() -> Iterator[None]:
+    """Adds to errors of JAX what they mean within `amp`, once."""
+    try:
+        yield
+    except _CONCRETE as error:
+        if _NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_NOTE)
+        raise
+
+
+def as_bool(value: Any, argument: str) -> bool:
+    """Returns `value`, which a string such as "no" is not."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
+    return value

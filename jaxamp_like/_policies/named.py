@@ -1,0 +1,304 @@
+"""`Policy`: what to compute, store and return in, as one value with a name."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Self, TypeVar
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from .._dtypes import DType, as_compute_dtype, as_float_dtype, cast, is_float
+from .._errors import AmpError
+from .._frameworks.nnx import nnx_nodes
+from .._rules import Site
+from .codec import decode_rules, encode_rules, own_rules
+from .dictionary import Lookup, checked_policy, default_amp_policy
+from .frozen import FrozenRules
+from .limit import Limit, limited
+from .mistakes import naming_mistakes
+
+_Tree = TypeVar("_Tree")
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, init=False, repr=False)
+class Policy:
+    """The dtypes to compute, store and return in, and the rules in between.
+
+    An immutable value: hashable, so that it can be a static argument of `jax.jit` or a
+    static field of a module; equal to any other that says the same; printed as the code
+    that makes it; and saved by `to_dict`. A pytree without leaves.
+
+    Args:
+        compute_dtype: what contractions, and the ops between them, compute in. `None`
+            leaves everything as it is written, but for rules that name a dtype.
+        param_dtype: what `cast_to_param` casts to, which one applies to a model once.
+            `None` leaves parameters as they are. `amp` does not look at it.
+        output_dtype: what `amp` casts the floating results of a function to. `None`
+            leaves them in the dtypes that the author gave them.
+        rules: as the dict that `amp` takes; `default_amp_policy` if not given.
+    Raises:
+        TypeError, ValueError: a dtype is no floating dtype or needs x64; a key or rule
+            is of the wrong kind.
+        AmpError: a rule stands under a primitive that it can't be followed for.
+
+    >>> policy = Policy("bfloat16", param_dtype="float32")
+    >>> policy
+    Policy(compute_dtype='bfloat16', param_dtype='float32')
+    >>> from jaxamp_like import amp, get_policy
+    >>> policy == get_policy("mixed_bfloat16")
+    True
+    >>> dot = amp(jax.numpy.dot, amp_policy=policy)
+
+    After `jmp.Policy` (google-deepmind/jmp), which casts at the boundaries of functions
+    only."""
+
+    compute_dtype: DType | None
+    param_dtype: DType | None
+    output_dtype: DType | None
+    rules: FrozenRules | None
+    limit: Limit | None
+
+    @naming_mistakes
+    def __init__(
+        self,
+        compute_dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike | None = None,
+        output_dtype: DTypeLike | None = None,
+        rules: Mapping[Any, Any] | None = None,
+        *,
+        limit: Limit | None = None,
+    ):
+        given = {
+            "compute_dtype": compute_dtype,
+            "param_dtype": param_dtype,
+            "output_dtype": output_dtype,
+        }
+        for name, dtype in given.items():
+            as_dtype = as_compute_dtype if name == "compute_dtype" else as_float_dtype
+            value = None if dtype is None else _as_dtype(as_dtype, dtype, name)
+            object.__setattr__(self, name, value)
+        frozen = None if rules is None else FrozenRules(rules)
+        object.__setattr__(self, "rules", None if frozen == _default() else frozen)
+        object.__setattr__(self, "limit", limit)
+
+    def __or__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "A `Policy` is no dict of rules, and can't be joined with one. Give the "
+            "rules to it, `Policy('bfloat16', rules=default_amp_policy | {...})`, or "
+            "to `amp`: `compute_dtype='bfloat16', amp_policy=default_amp_policy | "
+            "{...}`. `PolicyMap` gives scopes policies of their own."
+        )
+
+    __ror__ = __or__
+
+    # Trees.
+
+    def cast_to_param(self, tree: _Tree) -> _Tree:
+        """Casts the floating arrays of a pytree to `param_dtype`, and nothing else.
+
+        Apply it once, to the parameters that training starts from.
+
+        Args:
+            tree: any pytree; JAX and NumPy arrays and `jax.ShapeDtypeStruct`s in it are
+                cast if their dtype is real and floating.
+        Returns:
+            The tree, with other leaves (integers, keys, Python numbers) as they were.
+        Raises:
+            TypeError: the tree holds an NNX module, which is no pytree.
+
+        >>> policy = Policy("bfloat16", param_dtype="bfloat16")
+        >>> tree = policy.cast_to_param({"w": np.ones(2), "step": np.arange(2)})
+        >>> tree["w"].dtype.name, tree["step"].dtype.name
+        ('bfloat16', 'int64')
+        """
+        return _cast_floats(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: _Tree) -> _Tree:
+        """As `cast_to_param`, to `compute_dtype`. `amp` does not need it."""
+        return _cast_floats(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: _Tree) -> _Tree:
+        """As `cast_to_param`, to `output_dtype`. `amp` does this to what it returns."""
+        return _cast_floats(tree, self.output_dtype)
+
+    # Limits.
+
+    def only(self, *keys: Any) -> Self:
+        """This policy where one of `keys` matches; elsewhere what the author wrote.
+
+        Args:
+            keys: primitives, scopes, paths of scopes or compiled regular expressions,
+                as keys of a policy dict.
+        Returns:
+            A policy.
+        Raises:
+            TypeError, ValueError: a key is of the wrong kind, there is none, or the
+                policy is limited already.
+
+        >>> from jax import lax
+        >>> policy = Policy("bfloat16").only(lax.dot_general_p, "encoder")
+        """
+        return self._limited(Limit.by_keys("only", keys))
+
+    def excluding(self, *keys: Any) -> Self:
+        """This policy but where one of `keys` matches: there what the author wrote.
+
+        Args:
+            keys: as for `only`.
+        Returns:
+            A policy.
+        Raises:
+            TypeError, ValueError: as for `only`.
+
+        >>> policy = Policy("bfloat16").excluding("norm", "eqx.nn.BatchNorm")
+        """
+        return self._limited(Limit.by_keys("excluding", keys))
+
+    def where(self, predicate: Callable[[Site], bool]) -> Self:
+        """This policy for the equations that `predicate` accepts; see `when`.
+
+        Args:
+            predicate: is called with a `Site` (with its `primitive`, `scope`, `params`,
+                `avals`, ...) and returns a bool. It must be hashable; define it once.
+        Returns:
+            A policy.
+        Raises:
+            TypeError: `predicate` is not callable.
+            ValueError: the policy is limited already.
+
+        >>> def outside_of_norms(site):
+        ...     return not any("Norm" in name for name in site.scope)
+        >>> policy = Policy("bfloat16").where(outside_of_norms)
+        """
+        return self._limited(Limit.by_predicate(predicate))
+
+    def _limited(self, limit: Limit) -> Self:
+        if self.limit is not None:
+            raise ValueError(
+                f"This policy is limited by `{self.limit.kind}` already, so it can't "
+                f"be limited by `{limit.kind}` too: give all keys at once, or say what "
+                "you mean by one predicate, `policy.where(predicate)`."
+            )
+        return replace(self, limit=limit)
+
+    # Data.
+
+    def to_dict(self) -> dict[str, Any]:
+        """The policy as plain data that `json.dumps` takes.
+
+        Returns:
+            A dict of strings, numbers, lists and dicts.
+        Raises:
+            AmpError: the policy holds a function of yours, or a primitive that JAX does
+                not export.
+
+        >>> Policy("float16", "float32").to_dict()
+        {'compute_dtype': 'float16', 'param_dtype': 'float32'}
+        """
+        data: dict[str, Any] = {k: dtype.name for k, dtype in self._dtypes().items()}
+        if self.rules is not None:
+            data["rules"] = encode_rules(self.rules)
+        if self.limit is not None:
+            data["limit"] = self.limit.to_dict()
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The policy of which `data` is the `to_dict`.
+
+        Args:
+            data: a dict, perhaps from JSON.
+        Returns:
+            A policy, equal to the one that was saved.
+        Raises:
+            TypeError, ValueError, AmpError: the data is not that of a policy, or names
+                what this version of JAX or of the library does not have.
+
+        >>> Policy.from_dict({"compute_dtype": "bfloat16"})
+        Policy(compute_dtype='bfloat16')
+        """
+        known = (*DTYPE_FIELDS, "rules", "limit")
+        if not isinstance(data, Mapping) or not set(data) <= set(known):
+            raise ValueError(
+                f"The data of a policy is a dict with the keys {', '.join(known)}, but "
+                f"got {data!r}."
+            )
+        rules, limit = data.get("rules"), data.get("limit")
+        try:
+            rules = None if rules is None else decode_rules(rules)
+            limit = None if limit is None else Limit.from_dict(limit)
+        except (KeyError, AttributeError) as e:
+            raise ValueError(
+                f"The data of a policy is malformed: {e!r} in {data!r}. Use what "
+                "`to_dict` gave."
+            ) from e
+        compute, param, output = map(data.get, DTYPE_FIELDS)
+        return cls(compute, param, output, rules, limit=limit)
+
+    def _dtypes(self) -> dict[str, DType]:
+        values = {name: getattr(self, name) for name in DTYPE_FIELDS}
+        return {name: dtype for name, dtype in values.items() if dtype is not None}
+
+    def __repr__(self) -> str:
+        if self.rules is None and self.limit is None:
+            fields = [f"{name}={d.name!r}" for name, d in self._dtypes().items()]
+            return f"Policy({', '.join(fields)})"
+        try:
+            return f"Policy.from_dict({self.to_dict()!r})"
+        except AmpError:  # a function in it: can be shown, but not written as code
+            fields = [f"{name}={d.name!r}" for name, d in self._dtypes().items()]
+            if self.rules is not None:
+                name, own = own_rules(self.rules)
+                fields.append(f"rules={name} | {own!r}" if name else f"rules={own!r}")
+            if self.limit is not None:
+                fields.append(f"limit={self.limit!r}")
+            return f"Policy({', '.join(fields)})"
+
+    # What `amp` asks.
+
+    def lookup(self) -> Lookup:
+        """What finds the rule of an equation; one object for equal policies."""
+        rules = checked_policy(default_amp_policy if self.rules is None else self.rules)
+        return rules if self.limit is None else limited(rules, self.limit)
+
+
+DTYPE_FIELDS = ("compute_dtype", "param_dtype", "output_dtype")
+
+
+@functools.cache
+def _default() -> FrozenRules:
+    return FrozenRules(default_amp_policy)
+
+
+def _as_dtype(as_dtype: Callable[..., DType], value: Any, argument: str) -> DType:
+    try:
+        return as_dtype(value, argument)
+    except TypeError as e:
+        if isinstance(value, str) and ("=" in value or "_" in value):
+            raise TypeError(f"{e} A policy is made of its name by `get_policy`.") from e
+        raise
+
+
+def _cast_floats(tree: Any, dtype: DType | None) -> Any:
+    if dtype is None:
+        return tree
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=dtype) if is_float(x.dtype) else x
+        if isinstance(x, np.ndarray | np.generic):
+            return x.astype(dtype) if is_float(x.dtype) else x
+        if isinstance(x, jax.Array):
+            return cast(x, dtype) if is_float(x.dtype) else x
+        if nnx_nodes([x]):
+            raise TypeError(
+                f"The tree holds the NNX module {type(x).__name__}, which is no pytree."
+                " Cast its state: `nnx.update(model, policy.cast_to_param("
+                "nnx.state(model)))`."
+            )
+        return x
+
+    return jax.tree.map(leaf, tree)

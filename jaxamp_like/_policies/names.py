@@ -1,0 +1,143 @@
+"""The names of policies, and the strings that spell them out."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import jax.numpy as jnp
+
+from .._dtypes import NAMES, SHORT_NAMES, did_you_mean, full_name
+from .._errors import AmpError
+from .._rules import Rule
+from .._rules.given import is_dtype, short
+from .named import DTYPE_FIELDS, Policy
+
+_NAMES: dict[str, dict[str, str]] = {
+    **{name: dict.fromkeys(DTYPE_FIELDS, name) for name in NAMES},
+    **{
+        f"mixed_{name}": {"compute_dtype": name, "param_dtype": "float32"}
+        for name in ("float16", "bfloat16")
+    },
+}
+_QUANTISED = ("int8", "float8")
+_PARTS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+}
+
+
+def get_policy(policy: str | Policy) -> Policy:
+    """The policy of a name, such as "mixed_bfloat16", or of a string of its fields.
+
+    - "float32", "bfloat16", "float16", "float64": everything in this dtype;
+    - "mixed_float16", "mixed_bfloat16": compute low, with float32 parameters, and the
+      author's dtypes for outputs;
+    - "params=float32,compute=bfloat16,output=float32", or short
+      "p=f32,c=bf16,o=f32": field by field. What is not named is left as it is. "full"
+      is float32, "half" is bfloat16 on a TPU and float16 elsewhere;
+    - "int8_from_mixed_bfloat16", "float8_from_mixed_bfloat16" and the like are names of
+      policies that this version has no rules for yet, and says so.
+
+    Args:
+        policy: the name or string; a `Policy` is returned as it is.
+    Returns:
+        A policy.
+    Raises:
+        TypeError: `policy` is neither a string nor a `Policy`.
+        ValueError: an unknown name, a malformed string, or float64 without x64.
+        AmpError: a quantised policy.
+
+    >>> get_policy("params=float32,compute=bfloat16,output=float32")
+    Policy(compute_dtype='bfloat16', param_dtype='float32', output_dtype='float32')
+
+    The names are those of Keras' `DTypePolicy`, the strings those of `jmp.get_policy`,
+    which fills in what is not named."""
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(
+            "A policy is given as a `Policy`, as a name such as 'mixed_bfloat16' or as "
+            f"a string such as 'p=f32,c=bf16,o=f32', but got {short(policy)}."
+            f"{_instead(policy)}"
+        )
+    if "=" in policy:
+        return _parse(policy)
+    name = full_name(policy)
+    mode, is_quantised, source = name.partition("_from_")
+    if is_quantised and mode in _QUANTISED:
+        get_policy(source)  # which may be wrong by itself
+        raise AmpError(
+            f"{policy!r} is a policy whose {mode} rules this version does not have "
+            f"yet. Until then use the policy that it starts from, {source!r}."
+        )
+    if name not in _NAMES:
+        quantised = [f"{mode}_from_mixed_bfloat16" for mode in _QUANTISED]
+        hint = did_you_mean(name, (*_NAMES, *quantised, *SHORT_NAMES))
+        raise ValueError(
+            f"There is no policy called {policy!r}.{hint} Known names are "
+            f"{', '.join(map(repr, _NAMES))}; a policy can also be spelt out: "
+            "'params=float32,compute=bfloat16,output=float32'."
+        )
+    return _with_dtypes(_NAMES[name])
+
+
+def _instead(value: Any) -> str:
+    """What to write instead of `value`, which is no policy."""
+    if is_dtype(value):
+        return f" To compute in a dtype: `Policy({jnp.dtype(value).name!r})`."
+    if isinstance(value, Mapping | Rule):
+        return " Rules are a part of a policy: `Policy('bfloat16', rules={...})`."
+    return ""
+
+
+class _Word(NamedTuple):
+    """A word of a policy's string, and where it stands."""
+
+    text: str
+    start: int
+
+
+def _parse(policy: str) -> Policy:
+    given: dict[str, str] = {}
+    start = 0
+    for part in policy.split(","):
+        key, is_pair, value = part.partition("=")
+        word = _word(key, start)
+        field = _PARTS.get(word.text)
+        if field is None or not is_pair:
+            what = "`key=dtype`" if field or not word.text else "a known key"
+            _malformed(
+                policy, word, f"expected {what}; the keys are {', '.join(_PARTS)}"
+            )
+        if field in given:
+            _malformed(policy, word, f"`{field}` is given twice")
+        word = _word(value, start + len(key) + 1)
+        given[field] = full_name(word.text)
+        if given[field] not in NAMES:
+            known = (*NAMES, *SHORT_NAMES, "half")
+            hint = did_you_mean(word.text, known)
+            _malformed(
+                policy, word, f"expected a dtype: one of {', '.join(known)}.{hint}"
+            )
+        start += len(part) + 1
+    return _with_dtypes(given)
+
+
+def _with_dtypes(dtypes: Mapping[str, str]) -> Policy:
+    compute, param, output = map(dtypes.get, DTYPE_FIELDS)
+    return Policy(compute, param, output)
+
+
+def _word(text: str, start: int) -> _Word:
+    return _Word(text.strip(), start + len(text) - len(text.lstrip()))
+
+
+def _malformed(policy: str, word: _Word, what: str) -> NoReturn:
+    mark = " " * word.start + "^" * max(len(word.text), 1)
+    raise ValueError(
+        f"The policy string is malformed at position {word.start}: {what}\n"
+        f"  {policy}\n  {mark}"
+    )

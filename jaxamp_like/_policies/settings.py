@@ -1,0 +1,193 @@
+"""The policy that `amp` takes where it is given none, and what comes of its arguments.
+
+It is read when a function is wrapped and never when one is called, so that no program
+that was traced, compiled or cached before can depend on it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .._dtypes import DType, as_compute_dtype
+from .._errors import AmpError
+from .._rules import Rule
+from .._rules.given import called, is_dtype, is_made_by_calling
+from .dictionary import Lookup, checked_policy
+from .named import Policy
+from .names import get_policy
+from .policy_map import PolicyMap, dtype_of
+
+PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
+
+_INITIAL = Policy("float16")
+_global: Policy | PolicyMap = _INITIAL  # of the process
+_block: ContextVar[Policy | PolicyMap | None] = ContextVar("policy", default=None)
+
+
+def global_policy() -> Policy | PolicyMap:
+    """The policy that `amp` takes where it is given none.
+
+    Returns:
+        The policy of the innermost `using_policy` block, else that of
+        `set_global_policy`, else `Policy("float16")`.
+
+    >>> global_policy()
+    Policy(compute_dtype='float16')
+    """
+    inner = _block.get()
+    return _global if inner is None else inner
+
+
+def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
+    """Sets the policy that `amp` takes where it is given none, in all threads.
+
+    Functions that `amp` has wrapped already keep the policy that they have. A library
+    should not call this; see `using_policy`.
+
+    Args:
+        policy: a `Policy`, a `PolicyMap` or a name; `None` for that of the start.
+    Raises:
+        TypeError, ValueError, AmpError: see `get_policy`.
+        AmpError: within `using_policy`, whose policy would hide this one.
+
+    >>> set_global_policy("mixed_bfloat16")
+    >>> global_policy().compute_dtype.name
+    'bfloat16'
+    >>> set_global_policy(None)
+
+    After `keras.config.set_dtype_policy`."""
+    global _global
+    if _block.get() is not None:
+        raise AmpError(
+            "`set_global_policy` within `using_policy` would have no effect until the "
+            "block ends. Call it outside, or nest another `using_policy`."
+        )
+    _global = _INITIAL if policy is None else _as_policy(policy)
+
+
+@contextlib.contextmanager
+def using_policy(policy: Policy | PolicyMap | str) -> Iterator[Policy | PolicyMap]:
+    """Sets the global policy for a block, in this thread or task only.
+
+    What counts is where a function is wrapped, not where it is called.
+
+    Args:
+        policy: a `Policy`, a `PolicyMap` or a name.
+    Returns:
+        A context manager, which gives the policy.
+    Raises:
+        TypeError, ValueError, AmpError: see `get_policy`.
+
+    >>> import jax, numpy as np
+    >>> from jaxamp_like import amp
+    >>> with using_policy("mixed_bfloat16"):
+    ...     dot = amp(jax.numpy.dot)
+    >>> float(dot(np.float32([1.001, 0]), np.eye(2, dtype="float32"))[0])
+    1.0
+    """
+    value = _as_policy(policy)
+    token = _block.set(value)
+    try:
+        yield value
+    finally:
+        _block.reset(token)
+
+
+def _as_policy(policy: Any) -> Policy | PolicyMap:
+    if isinstance(policy, Mapping) and not isinstance(policy, PolicyMap):
+        raise TypeError(
+            "A global policy is a `Policy`, a `PolicyMap` or a name, but got a dict. "
+            "Rules alone say no dtype: `Policy('bfloat16', rules=...)`."
+        )
+    return policy if isinstance(policy, PolicyMap) else get_policy(policy)
+
+
+class Settings(NamedTuple):
+    """What `amp` does, once its arguments are understood."""
+
+    lookup: Lookup
+    compute_dtype: DType
+    output: Policy  # whose `cast_to_output` the results pass through
+
+
+def settings_of(
+    amp_policy: PolicyLike | None, compute_dtype: DTypeLike | None
+) -> Settings:
+    """Understands the arguments of `amp`; the global policy fills in what is not said.
+
+    Raises:
+        TypeError, ValueError, AmpError: an argument is of the wrong kind, or they
+            disagree.
+    """
+    given = None
+    if compute_dtype is not None:
+        given = _as_compute_dtype(compute_dtype)
+    if amp_policy is None:
+        return _settings(global_policy(), given)
+    if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
+        _, dtype, output = _settings(global_policy(), given)
+        return Settings(checked_policy(amp_policy), dtype, output)
+    if not isinstance(amp_policy, str | Policy | PolicyMap):
+        raise TypeError(
+            "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "
+            f"such as 'mixed_bfloat16', but got {_shown(amp_policy)}. "
+            f"{_instead(amp_policy)}"
+        )
+    policy = _as_policy(amp_policy)
+    said = _default_of(policy).compute_dtype
+    if given is not None and said is not None and given != said:
+        raise ValueError(
+            f"`compute_dtype` is {given.name!r}, but `amp_policy` computes in "
+            f"{said.name!r}. Give one of them, or a policy whose `compute_dtype` is "
+            "`None`."
+        )
+    return _settings(policy, given)
+
+
+def _as_compute_dtype(value: Any) -> DType:
+    try:
+        return as_compute_dtype(value, "compute_dtype")
+    except TypeError as e:
+        is_name = isinstance(value, str) and ("_" in value or "=" in value)
+        if is_name or isinstance(value, Mapping | Policy | PolicyMap):
+            shown = repr(value) if is_name else "..."
+            raise TypeError(
+                f"{e} Policies are given as `amp_policy={shown}`."
+            ) from None
+        raise
+
+
+def _shown(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    return f"{type(value).__name__}" + (f" {name!r}" if isinstance(name, str) else "")
+
+
+def _instead(value: Any) -> str:
+    """What to write instead of `value`, which is no policy."""
+    if isinstance(value, Rule):
+        return 'A rule for everything: `{"amp_default": rule}`.'
+    if is_dtype(value):
+        return f"A dtype: `compute_dtype={jnp.dtype(value).name!r}`."
+    if is_made_by_calling(value):
+        return f"Call it: `amp_policy={called(value)}`."
+    if callable(value):
+        return 'A rule of your own for everything: `{"amp_default": rule}`.'
+    return 'For example: `default_amp_policy | {"attention": "float32"}`.'
+
+
+def _default_of(policy: Policy | PolicyMap) -> Policy:
+    return policy.default_policy if isinstance(policy, PolicyMap) else policy
+
+
+def _settings(policy: Policy | PolicyMap, given: DType | None) -> Settings:
+    """The settings of a policy, computing in the dtype `given` if there is one."""
+    default = _default_of(policy)
+    if given is not None:
+        default = replace(default, compute_dtype=given)
+        is_map = isinstance(policy, PolicyMap)
+        policy = PolicyMap(default, dict(policy.items())) if is_map else default
+    return Settings(policy.lookup(), dtype_of(default), default)

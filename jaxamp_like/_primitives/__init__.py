@@ -1,0 +1,17 @@
+"""What is known of JAX's primitives: facts, which no policy changes.
+
+`kinds` groups them and says what their derivatives keep, `contractions` what a
+contraction is, `matmul_precision` what a global setting makes of them. Below this
+package stand only `_jax`, `_dtypes` and `_errors`."""
+
+from .contractions import is_contraction as is_contraction
+from .kinds import (
+    CHEAP as CHEAP,
+    CONTRACTIONS as CONTRACTIONS,
+    FIXED as FIXED,
+    KEEPING_INPUTS as KEEPING_INPUTS,
+    LINEAR as LINEAR,
+    RANKING as RANKING,
+    VIEWS as VIEWS,
+    is_cheap as is_cheap,
+)

@@ -1,0 +1,129 @@
+"""`jax_default_matmul_precision`: a setting of the process, not the author's voice.
+
+JAX writes it into every contraction whose author gave no `precision=`, when a function
+is traced and again when it is differentiated: then it can't be told from what the
+author asked for. So `amp` traces the author's code without it, and says what holds
+where a contraction is bound: the setting, if the contraction runs as written; if it is
+lowered, none, whatever is set when it is differentiated. A `with
+jax.default_matmul_precision(...)` that the author wrote stands in the trace and stays.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+from jax import lax
+
+from .._errors import warn_or_raise
+from .._jax import Eqn, Jaxpr, Primitive, is_jaxpr, raw, source_line
+
+# Those with a parameter `precision`.
+CONTRACTIONS = frozenset(
+    "dot_general conv_general_dilated ragged_dot_general ragged_dot".split()
+)
+
+_DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+
+
+def without_setting() -> AbstractContextManager[object]:
+    """Where the author's code is traced."""
+    return jax.default_matmul_precision(None)  # type: ignore[arg-type]
+
+
+def setting() -> str | None:
+    """What `jax_default_matmul_precision` is, here and now."""
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+
+def settled(
+    primitive: Primitive, params: dict[str, Any], is_low: bool
+) -> dict[str, Any]:
+    """The parameters to bind with: `precision` filled in where its author gave none.
+
+    An algorithm that the author gave goes with the dtypes that it names."""
+    if primitive.name not in CONTRACTIONS:
+        return params
+    given, value = params["precision"], setting()
+    names_dtypes = isinstance(given, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    if is_low and (given is None or names_dtypes):
+        return params | {"precision": _DEFAULT}
+    if given is None and value is not None:
+        return params | {"precision": _canonical(value)}
+    return params
+
+
+def settled_bind(
+    primitive: Primitive, params: dict[str, Any], is_low: bool
+) -> Callable[..., Any]:
+    """Binds `primitive`, with what `settled` says at the time of binding."""
+
+    def bind(*operands: Any) -> Any:
+        return primitive.bind(*operands, **settled(primitive, params, is_low))
+
+    return bind
+
+
+def _canonical(value: str) -> Any:
+    if value in lax.DotAlgorithmPreset.__members__:
+        return lax.DotAlgorithmPreset[value]
+    return lax.Precision(value), lax.Precision(value)
+
+
+# Since JAX 0.12: `lax.custom_root`, and primitives that users write as classes.
+_HIDING = "call_hi_primitive"
+
+_filled: Any = WeakKeyDictionary()  # JAX finds compiled code by the identity of jaxprs
+
+
+def with_setting(eqn: Eqn, strict: bool) -> Eqn:
+    """`eqn`, which holds a program that is bound as it stands, under the setting."""
+    value = setting()
+    if value is None:
+        return eqn
+    if eqn.primitive.name.startswith(_HIDING):
+        warn_or_raise(
+            f"`{eqn.primitive}` ({source_line(eqn)}) hides its program, so amp can't "
+            f"give it your `jax_default_matmul_precision`, {value!r}: contractions in "
+            "it run in JAX's default precision. Write `precision=` there, or `with "
+            "jax.default_matmul_precision(...)` around the call in your function.",
+            strict,
+        )
+    params = {name: _fill(param, value) for name, param in eqn.params.items()}
+    return eqn if _same(params, eqn.params) else eqn.replace(params=params)
+
+
+def _fill(param: Any, value: str) -> Any:
+    """A parameter of an equation, with the setting in the programs that it holds."""
+    if is_jaxpr(param):
+        entries = _filled.setdefault(param, {})
+        if value not in entries:
+            entries[value] = _fill_jaxpr(param, value)
+        return entries[value]
+    if not isinstance(param, tuple | list):
+        return param
+    items = [_fill(item, value) for item in param]
+    if all(new is old for new, old in zip(items, param, strict=True)):
+        return param
+    is_named = hasattr(param, "_fields")  # of a linear solve
+    return type(param)(*items) if is_named else type(param)(items)
+
+
+def _fill_jaxpr(jaxpr: Jaxpr, value: str) -> Jaxpr:
+    inner = raw(jaxpr)
+    eqns = [_fill_eqn(eqn, value) for eqn in inner.eqns]
+    if all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
+        return jaxpr
+    inner = inner.replace(eqns=eqns)
+    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
+
+
+def _fill_eqn(eqn: Eqn, value: str) -> Eqn:
+    params = {name: _fill(param, value) for name, param in eqn.params.items()}
+    params = settled(eqn.primitive, params, is_low=False)
+    return eqn if _same(params, eqn.params) else eqn.replace(params=params)
+
+
+def _same(params: dict[str, Any], others: dict[str, Any]) -> bool:
+    return all(params[name] is others[name] for name in others)

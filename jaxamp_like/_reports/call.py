@@ -1,0 +1,110 @@
+"""A call that is traced instead of run: arrays in, a jaxpr and its arguments out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._dtypes import is_float
+from .._frameworks.nnx import TakenApart
+from .._jax import Jaxpr, is_array, trace, traced_afresh
+from .._rewrite.record import Recorder, recording
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of arrays, and the arrays that it is called on.
+
+    Args:
+        fn: takes a flat list of arrays and returns one.
+        arrays: the arrays among the arguments, or their shapes.
+        names: where each of them stands, as in "[0]['w']".
+        live: the places among them that are differentiated.
+        name: what the function is called."""
+
+    fn: Callable[..., list[Any]]
+    arrays: tuple[Any, ...]
+    names: tuple[str, ...]
+    live: tuple[int, ...]
+    name: str
+
+    def trace(self, recorder: Recorder) -> Jaxpr:
+        return _trace(self.fn, self.arrays, recorder, self.name)
+
+    def trace_residuals(self, recorder: Recorder) -> tuple[Jaxpr, int]:
+        """Traces the forward pass of the derivative.
+
+        Returns:
+            A jaxpr whose last results are what the backward pass would be given, and
+            the number of results that come before these."""
+        counts = []
+
+        def forward(*arrays):
+            def of_live(*some):
+                full = list(arrays)
+                for i, x in zip(self.live, some, strict=True):
+                    full[i] = x
+                return self.fn(*full)
+
+            outs, vjp = jax.vjp(of_live, *(arrays[i] for i in self.live))
+            counts.append(len(outs))
+            return [*outs, *jax.tree.leaves(vjp)]
+
+        return _trace(forward, self.arrays, recorder, self.name), counts[-1]
+
+
+def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jaxpr:
+    with recording(recorder), traced_afresh():
+        try:
+            return trace(fn, arrays)
+        except Exception as e:
+            e.add_note(f"While tracing {name!r} for a report; it was not run.")
+            raise
+
+
+def call_of(
+    fn: Callable[..., Any], args: Any, kwargs: Any, live: Sequence[int], name: str
+) -> Call:
+    """`fn(*args, **kwargs)` as a function of the arrays among its arguments.
+
+    Args:
+        fn: what is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        live: the positional arguments that are differentiated.
+        name: what the function is called."""
+    call = TakenApart(fn, args, kwargs)
+    if not call.nodes:
+        return _call_of(fn, args, kwargs, live, name)
+    return _call_of(call, (call.held, call.others), {}, (0,), name)
+
+
+def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    leaves = [leaf for _, leaf in paths]
+    places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+    owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+    def flat(*arrays):
+        full = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            full[i] = x
+        args, kwargs = jax.tree.unflatten(tree, full)
+        outs = jax.tree.leaves(fn(*args, **kwargs))
+        return [x for x in outs if isinstance(x, jax.Array)]
+
+    differentiated = tuple(
+        place
+        for place, i in enumerate(places)
+        if i < len(owners)
+        and owners[i] in live
+        and is_float(getattr(leaves[i], "dtype", None))
+    )
+    arrays = tuple(leaves[i] for i in places)
+    names = tuple(jax.tree_util.keystr(paths[i][0][1:]) for i in places)
+    return Call(flat, arrays, names, differentiated, name)
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

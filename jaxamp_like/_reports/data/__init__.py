@@ -1,0 +1,1 @@
+"""What reports hold: records, totals, and their text. Knows no view and no tracing."""

@@ -1,0 +1,110 @@
+"""What `explain` found, as data, and in words."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .records import Program, RuleRecord, ScopeNode, scope_tree
+
+
+@dataclass(frozen=True, repr=False)
+class Explained:
+    """A report without its views; see `Report`."""
+
+    name: str
+    settings: tuple[str, ...]
+    now: Program
+    written: Program
+    rules: tuple[RuleRecord, ...]
+    versions: Mapping[str, str]
+
+    def scopes(self, depth: int | None = None) -> ScopeNode:
+        """The tree of `jax.named_scope`s, each with FLOPs, saved bytes and casts.
+
+        Args:
+            depth: how many levels to go down; all if not given.
+        Returns:
+            The root, which stands for the whole program."""
+        return scope_tree(self.now, depth)
+
+    def __str__(self) -> str:
+        return "\n".join(summary(self))
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts and lists, totals included."""
+        data = dataclasses.asdict(self)
+        for key in ("now", "written"):
+            program: Program = getattr(self, key)
+            data[key]["totals"] = dataclasses.asdict(program.totals)
+        return data
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything as JSON.
+
+        Args:
+            indent: as for `json.dumps`.
+        Returns:
+            The text, one object.
+
+        >>> import json
+        >>> import jax.numpy as jnp
+        >>> from jaxamp_like import explain
+        >>> x, w = jnp.ones(3), jnp.ones((3, 2))
+        >>> report = explain(jnp.dot, compute_dtype="bfloat16")(x, w)
+        >>> json.loads(report.to_json())["now"]["totals"]["flops"]
+        {'forward': {'bfloat16': 12}}
+        """
+        return json.dumps(self.to_dict(), indent=indent)
+
+
+def summary(report: Explained) -> list[str]:
+    """The totals in a few lines."""
+    now, written = report.now.totals, report.written.totals
+    settings = "; ".join(report.settings) or "no amp"
+    lines = [f"{report.name} ({settings})"]
+    if not report.now.ops:
+        return [*lines, "  no equations: the function computes nothing with arrays"]
+    num_inserted = sum(cast.inserted for cast in report.now.casts)
+    lines += [
+        f"  contractions: {shares(now.flops_by_dtype)}"
+        f" (as written: {shares(written.flops_by_dtype)})",
+        f"  casts: {now.casts}, of which {num_inserted} inserted"
+        f" (as written: {written.casts})",
+    ]
+    if now.saved is None or written.saved is None:
+        why = "there is no derivative by the arguments that `argnums` names"
+        return [*lines, f"  saved for backward: unknown, {why}"]
+    return [
+        *lines,
+        f"  saved for backward: {human_bytes(sum(now.saved.values()))}"
+        f" (as written: {human_bytes(sum(written.saved.values()))})",
+    ]
+
+
+def shares(count: Mapping[str, int]) -> str:
+    """ "75.0 % bfloat16, 25.0 % float32", largest first."""
+    total = sum(count.values())
+    if not total:
+        return "none"
+    ranked = sorted(count.items(), key=lambda item: -item[1])
+    return ", ".join(f"{100 * n / total:.1f} % {name}" for name, n in ranked)
+
+
+def human_bytes(n: float) -> str:
+    return human(n, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"))
+
+
+def human_flops(n: float) -> str:
+    return human(n, "FLOP", 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def human(n: float, unit: str, base: int, prefixes: tuple[str, ...]) -> str:
+    for prefix in prefixes[:-1]:
+        if abs(n) < base:
+            return f"{n:.4g} {prefix}{unit}"
+        n /= base
+    return f"{n:.4g} {prefixes[-1]}{unit}"

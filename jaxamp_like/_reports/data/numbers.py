@@ -1,0 +1,268 @@
+"""What `trace_numerics` found, as data, and in words."""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .records import Place, parts
+
+
+@dataclass(frozen=True, slots=True)
+class InputRange:
+    """What an operand was like.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        largest: the largest finite magnitude in it.
+        smallest: the smallest magnitude in it that is not zero; 0 if there is none.
+        nonfinite: the share of inf and NaN.
+        zero: the share of zeros.
+        is_literal: whether it is a number written in the code."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    smallest: float
+    nonfinite: float
+    zero: float
+    is_literal: bool
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}{list(self.shape)} in [{self.smallest:.3g}, "
+        text += f"{self.largest:.3g}]"
+        for share, what in ((self.zero, "zero"), (self.nonfinite, "not finite")):
+            text += f", {100 * share:.3g} % {what}" * bool(share)
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """When something went wrong, and what the equation read.
+
+    Args:
+        iteration: of the loops around it, outermost first. Of a scan, the index into
+            what it scans, backwards too.
+        inputs: the float operands at that time."""
+
+    iteration: tuple[int, ...]
+    inputs: tuple[InputRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpNumerics:
+    """What one equation made, all iterations of loops together.
+
+    Args:
+        place: where it stands.
+        primitive: its name.
+        author: for what equation of the author's it was made; see `OpRecord`.
+        dtype: the dtype of its result.
+        written: the dtype that the result has as written.
+        shape: the shape of its first float result.
+        runs: how often it ran.
+        largest: the largest finite magnitude that it made.
+        smallest: the smallest that is not zero; 0 if there is none.
+        nonfinite: the share of inf and NaN in what it made.
+        lost: the share that is zero here, and not in the author's dtypes.
+        written_largest: as `largest`, in the author's dtypes.
+        written_smallest: as `smallest`, in the author's dtypes.
+        histogram: for each binary exponent, the share of magnitudes (in the author's
+            dtypes) that have it; of arrays with more than 32768 elements, a sample.
+        overflow: for each format, the share that would be beyond its largest number.
+        underflow: for each format, the share that would become zero.
+        error: of the worst run: the sum of deviations from the author's dtypes, by the
+            sum of magnitudes there, or, where terms cancel to nothing but rounding, by
+            that of the terms. inf if NaN or inf arose.
+        read_error: the largest error among what it read then.
+        worst: the iteration of that run; see `Event`.
+        made_nonfinite: the first time that it made inf or NaN of what was not.
+        nonfinite_as_written: whether the author's dtypes give inf or NaN here too.
+        vanished: the largest share of elements that one run lost (see `lost`), less
+            what its inputs had lost before.
+        vanished_event: when that was.
+        order: sorts equations as they ran, by their first trouble or their worst run.
+    """
+
+    place: Place
+    primitive: str
+    author: str
+    dtype: str
+    written: str
+    shape: tuple[int, ...]
+    runs: int
+    largest: float
+    smallest: float
+    nonfinite: float
+    lost: float
+    written_largest: float
+    written_smallest: float
+    histogram: Mapping[int, float]
+    overflow: Mapping[str, float]
+    underflow: Mapping[str, float]
+    error: float
+    read_error: float
+    worst: tuple[int, ...]
+    made_nonfinite: Event | None
+    nonfinite_as_written: bool
+    vanished: float
+    vanished_event: Event | None
+    order: tuple[int, ...]
+
+    def describe(self) -> str:
+        """Its name, its scope and its line, in one line."""
+        name = self.primitive
+        if self.author and self.author != self.primitive:
+            name += f" (of {self.author})"
+        where = [self.place.scope or "no scope", self.place.phase]
+        where += [self.place.source] if self.place.source else []
+        return f"{name} in {', '.join(where)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeNumerics:
+    """What the equations of one scope made, those of its inner scopes included.
+
+    Args:
+        scope: its path, as in `Place`; "" is the whole program.
+        ops: the number of equations.
+        largest: the largest finite magnitude that one of them made.
+        smallest: the smallest that is not zero; 0 if there is none.
+        nonfinite: how many made inf or NaN of what was not.
+        vanished: the largest share that one of them lost; see `OpNumerics`.
+        error: the largest error of one of them.
+        overflow: for each format, the largest share beyond its largest number.
+        underflow: for each format, the largest share that would become zero."""
+
+    scope: str
+    ops: int
+    largest: float
+    smallest: float
+    nonfinite: int
+    vanished: float
+    error: float
+    overflow: Mapping[str, float]
+    underflow: Mapping[str, float]
+
+
+def _scope_numerics(scope: str, ops: list[OpNumerics]) -> ScopeNumerics:
+    formats = ops[0].overflow
+    return ScopeNumerics(
+        scope=scope,
+        ops=len(ops),
+        largest=max(op.largest for op in ops),
+        smallest=min((op.smallest for op in ops if op.smallest), default=0.0),
+        nonfinite=sum(op.made_nonfinite is not None for op in ops),
+        vanished=max(op.vanished for op in ops),
+        error=max(op.error for op in ops),
+        overflow={f: max(op.overflow[f] for op in ops) for f in formats},
+        underflow={f: max(op.underflow[f] for op in ops) for f in formats},
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Numbers:
+    """A report of numbers without its views; see `NumericsReport`."""
+
+    name: str
+    settings: tuple[str, ...]
+    nonfinite_arguments: tuple[str, ...]
+    ops: tuple[OpNumerics, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def first_nonfinite(self) -> OpNumerics | None:
+        """The equation that was first to make inf or NaN of finite numbers.
+
+        One whose result is finite as written comes before all others: those are the
+        author's own (a logarithm of zero)."""
+        made = [op for op in self.ops if op.made_nonfinite is not None]
+        ours = [op for op in made if not op.nonfinite_as_written]
+        return min(ours or made, key=lambda op: op.order, default=None)
+
+    def underflows(self, share: float = 0.01) -> list[OpNumerics]:
+        """The equations that turned numbers to zero, worst first.
+
+        Args:
+            share: how much of a result must have vanished to be listed."""
+        lossy = [op for op in self.ops if op.vanished >= share]
+        return sorted(lossy, key=lambda op: (-op.vanished, op.order))
+
+    def by_scope(self) -> list[ScopeNumerics]:
+        """What the equations of each scope made, outer scopes first."""
+        groups: dict[tuple[str, ...], list[OpNumerics]] = defaultdict(list)
+        for op in self.ops:
+            path = parts(op.place.scope)
+            for depth in range(len(path) + 1):
+                groups[path[:depth]].append(op)
+        return [
+            _scope_numerics("/".join(path), groups[path]) for path in sorted(groups)
+        ]
+
+    def worst(self, n: int = 10) -> list[OpNumerics]:
+        """The `n` equations with the largest error, worst first.
+
+        Those that read what was off by half of itself already come after all others."""
+        ranked = sorted(
+            self.ops, key=lambda op: (op.read_error >= 0.5, -op.error, op.order)
+        )
+        return ranked[:n]
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    __repr__ = __str__
+
+    def _lines(self) -> list[str]:
+        lines = [f"{self.name} ({'; '.join(self.settings) or 'no amp'})"]
+        if not self.ops:
+            return [*lines, "  no equations: the function makes no floats"]
+        lines += self._first("first inf or NaN", self.first_nonfinite)
+        if self.nonfinite_arguments:
+            given = ", ".join(self.nonfinite_arguments)
+            lines.append(f"    (but there are some in the arguments: {given})")
+        lossy = self.underflows()
+        for op in lossy[:1]:
+            share = f"{100 * op.vanished:.3g} % of the result"
+            lines += self._first(f"worst underflow, {share}", op, op.vanished_event)
+        if not lossy:
+            lines.append("  no underflow of more than 1 % of a result")
+        (worst,) = self.worst(1)
+        return [*lines, f"  largest error: {worst.error:.2g}, {worst.describe()}"]
+
+    def _first(self, what: str, op: OpNumerics | None, event: Any = None) -> list[str]:
+        if op is None:
+            return [f"  no {what.removeprefix('first ')}"]
+        event = event or op.made_nonfinite
+        lines = [f"  {what}: {op.describe()}"]
+        if op.nonfinite_as_written:
+            lines.append("    (in the author's dtypes too)")
+        if event.iteration:
+            lines.append(f"    iteration {', '.join(map(str, event.iteration))}")
+        return lines + [f"    read {one}" for one in event.inputs]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dicts and lists."""
+        return dataclasses.asdict(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything as JSON; an infinite error is the string "inf".
+
+        Args:
+            indent: as for `json.dumps`."""
+        return json.dumps(plain(self.to_dict()), indent=indent, allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """JSON has no inf and no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value

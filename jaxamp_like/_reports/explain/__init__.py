@@ -1,0 +1,3 @@
+"""`explain`: which precision each equation of a function runs in, and why."""
+
+from .explain import explain as explain

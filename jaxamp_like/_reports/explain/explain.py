@@ -1,0 +1,200 @@
+"""`explain`: traces a function and tells what the rewrite made of it."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from ..._jax import Eqn, Jaxpr
+from ..._policies.dictionary import Found
+from ..._policies.mistakes import naming_mistakes
+from ..._rewrite.planner import Step
+from ..._rewrite.record import Recorder
+from .. import walk
+from ..call import Call
+from ..data.records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
+from ..report import Report
+from ..settings import key_name, rule_name, settings_of
+from ..subject import Subject, as_argnums
+from ..versions import versions
+
+
+@naming_mistakes
+def explain(
+    fn: Callable[..., Any],
+    *,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: Any = None,
+    strict: bool = False,
+    lean: bool = False,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Report]:
+    """Reports what mixed precision makes of `fn`, without running it.
+
+    The report is read off the plan that binding followed and off the program that came
+    of it, so it tells what runs. Printed, it is a table; see `Report` for the rest.
+
+    Args:
+        fn: a function as written, in which case `amp(fn)` with the settings given is
+            reported; or one that has `amp` inside, such as the gradient of `amp(loss)`
+            or a whole training step, which is reported as it is.
+        compute_dtype: as for `amp`.
+        amp_policy: as for `amp`.
+        strict: as for `amp`.
+        lean: as for `amp`.
+        argnums: the arguments that training differentiates. Used where `fn` has no
+            backward pass of its own, to tell what one would keep.
+    Returns:
+        A function with the signature of `fn` that returns a `Report`. Arrays among the
+        arguments may be given as `jax.ShapeDtypeStruct`s.
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+        AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
+
+    >>> def loss(w, x):
+    ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+    >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
+    >>> report = explain(loss, compute_dtype="bfloat16")(w, x)
+    >>> report.now.totals.flops_by_dtype, report.now.totals.low_share
+    ({'bfloat16': 48}, 1.0)
+    >>> report.now.casts[0].why
+    'dot_general reads bfloat16: computes in bfloat16'
+    """
+    subject = Subject(
+        fn,
+        "explain",
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        strict=strict,
+        lean=lean,
+    )
+    numbers = as_argnums(argnums)
+
+    def reported(*args: Any, **kwargs: Any) -> Report:
+        call, recorder, jaxpr = subject.trace(args, kwargs, numbers)
+        now = _program(call, jaxpr, recorder)
+        as_written = Recorder(as_written=True)
+        written = _program(call, call.trace(as_written), as_written)
+        return Report(
+            name=call.name,
+            settings=settings_of(recorder),
+            now=now,
+            written=written,
+            rules=tuple(_rules_fired(recorder)),
+            versions=versions(),
+        )
+
+    return subject.wraps(reported)
+
+
+# ------------------------------------------------------------------------- the program
+
+
+def _program(call: Call, jaxpr: Jaxpr, recorder: Recorder) -> Program:
+    ops, casts = [], []
+    is_step = False
+    for eqn, at, is_structural in walk.walk(jaxpr, recorder.steps):
+        is_step |= at.phase == "backward"
+        if walk.is_float_cast(eqn):
+            casts.append(_cast(eqn, at))
+        if not is_structural:
+            ops.append(_op(eqn, at))
+    if is_step:
+        saved = walk.kept(jaxpr, recorder.steps)
+    else:
+        saved = _saved_by_derivative(call, recorder.as_written)
+    return Program(tuple(ops), tuple(casts), saved)
+
+
+def _saved_by_derivative(
+    call: Call, as_written: bool
+) -> tuple[SavedRecord, ...] | None:
+    if not call.live:
+        return None
+    recorder = Recorder(as_written)
+    try:
+        jaxpr, num_outs = call.trace_residuals(recorder)
+    except Exception:
+        # The function has been traced before: it is its derivative that there is none
+        # of, as of host callbacks.
+        return None
+    return walk.residuals(jaxpr, num_outs, recorder.steps)
+
+
+def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
+    step = at.step
+    num_flops = walk.flops(eqn)
+    reads = walk.contraction_dtypes(eqn) if num_flops else walk.dtype_names(eqn.invars)
+    return OpRecord(
+        place=at.place(eqn),
+        primitive=eqn.primitive.name,
+        author=step.eqn.primitive.name if step else "",
+        written=_written(step) if step else (),
+        reads=reads,
+        makes=walk.dtype_names(eqn.outvars),
+        shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
+        key=": ".join(_keys(step.found)) if step else "",
+        rule=rule_name(step.found.rule) if step else "",
+        why=_why(at),
+        flops=num_flops,
+    )
+
+
+def _written(step: Step) -> tuple[str, ...]:
+    return walk.dtype_names([*step.eqn.invars, *step.eqn.outvars])
+
+
+def _why(at: walk.Around) -> str:
+    if at.step is not None:
+        return at.step.decision.why
+    return "results are handed back as written" if at.in_amp else "outside of amp"
+
+
+def _cast(eqn: Eqn, at: walk.Around) -> CastRecord:
+    old, new = eqn.invars[0].aval.dtype.name, eqn.outvars[0].aval
+    inserted, why = _why_cast(at, new.dtype)
+    shape = tuple(new.shape)
+    return CastRecord(at.place(eqn), old, new.dtype.name, shape, inserted, why)
+
+
+def _why_cast(at: walk.Around, new: Any) -> tuple[bool, str]:
+    """Whether `amp` made a cast, and what for."""
+    step = at.step
+    if step is None:
+        return at.in_amp, _why(at)
+    name, why = step.eqn.primitive.name, step.decision.why
+    if name == "convert_element_type":
+        return False, why
+    if at.phase == "backward":
+        return True, f"the derivative of {name}'s casts: {why}"
+    is_read = new in step.decision.reads
+    text = f"{name} {'reads' if is_read else 'hands on'} {new.name}: {why}"
+    if at.phase == "recomputed":
+        text += "; made again rather than saved"
+    return True, text
+
+
+# --------------------------------------------------------------------------- the rules
+
+
+def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
+    """The keys that decided something, most first; then those that never did."""
+    own: set[str] = set()
+    rules: dict[str, dict[str, None]] = defaultdict(dict)  # names of rules, in order
+    for planner in dict.fromkeys(planner for planner, _ in recorder.plans):
+        own |= set(map(key_name, planner.policy.own_keys()))
+        for key, rule in planner.policy.items():
+            rules[key_name(key)][rule_name(rule)] = None
+    leaves = [step.found for step in recorder.steps if step.handler is None]
+    count = Counter(key for found in leaves for key in _keys(found))
+    for found in leaves:
+        if key_name(found.key) not in rules:  # `amp_stop`, what is outside of a limit
+            rules[key_name(found.key)][rule_name(found.rule)] = None
+    for key in sorted(rules, key=lambda key: -count[key]):
+        yield RuleRecord(key, ", ".join(rules[key]), count[key], key in own)
+
+
+def _keys(found: Found) -> list[str]:
+    """The keys that led to a rule: of a map, of a limit, and that of the rule."""
+    return list(dict.fromkeys(map(key_name, (*reversed(found.also), found.key))))

@@ -1,0 +1,149 @@
+"""Blocks of equations that run equally often, with the rows of their tables."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax import Eqn
+from .. import walk
+from .compiled import Memory, measured
+from .pairs import Pair
+from .statistics import Table, combined, histograms, measure, no_row, tabulate
+
+Path = tuple[int, ...]
+Found = dict[tuple[Path, int], Table]  # of blocks, each in parts
+
+PART = 32
+"""Equations in a part of the table of a block that is run one by one.
+
+A table is made by compiled code, which is the same for all parts: compiling one for
+thousands of equations takes minutes."""
+
+
+class Loop(NamedTuple):
+    """A loop around an equation."""
+
+    reverse: bool
+    length: int  # 0 if it is not known beforehand
+    depth: int  # how much of the paths of its equations is its own
+
+
+Loops = tuple[Loop, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An equation that was measured.
+
+    Args:
+        eqn: the equation.
+        at: what is around it.
+        path: where it stands: the number of each equation around it, and of the
+            program within that.
+        loops: the loops around it, outermost first.
+        written: the dtypes that its float results have as written.
+        sizes: their numbers of elements."""
+
+    eqn: Eqn
+    at: walk.Around
+    path: Path
+    loops: Loops
+    written: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Block:
+    """Equations that run equally often: the body of a loop, or all outside of loops.
+
+    `memory` is for the results of those that are run one by one; `None` where they are
+    being traced."""
+
+    path: Path
+    loops: Loops
+    memory: Memory | None
+    seen: list[Seen] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+    inputs: list[list[Any]] = field(default_factory=list)
+    codes: list[Any] = field(default_factory=list)
+
+    @property
+    def compiled(self) -> bool:
+        return self.memory is None
+
+    def measure(self, pair: Pair) -> Pair:
+        """The pair, and if it is of floats, what is known of it."""
+        if pair.measured is not None or not pair.is_float:
+            return pair
+        if self.memory is not None:
+            return pair._replace(measured=measured(self.memory, pair))
+        row, codes, _ = measure(jnp.asarray(pair.run), pair.true)
+        return pair._replace(measured=(row, codes))
+
+    def add(self, seen: Seen, outs: list[Pair], inputs: list[Pair]) -> None:
+        rows, codes = zip(*(out.measured for out in outs), strict=True)
+        self.seen.append(seen)
+        self.rows.append(combined(rows, seen.sizes))
+        self.inputs.append([pair.measured[0] for pair in inputs])
+        self.codes.append(codes[0] if len(codes) == 1 else jnp.concatenate(codes))
+        if not self.compiled:  # at once: the codes of all equations are a lot to keep
+            self.codes[-1] = _histogram(self.codes[-1])
+
+    def tables(self) -> Found:
+        if not self.rows:
+            return {}
+        none = no_row()
+        most = max(map(len, self.inputs))
+        inputs = [_padded(rows, most, none) for rows in self.inputs]
+        adds_up = [seen.eqn.primitive.name in _SUMS for seen in self.seen]
+        if self.compiled:
+            histogram = histograms(self.codes)
+            table = _table(self.rows, inputs, np.asarray(adds_up), histogram)
+            return {(self.path, 0): table}
+        found: Found = {}
+        for part, start in enumerate(range(0, len(self.rows), PART)):
+            some = slice(start, start + PART)
+            found[self.path, part] = _part_of_table(
+                _padded(self.rows[some], PART, none),
+                _padded(inputs[some], PART, [none] * most),
+                np.asarray(_padded(adds_up[some], PART, False)),
+                _padded(self.codes[some], PART, self.codes[0]),
+            )
+        return found
+
+
+def _padded(items: list[Any], length: int, filler: Any) -> list[Any]:
+    return [*items, *[filler] * (length - len(items))]
+
+
+_SUMS = frozenset("add add_any sub reduce_sum psum psum_invariant".split())
+
+
+def _table(
+    rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: Any
+) -> Table:
+    each = [row for rows in inputs for row in rows]
+    read = jnp.stack(each) if each else jnp.zeros((0, rows[0].size), rows[0].dtype)
+    read = read.reshape(len(rows), -1, rows[0].size)
+    return tabulate(jnp.stack(rows), read, adds_up, histogram)
+
+
+@jax.jit
+def _part_of_table(
+    rows: list[Any], inputs: list[list[Any]], adds_up: Any, histogram: list[Any]
+) -> Table:
+    return _table(rows, inputs, adds_up, jnp.stack(histogram))
+
+
+@jax.jit
+def _histogram(codes: Any) -> Any:
+    return histograms([codes])[0]
+
+
+class Where(NamedTuple):
+    at: walk.Around
+    path: Path
+    block: Block

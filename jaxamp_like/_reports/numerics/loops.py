@@ -1,0 +1,289 @@
+"""Programs that equations hold, run with pairs: loops, branches, manual sharding.
+
+Each takes the interpreter, an equation, where it stands and its operands, and gives
+its results with the tables of its bodies. Tables of a loop are among its carries."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..._jax import (
+    Eqn,
+    Jaxpr,
+    raw,
+    run_jaxpr,
+    scan_arity,
+    shard_map_options,
+    subjaxprs,
+)
+from . import pairs as p
+from .blocks import Found, Loop, Where
+from .compiled import taken
+from .pairs import Pair
+from .statistics import at_iteration, merge, merge_parts, no_runs
+
+# Programs that are run in place of their call.
+CALLS = frozenset(
+    "jit pjit closed_call core_call call eval_jaxpr custom_jvp_call custom_vjp_call "
+    "custom_vmap_call linear_call checkpoint remat2".split()
+)
+
+
+# Loops. A carry has a value in the author's dtype if any iteration gives it one.
+
+
+def _shapes(self: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """What `fn` returns, for its shapes and structure only.
+
+    In a `shard_map`, `jax.eval_shape` up to JAX 0.6 forgets over which axes its
+    arguments vary; there `fn` is traced in place, and the compiler drops it."""
+    return fn(*args) if self.axes else jax.eval_shape(fn, *args)
+
+
+def _settled(
+    self: Any, step: Callable[[list[Pair]], tuple[list[Pair], Found]], carry: list[Pair]
+) -> tuple[list[Pair], Found]:
+    """The carry in a form that the loop's body keeps, and its statistics' types."""
+    while True:
+        outs, found = _shapes(self, step, carry)
+        forms = [p.common(a, b) for a, b in zip(carry, outs, strict=True)]
+        settled = [
+            p.joined(pair, form) for pair, form in zip(carry, forms, strict=True)
+        ]
+        if _form(settled) == _form(carry):
+            return carry, found
+        carry = settled
+
+
+def _form(carry: list[Pair]) -> list[Any]:
+    return [pair.true is not None and pair.true.dtype for pair in carry]
+
+
+def _none_yet(self: Any, found: Found) -> Found:
+    """Tables for a loop's carry, of which `found` are the body's."""
+
+    def deeper(found):
+        return {key: at_iteration(table, 0) for key, table in found.items()}
+
+    tables = jax.eval_shape(deeper, found)
+    return _varying(self, {key: no_runs(table) for key, table in tables.items()})
+
+
+def _varying(self: Any, found: Found) -> Found:
+    """The same tables, typed as different on every device of a `shard_map`.
+
+    What a loop carries, and what branches return, must have one such type."""
+    for axis in self.axes:
+        index = lax.axis_index(axis)
+        found = jax.tree.map(lambda x, i=index: x + (0 * i).astype(x.dtype), found)
+    return found
+
+
+def _merged(found: Found, new: Found, i: Any) -> Found:
+    return {k: merge(table, at_iteration(new[k], i)) for k, table in found.items()}
+
+
+def _pinned(outs: Sequence[Pair], carry: Sequence[Pair]) -> list[Pair]:
+    return [p.joined(out, like) for out, like in zip(outs, carry, strict=True)]
+
+
+def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+    num_consts, num_carry = scan_arity(eqn)
+    fixed, carry = operands[:num_consts], operands[num_consts:][:num_carry]
+    xs = operands[num_consts + num_carry :]
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    loop = Loop(reverse, length, len(where.path))
+
+    def body(carry, slices):
+        args = [*fixed, *carry, *slices]
+        return self.body(eqn.params["jaxpr"], args, eqn, where, 0, loop)
+
+    def first(x):
+        return jnp.zeros(x.shape[1:], x.dtype) if length == 0 else x[0]
+
+    slices = jax.tree.map(first, xs)
+
+    def one_step(carry):
+        outs, found = body(carry, slices)
+        return outs[:num_carry], found
+
+    carry, found = _settled(self, one_step, carry)
+
+    def step(state, slices):
+        time, carry, found = state
+        outs, new = body(carry, slices)
+        i = length - 1 - time if reverse else time
+        kept = _pinned(outs[:num_carry], carry)
+        return (time + 1, kept, _merged(found, new, i)), outs[num_carry:]
+
+    state = (jnp.int32(0), carry, _none_yet(self, found))
+    (_, carry, found), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
+    return [*carry, *ys], found
+
+
+def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, rest = operands[:num_cond], operands[num_cond:]
+    body_consts, carry = rest[:num_body], rest[num_body:]
+    cond = params["cond_jaxpr"]
+    loop = Loop(False, 0, len(where.path))
+
+    def body(carry):
+        args = [*body_consts, *carry]
+        return self.body(params["body_jaxpr"], args, eqn, where, 1, loop)
+
+    carry, found = _settled(self, body, carry)
+
+    def goes_on(state):
+        args = [pair.run for pair in (*cond_consts, *state[1])]
+        return run_jaxpr(cond, args)[0]
+
+    def step(state):
+        i, carry, found = state
+        outs, new = body(carry)
+        return i + 1, _pinned(outs, carry), _merged(found, new, i)
+
+    state = (jnp.int32(0), carry, _none_yet(self, found))
+    _, carry, found = lax.while_loop(goes_on, step, state)
+    return carry, found
+
+
+def _cond(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+    def branch(k, operands):
+        return self.body(eqn.params["branches"][k], operands, eqn, where, k)
+
+    count = len(eqn.params["branches"])
+    fns = [functools.partial(branch, k) for k in range(count)]
+    each = [_shapes(self, fn, operands[1:]) for fn in fns]
+    forms = [p.common(*outs) for outs in zip(*(outs for outs, _ in each), strict=True)]
+    tables = {key: table for _, found in each for key, table in found.items()}
+
+    def taken(fn, operands):
+        outs, found = fn(operands)
+        idle = {key: no_runs(t) for key, t in tables.items() if key not in found}
+        return _pinned(outs, forms), _varying(self, found | idle)
+
+    index = jnp.asarray(operands[0].run, jnp.int32)
+    return lax.switch(index, [functools.partial(taken, fn) for fn in fns], operands[1:])
+
+
+# Manual sharding: each device measures its own part; the parts are merged outside.
+
+
+def _shard_map(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+    options = shard_map_options(eqn.params)
+    shard_map: Any = jax.shard_map
+    axes = tuple(options["axis_names"]) or tuple(options["mesh"].axis_names)
+    forms: list[list[Pair]] = []
+
+    def body(operands):
+        around, self.axes = self.axes, (*self.axes, *axes)
+        try:
+            outs, found = self.body(eqn.params["jaxpr"], operands, eqn, where, 0)
+        finally:
+            self.axes = around
+        forms.append([Pair(True, None if out.true is None else True) for out in outs])
+        return outs, jax.tree.map(lambda x: x[None], found)
+
+    def specs(specs, pairs):
+        return [
+            jax.tree.map(lambda _, spec=spec: spec, pair)
+            for spec, pair in zip(specs, pairs, strict=True)
+        ]
+
+    by_device = PartitionSpec(axes)
+    options |= {
+        "in_specs": (specs(options["in_specs"], operands),),
+    }
+    # A dry run tells which results have a value of their own in the author's dtype.
+    dry = shard_map(lambda x: body(x)[1], **options | {"out_specs": by_device})
+    jax.eval_shape(dry, operands)
+    out_specs = (specs(options["out_specs"], forms[-1]), by_device)
+    outs, parts = shard_map(body, **options | {"out_specs": out_specs})(operands)
+    return outs, {key: merge_parts(table) for key, table in parts.items()}
+
+
+HANDLERS = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
+
+
+# Outside of compiled code, a short loop is run like all else: its iterations share the
+# code of their equations, which costs far less to compile than the whole loop.
+
+_MOST_EQUATIONS = 20_000  # run one by one; beyond, compiling the loop pays
+
+
+def _scan_one_by_one(
+    self: Any, eqn: Eqn, where: Where, operands: list[Pair]
+) -> tuple[list[Pair], Found] | None:
+    jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
+    if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
+        return None
+    num_consts, num_carry = scan_arity(eqn)
+    start = num_consts + num_carry
+    fixed, xs = operands[:num_consts], operands[start:]
+    carry = [self.joined(value) for value in operands[num_consts:start]]
+    reverse = eqn.params["reverse"]
+    loop = Loop(reverse, length, len(where.path))
+    found: Found = {}
+    ys: list[list[Pair]] = []
+    for i in reversed(range(length)) if reverse else range(length):
+        args = [*fixed, *carry, *_taken(self, xs, i)]
+        outs, new = self.body(jaxpr, args, eqn, where, 0, loop, compiled=False)
+        for key, table in _deeper(new, i).items():
+            found[key] = _merge(found[key], table) if key in found else table
+        carry = outs[:num_carry]
+        ys.append(outs[num_carry:])
+        self.memory.hold(p.arrays_of(ys[-1]))
+    outs = [*carry, *map(_slices, zip(*(ys[::-1] if reverse else ys), strict=True))]
+    as_they_came = p.arrays_of([pair for pairs in ys for pair in pairs])
+    self.memory.hand_on(p.arrays_of(outs), instead_of=as_they_came)
+    return outs, found
+
+
+def _slices(pairs: Sequence[Pair]) -> p.Slices:
+    form = p.common(*pairs)
+    return p.Slices([p.joined(pair, form) for pair in pairs])
+
+
+def _taken(self: Any, xs: list[Any], i: int) -> list[Pair]:
+    whole = [x for x in xs if isinstance(x, Pair)]
+    parts = iter(taken(self.memory, whole, i) if whole else ())
+    return [next(parts) if isinstance(x, Pair) else x.pairs[i] for x in xs]
+
+
+_merge = jax.jit(merge)
+
+
+@jax.jit
+def _deeper(found: Found, i: Any) -> Found:
+    return {key: at_iteration(table, i) for key, table in found.items()}
+
+
+def _cond_one_by_one(
+    self: Any, eqn: Eqn, where: Where, operands: list[Pair]
+) -> tuple[list[Pair], Found]:
+    branches = eqn.params["branches"]
+    k = min(max(int(operands[0].run), 0), len(branches) - 1)
+    return self.body(branches[k], operands[1:], eqn, where, k, compiled=False)
+
+
+ONE_BY_ONE = {"scan": _scan_one_by_one, "cond": _cond_one_by_one}
+
+
+def num_ticks(jaxpr: Jaxpr) -> int:
+    """How many equations of a program run outside of loops."""
+    return sum(
+        sum(map(num_ticks, subjaxprs(eqn.params))) if eqn.primitive.name in CALLS else 1
+        for eqn in raw(jaxpr).eqns
+    )

@@ -1,0 +1,263 @@
+"""`trace_numerics`: runs a function once and tells what became of its numbers."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ..._dtypes import is_float
+from ..._jax import Eqn, Literal, consts, is_tracer
+from ..._policies.mistakes import naming_mistakes
+from .. import walk
+from ..call import Call
+from ..data.numbers import Event, InputRange, OpNumerics
+from ..extras import need
+from ..report import NumericsReport
+from ..settings import settings_of
+from ..subject import Subject
+from ..versions import versions
+from .blocks import PART, Seen
+from .interpret import Interpreter
+from .loops import num_ticks
+from .pairs import Pair
+from .statistics import FORMATS, Row, Table, bin_edges, limits
+
+
+@naming_mistakes
+def trace_numerics(
+    fn: Callable[..., Any],
+    *,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: Any = None,
+    strict: bool = False,
+    lean: bool = False,
+    progress: bool | None = None,
+) -> Callable[..., NumericsReport]:
+    """Runs `fn` in mixed precision, and beside it what its author's dtypes would give.
+
+    Every equation, forward and backward, at any depth, is measured: the range of what
+    it makes, a histogram of exponents, the share that float16, bfloat16 and the 8-bit
+    formats could not hold, the error against the author's dtypes at the same inputs,
+    and where the first inf or NaN arises. Iterations of a loop are told as one, with
+    the worst of them. It runs on the device, and only the summaries leave it.
+
+    Every equation rounds as the program says. Compiled as a whole, XLA may skip
+    roundings between equations that it fuses, so an overflow that is found here may
+    stay hidden on one device and show on another.
+
+    Args:
+        fn: what to run: a function as written, in which case `amp(fn)` with the
+            settings given is run; or one that has `amp` inside, such as the gradient of
+            `amp(loss)` or a whole training step, which is run as it is. With
+            `amp_policy={}` nothing is lowered, which tells the ranges as written.
+        compute_dtype: as for `amp`.
+        amp_policy: as for `amp`.
+        strict: as for `amp`.
+        lean: as for `amp`.
+        progress: whether to show a progress bar; if not given, when rich is installed
+            and the error stream is a terminal.
+    Returns:
+        A function with the signature of `fn` that returns a `NumericsReport`.
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or no concrete array.
+        AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
+        NotImplementedError: `fn` works on mutable arrays.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     with jax.named_scope("head"):
+    ...         return jnp.sum(1e3 * (x @ w))
+    >>> w, x = jnp.full((4, 3), 99.0), jnp.ones((2, 4))
+    >>> report = trace_numerics(loss, amp_policy={"head": "float16"})(w, x)
+    >>> culprit = report.first_nonfinite
+    >>> culprit.primitive, culprit.place.scope, culprit.made_nonfinite.inputs[1].largest
+    ('mul', 'head', 396.0)
+    """
+    subject = Subject(
+        fn,
+        "trace_numerics",
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        strict=strict,
+        lean=lean,
+    )
+
+    def traced(*args: Any, **kwargs: Any) -> NumericsReport:
+        call, recorder, jaxpr = subject.trace(args, kwargs)
+        _check_concrete([*call.arrays, *consts(jaxpr)], call.name)
+        with _progress(progress, num_ticks(jaxpr)) as tick:
+            interpreter = Interpreter(recorder.steps, tick)
+            pairs = [Pair(x) for x in call.arrays]
+            _, found = interpreter.run(jaxpr, pairs)
+            found = jax.device_get(found)
+        ops = [
+            _op(seen, Table(*row))
+            for (path, part), table in found.items()
+            for seen, *row in zip(
+                interpreter.seen[path][part * PART :], *table, strict=False
+            )
+        ]  # rows of a last part are padded
+        return NumericsReport(
+            name=call.name,
+            nonfinite_arguments=_nonfinite(call),
+            settings=settings_of(recorder),
+            ops=tuple(sorted(ops, key=lambda op: op.order)),
+            versions=versions(),
+        )
+
+    return subject.wraps(traced)
+
+
+def _nonfinite(call: Call) -> tuple[str, ...]:
+    """Which of the arrays that a function is called on hold inf or NaN."""
+    floats = [
+        (n, x)
+        for n, x in zip(call.names, call.arrays, strict=True)
+        if is_float(x.dtype)
+    ]
+    finite = jax.device_get([jnp.isfinite(x).all() for _, x in floats])
+    return tuple(n for (n, _), good in zip(floats, finite, strict=True) if not good)
+
+
+def _check_concrete(arrays: Sequence[Any], name: str) -> None:
+    for x in arrays:
+        if is_tracer(x):
+            raise TypeError(
+                f"`trace_numerics` runs {name!r}, so it needs arrays with values, but "
+                f"was given the tracer {x}. Call it outside of `jax.jit` and other "
+                "transformations; what it is given may be jitted or a gradient."
+            )
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"`trace_numerics` runs {name!r}, so it needs arrays with values, but "
+                f"was given {x}. `explain` takes shapes."
+            )
+
+
+@contextmanager
+def _progress(
+    wanted: bool | None, total: int
+) -> Iterator[Callable[[Eqn, walk.Around], None]]:
+    if wanted is None:
+        wanted = sys.stderr.isatty() and find_spec("rich") is not None
+    if not wanted:
+        yield lambda eqn, at: None
+        return
+    console = need("rich.console", "rich").Console(stderr=True)
+    with need("rich.progress", "rich").Progress(console=console) as bar:
+        task = bar.add_task("Running", total=total)
+
+        def tick(eqn, at):
+            what = f"{'/'.join(at.scope)} {eqn.primitive}"
+            bar.update(task, advance=1, description=what[-40:].ljust(40))
+
+        yield tick
+
+
+# ------------------------------------------------------------------------- the records
+
+
+def _op(seen: Seen, one: Table) -> OpNumerics:
+    """The record of one equation; `one` is its row of the table."""
+    eqn, at, runs = seen.eqn, seen.at, int(one.runs)
+    row = Row(*map(float, one.rows))
+    largest, smallest = row.exact_largest, _smallest(row.exact_smallest)
+    elements, counts = max(sum(seen.sizes) * runs, 1), np.asarray(one.histogram)
+    counts = counts * _IS_COUNTED
+    over, under = {}, {}
+    for name in FORMATS:
+        most, least = limits(name)
+        over[name] = _share(counts, _EDGES >= most, largest >= most, elements)
+        under[name] = _share(counts, _EDGES < least, 0 < smallest <= least, elements)
+    floats = [v for v in eqn.outvars if walk.dtype_names([v])]
+    made = int(one.made_nonfinite) > 0
+    vanished = float(one.vanished)
+    return OpNumerics(
+        place=at.place(eqn),
+        primitive=eqn.primitive.name,
+        author=at.step.eqn.primitive.name if at.step else "",
+        dtype=walk.dtype_names(floats)[0],
+        written=seen.written[0],
+        shape=tuple(floats[0].aval.shape),
+        runs=runs,
+        largest=row.largest,
+        smallest=_smallest(row.smallest),
+        nonfinite=row.nonfinite / max(runs, 1),
+        lost=row.lost / max(runs, 1),
+        written_largest=largest,
+        written_smallest=smallest,
+        histogram=_by_exponent(counts),
+        overflow=over,
+        underflow=under,
+        error=float(one.error),
+        read_error=float(one.read_error),
+        worst=tuple(map(int, one.worst)),
+        made_nonfinite=_event(eqn, one.first, one.inputs) if made else None,
+        nonfinite_as_written=row.exact_nonfinite > 0,
+        vanished=vanished,
+        vanished_event=_event(eqn, one.vanished_at, one.vanished_inputs)
+        if vanished
+        else None,
+        order=_order(seen, one.first if made else one.worst),
+    )
+
+
+_EDGES = bin_edges()
+_IS_COUNTED = (_EDGES > 0) & np.isfinite(_EDGES)  # neither zero, inf nor NaN
+
+
+def _by_exponent(counts: np.ndarray) -> dict[int, float]:
+    exponents = np.frexp(np.where(_IS_COUNTED, _EDGES, 1))[1] - 1
+    total = max(counts.sum(), 1)
+    used = np.unique(exponents[counts > 0])
+    return {int(e): float(counts[exponents == e].sum() / total) for e in used}
+
+
+def _smallest(x: Any) -> float:
+    """0 if nothing was there to be smallest."""
+    return float(x) if np.isfinite(x) else 0.0
+
+
+def _share(
+    counts: np.ndarray, bins: np.ndarray, any_at_all: bool, elements: int
+) -> float:
+    # The sample may have missed what the range, which sees every element, tells.
+    if not any_at_all:
+        return 0.0
+    return max(float(counts[bins].sum() / max(counts.sum(), 1)), 1 / elements)
+
+
+def _event(eqn: Eqn, iteration: Any, ranges: Any) -> Event:
+    floats = [a for a in eqn.invars if walk.dtype_names([a])]
+    return Event(
+        iteration=tuple(map(int, iteration)),
+        inputs=tuple(
+            InputRange(
+                dtype=atom.aval.dtype.name,
+                shape=tuple(atom.aval.shape),
+                largest=float(row[0]),
+                smallest=_smallest(row[1]),
+                nonfinite=float(row[2]),
+                zero=float(row[4]),
+                is_literal=isinstance(atom, Literal),
+            )
+            for atom, row in zip(floats, ranges, strict=False)  # padded
+        ),
+    )
+
+
+def _order(seen: Seen, iteration: Any) -> tuple[int, ...]:
+    """When it happened: equations and iterations as they follow each other."""
+    order: list[int] = []
+    start = 0
+    for loop, i in zip(seen.loops, map(int, iteration), strict=True):
+        time = loop.length - 1 - i if loop.reverse else i
+        order += [*seen.path[start : loop.depth], time]
+        start = loop.depth
+    return (*order, *seen.path[start:])

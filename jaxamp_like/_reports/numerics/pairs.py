@@ -1,0 +1,266 @@
+"""Running a rewritten program beside what its author's dtypes would give.
+
+An interpreter of jaxprs. Every value is a `Pair`: as the program computes it, and as it
+would be had nothing been cast, at the same inputs. The second follows from the first
+program alone: the casts that `amp` inserted do nothing to it, and every other equation
+is evaluated again, in the dtypes that its operands then have. So both runs stay in
+step through loops, remat and the backward pass, and can be compared value by value.
+Control flow follows the program that runs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..._dtypes import DType, bits, cast, holds, is_float
+from ..._jax import Eqn, Literal, eqn_context, has_effect, reemit, subjaxprs
+from .. import walk
+
+
+class Pair(NamedTuple):
+    """A value as the program computes it, and in the author's dtypes.
+
+    `true` is `None` where it is the same; `measured` is what `measure` found,
+    if it was asked."""
+
+    run: Any
+    true: Any = None
+    measured: Any = None
+
+    @property
+    def exact(self) -> Any:
+        return self.run if self.true is None else self.true
+
+    @property
+    def is_float(self) -> bool:
+        return is_float(getattr(self.run, "dtype", None))
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [self.run] if self.true is None else [self.run, self.true]
+
+    def bare(self) -> "Pair":
+        return self._replace(measured=None)
+
+
+class Slices(NamedTuple):
+    """What a loop stacked up, as it came: most of it is only read by another loop."""
+
+    pairs: list[Pair]  # by index
+
+    @property
+    def arrays(self) -> list[Any]:
+        return arrays_of(self.pairs)
+
+    def bare(self) -> "Slices":
+        return self
+
+
+Value = Pair | Slices
+
+
+def arrays_of(values: Iterable[Value]) -> list[Any]:
+    return [x for value in values for x in value.arrays]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What is known of an equation beside itself, from the step that it was bound for.
+
+    Args:
+        inserted: it is a cast that `amp` put there, or a rounding that goes with one.
+        target: it is a cast that the author wrote, to this dtype.
+        literals: for each operand, the literal as the author wrote it, if that differs.
+    """
+
+    inserted: bool = False
+    target: str | None = None
+    literals: tuple[float | None, ...] = ()
+
+
+def role_of(eqn: Eqn, at: walk.Around) -> Role:
+    literals = tuple(_as_written(atom, at) for atom in eqn.invars)
+    name = eqn.primitive.name
+    if name == "reduce_precision":
+        # JAX puts one on what `jax.checkpoint` saves, in the dtype that it has now.
+        is_ours = at.step is not None and at.step.eqn.primitive.name != name
+        return Role(inserted=is_ours, literals=literals)
+    if name != "convert_element_type":
+        return Role(literals=literals)
+    author = at.step and at.step.eqn
+    if author is None or author.primitive.name != "convert_element_type":
+        is_ours = author is not None or at.in_amp
+        return Role(inserted=is_ours and walk.is_float_cast(eqn), literals=literals)
+    atom = author.invars[0] if at.phase == "backward" else author.outvars[0]
+    return Role(target=atom.aval.dtype.name, literals=literals)
+
+
+def _as_written(atom: Any, at: walk.Around) -> float | None:
+    """The literal that `atom` was before it was rounded to a lower precision."""
+    if not isinstance(atom, Literal) or at.step is None:
+        return None
+    now: Any = atom.aval
+    for written in at.step.eqn.invars:
+        then: Any = written.aval
+        if (
+            isinstance(written, Literal)
+            and is_float(then.dtype)
+            and is_float(now.dtype)
+        ):
+            rounded = np.asarray(written.val).astype(now.dtype)
+            if then.dtype != now.dtype and rounded == np.asarray(atom.val):
+                return float(np.asarray(written.val))
+    return None
+
+
+_MOVES = frozenset(
+    "reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p rev name "
+    "stop_gradient optimization_barrier sharding_constraint device_put pvary "
+    "pcast".split()
+)
+
+
+def is_move(eqn: Eqn) -> bool:
+    """Whether an equation only moves data: not worth statistics of its own."""
+    return eqn.primitive.name in _MOVES
+
+
+def keeps_magnitudes(eqn: Eqn, role: Role) -> bool:
+    """Whether what is known of the operand is true of the result."""
+    if role.inserted and eqn.primitive.name == "convert_element_type":
+        return holds(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+    return is_move(eqn) or eqn.primitive.name in ("neg", "abs")
+
+
+def literal_pair(atom: Any, written: float | None) -> Pair:
+    value = jnp.asarray(atom.val, getattr(atom.aval, "dtype", None))
+    return Pair(value, None if written is None else jnp.float32(written))
+
+
+def evaluate(
+    eqn: Eqn,
+    role: Role,
+    pairs: Sequence[Pair],
+    run: Callable[[Eqn, list[Any]], Sequence[Any]] = reemit,
+) -> list[Pair]:
+    """Evaluates an equation that holds no program that we would look into; `run` is how
+    that is done as the program has it."""
+    runs = run(eqn, [pair.run for pair in pairs])
+    trues = _in_author_dtypes(eqn, role, pairs, runs)
+    return [Pair(run, true) for run, true in zip(runs, trues, strict=True)]
+
+
+def with_measures(operands: Sequence[Pair], outs: list[Pair]) -> list[Pair]:
+    """The results, with what is known of their operands."""
+    same = len(outs) == len(operands)
+    return [
+        out._replace(measured=operands[i if same else 0].measured)
+        if out.is_float
+        else out
+        for i, out in enumerate(outs)
+    ]
+
+
+def _in_author_dtypes(
+    eqn: Eqn, role: Role, pairs: Sequence[Pair], runs: Sequence[Any]
+) -> list[Any]:
+    """The results in the author's dtypes, `None` where they are the same."""
+    if role.inserted:
+        return [pairs[0].exact]
+    # What has an effect must have it once.
+    if all(pair.true is None for pair in pairs) or has_effect(eqn):
+        return [None] * len(runs)
+    values = _harmonised(pairs)
+    if role.target is not None:
+        target = jnp.dtype(role.target)
+        return [values[0].astype(target)]
+    is_same = all(
+        not pair.is_float or value.dtype == pair.run.dtype
+        for pair, value in zip(pairs, values, strict=True)
+    )
+    if is_same:
+        return list(_bind_on(eqn, values))
+    try:
+        return list(_bind_wider(eqn, values))
+    except (TypeError, ValueError, NotImplementedError):
+        # Code that only exists in the dtypes that it was traced with.
+        down = [
+            cast(value, pair.run.dtype) if pair.is_float else value
+            for pair, value in zip(pairs, values, strict=True)
+        ]
+        return list(_bind_on(eqn, down))
+
+
+def _harmonised(pairs: Sequence[Pair]) -> list[Any]:
+    """Operands in the author's dtypes; those of one dtype now had one dtype then."""
+    widest: dict[DType, DType] = {}
+    for pair in pairs:
+        if pair.is_float:
+            now, then = pair.run.dtype, pair.exact.dtype
+            widest[now] = max(widest.get(now, then), then, key=bits)
+    return [
+        cast(pair.exact, widest[pair.run.dtype]) if pair.is_float else pair.exact
+        for pair in pairs
+    ]
+
+
+def _bind_on(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    if any(True for _ in subjaxprs(eqn.params)):
+        return reemit(eqn, values)
+    return _bind(eqn, values, eqn.params)
+
+
+def _bind(eqn: Eqn, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
+    with eqn_context(eqn):
+        outs = eqn.primitive.bind(*values, **params)
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def _bind_wider(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Binds on operands that are wider than those that the equation was made for."""
+    name, params = eqn.primitive.name.replace("-", "_"), eqn.params
+    if name in _SCATTERS:
+        options = ("indices_are_sorted", "unique_indices", "mode")
+        return [
+            _SCATTERS[name](
+                *values, params["dimension_numbers"], **{k: params[k] for k in options}
+            )
+        ]
+    if any(True for _ in subjaxprs(params)):
+        raise TypeError("its reducer was traced in other dtypes")
+    wide = max((x.dtype for x in values if is_float(x.dtype)), key=bits)
+    for key in ("preferred_element_type", "out_dtype"):
+        asked = params.get(key)
+        if asked is not None and is_float(asked) and bits(asked) < bits(wide):
+            params = params | {key: wide}
+    return _bind(eqn, values, params)
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter": lax.scatter,
+    "scatter_add": lax.scatter_add,
+    "scatter_mul": lax.scatter_mul,
+    "scatter_min": lax.scatter_min,
+    "scatter_max": lax.scatter_max,
+}
+
+
+def joined(pair: Pair, like: Any) -> Pair:
+    """`pair` with a value in the author's dtype if `like` has one, and of its dtype."""
+    if like.true is None:
+        return pair.bare()
+    exact = pair.exact
+    return Pair(pair.run, exact.astype(like.true.dtype) if pair.is_float else exact)
+
+
+def common(*pairs: Any) -> Any:
+    """The structure that pairs from several places can all take."""
+    trues = [pair.true for pair in pairs if pair.true is not None]
+    if not trues:
+        return pairs[0].bare()
+    exacts = [pair.exact for pair in pairs]
+    floats = all(pair.is_float for pair in pairs)
+    return Pair(pairs[0].run, max(exacts, key=lambda x: bits(x.dtype) if floats else 0))

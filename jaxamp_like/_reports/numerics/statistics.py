@@ -1,0 +1,391 @@
+"""Statistics of what equations compute, on the device, in one pass over the data.
+
+Every array becomes one row of numbers, and codes of a sample of its elements. The rows
+of a block of equations (the body of a loop, or all that is outside of loops) are then
+judged together, as one table with a row for each equation: which of them made inf of
+finite inputs, which lost numbers that their inputs still had? Iterations of a loop are
+merged, table by table, and the worst of each equation is remembered. So the device
+does little beside reading the data, and all that leaves it is the tables."""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..._dtypes import bits
+
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+SAMPLE = 2**15
+"""Elements that histograms are made of at most; ranges and counts see every element."""
+
+# A code is the exponent and the first four bits of the mantissa of a float32.
+_MANTISSA = 4
+BINS = 2 ** (8 + _MANTISSA)
+
+# Beyond this, a value is a mask; its rounding would drown all other errors.
+_MASK = 2.0**100
+
+
+class Row(NamedTuple):
+    """What is known of one array; magnitudes, and shares of elements.
+
+    `exact` ones are of the values in the author's dtypes."""
+
+    largest: Any  # of the finite
+    smallest: Any  # of those that are not zero; inf if there are none
+    nonfinite: Any
+    nan: Any
+    zero: Any
+    gone: Any  # zero here, and not in the author's dtype
+    lost: Any  # the same, since the author's value is below the range of the dtype
+    exact_largest: Any
+    exact_smallest: Any
+    exact_nonfinite: Any
+    deviation: Any  # sum of |run - exact|
+    magnitude: Any  # sum of |exact|
+
+
+_NUM_RANGE = 5  # columns that tell what an operand was like
+_SUMS = (
+    "nonfinite",
+    "nan",
+    "zero",
+    "gone",
+    "lost",
+    "exact_nonfinite",
+    "deviation",
+    "magnitude",
+)
+_SHARES = _SUMS[:6]
+_LEAST = ("smallest", "exact_smallest")
+
+
+class Table(NamedTuple):
+    """What is known of some equations' float results, over all their runs so far.
+
+    One row for each equation. Iterations of loops are columns of indices, outermost
+    loop first."""
+
+    runs: Array
+    rows: Array  # as `Row`; sums and shares of all runs together, and extremes
+    error: Array  # the worst run's: sum |run - exact| / sum |exact|; see `_errors`
+    read_error: Array  # of its operands, the largest then
+    worst: Array  # and which it was
+    made_nonfinite: Array  # runs that made inf or NaN out of what was not
+    first: Array  # the first of them
+    inputs: Array  # and what was known of the operands then
+    vanished: Array  # the largest share that a run lost and its operands had not
+    vanished_at: Array
+    vanished_inputs: Array
+    histogram: Array  # of the codes of sampled exact magnitudes
+
+
+def row_dtype() -> Any:
+    """The dtype of statistics: the widest that there is."""
+    return jax.dtypes.canonicalize_dtype(float)
+
+
+def measure(
+    run: Array, exact: Array | None, chunk: int | None = None
+) -> tuple[Array, Array, list[Array]]:
+    """Measures one float array.
+
+    Args:
+        run: the array as the program computes it.
+        exact: in the author's dtype; `None` where it is the same.
+        chunk: how many elements to look at at a time, a multiple of 256; all at once
+            if not given.
+    Returns:
+        A `Row` as a vector, codes of sampled elements of `exact`, and arrays that were
+        only needed on the way."""
+    if run.size == 0:
+        return no_row(), _codes(jnp.zeros(1)), []
+    arrays = [run] if exact is None else [run, exact]
+    find = functools.partial(_of_elements, float(jnp.finfo(run.dtype).tiny))
+    if chunk is None or not chunk <= run.size < 2**31:  # starts are of 32 bits
+        reduced, scratch = _reduced(find(*arrays)), []
+    else:
+        reduced, scratch = _reduced_by_chunks(find, arrays, chunk)
+    reduced |= {k: v / run.size for k, v in reduced.items() if k in _SHARES}
+    if exact is None:
+        same = {f"exact_{k}": reduced[k] for k in ("largest", "smallest", "nonfinite")}
+        zero = jnp.zeros((), row_dtype())
+        reduced |= same | dict.fromkeys(
+            ("gone", "lost", "deviation", "magnitude"), zero
+        )
+    return jnp.stack(Row(**reduced)), _codes(run if exact is None else exact), scratch
+
+
+def _of_elements(tiny: float, run: Array, exact: Array | None = None) -> dict[str, Any]:
+    """What each element adds to a `Row`: a number, or whether it is one of a share."""
+    x = run.astype(row_dtype())
+    a = jnp.abs(x)
+    found = {
+        "largest": jnp.where(a < jnp.inf, a, 0),
+        "smallest": jnp.where(a > 0, a, jnp.inf),
+        "nonfinite": ~(a < jnp.inf),
+        "nan": x != x,
+        "zero": x == 0,
+    }
+    if exact is None:
+        return found
+    y = exact.astype(row_dtype())
+    b = jnp.abs(y)
+    is_gone = (x == 0) & (b > 0)
+    is_counted = b < _MASK
+    deviation = jnp.where(x == x, jnp.abs(x - y), jnp.inf)
+    return found | {
+        "gone": is_gone,
+        "lost": is_gone & (b < tiny),
+        "exact_largest": jnp.where(b < jnp.inf, b, 0),
+        "exact_smallest": jnp.where(b > 0, b, jnp.inf),
+        "exact_nonfinite": ~(b < jnp.inf),
+        "deviation": jnp.where(is_counted, deviation, 0),
+        "magnitude": jnp.where(is_counted, b, 0),
+    }
+
+
+def _operation(name: str) -> Callable[[Any, Any], Any]:
+    return lax.add if name in _SUMS else lax.min if name in _LEAST else lax.max
+
+
+def _initial(name: str) -> Array:
+    return jnp.asarray(np.inf if name in _LEAST else 0, row_dtype())
+
+
+def _reduced(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Reduces arrays of one shape in one pass; row by row, so that sums add up."""
+    names = list(arrays)
+    values = [x.astype(row_dtype()) for x in arrays.values()]
+    shape = values[0].shape
+    values = [v.reshape(-1, shape[-1] if shape else 1) for v in values]
+    ops, inits = [_operation(k) for k in names], tuple(_initial(k) for k in names)
+
+    def combine(xs, ys):
+        return tuple(op(x, y) for op, x, y in zip(ops, xs, ys, strict=True))
+
+    for axis in (1, 0):
+        values = lax.reduce(tuple(values), inits, combine, (axis,))
+    return dict(zip(names, values, strict=True))
+
+
+def _reduced_by_chunks(
+    find: Callable[..., dict[str, Array]], arrays: Sequence[Array], chunk: int
+) -> tuple[dict[str, Array], list[Array]]:
+    """The same of what `find` makes of arrays, by accumulators as long as a chunk.
+
+    XLA's CPU backend makes a scalar loop of a reduction of many arrays, and vector code
+    of this, whose chunks stay in the cache. Shares are first counted all in one
+    integer, which has a few bits for each."""
+    # A slice of a narrow float would be cut from a copy of all in float32.
+    read = [_as_bits(x.ravel()) for x in arrays]
+    count, rest = divmod(arrays[0].size, chunk)
+
+    def found(start, length):
+        parts = (lax.dynamic_slice(x, (start,), (length,)) for x in read)
+        pairs = zip(parts, arrays, strict=True)
+        return find(*(lax.bitcast_convert_type(part, x.dtype) for part, x in pairs))
+
+    def step(i, state):
+        columns, counts = state
+        new = found(i * chunk, chunk)
+        for flag, unit in zip(shares, units, strict=True):
+            counts += jnp.where(new[flag], unit, np.int32(0))
+        return {k: _operation(k)(x, new[k]) for k, x in columns.items()}, counts
+
+    def some_steps(i, columns):
+        first = i * _MOST_COUNTED
+        last = jnp.minimum(first + _MOST_COUNTED, count)
+        counted = {k: columns[k] for k in shares}
+        others = {k: x for k, x in columns.items() if k not in shares}
+        state = others, jnp.zeros(chunk, jnp.int32)
+        others, counts = lax.fori_loop(first, last, step, state)
+        for flag, unit in zip(shares, units, strict=True):
+            counted[flag] += (counts // unit & _MOST_COUNTED).astype(row_dtype())
+        return others | counted
+
+    columns = found(count * chunk, rest)
+    shares = [k for k, x in columns.items() if x.dtype == bool]
+    units = [np.int32((_MOST_COUNTED + 1) ** i) for i in range(len(shares))]
+    columns = {
+        k: jnp.pad(
+            x.astype(row_dtype()), (0, chunk - rest), constant_values=_initial(k)
+        )
+        for k, x in columns.items()
+    }
+    columns = lax.fori_loop(0, -(-count // _MOST_COUNTED), some_steps, columns)
+    scratch = [x for x, y in zip(read, arrays, strict=True) if x.dtype != y.dtype]
+    return _reduced({k: x.reshape(-1, 256) for k, x in columns.items()}), scratch
+
+
+_MOST_COUNTED = 31  # six such counts fit into an integer
+
+
+def _as_bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, _BITS.get(bits(x.dtype), x.dtype))
+
+
+_BITS = {8: jnp.uint8, 16: jnp.uint16}
+
+
+def _codes(x: Array) -> Array:
+    """Codes of at most `SAMPLE` elements, evenly spread, whatever the shape."""
+    flat = x.ravel()
+    stride = max(-(-flat.size // SAMPLE), 1)
+    # Coprime to the size, or a stride could stay in a few columns.
+    while stride > 1 and math.gcd(stride, flat.size) > 1:
+        stride += 1
+    sample = jnp.abs(flat[::stride].astype(jnp.float32))
+    return lax.bitcast_convert_type(sample, jnp.int32) >> (23 - _MANTISSA)
+
+
+def histograms(codes: Sequence[Array]) -> Array:
+    """One histogram for each array of codes, by one scatter."""
+    owner = np.repeat(np.arange(len(codes)), [c.size for c in codes])
+    counts = jnp.zeros((len(codes), BINS), jnp.float32)
+    return counts.at[owner, jnp.concatenate(codes)].add(1, mode="promise_in_bounds")
+
+
+def bin_edges() -> np.ndarray:
+    """The smallest magnitude of each bin."""
+    bits = np.arange(BINS, dtype=np.int32) << (23 - _MANTISSA)
+    return bits.view(np.float32)
+
+
+def limits(name: str) -> tuple[float, float]:
+    """What rounds to more than a format's largest number, and what rounds to zero."""
+    info = jnp.finfo(name)
+    largest = float(info.max)
+    half_ulp = 2.0 ** (math.floor(math.log2(largest)) - info.nmant - 1)
+    return largest + half_ulp, float(info.smallest_subnormal) / 2
+
+
+def combined(rows: Sequence[Array], sizes: Sequence[int]) -> Array:
+    """One row for several results of an equation."""
+    if len(rows) == 1:
+        return rows[0]
+    parts = [Row(*row) for row in rows]
+    weights = np.asarray(sizes) / max(sum(sizes), 1)
+
+    def of(name):
+        values = jnp.stack([getattr(part, name) for part in parts])
+        if name in _SHARES:
+            return jnp.sum(values * jnp.asarray(weights, values.dtype))
+        if name in _SUMS:
+            return jnp.sum(values)
+        return (jnp.min if name in _LEAST else jnp.max)(values)
+
+    return jnp.stack([of(name) for name in Row._fields])
+
+
+def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Table:
+    """The table of one run of some equations.
+
+    Args:
+        rows: one for each equation.
+        inputs: the rows of its operands, as many for each; see `no_row`.
+        adds_up: whether each is a sum, which may cancel.
+        histogram: of the codes of its results."""
+    row, read = Row(*rows.T), Row(*jnp.moveaxis(inputs, -1, 0))
+    made = (row.nonfinite > 0) & ~(read.nonfinite > 0).any(-1)
+    made |= (row.nan > 0) & ~(read.nan > 0).any(-1)
+    terms = read.magnitude.max(-1, initial=0)
+    is_noise = adds_up & (row.magnitude < _NOISE * terms)
+    nowhere = jnp.zeros((len(rows), 0), jnp.int32)
+    ranges = inputs[..., :_NUM_RANGE]
+    return Table(
+        runs=jnp.ones(len(rows), jnp.int32),
+        rows=rows,
+        error=_errors(row.deviation, jnp.where(is_noise, terms, row.magnitude)),
+        read_error=_errors(read.deviation, read.magnitude).max(-1, initial=0),
+        worst=nowhere,
+        made_nonfinite=made.astype(jnp.int32),
+        first=nowhere,
+        inputs=ranges,
+        vanished=jnp.maximum(row.lost - read.gone.max(-1, initial=0), 0),
+        vanished_at=nowhere,
+        vanished_inputs=ranges,
+        histogram=histogram,
+    )
+
+
+# A sum that is smaller than this part of its terms, as written too, is only their
+# rounding: the gradient of a bias before a softmax, say, which is zero.
+_NOISE = 2.0**-17
+
+
+def _errors(deviation: Array, scale: Array) -> Array:
+    """Deviations by magnitudes; of a sum whose terms cancel, by those of its terms."""
+    error = jnp.where(deviation == 0, 0, deviation / scale)
+    return jnp.where(jnp.isnan(error), jnp.inf, error)
+
+
+def no_row() -> Array:
+    """The row of nothing."""
+    row = Row(*(jnp.inf if name in _LEAST else 0.0 for name in Row._fields))
+    return jnp.asarray(row, row_dtype())
+
+
+def at_iteration(table: Table, i: Any) -> Table:
+    """The same, one loop further out: `i` is the iteration of that loop."""
+
+    def prefixed(columns):
+        ahead = jnp.full((columns.shape[0], 1), i, jnp.int32)
+        return jnp.concatenate([ahead, columns], axis=1)
+
+    names = ("worst", "first", "vanished_at")
+    return table._replace(**{name: prefixed(getattr(table, name)) for name in names})
+
+
+def no_runs(like: Any) -> Table:
+    """A table of no run yet, of the types that `like` has."""
+    zeros: Table = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return zeros._replace(rows=zeros.rows + no_row())
+
+
+def merge(a: Table, b: Table) -> Table:
+    """The table of the runs of `a`, followed by those of `b`."""
+
+    def pick(is_b, x, y):
+        return jnp.where(is_b.reshape(-1, *[1] * (x.ndim - 1)), y, x)
+
+    worse = (b.error > a.error) | ((a.runs == 0) & (b.runs > 0))
+    newly = (a.made_nonfinite == 0) & (b.made_nonfinite > 0)
+    more = b.vanished > a.vanished
+    rows = [
+        x + y
+        if name in _SUMS
+        else (jnp.minimum if name in _LEAST else jnp.maximum)(x, y)
+        for name, x, y in zip(Row._fields, a.rows.T, b.rows.T, strict=True)
+    ]
+    return Table(
+        runs=a.runs + b.runs,
+        rows=jnp.stack(rows, axis=1),
+        error=pick(worse, a.error, b.error),
+        read_error=pick(worse, a.read_error, b.read_error),
+        worst=pick(worse, a.worst, b.worst),
+        made_nonfinite=a.made_nonfinite + b.made_nonfinite,
+        first=pick(newly, a.first, b.first),
+        inputs=pick(newly, a.inputs, b.inputs),
+        vanished=jnp.maximum(a.vanished, b.vanished),
+        vanished_at=pick(more, a.vanished_at, b.vanished_at),
+        vanished_inputs=pick(more, a.vanished_inputs, b.vanished_inputs),
+        histogram=a.histogram + b.histogram,
+    )
+
+
+def merge_parts(stacked: Table) -> Table:
+    """The table of parts that ran side by side, which come stacked."""
+    parts = stacked.runs.shape[0]
+    each = [jax.tree.map(operator.itemgetter(i), stacked) for i in range(parts)]
+    merged = functools.reduce(merge, each)
+    shares = np.asarray([1 / parts if n in _SHARES else 1.0 for n in Row._fields])
+    rows = merged.rows * jnp.asarray(shares, merged.rows.dtype)
+    return merged._replace(runs=each[0].runs, rows=rows)

@@ -1,0 +1,158 @@
+"""The page's diagrams, as Vega-Lite specifications."""
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..data.explained import Explained
+from ..data.numbers import Numbers
+from ..data.records import PHASES
+
+# Colours that are told apart with colour-blind eyes too (Okabe and Ito, 2008).
+COLOURS = {
+    "float64": "#666666",
+    "float32": "#0072b2",
+    "bfloat16": "#009e73",
+    "float16": "#e69f00",
+    "int8": "#cc79a7",
+}
+_OTHER = "#d55e00"  # the 8-bit floats, and what is still to come
+
+
+def _spec(values: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
+    return {
+        "width": "container",
+        "background": "transparent",
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": values},
+        **rest,
+    }
+
+
+def _colour(names: set[str]) -> dict[str, Any]:
+    domain = sorted(names)
+    colours = [COLOURS.get(name, _OTHER) for name in domain]
+    return {
+        "field": "dtype",
+        "type": "nominal",
+        "scale": {"domain": domain, "range": colours},
+        "legend": {"orient": "top", "title": None},
+    }
+
+
+def _bars(values: list[dict[str, Any]], title: str, unit: str) -> dict[str, Any]:
+    return _spec(
+        values,
+        height=24 * len({row["what"] for row in values}),
+        mark={"type": "bar", "tooltip": True},
+        encoding={
+            "y": {"field": "what", "type": "nominal", "title": None, "sort": None},
+            "x": {
+                "field": "amount",
+                "type": "quantitative",
+                "title": title,
+                "axis": {"format": "~s", "tickCount": 4, "labelFlush": True},
+            },
+            "color": _colour({v["dtype"] for v in values}),
+            "tooltip": [
+                {"field": "what", "title": "of"},
+                {"field": "dtype"},
+                {"field": "amount", "title": unit, "format": ".4~s"},
+            ],
+        },
+    )
+
+
+def of_report(report: Explained, against: Explained | None) -> dict[str, Any]:
+    """FLOPs and saved bytes, by dtype."""
+    programs = {"as written": report.written, "now": report.now}
+    if against is not None:
+        programs["compared"] = against.now
+    flops, saved = [], []
+    totals = {label: program.totals for label, program in programs.items()}
+    for phase, label in itertools.product(PHASES, totals):
+        flops += [
+            {"what": f"{phase}, {label}", "dtype": dtype, "amount": n}
+            for dtype, n in totals[label].flops.get(phase, {}).items()
+        ]
+    for label, total in totals.items():
+        saved += [
+            {"what": label, "dtype": dtype, "amount": n}
+            for dtype, n in (total.saved or {}).items()
+        ]
+    specs = {}
+    if flops:
+        specs["flops"] = _bars(flops, "FLOPs of contractions", "FLOP")
+    if saved:
+        specs["saved"] = _bars(saved, "bytes saved for the backward pass", "bytes")
+    return specs
+
+
+MAX_EQUATIONS = 48
+
+
+def of_numerics(report: Numbers) -> dict[str, Any]:
+    """Exponents of the equations with the largest errors, and what formats hold."""
+    shown = sorted(report.worst(MAX_EQUATIONS), key=lambda op: op.order)
+    values = [
+        {
+            "equation": f"{i + 1}. {op.primitive} {op.place.scope}"[:44],
+            "exponent": exponent,
+            "share": share,
+        }
+        for i, op in enumerate(shown)
+        for exponent, share in op.histogram.items()
+    ]
+    if not values:
+        return {}
+    heat = {
+        "mark": {"type": "rect", "tooltip": True},
+        "encoding": {
+            "x": {
+                "field": "exponent",
+                "type": "quantitative",
+                "bin": {"step": 1},
+                "title": "binary exponent",
+            },
+            "y": {"field": "equation", "type": "nominal", "sort": None, "title": None},
+            "color": {
+                "field": "share",
+                "type": "quantitative",
+                "scale": {"scheme": "blues"},
+                "legend": None,
+            },
+        },
+    }
+    lines = {
+        "data": {"values": _format_limits(values)},
+        "mark": {"type": "rule", "strokeDash": [4, 3], "tooltip": True},
+        "encoding": {
+            "x": {"field": "exponent", "type": "quantitative"},
+            "color": {
+                "field": "dtype",
+                "type": "nominal",
+                "scale": {
+                    "domain": ["float16", "float8_e4m3fn"],
+                    "range": [COLOURS["float16"], _OTHER],
+                },
+                "legend": {"orient": "top", "title": "range of"},
+            },
+        },
+    }
+    spec = _spec(values, height=15 * len(shown), layer=[heat, lines])
+    return {"exponents": spec | {"resolve": {"scale": {"color": "independent"}}}}
+
+
+def _format_limits(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lowest = min(row["exponent"] for row in values)
+    highest = max(row["exponent"] for row in values)
+    limits = []
+    for name in ("float16", "float8_e4m3fn"):
+        info = jnp.finfo(name)
+        for edge in (float(info.smallest_subnormal), float(info.max)):
+            exponent = float(np.floor(np.log2(edge))) + (edge > 1)
+            if lowest - 8 <= exponent <= highest + 8:
+                limits.append({"dtype": name, "exponent": exponent})
+    return limits

@@ -1,0 +1,174 @@
+"""The HTML page: one file that opens without a network.
+
+Python aggregates, a template (jinja2) lays out, a script of our own sorts and filters,
+and Vega-Lite, which is put into the page, draws. Everything is told by scope and line,
+not by equation, so the page of a huge program is no larger than that of a small one."""
+
+import functools
+import html
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..data.explained import Explained, human_bytes, human_flops, shares, summary
+from ..data.numbers import Numbers
+from ..data.records import ScopeNode
+from ..extras import need
+from . import charts, source
+from .data import (
+    cast_rows,
+    difference_rows,
+    numerics_rows,
+    op_rows,
+    scope_numerics_rows,
+    tiles,
+    tree,
+)
+
+
+def report_page(
+    report: Explained, against: Explained | None, numerics: Numbers | None
+) -> str:
+    """The page of a report, with another one and with numerics if they are given."""
+    data: dict[str, Any] = {
+        "tree": tree(report.scopes(), against and against.scopes()),
+        "ops": op_rows(report.now),
+        "casts": cast_rows(report.now),
+        "rules": [[r.key, r.rule, r.count, r.own] for r in report.rules],
+        "charts": charts.of_report(report, against),
+    }
+    if against is not None:
+        data["differences"] = difference_rows(report.now, against.now)
+    if numerics is not None:
+        data |= _numerics_data(numerics, data["charts"])
+    return _render(
+        data,
+        title=report.name,
+        reports=[(_label(r), tiles(r)) for r in (report, against) if r],
+        numerics=numerics,
+        sources=source.view(report.now),
+        versions=report.versions,
+    )
+
+
+def numerics_page(numerics: Numbers) -> str:
+    """The page of what `trace_numerics` found, alone."""
+    data = _numerics_data(numerics, {})
+    return _render(
+        data,
+        title=numerics.name,
+        reports=[],
+        numerics=numerics,
+        sources=[],
+        versions=numerics.versions,
+    )
+
+
+def _numerics_data(numerics: Numbers, specs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "numerics": numerics_rows(numerics),
+        "scopeNumerics": scope_numerics_rows(numerics),
+        "charts": specs | charts.of_numerics(numerics),
+    }
+
+
+def _label(report: Explained) -> str:
+    return "; ".join(report.settings) or "no amp"
+
+
+def _render(data: Mapping[str, Any], **context: Any) -> str:
+    environment = need("jinja2").Environment(autoescape=True)
+    assets = {name: _asset(f"page.{name}") for name in ("css", "js")}
+    return environment.from_string(_asset("page.html")).render(
+        data=_for_script(json.dumps(data, separators=(",", ":"))),
+        vega=_vega(),
+        **assets,
+        **context,
+    )
+
+
+def _asset(name: str) -> str:
+    return (
+        resources.files(__name__.rpartition(".")[0])
+        .joinpath("assets", name)
+        .read_text("utf-8")
+    )
+
+
+def _for_script(text: str) -> str:
+    """JSON that can stand in a script: nothing in it ends the element."""
+    return text.replace("<", "\\u003c")
+
+
+@functools.cache
+def _vega() -> str:
+    bundle: str = need("vl_convert", "vl-convert-python").javascript_bundle()
+    return bundle.replace("</script", "<\\/script")
+
+
+def write_page(path: str | Path, page: str) -> Path:
+    """Writes a page; errors name the path and what to do."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, "utf-8")
+    except OSError as e:
+        raise type(e)(
+            e.errno,
+            f"{e.strerror}; the report could not be written, give a `path` to a file "
+            "in a folder that you may write to",
+            str(path),
+        ) from None
+    return path
+
+
+# -------------------------------------------------------------------------- notebooks
+
+
+def notebook_view(report: Explained) -> str:
+    """A few lines and the two upper levels of scopes."""
+    rows = [_row(node, level) for node, level in _upper(report.scopes(2), 0)]
+    head = ("scope", "contractions", "FLOPs", "saved", "casts")
+    return _lines(summary(report)) + _html_table(head, rows if report.now.ops else [])
+
+
+def notebook_numerics(numerics: Numbers) -> str:
+    """What went wrong first, and the worst equations."""
+    rows = [
+        (op.describe(), f"{op.error:.2g}", f"{op.largest:.3g}", f"{op.smallest:.3g}")
+        for op in numerics.worst()
+    ]
+    head = ("equation", "error", "largest", "smallest")
+    return _lines(str(numerics).split("\n")) + _html_table(head, rows)
+
+
+def _upper(node: ScopeNode, level: int) -> list[tuple[ScopeNode, int]]:
+    below = (pair for child in node.children for pair in _upper(child, level + 1))
+    return [(node, level), *below]
+
+
+def _row(node: ScopeNode, level: int) -> tuple[str, ...]:
+    return (
+        "\u2003" * level + (node.name or "(all)"),
+        shares(node.flops),
+        human_flops(sum(node.flops.values())),
+        human_bytes(sum(node.saved.values())),
+        str(node.casts),
+    )
+
+
+def _lines(lines: list[str]) -> str:
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    cells = [
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows
+    ]
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    return f"<table><tr>{titles}</tr>{''.join(cells)}</table>"

@@ -1,0 +1,60 @@
+"""Settings, keys and rules, as the user would write them."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import _rules
+from .._jax import Primitive
+from .._policies.dictionary import ByName
+from .._policies.limit import LimitedPolicy
+from .._rewrite.planner import Planner
+from .._rewrite.record import Recorder
+from .._rules import ByRange, Callback, Rule
+
+
+def settings_of(recorder: Recorder) -> tuple[str, ...]:
+    """The settings of each `amp` that was traced, in words."""
+    return tuple(dict.fromkeys(_settings(planner) for planner, _ in recorder.plans))
+
+
+def _settings(planner: Planner) -> str:
+    text = f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
+    text += ", lean" * planner.lean
+    policy = planner.policy
+    rules = dict(policy.items())
+    own = [f"{key_name(key)}: {rule_name(rules[key])}" for key in policy.own_keys()]
+    if isinstance(policy, LimitedPolicy) and policy.limit.predicate is not None:
+        own.append(repr(policy.limit))
+    return text + (f", {', '.join(own)}" if own else "")
+
+
+def key_name(key: Any) -> str:
+    if key is None:
+        return "(none)"
+    if isinstance(key, Primitive):
+        return key.name
+    return getattr(key, "pattern", key)
+
+
+@functools.cache
+def _public_rules() -> dict[Rule, str]:
+    return {r: name for name, r in vars(_rules).items() if isinstance(r, Rule)}
+
+
+@functools.lru_cache(maxsize=1024)
+def rule_name(rule: Any) -> str:
+    """What the user would write to get this rule (or the limit, or the policy)."""
+    if isinstance(rule, str):
+        return rule
+    if rule in _public_rules():
+        return _public_rules()[rule]
+    if isinstance(rule, Callback):
+        return getattr(rule.fn, "__name__", repr(rule.fn))
+    dtype = getattr(rule, "dtype", None)
+    if dtype is not None and rule == _rules.use_precision(dtype):
+        return f"use_precision({jnp.dtype(dtype).name!r})"
+    if isinstance(rule, ByRange):
+        return f"{rule_name(rule.narrow)} if float16 else {rule_name(rule.wide)}"
+    return "by primitive" if isinstance(rule, ByName) else repr(rule)

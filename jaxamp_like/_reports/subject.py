@@ -1,0 +1,116 @@
+"""What a report is of: a function as it is, if it has `amp` inside, or `amp` of it."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.typing import DTypeLike
+
+from .._amp import amp
+from .._frameworks.nnx import nnx_nodes
+from .._jax import Jaxpr
+from .._rewrite.record import Recorder
+from .call import Call, call_of
+
+
+class Traced(NamedTuple):
+    """A call, the program that comes of it, and what was recorded meanwhile."""
+
+    call: Call
+    recorder: Recorder
+    jaxpr: Jaxpr
+
+
+class Subject:
+    """A function to be reported, with the settings that were given.
+
+    Raises:
+        TypeError, ValueError: `fn` is not callable, or as from `amp`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        reporter: str,
+        *,
+        compute_dtype: DTypeLike | None,
+        amp_policy: Any,
+        strict: bool,
+        lean: bool,
+    ):
+        if not callable(fn):
+            raise TypeError(
+                f"`fn` must be callable, but got {type(fn).__name__}. Write "
+                f"`{reporter}(fn)(x)`, not `{reporter}(fn(x))`."
+            )
+        self.fn = fn
+        self.is_given = (
+            compute_dtype is not None or amp_policy is not None or strict or lean
+        )
+        # NNX modules are taken out of the arguments before anything is traced, so one
+        # that is called itself must be seen among them.
+        self.leading = (fn,) if nnx_nodes(fn) else ()
+        self.mixed = amp(
+            _apply if self.leading else fn,
+            compute_dtype=compute_dtype,
+            amp_policy=amp_policy,
+            strict=strict,
+            lean=lean,
+        )
+
+    @property
+    def name(self) -> str:
+        fn = self.fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        name = getattr(fn, "__name__", None)  # of some callables, it is no string
+        return name if isinstance(name, str) else type(fn).__name__
+
+    def trace(self, args: Any, kwargs: Any, argnums: Sequence[int] = ()) -> Traced:
+        """Traces a call of the function: as it is if it has `amp` inside and no
+        settings were given, else `amp` of it."""
+        live = _positions(argnums, len(args), self.name)
+        if not self.is_given:
+            call = call_of(self.fn, args, kwargs, live, self.name)
+            traced = _traced(call)
+            if traced.recorder.plans:
+                return traced
+        args, live = (*self.leading, *args), [i + len(self.leading) for i in live]
+        return _traced(call_of(self.mixed, args, kwargs, live, self.name))
+
+    def wraps(self, report: Callable[..., Any]) -> Callable[..., Any]:
+        """`report`, with the name, the docstring and the signature of the function."""
+        names = ("__module__", "__name__", "__qualname__", "__doc__")
+        assigned = [n for n in names if isinstance(getattr(self.fn, n, None), str)]
+        return functools.wraps(self.fn, assigned=assigned, updated=())(report)
+
+
+def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _traced(call: Call) -> Traced:
+    recorder = Recorder()
+    return Traced(call, recorder, call.trace(recorder))
+
+
+def as_argnums(argnums: Any) -> tuple[int, ...]:
+    """`argnums` as a tuple of integers, or an error that names it."""
+    try:
+        given = argnums if isinstance(argnums, tuple | list) else (argnums,)
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(
+            f"`argnums` must be an integer or a tuple of integers, but got {argnums!r}."
+        ) from None
+
+
+def _positions(argnums: Sequence[int], num_args: int, name: str) -> list[int]:
+    """The positional arguments that `argnums` names; none where there are none."""
+    for i in argnums:
+        if not -num_args <= i < max(num_args, 1):
+            raise ValueError(
+                f"`argnums` names argument {i}, but {name!r} was called with "
+                f"{num_args} positional arguments."
+            )
+    return [range(num_args)[i] for i in argnums if num_args]

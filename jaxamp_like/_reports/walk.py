@@ -1,0 +1,238 @@
+"""Reading a traced program: every equation, at any depth, with where it stands."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from .._dtypes import is_float
+from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
+from .._policies.dictionary import REWRITTEN
+from .._rewrite.planner import Step
+from .._rewrite.record import MARK
+from .._rewrite.solvers import told
+from .._structural import SOLVER, STRUCTURAL
+from .data.records import Phase, Place, SavedRecord, widest
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is around an equation: known of the program that it stands in.
+
+    `step` is the step of a plan that the equation was bound for, `base` the scope
+    around the `amp` that planned it, and `source` the line of the call that it is in:
+    inside of JAX's own jitted functions (`jnp.linalg.norm`), JAX knows of no line."""
+
+    scope: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    phase: Phase = "forward"
+    times: int = 1
+    step: Step | None = None
+    in_amp: bool = False
+    base: tuple[str, ...] = ()
+    source: str = ""
+
+    def at(self, eqn: Eqn, steps: Sequence[Step]) -> "Around":
+        """The same for the equation itself, by its own name stack."""
+        own = names(eqn)
+        phase, step, in_amp, base = self.phase, self.step, self.in_amp, self.base
+        scope = self.scope
+        for name in _told_once(own.scopes):
+            if name == REWRITTEN:
+                in_amp, base = True, scope
+            elif name.startswith(MARK):
+                step = steps[int(name.removeprefix(MARK))]
+            elif name != SOLVER:
+                scope = (*scope, name)
+        if step is not None and step is not self.step:
+            # The name stack of what JAX moves out of a loop lacks the scopes around it.
+            scope = (*base, *told(step.scope))
+        if own.backward and phase == "forward":
+            phase = "backward"
+        if own.recomputed:
+            phase = "recomputed"
+        return dataclasses.replace(
+            self, scope=scope, phase=phase, step=step, in_amp=in_amp, base=base
+        )
+
+    def within(self, eqn: Eqn) -> "Around":
+        """The same for the programs that the equation holds."""
+        params, name = eqn.params, eqn.primitive.name
+        label = f"{name} {params['name']}" if name in ("jit", "pjit") else name
+        times = self.times * params["length"] if name == "scan" else self.times
+        inside, source = (*self.inside, label), self.source_of(eqn)
+        return dataclasses.replace(self, inside=inside, times=times, source=source)
+
+    def place(self, eqn: Eqn) -> Place:
+        scope = "/".join(self.scope)
+        return Place(scope, self.inside, self.phase, self.source_of(eqn), self.times)
+
+    def source_of(self, eqn: Eqn) -> str:
+        """Where the author wrote it, or the call that led to it."""
+        return source_of(eqn) or self.source
+
+
+def _told_once(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """The names without those that the transpose of a `jax.checkpoint` repeats."""
+    for n in range(len(scopes) // 2, 0, -1):
+        tail = scopes[-n:]
+        is_ours = any(name.startswith(MARK) for name in tail)
+        if is_ours and scopes[-2 * n : -n] == tail:
+            return scopes[:-n]
+    return scopes
+
+
+def walk(
+    jaxpr: Jaxpr, steps: Sequence[Step], around: Around | None = None
+) -> Iterator[tuple[Eqn, Around, bool]]:
+    """Yields every equation with what is around it, and whether it holds programs.
+
+    Of code that amp does not look into (reducers, kernels), only casts and contractions
+    are yielded."""
+    around = around or Around()
+    for eqn in raw(jaxpr).eqns:
+        at = around.at(eqn, steps)
+        inner = list(subjaxprs(eqn.params))
+        is_structural = bool(inner) and eqn.primitive.name in STRUCTURAL
+        yield eqn, at, is_structural
+        within = at.within(eqn) if inner else at
+        for sub in inner:
+            for found in walk(sub, steps, within):
+                if is_structural or is_float_cast(found[0]) or flops(found[0]):
+                    yield found
+
+
+@functools.lru_cache(maxsize=4096)
+def _short(summary: str) -> str:
+    # Equations that amp makes for nobody (results handed back) point at amp itself.
+    return "" if summary.startswith(_PACKAGE) else summary
+
+
+def source_of(eqn: Eqn) -> str:
+    """Where the author wrote it: file, line and function."""
+    return _short(source_line(eqn))
+
+
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def flops(eqn: Eqn) -> int:
+    """Multiply-adds of a contraction, times two; 0 of anything else."""
+    if eqn.primitive.name not in CONTRACTIONS:
+        return 0
+    lhs, rhs = (atom.aval for atom in eqn.invars[:2])
+    size = size_of(eqn.outvars[0].aval)
+    if eqn.primitive.name == "conv_general_dilated":
+        num_out = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * size * size_of(rhs) // max(num_out, 1)
+    if eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    else:
+        numbers = eqn.params["dimension_numbers"]
+    (contracting, _), _ = numbers
+    return 2 * size * prod(lhs.shape[axis] for axis in contracting)
+
+
+def is_float_cast(eqn: Eqn) -> bool:
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return old != new and is_float(old) and is_float(new)
+
+
+def dtype_names(atoms: Sequence[Atom]) -> tuple[str, ...]:
+    """The names of the floating dtypes among the atoms' dtypes."""
+    return dtype_names_of(atom.aval for atom in atoms)
+
+
+def dtype_names_of(values: Iterable[Any]) -> tuple[str, ...]:
+    """The names of the floating dtypes among the values' dtypes."""
+    dtypes = (getattr(x, "dtype", None) for x in values)
+    return tuple(d.name for d in dtypes if d is not None and is_float(d))
+
+
+def contraction_dtypes(eqn: Eqn) -> tuple[str, ...]:
+    """The dtype that a contraction computes in, integers too: the wider operand's."""
+    return (widest(atom.aval.dtype.name for atom in eqn.invars[:2]),)
+
+
+# What the backward pass reads of the forward one.
+
+
+def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
+    """What a program with a backward pass keeps for it.
+
+    That is what forward equations make and backward ones read, at every level. What
+    the program was given is live anyway and is left out."""
+    found: list[SavedRecord] = []
+
+    def visit(jaxpr: Jaxpr, around: Around) -> None:
+        made: dict[Any, tuple[Eqn, Around]] = {}
+        live: dict[Any, None] = {}
+        for eqn in raw(jaxpr).eqns:
+            at = around.at(eqn, steps)
+            if at.phase == "forward":
+                made |= dict.fromkeys(eqn.outvars, (eqn, at))
+                for sub in subjaxprs(eqn.params):
+                    visit(sub, at.within(eqn))
+            else:
+                atoms = (a for a in eqn.invars if not isinstance(a, Literal))
+                live |= dict.fromkeys(atom for atom in atoms if atom in made)
+        found.extend(_saved(var, *made[var], steps) for var in live)
+
+    visit(jaxpr, Around())
+    return tuple(one for one in found if one.num_bytes)
+
+
+def residuals(
+    jaxpr: Jaxpr, num_outs: int, steps: Sequence[Step]
+) -> tuple[SavedRecord, ...]:
+    """What a forward pass that hands out its residuals keeps: those after `num_outs`.
+
+    Its inputs are live anyway and are left out."""
+    inner = raw(jaxpr)
+    made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    kept = (v for v in inner.outvars[num_outs:] if not isinstance(v, Literal))
+    live = [v for v in dict.fromkeys(kept) if v in made]
+    return tuple(_saved(v, made[v], Around().at(made[v], steps), steps) for v in live)
+
+
+def _saved(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]) -> SavedRecord:
+    scope, primitive = _maker(var, eqn, at, steps)
+    aval: Any = var.aval
+    # Keys and tokens have no size that is worth counting.
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return SavedRecord(
+        "/".join(scope),
+        primitive,
+        str(getattr(aval, "dtype", aval)),
+        tuple(getattr(aval, "shape", ())),
+        size_of(aval) * itemsize,
+    )
+
+
+def _maker(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]):
+    """The scope and the primitive that made a value, inside of the loop if it did."""
+    for sub in subjaxprs(eqn.params):
+        if eqn.primitive.name not in STRUCTURAL:
+            break
+        outs = raw(sub).outvars
+        if len(outs) != len(eqn.outvars):
+            continue
+        inner_var = outs[list(eqn.outvars).index(var)]
+        for inner in raw(sub).eqns:
+            if inner_var in list(inner.outvars):
+                inner_at = at.within(eqn).at(inner, steps)
+                return _maker(inner_var, inner, inner_at, steps)
+    return at.scope, eqn.primitive.name
+
+
+def size_of(aval: Any) -> int:
+    shape = getattr(aval, "shape", ())
+    # Symbolic dimensions (jax.export) have no number: counted once.
+    return prod(d if isinstance(d, int) else 1 for d in shape)

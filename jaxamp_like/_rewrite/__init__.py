@@ -1,0 +1,5 @@
+"""The rewrite: a plan for every equation, and the program that comes of it.
+
+`planner` decides, knowing by `reach` and `solvers` how values flow; `islands` says what
+the backward pass runs again; `bind` emits the equations. `record` tells a report what
+was done, `unmatched` the user what was not."""

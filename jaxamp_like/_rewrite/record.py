@@ -1,0 +1,80 @@
+"""What the rewrite tells a report, while a function is traced for one.
+
+Nothing is recorded unless a report asks, and then for the current thread only. The
+report's trace has planners of its own, so it neither reads nor leaves anything in the
+caches of ordinary ones; and every equation that is bound carries, as one more name
+scope, the number of the step that it was made for. Names survive differentiation, remat
+and loops, so a report can tell of every equation, backward ones too, which decision it
+comes from: the very `Step` that was bound, not a second guess."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import jax
+
+from .planner import Plan, Planner, Step
+
+MARK = "amp_equation:"
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Collects what is planned and bound while it records.
+
+    With `as_written`, `amp` does nothing: what is traced is the author's program."""
+
+    as_written: bool = False
+    steps: list[Step] = field(default_factory=list)
+    plans: list[tuple[Planner, Plan]] = field(default_factory=list)
+    _numbers: dict[Step, int] = field(default_factory=dict)
+    _planners: dict[Planner, Planner] = field(default_factory=dict)
+
+    def number(self, step: Step) -> int:
+        if step not in self._numbers:
+            self._numbers[step] = len(self.steps)
+            self.steps.append(step)
+        return self._numbers[step]
+
+    def planner_for(self, planner: Planner) -> Planner:
+        if planner not in self._planners:
+            self._planners[planner] = planner.afresh()
+        return self._planners[planner]
+
+
+_current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    token = _current.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _current.reset(token)
+
+
+def amp_is_off() -> bool:
+    recorder = _current.get()
+    return recorder is not None and recorder.as_written
+
+
+def planner_in_force(planner: Planner) -> Planner:
+    recorder = _current.get()
+    return planner if recorder is None else recorder.planner_for(planner)
+
+
+def record_plan(planner: Planner, plan: Plan) -> None:
+    recorder = _current.get()
+    if recorder is not None:
+        recorder.plans.append((planner, plan))
+
+
+def marked(step: Step) -> contextlib.AbstractContextManager[object]:
+    """Where a step is bound: marks what it binds, if a report listens."""
+    recorder = _current.get()
+    if recorder is None:
+        return _NOTHING
+    return jax.named_scope(f"{MARK}{recorder.number(step)}")

@@ -1,0 +1,412 @@
+"""Solvers: loops that go on until their numbers are good enough.
+
+A fixed point, a line search or an ODE solve that adapts its steps compares floats to
+know whether to go on. Where contractions make these floats, 16 bits may keep it from
+its tolerance: two iterates that differ in the last bit of a bfloat16 differ by 2^-8. A
+solver then runs to its bound or for ever, and where the backward pass runs it again, it
+may take other steps than it took at first. So solvers stay as their author wrote them,
+all but what a rule for a scope asks for.
+
+They are found before anything is planned, by the flow of data:
+
+- a `while` whose condition reads, through any number of iterations, what a contraction
+  in the loop makes (or another op that the policy computes low by itself);
+- a `while` that counts the steps of a solver before it: it runs that one again;
+- a `scan` that a `cond` ends early, as such a `while` with a bound is written;
+- a custom derivative rule whose function holds one of these: forward, backward and
+  what is run again in between then take the same steps.
+
+A condition that is bounded by a counter as well ends in any precision. Then only
+numbers that are compared make a solver, not what is chosen by size (the next token) nor
+whether a number is finite (a step that is repeated with another loss scale).
+
+Whatever stands in a solver is in one more name scope, `SOLVER`: so the mark reaches
+all that it holds, derivative rules included, as `amp_stop` does."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from .._dtypes import is_float
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    in_scope,
+    is_array_aval,
+    raw,
+    replace_subjaxprs,
+    scan_arity,
+    scopes,
+    subjaxprs,
+    with_eqns,
+)
+from .._policies.dictionary import Found
+from .._primitives import RANKING
+from .._rules import UseOriginalPrecision, in_solver
+from .._structural import SOLVER, Body, Handler
+
+Scope = tuple[str, ...]
+Indices = frozenset[int]
+_NONE: Indices = frozenset()
+
+
+def find_rule(find: Callable[[Any, Scope], Found], eqn: Eqn, scope: Scope) -> Found:
+    """The rule of an equation; in a solver, only rules of scopes ask for low."""
+    found = find(eqn.primitive, told(scope))
+    if SOLVER in scope:
+        is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
+        return found if is_meant else replace(found, rule=in_solver)
+    rule = found.rule.for_equation(eqn.params, [atom.aval for atom in eqn.invars])
+    return found if rule is found.rule else replace(found, rule=rule)
+
+
+def told(scope: Scope) -> Scope:
+    """The scopes that their author wrote."""
+    if SOLVER not in scope:
+        return scope
+    return tuple(name for name in scope if name != SOLVER)
+
+
+class Flow(NamedTuple):
+    """What some values are made of: inputs, and whether anything low on the way."""
+
+    inputs: Indices = _NONE
+    is_low: bool = False
+
+
+_NOTHING = Flow()
+
+
+@dataclass(eq=False)
+class Solvers:
+    """Finds the solvers of programs, and remembers what it found while these live.
+
+    Args:
+        handler: that of a structural equation which is rewritten, else `None`.
+        makes_low: whether an equation computes low by itself."""
+
+    handler: Callable[[Eqn, Scope], Handler | None]
+    makes_low: Callable[[Eqn, Scope], bool]
+    _marked: Any = field(default_factory=WeakKeyDictionary)
+    _flows: Any = field(default_factory=WeakKeyDictionary)
+
+    def mark(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
+        """`jaxpr` with its solvers in the scope `SOLVER`; itself, if it has none."""
+        return jaxpr if SOLVER in scope else self._mark(jaxpr, scope, _NONE)[0]
+
+    def _mark(
+        self, jaxpr: Jaxpr, scope: Scope, counts: Indices
+    ) -> tuple[Jaxpr, Indices]:
+        """Also which results count the steps of a solver, if the inputs `counts` do."""
+        known = self._marked.setdefault(jaxpr, {})
+        if (scope, counts) not in known:
+            known[scope, counts] = self._find(jaxpr, scope, counts)
+        return known[scope, counts]
+
+    def _find(
+        self, jaxpr: Jaxpr, scope: Scope, counts: Indices
+    ) -> tuple[Jaxpr, Indices]:
+        inner = raw(jaxpr)
+        counting = {inner.invars[i] for i in counts}
+        eqns = []
+        for eqn in inner.eqns:
+            given = _places(eqn.invars, counting)
+            marked, made = self._mark_eqn(eqn, scope + scopes(eqn), given)
+            counting |= {eqn.outvars[i] for i in made}
+            eqns.append(marked)
+        is_same = all(new is old for new, old in zip(eqns, inner.eqns, strict=True))
+        marked = jaxpr if is_same else with_eqns(jaxpr, eqns)
+        return marked, _places(inner.outvars, counting)
+
+    def _mark_eqn(self, eqn: Eqn, scope: Scope, counts: Indices) -> tuple[Eqn, Indices]:
+        bodies = self._bodies(eqn, scope)
+        if self._is_solver(eqn, bodies, scope, counts):
+            return in_scope(eqn, SOLVER), _exact_results(eqn)
+        fed = set(counts)
+        while True:
+            inner = [
+                self._mark(body.jaxpr, scope, _inside(body, fed)) for body in bodies
+            ]
+            pairs = list(zip(bodies, inner, strict=True))
+            back = {b.ins[i] for b, (_, made) in pairs for o, i in b.loop if o in made}
+            if back <= fed:
+                break
+            fed |= back
+        new = {id(b.jaxpr): marked for b, (marked, _) in pairs if marked is not b.jaxpr}
+        if new and eqn.primitive.name == "custom_vjp_call":
+            return in_scope(eqn, SOLVER), _exact_results(eqn)
+        outs = {b.outs[o] for b, (_, made) in pairs for o in made}
+        if counts & _read_outside(eqn, bodies):
+            outs |= _exact_results(eqn)
+        marked = replace_subjaxprs(eqn, new) if new else eqn
+        return marked, frozenset(i for i in outs if i is not None)
+
+    def _bodies(self, eqn: Eqn, scope: Scope) -> list[Body]:
+        handler = self.handler(eqn, scope)
+        return [] if handler is None else handler.bodies(eqn)
+
+    # Which equations are solvers.
+
+    def _is_solver(
+        self, eqn: Eqn, bodies: list[Body], scope: Scope, counts: Indices
+    ) -> bool:
+        if eqn.primitive.name == "scan" and bodies:
+            return self._ends_early(eqn, bodies[0], scope)
+        if eqn.primitive.name != "while" or not bodies:
+            return False
+        by_size = self._is_bounded(bodies, scope)
+        condition = self._flow_through(bodies, scope, by_size=by_size)
+        reruns = bool(condition.inputs & counts)
+        return condition.is_low or (reruns and self._is_low(eqn, scope))
+
+    def _has_low(self, jaxpr: Jaxpr, scope: Scope) -> bool:
+        return any(self._is_low(eqn, scope + scopes(eqn)) for eqn in raw(jaxpr).eqns)
+
+    def _is_low(self, eqn: Eqn, scope: Scope) -> bool:
+        """Whether an equation, or one of a program that it holds, computes low."""
+        if self.handler(eqn, scope) is None:
+            return self.makes_low(eqn, scope)
+        return any(self._has_low(sub, scope) for sub in subjaxprs(eqn.params))
+
+    def _is_bounded(self, bodies: list[Body], scope: Scope) -> bool:
+        """Whether a `while` also ends by a condition that is exact in any precision."""
+        loop = bodies[1:]
+        carries = {body.ins[i] for body in loop for _, i in body.loop}
+        parts = (self._flow(body, scope, {atom}) for body, atom in _conjuncts(bodies))
+        flows = (self._flow_through(loop, scope, part) for part in parts)
+        return any(flow.inputs & carries and not flow.is_low for flow in flows)
+
+    def _ends_early(self, eqn: Eqn, body: Body, scope: Scope) -> bool:
+        """Whether a `cond` ends a scan: what it reads, it hands on from then on."""
+        num_consts, num_carry = scan_arity(eqn)
+        inner = raw(body.jaxpr)
+        for end in self._ends(body.jaxpr, scope):
+            first = self._flow(body, scope, end.reads, by_size=True)
+            flow = self._flow_through([body], scope, first, by_size=True)
+            carries = {i - num_consts for i in flow.inputs if i >= num_consts}
+            if not (end.is_low or flow.is_low) or not carries:
+                continue
+            if all(
+                i < num_carry
+                and end.hands_on.get(inner.outvars[i]) is inner.invars[num_consts + i]
+                for i in carries
+            ):
+                return True
+        return False
+
+    def _ends(self, jaxpr: Jaxpr, scope: Scope) -> Iterator["_End"]:
+        """The ways in which a `cond` of a program, or of a call in it, hands on."""
+        for eqn in raw(jaxpr).eqns:
+            inner = scope + scopes(eqn)
+            bodies = self._bodies(eqn, inner)
+            if eqn.primitive.name == "cond":
+                yield from (_end(eqn, body) for body in bodies)
+            elif len(bodies) == 1 and not bodies[0].loop:
+                (body,) = bodies
+                for end in self._ends(body.jaxpr, inner):
+                    reads = self._flow(body, inner, end.reads, by_size=True)
+                    yield end.outside(eqn, body, reads)
+
+    # How data flow.
+
+    def _flow_through(
+        self,
+        bodies: Sequence[Body],
+        scope: Scope,
+        start: Flow = _NOTHING,
+        outs: Indices = _NONE,
+        by_size: bool = False,
+    ) -> Flow:
+        """What the results `outs` of an equation are made of, and what controls them.
+
+        Through any number of iterations, if its bodies are those of a loop. `start` is
+        what else is asked for."""
+        inputs, is_low = set(start.inputs), start.is_low
+        while True:
+            before = len(inputs)
+            for body in bodies:
+                wanted = {
+                    out for out, i in enumerate(body.outs) if i is None or i in outs
+                }
+                wanted |= {out for out, i in body.loop if body.ins[i] in inputs}
+                live = {raw(body.jaxpr).outvars[out] for out in wanted}
+                flow = self._flow(body, scope, live, inputs, by_size)
+                inputs |= flow.inputs
+                is_low |= flow.is_low
+            if len(inputs) == before:
+                return Flow(frozenset(inputs), is_low)
+
+    def _flow(
+        self,
+        body: Body,
+        scope: Scope,
+        live: Any,
+        alive: Any = _NONE,
+        by_size: bool = False,
+    ) -> Flow:
+        """What the variables `live` of a body are made of: operands of its equation.
+
+        `alive` are operands that are read afterwards, which matters of references."""
+        inner = raw(body.jaxpr)
+        live = _variables(live) | {
+            inner.invars[i] for i in _inside(body, alive) if _is_ref(inner, i)
+        }
+        key = (scope, frozenset(live), by_size)
+        known = self._flows.setdefault(body.jaxpr, {})
+        if key not in known:
+            known[key] = self._backwards(inner, scope, live, by_size)
+        flow = known[key]
+        return Flow(frozenset(body.ins[i] for i in flow.inputs), flow.is_low)
+
+    def _backwards(
+        self, jaxpr: Jaxpr, scope: Scope, live: set[Any], by_size: bool
+    ) -> Flow:
+        is_low = False
+        for eqn in reversed(jaxpr.eqns):
+            outs = _places(eqn.outvars, live)
+            read_later = _variables(eqn.invars) & live
+            writes = any(not is_array_aval(v.aval) for v in read_later)
+            if outs or writes:
+                flow = self._flow_of(eqn, scope + scopes(eqn), outs, by_size)
+                live |= _variables(eqn.invars[i] for i in flow.inputs)
+                is_low |= flow.is_low
+        return Flow(_places(jaxpr.invars, live), is_low)
+
+    def _flow_of(self, eqn: Eqn, scope: Scope, outs: Indices, by_size: bool) -> Flow:
+        """What the results `outs` of an equation are made of: its operands."""
+        if by_size and _asks_no_size(eqn, outs):
+            return _NOTHING
+        bodies = self._bodies(eqn, scope)
+        if bodies:
+            start = Flow(_read_outside(eqn, bodies))
+            return self._flow_through(bodies, scope, start, outs, by_size)
+        return Flow(frozenset(range(len(eqn.invars))), self._is_low(eqn, scope))
+
+
+class _End(NamedTuple):
+    """A `cond` of which one branch hands on what it is given."""
+
+    reads: set[Any]  # variables that decide
+    hands_on: dict[Any, Any]  # results, with what they are in this branch
+    is_low: bool = False  # whether anything low was on the way to `reads`
+
+    def outside(self, eqn: Eqn, body: Body, reads: Flow) -> "_End":
+        """The same for the equation of a call."""
+        inner = raw(body.jaxpr)
+        place = {v: body.ins[i] for i, v in enumerate(inner.invars)}
+        hands_on = {}
+        for atom, i in zip(inner.outvars, body.outs, strict=True):
+            given = None if isinstance(atom, Literal) else self.hands_on.get(atom)
+            if i is not None and given in place:
+                hands_on[eqn.outvars[i]] = eqn.invars[place[given]]
+        atoms = _variables(eqn.invars[i] for i in reads.inputs)
+        return _End(atoms, hands_on, self.is_low or reads.is_low)
+
+
+def _end(eqn: Eqn, branch: Body) -> _End:
+    inner = raw(branch.jaxpr)
+    place = {v: branch.ins[i] for i, v in enumerate(inner.invars)}
+    hands_on = {
+        out: eqn.invars[place[atom]]
+        for out, atom in zip(eqn.outvars, inner.outvars, strict=True)
+        if not isinstance(atom, Literal) and atom in place
+    }
+    return _End(_variables(eqn.invars[:1]), hands_on)
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+
+def _places(atoms: Sequence[Any], variables: set[Any]) -> Indices:
+    """Where in `atoms` one of the `variables` stands."""
+    return frozenset(
+        i
+        for i, atom in enumerate(atoms)
+        if not isinstance(atom, Literal) and atom in variables
+    )
+
+
+def _inside(body: Body, operands: Any) -> Indices:
+    """The inputs of a body that are given by some operands of its equation."""
+    return frozenset(i for i, operand in enumerate(body.ins) if operand in operands)
+
+
+def _read_outside(eqn: Eqn, bodies: Sequence[Body]) -> Indices:
+    """The operands that the equation itself reads: what picks a branch."""
+    handed_in = {i for body in bodies for i in body.ins}
+    return frozenset(range(len(eqn.invars))) - handed_in
+
+
+def _exact_results(eqn: Eqn) -> Indices:
+    """Results that are no floats, and so may count steps or say that they are done."""
+    dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
+    return frozenset(i for i, d in enumerate(dtypes) if d is None or not is_float(d))
+
+
+def _is_ref(jaxpr: Jaxpr, i: int) -> bool:
+    return not is_array_aval(jaxpr.invars[i].aval)
+
+
+def _asks_no_size(eqn: Eqn, outs: Indices) -> bool:
+    """Whether a question about floats is not how large they are.
+
+    Whether a number is finite or NaN (`x != x`), and which of some is the largest."""
+    name = eqn.primitive.name
+    if name in ("eq", "ne"):
+        left, right = eqn.invars
+        return left is right or any(map(_is_infinite, eqn.invars))
+    return name == "is_finite" or (name in RANKING and outs <= _exact_results(eqn))
+
+
+def _is_infinite(atom: Any) -> bool:
+    if not isinstance(atom, Literal) or np.ndim(atom.val) != 0:
+        return False
+    aval: Any = atom.aval
+    return is_float(aval.dtype) and np.isinf(float(atom.val))
+
+
+# What a conjunction implies, it implies of any element.
+_PASSING = ("reduce_or", "broadcast_in_dim", "reshape", "squeeze")
+
+
+def _conjuncts(bodies: list[Body]) -> Iterator[tuple[Body, Any]]:
+    """The parts of a condition of which each must hold for the loop to go on.
+
+    With the body that each is computed in: a condition may have been computed by the
+    iteration before, and carried."""
+    condition, body = bodies
+    carried = {condition.ins[i]: v for i, v in enumerate(raw(condition.jaxpr).invars)}
+    next_of = {
+        carried[body.ins[i]]: raw(body.jaxpr).outvars[out]
+        for out, i in body.loop
+        if body.ins[i] in carried
+    }
+
+    makers = [
+        {v: eqn for eqn in raw(b.jaxpr).eqns for v in eqn.outvars} for b in bodies
+    ]
+
+    def parts(where: Body, atom: Any, negated: bool = False) -> Iterator[Any]:
+        if isinstance(atom, Literal):
+            return
+        eqn: Any = makers[where is body].get(atom)
+        name = eqn.primitive.name if eqn else ""
+        if where is condition and atom in next_of and not negated:
+            yield from parts(body, next_of[atom])
+        elif name == "not":
+            yield from parts(where, eqn.invars[0], not negated)
+        elif name == ("or" if negated else "and"):
+            for operand in eqn.invars:
+                yield from parts(where, operand, negated)
+        elif name in _PASSING and not negated:
+            yield from parts(where, eqn.invars[0])
+        else:
+            yield where, atom
+
+    (atom,) = raw(condition.jaxpr).outvars
+    yield from parts(condition, atom)

@@ -1,0 +1,119 @@
+"""Keys of a policy that matched nothing, and what they may have been meant to be."""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from .._jax import Primitive, source_line
+from .._policies.classes import CLASSES
+from .._policies.dictionary import (
+    AMP_DEFAULT,
+    REWRITTEN,
+    Key,
+    Scope,
+    endings,
+    paths_to,
+    show_key,
+)
+from .planner import Plan, Planner, Step
+from .record import MARK
+
+_MOST = 8  # scopes to list
+_NONE_OF_IT = "The function has no such primitive: remove the key."
+_EXPRESSION = re.compile(r"[*+?^$|()\[\]{}\\]")
+
+
+def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
+    """What to say of each key that decided nothing in a plan."""
+    unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
+    if not unmatched:
+        return
+    steps = list(_steps(plan))
+    for key in unmatched:
+        yield (
+            f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
+            f"{_hint(key, steps)}"
+        )
+
+
+def _steps(plan: Plan) -> Iterator[Step]:
+    for step in plan.steps:
+        yield step
+        for inner in step.inner:
+            yield from _steps(inner)
+
+
+def _hint(key: Key, steps: list[Step]) -> str:
+    if isinstance(key, Primitive):
+        hidden = [step for step in steps if step.eqn.primitive is key]
+        return _hidden_by(hidden) if hidden else _NONE_OF_IT
+    paths = _paths(steps)
+    if isinstance(key, re.Pattern):
+        hidden = [step for path, step in paths.items() if key.fullmatch("/".join(path))]
+        return _hidden_by(hidden) if hidden else _of_expression(key, paths)
+    names = _names(paths)
+    path = "/".join(filter(None, key.split("/")))
+    if path in names:
+        return _hidden_by([names[path]])
+    if path in CLASSES:
+        return f"To name the primitive, write `jax.lax.{path}_p` as the key."
+    if _EXPRESSION.search(path):
+        return (
+            "In a dict of rules a string is a name, or a path of names; an expression "
+            f"is compiled: `re.compile({path!r})`. {_list(paths)}"
+        )
+    close = get_close_matches(path, [*names, AMP_DEFAULT], 1)
+    if not close:
+        return _list(paths)
+    where = f" ({source_line(names[close[0]].eqn)})" if close[0] in names else ""
+    return f"Did you mean {close[0]!r}{where}?"
+
+
+def _paths(steps: list[Step]) -> dict[Scope, Step]:
+    """The paths of the scopes, each with the first equation in it."""
+    paths: dict[Scope, Step] = {}
+    for scope, step in {_authors(step.scope): step for step in steps[::-1]}.items():
+        for end in range(1, len(scope) + 1):
+            paths |= dict.fromkeys(paths_to(scope[:end]), step)
+    return paths
+
+
+def _names(paths: dict[Scope, Step]) -> dict[str, Step]:
+    """What keys may be that match, each with an equation that it would match."""
+    parts = {part: step for path, step in paths.items() for part in endings(path)}
+    return {"/".join(part): step for part, step in parts.items()}
+
+
+def _authors(scope: Scope) -> Scope:
+    """The scope without the names that the library adds."""
+    return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
+
+
+def _hidden_by(steps: list[Step]) -> str:
+    keys = dict.fromkeys(step.found.key for step in steps)
+    others = ", ".join(map(show_key, keys))
+    return (
+        f"It stands only where {others} comes first: of scopes the outermost wins, "
+        "and scopes win over primitives."
+    )
+
+
+def _of_expression(pattern: re.Pattern[str], paths: dict[Scope, Step]) -> str:
+    part = next((path for path in map("/".join, paths) if pattern.search(path)), None)
+    if part is None:
+        return _list(paths)
+    return (
+        f"It matches a part of {part!r}, but an expression must match a whole path, "
+        f"from the outermost scope on: `re.compile({f'.*({pattern.pattern}).*'!r})`."
+    )
+
+
+def _list(paths: dict[Scope, Step]) -> str:
+    known = [repr("/".join(path)) for path in paths]
+    if not known:
+        return (
+            "The function has no scopes: put `with jax.named_scope(name):` around what "
+            "the key is for; `scope_modules` names the modules of Equinox and NNX."
+        )
+    more = ", ..." * (len(known) > _MOST)
+    return f"The scopes of the function are {', '.join(known[:_MOST])}{more}."

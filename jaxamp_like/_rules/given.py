@@ -1,0 +1,70 @@
+"""What a user may write for a rule, and what is said of anything else."""
+
+import inspect
+import textwrap
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, did_you_mean
+from .base import Rule
+from .callback import Callback
+from .computing import use_precision
+
+_MAP_HINT = " `PolicyMap` gives whole policies to scopes."
+
+
+def as_rule(value: Any, argument: str) -> Rule:
+    """Returns `value` as a rule, or says which `argument` is none."""
+    if isinstance(value, Rule):
+        return value
+    if isinstance(value, str) or is_dtype(value):
+        try:
+            as_float_dtype(value, "dtype")
+        except TypeError:
+            hint = did_you_mean(value, (*NAMES, *SHORT_NAMES))
+            raise TypeError(
+                f"`{argument}` is {value!r}, which is no floating dtype."
+                f"{hint}{_MAP_HINT}"
+            ) from None
+        return use_precision(value)
+    if is_made_by_calling(value):
+        raise TypeError(
+            f"`{argument}` is `{value.__name__}`, which makes a rule or a policy when "
+            f"it is called: write `{called(value)}`."
+        )
+    if callable(value):
+        return Callback(value)
+    raise TypeError(
+        f"`{argument}` must be a rule such as `use_compute_precision`, a dtype such as "
+        "'float32' or a callable `rule(compute_dtype, original_dtypes, *invars, "
+        f"**bind_params) -> (invars, bind_params)`, but got {short(value)}.{_MAP_HINT}"
+    )
+
+
+def is_dtype(value: Any) -> bool:
+    """Whether `value` is a dtype, `jnp.float32`, `np.float32`, `float` or the like."""
+    is_number = isinstance(value, type) and issubclass(value, np.generic | float | int)
+    return is_number or isinstance(value, np.dtype | type(jnp.float32))
+
+
+def is_made_by_calling(value: Any) -> bool:
+    """Whether `value` is a function or a class of this library, which is no rule."""
+    home = getattr(value, "__module__", "").split(".")[0]
+    is_ours = home == __name__.split(".")[0]
+    return is_ours and (isinstance(value, type) or inspect.isfunction(value))
+
+
+def called(value: Any) -> str:
+    """How `value` is called."""
+    parameters = inspect.signature(value).parameters.values()
+    needs = any(
+        p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters
+    )
+    return f"{value.__name__}({'...' * needs})"
+
+
+def short(value: Any) -> str:
+    """The `repr` of what may be long, such as a policy dict."""
+    return textwrap.shorten(repr(value), 80, placeholder=" ...")
