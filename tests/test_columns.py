@@ -1,6 +1,5 @@
 """A report's column is said once: a field that says it is one shows everywhere."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -65,13 +64,6 @@ def test_the_page_gets_columns_and_rows():
 
 @every_record
 def test_every_column_of_a_record_can_be_written(record):
-    shown = columns(record)
-    assert len(set(titles(record))) == len(shown) > 1
-    assert {column.kind for column, _ in shown} <= FORMATS.keys()
-    assert titles(record, terminal=True) or record in (
-        Difference,
-        ScopeNumerics,
-        OpRecord,
-    )
-    fields = {f.name for f in dataclasses.fields(record)}
-    assert fields  # which the JSON holds as they are
+    assert len(set(titles(record))) == len(titles(record)) > 1
+    assert {column.kind for column, _ in columns(record)} <= FORMATS.keys()
+    assert set(titles(record, terminal=True)) <= set(titles(record))
