@@ -59,3 +59,25 @@ def clear_caches():
     if peak_memory() > MEMORY_LIMIT:
         jax.clear_caches()
         gc.collect()
+
+
+def is_on_diagonal(indices: dict[str, int], main: str, sizes: dict[str, int]) -> bool:
+    """Whether a combination of parameters is the one that its `main` one is run with.
+
+    The n-th value of `main` goes with the n-th combination of the others, in turn, so
+    that each of their combinations comes up as well."""
+    turn = indices[main]
+    for name, size in sizes.items():
+        if indices[name] != turn % size:
+            return False
+        turn //= size
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Puts aside what a test marked `cross` has beside its diagonal."""
+    for item in items:
+        for mark in item.iter_markers("cross"):
+            if not is_on_diagonal(item.callspec.indices, mark.args[0], mark.kwargs):
+                item.add_marker(pytest.mark.rest)

@@ -154,6 +154,7 @@ def test_each_pass_has_the_dtypes_chosen(kind, choice):
     }
 
 
+@pytest.mark.cross("choice", kind=len(KINDS))
 @kinds
 @choices
 def test_values_and_gradients(kind, choice):

@@ -80,6 +80,7 @@ def assert_counts(program, jaxpr, saved):
     assert totals.saved == saved
 
 
+@pytest.mark.cross("workload", settings=2)
 @SETTINGS
 @ALL_WORKLOADS
 def test_counts_of_a_loss(workload, settings):
@@ -91,6 +92,7 @@ def test_counts_of_a_loss(workload, settings):
         assert_counts(program, jax.make_jaxpr(fn)(*args), saved)
 
 
+@pytest.mark.cross("workload", settings=2)
 @SETTINGS
 @ALL_WORKLOADS
 def test_counts_of_a_gradient(workload, settings):

@@ -66,6 +66,7 @@ def test_what_is_low_does_not_depend_on_the_matmul_precision(case):
         assert precision == (DEFAULT if dtype == "bfloat16" else HIGHEST), count
 
 
+@pytest.mark.cross("case", policy=2)
 @pytest.mark.parametrize("policy", ({}, {"amp_default": use_original_precision}))
 @every_open_construct
 def test_what_stays_as_written_has_the_matmul_precision(case, policy):

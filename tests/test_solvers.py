@@ -242,6 +242,7 @@ def subjaxprs(eqn: Any) -> list[Any]:
     return [eqn.params[name] for name in names if name in eqn.params]
 
 
+@pytest.mark.cross("solve", dtype=2)
 @every_dtype
 @every_solver
 def test_a_solver_takes_the_steps_that_it_takes_as_written(solve, dtype):

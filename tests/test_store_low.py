@@ -189,6 +189,7 @@ NO_GRADIENTS = {
 }
 
 
+@pytest.mark.cross("name", dtype=2)
 @every_dtype
 @pytest.mark.parametrize("name", MODELS)
 def test_the_forward_pass_is_that_with_rounded_contractions(name, dtype):

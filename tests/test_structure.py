@@ -169,6 +169,7 @@ def test_constructs_are_what_the_table_says(case):
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.cross("case", placement=3, dtype=2)
 @every_placement
 @every_dtype
 @every_construct
@@ -197,6 +198,7 @@ def test_eager(case):
     assert_near(actual, expected, "float16", times)
 
 
+@pytest.mark.cross("case", placement=2)
 @pytest.mark.parametrize(
     ("placement", "options"),
     (("outside", {"amp_policy": {}}), ("both", {"compute_dtype": "float32"})),
@@ -541,6 +543,7 @@ def transformed_plain(transform: str, name: str) -> tuple[Any, int]:
     return quick(fn)(*case.args()), runs(jaxpr)
 
 
+@pytest.mark.cross("transform", placement=3, dtype=2)
 @every_placement
 @every_dtype
 @pytest.mark.parametrize(("transform", "name"), COMBINATIONS)
