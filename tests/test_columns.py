@@ -17,6 +17,8 @@ from jaxamp_like._reports.data.records import (
 from jaxamp_like._reports.page.data import table
 from jaxamp_like._reports.page.table import FORMATS
 
+pytestmark = pytest.mark.quick
+
 RECORDS = OpRecord, CastRecord, RuleRecord, Difference, ScopeNode, OpNumerics
 every_record = pytest.mark.parametrize("record", (*RECORDS, ScopeNumerics))
 

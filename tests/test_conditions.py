@@ -25,6 +25,8 @@ from jaxamp_like.rules import (
     use_original_precision,
 )
 
+pytestmark = pytest.mark.quick
+
 LOW, F32 = "bfloat16", "float32"
 
 

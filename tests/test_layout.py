@@ -1,9 +1,13 @@
 """The package is built in one direction, and is what CONTRIBUTING says that it is."""
 
+import pytest
+
 import jaxamp_like
 from jaxamp_like import presets, reports, rules, scaling
 
 from . import layout
+
+pytestmark = pytest.mark.quick
 
 PRIVATE_JAX = "jax._src"
 

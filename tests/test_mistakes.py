@@ -40,6 +40,8 @@ from jaxamp_like.rules import (
 
 from .test_structure import is_contraction
 
+pytestmark = pytest.mark.quick
+
 x = jnp.ones((4, 4))
 scope = jax.named_scope
 

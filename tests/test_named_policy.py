@@ -42,6 +42,8 @@ from jaxamp_like.rules import (
     when,
 )
 
+pytestmark = pytest.mark.quick
+
 DOT = lax.dot_general_p
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 scope = jax.named_scope

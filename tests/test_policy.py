@@ -21,6 +21,8 @@ from jaxamp_like.rules import (
     use_widest_precision,
 )
 
+pytestmark = pytest.mark.quick
+
 DOT = lax.dot_general_p
 LOW, FULL, HALF = "float16", "float32", "bfloat16"  # HALF: by a rule
 scope = jax.named_scope

@@ -28,6 +28,8 @@ from jaxamp_like import (
 )
 from jaxamp_like.rules import use_compute_precision, use_widest_precision
 
+pytestmark = pytest.mark.quick
+
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 scope = jax.named_scope
 

@@ -25,6 +25,8 @@ from jaxamp_like._policies.presets import (
 )
 from jaxamp_like.rules import follow_inputs
 
+pytestmark = pytest.mark.quick
+
 SIZE = 8
 F32 = "float32"
 

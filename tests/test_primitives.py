@@ -16,6 +16,8 @@ from jaxamp_like._primitives import FIXED, kinds
 from jaxamp_like._rules import ByRange, Rule
 from jaxamp_like._structural import STRUCTURAL
 
+pytestmark = pytest.mark.quick
+
 PUBLIC = """jax.custom_batching jax.custom_derivatives jax.export jax.ffi jax.image
     jax.lax jax.nn jax.numpy jax.ops jax.random jax.scipy.fft jax.scipy.linalg
     jax.scipy.signal jax.scipy.sparse.linalg jax.scipy.special jax.scipy.stats

@@ -19,6 +19,8 @@ from jaxamp_like.rules import (
     use_widest_precision,
 )
 
+pytestmark = pytest.mark.quick
+
 DOT, CONV = lax.dot_general_p, lax.conv_general_dilated_p
 F8, BF16, F16, F32, F64 = "float8_e4m3fn", "bfloat16", "float16", "float32", "float64"
 

@@ -1,0 +1,67 @@
+"""Fingerprints of rewritten programs: did a change of the code change what it makes?
+
+    python -m benchmarks.jaxprs > before.txt    # at the one commit
+    python -m benchmarks.jaxprs > after.txt     # at the other; then compare the two
+
+A line for each construct of the tests and each workload, with its gradient, under
+several settings: the hash of the jaxpr as it prints."""
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxamp_like import amp
+from tests.constructs import CONSTRUCTS, identity
+from tests.test_structure import run_and_differentiate
+
+from .workloads import WORKLOADS
+
+SETTINGS = (
+    {"compute_dtype": "bfloat16"},
+    {"compute_dtype": "float16"},
+    {"compute_dtype": "bfloat16", "lean": True},
+)
+
+
+def fingerprint(fn: Callable[..., Any], *args: Any) -> str:
+    """A hash of the program of `fn`, whatever the addresses of its functions."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
+    text = re.sub(r"id=\\d+", "", text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def programs() -> Iterator[tuple[str, Callable[[Any], Any], tuple[Any, ...]]]:
+    """Each program's name, itself with a wrapper put around, and its arguments."""
+    for case in CONSTRUCTS:
+        yield (
+            case.name,
+            lambda wrap, case=case: run_and_differentiate(
+                wrap(case.build(identity)), case
+            ),
+            case.args(),
+        )
+    for name, workload in WORKLOADS.items():
+        yield (
+            name,
+            lambda wrap, workload=workload: jax.value_and_grad(wrap(workload.loss)),
+            workload.shapes("toy"),
+        )
+
+
+def main() -> None:
+    for name, build, args in programs():
+        for settings in SETTINGS:
+            shown = " ".join(map(str, settings.values()))
+            try:
+                made = fingerprint(build(lambda fn, s=settings: amp(fn, **s)), *args)
+            except Exception as e:  # some have no gradient
+                made = type(e).__name__
+            print(f"{name}, {shown}: {made}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
