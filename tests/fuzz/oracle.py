@@ -21,6 +21,23 @@ CONTRACTIONS = frozenset(
     "dot_general conv_general_dilated ragged_dot_general ragged_dot".split()
 )
 
+def is_contraction(eqn: Any) -> bool:
+    """Whether an equation sums products, of numbers that it reads more than once.
+
+    A product without a sum, and an inner product, are arithmetic."""
+    if eqn.primitive.name not in CONTRACTIONS:
+        return False
+    if eqn.primitive.name != "dot_general":
+        return True
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    summed = int(np.prod([shapes[0][i] for i in axes]))
+    (out,) = eqn.outvars
+    # How often all that is read is read in sum: once for each result it is a part of.
+    reads = out.aval.size * summed
+    return summed > 1 and any(reads > np.prod(shape) for shape in shapes)
+
+
 _CALLS = """jit pjit closed_call core_call checkpoint remat2 custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call"""
 
@@ -253,7 +270,7 @@ class Rounding(Evaluator):
         self.rng = None if seed is None else np.random.default_rng(seed)
 
     def is_rounded(self, eqn: Any) -> bool:
-        return eqn.primitive.name in CONTRACTIONS
+        return is_contraction(eqn)
 
     def round(self, x: Any) -> Any:
         if getattr(x, "dtype", None) != np.float32:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .oracle import CONTRACTIONS
+from .oracle import CONTRACTIONS, is_contraction
 
 
 def equations(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
@@ -70,14 +70,6 @@ def left_in_full(jaxpr: Any) -> str | None:
             if eqn.params["precision"] != (lax.Precision.DEFAULT,) * 2:
                 continue
         is_full = all(v.aval.dtype == np.float32 for v in eqn.invars[:2])
-        if is_full and _sums(eqn) and "amp_stop" not in str(eqn.source_info.name_stack):
+        if is_full and is_contraction(eqn) and "amp_stop" not in str(eqn.source_info.name_stack):
             return str(eqn.primitive)
     return None
-
-
-def _sums(eqn: Any) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return True
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    return any(shape[i] > 1 for i in axes)
