@@ -70,6 +70,16 @@ def left_in_full(jaxpr: Any) -> str | None:
             if eqn.params["precision"] != (lax.Precision.DEFAULT,) * 2:
                 continue
         is_full = all(v.aval.dtype == np.float32 for v in eqn.invars[:2])
-        if is_full and is_contraction(eqn) and "amp_stop" not in str(eqn.source_info.name_stack):
+        if (
+            is_full
+            and is_contraction(eqn)
+            and "amp_stop" not in str(eqn.source_info.name_stack)
+        ):
             return str(eqn.primitive)
     return None
+
+
+def has_products(jaxpr: Any) -> bool:
+    """Whether a `dot_general` is there that is no contraction."""
+    found = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name in CONTRACTIONS)
+    return not all(map(is_contraction, found))
