@@ -69,12 +69,10 @@ def left_in_full(jaxpr: Any) -> str | None:
         if eqn.params.get("precision") not in (None, lax.Precision.DEFAULT):
             if eqn.params["precision"] != (lax.Precision.DEFAULT,) * 2:
                 continue
+        if "amp_stop" in str(eqn.source_info.name_stack):
+            continue
         is_full = all(v.aval.dtype == np.float32 for v in eqn.invars[:2])
-        if (
-            is_full
-            and is_contraction(eqn)
-            and "amp_stop" not in str(eqn.source_info.name_stack)
-        ):
+        if is_full and is_contraction(eqn):
             return str(eqn.primitive)
     return None
 
