@@ -203,7 +203,8 @@ class ConvertAsWritten(Rule):
     def decide(self, site: Site) -> Decision:
         (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
         # Of a dtype and `None`, NumPy says that they are equal if it is float64.
-        if new is not None and old == new:  # only the weak type changes
+        is_same = old is not None and new is not None and old == new
+        if is_same:  # only the weak type changes
             assert fact is not None
             out = fact._replace(leaf=view_of(fact.leaf))
             if fact.dtype == old:
