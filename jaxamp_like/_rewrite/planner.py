@@ -33,6 +33,7 @@ from .._policies.classes import CLASSES
 from .._policies.dictionary import Found, Lookup
 from .._primitives import CONTRACTIONS, FIXED, LINEAR
 from .._primitives.contractions import is_contraction
+from .._primitives.matmul_precision import holds_rule, setting
 from .._rules import (
     Decision,
     Demand,
@@ -143,8 +144,9 @@ class Planner:
 
         `wanted` says how its results are read outside; in full, if not given."""
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
-        key = (facts, scope, wanted)
-        return _remember(self._plans, jaxpr, key, lambda: self._plan(jaxpr, *key))
+        args = (facts, scope, wanted)
+        key = (*args, setting() is None)
+        return _remember(self._plans, jaxpr, key, lambda: self._plan(jaxpr, *args))
 
     def _plan(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
@@ -183,7 +185,8 @@ class Planner:
         found = self._find(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is not None and not _stops(found):
+        stops = _stops(found) and not (setting() and holds_rule(eqn))
+        if handler is not None and not stops:
             decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)
         rule, opaque = self._rule(eqn, scope, found)
