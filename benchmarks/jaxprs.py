@@ -20,7 +20,7 @@ from tests.test_structure import run_and_differentiate
 
 from .workloads import WORKLOADS
 
-SETTINGS = (
+SETTINGS: tuple[dict[str, Any], ...] = (
     {"compute_dtype": "bfloat16"},
     {"compute_dtype": "float16"},
     {"compute_dtype": "bfloat16", "lean": True},

@@ -239,9 +239,10 @@ def draw(key):
         (lambda x: jnp.tanh(x @ x), lambda: jnp.eye(3, dtype="float16") / 3),
         (lambda x: (jnp.tanh(x @ x), x + 1), lambda: np.eye(3) / 3),
         (lambda x: (x.astype(int), x > 1, x * 1j), lambda: np.eye(3) * 2.5),
+        (lambda x: (x > 1).astype("float64") @ x, lambda: np.eye(3) * 2.5),
         (draw, lambda: jr.key(1)),
     ),
-    ids=("int", "bool", "complex", "float16", "float64", "casts", "key"),
+    ids=("int", "bool", "complex", "float16", "float64", "casts", "mask", "key"),
 )
 def test_dtypes_that_are_never_lowered(fn, make, x64):
     x = make()

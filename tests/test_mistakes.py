@@ -28,6 +28,7 @@ from jaxamp_like import (
 from jaxamp_like.presets import full_precision, pytorch_autocast
 from jaxamp_like.rules import (
     follow_inputs,
+    keep_each_input,
     saving_low,
     sums_more_than,
     use_compute_precision,
@@ -404,6 +405,13 @@ def test_rules_that_are_meant_alone():
         ):
             jax.make_jaxpr(amp(net, amp_policy=policy, strict=True))(x)
         amp(net, amp_policy={"net": "float32"}, compute_dtype="float32", strict=True)(x)
+
+
+def test_a_rule_for_other_primitives():
+    policy = default_amp_policy | {lax.mul_p: keep_each_input}
+    match = r"`keep_each_input` is for .*`mul` makes 1 of 2.*`follow_inputs`"
+    with pytest.raises(AmpError, match=re.compile(match, re.DOTALL)):
+        jax.make_jaxpr(amp(lambda x: x * (x @ x), amp_policy=policy))(x)
 
 
 def test_the_default_policy_is_a_dict():

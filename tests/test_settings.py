@@ -100,6 +100,41 @@ def test_stopped_programs_have_the_matmul_precision(inner):
     assert set(precisions(jax.grad(bf16(stopped)), w, x)) == {("float32", None)}
 
 
+@jax.custom_jvp
+def by_jvp(w, x):
+    return jnp.tanh(x @ w)
+
+
+by_jvp.defjvp(lambda xs, ts: (by_jvp(*xs), ts[1] @ xs[0] + xs[1] @ ts[0]))
+
+
+@jax.custom_vjp
+def by_vjp(w, x):
+    return jnp.tanh(x @ w)
+
+
+by_vjp.defvjp(
+    lambda w, x: (jnp.tanh(x @ w), (w, x)), lambda wx, g: (wx[1].T @ g, g @ wx[0].T)
+)
+
+
+@pytest.mark.parametrize("rule", (by_jvp, by_vjp))
+def test_a_rule_that_is_stopped_in_one_place_and_not_in_another(rule):
+    """JAX remembers one trace of it, for all places where a function is called."""
+
+    def both(value):
+        fn = jax.jit(lambda w, x: rule(w, x))
+
+        def loss(w, x):
+            return jnp.sum(amp_stop(fn)(w, x) * fn(w, x))
+
+        with jax.default_matmul_precision(value):
+            return precisions(jax.grad(bf16(loss), (0, 1)), w, x)
+
+    assert both(None) == {("bfloat16", DEFAULT): 3, ("float32", None): 3}
+    assert both("highest") == {("bfloat16", DEFAULT): 3, ("float32", HIGHEST): 3}
+
+
 def test_the_author_is_heard():
     def careful(w, x):
         x = lax.dot(x, w, precision="highest")

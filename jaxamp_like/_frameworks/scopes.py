@@ -34,7 +34,9 @@ def scope_modules(model: _Model) -> _Model:
     first, then they have one path.
 
     An Equinox model is copied, sharing its arrays. An NNX model, being mutable, is
-    scoped in place.
+    scoped in place. NNX refuses a node that changes its class inside of a transform of
+    its own ("Expected a node of type ..."): within `nnx.grad` or `nnx.jit`, scope it in
+    the function that `amp` wraps, which has a copy, or else once, where it is made.
 
     Args:
         model: an Equinox module, a pytree of them, or an NNX module.

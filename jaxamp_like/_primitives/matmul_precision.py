@@ -17,7 +17,7 @@ import jax
 from jax import lax
 
 from .._errors import warn_or_raise
-from .._jax import Eqn, Jaxpr, Primitive, is_jaxpr, raw, source_line
+from .._jax import Eqn, Jaxpr, Primitive, is_jaxpr, raw, source_line, subjaxprs
 
 # Those with a parameter `precision`.
 CONTRACTIONS = frozenset(
@@ -92,6 +92,27 @@ def with_setting(eqn: Eqn, strict: bool) -> Eqn:
         )
     params = {name: _fill(param, value) for name, param in eqn.params.items()}
     return eqn if _same(params, eqn.params) else eqn.replace(params=params)
+
+
+_RULED = ("custom_jvp_call", "custom_vjp_call")
+
+
+def holds_rule(eqn: Eqn) -> bool:
+    """Whether an equation holds a derivative rule, which is traced at its first use.
+
+    JAX remembers that trace for all uses of a function, whatever is set then: under a
+    setting, a rule must not be left to JAX, or its other uses would seem to be asked
+    for in full."""
+    return eqn.primitive.name in _RULED or any(map(_holds_rule, subjaxprs(eqn.params)))
+
+
+def _holds_rule(jaxpr: Jaxpr) -> bool:
+    if jaxpr not in _ruled:
+        _ruled[jaxpr] = any(map(holds_rule, raw(jaxpr).eqns))
+    return _ruled[jaxpr]
+
+
+_ruled: Any = WeakKeyDictionary()
 
 
 def _fill(param: Any, value: str) -> Any:

@@ -16,6 +16,7 @@ from .._jax import Eqn, Jaxpr, consts, raw, scopes, source_line, subjaxprs
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Found, Lookup
 from .._primitives import FIXED
+from .._primitives.matmul_precision import holds_rule, setting
 from .._rules import Demand, Fact, Rule, Site, author_dtype, use_original_precision
 from .._structural import STRUCTURAL
 from .carries import Carries
@@ -62,8 +63,9 @@ class Planner:
 
         `wanted` says how its results are read outside; in full, if not given."""
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
-        key = (facts, scope, wanted)
-        return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *key))
+        args = (facts, scope, wanted)
+        key = (*args, setting() is None)
+        return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
 
     def _plan(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
@@ -102,6 +104,8 @@ class Planner:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
         handler = self.matching.handler(eqn, scope)
+        if handler is None and setting() and holds_rule(eqn):
+            handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None:
             decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)

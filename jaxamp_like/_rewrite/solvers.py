@@ -23,7 +23,8 @@ whether a number is finite (a step that is repeated with another loss scale).
 Whatever stands in a solver is in one more name scope, `SOLVER`: so the mark reaches
 all that it holds, derivative rules included, as `amp_stop` does."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -36,7 +37,6 @@ from .._jax import (
     Jaxpr,
     Literal,
     in_scope,
-    is_array_aval,
     raw,
     replace_subjaxprs,
     scan_arity,
@@ -48,10 +48,7 @@ from .._policies.dictionary import Found
 from .._primitives import RANKING
 from .._rules import UseOriginalPrecision, in_solver
 from .._structural import SOLVER, Body, Handler
-
-Scope = tuple[str, ...]
-Indices = frozenset[int]
-_NONE: Indices = frozenset()
+from .flow import NONE, Flow, Flows, Indices, Scope, read_outside, variables
 
 
 def find_rule(find: Callable[[Any, Scope], Found], eqn: Eqn, scope: Scope) -> Found:
@@ -71,16 +68,6 @@ def told(scope: Scope) -> Scope:
     return tuple(name for name in scope if name != SOLVER)
 
 
-class Flow(NamedTuple):
-    """What some values are made of: inputs, and whether anything low on the way."""
-
-    inputs: Indices = _NONE
-    is_low: bool = False
-
-
-_NOTHING = Flow()
-
-
 @dataclass(eq=False)
 class Solvers:
     """Finds the solvers of programs, and remembers what it found while these live.
@@ -92,11 +79,10 @@ class Solvers:
     handler: Callable[[Eqn, Scope], Handler | None]
     makes_low: Callable[[Eqn, Scope], bool]
     _marked: Any = field(default_factory=WeakKeyDictionary)
-    _flows: Any = field(default_factory=WeakKeyDictionary)
 
     def mark(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """`jaxpr` with its solvers in the scope `SOLVER`; itself, if it has none."""
-        return jaxpr if SOLVER in scope else self._mark(jaxpr, scope, _NONE)[0]
+        return jaxpr if SOLVER in scope else self._mark(jaxpr, scope, NONE)[0]
 
     def _mark(
         self, jaxpr: Jaxpr, scope: Scope, counts: Indices
@@ -140,7 +126,7 @@ class Solvers:
         if new and eqn.primitive.name == "custom_vjp_call":
             return in_scope(eqn, SOLVER), _exact_results(eqn)
         outs = {b.outs[o] for b, (_, made) in pairs for o in made}
-        if counts & _read_outside(eqn, bodies):
+        if counts & read_outside(eqn, bodies):
             outs |= _exact_results(eqn)
         marked = replace_subjaxprs(eqn, new) if new else eqn
         return marked, frozenset(i for i in outs if i is not None)
@@ -151,6 +137,15 @@ class Solvers:
 
     # Which equations are solvers.
 
+    @functools.cached_property
+    def _flows(self) -> Flows:
+        return Flows(self._bodies, self._is_low)
+
+    @functools.cached_property
+    def _flows_by_size(self) -> Flows:
+        """Without what floats are asked that is not how large they are."""
+        return Flows(self._bodies, self._is_low, _asks_no_size)
+
     def _is_solver(
         self, eqn: Eqn, bodies: list[Body], scope: Scope, counts: Indices
     ) -> bool:
@@ -159,7 +154,8 @@ class Solvers:
         if eqn.primitive.name != "while" or not bodies:
             return False
         by_size = self._is_bounded(bodies, scope)
-        condition = self._flow_through(bodies, scope, by_size=by_size)
+        flows = self._flows_by_size if by_size else self._flows
+        condition = flows.through(bodies, scope)
         reruns = bool(condition.inputs & counts)
         return condition.is_low or (reruns and self._is_low(eqn, scope))
 
@@ -176,8 +172,9 @@ class Solvers:
         """Whether a `while` also ends by a condition that is exact in any precision."""
         loop = bodies[1:]
         carries = {body.ins[i] for body in loop for _, i in body.loop}
-        parts = (self._flow(body, scope, {atom}) for body, atom in _conjuncts(bodies))
-        flows = (self._flow_through(loop, scope, part) for part in parts)
+        of, through = self._flows.of, self._flows.through
+        parts = (of(body, scope, [atom]) for body, atom in _conjuncts(bodies))
+        flows = (through(loop, scope, part) for part in parts)
         return any(flow.inputs & carries and not flow.is_low for flow in flows)
 
     def _ends_early(self, eqn: Eqn, body: Body, scope: Scope) -> bool:
@@ -185,8 +182,8 @@ class Solvers:
         num_consts, num_carry = scan_arity(eqn)
         inner = raw(body.jaxpr)
         for end in self._ends(body.jaxpr, scope):
-            first = self._flow(body, scope, end.reads, by_size=True)
-            flow = self._flow_through([body], scope, first, by_size=True)
+            first = self._flows_by_size.of(body, scope, end.reads)
+            flow = self._flows_by_size.through([body], scope, first)
             carries = {i - num_consts for i in flow.inputs if i >= num_consts}
             if not (end.is_low or flow.is_low) or not carries:
                 continue
@@ -208,83 +205,8 @@ class Solvers:
             elif len(bodies) == 1 and not bodies[0].loop:
                 (body,) = bodies
                 for end in self._ends(body.jaxpr, inner):
-                    reads = self._flow(body, inner, end.reads, by_size=True)
+                    reads = self._flows_by_size.of(body, inner, end.reads)
                     yield end.outside(eqn, body, reads)
-
-    # How data flow.
-
-    def _flow_through(
-        self,
-        bodies: Sequence[Body],
-        scope: Scope,
-        start: Flow = _NOTHING,
-        outs: Indices = _NONE,
-        by_size: bool = False,
-    ) -> Flow:
-        """What the results `outs` of an equation are made of, and what controls them.
-
-        Through any number of iterations, if its bodies are those of a loop. `start` is
-        what else is asked for."""
-        inputs, is_low = set(start.inputs), start.is_low
-        while True:
-            before = len(inputs)
-            for body in bodies:
-                wanted = {
-                    out for out, i in enumerate(body.outs) if i is None or i in outs
-                }
-                wanted |= {out for out, i in body.loop if body.ins[i] in inputs}
-                live = {raw(body.jaxpr).outvars[out] for out in wanted}
-                flow = self._flow(body, scope, live, inputs, by_size)
-                inputs |= flow.inputs
-                is_low |= flow.is_low
-            if len(inputs) == before:
-                return Flow(frozenset(inputs), is_low)
-
-    def _flow(
-        self,
-        body: Body,
-        scope: Scope,
-        live: Any,
-        alive: Any = _NONE,
-        by_size: bool = False,
-    ) -> Flow:
-        """What the variables `live` of a body are made of: operands of its equation.
-
-        `alive` are operands that are read afterwards, which matters of references."""
-        inner = raw(body.jaxpr)
-        live = _variables(live) | {
-            inner.invars[i] for i in _inside(body, alive) if _is_ref(inner, i)
-        }
-        key = (scope, frozenset(live), by_size)
-        known = self._flows.setdefault(body.jaxpr, {})
-        if key not in known:
-            known[key] = self._backwards(inner, scope, live, by_size)
-        flow = known[key]
-        return Flow(frozenset(body.ins[i] for i in flow.inputs), flow.is_low)
-
-    def _backwards(
-        self, jaxpr: Jaxpr, scope: Scope, live: set[Any], by_size: bool
-    ) -> Flow:
-        is_low = False
-        for eqn in reversed(jaxpr.eqns):
-            outs = _places(eqn.outvars, live)
-            read_later = _variables(eqn.invars) & live
-            writes = any(not is_array_aval(v.aval) for v in read_later)
-            if outs or writes:
-                flow = self._flow_of(eqn, scope + scopes(eqn), outs, by_size)
-                live |= _variables(eqn.invars[i] for i in flow.inputs)
-                is_low |= flow.is_low
-        return Flow(_places(jaxpr.invars, live), is_low)
-
-    def _flow_of(self, eqn: Eqn, scope: Scope, outs: Indices, by_size: bool) -> Flow:
-        """What the results `outs` of an equation are made of: its operands."""
-        if by_size and _asks_no_size(eqn, outs):
-            return _NOTHING
-        bodies = self._bodies(eqn, scope)
-        if bodies:
-            start = Flow(_read_outside(eqn, bodies))
-            return self._flow_through(bodies, scope, start, outs, by_size)
-        return Flow(frozenset(range(len(eqn.invars))), self._is_low(eqn, scope))
 
 
 class _End(NamedTuple):
@@ -303,7 +225,7 @@ class _End(NamedTuple):
             given = None if isinstance(atom, Literal) else self.hands_on.get(atom)
             if i is not None and given in place:
                 hands_on[eqn.outvars[i]] = eqn.invars[place[given]]
-        atoms = _variables(eqn.invars[i] for i in reads.inputs)
+        atoms = set(variables(eqn.invars[i] for i in reads.inputs))
         return _End(atoms, hands_on, self.is_low or reads.is_low)
 
 
@@ -315,19 +237,15 @@ def _end(eqn: Eqn, branch: Body) -> _End:
         for out, atom in zip(eqn.outvars, inner.outvars, strict=True)
         if not isinstance(atom, Literal) and atom in place
     }
-    return _End(_variables(eqn.invars[:1]), hands_on)
+    return _End(set(variables(eqn.invars[:1])), hands_on)
 
 
-def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
-
-
-def _places(atoms: Sequence[Any], variables: set[Any]) -> Indices:
-    """Where in `atoms` one of the `variables` stands."""
+def _places(atoms: Sequence[Any], chosen: set[Any]) -> Indices:
+    """Where in `atoms` one of the `chosen` stands."""
     return frozenset(
         i
         for i, atom in enumerate(atoms)
-        if not isinstance(atom, Literal) and atom in variables
+        if not isinstance(atom, Literal) and atom in chosen
     )
 
 
@@ -336,20 +254,10 @@ def _inside(body: Body, operands: Any) -> Indices:
     return frozenset(i for i, operand in enumerate(body.ins) if operand in operands)
 
 
-def _read_outside(eqn: Eqn, bodies: Sequence[Body]) -> Indices:
-    """The operands that the equation itself reads: what picks a branch."""
-    handed_in = {i for body in bodies for i in body.ins}
-    return frozenset(range(len(eqn.invars))) - handed_in
-
-
 def _exact_results(eqn: Eqn) -> Indices:
     """Results that are no floats, and so may count steps or say that they are done."""
     dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
     return frozenset(i for i, d in enumerate(dtypes) if d is None or not is_float(d))
-
-
-def _is_ref(jaxpr: Jaxpr, i: int) -> bool:
-    return not is_array_aval(jaxpr.invars[i].aval)
 
 
 def _asks_no_size(eqn: Eqn, outs: Indices) -> bool:

@@ -15,6 +15,7 @@ from .._dtypes import (
     survives,
     widest,
 )
+from .._errors import AmpError
 from .base import (
     Decision,
     Demand,
@@ -127,6 +128,14 @@ class KeepEachInput(Rule):
         return wanted
 
     def decide(self, site: Site) -> Decision:
+        ins, outs = len(site.facts), len(site.out_avals)
+        if ins != outs:
+            raise AmpError(
+                "`keep_each_input` is for primitives that give back each of their "
+                f"operands, one result for one operand; `{site.primitive}` makes "
+                f"{outs} of {ins}. Give it `keep_inputs` if it moves data, and "
+                "`follow_inputs` if it computes."
+            )
         return _keep(site, list(enumerate(site.facts)))
 
 
@@ -203,7 +212,8 @@ class ConvertAsWritten(Rule):
     def decide(self, site: Site) -> Decision:
         (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
         # Of a dtype and `None`, NumPy says that they are equal if it is float64.
-        if new is not None and old == new:  # only the weak type changes
+        is_same = old is not None and new is not None and old == new
+        if is_same:  # only the weak type changes
             assert fact is not None
             out = fact._replace(leaf=view_of(fact.leaf))
             if fact.dtype == old:
@@ -248,4 +258,6 @@ keep_inputs = KeepInputs()
 """Moves data in whatever precision it has (TensorFlow's *clear* colour)."""
 
 keep_each_input = KeepEachInput()
-"""As `keep_inputs`, where each result belongs to one input."""
+"""As `keep_inputs`, where each result belongs to one input.
+
+For primitives that make one result of each operand, such as `optimization_barrier`."""

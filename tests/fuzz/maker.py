@@ -237,6 +237,7 @@ class Maker:
                 ),
                 ("jnp.take({0}, jnp.array([0, 0]), axis=0)", (2, *shape[1:])),
                 ("lax.dynamic_slice_in_dim({0}, 0, 1)", (1, *shape[1:])),
+                (f"lax.dynamic_slice_in_dim({{0}}, 1, {k})", shape),
                 ("{0}.at[0].set(5.0)", shape),
                 ("{0}.at[0].add(1.0)", shape),
                 ("jnp.tile({0}, 2)", (*shape[:-1], 2 * shape[-1])),
@@ -302,17 +303,22 @@ class Maker:
         self.emit(code, [v], v.type)
 
     def accumulate(self) -> None:
-        """A Python loop that adds a little to what it keeps."""
+        """A loop that adds a little to what it keeps, written out or as a loop."""
         a, w = self.pick("f", (3, 3)), self.pick("f", (3, 3))
-        steps = self.rng.choice([3, 10])
         step = self.rng.choice(
             ["y + 1e-3 * jnp.tanh(y @ w)", "jax.nn.sigmoid(7 + y @ w) * y + 0.1",
-             "y - 0.01 * jax.grad(lambda y: jnp.sum((y @ w) ** 2))(y)", "0.999 * y + w"]
+             "y - 0.01 * jax.grad(lambda y: jnp.sum((y @ w) ** 2))(y)", "0.999 * y + w",
+             "jnp.maximum(y, 0.9 * (y @ w))", "y.at[0].set((y @ w)[1])"]
         )  # fmt: skip
-        self.emit(
-            f"functools.reduce(lambda y, _, w={{1}}: {step}, range({steps}), {{0}})",
-            [a, w], a.type,
+        loop, steps = self.rng.choice(
+            [("functools.reduce(lambda y, _, w={{1}}: {}, range({}), {{0}})", (3, 10)),
+             ("lax.fori_loop(0, {1}, lambda _, y, w={{1}}: {0}, {{0}})", (10, 60)),
+             ("lax.scan(lambda y, _, w={{1}}: ({}, None), {{0}}, length={})[0]", (10, 60))]
         )  # fmt: skip
+        code = loop.format(step, self.rng.choice(steps))
+        if self.rng.random() < 0.4:  # nothing else reads what has added up
+            code = f"{code} @ {{1}}"
+        self.emit(code, [a, w], a.type)
 
     def structures(self) -> list[tuple[float, Callable[[], Any]]]:
         """What holds programs of its own, with weights."""

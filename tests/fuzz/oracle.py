@@ -21,22 +21,51 @@ CONTRACTIONS = frozenset(
     "dot_general conv_general_dilated ragged_dot_general ragged_dot".split()
 )
 
+
+def is_contraction(eqn: Any) -> bool:
+    """Whether an equation sums products, of numbers that it reads more than once.
+
+    A product without a sum, and an inner product, are arithmetic."""
+    if eqn.primitive.name not in CONTRACTIONS:
+        return False
+    if eqn.primitive.name != "dot_general":
+        return True
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    summed = int(np.prod([shapes[0][i] for i in axes]))
+    (out,) = eqn.outvars
+    # How often all that is read is read in sum: once for each result it is a part of.
+    reads = out.aval.size * summed
+    return summed > 1 and any(reads > np.prod(shape) for shape in shapes)
+
+
 _CALLS = """jit pjit closed_call core_call checkpoint remat2 custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call"""
 
 MAX_STEPS = 2000  # of one `while`, after which it counts as endless
+MAX_EQUATIONS = 60_000  # of one run: loops in loops that all end take minutes
 
 
 class Endless(Exception):
     """A loop did not end."""
 
 
+class TooLong(Exception):
+    """All loops may end, but nobody will wait for them."""
+
+
 class Evaluator:
     """Runs a jaxpr as it stands."""
+
+    def __init__(self, most: int = MAX_EQUATIONS):
+        self.left = most  # equations
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Any = None) -> list[Any]:
         """The results of a jaxpr, closed unless its constants are given."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
+        self.left -= len(inner.eqns)
+        if self.left < 0:
+            raise TooLong("more equations than anybody waits for")
         if consts is None:
             consts = map(self.literal, getattr(jaxpr, "consts", ()))
         env = dict(zip(inner.constvars, consts, strict=True))
@@ -249,11 +278,12 @@ class Rounding(Evaluator):
     place: what comes of many seeds shows how much a program makes of a rounding."""
 
     def __init__(self, dtype: Any, seed: int | None = None):
+        super().__init__()
         self.dtype = jnp.dtype(dtype)
         self.rng = None if seed is None else np.random.default_rng(seed)
 
     def is_rounded(self, eqn: Any) -> bool:
-        return eqn.primitive.name in CONTRACTIONS
+        return is_contraction(eqn)
 
     def round(self, x: Any) -> Any:
         if getattr(x, "dtype", None) != np.float32:
@@ -274,6 +304,13 @@ class Rounding(Evaluator):
             return super().apply(eqn, args)
         outs = super().apply(eqn, [self.round(x) for x in args])
         return [self.round(x) for x in outs]
+
+
+class RoundingProducts(Rounding):
+    """Rounds every `dot_general`, whether or not it is a contraction."""
+
+    def is_rounded(self, eqn: Any) -> bool:
+        return eqn.primitive.name in CONTRACTIONS
 
 
 class RoundingEverything(Rounding):

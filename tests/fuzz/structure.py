@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .oracle import CONTRACTIONS
+from .oracle import CONTRACTIONS, is_contraction, scan_counts
 
 
 def equations(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
@@ -69,15 +69,72 @@ def left_in_full(jaxpr: Any) -> str | None:
         if eqn.params.get("precision") not in (None, lax.Precision.DEFAULT):
             if eqn.params["precision"] != (lax.Precision.DEFAULT,) * 2:
                 continue
+        if "amp_stop" in str(eqn.source_info.name_stack):
+            continue
         is_full = all(v.aval.dtype == np.float32 for v in eqn.invars[:2])
-        if is_full and _sums(eqn) and "amp_stop" not in str(eqn.source_info.name_stack):
+        if is_full and is_contraction(eqn):
             return str(eqn.primitive)
     return None
 
 
-def _sums(eqn: Any) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return True
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    return any(shape[i] > 1 for i in axes)
+def has_products(jaxpr: Any) -> bool:
+    """Whether a `dot_general` is there that is no contraction."""
+    found = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name in CONTRACTIONS)
+    return not all(map(is_contraction, found))
+
+
+def low_sum(jaxpr: Any) -> str | None:
+    """A loop's carry of 16 bits that an iteration hands on without a contraction.
+
+    What is added to it would be lost."""
+    for eqn, _ in equations(jaxpr):
+        if eqn.primitive.name not in ("scan", "while"):
+            continue
+        body, first, count = _loop(eqn)
+        for i, out in enumerate(body.outvars[:count]):
+            if _is_low(out) and out in _reached(body, [body.invars[first + i]]):
+                return f"carry {i} of a {eqn.primitive}, {out.aval}"
+    return None
+
+
+def _loop(eqn: Any) -> tuple[Any, int, int]:
+    """The body of a loop, where its carries begin, and how many there are."""
+    if eqn.primitive.name == "while":
+        body = eqn.params["body_jaxpr"].jaxpr
+        return body, eqn.params["body_nconsts"], len(body.outvars)
+    body = eqn.params["jaxpr"]
+    return getattr(body, "jaxpr", body), *scan_counts(eqn)
+
+
+def _is_low(atom: Any) -> bool:
+    return getattr(atom.aval, "dtype", None) in (np.float16, jax.numpy.bfloat16)
+
+
+def _reached(jaxpr: Any, variables: Any) -> set[Any]:
+    """What is made of some variables with no contraction on the way."""
+    found = set(variables)
+    for eqn in jaxpr.eqns:
+        ins = [
+            i
+            for i, atom in enumerate(eqn.invars)
+            if not hasattr(atom, "val") and atom in found
+        ]
+        if ins and eqn.primitive.name not in CONTRACTIONS:
+            found.update(_reached_outside(eqn, ins))
+    return found
+
+
+def _reached_outside(eqn: Any, ins: Any) -> Iterator[Any]:
+    params = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
+    programs = [getattr(p, "jaxpr", p) for p in params if _is_jaxpr(p)]
+    if not programs:
+        yield from eqn.outvars
+    for program in programs:  # those whose operands are the last of the equation's
+        skipped = len(eqn.invars) - len(program.invars)
+        if len(program.outvars) != len(eqn.outvars) or skipped < 0:
+            continue
+        given = [program.invars[i - skipped] for i in ins if i >= skipped]
+        reached = _reached(program, given)
+        for out, atom in zip(eqn.outvars, program.outvars, strict=True):
+            if not hasattr(atom, "val") and atom in reached:
+                yield out

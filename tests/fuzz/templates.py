@@ -101,6 +101,9 @@ _SQUARE = """
     jnp.asarray(lax.batch_matmul(jnp.stack([{0}, {1}]), jnp.stack([{1}, {0}])))[0]
     jax.nn.logsumexp({0} @ {1}, axis=-1, keepdims=True, b=jnp.abs({0}) + 0.1) + {1}
     jnp.einsum("ij,ij->", {0}, {0}) * {1}|{0} / jnp.sqrt(jnp.einsum("ij,ij->", {0}, {0}) + 1e-6)
+    lax.cond({0}[0, 0] > 0, lambda a, b: a @ b, lambda a, b: a, {0}, {1})|lax.cond({1}[0, 0] > 0, lambda a, b: b, lambda a, b: jnp.tanh(a) @ b, {0}, {1})
+    lax.fori_loop(0, 2, lambda i, y: y + jnp.tanh(lax.dynamic_slice_in_dim(jnp.concatenate([{0}, {1}]), 3 * i, 3) @ {1}), {0})
+    lax.scan(lambda y, i: (y + 0.1 * y @ {1}, lax.dynamic_slice_in_dim({0}, i, 2)[1] @ {1}), {0}, jnp.arange(3))[1]
     """  # fmt: skip
 
 _TO_INT = """
