@@ -15,16 +15,13 @@ from .fuzz.shrink import shrink, size
 CASES, PER_TEST = 1000, 50
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        0,
-        *(
-            pytest.param(n, marks=pytest.mark.rest)
-            for n in range(PER_TEST, CASES, PER_TEST)
-        ),
-    ],
-)
+OTHERS = [
+    pytest.param(first, marks=pytest.mark.rest)
+    for first in range(PER_TEST, CASES, PER_TEST)
+]
+
+
+@pytest.mark.parametrize("first", [0, *OTHERS])
 def test_cases(first):
     outcomes = {seed: check(make_case(seed)) for seed in range(first, first + PER_TEST)}
     failures = {s: str(x.failure) for s, x in outcomes.items() if x.failure}
