@@ -34,9 +34,6 @@ from .._rules import Demand, Fact, Leaf, author_dtype
 
 Step = Any  # of `planner`, which builds on this module
 
-# Calls that may be made twice if all that is inside may.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
-
 # Linear in all that they read: the backward pass keeps none of it.
 _KEEPING_NOTHING = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
 
@@ -408,11 +405,10 @@ def _is_free(fact: Fact | None) -> bool:
 
 def _is_cheap(step: Step) -> bool:
     """Whether a step may be run twice."""
-    name, plans = step.eqn.primitive.name, step.inner
     if step.eqn.effects:
         return False
-    if name in _CALLS:
-        return all(_is_cheap(inner) for plan in plans for inner in plan.steps)
+    if step.handler is not None and step.handler.may_run_twice:
+        return all(_is_cheap(inner) for plan in step.inner for inner in plan.steps)
     return is_cheap(step.eqn) and step.run_again
 
 

@@ -1,7 +1,8 @@
 """Casting rules: what a policy says for one equation; see `base`.
 
-Those for contractions alone are in `dot_algorithm` and `by_pass`, which build on the
-table of primitives, and `saving_low` builds on policies."""
+Rules that a function makes are in `by_pass`, `conditions`, `dot_algorithm` and
+`saving_low`; `given` says what a user may write for a rule. A value that is imported
+here is known by its name to saved policies."""
 
 from .base import (
     Decision as Decision,

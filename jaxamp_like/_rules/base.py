@@ -96,7 +96,8 @@ class Site(NamedTuple):
 
     `authors` and `facts` have one entry for each operand, `None` where it is no float.
     `wanted` says for each result how it is read, directly or through ops that follow
-    their inputs."""
+    their inputs. Where a rule is called as a casting callback, `primitive` is `None`
+    and `out_avals` a guess."""
 
     primitive: Any
     params: dict[str, Any]
@@ -167,7 +168,9 @@ class Rule:
 
     @property
     def may_compute_low(self) -> bool:
-        """Whether the equation may compute low although none of its operands is."""
+        """Whether the equation may compute low although none of its operands is.
+
+        Asked of all but contractions, which are taken to."""
         return self.is_compute
 
     @property

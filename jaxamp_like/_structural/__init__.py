@@ -24,26 +24,31 @@ from .loops import (
 from .mapped import bind_custom_vmap, bind_pmap, bind_shard_map
 from .pinned import bind_pinned, decide_pinned, no_bodies
 
-_JIT = Handler(call_bodies, decide_jit, bind_jit)
-_SCAN = Handler(scan_bodies, decide_scan, bind_scan)
-_INLINE = Handler(call_bodies, decide_inline, bind_inline)
+# A call that stays a call, and one in place of which what it holds is bound.
+_JIT = Handler(call_bodies, decide_jit, bind_jit, is_call=True, may_run_twice=True)
+_INLINE = Handler(
+    call_bodies, decide_inline, bind_inline, is_call=True, may_run_twice=True
+)
 
 STRUCTURAL: dict[str, Handler] = {
     "jit": _JIT,
     "pjit": _JIT,  # its name up to JAX 0.6
-    **dict.fromkeys(REMAT, Handler(call_bodies, decide_remat, bind_remat)),
-    "closed_call": _INLINE,
-    "core_call": _INLINE,
-    "call": _INLINE,
-    "eval_jaxpr": _INLINE,
+    **dict.fromkeys(
+        REMAT, Handler(call_bodies, decide_remat, bind_remat, is_call=True)
+    ),
+    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _INLINE),
     "cond": Handler(cond_bodies, decide_cond, bind_cond),
-    "scan": _SCAN,
+    "scan": Handler(scan_bodies, decide_scan, bind_scan),
     "while": Handler(while_bodies, decide_while, bind_while),
-    "custom_jvp_call": Handler(call_bodies, decide_inline, bind_custom_jvp),
-    "custom_vjp_call": Handler(call_bodies, decide_call, bind_custom_vjp),
+    "custom_jvp_call": Handler(
+        call_bodies, decide_inline, bind_custom_jvp, is_call=True, may_run_twice=True
+    ),
+    "custom_vjp_call": Handler(call_bodies, decide_call, bind_custom_vjp, is_call=True),
     "custom_linear_solve": Handler(no_bodies, decide_pinned, bind_pinned),
-    "linear_call": Handler(no_bodies, decide_pinned, bind_pinned),
-    "custom_vmap_call": Handler(no_bodies, decide_pinned, bind_custom_vmap),
+    "linear_call": Handler(no_bodies, decide_pinned, bind_pinned, is_call=True),
+    "custom_vmap_call": Handler(
+        no_bodies, decide_pinned, bind_custom_vmap, is_call=True
+    ),
     "shard_map": Handler(call_bodies, decide_call, bind_shard_map),
     "xla_pmap": Handler(call_bodies, decide_call, bind_pmap),
 }

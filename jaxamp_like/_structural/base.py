@@ -56,11 +56,17 @@ class Body(NamedTuple):
 
 
 class Handler(NamedTuple):
-    """How a structural primitive is read, decided and bound."""
+    """How a structural primitive is read, decided and bound.
+
+    `decide` is asked by a `Planner`, `bind` by a `Frame`, both of `_rewrite`. A call
+    runs its one program once, operands in and results out; one that `may_run_twice` is
+    run again in the backward pass if all that it holds may be."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: Callable[[Any, Eqn, Site], tuple[Decision, tuple[Any, ...]]]
     bind: Callable[[Any, Any, list[Any]], Sequence[Any]]
+    is_call: bool = False
+    may_run_twice: bool = False
 
 
 def decision_of(

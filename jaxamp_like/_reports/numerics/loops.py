@@ -21,6 +21,7 @@ from ..._jax import (
     shard_map_options,
     subjaxprs,
 )
+from ..._structural import STRUCTURAL
 from . import pairs as p
 from .blocks import Found, Loop, Where
 from .compiled import taken
@@ -28,10 +29,7 @@ from .pairs import Pair
 from .statistics import at_iteration, merge, merge_parts, no_runs
 
 # Programs that are run in place of their call.
-CALLS = frozenset(
-    "jit pjit closed_call core_call call eval_jaxpr custom_jvp_call custom_vjp_call "
-    "custom_vmap_call linear_call checkpoint remat2".split()
-)
+CALLS = frozenset(name for name, handler in STRUCTURAL.items() if handler.is_call)
 
 
 # Loops. A carry has a value in the author's dtype if any iteration gives it one.
