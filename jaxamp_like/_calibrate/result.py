@@ -1,0 +1,189 @@
+"""What a calibration found: a policy, with the evidence for it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
+from .budget import ERRORS, Budget, Errors
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A group, and what was decided on it.
+
+    Args:
+        name: its path, its primitive, or both with shapes.
+        dtype: what its contractions compute in.
+        sensitivity: the error, in budgets, when it alone is low; by candidate. `None`
+            where that did not have to be measured.
+        flops: of its contractions, forward and backward.
+        kept: bytes that are kept for the backward pass if it stays as written.
+        price: what it costs as written, by the objective.
+        why: in words."""
+
+    name: str
+    dtype: str
+    sensitivity: dict[str, float] | None
+    flops: float
+    kept: int
+    price: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A set of groups that was measured together.
+
+    Args:
+        what: which.
+        cost: by the objective, over that of the function as written.
+        error: the largest, in budgets.
+        is_real: whether `amp` made it; else the roundings alone were made."""
+
+    what: str
+    cost: float
+    error: float
+    is_real: bool
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A policy found by measurement, and the evidence for it.
+
+    Args:
+        policy: to be passed to `amp`; equal to one that is written by hand.
+        budget: what was allowed.
+        held_out: the worst errors of the policy on the batches that were held out.
+        met: whether these are within the budget.
+        low_share: the share of the contractions' FLOPs that run low.
+        groups: what was decided together, in the order of the program.
+        tried: the sets that were measured, from which the front is drawn.
+        objective: what was to be saved.
+        granularity: what was decided together.
+        candidates: the low dtypes.
+        notes: what the user should know.
+        passes: how often the function was run.
+        compilations: how many programs were compiled for that.
+        versions: of packages, and the device."""
+
+    policy: Policy | PolicyMap
+    budget: Budget
+    held_out: Errors
+    met: bool
+    low_share: float
+    groups: tuple[Decided, ...]
+    tried: tuple[Tried, ...]
+    objective: str
+    granularity: str
+    candidates: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    passes: int = 0
+    compilations: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kept_full(self) -> tuple[Decided, ...]:
+        """The groups that stay as written."""
+        return tuple(one for one in self.groups if one.dtype not in self.candidates)
+
+    @property
+    def front(self) -> tuple[Tried, ...]:
+        """Of the sets that were measured, those that none beats in cost and error."""
+        found: list[Tried] = []
+        for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
+            if not found or one.error < found[-1].error:
+                found.append(one)
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+    def print(self) -> None:
+        """Prints a table of all groups (needs rich, of the extra "report")."""
+        from .views import print_tables
+
+        print_tables(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data that `json.dumps` takes; see `from_dict`."""
+        kind = "map" if isinstance(self.policy, PolicyMap) else "policy"
+        data = {f.name: _plain(getattr(self, f.name)) for f in fields(self)[1:]}
+        return {"policy": {kind: self.policy.to_dict()}} | data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Calibration":
+        """The calibration of which `data` is the `to_dict`.
+
+        Raises:
+            ValueError: it is not that of a calibration."""
+        try:
+            ((kind, policy),) = data["policy"].items()
+            maker: Any = {"map": PolicyMap, "policy": Policy}[kind]
+            values = dict(data) | {
+                "policy": maker.from_dict(policy),
+                "budget": Budget(**data["budget"]),
+                "held_out": Errors(**data["held_out"]),
+                "groups": tuple(Decided(**row) for row in data["groups"]),
+                "tried": tuple(Tried(**row) for row in data["tried"]),
+                "candidates": tuple(data["candidates"]),
+                "notes": tuple(data["notes"]),
+            }
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(
+                f"The data of a calibration is malformed: {e!r}. Use what `to_dict` "
+                "gave."
+            ) from e
+
+    def to_json(self) -> str:
+        """As `to_dict`, as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes a page: error against cost, what was kept and why, the policy.
+
+        Args:
+            path: where to, a file that is made or written over.
+        Returns:
+            The path.
+        Raises:
+            ImportError: the extra "report" is not installed.
+            OSError: the file can't be written."""
+        from .page import page
+        from .views import write
+
+        return write(path, page(self))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
+
+
+def show_error(error: float) -> str:
+    """An error as tables show it."""
+    return "inf" if error == float("inf") else f"{error:.3g}"
+
+
+def lines(one: Calibration) -> list[str]:
+    """A calibration in words."""
+    low = len(one.groups) - len(one.kept_full)
+    limits = one.budget.limits()
+    found = [f"{k} {show_error(getattr(one.held_out, k))}" for k in ERRORS if k in limits]
+    met = "meets" if one.met else "MISSES"
+    rows = [
+        f"{low} of {len(one.groups)} groups low ({one.granularity}), "
+        f"{one.low_share:.1%} of the contractions' FLOPs",
+        f"held out: {', '.join(found)}; {met} {one.budget!r}",
+        f"{one.passes} passes, {one.compilations} compilations",
+    ]
+    if one.kept_full:
+        rows.append("as written:")
+        rows += [f"  {group.name}: {group.why}" for group in one.kept_full]
+    rows += [f"note: {note}" for note in one.notes]
+    return [*rows, f"policy: {one.policy!r}"]

@@ -1,0 +1,223 @@
+"""Passes: the function as written, with a choice of roundings, and with a policy."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._amp import amp
+from .._dtypes import DType
+from .._errors import AmpError
+from .._jax import Jaxpr, run_jaxpr
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
+from .budget import Errors, compare, errors, non_finite
+from .costs import Found, survey
+from .groups import Group, grouped
+from .marks import shadow
+from .search import Choices
+from .state import State
+from .subject import Point, Results, Subject
+from .threaded import Threaded
+
+KEPT = 2  # references held at a time: each is as large as the parameters
+
+
+def traced(subject: Subject, point: Point, dtype: DType) -> tuple[Jaxpr, Any]:
+    """The program of a pass, with marks, and the structure of its results."""
+    program = subject.program(lambda fn: shadow(fn, dtype))
+    args = np.uint32(0), np.float32(0), list(point.arrays)
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(*leaves):
+        return program(*jax.tree.unflatten(tree, leaves))
+
+    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    return jaxpr, jax.tree.structure(shapes)
+
+
+@dataclass
+class Runs:
+    """Runs passes, counts them, and remembers what they showed.
+
+    Args:
+        subject: what is measured.
+        jaxpr: its program with marks.
+        tree: the structure of the program's results.
+        granularity: what is decided together.
+        candidates: the low dtypes.
+        state: where measurements are remembered.
+        tell: is called with a line about each pass."""
+
+    subject: Subject
+    jaxpr: Jaxpr
+    tree: Any
+    granularity: str
+    candidates: tuple[DType, ...]
+    state: State
+    tell: Callable[[str], None]
+    passes: int = 0
+    compilations: int = 0
+    _references: dict[int, Results] = field(default_factory=dict)
+    _mixed: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def found(self) -> Found:
+        return survey(self.jaxpr)
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        return grouped([*self.found.work], self.granularity)
+
+    # The programs.
+
+    @functools.cached_property
+    def _chosen(self) -> Callable[..., Results]:
+        numbers = {
+            one: i for i, group in enumerate(self.groups) for one in group.contractions
+        }
+        threaded = Threaded(numbers, self.candidates)
+
+        def run(choices, *args):
+            outs = threaded.run(self.jaxpr, choices, jax.tree.leaves(args))
+            return jax.tree.unflatten(self.tree, outs)
+
+        self.compilations += 1
+        return jax.jit(run)
+
+    @functools.cached_property
+    def _as_written(self) -> Callable[..., Results]:
+        """The program without groups: there is nothing to choose."""
+        self.compilations += 1
+        return jax.jit(
+            lambda _, *args: jax.tree.unflatten(
+                self.tree, run_jaxpr(self.jaxpr, jax.tree.leaves(args))
+            )
+        )
+
+    def _run(self, point: Point, choices: Choices) -> Results:
+        self.passes += 1
+        program = self._chosen if self.groups else self._as_written
+        return program(np.asarray(choices, np.int32), *_args(point))
+
+    # What is measured.
+
+    def reference(self, point: Point) -> Results:
+        """What the function gives as written.
+
+        Raises:
+            AmpError: it is not finite."""
+        if point.number not in self._references:
+            self.tell(f"as written, {point.name}")
+            nothing = (0,) * len(self.groups)
+            results = self._run(point, nothing)
+            self._check(results, point)
+            while len(self._references) >= KEPT:
+                # The first point is where sensitivities are measured.
+                self._references.pop(max(self._references))
+            self._references[point.number] = results
+        return self._references[point.number]
+
+    def _check(self, results: Results, point: Point) -> None:
+        arrays = [*results.outs, *results.grads]
+        names = self.subject.names(results)
+        counts = [np.asarray(x) for x in _non_finite(arrays)]
+        num_outs = len(results.outs)
+        bad = [
+            f"{names[i]} ({_of(nans, infs)})"
+            for i, (nans, infs) in enumerate(counts)
+            # An infinite result is no mistake: a mask may be one.
+            if nans or (infs and (i >= num_outs or (i == 0 and self.subject.has_loss)))
+        ]
+        if bad:
+            more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+            raise AmpError(
+                f"As written, without any low precision, {point.name} gives what is "
+                f"not finite: {', '.join(bad[:4])}{more}. There is nothing to compare "
+                "with. `trace_numerics(fn)(*batch)` tells where it arises; leave the "
+                "batch out, or mend the function."
+            )
+
+    def repeated(self, point: Point) -> Errors:
+        """How far the function as written is from itself, run twice."""
+        return self._measure(f"again {point.number}", point, self._again)
+
+    def _again(self, point: Point) -> Results:
+        self.tell(f"as written again, {point.name}")
+        return self._run(point, (0,) * len(self.groups))
+
+    def chosen(self, choices: Choices, point: Point) -> Errors:
+        """The errors if contractions round by `choices`."""
+        if not any(choices):
+            return self.repeated(point)
+
+        def run(point):
+            low = sum(map(bool, choices))
+            self.tell(f"{low} of {len(choices)} low, {point.name}")
+            return self._run(point, choices)
+
+        return self._measure(f"{_digits(choices)} {point.number}", point, run)
+
+    def mixed(self, policy: Policy | PolicyMap, name: str, point: Point) -> Errors:
+        """The errors of the function under a policy, as `amp` makes it."""
+
+        def run(point):
+            self.tell(f"the policy itself, {point.name}")
+            self.passes += 1
+            return self._program(policy, name)(*_args(point))
+
+        return self._measure(f"amp {name} {point.number}", point, run)
+
+    def _program(self, policy: Policy | PolicyMap, name: str) -> Any:
+        if name not in self._mixed:
+            self._mixed.clear()  # one compiled program at a time
+            self.compilations += 1
+
+            def mix(fn):
+                return amp(fn, amp_policy=policy)
+
+            self._mixed[name] = jax.jit(self.subject.program(mix))
+        return self._mixed[name]
+
+    def _measure(
+        self, key: str, point: Point, run: Callable[[Point], Results]
+    ) -> Errors:
+        if key not in self.state.measured:
+            true = self.reference(point)
+            rows = _compare(true, run(point))
+            self.state.add(key, errors(rows, _num_floats(true), self.subject.has_loss))
+        return self.state.measured[key]
+
+
+def _args(point: Point) -> tuple[Any, ...]:
+    return np.uint32(point.seed), np.float32(point.spread), list(point.arrays)
+
+
+def _digits(choices: Choices) -> str:
+    return "".join(map(str, choices))
+
+
+def _num_floats(results: Results) -> int:
+    return sum(jnp.issubdtype(x.dtype, jnp.floating) for x in results.outs)
+
+
+@jax.jit
+def _compare(true: Results, got: Results) -> list[Any]:
+    return compare([*true.outs, *true.grads], [*got.outs, *got.grads])
+
+
+_non_finite = jax.jit(non_finite)
+
+
+def _of(nans: Any, infs: Any) -> str:
+    parts = [f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "infinite")) if n]
+    return " and ".join(parts)
+
+
+def worst(measured: Sequence[Errors]) -> Errors:
+    """The worst of each error."""
+    return functools.reduce(lambda a, b: a | b, measured)
