@@ -1,6 +1,12 @@
 """Automatic mixed precision for JAX."""
 
 from ._amp import amp as amp, amp_stop as amp_stop
+from ._calibrate import (
+    Budget as Budget,
+    Calibration as Calibration,
+    Device as Device,
+    calibrate as calibrate,
+)
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax.numpy as jnp
 
 from .._dtypes import DType, bits
-from .._jax import Eqn, Jaxpr, Literal as JaxprLiteral, raw, subjaxprs
+from .._jax import Eqn, Jaxpr, Literal as JaxprLiteral, names, raw, subjaxprs
 from .._primitives import CONTRACTIONS
 from .._reports.walk import flops, size_of
 from .groups import Group
@@ -129,7 +129,7 @@ def _contractions(
             # Of two marks before, a backward contraction's first may be a residual's.
             of = next((e.params["of"] for e in (*before, *after)), None)
             kept = 0
-            if len(before) > 1 and after and not _is_backward(eqn):
+            if not _is_backward(eqn):
                 values = [e.invars[0] for e in before] + list(eqn.outvars)
                 new = {v for v in values if v not in known and v not in seen}
                 seen |= new
@@ -149,8 +149,8 @@ def _is_literal(atom: Any) -> bool:
 
 
 def _is_backward(eqn: Eqn) -> bool:
-    frames = eqn.source_info.name_stack.stack
-    return any(frame.name == "transpose" for frame in frames)
+    told = names(eqn)
+    return told.backward or told.recomputed
 
 
 class Prices(NamedTuple):
@@ -194,9 +194,9 @@ def prices(
             for n, moved in one.runs
         )
 
-    names = [dtype.name for dtype in candidates]
+    lows = [dtype.name for dtype in candidates]
     full = [price(group, "float32") for group in groups]
-    return Prices(full, [[price(group, name) for name in names] for group in groups])
+    return Prices(full, [[price(group, name) for name in lows] for group in groups])
 
 
 def _measured(

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._amp import amp
-from .._dtypes import DType
+from .._dtypes import DType, is_float
 from .._errors import AmpError
 from .._jax import Jaxpr, run_jaxpr
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .budget import Errors, compare, errors, non_finite
+from .budget import Errors, Row, compare, errors
 from .costs import Found, survey
 from .groups import Group, grouped
 from .marks import shadow
@@ -123,16 +122,14 @@ class Runs:
         return self._references[point.number]
 
     def _check(self, results: Results, point: Point) -> None:
-        arrays = [*results.outs, *results.grads]
+        outs, grads = _compared(results, results)
         names = self.subject.names(results)
-        counts = [np.asarray(x) for x in _non_finite(arrays)]
-        num_outs = len(results.outs)
-        bad = [
-            f"{names[i]} ({_of(nans, infs)})"
-            for i, (nans, infs) in enumerate(counts)
+        bad = []
+        for i, (name, row) in enumerate(zip(names, [*outs, *grads], strict=True)):
             # An infinite result is no mistake: a mask may be one.
-            if nans or (infs and (i >= num_outs or (i == 0 and self.subject.has_loss)))
-        ]
+            counts = i >= len(outs) or (i == 0 and self.subject.has_loss)
+            if row.nans or (row.infs and counts):
+                bad.append(f"{name} ({_of(int(row.nans), int(row.infs))})")
         if bad:
             more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
             raise AmpError(
@@ -188,8 +185,8 @@ class Runs:
     ) -> Errors:
         if key not in self.state.measured:
             true = self.reference(point)
-            rows = _compare(true, run(point))
-            self.state.add(key, errors(rows, _num_floats(true), self.subject.has_loss))
+            rows = _compared(true, run(point))
+            self.state.add(key, errors(*rows, self.subject.has_loss))
         return self.state.measured[key]
 
 
@@ -201,19 +198,16 @@ def _digits(choices: Choices) -> str:
     return "".join(map(str, choices))
 
 
-def _num_floats(results: Results) -> int:
-    return sum(jnp.issubdtype(x.dtype, jnp.floating) for x in results.outs)
+def _compared(true: Results, got: Results) -> tuple[list[Row], list[Row]]:
+    """Rows of the floating results, and of the gradients."""
+    outs, grads = (
+        [compare(a, b) for a, b in zip(*arrays, strict=True) if is_float(a.dtype)]
+        for arrays in zip(true, got, strict=True)
+    )
+    return outs, grads
 
 
-@jax.jit
-def _compare(true: Results, got: Results) -> list[Any]:
-    return compare([*true.outs, *true.grads], [*got.outs, *got.grads])
-
-
-_non_finite = jax.jit(non_finite)
-
-
-def _of(nans: Any, infs: Any) -> str:
+def _of(nans: int, infs: int) -> str:
     parts = [f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "infinite")) if n]
     return " and ".join(parts)
 

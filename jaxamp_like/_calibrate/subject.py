@@ -1,6 +1,7 @@
 """What is measured: a function, and the points at which it is."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._dtypes import is_float
 from .._jax import is_array
@@ -76,17 +78,25 @@ class Subject:
         return program
 
     def names(self, results: Results) -> list[str]:
-        """What each array among the results is called in messages."""
-        outs = [f"result {i}" for i in range(len(results.outs))]
+        """What each floating array among the results is called in messages."""
+        floats = [i for i, x in enumerate(results.outs) if is_float(x.dtype)]
+        outs = [f"result {i}" for i in floats]
         if self.has_loss:
             outs[0] = "the loss"
+        if not self.differentiates:
+            return outs
         return outs + [f"the gradient of {self.call.names[i]}" for i in self.call.live]
 
 
 def _moved(x: Any, seed: Any, spread: Any) -> Any:
-    """`x` with each of its numbers changed by about the share `spread`."""
-    noise = jax.random.normal(jax.random.key(seed), x.shape, jnp.float32)
-    return (x * (1 + spread * noise)).astype(x.dtype)
+    """`x` with each of its numbers changed by about the share `spread`.
+
+    By multiples of the golden ratio, which fall evenly between 0 and 1: good random
+    numbers take longer to compile, and to draw, than many a pass."""
+    turns = lax.iota(jnp.uint32, x.size) * jnp.uint32(2654435769)
+    turns = (turns + seed * jnp.uint32(2246822519)).reshape(x.shape)
+    noise = (turns >> 8).astype(jnp.float32) * 2.0**-23 - 1
+    return (x * (1 + spread * math.sqrt(3) * noise)).astype(x.dtype)
 
 
 def subject_of(
