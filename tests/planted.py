@@ -21,7 +21,8 @@ def exp_of_large_logits(p, x):
 
 def variance_by_subtraction(p, x):
     # A mean of 40 beside a deviation of about 0.05: steps of 1/32.
-    y = x @ (p["w"] / 100 + 5.0)
+    deviations = jnp.concatenate([1e3 * (x - 1), jnp.ones((len(x), 1))], 1)
+    y = deviations @ jnp.concatenate([p["w"] / 60, jnp.full((1, DIM), 40.0)])
     return 20 * jnp.mean(jnp.mean(y * y, 0) - jnp.mean(y, 0) ** 2)
 
 
@@ -91,7 +92,7 @@ class Planted(NamedTuple):
 
 
 def planted(seed: int) -> Planted:
-    """A model with a random number of ordinary branches, in random order, some scanned."""
+    """A model with one to three ordinary branches, in random order, perhaps scanned."""
     rng = np.random.default_rng(seed)
     kind = KINDS[seed % len(KINDS)]
     others = [ORDINARY[i] for i in rng.permutation(len(ORDINARY))[: rng.integers(1, 4)]]

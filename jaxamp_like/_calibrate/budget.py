@@ -75,13 +75,13 @@ ERRORS = ("loss", "outputs", "gradients", "cosine", "worst_leaf")
 
 @dataclass(frozen=True)
 class Errors:
-    """Measured errors, as a `Budget` has them; NaN where there is no such thing."""
+    """Measured errors, as a `Budget` has them; `None` where there is no such thing."""
 
-    loss: float = math.nan
-    outputs: float = math.nan
-    gradients: float = math.nan
-    cosine: float = math.nan
-    worst_leaf: float = math.nan
+    loss: float | None = None
+    outputs: float | None = None
+    gradients: float | None = None
+    cosine: float | None = None
+    worst_leaf: float | None = None
     overflow: float = 0.0
 
     def over(self, budget: Budget) -> float:
@@ -98,15 +98,17 @@ class Errors:
 
     def __or__(self, other: "Errors") -> "Errors":
         """The worst of both."""
-        pairs = {
-            f.name: (getattr(self, f.name), getattr(other, f.name))
-            for f in fields(self)
-        }
-        return Errors(**{name: float(np.fmax(*pair)) for name, pair in pairs.items()})
+
+        def worst(name: str) -> float | None:
+            both = (getattr(self, name), getattr(other, name))
+            return max((x for x in both if x is not None), default=None)
+
+        found: Any = {f.name: worst(f.name) for f in fields(self)}
+        return Errors(**found)
 
 
-def _share(error: float, limit: float) -> float:
-    if not math.isfinite(error):
+def _share(error: float | None, limit: float) -> float:
+    if error is None or not math.isfinite(error):
         return math.inf
     return error / limit if limit else (math.inf if error else 0.0)
 
@@ -141,8 +143,9 @@ def _compare(true: Any, got: Any) -> Any:
 
 def compare(true: Any, got: Any) -> Row:
     """Measures one floating array beside what it is as written."""
-    scale, *sums, nans, strange = map(float, np.asarray(_compare(true, got)))
-    return Row(scale, *sums, nans, strange - nans, true.size)
+    found = map(float, np.asarray(_compare(true, got)))
+    scale, error, aa, bb, lost, nans, strange = found
+    return Row(scale, error, aa, bb, lost, nans, strange - nans, true.size)
 
 
 def errors(outs: Sequence[Row], grads: Sequence[Row], has_loss: bool) -> Errors:
@@ -151,11 +154,11 @@ def errors(outs: Sequence[Row], grads: Sequence[Row], has_loss: bool) -> Errors:
     num_lost = sum(row.lost for row in rows)
     gradient = _total(grads)
     return Errors(
-        loss=_of_loss(outs[0]) if has_loss else math.nan,
+        loss=_of_loss(outs[0]) if has_loss else None,
         outputs=_relative(_total(outs)),
-        gradients=_relative(gradient) if grads else math.nan,
-        cosine=_one_minus_cosine(gradient) if grads else math.nan,
-        worst_leaf=max((_relative(_total([row])) for row in grads), default=math.nan),
+        gradients=_relative(gradient) if grads else None,
+        cosine=_one_minus_cosine(gradient) if grads else None,
+        worst_leaf=max((_relative(_total([row])) for row in grads), default=None),
         overflow=num_lost / max(sum(row.size for row in rows), 1),
     )
 
@@ -199,5 +202,3 @@ def as_budget(value: Any, has_loss: bool) -> Budget:
             f"{type(value).__name__}. For example: `Budget(loss=0.001, gradients=0.01)`"
         )
     return Budget(gradients=value) if has_loss else Budget(outputs=value)
-
-

@@ -133,7 +133,13 @@ def calibrate(
         remembered = State(state, settings)
         runs = Runs(subject, jaxpr, tree, granularity, dtypes, remembered, tell)
         return Deciding(
-            runs, points, checks, wanted[0], objective, device or H200, max_passes
+            runs,
+            points,
+            checks,
+            wanted[0],
+            objective,
+            H200 if device is None else device,
+            max_passes,
         ).run()
 
 

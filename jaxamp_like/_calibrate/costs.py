@@ -1,7 +1,7 @@
 """What a contraction costs in a dtype: FLOPs, bytes kept, or seconds on a device.
 
-Read off a program with marks: every contraction that may be rounded has one beside it,
-before or after, in the forward as in the backward pass."""
+Read off a program with marks: every contraction that may be rounded reads one, in the
+forward as in the backward pass."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from .._jax import Eqn, Jaxpr, Literal as JaxprLiteral, names, raw, subjaxprs
 from .._primitives import CONTRACTIONS
 from .._reports.walk import flops, size_of
 from .groups import Group
-from .marks import MARK, Contraction
+from .marks import MARK, Contraction, is_read_by_its_contraction
 
 Objective = Literal["flops", "bytes", "time"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -92,7 +92,8 @@ def survey(jaxpr: Jaxpr) -> Found:
     """The contractions of a program with marks."""
     work: dict[Contraction, Work] = {}
     fixed = 0.0
-    for eqn, of, times, kept in _contractions(jaxpr, 1, frozenset(raw(jaxpr).invars)):
+    given = frozenset([*raw(jaxpr).invars, *raw(jaxpr).constvars])
+    for eqn, of, times, kept in _contractions(jaxpr, 1, given):
         if of is None:
             fixed += times * flops(eqn)
             continue
@@ -115,19 +116,15 @@ def _contractions(
     `given` are parameters and batches, which are live anyway."""
     eqns = raw(jaxpr).eqns
     marked = {e.outvars[0]: e for e in eqns if e.primitive is MARK}
-    read_by = {
-        e.invars[0]: e for e in marked.values() if not _is_literal(e.invars[0])
-    }
     known, seen = set(given), set()
     for eqn in eqns:
         operands = [v for v in eqn.invars if not _is_literal(v)]
         if eqn.primitive.name in _VIEWS and operands and operands[0] in known:
             known.update(eqn.outvars)
         if eqn.primitive.name in CONTRACTIONS:
-            before = [marked[v] for v in operands if v in marked]
-            after = [read_by[v] for v in eqn.outvars if v in read_by]
-            # Of two marks before, a backward contraction's first may be a residual's.
-            of = next((e.params["of"] for e in (*before, *after)), None)
+            made = (marked[v] for v in operands if v in marked)
+            before = [e for e in made if is_read_by_its_contraction(e)]
+            of = before[0].params["of"] if before else None
             kept = 0
             if not _is_backward(eqn):
                 values = [e.invars[0] for e in before] + list(eqn.outvars)
@@ -137,10 +134,9 @@ def _contractions(
             yield eqn, of, times, kept
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for sub in subjaxprs(eqn.params):
-            outer = dict(zip(raw(sub).invars, eqn.invars[-len(raw(sub).invars) :]))
-            inner = frozenset(
-                v for v, x in outer.items() if not _is_literal(x) and x in known
-            )
+            # Conditions and indices come first in an equation, and are no operands.
+            outer = zip(reversed(raw(sub).invars), reversed(eqn.invars), strict=False)
+            inner = frozenset(v for v, x in outer if not _is_literal(x) and x in known)
             yield from _contractions(sub, times * length, inner)
 
 

@@ -1,4 +1,4 @@
-"""From measurements to a policy: what is tried, in which order, and what is said of it."""
+"""From measurements to a policy: what is tried, in which order, and what is said."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from .._reports.versions import versions
 from .budget import Budget, Errors
 from .costs import Device, Prices, prices
 from .policies import FULL, dtypes_of, policy_of, primitives_in
-from .result import Calibration, Decided, Tried, show_error
+from .result import Calibration, Decided, Tried, show_error, show_errors
 from .runs import Runs, worst
 from .search import Choices, Ranking, search, sensitivities
 from .subject import Point
@@ -84,12 +84,26 @@ class Deciding:
         error = self.runs.repeated(self.points[0])
         if error.over(self.budget) > 1:
             limits = self.budget.limits()
-            found = ", ".join(f"{k} {show_error(getattr(error, k))}" for k in limits)
+            found = show_errors(error, limits)
             raise AmpError(
                 f"As written, without any low precision, two runs on the same batch "
                 f"differ by more than the budget: {found}; allowed: {self.budget!r}. "
                 "The function is not deterministic (a callback, or sums in no fixed "
                 "order): make it so, pass its random keys in the batch, or allow more."
+            )
+
+    def _check_own_rounding(self) -> None:
+        """A policy missed the budget: so may the function itself, compiled again."""
+        point = self.checks[0]
+        error = self.runs.mixed(Policy(FULL), "as written", point)
+        if error.over(self.budget) > 1:
+            raise AmpError(
+                "As written, without any low precision, the function is not within "
+                f"the budget: compiled in two ways, {point.name} differs by "
+                f"{show_errors(error, self.budget.limits())}; allowed: "
+                f"{self.budget!r}. Rounding in its own dtype decides what it gives: "
+                "allow more, or mend what cancels. `trace_numerics(fn)(*batch)` shows "
+                "where errors arise."
             )
 
     def _nothing_to_decide(self) -> Calibration:
@@ -99,7 +113,8 @@ class Deciding:
             "a `precision=` of their author's, under `amp_stop` or in an `amp` already "
             "are left as written."
         )
-        return self._result((), Policy(FULL), Errors(outputs=0.0))
+        noise = self.runs.repeated(self.points[0])
+        return self._result((), Policy(FULL), noise)
 
     # All groups low: the policy that most budgets end in.
 
@@ -170,8 +185,9 @@ class Deciding:
         self._warn(
             f"`calibrate` left everything as written: no set of groups meets "
             f"{self.budget!r}. The least sensitive one, {self.runs.groups[i].name!r}, "
-            f"gives {show_error(errors[i])} times the budget alone. Allow more, or "
-            "divide the function into smaller groups."
+            f"gives {show_error(errors[i])} times the budget alone"
+            + (" on one batch, and more on others" if errors[i] <= 1 else "")
+            + ". Allow more, or divide the function into smaller groups."
         )
         nothing = (0,) * len(errors)
         noise = self.runs.repeated(self.points[0])
@@ -194,6 +210,7 @@ class Deciding:
         error = max(one.over(self.budget) for one in found)
         self._remember(choices, error, is_real=True)
         if error > 1:
+            self._check_own_rounding()
             self.notes.append(
                 f"{self._what(choices)} missed the budget on held-out batches: "
                 f"{show_error(error)} times"
@@ -232,9 +249,7 @@ class Deciding:
         found = self.runs.found
         total = found.fixed_flops + sum(one.flops for one in found.work.values())
         decided = tuple(self._decided(i, choices) for i in range(len(groups)))
-        low = sum(
-            one.flops for one, c in zip(decided, choices, strict=True) if c
-        )
+        low = sum(one.flops for one, c in zip(decided, choices, strict=True) if c)
         return Calibration(
             policy=policy,
             budget=self.budget,
@@ -289,4 +304,3 @@ def _why(choice: int, errors: dict[str, float] | None) -> str:
 
 def _name(choices: Choices) -> str:
     return "".join(map(str, choices))
-

@@ -7,11 +7,11 @@ for more) is decided by `amp` itself: marks are put in by a rule of a policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .._amp import amp
 from .._dtypes import DType
-from .._jax import Zero, new_primitive
+from .._jax import Eqn, Zero, new_primitive
 from .._policies.classes import CLASSES
 from .._policies.dictionary import policy_by_name
 from .._primitives import CONTRACTIONS
@@ -39,21 +39,24 @@ class Contraction(NamedTuple):
     shapes: str
 
 
-def _identity(x: Any, *, of: Contraction) -> Any:
+Role = Literal["operand", "result"]
+
+
+def _identity(x: Any, **told: Any) -> Any:
     return x
 
 
-def _jvp(primals: Any, tangents: Any, *, of: Contraction) -> Any:
+def _jvp(primals: Any, tangents: Any, **told: Any) -> Any:
     (x,), (t,) = primals, tangents
-    return mark(x, of), t if isinstance(t, Zero) else mark(t, of)
+    return MARK.bind(x, **told), t if isinstance(t, Zero) else MARK.bind(t, **told)
 
 
-def _transpose(ct: Any, x: Any, *, of: Contraction) -> Any:
-    return [ct if isinstance(ct, Zero) else mark(ct, of)]
+def _transpose(ct: Any, x: Any, *, back: bool, **told: Any) -> Any:
+    return [ct if isinstance(ct, Zero) else MARK.bind(ct, back=not back, **told)]
 
 
-def _batch(args: Any, dims: Any, *, of: Contraction) -> Any:
-    return mark(args[0], of), dims[0]
+def _batch(args: Any, dims: Any, **told: Any) -> Any:
+    return MARK.bind(args[0], **told), dims[0]
 
 
 # No primitive of JAX's is an identity that carries a name into its own transpose.
@@ -67,8 +70,16 @@ MARK = new_primitive(
 )
 
 
-def mark(x: Any, of: Contraction) -> Any:
-    return MARK.bind(x, of=of)
+def mark(x: Any, of: Contraction, role: Role) -> Any:
+    """`x`, marked as what a contraction reads or makes."""
+    return MARK.bind(x, of=of, role=role, back=False)
+
+
+def is_read_by_its_contraction(eqn: Eqn) -> bool:
+    """Whether what a mark makes is read by the contraction that it is of, and no other.
+
+    That is an operand in the forward pass, and the cotangent of the result."""
+    return (eqn.params["role"] == "operand") != eqn.params["back"]
 
 
 @dataclass(frozen=True)
@@ -101,15 +112,18 @@ class Shadow(Rule):
         ]
 
         def marked(*operands):
-            out = bind(*_marked(operands, read_low, of))
-            return _marked([out], made_low, of)[0]
+            out = bind(*_marked(operands, read_low, of, "operand"))
+            return _marked([out], made_low, of, "result")[0]
 
         outs = outs_of(site, None, Mark.LOW)
         return Decision(site.authors, site.params, outs, "may be rounded", marked)
 
 
-def _marked(values: Sequence[Any], which: Sequence[bool], of: Contraction) -> list[Any]:
-    return [mark(x, of) if yes else x for x, yes in zip(values, which, strict=True)]
+def _marked(
+    values: Sequence[Any], which: Sequence[bool], of: Contraction, role: Role
+) -> list[Any]:
+    pairs = zip(values, which, strict=True)
+    return [mark(x, of, role) if is_marked else x for x, is_marked in pairs]
 
 
 def shadow(fn: Callable[..., Any], dtype: DType) -> Callable[..., Any]:

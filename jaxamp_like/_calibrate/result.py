@@ -1,14 +1,15 @@
 """What a calibration found: a policy, with the evidence for it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .budget import ERRORS, Budget, Errors
+from .._reports.page.page import write_page
+from .budget import Budget, Errors
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Calibration:
                 "notes": tuple(data["notes"]),
             }
             return cls(**values)
-        except (KeyError, TypeError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise ValueError(
                 f"The data of a calibration is malformed: {e!r}. Use what `to_dict` "
                 "gave."
@@ -154,9 +155,8 @@ class Calibration:
             ImportError: the extra "report" is not installed.
             OSError: the file can't be written."""
         from .page import page
-        from .views import write
 
-        return write(path, page(self))
+        return write_page(path, page(self))
 
 
 def _plain(value: Any) -> Any:
@@ -170,16 +170,20 @@ def show_error(error: float) -> str:
     return "inf" if error == float("inf") else f"{error:.3g}"
 
 
+def show_errors(errors: Errors, names: Iterable[str]) -> str:
+    """Those errors that have these names."""
+    return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)
+
+
 def lines(one: Calibration) -> list[str]:
     """A calibration in words."""
     low = len(one.groups) - len(one.kept_full)
-    limits = one.budget.limits()
-    found = [f"{k} {show_error(getattr(one.held_out, k))}" for k in ERRORS if k in limits]
+    found = show_errors(one.held_out, one.budget.limits())
     met = "meets" if one.met else "MISSES"
     rows = [
         f"{low} of {len(one.groups)} groups low ({one.granularity}), "
         f"{one.low_share:.1%} of the contractions' FLOPs",
-        f"held out: {', '.join(found)}; {met} {one.budget!r}",
+        f"held out: {found}; {met} {one.budget!r}",
         f"{one.passes} passes, {one.compilations} compilations",
     ]
     if one.kept_full:

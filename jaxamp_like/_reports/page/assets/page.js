@@ -56,6 +56,12 @@ const TABLES = {
   ],
 };
 
+TABLES.groups = [
+  text("group"), text("dtype"), number("FLOPs", flops), number("kept as written", bytes),
+  number("error alone, budgets", short), text("why"),
+];
+TABLES.tried = [text("set"), number("cost", share), number("error, budgets", short), text("measured")];
+
 const order = (x) => (x === "inf" ? Infinity : x);
 function compare(a, b) {
   return typeof a === "string" && typeof b === "string" ? a.localeCompare(b) : order(a) - order(b);
