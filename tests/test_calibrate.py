@@ -217,10 +217,10 @@ def test_the_objective_decides_between_what_does_not_fit_together():
         with jax.named_scope("computes"):
             y = jnp.mean(jnp.sin(x[:2] @ w["wide"]))
         with jax.named_scope("keeps"):
-            return y + jnp.mean(jnp.sin(x[:, :2] @ w["thin"]))
+            return y + 10 * jnp.mean(jnp.sin(x[:, :2] @ w["thin"]))
 
     rng = np.random.default_rng(0)
-    w = {"wide": rng.normal(size=(64, 128)) / 8, "thin": rng.normal(size=(2, 8))}
+    w = {"wide": rng.normal(size=(64, 128)) / 8, "thin": rng.normal(size=(2, 8)) / 4}
     w = {name: x.astype("float32") for name, x in w.items()}
     batches = [(w, rng.normal(size=(160, 64)).astype("float32"))]
     slow = Device({"float32": 1e3, "bfloat16": 2e3}, 1e12)
@@ -231,14 +231,14 @@ def test_the_objective_decides_between_what_does_not_fit_together():
     }
     with pytest.warns(AmpWarning, match="left everything as written"):
         either = calibrate(loss, batches, budget=1e-4)
-    budget = 1.15 * 1e-4 * max(g.sensitivity["bfloat16"] for g in either.groups)
+    budget = 1.05e-4 * max(g.sensitivity["bfloat16"] for g in either.groups)
     for name, options in {
         "flops": {"objective": "flops"},
         "bytes": {"objective": "bytes"},
         "time": {"objective": "time", "device": slow},
         "profile": {"objective": "time", "device": profile},
     }.items():
-        found = calibrate(loss, batches, budget=budget, **options)
+        found = calibrate(loss, batches, budget=budget, perturbation=0, **options)
         chosen[name] = [g.name for g in found.groups if g.dtype == "bfloat16"]
     assert chosen["flops"] == chosen["time"] == ["computes"]
     assert chosen["bytes"] == chosen["profile"] == ["keeps"]

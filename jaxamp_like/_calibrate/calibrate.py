@@ -83,17 +83,17 @@ def calibrate(
         AmpError: the function is not finite or not deterministic as written, or
             `state` is of another calibration.
 
-    >>> import jax.numpy as jnp, numpy as np
+    >>> import jax, jax.numpy as jnp, numpy as np
     >>> from jaxamp_like import amp
     >>> def loss(w, x):
-    ...     with jax.named_scope("hidden"):
-    ...         h = jnp.tanh(x @ w)
-    ...     with jax.named_scope("power"):
-    ...         return jnp.exp(20 * h @ w).mean()
+    ...     with jax.named_scope("plain"):
+    ...         y = jnp.tanh(x @ w).mean()
+    ...     with jax.named_scope("waves"):
+    ...         return y + jnp.sin(50 * x @ w).mean()
     >>> w, xs = np.eye(3, dtype="float32") / 3, np.ones((4, 2, 3), "float32") / 2
     >>> found = calibrate(loss, [(w, x) for x in xs], budget=0.02)
     >>> [(group.name, group.dtype) for group in found.groups]
-    [('hidden', 'bfloat16'), ('power', 'float32')]
+    [('plain', 'bfloat16'), ('waves', 'float32')]
     >>> mixed = amp(loss, amp_policy=found.policy)
 
     Sensitivities of single parts, measured by switching them to low precision one at a
@@ -131,7 +131,9 @@ def calibrate(
             settings["batches"] = digest([*points, *checks])
             settings["versions"] = versions()
         remembered = State(state, settings)
-        runs = Runs(subject, jaxpr, tree, granularity, dtypes, remembered, tell)
+        runs = Runs(
+            subject, jaxpr, tree, points[0], granularity, dtypes, remembered, tell
+        )
         return Deciding(
             runs,
             points,

@@ -265,6 +265,7 @@ class Deciding:
             passes=self.runs.passes,
             compilations=self.runs.compilations,
             versions=versions() | {"device": jax.devices()[0].device_kind},
+            seconds=self.runs.seconds,
         )
 
     def _decided(self, i: int, choices: Choices) -> Decided:

@@ -69,7 +69,8 @@ class Calibration:
         notes: what the user should know.
         passes: how often the function was run.
         compilations: how many programs were compiled for that.
-        versions: of packages, and the device."""
+        versions: of packages, and the device.
+        seconds: what the passes took, compilation aside. Not compared."""
 
     policy: Policy | PolicyMap
     budget: Budget
@@ -85,6 +86,7 @@ class Calibration:
     passes: int = 0
     compilations: int = 0
     versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def kept_full(self) -> tuple[Decided, ...]:

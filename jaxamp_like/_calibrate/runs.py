@@ -1,6 +1,7 @@
 """Passes: the function as written, with a choice of roundings, and with a policy."""
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from .._amp import amp
 from .._dtypes import DType, is_float
 from .._errors import AmpError
-from .._jax import Jaxpr, run_jaxpr
+from .._jax import Jaxpr
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
@@ -29,13 +30,11 @@ KEPT = 2  # references held at a time: each is as large as the parameters
 def traced(subject: Subject, point: Point, dtype: DType) -> tuple[Jaxpr, Any]:
     """The program of a pass, with marks, and the structure of its results."""
     program = subject.program(lambda fn: shadow(fn, dtype))
-    args = np.uint32(0), np.float32(0), list(point.arrays)
-    leaves, tree = jax.tree.flatten(args)
 
-    def flat(*leaves):
-        return program(*jax.tree.unflatten(tree, leaves))
+    def flat(*arrays):
+        return program(arrays)
 
-    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*point.arrays)
     return jaxpr, jax.tree.structure(shapes)
 
 
@@ -47,6 +46,7 @@ class Runs:
         subject: what is measured.
         jaxpr: its program with marks.
         tree: the structure of the program's results.
+        first: a point, for the types of arguments.
         granularity: what is decided together.
         candidates: the low dtypes.
         state: where measurements are remembered.
@@ -55,12 +55,14 @@ class Runs:
     subject: Subject
     jaxpr: Jaxpr
     tree: Any
+    first: Point
     granularity: str
     candidates: tuple[DType, ...]
     state: State
     tell: Callable[[str], None]
     passes: int = 0
     compilations: int = 0
+    seconds: float = 0.0
     _references: dict[int, Results] = field(default_factory=dict)
     _mixed: dict[str, Any] = field(default_factory=dict)
 
@@ -81,27 +83,26 @@ class Runs:
         }
         threaded = Threaded(numbers, self.candidates)
 
-        def run(choices, *args):
-            outs = threaded.run(self.jaxpr, choices, jax.tree.leaves(args))
+        def run(choices, seed, spread, arrays):
+            arrays = self.subject.moved(seed, spread, arrays)
+            outs = threaded.run(self.jaxpr, choices, arrays)
             return jax.tree.unflatten(self.tree, outs)
 
-        self.compilations += 1
-        return jax.jit(run)
+        return self._compiled(run, np.zeros(len(self.groups), np.int32))
 
-    @functools.cached_property
-    def _as_written(self) -> Callable[..., Results]:
-        """The program without groups: there is nothing to choose."""
+    def _compiled(self, run: Callable[..., Results], *first: Any) -> Any:
         self.compilations += 1
-        return jax.jit(
-            lambda _, *args: jax.tree.unflatten(
-                self.tree, run_jaxpr(self.jaxpr, jax.tree.leaves(args))
-            )
-        )
+        return jax.jit(run).lower(*first, *_args(self.first)).compile()
+
+    def _timed(self, program: Any, *args: Any) -> Results:
+        self.passes += 1
+        began = time.perf_counter()
+        results = jax.block_until_ready(program(*args))
+        self.seconds += time.perf_counter() - began
+        return results
 
     def _run(self, point: Point, choices: Choices) -> Results:
-        self.passes += 1
-        program = self._chosen if self.groups else self._as_written
-        return program(np.asarray(choices, np.int32), *_args(point))
+        return self._timed(self._chosen, np.asarray(choices, np.int32), *_args(point))
 
     # What is measured.
 
@@ -164,21 +165,24 @@ class Runs:
 
         def run(point):
             self.tell(f"the policy itself, {point.name}")
-            self.passes += 1
-            return self._program(policy, name)(*_args(point))
+            return self._timed(self._program(policy, name), *_args(point))
 
         return self._measure(f"amp {name} {point.number}", point, run)
 
     def _program(self, policy: Policy | PolicyMap, name: str) -> Any:
         if name not in self._mixed:
             self._mixed.clear()  # one compiled program at a time
-            self.compilations += 1
 
             def mix(fn):
                 is_as_written = policy == Policy("float32")
                 return fn if is_as_written else amp(fn, amp_policy=policy)
 
-            self._mixed[name] = jax.jit(self.subject.program(mix))
+            program = self.subject.program(mix)
+
+            def run(seed, spread, arrays):
+                return program(self.subject.moved(seed, spread, arrays))
+
+            self._mixed[name] = self._compiled(run)
         return self._mixed[name]
 
     def _measure(

@@ -54,14 +54,19 @@ class Subject:
     differentiates: bool
     loss_scale: float
 
+    def moved(self, seed: Any, spread: Any, arrays: Sequence[Any]) -> list[Any]:
+        """`arrays` with parameters that are moved a little; see `Point`."""
+        live = set(self.call.live)
+        return [
+            _moved(x, seed + i, spread) if i in live else x
+            for i, x in enumerate(arrays)
+        ]
+
     def program(self, mix: Callable[[Flat], Flat]) -> Callable[..., Results]:
-        """`(seed, spread, arrays)` to results and gradients of `mix(fn)`."""
+        """From arrays to the results and gradients of `mix(fn)`."""
         fn, live = mix(self.call.fn), self.call.live
 
-        def program(seed, spread, arrays):
-            arrays = list(arrays)
-            for i in live:
-                arrays[i] = _moved(arrays[i], seed + i, spread)
+        def program(arrays):
             if not self.differentiates:
                 return Results(fn(*arrays), [])
 
