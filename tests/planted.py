@@ -112,7 +112,7 @@ def planted(seed: int) -> Planted:
         if in_scan:
             total, _ = jax.lax.scan(lambda c, x: (c + one(x), None), 0.0, x)
             return total
-        return sum(one(x[i]) for i in range(len(x)))
+        return one(x[0])
 
     params = {
         name: {"w": rng.normal(size=(DIM, DIM)).astype("float32")}
