@@ -7,6 +7,7 @@ from typing import Any
 
 from . import presets as presets, reports as reports, rules as rules, scaling as scaling
 from ._amp import amp as amp, amp_stop as amp_stop
+from ._calibrate import Budget as Budget, calibrate as calibrate
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules
@@ -34,12 +35,14 @@ from ._rewrite.switch import disable_amp as disable_amp
 __all__ = [
     "AmpError",
     "AmpWarning",
+    "Budget",
     "DynamicScalerState",
     "Policy",
     "PolicyMap",
     "all_finite",
     "amp",
     "amp_stop",
+    "calibrate",
     "default_amp_policy",
     "disable_amp",
     "dynamic_scale_grad",

@@ -1,5 +1,6 @@
 """Reports: which precision ran where and why, and what became of the numbers."""
 
+from ._calibrate import Budget as Budget, Calibration as Calibration, Device as Device
 from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,
@@ -8,4 +9,13 @@ from ._reports import (
     trace_numerics as trace_numerics,
 )
 
-__all__ = ["NumericsReport", "Report", "ScalerHistory", "explain", "trace_numerics"]
+__all__ = [
+    "Budget",
+    "Calibration",
+    "Device",
+    "NumericsReport",
+    "Report",
+    "ScalerHistory",
+    "explain",
+    "trace_numerics",
+]

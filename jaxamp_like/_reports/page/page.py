@@ -39,7 +39,7 @@ def report_page(
     }
     if numerics is not None:
         _add_numerics(data, numerics)
-    return _render(
+    return render(
         data,
         title=report.name,
         reports=[(_label(r), tiles(r)) for r in (report, against) if r],
@@ -53,7 +53,7 @@ def numerics_page(numerics: Numbers) -> str:
     """The page of what `trace_numerics` found, alone."""
     data: dict[str, Any] = {"tables": {}, "charts": {}}
     _add_numerics(data, numerics)
-    return _render(
+    return render(
         data,
         title=numerics.name,
         reports=[],
@@ -75,12 +75,20 @@ def _label(report: Explained) -> str:
     return "; ".join(report.settings) or "no amp"
 
 
-def _render(data: Mapping[str, Any], **context: Any) -> str:
+def render(
+    data: Mapping[str, Any],
+    template: str = "page.html",
+    vega: str | None = None,
+    **context: Any,
+) -> str:
+    """A page of an asset and what it shows: `data` for its script, else `context`.
+
+    It holds the bundle that draws, unless another (or none, "") is given as `vega`."""
     environment = need("jinja2").Environment(autoescape=True)
     assets = {name: _asset(f"page.{name}") for name in ("css", "js")}
-    return environment.from_string(_asset("page.html")).render(
+    return environment.from_string(_asset(template)).render(
         data=_for_script(json.dumps(data, separators=(",", ":"))),
-        vega=_vega(),
+        vega=_vega() if vega is None else vega,
         **assets,
         **context,
     )

@@ -23,13 +23,16 @@ def tables(report: Explained, depth: int) -> Iterator[Any]:
     if not report.now.ops:
         return
     yield _scopes(report.scopes(depth))
-    yield _casts(report)
+    casts = report.now.casts
+    yield record_table("Casts, most frequent first", CastRecord, casts, MAX_ROWS)
     yield _rules(report)
 
 
 def _table(title: str, shown: Iterable[Shown]) -> Any:
     table = need("rich.table", "rich").Table(
-        title=title, title_justify="left", box=need("rich.box", "rich").SIMPLE_HEAD
+        title=title or None,
+        title_justify="left",
+        box=need("rich.box", "rich").SIMPLE_HEAD,
     )
     for column, _ in shown:
         is_text = column.kind in ("text", "line")
@@ -80,23 +83,25 @@ def _scopes(root: ScopeNode) -> Any:
     return table
 
 
-def _casts(report: Explained) -> Any:
-    shown = columns(CastRecord, terminal=True)
-    table = _table("Casts, most frequent first", shown)
-    found = rows(shown, report.now.casts)
-    for row in found[:MAX_ROWS]:
+def record_table(
+    title: str, record: type, records: Iterable[Any], most: int | None = None
+) -> Any:
+    """A table of rich of records of a kind, of the first `most` rows if that is given.
+
+    The columns are those that the kind says are for the terminal."""
+    shown = columns(record, terminal=True)
+    table = _table(title, shown)
+    found = rows(shown, records)
+    for row in found[:most]:
         _add(table, shown, row)
-    _note_rest(table, len(found))
+    if most is not None and len(found) > most:
+        table.add_row(f"… and {len(found) - most} more")
     return table
 
 
 def _rules(report: Explained) -> Any:
-    shown = columns(RuleRecord, terminal=True)
-    table = _table("Rules that decided", shown)
     fired = [rule for rule in report.rules if rule.count]
-    for row in rows(shown, fired[:MAX_ROWS]):
-        _add(table, shown, row)
-    _note_rest(table, len(fired))
+    table = record_table("Rules that decided", RuleRecord, fired, MAX_ROWS)
     idle = [rule.key for rule in report.rules if not rule.count and rule.own]
     others = sum(not rule.count and not rule.own for rule in report.rules)
     table.caption = f"Never matched: {', '.join(idle) or 'no key of yours'}" + (
@@ -105,21 +110,8 @@ def _rules(report: Explained) -> Any:
     return table
 
 
-def _note_rest(table: Any, total: int) -> None:
-    if total > MAX_ROWS:
-        table.add_row(f"… and {total - MAX_ROWS} more")
-
-
 def print_numerics(report: Numbers, n: int) -> None:
     console = need("rich.console", "rich").Console()
     console.print(str(report), highlight=False)
     if report.ops:
-        console.print(_worst(report, n))
-
-
-def _worst(report: Numbers, n: int) -> Any:
-    shown = columns(OpNumerics, terminal=True)
-    table = _table("Largest errors", shown)
-    for row in rows(shown, report.worst(n)):
-        _add(table, shown, row)
-    return table
+        console.print(record_table("Largest errors", OpNumerics, report.worst(n)))

@@ -1,0 +1,188 @@
+"""`calibrate`: a policy that meets a budget, found by measurement."""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._dtypes import DType, as_compute_dtype, bits
+from .._reports.versions import versions
+from .budget import Budget, as_budget
+from .costs import H200, OBJECTIVES, Device, Objective
+from .deciding import Deciding
+from .groups import GRANULARITIES, Granularity
+from .progress import telling
+from .result import Calibration
+from .runs import Runs, traced
+from .state import State
+from .subject import as_batches, digest, points_of, subject_of
+
+Profile = Mapping[str, Mapping[str, float]]
+
+
+def calibrate(
+    fn: Callable[..., Any],
+    batches: Iterable[tuple[Any, ...]],
+    *,
+    budget: float | Budget,
+    candidates: Sequence[Any] = ("bfloat16",),
+    objective: Objective = "flops",
+    granularity: Granularity = "scope",
+    held_out: Iterable[tuple[Any, ...]] | None = None,
+    argnums: int | Sequence[int] = 0,
+    device: Device | Profile | None = None,
+    loss_scale: float = 1.0,
+    perturbation: float = 0.01,
+    max_passes: int = 32,
+    seed: int = 0,
+    state: str | Path | None = None,
+    progress: bool | None = None,
+) -> Calibration:
+    """Finds a policy that meets a budget of errors with the most work in low precision.
+
+    The function is run as written, and with the operands and results of some of its
+    contractions rounded, forward and backward, as `amp` would round them: which ones is
+    an input of one compiled program. Groups of contractions are measured one at a time,
+    ordered by error per cost, and lowered together as far as the budget allows. The
+    policy is then compiled as `amp` makes it, and checked on batches that had no part
+    in the choice. A decision holds for all iterations of a loop, and is measured with
+    all of them.
+
+    Args:
+        fn: the function, without `amp`: a loss, or any other function of arrays.
+        batches: tuples of arguments: `fn(*batch)`. Of the same shapes all.
+        budget: the allowed error: a `Budget`, or a number for the relative error of
+            the gradient (of a loss) or of the results (of any other function). It is
+            to be met on each batch.
+        candidates: low dtypes, of which each group gets one or none.
+        objective: what is to be saved: "flops" (of contractions, in full precision),
+            "bytes" (that are kept for the backward pass) or "time" (on `device`).
+        granularity: what is decided together: the contractions in one "scope" (the
+            path of `jax.named_scope`s), of one "primitive", or an "equation": those
+            of one scope, primitive and shape of operands.
+        held_out: batches to check the policy on; by default the last half of
+            `batches`. Of a single batch, one with perturbed parameters is made.
+        argnums: the arguments that hold parameters, by which `fn` is differentiated.
+        device: for the objective "time", a `Device` (by default an H200), or measured
+            seconds by group and dtype.
+        loss_scale: what the loss is multiplied by before the backward pass, as by loss
+            scaling in float16. Gradients are divided by it.
+        perturbation: parameters are moved by about this share of themselves in all
+            batches but the first, so that the policy does not fit one point.
+        max_passes: about how many passes to make, beside those of held-out batches.
+        seed: of the perturbations. The same seed gives the same policy.
+        state: a JSON file where measurements are remembered. After a kill, the same
+            call goes on where it was.
+        progress: whether to show each pass; by default on a terminal.
+    Returns:
+        A `Calibration`: its `policy`, for `amp`, and the evidence.
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind or has no meaning.
+        AmpError: the function is not finite or not deterministic as written, or
+            `state` is of another calibration.
+
+    >>> import jax, jax.numpy as jnp, numpy as np
+    >>> from jaxamp_like import amp
+    >>> def loss(w, x):
+    ...     with jax.named_scope("plain"):
+    ...         y = jnp.tanh(x @ w).mean()
+    ...     with jax.named_scope("waves"):
+    ...         return y + jnp.sin(50 * x @ w).mean()
+    >>> w, xs = np.eye(3, dtype="float32") / 3, np.ones((4, 2, 3), "float32") / 2
+    >>> found = calibrate(loss, [(w, x) for x in xs], budget=0.02)
+    >>> [(group.name, group.dtype) for group in found.groups]
+    [('plain', 'bfloat16'), ('waves', 'float32')]
+    >>> mixed = amp(loss, amp_policy=found.policy)
+
+    Sensitivities of single parts, measured by switching them to low precision one at a
+    time, are due to Dong et al., "HAWQ" (arXiv:1905.03696), and Micikevicius et al.,
+    "Mixed Precision Training" (arXiv:1710.03740), section 3."""
+    dtypes = _checked(
+        candidates, objective, granularity, loss_scale, perturbation, max_passes
+    )
+    tuples = as_batches(batches, "batches")
+    checks = None if held_out is None else as_batches(held_out, "held_out")
+    if checks is None:
+        half = len(tuples) // 2
+        tuples, checks = (tuples[:-half], tuples[-half:]) if half else (tuples, tuples)
+    wanted: list[Budget] = []
+
+    def wants_gradients(has_loss: bool) -> bool:
+        wanted.append(as_budget(budget, has_loss))
+        return wanted[0].needs_gradients
+
+    subject = subject_of(fn, tuples[0], argnums, loss_scale, wants_gradients)
+    points, checks = points_of(subject.call, tuples, checks, perturbation, seed)
+    settings = {
+        "budget": repr(wanted[0]),
+        "candidates": [dtype.name for dtype in dtypes],
+        "objective": objective,
+        "granularity": granularity,
+        "loss_scale": float(loss_scale),
+        "max_passes": max_passes,
+    }
+    with telling(progress) as tell:
+        jaxpr, tree = traced(subject, points[0], dtypes[0])
+        if state is not None:
+            text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
+            settings["function"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            settings["batches"] = digest([*points, *checks])
+            settings["versions"] = versions()
+        remembered = State(state, settings)
+        runs = Runs(
+            subject, jaxpr, tree, points[0], granularity, dtypes, remembered, tell
+        )
+        return Deciding(
+            runs,
+            points,
+            checks,
+            wanted[0],
+            objective,
+            H200 if device is None else device,
+            max_passes,
+        ).run()
+
+
+def _checked(
+    candidates: Any,
+    objective: Any,
+    granularity: Any,
+    loss_scale: Any,
+    perturbation: Any,
+    max_passes: Any,
+) -> tuple[DType, ...]:
+    for name, value, known in (
+        ("objective", objective, OBJECTIVES),
+        ("granularity", granularity, GRANULARITIES),
+    ):
+        if value not in known:
+            raise ValueError(f"`{name}` must be one of {known}, but got {value!r}.")
+    for name, value in (("loss_scale", loss_scale), ("perturbation", perturbation)):
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if not is_number or value < 0 or (name == "loss_scale" and value == 0):
+            raise ValueError(
+                f"`{name}` must be a positive number, but got {value!r}."
+                + (" 0 moves nothing." if name == "perturbation" else "")
+            )
+    if not isinstance(max_passes, int) or max_passes < 8:
+        raise ValueError(
+            f"`max_passes` must be an integer of at least 8, but got {max_passes!r}: "
+            "the function as written twice, all of it low, and a few sets of groups."
+        )
+    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+        candidates = (candidates,)
+    dtypes = tuple(as_compute_dtype(one, "candidates") for one in candidates)
+    if not dtypes or len(set(dtypes)) < len(dtypes):
+        raise ValueError(
+            "`candidates` must name low dtypes, each once, such as ('bfloat16', "
+            f"'float16'), but got {candidates!r}."
+        )
+    wide = [dtype.name for dtype in dtypes if bits(dtype) > 16]
+    if wide:
+        raise ValueError(
+            f"`candidates` names {wide[0]}, which is no low precision: what stays as "
+            "written is considered anyway. Name 'bfloat16' or 'float16'."
+        )
+    return dtypes

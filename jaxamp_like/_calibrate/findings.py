@@ -1,0 +1,171 @@
+"""What a calibration found, as data and in words."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Self
+
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
+from .._reports.data.columns import Column
+from .budget import Budget, Errors
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A group, and what was decided on it.
+
+    Args:
+        name: its path, its primitive, or both with shapes.
+        dtype: what its contractions compute in.
+        sensitivity: the error, in budgets, when it alone is low; by candidate. `None`
+            where that did not have to be measured.
+        flops: of its contractions, forward and backward.
+        kept: bytes that are kept for the backward pass if it stays as written.
+        price: what it costs as written, by the objective.
+        why: in words."""
+
+    name: Annotated[str, Column("group", terminal=True)]
+    dtype: Annotated[str, Column("dtype", terminal=True)]
+    sensitivity: dict[str, float] | None
+    flops: Annotated[float, Column("FLOPs", "flops", terminal=True)]
+    kept: Annotated[int, Column("kept as written", "bytes", terminal=True)]
+    price: float
+    why: Annotated[str, Column("why", at=90, terminal=True)]
+
+    @property
+    def alone(self) -> Annotated[str, Column("alone, budgets", at=60, terminal=True)]:
+        """The least error of its candidates when it alone is low."""
+        return (
+            ""
+            if self.sensitivity is None
+            else show_error(min(self.sensitivity.values()))
+        )
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A set of groups that was measured together.
+
+    Args:
+        what: which.
+        cost: by the objective, over that of the function as written.
+        error: the largest, in budgets.
+        is_real: whether `amp` made it; else the roundings alone were made."""
+
+    what: Annotated[str, Column("set")]
+    cost: Annotated[float, Column("cost", "share")]
+    error: Annotated[float, Column("error, budgets", "short")]
+    is_real: bool
+
+    @property
+    def measured(self) -> Annotated[str, Column("measured")]:
+        """What was measured, in words."""
+        return "the policy, held out" if self.is_real else "roundings"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A calibration without its views; see `Calibration`."""
+
+    policy: Policy | PolicyMap
+    budget: Budget
+    held_out: Errors
+    met: bool
+    low_share: float
+    groups: tuple[Decided, ...]
+    tried: tuple[Tried, ...]
+    objective: str
+    granularity: str
+    candidates: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    passes: int = 0
+    compilations: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def kept_full(self) -> tuple[Decided, ...]:
+        """The groups that stay as written."""
+        return tuple(one for one in self.groups if one.dtype not in self.candidates)
+
+    @property
+    def front(self) -> tuple[Tried, ...]:
+        """Of the sets that were measured, those that none beats in cost and error."""
+        found: list[Tried] = []
+        for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
+            if not found or one.error < found[-1].error:
+                found.append(one)
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data that `json.dumps` takes; see `from_dict`."""
+        kind = "map" if isinstance(self.policy, PolicyMap) else "policy"
+        data = {f.name: _plain(getattr(self, f.name)) for f in fields(self)[1:]}
+        return {"policy": {kind: self.policy.to_dict()}} | data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The calibration of which `data` is the `to_dict`.
+
+        Raises:
+            ValueError: it is not that of a calibration."""
+        try:
+            ((kind, policy),) = data["policy"].items()
+            maker: Any = {"map": PolicyMap, "policy": Policy}[kind]
+            values = dict(data) | {
+                "policy": maker.from_dict(policy),
+                "budget": Budget(**data["budget"]),
+                "held_out": Errors(**data["held_out"]),
+                "groups": tuple(Decided(**row) for row in data["groups"]),
+                "tried": tuple(Tried(**row) for row in data["tried"]),
+                "candidates": tuple(data["candidates"]),
+                "notes": tuple(data["notes"]),
+            }
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise ValueError(
+                f"The data of a calibration is malformed: {e!r}. Use what `to_dict` "
+                "gave."
+            ) from e
+
+    def to_json(self) -> str:
+        """As `to_dict`, as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
+
+
+def show_error(error: float) -> str:
+    """An error as tables show it."""
+    return "inf" if error == float("inf") else f"{error:.3g}"
+
+
+def show_errors(errors: Errors, names: Iterable[str]) -> str:
+    """Those errors that have these names."""
+    return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)
+
+
+def lines(one: Findings) -> list[str]:
+    """A calibration in words."""
+    low = len(one.groups) - len(one.kept_full)
+    found = show_errors(one.held_out, one.budget.limits())
+    met = "meets" if one.met else "MISSES"
+    rows = [
+        f"{low} of {len(one.groups)} groups low ({one.granularity}), "
+        f"{one.low_share:.1%} of the contractions' FLOPs",
+        f"held out: {found}; {met} {one.budget!r}",
+        f"{one.passes} passes, {one.compilations} compilations",
+    ]
+    if one.kept_full:
+        rows.append("as written:")
+        rows += [f"  {group.name}: {group.why}" for group in one.kept_full]
+    rows += [f"note: {note}" for note in one.notes]
+    return [*rows, f"policy: {one.policy!r}"]

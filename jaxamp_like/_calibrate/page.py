@@ -1,0 +1,100 @@
+"""The page of a calibration: error against cost, and what was kept, and why."""
+
+from typing import Any
+
+from .._reports.page.data import table
+from .._reports.page.page import render
+from .findings import Decided, Findings, Tried, show_error
+
+LEAST = 1e-4  # budgets: what is below is drawn there, as is an error of zero
+
+
+def page(one: Findings) -> str:
+    """One file of HTML that opens without a network."""
+    data = {
+        "tables": {
+            "groups": table(Decided, one.groups),
+            "tried": table(Tried, one.tried),
+        },
+        "charts": {"front": _front(one)} if one.tried else {},
+    }
+    return render(
+        data,
+        "calibration.html",
+        title=f"{one.objective} by {one.granularity}",
+        budget=repr(one.budget),
+        tiles=_tiles(one),
+        notes=one.notes,
+        policy=repr(one.policy),
+        versions=one.versions,
+    )
+
+
+def _tiles(one: Findings) -> list[tuple[str, str, str]]:
+    low = len(one.groups) - len(one.kept_full)
+    names = one.budget.limits()
+    return [
+        ("low", f"{one.low_share:.1%}", "of the contractions' FLOPs"),
+        ("groups", f"{low} of {len(one.groups)}", "in low precision"),
+        *(
+            (name, show_error(getattr(one.held_out, name)), f"allowed {limit:g}")
+            for name, limit in names.items()
+        ),
+        ("cost", f"{one.passes} passes", f"{one.compilations} compilations"),
+    ]
+
+
+def _front(one: Findings) -> dict[str, Any]:
+    def point(t: Tried) -> dict[str, Any]:
+        error = min(max(t.error, LEAST), 1 / LEAST)
+        shown = {
+            "set": t.what,
+            "measured": t.measured,
+            "budgets": show_error(t.error),
+        }
+        return {"cost": t.cost, "error": error} | shown
+
+    axes: dict[str, Any] = {
+        "x": {
+            "field": "cost",
+            "type": "quantitative",
+            "title": f"{one.objective} over the function as written",
+        },
+        "y": {
+            "field": "error",
+            "type": "quantitative",
+            "scale": {"type": "log"},
+            "title": "error, in budgets",
+        },
+    }
+    fields = ("set", "measured", "budgets", "cost")
+    points = {
+        "mark": {"type": "point", "filled": True, "size": 70},
+        "encoding": {
+            **axes,
+            "color": {
+                "field": "measured",
+                "type": "nominal",
+                "legend": {"orient": "top", "title": None},
+            },
+            "tooltip": [{"field": name} for name in fields],
+        },
+    }
+    line = {
+        "data": {"values": [point(t) for t in one.front]},
+        "mark": {"type": "line", "strokeDash": [4, 3], "color": "#888888"},
+        "encoding": axes,
+    }
+    limit = {
+        "data": {"values": [{"error": 1}]},
+        "mark": {"type": "rule", "color": "#d55e00"},
+        "encoding": {"y": {"field": "error", "type": "quantitative"}},
+    }
+    return {
+        "width": "container",
+        "height": 320,
+        "background": "transparent",
+        "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": [point(t) for t in one.tried]},
+        "layer": [limit, line, points],
+    }

@@ -1,0 +1,222 @@
+"""Passes: the function as written, with a choice of roundings, and with a policy."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._amp import amp
+from .._dtypes import DType, is_float
+from .._errors import AmpError
+from .._jax import Jaxpr
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
+from .budget import Errors, Row, compare, errors
+from .costs import Found, survey
+from .groups import Group, grouped
+from .marks import shadow
+from .search import Choices
+from .state import State
+from .subject import Point, Results, Subject
+from .threaded import Threaded
+
+KEPT = 2  # references held at a time: each is as large as the parameters
+
+
+def traced(subject: Subject, point: Point, dtype: DType) -> tuple[Jaxpr, Any]:
+    """The program of a pass, with marks, and the structure of its results."""
+    program = subject.program(lambda fn: shadow(fn, dtype))
+
+    def flat(*arrays):
+        return program(arrays)
+
+    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*point.arrays)
+    return jaxpr, jax.tree.structure(shapes)
+
+
+@dataclass
+class Runs:
+    """Runs passes, counts them, and remembers what they showed.
+
+    Args:
+        subject: what is measured.
+        jaxpr: its program with marks.
+        tree: the structure of the program's results.
+        first: a point, for the types of arguments.
+        granularity: what is decided together.
+        candidates: the low dtypes.
+        state: where measurements are remembered.
+        tell: is called with a line about each pass."""
+
+    subject: Subject
+    jaxpr: Jaxpr
+    tree: Any
+    first: Point
+    granularity: str
+    candidates: tuple[DType, ...]
+    state: State
+    tell: Callable[[str], None]
+    passes: int = 0
+    compilations: int = 0
+    seconds: float = 0.0
+    _references: dict[int, Results] = field(default_factory=dict)
+    _mixed: dict[str, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def found(self) -> Found:
+        return survey(self.jaxpr)
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        return grouped([*self.found.work], self.granularity)
+
+    # The programs.
+
+    @functools.cached_property
+    def _chosen(self) -> Callable[..., Results]:
+        numbers = {
+            one: i for i, group in enumerate(self.groups) for one in group.contractions
+        }
+        threaded = Threaded(numbers, self.candidates)
+
+        def run(choices, seed, spread, arrays):
+            arrays = self.subject.moved(seed, spread, arrays)
+            outs = threaded.run(self.jaxpr, choices, arrays)
+            return jax.tree.unflatten(self.tree, outs)
+
+        return self._compiled(run, np.zeros(len(self.groups), np.int32))
+
+    def _compiled(self, run: Callable[..., Results], *first: Any) -> Any:
+        self.compilations += 1
+        return jax.jit(run).lower(*first, *_args(self.first)).compile()
+
+    def _timed(self, program: Any, *args: Any) -> Results:
+        self.passes += 1
+        began = time.perf_counter()
+        results = jax.block_until_ready(program(*args))
+        self.seconds += time.perf_counter() - began
+        return results
+
+    def _run(self, point: Point, choices: Choices) -> Results:
+        return self._timed(self._chosen, np.asarray(choices, np.int32), *_args(point))
+
+    # What is measured.
+
+    def reference(self, point: Point) -> Results:
+        """What the function gives as written.
+
+        Raises:
+            AmpError: it is not finite."""
+        if point.number not in self._references:
+            self.tell(f"as written, {point.name}")
+            nothing = (0,) * len(self.groups)
+            results = self._run(point, nothing)
+            self._check(results, point)
+            while len(self._references) >= KEPT:
+                # The first point is where sensitivities are measured.
+                self._references.pop(max(self._references))
+            self._references[point.number] = results
+        return self._references[point.number]
+
+    def _check(self, results: Results, point: Point) -> None:
+        outs, grads = _compared(results, results)
+        names = self.subject.names(results)
+        bad = []
+        for i, (name, row) in enumerate(zip(names, [*outs, *grads], strict=True)):
+            # An infinite result is no mistake: a mask may be one.
+            counts = i >= len(outs) or (i == 0 and self.subject.has_loss)
+            if row.nans or (row.infs and counts):
+                bad.append(f"{name} ({_of(int(row.nans), int(row.infs))})")
+        if bad:
+            more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+            raise AmpError(
+                f"As written, without any low precision, {point.name} gives what is "
+                f"not finite: {', '.join(bad[:4])}{more}. There is nothing to compare "
+                "with. `trace_numerics(fn)(*batch)` tells where it arises; leave the "
+                "batch out, or mend the function."
+            )
+
+    def repeated(self, point: Point) -> Errors:
+        """How far the function as written is from itself, run twice."""
+        return self._measure(f"again {point.number}", point, self._again)
+
+    def _again(self, point: Point) -> Results:
+        self.tell(f"as written again, {point.name}")
+        return self._run(point, (0,) * len(self.groups))
+
+    def chosen(self, choices: Choices, point: Point) -> Errors:
+        """The errors if contractions round by `choices`."""
+        if not any(choices):
+            return self.repeated(point)
+
+        def run(point):
+            low = sum(map(bool, choices))
+            self.tell(f"{low} of {len(choices)} low, {point.name}")
+            return self._run(point, choices)
+
+        return self._measure(f"{_digits(choices)} {point.number}", point, run)
+
+    def mixed(self, policy: Policy | PolicyMap, name: str, point: Point) -> Errors:
+        """The errors of the function under a policy, as `amp` makes it."""
+
+        def run(point):
+            self.tell(f"the policy itself, {point.name}")
+            return self._timed(self._program(policy, name), *_args(point))
+
+        return self._measure(f"amp {name} {point.number}", point, run)
+
+    def _program(self, policy: Policy | PolicyMap, name: str) -> Any:
+        if name not in self._mixed:
+            self._mixed.clear()  # one compiled program at a time
+
+            def mix(fn):
+                is_as_written = policy == Policy("float32")
+                return fn if is_as_written else amp(fn, amp_policy=policy)
+
+            program = self.subject.program(mix)
+
+            def run(seed, spread, arrays):
+                return program(self.subject.moved(seed, spread, arrays))
+
+            self._mixed[name] = self._compiled(run)
+        return self._mixed[name]
+
+    def _measure(
+        self, key: str, point: Point, run: Callable[[Point], Results]
+    ) -> Errors:
+        if key not in self.state.measured:
+            true = self.reference(point)
+            rows = _compared(true, run(point))
+            self.state.add(key, errors(*rows, self.subject.has_loss))
+        return self.state.measured[key]
+
+
+def _args(point: Point) -> tuple[Any, ...]:
+    return np.uint32(point.seed), np.float32(point.spread), list(point.arrays)
+
+
+def _digits(choices: Choices) -> str:
+    return "".join(map(str, choices))
+
+
+def _compared(true: Results, got: Results) -> tuple[list[Row], list[Row]]:
+    """Rows of the floating results, and of the gradients."""
+    outs, grads = (
+        [compare(a, b) for a, b in zip(*arrays, strict=True) if is_float(a.dtype)]
+        for arrays in zip(true, got, strict=True)
+    )
+    return outs, grads
+
+
+def _of(nans: int, infs: int) -> str:
+    parts = [f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "infinite")) if n]
+    return " and ".join(parts)
+
+
+def worst(measured: Sequence[Errors]) -> Errors:
+    """The worst of each error."""
+    return functools.reduce(lambda a, b: a | b, measured)

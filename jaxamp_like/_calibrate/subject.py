@@ -1,0 +1,241 @@
+"""What is measured: a function, and the points at which it is."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._dtypes import is_float
+from .._jax import is_array
+from .._reports.call import Call, call_of
+
+Flat = Callable[..., list[Any]]
+
+
+class Point(NamedTuple):
+    """Where a function is measured: a batch, at parameters that are moved a little."""
+
+    number: int
+    arrays: tuple[Any, ...]
+    seed: int
+    spread: float
+    held_out: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'held-out ' * self.held_out}batch {self.number}"
+
+
+class Results(NamedTuple):
+    """What a pass gives: floating and other results, and gradients."""
+
+    outs: list[Any]
+    grads: list[Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function of arrays, with what it is differentiated by.
+
+    Args:
+        call: the function, taken apart by its first batch.
+        has_loss: whether its first result is a floating scalar.
+        differentiates: whether gradients are measured.
+        loss_scale: what the loss is multiplied by before the backward pass."""
+
+    call: Call
+    has_loss: bool
+    differentiates: bool
+    loss_scale: float
+
+    def moved(self, seed: Any, spread: Any, arrays: Sequence[Any]) -> list[Any]:
+        """`arrays` with parameters that are moved a little; see `Point`."""
+        live = set(self.call.live)
+        return [
+            _moved(x, seed + i, spread) if i in live else x
+            for i, x in enumerate(arrays)
+        ]
+
+    def program(self, mix: Callable[[Flat], Flat]) -> Callable[..., Results]:
+        """From arrays to the results and gradients of `mix(fn)`."""
+        fn, live = mix(self.call.fn), self.call.live
+
+        def program(arrays):
+            if not self.differentiates:
+                return Results(fn(*arrays), [])
+
+            def loss(some):
+                full = list(arrays)
+                for i, x in zip(live, some, strict=True):
+                    full[i] = x
+                outs = fn(*full)
+                return outs[0] * self.loss_scale, outs
+
+            grads, outs = jax.grad(loss, has_aux=True)([arrays[i] for i in live])
+            return Results(outs, [g / self.loss_scale for g in grads])
+
+        return program
+
+    def names(self, results: Results) -> list[str]:
+        """What each floating array among the results is called in messages."""
+        floats = [i for i, x in enumerate(results.outs) if is_float(x.dtype)]
+        outs = [f"result {i}" for i in floats]
+        if self.has_loss:
+            outs[0] = "the loss"
+        if not self.differentiates:
+            return outs
+        return outs + [f"the gradient of {self.call.names[i]}" for i in self.call.live]
+
+
+def _moved(x: Any, seed: Any, spread: Any) -> Any:
+    """`x` with each of its numbers changed by about the share `spread`.
+
+    By multiples of the golden ratio, which fall evenly between 0 and 1: good random
+    numbers take longer to compile, and to draw, than many a pass."""
+    turns = lax.iota(jnp.uint32, x.size) * jnp.uint32(2654435769)
+    turns = (turns + seed * jnp.uint32(2246822519)).reshape(x.shape)
+    noise = (turns >> 8).astype(jnp.float32) * 2.0**-23 - 1
+    return (x * (1 + spread * math.sqrt(3) * noise)).astype(x.dtype)
+
+
+def subject_of(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    loss_scale: float,
+    wants_gradients: Callable[[bool], bool],
+) -> Subject:
+    """A function as what is measured.
+
+    `wants_gradients` is told whether there is a loss, and says if gradients are
+    measured.
+
+    Raises:
+        TypeError: `fn` is not callable.
+        ValueError: gradients are asked for of what is no loss, or by no floats."""
+    if not callable(fn):
+        raise TypeError(
+            f"`fn` must be callable, but got {type(fn).__name__}. Write "
+            "`calibrate(fn, batches, ...)`, where `fn(*batch)` is the loss."
+        )
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(0 <= i < len(args) for i in numbers):
+        raise ValueError(
+            f"`argnums` is {argnums}, but a batch has {len(args)} arguments. It says "
+            "which of them are parameters: 0 in `(params, x, y)`."
+        )
+    call = call_of(fn, args, {}, numbers, getattr(fn, "__name__", type(fn).__name__))
+    outs = jax.eval_shape(call.fn, *call.arrays)
+    has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)
+    differentiates = wants_gradients(has_loss)
+    if differentiates and not has_loss:
+        raise ValueError(
+            "`budget` limits gradients, but the first result of `fn` is no floating "
+            "scalar. Give a loss, or limit results: `Budget(outputs=0.01)`."
+        )
+    if differentiates and not call.live:
+        raise ValueError(
+            f"`budget` limits gradients, but argument {argnums} of `fn` holds no "
+            "floating arrays to differentiate by. Say by `argnums` which one does."
+        )
+    return Subject(call, has_loss, differentiates, float(loss_scale))
+
+
+def as_batches(batches: Any, argument: str) -> list[tuple[Any, ...]]:
+    """Batches as tuples of arguments.
+
+    Raises:
+        TypeError: a batch is no tuple.
+        ValueError: there is none."""
+    if not isinstance(batches, Iterable) or isinstance(batches, str | dict):
+        raise TypeError(
+            f"`{argument}` must be a list of tuples, the arguments of `fn`, but got "
+            f"{type(batches).__name__}. For example: `[(params, x, y), ...]`."
+        )
+    found = list(batches)
+    for i, batch in enumerate(found):
+        if not isinstance(batch, tuple):
+            raise TypeError(
+                f"Each of `{argument}` must be a tuple of the arguments of `fn`, but "
+                f"number {i} is a {type(batch).__name__}. Write `[(params, batch) for "
+                "batch in data]`."
+            )
+    if not found:
+        raise ValueError(
+            f"`{argument}` is empty: without data nothing can be measured. Give two "
+            "batches or more, of which the last half is held out to check the result."
+        )
+    return found
+
+
+def points_of(
+    call: Call,
+    batches: Sequence[tuple[Any, ...]],
+    held_out: Sequence[tuple[Any, ...]],
+    perturbation: float,
+    seed: int,
+) -> tuple[list[Point], list[Point]]:
+    """Where to measure, and where to check: the first batch at the parameters as given.
+
+    Raises:
+        ValueError: batches differ in structure, shapes or dtypes."""
+    first = _Shape.of(batches[0])
+    found: list[Point] = []
+    for number, batch in enumerate((*batches, *held_out)):
+        shape = _Shape.of(batch)
+        if shape != first:
+            raise ValueError(
+                f"Batch {number} differs from the first one: {shape.unlike(first)}. "
+                "One program is compiled for all, so drop it or pad it."
+            )
+        spread = perturbation if number else 0.0
+        start = seed + 7919 * number
+        is_held_out = number >= len(batches)
+        arrays = call_of(call.fn, batch, {}, (), "").arrays if number else call.arrays
+        found.append(Point(number, arrays, start, spread, is_held_out))
+    return found[: len(batches)], found[len(batches) :]
+
+
+class _Shape(NamedTuple):
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, batch: tuple[Any, ...]) -> "_Shape":
+        leaves, tree = jax.tree.flatten(batch)
+        return cls(tree, tuple(map(_kind, leaves)))
+
+    def unlike(self, other: "_Shape") -> str:
+        if self.tree != other.tree:
+            return f"its structure is {self.tree}, not {other.tree}"
+        pairs = zip(self.leaves, other.leaves, strict=True)
+        mine, its = next((a, b) for a, b in pairs if a != b)
+        return f"it has {mine} where that one has {its}"
+
+
+def _kind(leaf: Any) -> Any:
+    if is_array(leaf):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return leaf
+
+
+def digest(points: Sequence[Point]) -> str:
+    """A short text that tells other data from these."""
+    found = hashlib.sha256()
+    for point in points:
+        found.update(repr((point.seed, point.spread)).encode())
+        for x in point.arrays:
+            found.update(_bytes(x))
+    return found.hexdigest()[:16]
+
+
+def _bytes(x: Any) -> bytes:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.ascontiguousarray(np.asarray(x)).tobytes()

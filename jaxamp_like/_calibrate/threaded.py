@@ -1,0 +1,153 @@
+"""A program with marks as one whose roundings are an input.
+
+The choices are handed down into every program that holds a mark; all else is bound as
+it stands. One compiled program serves all choices."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from .._dtypes import DType
+from .._errors import AmpError
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    eqn_context,
+    raw,
+    reemit,
+    scan_arity,
+    shard_map_options,
+    source_line,
+    subjaxprs,
+)
+from .marks import MARK, Contraction
+from .rounding import chosen
+
+Run = Callable[..., list[Any]]
+
+
+class Threaded:
+    """Evaluates programs with marks.
+
+    Args:
+        numbers: which of the choices is a contraction's.
+        dtypes: what a choice of 1, 2, ... rounds to; 0 rounds nothing."""
+
+    def __init__(self, numbers: Mapping[Contraction, int], dtypes: tuple[DType, ...]):
+        self.numbers = numbers
+        self.dtypes = dtypes
+
+    def run(self, jaxpr: Jaxpr, choices: Any, args: Sequence[Any]) -> list[Any]:
+        """What `jaxpr` gives for `args` if it rounds by `choices`, an int array."""
+        inner = raw(jaxpr)
+        env = dict(zip(inner.constvars, consts(jaxpr), strict=True))
+        env |= zip(inner.invars, args, strict=True)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in inner.eqns:
+            outs = self._eqn(eqn, choices, [read(atom) for atom in eqn.invars])
+            env |= zip(eqn.outvars, outs, strict=True)
+        return [read(atom) for atom in inner.outvars]
+
+    def _eqn(self, eqn: Eqn, choices: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive is MARK:
+            choice = choices[self.numbers[eqn.params["of"]]]
+            return [chosen(values[0], choice, self.dtypes)]
+        if not any(map(has_marks, subjaxprs(eqn.params))):
+            return reemit(eqn, values)
+        name = eqn.primitive.name
+        handler = _call if name in _CALLS else _HANDLERS.get(name)
+        if handler is None:
+            raise AmpError(
+                f"`calibrate` can't look into `{name}` ({source_line(eqn)}), which "
+                "holds contractions that `amp` would lower. Put the call that makes it "
+                "under `amp_stop()`, and decide on it by hand."
+            )
+        with eqn_context(eqn):
+            return handler(self, eqn, choices, values)
+
+
+def has_marks(jaxpr: Jaxpr) -> bool:
+    """Whether a program holds marks, at any depth."""
+    return any(
+        eqn.primitive is MARK or any(map(has_marks, subjaxprs(eqn.params)))
+        for eqn in raw(jaxpr).eqns
+    )
+
+
+_CALLS = frozenset(
+    "jit pjit closed_call core_call call custom_jvp_call custom_vjp_call "
+    "custom_vmap_call checkpoint remat2".split()
+)
+
+
+def _call(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
+    if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+        # What the backward pass runs again must not be taken from the forward pass.
+        values = lax.optimization_barrier(values)
+    jaxpr = next(sub for sub in subjaxprs(eqn.params))
+    return self.run(jaxpr, choices, values)
+
+
+def _scan(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
+    num_consts, num_carry = scan_arity(eqn)
+    fixed, carry = values[:num_consts], values[num_consts:][:num_carry]
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+
+    def body(carry, x):
+        outs = self.run(eqn.params["jaxpr"], choices, [*fixed, *carry, *x])
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = lax.scan(body, carry, values[num_consts + num_carry :], **params)
+    return [*carry, *ys]
+
+
+def _while(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    for_cond, rest = values[:num_cond], values[num_cond:]
+    for_body, carry = rest[:num_body], rest[num_body:]
+
+    def goes_on(carry):
+        return self.run(params["cond_jaxpr"], choices, [*for_cond, *carry])[0]
+
+    def step(carry):
+        return self.run(params["body_jaxpr"], choices, [*for_body, *carry])
+
+    return lax.while_loop(goes_on, step, carry)
+
+
+def _cond(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
+    def branch(jaxpr, *operands):
+        return self.run(jaxpr, choices, operands)
+
+    branches = [functools.partial(branch, jaxpr) for jaxpr in eqn.params["branches"]]
+    index = lax.convert_element_type(values[0], "int32")
+    return lax.switch(index, branches, *values[1:])
+
+
+def _shard_map(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
+    options = shard_map_options(eqn.params)
+    options["in_specs"] = (PartitionSpec(), *options["in_specs"])
+    shard_map: Any = jax.shard_map
+
+    def body(choices, *operands):
+        return self.run(eqn.params["jaxpr"], choices, operands)
+
+    return shard_map(body, **options)(choices, *values)
+
+
+_HANDLERS = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
