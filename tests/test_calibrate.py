@@ -1,5 +1,6 @@
 """`calibrate`: what it keeps, what it lowers, and what it says of bad input."""
 
+import functools
 import itertools
 import json
 import math
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxamp_like import (
     AmpError,
@@ -25,6 +27,7 @@ from jaxamp_like import (
     calibrate,
 )
 from jaxamp_like._calibrate import deciding, runs
+from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.costs import Prices, Work, prices
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
@@ -300,6 +303,36 @@ def test_the_choice_reaches_into(construct):
     limit = Budget(loss=0.01) if construct == "while" else Budget(gradients=0.02)
     found = calibrate(loss, BATCHES[:2], budget=limit)
     assert [g.name for g in found.kept_full] == ["inside"]
+
+
+def test_the_choice_reaches_into_a_shard_map():
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("devices")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows
+    )
+    def inside(w, x):
+        with jax.named_scope("inside"):
+            return jnp.sin(40 * x @ w)
+
+    def loss(w, x):
+        y = jnp.mean(inside(w["steep"], x[:4]))
+        with jax.named_scope("outside"):
+            return y + jnp.mean(jnp.tanh(x @ w["flat"]))
+
+    found = calibrate(loss, BATCHES[:2], budget=0.02)
+    assert [g.name for g in found.kept_full] == ["inside"]
+
+
+def test_a_function_that_is_another_when_compiled_again_says_so(monkeypatch):
+    # As one is that subtracts large numbers: what is left depends on the compiler.
+    def another(self, policy, name, point):
+        return Errors(gradients=0.5)
+
+    monkeypatch.setattr(runs.Runs, "mixed", another)
+    with pytest.raises(AmpError, match=r"compiled in two ways.* gradients 0\.5"):
+        calibrate(branches, BATCHES[:2], budget=0.02)
 
 
 def test_what_amp_leaves_as_written_is_no_group():

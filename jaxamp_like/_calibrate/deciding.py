@@ -23,6 +23,7 @@ from .subject import Point
 ATTEMPTS = 3  # policies that are compiled and checked
 MARGIN = 0.9  # of what is left after a policy missed the budget
 NEAR = 1.5  # budgets: so far from being met, all groups low are not tried as a policy
+FAR = 2.0  # budgets: by so much a policy is missed for reasons of its own
 FOR_SETS = 12  # passes that are left for what is measured together
 MOST_POINTS = 4  # batches that sets are measured on
 
@@ -210,8 +211,9 @@ class Deciding:
         found = [self.runs.mixed(policy, _name(choices), p) for p in self.checks]
         error = max(one.over(self.budget) for one in found)
         self._remember(choices, error, is_real=True)
-        if error > 1:
+        if error > FAR:
             self._check_own_rounding()
+        if error > 1:
             self.notes.append(
                 f"{self._what(choices)} missed the budget on held-out batches: "
                 f"{show_error(error)} times"

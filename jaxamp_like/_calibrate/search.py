@@ -99,9 +99,6 @@ class Ranking:
                 chosen[i] = self.candidate[i] + 1
         return tuple(chosen)
 
-    def all_low(self) -> Choices:
-        return tuple(c + 1 for c in self.candidate)
-
     def total_gain(self, choices: Choices) -> float:
         return sum(self.gain(i) for i, choice in enumerate(choices) if choice)
 
