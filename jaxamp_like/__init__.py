@@ -38,10 +38,16 @@ from ._policies.presets import (
     pytorch_autocast as pytorch_autocast,
     tensorflow_graph_rewrite as tensorflow_graph_rewrite,
 )
+from ._policies.quantised import quantised as quantised
 from ._policies.settings import (
     global_policy as global_policy,
     set_global_policy as set_global_policy,
     using_policy as using_policy,
+)
+from ._quantised import (
+    float8 as float8,
+    int8 as int8,
+    worth_eight_bits as worth_eight_bits,
 )
 from ._reports import (
     NumericsReport as NumericsReport,

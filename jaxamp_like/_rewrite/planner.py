@@ -24,6 +24,7 @@ from .._jax import (
     Literal,
     consts,
     is_tracer,
+    names,
     raw,
     scopes,
     source_line,
@@ -200,7 +201,7 @@ class Planner:
         cast = {
             i: fact.leaf
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
-            if fact and fact.leaf and fact.dtype != dtype
+            if fact and fact.leaf and fact.dtype != dtype and decision.recasts
         }
         return Step(
             eqn,
@@ -254,6 +255,7 @@ class Planner:
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
             by_scope=found.by_scope,
+            backward=names(eqn).backward,
         )
 
     def find(self, primitive: Any, scope: Scope) -> Found:

@@ -6,6 +6,7 @@ table of primitives, and `saving_low` builds on policies."""
 from .base import (
     Decision as Decision,
     Demand as Demand,
+    EightBits as EightBits,
     Fact as Fact,
     Leaf as Leaf,
     Mark as Mark,
