@@ -25,7 +25,7 @@ from jaxamp_like import (
     quantised,
     worth_eight_bits,
 )
-from tests.programs import checkpointed, error, values
+from tests.programs import error, values
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOAT8, INT8 = float8(where=None), int8(where=None)
@@ -68,7 +68,7 @@ def contractions(fn, *args):
                         after and min(atom.aval.size for atom in after.invars),
                     )
                 )
-    return found
+    return sorted(found, key=lambda row: ("float8" not in row[0], row[2] != "int32"))
 
 
 def dtypes_of(fn, *args):
@@ -91,35 +91,55 @@ every_dimension = pytest.mark.parametrize(
 )
 
 
+def einsum(spec):
+    """A contraction and its gradients, as a function of all that they read."""
+    return lambda ct, w, x: (
+        jax.value_and_grad(lambda w, x: jnp.sum(ct * jnp.einsum(spec, x, w)), (0, 1))
+    )(w, x)
+
+
+def roundings(spec, ct, w, x, forward, backward):
+    """Bounds of the errors of both gradients, for relative errors of operands."""
+    largest = einsum(spec)(abs(ct), abs(w), abs(x))[1]
+    both = (1 + backward) * (1 + forward) * (1 + 2**-8) ** 3 - 1
+    return [both * one + 1e-3 * jnp.max(one) for one in largest]
+
+
+def check(spec, ct, w, x, made, forward, backward):
+    exact = einsum(spec)(ct, w, x)[1]
+    bounds = roundings(spec, ct, w, x, forward, backward)
+    for one, plain, bound in zip(made, exact, bounds, strict=True):
+        assert (abs(one - plain) <= bound).all()
+
+
+def scaled(spec):
+    return lambda w, x, ct: jnp.sum(ct * jnp.einsum(spec, x, w))
+
+
 @every_dimension
 def test_patterns_of_float8(spec, x, w):
     """Direct contractions, one scalar after each: what XLA has native kernels for."""
-
-    def loss(w, x):
-        return jnp.sum(jnp.sin(jnp.einsum(spec, jnp.cos(x), w)))
-
     x, w = values(*x), values(*w, seed=1)
-    grads = jax.grad(low(loss), (0, 1))
-    assert contractions(grads, w, x) == [FORWARD, BACKWARD, BACKWARD]
-    plain = jax.grad(loss, (0, 1))(w, x)
-    assert error(jax.jit(grads)(w, x), plain) < 0.15
-    by_row = jax.grad(low(loss, float8(where=None, granularity="row")), (0, 1))
+    ct = values(*jnp.einsum(spec, x, w).shape, seed=2)
+    grads = jax.grad(low(scaled(spec)), (0, 1))
+    assert contractions(grads, w, x, ct) == [FORWARD, BACKWARD, BACKWARD]
+    check(spec, ct, w, x, jax.jit(grads)(w, x, ct), 2**-4, 2**-3)
+    by_row = float8(where=None, granularity="row")
+    grads = jax.grad(low(scaled(spec), by_row), (0, 1))
     eight = [row[:3] for row in (FORWARD, BACKWARD, BACKWARD)]
-    assert dtypes_of(by_row, w, x) == eight
-    assert error(jax.jit(by_row)(w, x), plain) < 0.15
+    assert dtypes_of(grads, w, x, ct) == eight
+    check(spec, ct, w, x, jax.jit(grads)(w, x, ct), 2**-4, 2**-3)
 
 
 @every_dimension
 def test_patterns_of_int8(spec, x, w):
-    def loss(w, x):
-        return jnp.sum(jnp.sin(jnp.einsum(spec, jnp.cos(x), w)))
-
     x, w = values(*x), values(*w, seed=1)
-    grads = jax.grad(low(loss, INT8), (0, 1))
-    first, *others = contractions(grads, w, x)
+    ct = values(*jnp.einsum(spec, x, w).shape, seed=2)
+    grads = jax.grad(low(scaled(spec), INT8), (0, 1))
+    first, *others = contractions(grads, w, x, ct)
     assert first[:4] == ("int8", "int8", "int32", "convert_element_type")
     assert [row[:3] for row in others] == [("bfloat16",) * 3] * 2
-    assert error(jax.jit(grads)(w, x), jax.grad(loss, (0, 1))(w, x)) < 0.05
+    check(spec, ct, w, x, jax.jit(grads)(w, x, ct), 2**-8, 2**-8)
 
 
 def test_parameters_are_read_as_they_are_and_nothing_is_cast_twice():
@@ -173,7 +193,7 @@ def test_what_is_kept_for_the_backward_pass_is_float8():
 
     w, x = values(3, 64, 64), values(32, 64)
     saved = explain(low(loss))(w, x).now.totals.saved
-    assert saved[E4M3] == 3 * 64 * 64 + 3 * 32 * 64
+    assert saved[E4M3] == 2 * 64 * 64 + 3 * 32 * 64  # the input has no gradient
     kept = explain(low(loss, float8(where=None, keep="compute")))(w, x)
     assert E4M3 not in kept.now.totals.saved
 
@@ -227,22 +247,25 @@ def test_scales_are_powers_of_two_that_fit(amax, dtype):
         assert amax / scale <= largest < 2.001 * amax / scale
 
 
-shapes = st.tuples(*[st.integers(1, 9)] * 3)
+in_int8 = jax.jit(low(lambda x, w: x @ w, INT8, "float32"))
+shapes = st.sampled_from([(5, 9, 3), (1, 64, 2)])  # each is compiled
 
 
-@settings(max_examples=30)
-@given(shapes, st.integers(0, 99), st.sampled_from((1.0, 30.0)))
+@settings(max_examples=20)
+@given(shapes, st.integers(0, 99), st.sampled_from((1.0, 30.0, 1e6)))
 def test_errors_of_int8_are_within_its_steps(shape, seed, outlier):
     """Half a step for each operand: a step is a row's maximum, by 127."""
     m, k, n = shape
-    x, w = values(m, k, seed=seed).at[:, 0].mul(outlier), values(k, n, seed=seed + 1)
-    y = low(lambda x, w: x @ w, INT8, "float32")(x, w)
+    rng = np.random.default_rng(seed)
+    x, w = (np.float32(rng.normal(size=size)) for size in ((m, k), (k, n)))
+    x[:, 0] *= outlier
+    y = in_int8(x, w)
     x, w = np.float64(x), np.float64(w)
     steps = (abs(x).max(1, keepdims=True) + 1e-7) / 127
     columns = (abs(w).max(0, keepdims=True) + 1e-7) / 127
     bound = (steps / 2) * abs(w).sum(0) + (columns / 2) * abs(x).sum(1, keepdims=True)
     bound += k * steps * columns / 4
-    assert (abs(np.float64(y) - x @ w) <= 1.001 * bound + 1e-6).all()
+    assert (abs(np.float64(y) - x @ w) <= 1.001 * bound).all()
 
 
 def test_int8_agrees_with_keras():
@@ -313,8 +336,9 @@ def test_convolutions(rule, groups):
     x, w = values(2, 5, 6, 4), values(3, 3, 4 // groups, 6, seed=1)
     grads = jax.grad(low(loss, rule), (0, 1))
     eight = (E4M3, E4M3, "bfloat16") if rule is FLOAT8 else ("int8", "int8", "int32")
+    limit = 0.2 if rule is FLOAT8 else 0.1
     assert dtypes_of(grads, w, x) == [eight, *[("bfloat16",) * 3] * 2]
-    assert error(jax.jit(grads)(w, x), jax.grad(loss, (0, 1))(w, x)) < 0.1
+    assert error(jax.jit(grads)(w, x), jax.grad(loss, (0, 1))(w, x)) < limit
 
 
 # ------------------------------------------------------------------------- transforms
@@ -348,12 +372,13 @@ def repeated(ws, x):
 @pytest.mark.parametrize("rule", (FLOAT8, float8(where=None, granularity="row"), INT8))
 @pytest.mark.parametrize("fn", (scanned, rematted, branched))
 def test_structural_primitives(fn, rule):
-    """Every one gives what straight code gives, to the bit."""
+    """Every one gives what straight code gives; gradients up to roundings to 16 bits."""
     ws, x = values(2, 8, 8), values(4, 8)
     loss = lambda f: lambda ws: jnp.sum(jnp.sin(f(ws, x)))  # noqa: E731
-    expected = jax.jit(jax.grad(low(loss(net), rule)))(ws)
-    grads = jax.jit(jax.grad(low(loss(fn), rule)))(ws)
-    np.testing.assert_allclose(grads, expected, atol=1e-6)
+    expected, wanted = jax.jit(jax.value_and_grad(low(loss(net), rule)))(ws)
+    made, grads = jax.jit(jax.value_and_grad(low(loss(fn), rule)))(ws)
+    assert error(made, expected) < 1e-5
+    assert error(grads, wanted) < 2**-7
     forward = {row[:2] for row in dtypes_of(low(loss(fn), rule), ws)}
     assert forward == {(E4M3, E4M3) if rule != INT8 else ("int8", "int8")}
 
@@ -373,8 +398,10 @@ def test_vmap_inside_and_outside(rule):
     sizes = jnp.array([1, 10, 100.0])[:, None, None]
     w, xs = values(8, 4), values(3, 5, 8, seed=1) * sizes
 
+    ct = values(5, 4, seed=2)
+
     def loss(w, x):
-        return jnp.sum(jnp.sin(x @ w / 10))
+        return jnp.sum(ct * (x @ w))
 
     def total(fn):
         return jax.grad(lambda w: jnp.sum(jax.vmap(fn, (None, 0))(w, xs)))(w)
@@ -394,26 +421,23 @@ def test_mapped_weights():
     np.testing.assert_allclose(grads, jnp.stack([jax.grad(loss)(w) for w in ws]), 1e-5)
 
 
-def square_of_gradient(loss):
-    return jax.grad(lambda w: jnp.sum(jax.grad(loss)(w)[0] ** 2))
-
-
 def test_second_derivatives():
     x = values(5, 8)
 
     def loss(w):
         return jnp.sum(jnp.sin(jnp.tanh(x @ w[0]) @ w[1]))
 
+    def derivatives(fn):
+        grad = jax.grad(fn)
+        twice = jax.grad(lambda w: jnp.sum(grad(w)[0] ** 2))
+        return jax.jit(lambda w: (jax.jvp(grad, (w,), (w,))[1], twice(w)))
+
     ws = (values(8, 6), values(6, 4, seed=1))
     with pytest.raises(AmpError, match=r"second derivative.*keep='compute'"):
-        jax.jvp(jax.grad(low(loss)), (ws,), (ws,))
-    kept = low(loss, float8(where=None, keep="compute"))
-    for rule_fn in (kept, low(loss, INT8)):
-        hessian = jax.jit(lambda f=rule_fn: jax.jvp(jax.grad(f), (ws,), (ws,))[1])()
-        assert error(hessian, jax.jvp(jax.grad(loss), (ws,), (ws,))[1]) < 0.2
-        assert (
-            error(square_of_gradient(rule_fn)(ws), square_of_gradient(loss)(ws)) < 0.3
-        )
+        jax.make_jaxpr(derivatives(low(loss)))(ws)
+    exact = derivatives(loss)(ws)
+    for rule in (float8(where=None, keep="compute"), INT8):
+        assert error(derivatives(low(loss, rule))(ws), exact) < 0.3
 
 
 def test_second_derivatives_by_what_is_not_kept():
@@ -425,7 +449,7 @@ def test_second_derivatives_by_what_is_not_kept():
 
 
 def test_in_shard_map():
-    mesh = jax.make_mesh((4,), ("d",))
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("d",))
     spec = jax.sharding.PartitionSpec
     x, w = values(8, 16), values(16, 4, seed=1)
 
@@ -551,10 +575,11 @@ def test_what_its_author_gave_a_precision_stays():
 
 def test_products_that_are_none():
     def model(w, x):
-        return jnp.sin(x @ w) * jnp.vdot(x, x) + jnp.outer(x[0], x[1])
+        outer = jnp.einsum("i,j->ij", x[0], x[1])
+        return jnp.sin(x @ w) * jnp.vdot(x, x) + outer
 
     found = whys(low(model), values(8, 8), values(8, 8))
-    assert [dtype for dtype, _ in found] == [E4M3, "float32", "float32"]
+    assert sorted(dtype for dtype, _ in found) == ["float32", "float32", E4M3]
 
 
 def test_under_the_key_of_a_scope():
@@ -577,7 +602,8 @@ def test_under_the_key_of_a_scope():
     }
     nested = default_amp_policy | {"mlp": FLOAT8, "norm": "bfloat16"}
     ops = explain(model, compute_dtype="bfloat16", amp_policy=nested)(*args).now.ops
-    assert {op.dtype for op in ops if op.primitive == "div"} == {"bfloat16"}
+    (divided,) = (op for op in ops if op.key == "norm" and op.primitive == "div")
+    assert divided.dtype == "bfloat16"
 
 
 # ------------------------------------------------------------------------------ names

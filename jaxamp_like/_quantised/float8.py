@@ -22,7 +22,7 @@ E5M2 = jnp.dtype("float8_e5m2")
 _RUNS = "native on GPUs from Ada and Hopper on; the same numbers in 16 bits elsewhere"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8(Quantising):
     """See `float8`."""
 

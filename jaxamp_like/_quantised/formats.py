@@ -46,9 +46,10 @@ class Scaled(NamedTuple):
 
 def largest_of(x: Any, axes: tuple[int, ...] | None = None) -> Any:
     """The largest magnitude, in float32; 0 of nothing, NaN if there is one."""
-    is_whole = axes is None
-    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=not is_whole, initial=0)
-    return largest.astype(_FLOAT32)
+    least = 0 if 0 in x.shape else None
+    keep = axes is not None
+    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=keep, initial=least)
+    return amax.astype(_FLOAT32)
 
 
 def scale_of(amax: Any, largest: float, power_of_two: bool = True) -> Any:

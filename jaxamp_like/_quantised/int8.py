@@ -21,7 +21,7 @@ from .worth import WORTH_IT
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int8(Quantising):
     """See `int8`."""
 

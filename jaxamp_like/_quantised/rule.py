@@ -5,8 +5,10 @@ Where one doesn't, the contraction is computed as its `otherwise` says."""
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from .._dtypes import DType, bits, lowered
 from .._errors import AmpError
@@ -24,8 +26,10 @@ from .._rules import (
     outs_of,
     use_original_precision,
 )
+from .._rules.by_pass import weight_side
 from .._rules.computing import asks_for_wider_result
 from .axes import sides
+from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
@@ -42,7 +46,7 @@ NO_HEADS = (
 """Names of scopes in which rounding to 8 bits costs more than it saves."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Quantising(Rule):
     """A rule for contractions, which leaves all else to other rules."""
 
@@ -53,6 +57,15 @@ class Quantising(Rule):
     @property
     def is_compute(self) -> bool:
         return True
+
+    def __repr__(self) -> str:
+        """The call that makes it."""
+        given = [
+            f"{f.name}={_shown(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != (WORTH_IT if f.name == "where" else f.default)
+        ]
+        return f"{type(self).__name__.lower()}({', '.join(given)})"
 
     def is_for(self, name: str) -> bool:
         return name in contract_names
@@ -141,11 +154,17 @@ def result_of(site: Site) -> DType:
 
 
 def reads_of(site: Site) -> tuple[DType | None, ...]:
-    """What is handed over in the compute dtype: not parameters, which are quantised."""
-    low = low_of(site)
+    """What is handed over in the compute dtype: not a parameter, which is quantised.
+
+    What else is an input is treated as activations further on are: else the first
+    iteration of a loop would be rounded unlike the others."""
+    low, weight, fact = low_of(site), weight_side(site), site.facts[weight_side(site)]
+    is_parameter = fact is not None and fact.leaf in _PARAMETERS
     return tuple(
-        None if author is None or (fact and fact.leaf) else lowered(author, low)
-        for author, fact in zip(site.authors, site.facts, strict=True)
+        None
+        if author is None or (is_parameter and i == weight)
+        else lowered(author, low)
+        for i, author in enumerate(site.authors)
     )
 
 
@@ -162,6 +181,10 @@ def decided(
         recasts=False,
         eight_bits=eight_bits,
     )
+
+
+def _shown(value: Any) -> str:
+    return repr(value.name if isinstance(value, np.dtype) else value)
 
 
 def _name(predicate: Any) -> str:
