@@ -25,6 +25,7 @@ from jaxamp_like import (
     quantised,
     worth_eight_bits,
 )
+from jaxamp_like._reports.page.table import tables
 from tests.programs import error, values
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -372,7 +373,7 @@ def repeated(ws, x):
 @pytest.mark.parametrize("rule", (FLOAT8, float8(where=None, granularity="row"), INT8))
 @pytest.mark.parametrize("fn", (scanned, rematted, branched))
 def test_structural_primitives(fn, rule):
-    """Every one gives what straight code gives; gradients up to roundings to 16 bits."""
+    """Every one gives what straight code gives; gradients up to roundings."""
     ws, x = values(2, 8, 8), values(4, 8)
     loss = lambda f: lambda ws: jnp.sum(jnp.sin(f(ws, x)))  # noqa: E731
     expected, wanted = jax.jit(jax.value_and_grad(low(loss(net), rule)))(ws)
@@ -543,6 +544,24 @@ def test_what_is_too_small_or_odd():
     assert found[0][0] == E4M3
     assert found[1][0] == "bfloat16"
     assert "16 x 20 x 32 is not worth_eight_bits(16, 1, 16)" in found[1][1]
+
+
+def test_what_explain_shows():
+    loss = lambda *args: jnp.sum(low(attention)(*args))  # noqa: E731
+    report = explain(jax.grad(loss))(*attention_args())
+    ops = [op for op in report.now.ops if op.operands]
+    assert {op.operands for op in ops} == {(E4M3, E4M3), (E5M2, E4M3)}
+    assert len(ops) == 6  # three, and the gradients of their weights
+    assert {op.scales for op in ops} == {"tensor x tensor"}
+    assert all("Hopper" in op.runs for op in ops)
+    (table,) = (t for t in tables(report, 1) if t.title == "Quantised contractions")
+    assert "no operand is a parameter" in " ".join(table.columns[2]._cells)
+    shares = report.now.totals.flops_by_dtype
+    assert shares.keys() == {E4M3, E5M2, "bfloat16"}
+    report = explain(low(attention, INT8))(*attention_args())
+    (op, *_) = (op for op in report.now.ops if op.operands)
+    assert op.operands == ("int8", "int8") and op.scales == "row x output"
+    assert any(op["runs"] for op in json.loads(report.to_json())["now"]["ops"])
 
 
 def test_other_options_of_what_is_left_alone():

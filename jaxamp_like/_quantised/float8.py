@@ -68,10 +68,8 @@ class Float8(Quantising):
             bind = with_passes(forward_of_kept, gradients, keep)
         else:
             bind = with_passes(forward, gradients)
-        operands = formats[0].dtype.name, formats[1].dtype.name
-        eight_bits = EightBits(
-            operands, f"{self.granularity} x {self.granularity}", _RUNS
-        )
+        scales = f"{self.granularity} x {self.granularity}"
+        eight_bits = EightBits(scales, _RUNS)
         return decided(site, self._why(site, kinds), bind, eight_bits)
 
     def _format(self, dtype: DType) -> Format:

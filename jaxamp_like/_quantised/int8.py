@@ -87,14 +87,11 @@ class Int8(Quantising):
         return rounded(x, axes, self.epsilon, largest)
 
     def _eight_bits(self, site: Site) -> EightBits:
-        if not self.weight_only:
-            scales = "row x output" if self.activation_max is None else "fixed x output"
-            runs = "native on GPUs, TPUs and CPUs; in 16 bits where there is one row"
-            return EightBits(("int8", "int8"), scales, runs)
-        operands = [low_of(site).name] * 2
-        operands[weight_side(site)] = "int8"
-        runs = f"in {low_of(site).name} everywhere; the weight is read in int8"
-        return EightBits((operands[0], operands[1]), "output", runs)
+        if self.weight_only:
+            return EightBits("output", f"in {low_of(site).name} everywhere")
+        scales = "row x output" if self.activation_max is None else "tensor x output"
+        runs = "native on GPUs, TPUs and CPUs; in 16 bits where there is one row"
+        return EightBits(scales, runs)
 
     def _why(self, site: Site) -> str:
         low = low_of(site).name

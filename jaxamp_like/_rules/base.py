@@ -132,7 +132,6 @@ class Site(NamedTuple):
 class EightBits(NamedTuple):
     """What a contraction of quantised operands is, for a report."""
 
-    operands: tuple[str, str]  # dtypes, of the left and the right one
     scales: str  # what shares one
     runs: str  # where there are kernels of it, and what runs elsewhere
 

@@ -48,7 +48,10 @@ class OpRecord:
             keys that led there, as in "encoder/attention: dot_general".
         rule: the rule found under it.
         why: the rule's reason.
-        flops: multiply-adds of a contraction, times two, of one run; else 0."""
+        flops: multiply-adds of a contraction, times two, of one run; else 0.
+        operands: the dtypes of both operands of a contraction that reads 8 bits.
+        scales: what shares a scale in its left and its right operand.
+        runs: where there are kernels for it, and what runs elsewhere."""
 
     place: Place
     primitive: str
@@ -61,6 +64,9 @@ class OpRecord:
     rule: str
     why: str
     flops: int
+    operands: tuple[str, ...] = ()
+    scales: str = ""
+    runs: str = ""
 
     @property
     def dtype(self) -> str:

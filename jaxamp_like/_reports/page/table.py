@@ -23,6 +23,7 @@ def tables(report: Explained, depth: int) -> Iterator[Any]:
     if not report.now.ops:
         return
     yield _scopes(report.scopes(depth))
+    yield from _quantised(report)
     yield _casts(report)
     yield _rules(report)
 
@@ -58,6 +59,24 @@ def _scopes(root: ScopeNode) -> Any:
 
     add(root, 0)
     return table
+
+
+def _quantised(report: Explained) -> Iterator[Any]:
+    """The contractions of 8-bit operands, and those that might have been."""
+    ops = [op for op in report.now.ops if op.flops]
+    if not any(op.operands for op in ops):
+        return
+    columns = ("operands", "a scale for each", "runs, or why not", "phase", "count")
+    table = _table("Quantised contractions", columns, 1)
+    count = Counter(
+        (" x ".join(op.operands or op.reads), op.scales, op.runs or op.why)
+        + (op.place.phase,)
+        for op in ops
+    )
+    for row, n in count.most_common(MAX_ROWS):
+        table.add_row(*row, str(n))
+    _note_rest(table, len(count))
+    yield table
 
 
 def _casts(report: Explained) -> Any:
