@@ -62,8 +62,8 @@ def transposed(fn: Bilinear, moving: Any, other: Any, low: DType) -> Bilinear:
 
     @functools.cache
     def traced() -> Any:
-        ct = jax.eval_shape(lambda x, y: fn(x, y, in_dtype(low)), moving, other)
-        return trace(transpose, [ct, other])
+        forward = trace(lambda x, y: fn(x, y, in_dtype(low)), [moving, other])
+        return trace(transpose, [raw(forward).outvars[0].aval, other])
 
     def evaluated(ct: Any, other: Any, hook: Hook) -> Any:
         jaxpr = traced()
