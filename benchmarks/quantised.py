@@ -138,7 +138,9 @@ def measure(fn: Callable[..., Any], args: Any, triton: bool) -> Figures:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
+    parser.add_argument(
+        "--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192]
+    )
     parser.add_argument("--no-blocks", action="store_true")
     parser.add_argument("--triton", action="store_true", help="Triton's kernels too")
     parser.add_argument("--contenders", nargs="*", default=[*CONTENDERS])
@@ -150,7 +152,8 @@ def main(argv: list[str] | None = None) -> int:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     work: dict[str, tuple[Any, Any]] = {
-        f"{n} x {n} x {n}": (matmul, (struct(n, n), struct(n, n))) for n in options.sizes
+        f"{n} x {n} x {n}": (matmul, (struct(n, n), struct(n, n)))
+        for n in options.sizes
     }
     if not options.no_blocks:
         work["GPT blocks"] = blocks, shapes_of_blocks(struct)

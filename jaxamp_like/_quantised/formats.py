@@ -77,8 +77,8 @@ def to_float8(x: Any, scale: Any, fmt: Format) -> Any:
     x = x.astype(_FLOAT32)
     x = x * (1 / scale) if fmt.power_of_two else x / scale
     clipped = lax.clamp(-fmt.largest, x, fmt.largest)
-    x = lax.select(lax.is_finite(x), clipped, lax.full_like(x, jnp.nan))
-    return x.astype(fmt.dtype)
+    # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
+    return (clipped + 0 * x).astype(fmt.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
