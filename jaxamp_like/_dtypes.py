@@ -76,10 +76,10 @@ def as_compute_dtype(value: DTypeLike, argument: str) -> DType:
         info = jnp.finfo(dtype)
         raise AmpError(
             f"`{argument}` is {dtype.name!r}, which holds {float(info.tiny):.2g} to "
-            f"{float(info.max):.3g}: numbers need scales in it, or gradients vanish, "
-            "and this version has no rules for that yet. Compute in 'bfloat16' or "
-            "'float16'; a single op can be given float8 without scales by a rule, "
-            f"`default_amp_policy | {{'scope': use_precision({dtype.name!r})}}`."
+            f"{float(info.max):.3g}: numbers need scales in it, or gradients vanish. "
+            "Compute in 'bfloat16' or 'float16', with contractions in float8 that have "
+            "scales: `amp_policy='float8_from_mixed_bfloat16'`, or the rule `float8()` "
+            "for some of them."
         )
     return dtype
 

@@ -1,4 +1,4 @@
-"""The policies of other mixed-precision systems, op by op.
+"""The policies of other mixed-precision systems, op by op; and 8-bit contractions.
 
 Each is a function that returns a policy: `amp(fn, amp_policy=pytorch_autocast())`."""
 
@@ -10,6 +10,7 @@ from ._policies.presets import (
     pytorch_autocast as pytorch_autocast,
     tensorflow_graph_rewrite as tensorflow_graph_rewrite,
 )
+from ._policies.quantised import quantised as quantised
 
 __all__ = [
     "full_precision",
@@ -17,5 +18,6 @@ __all__ = [
     "jmp",
     "mxnet",
     "pytorch_autocast",
+    "quantised",
     "tensorflow_graph_rewrite",
 ]

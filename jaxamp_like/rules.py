@@ -5,6 +5,11 @@ A dtype stands for `use_precision(dtype)`, and any function
 `rule(compute_dtype, original_dtypes, *invars, **bind_params)` that returns
 `(invars, bind_params)` for a rule of your own."""
 
+from ._quantised import (
+    float8 as float8,
+    int8 as int8,
+    worth_eight_bits as worth_eight_bits,
+)
 from ._rules import (
     Rule as Rule,
     Site as Site,
@@ -35,7 +40,9 @@ from ._rules.saving_low import saving_low as saving_low
 __all__ = [
     "Rule",
     "Site",
+    "float8",
     "follow_inputs",
+    "int8",
     "keep_each_input",
     "keep_inputs",
     "not_divisible_by",
@@ -53,4 +60,5 @@ __all__ = [
     "use_widest_precision",
     "when",
     "wide",
+    "worth_eight_bits",
 ]

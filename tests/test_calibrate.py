@@ -19,8 +19,6 @@ from jaxamp_like import (
     AmpError,
     AmpWarning,
     Budget,
-    Calibration,
-    Device,
     PolicyMap,
     amp,
     amp_stop,
@@ -34,6 +32,7 @@ from jaxamp_like._calibrate.marks import Contraction
 from jaxamp_like._calibrate.rounding import rounded
 from jaxamp_like._calibrate.search import Ranking, search, sensitivities
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
+from jaxamp_like.reports import Calibration, Device
 
 from .planted import KINDS, planted
 

@@ -128,10 +128,8 @@ def say(error, match, make):
             "needs? scales.*'bfloat16' or",
             lambda: amp(net, compute_dtype="float8_e4m3fn"),
         ),
-        say(
-            AmpError, r"use_precision\('float8_e5m2'\)", lambda: Policy(jnp.float8_e5m2)
-        ),
-        say(AmpError, "no rules for that yet", lambda: Policy("float8_e4m3b11fnuz")),
+        say(AmpError, r"the rule `float8\(\)`", lambda: Policy(jnp.float8_e5m2)),
+        say(AmpError, "float8_from_mixed_b", lambda: Policy("float8_e4m3b11fnuz")),
         say(
             TypeError,
             "Did you mean 'bfloat16'",

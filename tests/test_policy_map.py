@@ -157,7 +157,7 @@ def test_like_a_dict():
             r"`policy_map\['a'\]`: T",
         ),
         (lambda: PolicyMap(F32, {"a": {"b": F32}}), TypeError, r"`policy_map\['a'\]`"),
-        (lambda: PolicyMap(F32, {"a": "int8_from_float32"}), AmpError, "int8 rules"),
+        (lambda: PolicyMap(F32, {"a": "int8"}), ValueError, r"\['a'\].*int8_from_mix"),
         (lambda: PolicyMap(F32, {"": F32}), TypeError, "must be a path .* but got ''"),
         (lambda: PolicyMap(F32, {lax.exp_p: F32}), TypeError, "but got exp"),
         (lambda: PolicyMap(F32, {re.compile(b"a"): F32}), TypeError, "must be a path"),

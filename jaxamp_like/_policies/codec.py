@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from .. import _rules
+from .. import _quantised, _rules
 from .._errors import AmpError
 from .._jax import Primitive
 from .._rules import Callback, Rule, UsePrecision, conditions as _conditions
@@ -36,6 +36,7 @@ from .presets import (
     pytorch_autocast,
     tensorflow_graph_rewrite,
 )
+from .quantised import MODES, quantised
 
 Data = dict[str, Any]
 
@@ -127,6 +128,7 @@ def _bases() -> dict[str, Mapping[Key, Rule]]:
         "default_amp_policy": default_amp_policy,
         **{f"{preset.__name__}()": preset() for preset in presets},
         **{f"{preset.__name__}({arg!r})": preset(arg) for preset, arg in calls},
+        **{f"quantised({mode}())": quantised(make()) for mode, make in MODES.items()},
     }
 
 
@@ -223,4 +225,6 @@ def encode_predicate(predicate: Callable[..., Any], where: str) -> Data:
 
 
 def decode_predicate(data: Data) -> Predicate:
-    return getattr(_conditions, data["name"])(*_decode(data["args"]))
+    name = data["name"]
+    home = _conditions if hasattr(_conditions, name) else _quantised
+    return getattr(home, name)(*_decode(data["args"]))

@@ -200,19 +200,23 @@ class CheckedPolicy:
 
     def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Found | None:
         """What is said of the scope or, if nothing is, of the primitive."""
-        found = self.find_scope(scope)
+        found = self.find_scope(primitive, scope)
         if found is None and primitive in self.primitives:
             found = Found(primitive, self.primitives[primitive])
         return found
 
-    def find_scope(self, scope: tuple[str, ...]) -> Found | None:
+    def find_scope(self, primitive: Primitive, scope: tuple[str, ...]) -> Found | None:
+        """What is said of the scope, by rules that are for such a primitive."""
         for depth in range(1, len(scope) + 1):
             paths = paths_to(scope[:depth])
             for part in itertools.chain.from_iterable(map(endings, paths)):
-                if part in self.paths:  # of those that end here, the longest
-                    return Found("/".join(part), self.paths[part], by_scope=True)
+                rule = self.paths.get(part)  # of those that end here, the longest
+                if rule is not None and rule.is_for(primitive.name):
+                    return Found("/".join(part), rule, by_scope=True)
             for pattern, rule in self.patterns.items():
-                if any(pattern.fullmatch("/".join(path)) for path in paths):
+                if rule.is_for(primitive.name) and any(
+                    pattern.fullmatch("/".join(path)) for path in paths
+                ):
                     return Found(pattern, rule, by_scope=True)
         return None
 

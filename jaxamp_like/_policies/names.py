@@ -1,15 +1,17 @@
 """The names of policies, and the strings that spell them out."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 
-from .._dtypes import NAMES, SHORT_NAMES, did_you_mean, full_name
+from .._dtypes import NAMES, SHORT_NAMES, bits, did_you_mean, full_name
 from .._errors import AmpError
 from .._rules import Rule
 from .._rules.given import is_dtype, short
 from .named import DTYPE_FIELDS, Policy
+from .quantised import MODES, quantised
 
 _NAMES: dict[str, dict[str, str]] = {
     **{name: dict.fromkeys(DTYPE_FIELDS, name) for name in NAMES},
@@ -18,7 +20,6 @@ _NAMES: dict[str, dict[str, str]] = {
         for name in ("float16", "bfloat16")
     },
 }
-_QUANTISED = ("int8", "float8")
 _PARTS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -38,8 +39,9 @@ def get_policy(policy: str | Policy) -> Policy:
     - "params=float32,compute=bfloat16,output=float32", or short
       "p=f32,c=bf16,o=f32": field by field. What is not named is left as it is. "full"
       is float32, "half" is bfloat16 on a TPU and float16 elsewhere;
-    - "int8_from_mixed_bfloat16", "float8_from_mixed_bfloat16" and the like are names of
-      policies that this version has no rules for yet, and says so.
+    - "int8_from_mixed_bfloat16", "float8_from_float32" and the like: the policy named
+      after "from", with contractions by the rule `int8()` or `float8()`, which leaves
+      heads, embeddings, attention's scores and what is too small to gain from it alone.
 
     Args:
         policy: the name or string; a `Policy` is returned as it is.
@@ -48,7 +50,7 @@ def get_policy(policy: str | Policy) -> Policy:
     Raises:
         TypeError: `policy` is neither a string nor a `Policy`.
         ValueError: an unknown name, a malformed string, or float64 without x64.
-        AmpError: a quantised policy.
+        AmpError: a quantised policy of what has more than 32 bits.
 
     >>> get_policy("params=float32,compute=bfloat16,output=float32")
     Policy(compute_dtype='bfloat16', param_dtype='float32', output_dtype='float32')
@@ -67,21 +69,32 @@ def get_policy(policy: str | Policy) -> Policy:
         return _parse(policy)
     name = full_name(policy)
     mode, is_quantised, source = name.partition("_from_")
-    if is_quantised and mode in _QUANTISED:
-        get_policy(source)  # which may be wrong by itself
-        raise AmpError(
-            f"{policy!r} is a policy whose {mode} rules this version does not have "
-            f"yet. Until then use the policy that it starts from, {source!r}."
+    if is_quantised and mode in MODES:
+        return _quantised(mode, get_policy(source), policy)
+    if is_quantised or name in MODES:
+        raise ValueError(
+            f"There is no policy called {policy!r}. Quantised policies are called by "
+            f"{' or '.join(map(repr, MODES))} and the policy that they start from: "
+            "'int8_from_mixed_bfloat16'."
         )
     if name not in _NAMES:
-        quantised = [f"{mode}_from_mixed_bfloat16" for mode in _QUANTISED]
-        hint = did_you_mean(name, (*_NAMES, *quantised, *SHORT_NAMES))
+        low = [f"{mode}_from_mixed_bfloat16" for mode in MODES]
+        hint = did_you_mean(name, (*_NAMES, *low, *SHORT_NAMES))
         raise ValueError(
             f"There is no policy called {policy!r}.{hint} Known names are "
             f"{', '.join(map(repr, _NAMES))}; a policy can also be spelt out: "
             "'params=float32,compute=bfloat16,output=float32'."
         )
     return _with_dtypes(_NAMES[name])
+
+
+def _quantised(mode: str, source: Policy, name: str) -> Policy:
+    if source.compute_dtype is not None and bits(source.compute_dtype) > 32:
+        raise AmpError(
+            f"{name!r}: nothing of more than 32 bits is quantised. Start from "
+            f"'float32' or 'mixed_bfloat16': '{mode}_from_float32'."
+        )
+    return replace(source, rules=quantised(MODES[mode]()))
 
 
 def _instead(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._dtypes import DType
 from .._errors import AmpError, warn_or_raise
-from .._jax import Eqn, Jaxpr, consts, raw, scopes, source_line, subjaxprs
+from .._jax import Eqn, Jaxpr, consts, names, raw, scopes, source_line, subjaxprs
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Found, Lookup
 from .._primitives import FIXED
@@ -123,7 +123,7 @@ class Planner:
         cast = {
             i: fact.leaf
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
-            if fact and fact.leaf and fact.dtype != dtype
+            if fact and fact.leaf and fact.dtype != dtype and decision.recasts
         }
         return Step(
             eqn,
@@ -177,4 +177,5 @@ class Planner:
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
             by_scope=found.by_scope,
+            backward=names(eqn).backward,
         )

@@ -1,6 +1,7 @@
 """Keys of a policy that matched nothing, and what they may have been meant to be."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 
@@ -15,6 +16,7 @@ from .._policies.dictionary import (
     paths_to,
     show_key,
 )
+from .._quantised.rule import Quantising
 from .plan import Plan, Step
 from .planner import Planner
 from .record import MARK
@@ -35,6 +37,21 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
             f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
             f"{_hint(key, steps)}"
         )
+
+
+def report_of_nothing_quantised(plan: Plan) -> str | None:
+    """What to say where rules that quantise have left all contractions alone."""
+    asked = [s for s in _steps(plan) if isinstance(s.found.rule, Quantising)]
+    if not asked or any(step.decision.eight_bits for step in asked):
+        return None
+    whys = Counter(step.decision.why.partition(": ")[2] for step in asked)
+    listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST) if why)
+    return (
+        f"No contraction is quantised. Of {len(asked)} that the policy would quantise, "
+        f"there are {listed}. `explain` shows each; the arguments `where`, `leave` and "
+        "`parameters_only` of the rule say which to leave alone: `float8(where=None)` "
+        "quantises small ones too."
+    )
 
 
 def _steps(plan: Plan) -> Iterator[Step]:

@@ -7,6 +7,7 @@ here is known by its name to saved policies."""
 from .base import (
     Decision as Decision,
     Demand as Demand,
+    EightBits as EightBits,
     Fact as Fact,
     Leaf as Leaf,
     Mark as Mark,

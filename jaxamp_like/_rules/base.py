@@ -109,6 +109,7 @@ class Site(NamedTuple):
     out_avals: tuple[Any, ...]
     wanted: tuple[Demand, ...]
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
+    backward: bool = False  # whether JAX made it by transposing a derivative
 
     @property
     def demand(self) -> Demand:
@@ -129,6 +130,13 @@ class Site(NamedTuple):
         )
 
 
+class EightBits(NamedTuple):
+    """What a contraction of quantised operands is, for a report."""
+
+    scales: str  # what shares one
+    runs: str  # where there are kernels of it, and what runs elsewhere
+
+
 class Decision(NamedTuple):
     """What becomes of one equation."""
 
@@ -138,6 +146,8 @@ class Decision(NamedTuple):
     why: str
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
     keeps: tuple[DType | None, ...] = ()  # operands that are kept so, not as read
+    recasts: bool = True  # whether casts of inputs are made again in the backward pass
+    eight_bits: EightBits | None = None  # of a contraction that is quantised
 
 
 def author_dtype(aval: Any) -> DType | None:
@@ -161,6 +171,10 @@ class Rule:
     def is_compute(self) -> bool:
         """Whether the equation makes low results whatever it reads."""
         return False
+
+    def is_for(self, name: str) -> bool:
+        """Whether it says anything of primitives called `name`, under a scope."""
+        return True
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> "Rule":
         """The rule for an equation of which parameters and operands are known."""

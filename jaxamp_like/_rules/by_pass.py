@@ -108,7 +108,7 @@ class UsePrecisionByPass(Rule):
             return original._replace(why="the author asked for this precision")
         forward = _pass(site, self.forward)
         gradients = [_pass(site, self.input_gradient)] * 2
-        gradients[self._weight(site)] = _pass(site, self.weight_gradient)
+        gradients[weight_side(site, self.weight)] = _pass(site, self.weight_gradient)
         passes = [forward, *gradients]
         if all(made.reads == site.authors[:2] for made in passes):
             return original._replace(why="the author's dtype is no wider")
@@ -124,19 +124,6 @@ class UsePrecisionByPass(Rule):
             self._why(site),
             bind,
         )
-
-    def _weight(self, site: Site) -> int:
-        """Which operand is the weight."""
-        if self.weight is not None:
-            return ("lhs", "rhs").index(self.weight)
-        if site.primitive.name != "dot_general":
-            return 1  # a filter, or the matrices of the groups
-        inputs = [
-            i
-            for i, fact in enumerate(site.facts)
-            if fact and fact.leaf in (Leaf.ROOT, Leaf.VIEW)
-        ]
-        return inputs[0] if len(inputs) == 1 else 1
 
     def _why(self, site: Site) -> str:
         def show(choice):
@@ -213,6 +200,20 @@ def _choice(value: DTypeLike | PassPrecision | None, argument: str) -> PassPreci
     if value is wide:
         raise TypeError(f"`{argument}` is `wide`, which is called: write `wide()`.")
     return PassPrecision(None if value is None else as_float_dtype(value, argument))
+
+
+def weight_side(site: Site, given: Literal["lhs", "rhs"] | None = None) -> int:
+    """Which operand of a contraction is the weight, if the user has not said it."""
+    if given is not None:
+        return ("lhs", "rhs").index(given)
+    if site.primitive.name != "dot_general":
+        return 1  # a filter, or the matrices of the groups
+    inputs = [
+        i
+        for i, fact in enumerate(site.facts)
+        if fact and fact.leaf in (Leaf.ROOT, Leaf.VIEW)
+    ]
+    return inputs[0] if len(inputs) == 1 else 1
 
 
 class _Pass(NamedTuple):

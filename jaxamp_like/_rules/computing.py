@@ -36,7 +36,7 @@ def asks_for_precision(params: dict[str, Any]) -> bool:
     return any(part not in (None, lax.Precision.DEFAULT) for part in parts)
 
 
-def _asks_for_wider_result(site: Site) -> bool:
+def asks_for_wider_result(site: Site) -> bool:
     """Whether the author set a result wider than the operands as written."""
     wide, authors = site.params.get("preferred_element_type"), site.authors
     return wide is not None and all(a is None or bits(wide) > bits(a) for a in authors)
@@ -52,7 +52,7 @@ def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
 
 
 def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
-    wide = _asks_for_wider_result(site)
+    wide = asks_for_wider_result(site)
     return outs_of(site, None if wide else dtype, Mark.LOW)
 
 
@@ -85,7 +85,7 @@ class UsePrecision(Rule):
         decision = Decision(
             reads, params, outs_of(site, dtype, Mark.LOW), f"computes in {dtype.name}"
         )
-        if "preferred_element_type" not in params or _asks_for_wider_result(site):
+        if "preferred_element_type" not in params or asks_for_wider_result(site):
             return decision._replace(outs=_as_bound(site, dtype))
         # Else every contraction of the backward pass would read a float32 cotangent.
         low = site.out_authors[0] and lowered(site.out_authors[0], dtype)

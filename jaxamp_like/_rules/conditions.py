@@ -147,7 +147,7 @@ def sums_more_than(terms: int) -> Predicate:
     >>> sums_more_than(4096)
     sums_more_than(4096)
     """
-    return Predicate(_sums_more_than, (_positive(terms, "terms"),))
+    return Predicate(_sums_more_than, (positive(terms, "terms"),))
 
 
 def smaller_than(elements: int) -> Predicate:
@@ -166,7 +166,7 @@ def smaller_than(elements: int) -> Predicate:
     >>> smaller_than(1024)
     smaller_than(1024)
     """
-    return Predicate(_smaller_than, (_positive(elements, "elements"),))
+    return Predicate(_smaller_than, (positive(elements, "elements"),))
 
 
 def not_divisible_by(divisor: int = 8) -> Predicate:
@@ -188,7 +188,7 @@ def not_divisible_by(divisor: int = 8) -> Predicate:
     not_divisible_by(8)
 
     NVIDIA, "Train With Mixed Precision" (user's guide), on tensor core shapes."""
-    return Predicate(_not_divisible_by, (_positive(divisor, "divisor"),))
+    return Predicate(_not_divisible_by, (positive(divisor, "divisor"),))
 
 
 def param_is(name: str, *values: Any) -> Predicate:
@@ -284,7 +284,7 @@ def _sides(site: Site) -> list[tuple[Any, ...]]:
     return []
 
 
-def _positive(value: Any, argument: str) -> int:
+def positive(value: Any, argument: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{argument}` must be a positive integer, but got {value!r}.")
     return value

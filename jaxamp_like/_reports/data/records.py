@@ -50,7 +50,10 @@ class OpRecord:
             keys that led there, as in "encoder/attention: dot_general".
         rule: the rule found under it.
         why: the rule's reason.
-        flops: multiply-adds of a contraction, times two, of one run; else 0."""
+        flops: multiply-adds of a contraction, times two, of one run; else 0.
+        operands: the dtypes of both operands of a contraction that reads 8 bits.
+        scales: what shares a scale in its left and its right operand.
+        runs: where there are kernels for it, and what runs elsewhere."""
 
     place: Place
     primitive: Annotated[str, Column("primitive", at=20)]
@@ -63,6 +66,9 @@ class OpRecord:
     rule: Annotated[str, Column("rule", at=60)]
     why: Annotated[str, Column("why", at=60)]
     flops: int
+    operands: tuple[str, ...] = ()
+    scales: str = ""
+    runs: str = ""
 
     @property
     def dtypes_written(self) -> Annotated[str, Column("written", at=40)]:
@@ -83,6 +89,40 @@ class OpRecord:
     def total_flops(self) -> Annotated[int, Column("FLOPs", "flops", 95, adds=True)]:
         """FLOPs of all its runs."""
         return self.flops * self.place.times
+
+
+@dataclass(frozen=True, slots=True)
+class ContractionRecord:
+    """A contraction of a program that has some of 8-bit operands.
+
+    Args:
+        operands: the dtypes that it reads.
+        scales: what shares a scale in its left and its right operand.
+        runs: where there are kernels for it; why it was left alone, if it was.
+        phase: as of its place.
+        count: how many equations it stands for."""
+
+    operands: Annotated[str, Column("operands", terminal=True)]
+    scales: Annotated[str, Column("a scale for each", terminal=True)]
+    runs: Annotated[str, Column("runs, or why not", terminal=True)]
+    phase: Annotated[Phase, Column("phase", terminal=True)]
+    count: Annotated[int, Column("count", "number", adds=True, terminal=True)] = 1
+
+
+def quantised_contractions(ops: Iterable[OpRecord]) -> list[ContractionRecord]:
+    """The contractions, if any of them reads 8 bits: which do, and why others don't."""
+    found = [op for op in ops if op.flops]
+    if not any(op.operands for op in found):
+        return []
+    return [
+        ContractionRecord(
+            " x ".join(op.operands or op.reads),
+            op.scales,
+            op.runs or op.why,
+            op.place.phase,
+        )
+        for op in found
+    ]
 
 
 @dataclass(frozen=True, slots=True)

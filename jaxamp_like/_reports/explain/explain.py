@@ -138,7 +138,20 @@ def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
         rule=rule_name(step.found.rule) if step else "",
         why=_why(at),
         flops=num_flops,
+        **_eight_bits(eqn, step),
     )
+
+
+def _eight_bits(eqn: Eqn, step: Step | None) -> dict[str, Any]:
+    """What an 8-bit contraction tells beside."""
+    made = step.decision.eight_bits if step else None
+    if made is None or not walk.flops(eqn):
+        return {}
+    dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+    if all(dtype.itemsize > 1 for dtype in dtypes):
+        return {}
+    operands = tuple(dtype.name for dtype in dtypes)
+    return {"operands": operands, "scales": made.scales, "runs": made.runs}
 
 
 def _written(step: Step) -> tuple[str, ...]:

@@ -14,7 +14,15 @@ from typing import Any
 
 from ..data.explained import Explained, human_bytes, human_flops, shares, summary
 from ..data.numbers import Numbers, OpNumerics, ScopeNumerics
-from ..data.records import CastRecord, Difference, OpRecord, RuleRecord, ScopeNode
+from ..data.records import (
+    CastRecord,
+    ContractionRecord,
+    Difference,
+    OpRecord,
+    RuleRecord,
+    ScopeNode,
+    quantised_contractions,
+)
 from ..extras import need
 from . import charts, source
 from .data import differences, heads, notable, table, tiles, tree
@@ -29,6 +37,8 @@ def report_page(
         "casts": table(CastRecord, report.now.casts),
         "rules": table(RuleRecord, report.rules),
     }
+    if quantised := quantised_contractions(report.now.ops):
+        tables["quantised"] = table(ContractionRecord, quantised)
     if against is not None:
         tables["differences"] = table(Difference, differences(report.now, against.now))
     data: dict[str, Any] = {
@@ -46,6 +56,7 @@ def report_page(
         numerics=numerics,
         sources=source.view(report.now),
         versions=report.versions,
+        quantised="quantised" in tables,
     )
 
 

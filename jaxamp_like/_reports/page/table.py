@@ -6,7 +6,13 @@ from typing import Any
 from ..data.columns import Kind, Shown, columns, rows
 from ..data.explained import Explained, human_bytes, human_flops, shares, summary
 from ..data.numbers import Numbers, OpNumerics
-from ..data.records import CastRecord, RuleRecord, ScopeNode
+from ..data.records import (
+    CastRecord,
+    ContractionRecord,
+    RuleRecord,
+    ScopeNode,
+    quantised_contractions,
+)
 from ..extras import need
 
 MAX_ROWS = 30
@@ -23,6 +29,9 @@ def tables(report: Explained, depth: int) -> Iterator[Any]:
     if not report.now.ops:
         return
     yield _scopes(report.scopes(depth))
+    if quantised := quantised_contractions(report.now.ops):
+        title = "Quantised contractions"
+        yield record_table(title, ContractionRecord, quantised, MAX_ROWS)
     casts = report.now.casts
     yield record_table("Casts, most frequent first", CastRecord, casts, MAX_ROWS)
     yield _rules(report)

@@ -1,0 +1,85 @@
+"""Which axes of a contraction's operands are summed over, and where the others go.
+
+A scale that is the same along the axes that are summed over can be taken out of the
+sum, and multiplies the result."""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._primitives.contractions import at, dot_numbers, rest
+
+
+class Axes(NamedTuple):
+    """The axes of one operand.
+
+    Args:
+        summed: those that the contraction sums over.
+        kept: the others, with the axis of the result that each becomes."""
+
+    summed: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...]
+
+
+def axes_of(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]:
+    """The axes of both operands of a `dot_general` or a convolution."""
+    if (numbers := dot_numbers(params)) is None:
+        return _axes_of_convolution(params["dimension_numbers"])
+    contracted, batch = numbers
+    free = [rest(tuple(range(ndims[i])), (*contracted[i], *batch[i])) for i in range(2)]
+    starts = (len(batch[0]), len(batch[0]) + len(free[0]))
+    lhs, rhs = (
+        Axes(
+            tuple(contracted[i]),
+            (
+                *((axis, to) for to, axis in enumerate(batch[i])),
+                *((axis, starts[i] + to) for to, axis in enumerate(free[i])),
+            ),
+        )
+        for i in range(2)
+    )
+    return lhs, rhs
+
+
+def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
+    """An example, and an output feature, are made of one sum over all else."""
+    (example, *inside), (feature, *filters), out = numbers
+    return (
+        Axes(tuple(sorted(inside)), ((example, out[0]),)),
+        Axes(tuple(sorted(filters)), ((feature, out[1]),)),
+    )
+
+
+def onto_result(scale: Any, axes: Axes, ndim: int) -> Any:
+    """Scales of an operand's rows, as they multiply a result of `ndim` axes."""
+    if scale.ndim == 0:
+        return scale
+    kept = sorted(axes.kept, key=lambda pair: pair[1])
+    order = [axis for axis, _ in kept]
+    shape = [1] * ndim
+    for axis, to in kept:
+        shape[to] = scale.shape[axis]
+    return jnp.transpose(scale, [*order, *axes.summed]).reshape(shape)
+
+
+def sides(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | None:
+    """Rows, columns and summed length of the matrix product that a contraction is.
+
+    Of each of them, if it is a batch of products; `None` if a length is symbolic. The
+    rows of a convolution are all places of all examples."""
+    lhs, rhs = shapes[:2]
+    if (numbers := dot_numbers(params)) is not None:
+        contracted, batch = numbers
+        lengths = (
+            rest(lhs, (*contracted[0], *batch[0])),
+            rest(rhs, (*contracted[1], *batch[1])),
+            at(lhs, contracted[0]),
+        )
+    else:
+        (example, _, *places), (feature, *filters), _ = params["dimension_numbers"]
+        lengths = (at(lhs, (example, *places)), at(rhs, [feature]), at(rhs, filters))
+    if not all(isinstance(d, int) for length in lengths for d in length):
+        return None
+    rows, columns, summed = map(prod, lengths)
+    return rows, columns, summed

@@ -1,0 +1,182 @@
+"""`float8`: contractions of float8 operands, forward and backward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .._dtypes import DType, cast
+from .._rules import Decision, EightBits, Rule, Site
+from .._rules.by_pass import weight_side
+from .bilinear import as_it_is, bilinear, by_scales
+from .formats import Format, quantised
+from .passes import Kind, Pass, with_passes
+from .rule import NO_HEADS, Quantising, decided, low_of, result_of
+from .said import as_bool, float8_dtype, leave_alone, one_of, predicate_or_none
+from .worth import WORTH_IT
+
+E4M3 = jnp.dtype("float8_e4m3fn")
+E5M2 = jnp.dtype("float8_e5m2")
+_RUNS = "native on GPUs from Ada and Hopper on; the same numbers in 16 bits elsewhere"
+
+
+@dataclass(frozen=True, repr=False)
+class Float8(Quantising):
+    """See `float8`."""
+
+    grad_dtype: DType = E5M2
+    weight_gradient: Literal["float8", "compute"] = "float8"
+    granularity: Literal["tensor", "row"] = "tensor"
+    keep: Literal["float8", "compute"] = "float8"
+    power_of_two: bool = True
+
+    def quantise(self, site: Site) -> Decision:
+        low, out = low_of(site), result_of(site)
+        kinds = self._kinds(site)
+        formats = self._formats(site)
+        by_row = self.granularity == "row"
+        gradients = [
+            Pass(
+                bilinear(site.primitive, site.params, moving=i),
+                kinds[i],
+                low,
+                _product_dtype(low),
+                (self._format(self.grad_dtype), formats[1 - i]),
+                by_row,
+            )
+            for i in (0, 1)
+        ]
+        fn = bilinear(site.primitive, site.params, moving=0)
+        result = _product_dtype(out)
+
+        def forward(lhs, rhs):
+            return cast(fn(lhs, rhs, by_scales(formats, by_row, result)), out)
+
+        def keep(lhs, rhs):
+            return quantised(lhs, formats[0]), quantised(rhs, formats[1])
+
+        def forward_of_kept(lhs, rhs, *kept):
+            del lhs, rhs
+            left, left_scale, right, right_scale = kept
+            made = fn(left, right, as_it_is(result))
+            # One scalar, which the kernel multiplies with for nothing.
+            return cast(made * (left_scale * right_scale).astype(result), out)
+
+        if "kept" in kinds:
+            bind = with_passes(forward_of_kept, gradients, keep)
+        else:
+            bind = with_passes(forward, gradients)
+        scales = f"{self.granularity} x {self.granularity}"
+        eight_bits = EightBits(scales, _RUNS)
+        return decided(site, self._why(site, kinds), bind, eight_bits)
+
+    def _format(self, dtype: DType) -> Format:
+        return Format(dtype, power_of_two=self.power_of_two)
+
+    def _formats(self, site: Site) -> tuple[Format, Format]:
+        # In a backward pass, JAX puts the cotangent first.
+        is_backward = site.backward and site.primitive.name == "dot_general"
+        lhs = self.grad_dtype if is_backward else E4M3
+        return self._format(lhs), self._format(E4M3)
+
+    def _kinds(self, site: Site) -> list[Kind]:
+        """How the gradients of both operands are made."""
+        if site.primitive.name != "dot_general":
+            return ["compute", "compute"]
+        is_kept = self.granularity == "tensor" and self.keep == "float8"
+        kinds: list[Kind] = ["kept" if is_kept else "again"] * 2
+        if self.weight_gradient == "compute":
+            kinds[weight_side(site)] = "compute"
+        return kinds
+
+    def _why(self, site: Site, kinds: list[Kind]) -> str:
+        scales = f"one scale for each {self.granularity}"
+        low = low_of(site).name
+        lhs = self._formats(site)[0].dtype.name
+        text = f"computes in {lhs} x {E4M3.name}, {scales}"
+        if kinds == ["compute", "compute"]:
+            return f"{text}; gradients in {low}"
+        if "compute" in kinds:
+            text += f"; weight gradients in {low}"
+        return f"{text}; cotangents in {self.grad_dtype.name}"
+
+
+def _product_dtype(dtype: DType) -> DType:
+    # XLA turns a float16 result of float8 operands into a float16 contraction.
+    return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
+
+
+def float8(
+    *,
+    grad_dtype: DTypeLike = "float8_e5m2",
+    weight_gradient: Literal["float8", "compute"] = "float8",
+    granularity: Literal["tensor", "row"] = "tensor",
+    keep: Literal["float8", "compute"] = "float8",
+    power_of_two: bool = True,
+    where: Callable[[Site], bool] | None = WORTH_IT,
+    leave: tuple[str, ...] = NO_HEADS,
+    parameters_only: bool = True,
+) -> Rule:
+    """Contractions of float8 operands: forward, and for both gradients.
+
+    Each operand is divided by a scale that brings its largest magnitude to that of the
+    format, and rounded to float8: e4m3fn forward, e5m2 for cotangents. The result is
+    made in bfloat16 (float32 where that is what follows) and multiplied by one scalar,
+    the form that XLA has native kernels for on a GPU; a CPU computes the same numbers
+    in bfloat16 or float32. Scales come from the arrays at hand ("current scaling"), so
+    there is no state. What the backward pass keeps is float8 too.
+
+    Quantised are `dot_general`s with any batch and contracted axes, and convolutions,
+    of which the gradients are made in the compute dtype. Left to the compute dtype are
+    heads and embeddings, contractions of which no operand is a parameter (attention's
+    scores), those for which `where` doesn't hold, ragged ones, and products that sum
+    nothing; `explain` says why of each. What the author gave a
+    precision by hand stays as written, but under the key of a scope. There, ops that
+    are no contractions get what the policy says of them otherwise.
+
+    A tensor of zeros stays one. NaN stays NaN, and inf becomes NaN: a loss scaler sees
+    both. Second derivatives need `keep="compute"`. Within `jax.vmap(amp(f))`, each
+    example has scales of its own, and `where` sees its shapes; outside, in
+    `amp(jax.vmap(f))`, all of the batch is one tensor.
+
+    Args:
+        grad_dtype: the format of cotangents. "float8_e4m3fn" is more accurate, with
+            2^18 of range against 2^32.
+        weight_gradient: "compute" makes it of operands in the compute dtype.
+        granularity: "row" gives each row of the left operand, and column of the right,
+            a scale, in all three contractions; operands are then kept in the compute
+            dtype, and quantised again in the backward pass.
+        keep: what operands are kept as for the backward pass.
+        power_of_two: whether scales are rounded up to powers of two, which no
+            multiplication by them rounds. Else they are as they come out.
+        where: tells of a contraction (a `Site`) whether to quantise it; `None` always
+            does.
+        leave: regular expressions of names of scopes that are left to the compute
+            dtype: heads and embeddings, by names that they commonly have.
+        parameters_only: whether contractions of which no operand is an input of the
+            function, such as a parameter, are left to the compute dtype.
+    Returns:
+        A rule to put in a policy.
+    Raises:
+        TypeError, ValueError: an argument is none of those that it may be.
+
+    >>> from jax import lax
+    >>> from jaxamp_like import default_amp_policy
+    >>> policy = default_amp_policy | {lax.dot_general_p: float8()}
+
+    Formats as Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433;
+    current scaling as "tensorwise" in torchao."""
+    return Float8(
+        predicate_or_none(where),
+        leave_alone(leave),
+        as_bool(parameters_only, "parameters_only"),
+        grad_dtype=float8_dtype(grad_dtype, "grad_dtype"),
+        weight_gradient=one_of(
+            weight_gradient, ("float8", "compute"), "weight_gradient"
+        ),
+        granularity=one_of(granularity, ("tensor", "row"), "granularity"),
+        keep=one_of(keep, ("float8", "compute"), "keep"),
+        power_of_two=as_bool(power_of_two, "power_of_two"),
+    )

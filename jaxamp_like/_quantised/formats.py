@@ -1,0 +1,98 @@
+"""Numbers of 8 bits with a scale.
+
+`x ≈ values * scale`, where the scale is one number for the whole array, or one for each
+row of it. A float8 format holds few magnitudes, so that its scale follows the largest
+one of the array; by default it is a power of two, which no product with it rounds."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._dtypes import DType
+from .._jax import zeros_like_aval
+
+_FLOAT32 = jnp.dtype("float32")
+
+# Products of two scales, and of three, stay within float32's range and bfloat16's.
+_LEAST, _MOST = 2.0**-60, 2.0**60
+
+
+class Format(NamedTuple):
+    """How an array is quantised: to which dtype, and by what scales.
+
+    Args:
+        dtype: a float8 dtype.
+        axes: over which a maximum is taken for each scale; `None` for one scale.
+        power_of_two: whether scales are rounded up to powers of two."""
+
+    dtype: DType
+    axes: tuple[int, ...] | None = None
+    power_of_two: bool = True
+
+    @property
+    def largest(self) -> float:
+        return float(jnp.finfo(self.dtype).max)
+
+
+class Scaled(NamedTuple):
+    """An array as numbers of 8 bits and what they are to be multiplied by."""
+
+    values: Any
+    scale: Any  # float32: a scalar, or with an axis of length 1 for each of `axes`
+
+
+def largest_of(x: Any, axes: tuple[int, ...] | None = None) -> Any:
+    """The largest magnitude, in float32; 0 of nothing, NaN if there is one."""
+    least = 0 if 0 in x.shape else None
+    keep = axes is not None
+    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=keep, initial=least)
+    return amax.astype(_FLOAT32)
+
+
+def scale_of(amax: Any, largest: float, power_of_two: bool = True) -> Any:
+    """What numbers of magnitude `amax` are divided by to fit into `largest`.
+
+    Never 0, inf or NaN: of a tensor of zeros, or with an inf or NaN in it, it is 1."""
+    known = lax.is_finite(amax) & (amax > 0)
+    scale = lax.select(known, amax, lax.full_like(amax, largest)) / largest
+    scale = lax.clamp(_LEAST, scale, _MOST)
+    return round_up_to_power_of_two(scale) if power_of_two else scale
+
+
+def round_up_to_power_of_two(x: Any) -> Any:
+    """The next power of two of positive normal numbers, by their bits."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000)
+    return lax.bitcast_convert_type(bits, _FLOAT32)
+
+
+def to_float8(x: Any, scale: Any, fmt: Format) -> Any:
+    """`x / scale` in the format: what is too large is the largest, inf is NaN.
+
+    So that a loss scaler still sees an overflow: XLA's conversion would have made NaN
+    of large numbers in one format, and inf in another."""
+    x = x.astype(_FLOAT32)
+    x = x * (1 / scale) if fmt.power_of_two else x / scale
+    clipped = lax.clamp(-fmt.largest, x, fmt.largest)
+    # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
+    return (clipped + 0 * x).astype(fmt.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def quantised(x: Any, fmt: Format) -> Scaled:
+    """`x` in a format, by scales from its own maxima.
+
+    Nothing is differentiated through it: what reads the result has a derivative by `x`
+    of its own."""
+    scale = scale_of(largest_of(x, fmt.axes), fmt.largest, fmt.power_of_two)
+    return Scaled(to_float8(x, scale, fmt), scale)
+
+
+@quantised.defjvp
+def _quantised_jvp(fmt: Format, primals: Any, tangents: Any) -> Any:
+    del tangents
+    made = quantised(*primals, fmt)
+    return made, jax.tree.map(lambda x: zeros_like_aval(jax.typeof(x)), made)

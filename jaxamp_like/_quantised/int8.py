@@ -1,0 +1,185 @@
+"""`int8`: contractions of int8 operands, with gradients in the compute dtype."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._dtypes import cast
+from .._rules import Decision, EightBits, Rule, Site
+from .._rules.by_pass import weight_side
+from .axes import axes_of, onto_result
+from .bilinear import as_it_is, bilinear
+from .integers import Integers, rounded
+from .migration import migrated, pairs_of
+from .passes import Pass, with_passes
+from .rule import NO_HEADS, Quantising, decided, low_of, result_of
+from .said import as_bool, leave_alone, number, predicate_or_none
+from .worth import WORTH_IT
+
+_INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
+
+
+@dataclass(frozen=True, repr=False)
+class Int8(Quantising):
+    """See `int8`."""
+
+    weight_only: bool = False
+    activation_max: float | None = None
+    migration: float | None = None
+    epsilon: float = 1e-7
+
+    def why_not(self, site: Site) -> str | None:
+        if site.backward:
+            return "int8 rounds too coarsely for a gradient"
+        return super().why_not(site)
+
+    def quantise(self, site: Site) -> Decision:
+        low = low_of(site)
+        gradients = [
+            Pass(bilinear(site.primitive, site.params, moving=i), "compute", low)
+            for i in (0, 1)
+        ]
+        make = self._weight_only if self.weight_only else self._both
+        bind = with_passes(make(site), gradients)
+        return decided(site, self._why(site), bind, self._eight_bits(site))
+
+    def _both(self, site: Site) -> Callable[..., Any]:
+        fn = bilinear(site.primitive, site.params, moving=0)
+        out, weight = result_of(site), weight_side(site)
+        migrates = self.migration is not None and pairs_of(site.params) is not None
+
+        def forward(*operands):
+            if migrates:
+                operands = migrated(operands, site.params, weight, self.migration)
+            axes = axes_of(site.params, (operands[0].ndim, operands[1].ndim))
+            made = [
+                self._rounded(x, axes[i].summed, is_weight=i == weight)
+                for i, x in enumerate(operands)
+            ]
+            sums = fn(made[0].values, made[1].values, as_it_is(_INT32))
+            left, right = (
+                onto_result(x.multiplier, axes[i], sums.ndim)
+                for i, x in enumerate(made)
+            )
+            # To float32 first: of integers as such, a GPU has no convolution.
+            return cast(sums.astype(_FLOAT32) / (right * left), out)
+
+        return forward
+
+    def _weight_only(self, site: Site) -> Callable[..., Any]:
+        fn = bilinear(site.primitive, site.params, moving=0)
+        low, out, weight = low_of(site), result_of(site), weight_side(site)
+
+        def forward(*operands):
+            axes = axes_of(site.params, (operands[0].ndim, operands[1].ndim))[weight]
+            made = self._rounded(operands[weight], axes.summed, is_weight=True)
+            values = [cast(x, low) for x in operands]
+            values[weight] = made.values.astype(low)
+            sums = fn(values[0], values[1], as_it_is(_FLOAT32))
+            return cast(sums / onto_result(made.multiplier, axes, sums.ndim), out)
+
+        return forward
+
+    def _rounded(self, x: Any, axes: tuple[int, ...], is_weight: bool) -> Integers:
+        largest = None if is_weight else self.activation_max
+        return rounded(x, axes, self.epsilon, largest)
+
+    def _eight_bits(self, site: Site) -> EightBits:
+        if self.weight_only:
+            return EightBits("output", f"in {low_of(site).name} everywhere")
+        scales = "row x output" if self.activation_max is None else "tensor x output"
+        runs = "native on GPUs, TPUs and CPUs; in 16 bits where there is one row"
+        return EightBits(scales, runs)
+
+    def _why(self, site: Site) -> str:
+        low = low_of(site).name
+        if self.weight_only:
+            text = f"reads weights in int8, one scale for each output, and {low}"
+        else:
+            inputs = (
+                "one scale for each row"
+                if self.activation_max is None
+                else f"inputs up to {self.activation_max:g}"
+            )
+            text = f"computes in int8, {inputs} and output"
+        if self.migration is not None:
+            has_pairs = pairs_of(site.params) is not None
+            text += ", scales migrated" if has_pairs else ", no migration in groups"
+        return f"{text}; gradients in {low}"
+
+
+def int8(
+    *,
+    weight_only: bool = False,
+    activation_max: float | None = None,
+    migration: float | None = None,
+    epsilon: float = 1e-7,
+    where: Callable[[Site], bool] | None = WORTH_IT,
+    leave: tuple[str, ...] = NO_HEADS,
+    parameters_only: bool = True,
+) -> Rule:
+    """Contractions of int8 operands, added up as integers; for inference, mostly.
+
+    Each row of an operand, all that one sum reads, is multiplied by what brings its
+    largest magnitude to 127, and rounded: for a weight that is a scale for each output,
+    for activations one for each row (for a convolution, each example), taken from the
+    values at hand. The sums are exact integers; they are scaled in float32 and returned
+    in the compute dtype. GPUs and CPUs have such instructions.
+
+    Gradients are those of the contraction in the compute dtype, straight through the
+    rounding. Contractions of a backward pass stay in the compute dtype.
+
+    What is quantised, and what is not, is as for `float8`. NaN and inf make all results
+    of their row NaN; rows of zeros stay zeros.
+
+    Args:
+        weight_only: round the weight alone, and contract in the compute dtype: less to
+            read, where weights are stored so and there are few rows.
+        activation_max: the largest magnitude of activations, if it is known; larger
+            ones saturate. Else each row's own is taken.
+        migration: how much of the activations' range the weights take over, from 0
+            (nothing) to 1, channel by channel of what is summed over; 0.5 evens them
+            out. For activations of which a few channels are much larger than others.
+        epsilon: is added to each maximum, as Keras does. Rows not much larger than
+            this lose their precision.
+        where: as for `float8`; without weights at rest in int8, there is as much to
+            read before.
+        leave: as for `float8`.
+        parameters_only: as for `float8`.
+    Returns:
+        A rule to put in a policy.
+    Raises:
+        TypeError, ValueError: an argument is none of those that it may be.
+
+    >>> from jax import lax
+    >>> from jaxamp_like import default_amp_policy
+    >>> policy = default_amp_policy | {lax.dot_general_p: int8(migration=0.5)}
+
+    Scales as Keras' `AbsMaxQuantizer`; migration as Xiao et al., "SmoothQuant",
+    arXiv:2211.10438; straight-through gradients after Bengio et al.,
+    arXiv:1308.3432."""
+    weight_only = as_bool(weight_only, "weight_only")
+    if activation_max is not None:
+        activation_max = number(activation_max, "activation_max", 0, is_open=True)
+    if migration is not None:
+        migration = number(migration, "migration", 0)
+        if migration > 1:
+            raise ValueError(f"`migration` must be from 0 to 1, but got {migration!r}.")
+    given = {"activation_max": activation_max, "migration": migration}
+    for name, value in given.items():
+        if weight_only and value is not None:
+            raise ValueError(
+                f"`{name}` says how activations are rounded, which `weight_only` does "
+                "not do. Give one of the two."
+            )
+    return Int8(
+        predicate_or_none(where),
+        leave_alone(leave),
+        as_bool(parameters_only, "parameters_only"),
+        weight_only,
+        activation_max,
+        migration,
+        number(epsilon, "epsilon", 0),
+    )

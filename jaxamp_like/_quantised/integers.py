@@ -1,0 +1,39 @@
+"""Numbers of 8 bits as integers, and what they were multiplied by."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from .formats import largest_of
+
+LARGEST = 127  # as many below zero as above
+
+
+class Integers(NamedTuple):
+    """`x ≈ values / multiplier`, with a multiplier for each row."""
+
+    values: Any
+    multiplier: Any  # float32; NaN of a row with an inf or NaN in it
+
+
+def rounded(
+    x: Any, axes: tuple[int, ...], epsilon: float, largest: float | None = None
+) -> Integers:
+    """`x` as int8, by multipliers of its rows, which extend along `axes`.
+
+    From the magnitudes in the row, or from `largest`, where what is larger saturates.
+    Integers hold no NaN, so the multiplier tells of it."""
+    x = x.astype(jnp.float32)
+    amax = largest_of(x, axes)
+    is_finite = lax.is_finite(amax)
+    top = amax if largest is None else lax.full_like(amax, largest)
+    top = top + epsilon
+    is_known = is_finite & (top > 0)
+    multiplier = LARGEST / lax.select(is_known, top, lax.full_like(top, LARGEST))
+    values = lax.round(x * multiplier, lax.RoundingMethod.TO_NEAREST_EVEN)
+    # NaN as an integer may be anything.
+    values = lax.select(lax.is_finite(values), values, lax.full_like(values, 0))
+    values = lax.clamp(-float(LARGEST), values, float(LARGEST)).astype(jnp.int8)
+    nan = lax.full_like(multiplier, jnp.nan)
+    return Integers(values, lax.select(is_finite, multiplier, nan))

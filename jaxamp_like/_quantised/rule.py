@@ -1,0 +1,191 @@
+"""What rules that quantise have in common: for which contractions they do, and why not.
+
+Where one doesn't, the contraction is computed as its `otherwise` says."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .._dtypes import DType, bits, lowered
+from .._errors import AmpError
+from .._primitives.contractions import dot_numbers, is_contraction
+from .._rules import (
+    Decision,
+    Demand,
+    EightBits,
+    Leaf,
+    Mark,
+    Rule,
+    Site,
+    asks_for_precision,
+    contract,
+    outs_of,
+    use_original_precision,
+)
+from .._rules.by_pass import weight_side
+from .._rules.computing import asks_for_wider_result
+from .axes import sides
+from .worth import WORTH_IT
+
+QUANTISING = ("dot_general", "conv_general_dilated")
+"""The contractions that have 8-bit kernels: no ragged ones."""
+
+_PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN)
+
+
+NO_HEADS = (
+    r"(?!multi_)(\w+_)?head",
+    r"(\w+_)?(logits?|classifier|readout|unembed(ding)?)",
+    r"(\w+_)?embed(s|der|ding|dings)?(_\w+)?",
+    "wte|wpe",
+)
+"""Names of scopes in which rounding to 8 bits costs more than it saves."""
+
+
+@dataclass(frozen=True, repr=False)
+class Quantising(Rule):
+    """A rule for contractions, which leaves all else to other rules."""
+
+    where: Callable[[Site], bool] | None = None
+    leave: tuple[str, ...] = NO_HEADS
+    parameters_only: bool = True
+
+    @property
+    def is_compute(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        """The call that makes it."""
+        given = [
+            f"{f.name}={_shown(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != (WORTH_IT if f.name == "where" else f.default)
+        ]
+        return f"{type(self).__name__.lower()}({', '.join(given)})"
+
+    def is_for(self, name: str) -> bool:
+        return name in contract_names
+
+    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
+        shapes = [aval.shape for aval in avals]
+        return self if is_contraction(params, shapes) else contract.product
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return Demand.LOW
+
+    def decide(self, site: Site) -> Decision:
+        if site.primitive is None:
+            raise AmpError(
+                f"`{self!r}` makes several operations of one, and can't be called as a "
+                "casting callback. Put it into a policy."
+            )
+        if asks_for_precision(site.params) and not site.by_scope:
+            original = use_original_precision.decide(site)
+            return original._replace(why="the author asked for this precision")
+        if (why_not := self.why_not(site)) is not None:
+            decision = contract.decide(site)
+            return decision._replace(why=f"{decision.why}: {why_not}")
+        return self.quantise(site)
+
+    def quantise(self, site: Site) -> Decision:
+        raise NotImplementedError
+
+    def why_not(self, site: Site) -> str | None:
+        """Why a contraction is not quantised, if it is not."""
+        name = site.primitive.name
+        if name not in QUANTISING:
+            return f"there are no 8-bit kernels of {name}"
+        shapes = [aval.shape for aval in site.avals]
+        if not is_contraction(site.params, shapes):
+            return "a product that sums nothing"
+        if any(a is None or a.itemsize == 8 for a in site.authors[:2]):
+            return "its operands are no floats of 32 bits or less"
+        if site.params.get("batch_group_count", 1) != 1:
+            return "a convolution that sums over examples"
+        if (left := _left(site.scope, self.leave)) is not None:
+            return f"{left!r} is a head or an embedding"
+        if self.parameters_only and not _reads_parameter(site):
+            return "no operand is a parameter, as of attention's scores"
+        if self.where is not None and not self.where(site):
+            lengths = sides(site.params, shapes)
+            size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
+            return f"{size}not {_name(self.where)}"
+        return None
+
+
+def _reads_parameter(site: Site) -> bool:
+    """Whether an operand is an input of the function, or the result its gradient.
+
+    In a backward pass, neither operand of a weight's gradient is one; attention's
+    gradients are batches of products."""
+    if any(fact is not None and fact.leaf in _PARAMETERS for fact in site.facts[:2]):
+        return True
+    numbers = dot_numbers(site.params)
+    return site.backward and (numbers is None or not numbers[1][0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _left(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
+    """The name of a scope that is left alone, if it is in one."""
+    for name in scope:
+        plain = name.partition(".")[0].lower()  # a method of a Flax module
+        if any(re.fullmatch(one, plain) for one in leave):
+            return name
+    return None
+
+
+contract_names = frozenset((*QUANTISING, "ragged_dot_general", "ragged_dot"))
+
+
+def low_of(site: Site) -> DType:
+    """The compute dtype, of what is not quantised: never more than its author wrote."""
+    authors = [a for a in site.authors[:2] if a is not None]
+    return lowered(max(authors, key=bits), site.compute_dtype)
+
+
+def result_of(site: Site) -> DType:
+    """The dtype of the result, which is wider where the author asked for it."""
+    author: Any = site.out_authors[0]
+    return author if asks_for_wider_result(site) else lowered(author, low_of(site))
+
+
+def reads_of(site: Site) -> tuple[DType | None, ...]:
+    """What is handed over in the compute dtype: not a parameter, which is quantised.
+
+    What else is an input is treated as activations further on are: else the first
+    iteration of a loop would be rounded unlike the others."""
+    low, weight, fact = low_of(site), weight_side(site), site.facts[weight_side(site)]
+    is_parameter = fact is not None and fact.leaf in _PARAMETERS
+    return tuple(
+        None
+        if author is None or (is_parameter and i == weight)
+        else lowered(author, low)
+        for i, author in enumerate(site.authors)
+    )
+
+
+def decided(
+    site: Site, why: str, bind: Callable[..., Any], eight_bits: EightBits
+) -> Decision:
+    outs = outs_of(site, result_of(site), Mark.LOW)
+    return Decision(
+        reads_of(site),
+        site.params,
+        outs,
+        why,
+        bind,
+        recasts=False,
+        eight_bits=eight_bits,
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value.name if isinstance(value, np.dtype) else value)
+
+
+def _name(predicate: Any) -> str:
+    return getattr(predicate, "__name__", None) or repr(predicate)

@@ -1,0 +1,89 @@
+"""What a user may say to a quantising rule, and what is said of anything else."""
+
+import re
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._dtypes import DType, did_you_mean
+from .._rules.given import called, is_made_by_calling
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def one_of(value: Any, known: Sequence[str], argument: str) -> Any:
+    if not isinstance(value, str) or value not in known:
+        hint = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise ValueError(
+            f"`{argument}` must be {' or '.join(map(repr, known))}, but got "
+            f"{value!r}.{hint}"
+        )
+    return value
+
+
+def as_bool(value: Any, argument: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
+    return value
+
+
+def float8_dtype(value: Any, argument: str) -> DType:
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = None
+    if name not in _FLOAT8:
+        raise ValueError(
+            f"`{argument}` must be one of the formats that matrix units of GPUs read, "
+            f"{' or '.join(map(repr, _FLOAT8))}, but got {value!r}."
+        )
+    return jnp.dtype(name)
+
+
+def predicate_or_none(value: Any) -> Any:
+    if value is None:
+        return None
+    if is_made_by_calling(value):
+        raise TypeError(
+            f"`where` is `{value.__name__}`, which makes a predicate when it is "
+            f"called: write `{called(value)}`."
+        )
+    if not callable(value):
+        raise TypeError(
+            "`where` must be callable with a `Site` and return a bool, such as "
+            f"`worth_eight_bits(side=512)`, or None, but got {value!r}."
+        )
+    return value
+
+
+def leave_alone(value: Any) -> tuple[str, ...]:
+    """The argument `leave`, a sequence of regular expressions."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(
+            "`leave` must be a sequence of regular expressions, each of which matches "
+            f"names of scopes, such as ('head', 'embed.*'), but got {value!r}."
+        )
+    for one in value:
+        try:
+            re.compile(one)
+        except (TypeError, re.error) as e:
+            raise ValueError(
+                f"`leave` must hold regular expressions as strings, but holds {one!r}: "
+                f"{e}."
+            ) from None
+    return tuple(value)
+
+
+def number(value: Any, argument: str, least: float, is_open: bool = False) -> float:
+    """A finite number from `least` on, without that itself if `is_open`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isfinite(value) or value < least:
+        is_number = False
+    if not is_number or (is_open and value == least):
+        what = f"above {least:g}" if is_open else f"of {least:g} or more"
+        raise ValueError(
+            f"`{argument}` must be a finite number {what}, but got {value!r}."
+        )
+    return float(value)

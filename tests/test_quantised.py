@@ -1,0 +1,707 @@
+"""Contractions of quantised operands: their patterns, their numbers, their limits."""
+
+import json
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from jax import lax
+
+from benchmarks.measure import subjaxprs
+from jaxamp_like import (
+    AmpError,
+    AmpWarning,
+    Policy,
+    PolicyMap,
+    amp,
+    default_amp_policy,
+    explain,
+    get_policy,
+)
+from jaxamp_like._reports.page.table import tables
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import float8, int8, worth_eight_bits
+from tests.programs import error, values
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+FLOAT8, INT8 = float8(where=None), int8(where=None)
+MOVES = ("transpose", "reshape", "squeeze", "copy")
+
+
+def low(fn, rule=FLOAT8, dtype="bfloat16"):
+    return amp(fn, compute_dtype=dtype, amp_policy=quantised(rule))
+
+
+def programs(jaxpr):
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for sub in subjaxprs(eqn.params):
+            yield from programs(sub)
+
+
+def next_op(jaxpr, eqn):
+    """What reads the result of an equation, once it is moved to its place."""
+    (out,) = eqn.outvars
+    for reader in jaxpr.eqns:
+        if any(atom is out for atom in reader.invars):
+            return next_op(jaxpr, reader) if reader.primitive.name in MOVES else reader
+    return None
+
+
+def contractions(fn, *args):
+    """Of each contraction: dtypes of operands, of the result, and what comes next."""
+    found = []
+    for jaxpr in programs(jax.make_jaxpr(fn)(*args)):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                after = next_op(jaxpr, eqn)
+                found.append(
+                    (
+                        *(atom.aval.dtype.name for atom in eqn.invars),
+                        eqn.outvars[0].aval.dtype.name,
+                        after and after.primitive.name,
+                        after and min(atom.aval.size for atom in after.invars),
+                    )
+                )
+    return sorted(found, key=lambda row: ("float8" not in row[0], row[2] != "int32"))
+
+
+def dtypes_of(fn, *args):
+    return [row[:3] for row in contractions(fn, *args)]
+
+
+FORWARD = (E4M3, E4M3, "bfloat16", "mul", 1)
+BACKWARD = (E5M2, E4M3, "bfloat16", "mul", 1)
+DIMENSIONS = {
+    "matrix": ("mk,kn->mn", (6, 8), (8, 4)),
+    "sequences": ("btk,kn->btn", (2, 3, 8), (8, 4)),
+    "two summed": ("mhk,hkn->mn", (6, 2, 4), (2, 4, 5)),
+    "two free": ("mk,khd->mhd", (6, 8), (8, 2, 3)),
+    "batch": ("emk,ekn->emn", (2, 6, 8), (2, 8, 4)),
+    "batch in the middle": ("mek,kne->nme", (6, 2, 8), (8, 4, 2)),
+    "vector": ("k,kn->n", (8,), (8, 4)),
+}
+every_dimension = pytest.mark.parametrize(
+    "spec, x, w", DIMENSIONS.values(), ids=DIMENSIONS
+)
+
+
+def einsum(spec):
+    """A contraction and its gradients, as a function of all that they read."""
+    return lambda ct, w, x: (
+        jax.value_and_grad(lambda w, x: jnp.sum(ct * jnp.einsum(spec, x, w)), (0, 1))
+    )(w, x)
+
+
+def roundings(spec, ct, w, x, forward, backward):
+    """Bounds of the errors of both gradients, for relative errors of operands."""
+    largest = einsum(spec)(abs(ct), abs(w), abs(x))[1]
+    both = (1 + backward) * (1 + forward) * (1 + 2**-8) ** 3 - 1
+    return [both * one + 1e-3 * jnp.max(one) for one in largest]
+
+
+def check(spec, ct, w, x, made, forward, backward):
+    exact = einsum(spec)(ct, w, x)[1]
+    bounds = roundings(spec, ct, w, x, forward, backward)
+    for one, plain, bound in zip(made, exact, bounds, strict=True):
+        assert (abs(one - plain) <= bound).all()
+
+
+def scaled(spec):
+    return lambda w, x, ct: jnp.sum(ct * jnp.einsum(spec, x, w))
+
+
+@every_dimension
+def test_patterns_of_float8(spec, x, w):
+    """Direct contractions, one scalar after each: what XLA has native kernels for."""
+    x, w = values(*x), values(*w, seed=1)
+    ct = values(*jnp.einsum(spec, x, w).shape, seed=2)
+    grads = jax.grad(low(scaled(spec)), (0, 1))
+    assert contractions(grads, w, x, ct) == [FORWARD, BACKWARD, BACKWARD]
+    check(spec, ct, w, x, jax.jit(grads)(w, x, ct), 2**-4, 2**-3)
+    by_row = float8(where=None, granularity="row")
+    grads = jax.grad(low(scaled(spec), by_row), (0, 1))
+    eight = [row[:3] for row in (FORWARD, BACKWARD, BACKWARD)]
+    assert dtypes_of(grads, w, x, ct) == eight
+    check(spec, ct, w, x, jax.jit(grads)(w, x, ct), 2**-4, 2**-3)
+
+
+@every_dimension
+def test_patterns_of_int8(spec, x, w):
+    x, w = values(*x), values(*w, seed=1)
+    ct = values(*jnp.einsum(spec, x, w).shape, seed=2)
+    grads = jax.grad(low(scaled(spec), INT8), (0, 1))
+    first, *others = contractions(grads, w, x, ct)
+    assert first[:4] == ("int8", "int8", "int32", "convert_element_type")
+    assert [row[:3] for row in others] == [("bfloat16",) * 3] * 2
+    check(spec, ct, w, x, jax.jit(grads)(w, x, ct), 2**-8, 2**-8)
+
+
+def test_parameters_are_read_as_they_are_and_nothing_is_cast_twice():
+    x, w = values(4, 8), values(8, 4, seed=1)
+    jaxpr = jax.make_jaxpr(low(lambda w, x: jnp.sin(x) @ w))(w, x)
+    casts = [
+        (eqn.invars[0].aval.shape, eqn.outvars[0].aval.dtype.name)
+        for one in programs(jaxpr)
+        for eqn in one.eqns
+        if eqn.primitive.name == "convert_element_type"
+    ]
+    assert ((8, 4), "bfloat16") not in casts
+    assert casts.count(((8, 4), E4M3)) == casts.count(((4, 8), E4M3)) == 1
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
+def test_results_are_never_made_in_float16(dtype):
+    x, w = values(4, 8), values(8, 4, seed=1)
+    made = "float32" if dtype == "float32" else "bfloat16"
+    fn = low(lambda w, x: x @ w, dtype=dtype)
+    assert dtypes_of(fn, w, x) == [(E4M3, E4M3, made)]
+    assert fn(w, x).dtype == "float32"
+    grads = jax.grad(low(lambda w: jnp.sum((x @ w) ** 2), dtype=dtype))(w)
+    assert error(grads, jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)) < 0.15
+
+
+def test_options_of_float8():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.cos(x) @ w))
+
+    x, w = values(4, 8), values(8, 4, seed=1)
+
+    def patterns(**options):
+        grads = jax.grad(low(loss, float8(where=None, **options)), (0, 1))
+        return dtypes_of(grads, w, x)
+
+    forward, backward = FORWARD[:3], BACKWARD[:3]
+    assert patterns(grad_dtype=E4M3) == [forward] * 3
+    # The weight's gradient is made first: that of the right operand.
+    low_rows = patterns(weight_gradient="compute")
+    assert sorted(low_rows) == sorted([forward, backward, ("bfloat16",) * 3])
+    assert patterns(keep="compute") == [forward, backward, backward]
+    assert patterns(power_of_two=False) == [forward, backward, backward]
+
+
+def test_what_is_kept_for_the_backward_pass_is_float8():
+    def loss(w, x):
+        for one in w:
+            x = jnp.tanh(x @ one)
+        return jnp.sum(x)
+
+    w, x = values(3, 64, 64), values(32, 64)
+    saved = explain(low(loss))(w, x).now.totals.saved
+    assert saved[E4M3] == 2 * 64 * 64 + 3 * 32 * 64  # the input has no gradient
+    kept = explain(low(loss, float8(where=None, keep="compute")))(w, x)
+    assert E4M3 not in kept.now.totals.saved
+
+
+# ---------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("rule", (FLOAT8, INT8, int8(where=None, migration=0.5)))
+def test_tensors_of_one_number(rule):
+    fn = jax.jit(low(lambda x, w: x @ w, rule))
+    w = values(8, 4)
+    for number in (0.0, 1.0, -3.0, 1e-30, 1e30):
+        x = jnp.full((4, 8), number)
+        assert bool(jnp.all(jnp.isfinite(fn(x, w))))
+        if number in (0.0, 1.0, -3.0):
+            assert error(fn(x, w) + 1, x @ w + 1) < 0.05
+    np.testing.assert_array_equal(fn(values(4, 8), jnp.zeros((8, 4))), 0)
+
+
+@pytest.mark.parametrize("rule", (FLOAT8, INT8, int8(where=None, activation_max=9.0)))
+@pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
+def test_what_is_no_number_stays_seen(rule, bad):
+    """A loss scaler must see an overflow; other rows are as they were."""
+    x, w = values(4, 8).at[1, 2].set(bad), values(8, 4)
+    loss = low(lambda w, x: jnp.sum(jnp.sin(x @ w)), rule)
+    out = jax.jit(low(lambda x, w: x @ w, rule))(x, w)
+    assert np.isnan(out[1]).all()
+    assert np.isfinite(out[jnp.array([0, 2, 3])]).all()
+    assert np.isnan(jax.jit(jax.grad(loss))(w, x)).any()
+
+
+def test_a_cotangent_that_overflows_is_seen():
+    def loss(w):
+        return jnp.sum(jnp.exp(100 * (jnp.ones((4, 8)) @ w)))
+
+    grads = jax.grad(low(loss))(jnp.ones((8, 4)))
+    assert not np.isfinite(grads).any()
+
+
+@given(
+    amax=st.floats(2.0**-100, 2.0**100, width=32),
+    dtype=st.sampled_from((E4M3, E5M2)),
+)
+def test_scales_are_powers_of_two_that_fit(amax, dtype):
+    from jaxamp_like._quantised.formats import scale_of
+
+    largest = float(jnp.finfo(dtype).max)
+    scale = float(scale_of(jnp.float32(amax), largest))
+    assert np.log2(scale) == round(np.log2(scale))
+    if 2.0**-50 < amax < 2.0**60:
+        assert amax / scale <= largest < 2.001 * amax / scale
+
+
+in_int8 = jax.jit(low(lambda x, w: x @ w, INT8, "float32"))
+shapes = st.sampled_from([(5, 9, 3), (1, 64, 2)])  # each is compiled
+
+
+@settings(max_examples=20)
+@given(shapes, st.integers(0, 99), st.sampled_from((1.0, 30.0, 1e6)))
+def test_errors_of_int8_are_within_its_steps(shape, seed, outlier):
+    """Half a step for each operand: a step is a row's maximum, by 127."""
+    m, k, n = shape
+    rng = np.random.default_rng(seed)
+    x, w = (np.float32(rng.normal(size=size)) for size in ((m, k), (k, n)))
+    x[:, 0] *= outlier
+    y = in_int8(x, w)
+    x, w = np.float64(x), np.float64(w)
+    steps = (abs(x).max(1, keepdims=True) + 1e-7) / 127
+    columns = (abs(w).max(0, keepdims=True) + 1e-7) / 127
+    bound = (steps / 2) * abs(w).sum(0) + (columns / 2) * abs(x).sum(1, keepdims=True)
+    bound += k * steps * columns / 4
+    assert (abs(np.float64(y) - x @ w) <= 1.001 * bound).all()
+
+
+def test_int8_agrees_with_keras():
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "jax":
+        pytest.skip("Keras runs on another backend")
+    x, layer = values(6, 16), keras.layers.Dense(8)
+    layer.build(x.shape)
+    w, b = (jnp.asarray(v.value) for v in layer.weights)
+    mine = low(lambda x, w, b: x @ w + b, INT8, "float32")(x, w, b)
+    layer.quantize("int8")
+    np.testing.assert_array_equal(mine, np.asarray(layer(x)))
+
+
+def outliers():
+    """Activations with three channels that are far larger, and what reads them."""
+    x = values(64, 48).at[:, :3].mul(60)
+    w = values(48, 32, seed=1).at[:3].mul(1 / 8)
+    return x, w, lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x / 50) * 50 @ w))
+
+
+def test_migration_brings_outliers_down():
+    x, w, _ = outliers()
+    exact = x @ w
+    plain, moved = (
+        error(low(lambda x, w: x @ w, int8(where=None, migration=m))(x, w), exact)
+        for m in (None, 0.5)
+    )
+    assert moved < plain / 3
+
+
+def test_migration_changes_no_product():
+    from jaxamp_like._quantised.migration import migrated
+
+    x, w = values(2, 5, 3, 4), values(3, 4, 6, seed=1)
+    numbers = ((((2, 3), (0, 1))), ((), ()))
+    params = {"dimension_numbers": numbers}
+    for weight in (0, 1):
+        a, b = migrated((x, w), params, weight, 0.5)
+        assert error(jnp.tensordot(a, b, 2), jnp.tensordot(x, w, 2)) < 1e-6
+
+
+def test_weights_alone():
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.cos(x) @ w))
+
+    x, w = values(4, 8), values(8, 4, seed=1)
+    rule = int8(where=None, weight_only=True)
+    bf16 = ("bfloat16",) * 2
+    assert dtypes_of(low(loss, rule), w, x) == [(*bf16, "float32")]
+    assert error(jax.grad(low(loss, rule))(w, x), jax.grad(loss)(w, x)) < 0.02
+
+
+@pytest.mark.parametrize("rule", (FLOAT8, INT8, int8(where=None, migration=0.5)))
+@pytest.mark.parametrize("groups", (1, 2))
+def test_convolutions(rule, groups):
+    def loss(w, x):
+        y = lax.conv_general_dilated(
+            jnp.sin(x),
+            w,
+            (2, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return jnp.sum(jnp.sin(y))
+
+    x, w = values(2, 5, 6, 4), values(3, 3, 4 // groups, 6, seed=1)
+    grads = jax.grad(low(loss, rule), (0, 1))
+    eight = (E4M3, E4M3, "bfloat16") if rule is FLOAT8 else ("int8", "int8", "int32")
+    limit = 0.2 if rule is FLOAT8 else 0.1
+    assert dtypes_of(grads, w, x) == [eight, *[("bfloat16",) * 3] * 2]
+    assert error(jax.jit(grads)(w, x), jax.grad(loss, (0, 1))(w, x)) < limit
+
+
+# ------------------------------------------------------------------------- transforms
+
+
+def net(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def scanned(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+def rematted(ws, x):
+    block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    return lax.scan(lambda x, w: (block(x, w), None), x, ws)[0]
+
+
+def branched(ws, x):
+    return lax.cond(x[0, 0] < 9, net, lambda ws, x: x, ws, x)
+
+
+def repeated(ws, x):
+    return lax.while_loop(
+        lambda state: state[0] < 2, lambda s: (s[0] + 1, jnp.tanh(s[1] @ ws[0])), (0, x)
+    )[1]
+
+
+@pytest.mark.parametrize("rule", (FLOAT8, float8(where=None, granularity="row"), INT8))
+@pytest.mark.parametrize("fn", (scanned, rematted, branched))
+def test_structural_primitives(fn, rule):
+    """Every one gives what straight code gives; gradients up to roundings."""
+    ws, x = values(2, 8, 8), values(4, 8)
+    loss = lambda f: lambda ws: jnp.sum(jnp.sin(f(ws, x)))  # noqa: E731
+    expected, wanted = jax.jit(jax.value_and_grad(low(loss(net), rule)))(ws)
+    made, grads = jax.jit(jax.value_and_grad(low(loss(fn), rule)))(ws)
+    assert error(made, expected) < 1e-5
+    assert error(grads, wanted) < 2**-7
+    forward = {row[:2] for row in dtypes_of(low(loss(fn), rule), ws)}
+    assert forward == {(E4M3, E4M3) if rule != INT8 else ("int8", "int8")}
+
+
+def test_while_loops_and_forward_mode():
+    ws, x = values(1, 8, 8), values(4, 8)
+    fn = lambda ws: jnp.sum(repeated(ws, x))  # noqa: E731
+    out, tangent = jax.jvp(jax.jit(low(fn)), (ws,), (ws,))
+    exact = jax.jvp(fn, (ws,), (ws,))
+    assert error((out, tangent), exact) < 0.2
+
+
+@pytest.mark.parametrize(
+    "rule", (FLOAT8, float8(where=None, keep="compute"), INT8), ids=repr
+)
+def test_vmap_inside_and_outside(rule):
+    sizes = jnp.array([1, 10, 100.0])[:, None, None]
+    w, xs = values(8, 4), values(3, 5, 8, seed=1) * sizes
+
+    ct = values(5, 4, seed=2)
+
+    def loss(w, x):
+        return jnp.sum(ct * (x @ w))
+
+    def total(fn):
+        return jax.grad(lambda w: jnp.sum(jax.vmap(fn, (None, 0))(w, xs)))(w)
+
+    each = [jax.grad(low(loss, rule))(w, x) for x in xs]
+    per_example = jax.vmap(jax.grad(low(loss, rule)), (None, 0))(w, xs)
+    assert error(per_example, jnp.stack(each)) < 2**-7
+    assert error(total(low(loss, rule)), total(loss)) < 0.15
+    inside = jax.grad(low(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, xs)), rule))(w)
+    assert error(inside, total(loss)) < 0.15
+
+
+def test_mapped_weights():
+    ws, x = values(3, 8, 4), values(5, 8)
+    loss = low(lambda w: jnp.sum(jnp.sin(x @ w)))
+    grads = jax.grad(lambda ws: jnp.sum(jax.vmap(loss)(ws)))(ws)
+    assert error(grads, jnp.stack([jax.grad(loss)(w) for w in ws])) < 2**-7
+
+
+def test_second_derivatives():
+    x = values(5, 8)
+
+    def loss(w):
+        return jnp.sum(jnp.sin(jnp.tanh(x @ w[0]) @ w[1]))
+
+    def derivatives(fn):
+        grad = jax.grad(fn)
+        twice = jax.grad(lambda w: jnp.sum(grad(w)[0] ** 2))
+        return jax.jit(lambda w: (jax.jvp(grad, (w,), (w,))[1], twice(w)))
+
+    ws = (values(8, 6), values(6, 4, seed=1))
+    with pytest.raises(AmpError, match=r"second derivative.*keep='compute'"):
+        jax.make_jaxpr(derivatives(low(loss)))(ws)
+    exact = derivatives(loss)(ws)
+    for rule in (float8(where=None, keep="compute"), INT8):
+        assert error(derivatives(low(loss, rule))(ws), exact) < 0.3
+
+
+def test_second_derivatives_by_what_is_not_kept():
+    """By an input alone: nothing that is kept depends on it."""
+    w, x = values(8, 6), values(5, 8)
+    fn = lambda x: jnp.sum(jnp.tanh(x @ w) ** 2)  # noqa: E731
+    made = jax.jvp(jax.grad(low(fn)), (x,), (x,))[1]
+    assert error(made, jax.jvp(jax.grad(fn), (x,), (x,))[1]) < 0.2
+
+
+def test_in_shard_map():
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("d",))
+    spec = jax.sharding.PartitionSpec
+    x, w = values(8, 16), values(16, 4, seed=1)
+
+    def local(w, x):
+        return jnp.sin(x @ w)
+
+    def loss(w, x):
+        fn = jax.shard_map(
+            local, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec("d")
+        )
+        return jnp.sum(fn(w, x))
+
+    grads = jax.jit(jax.grad(low(loss)))(w, x)
+    expected = jax.grad(low(lambda w, x: jnp.sum(local(w, x))))(w, x)
+    assert error(grads, expected) < 0.05
+    assert dtypes_of(jax.grad(low(loss)), w, x)[0] == FORWARD[:3]
+
+
+def test_around_a_whole_step():
+    """Where `amp` is outside of `grad`, cotangents are e5m2 too."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(jnp.cos(x) @ w))
+
+    x, w = values(4, 8), values(8, 4, seed=1)
+    grads = low(jax.grad(loss, (0, 1)))
+    assert dtypes_of(grads, w, x) == [FORWARD[:3], BACKWARD[:3], BACKWARD[:3]]
+    expected = jax.grad(low(loss), (0, 1))(w, x)
+    assert error(grads(w, x), expected) < 0.01
+
+
+# ---------------------------------------------------------- what is left alone, and why
+
+
+def attention(params, x):
+    with jax.named_scope("attention"):
+        q, k, v = (x @ params[name] for name in "qkv")
+        scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k))
+        x = jnp.einsum("bts,bsd->btd", scores, v)
+    with jax.named_scope("lm_head"):
+        return x @ params["head"]
+
+
+def attention_args():
+    params = {name: values(16, 16, seed=i) for i, name in enumerate("qkv")}
+    return params | {"head": values(16, 32, seed=5)}, values(2, 16, 16)
+
+
+def whys(fn, *args):
+    ops = explain(fn)(*args).now.ops
+    return [(op.reads[0], op.why) for op in ops if op.flops]
+
+
+def test_scores_and_heads_are_left_alone():
+    found = whys(low(attention), *attention_args())
+    assert [dtype for dtype, _ in found] == [E4M3] * 3 + ["bfloat16"] * 3
+    reasons = [why for _, why in found]
+    assert "float8_e4m3fn" in reasons[0]
+    assert "no operand is a parameter" in reasons[3]
+    assert "'lm_head' is a head" in reasons[5]
+
+
+@pytest.mark.parametrize(
+    "name", ("head", "lm_head", "logits", "embed", "token_embedding", "wte", "Embed_0")
+)
+def test_names_of_heads_and_embeddings(name):
+    def model(w, v, x):
+        with jax.named_scope(name):
+            x = x @ w
+        return jnp.sin(x) @ v
+
+    found = whys(low(model), values(8, 8), values(8, 4), values(4, 8))
+    assert [dtype for dtype, _ in found] == ["bfloat16", E4M3]
+
+
+@pytest.mark.parametrize("name", ("multi_head", "attention_heads", "mlp", "header"))
+def test_other_names(name):
+    def model(w, x):
+        with jax.named_scope(name):
+            return x @ w
+
+    assert whys(low(model), values(8, 8), values(4, 8))[0][0] == E4M3
+
+
+def test_what_is_too_small_or_odd():
+    def model(w, v, x):
+        return jnp.sin(x @ w) @ v
+
+    rule = float8(where=worth_eight_bits(side=16, volume=1, multiple_of=16))
+    found = whys(low(model, rule), values(16, 32), values(32, 20), values(16, 16))
+    assert found[0][0] == E4M3
+    assert found[1][0] == "bfloat16"
+    assert "16 x 20 x 32 is not worth_eight_bits(16, 1, 16)" in found[1][1]
+
+
+def test_what_explain_shows():
+    loss = lambda *args: jnp.sum(low(attention)(*args))  # noqa: E731
+    report = explain(jax.grad(loss))(*attention_args())
+    ops = [op for op in report.now.ops if op.operands]
+    assert {op.operands for op in ops} == {(E4M3, E4M3), (E5M2, E4M3)}
+    assert len(ops) == 6  # three, and the gradients of their weights
+    assert {op.scales for op in ops} == {"tensor x tensor"}
+    assert all("Hopper" in op.runs for op in ops)
+    (table,) = (t for t in tables(report, 1) if t.title == "Quantised contractions")
+    assert "no operand is a parameter" in " ".join(table.columns[2]._cells)
+    shares = report.now.totals.flops_by_dtype
+    assert shares.keys() == {E4M3, E5M2, "bfloat16"}
+    report = explain(low(attention, INT8))(*attention_args())
+    (op, *_) = (op for op in report.now.ops if op.operands)
+    assert op.operands == ("int8", "int8") and op.scales == "row x output"
+    assert any(op["runs"] for op in json.loads(report.to_json())["now"]["ops"])
+
+
+def test_other_options_of_what_is_left_alone():
+    rule = float8(where=None, leave=("attention",), parameters_only=False)
+    found = whys(low(attention, rule), *attention_args())
+    assert [dtype for dtype, _ in found] == ["bfloat16"] * 5 + [E4M3]
+    everything = float8(where=None, leave=(), parameters_only=False)
+    found = whys(low(attention, everything), *attention_args())
+    assert {dtype for dtype, _ in found} == {E4M3}
+
+
+def test_nothing_quantised_is_told():
+    args = attention_args()
+    fn = amp(attention, amp_policy="float8_from_mixed_bfloat16")
+    said = r"No contraction is quantised.*3 since .*not worth_eight_bits.*1 since"
+    with pytest.warns(AmpWarning, match=said):
+        fn(*args)
+    strict = amp(attention, amp_policy="int8_from_float32", strict=True)
+    with pytest.raises(AmpError, match="No contraction is quantised"):
+        strict(*args)
+
+
+def test_what_its_author_gave_a_precision_stays():
+    def model(w, v, x):
+        return jnp.dot(jnp.sin(x @ w), v, precision="highest")
+
+    found = whys(low(model), values(8, 8), values(8, 8), values(8, 8))
+    assert [dtype for dtype, _ in found] == [E4M3, "float32"]
+
+
+def test_products_that_are_none():
+    def model(w, x):
+        outer = jnp.einsum("i,j->ij", x[0], x[1])
+        return jnp.sin(x @ w) * jnp.vdot(x, x) + outer
+
+    found = whys(low(model), values(8, 8), values(8, 8))
+    assert sorted(dtype for dtype, _ in found) == ["float32", "float32", E4M3]
+
+
+def test_under_the_key_of_a_scope():
+    """Other ops in it are what the policy says elsewhere."""
+
+    def model(w, v, x):
+        with jax.named_scope("mlp"):
+            x = jnp.exp(x @ w)
+            with jax.named_scope("norm"):
+                x = x / jnp.sum(x)
+        return x @ v
+
+    args = values(8, 8), values(8, 8), values(8, 8)
+    policy = default_amp_policy | {"mlp": FLOAT8}
+    fn = amp(model, compute_dtype="bfloat16", amp_policy=policy)
+    assert [dtype for dtype, _ in whys(fn, *args)] == [E4M3, "bfloat16"]
+    ops = explain(fn)(*args).now.ops
+    assert {op.dtype for op in ops if op.primitive in ("exp", "reduce_sum")} == {
+        "float32"
+    }
+    nested = default_amp_policy | {"mlp": FLOAT8, "norm": "bfloat16"}
+    ops = explain(model, compute_dtype="bfloat16", amp_policy=nested)(*args).now.ops
+    (divided,) = (op for op in ops if op.key == "norm" and op.primitive == "div")
+    assert divided.dtype == "bfloat16"
+
+
+# ------------------------------------------------------------------------------ names
+
+NAMES = [
+    f"{mode}_from_{source}"
+    for mode in ("int8", "float8")
+    for source in ("float32", "bfloat16", "float16", "mixed_bfloat16", "mixed_float16")
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_policies(name):
+    mode, _, source = name.partition("_from_")
+    policy, base = get_policy(name), get_policy(source)
+    rule = {"int8": int8(), "float8": float8()}[mode]
+    fields = base.compute_dtype, base.param_dtype, base.output_dtype
+    assert policy == Policy(*fields, rules=quantised(rule))
+    assert policy != base
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    assert len(repr(policy)) < 200
+
+
+@pytest.mark.parametrize(
+    "rule",
+    (
+        float8(where=None, grad_dtype=E4M3, granularity="row", leave=("a", "b")),
+        float8(where=worth_eight_bits(4), weight_gradient="compute", keep="compute"),
+        int8(migration=0.25, epsilon=0),
+        int8(activation_max=3, parameters_only=False),
+        int8(weight_only=True),
+    ),
+    ids=repr,
+)
+def test_rules_are_saved(rule):
+    for rules in (quantised(rule), default_amp_policy | {lax.dot_general_p: rule}):
+        policy = Policy("bfloat16", rules=rules)
+        assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+def test_policies_by_scope():
+    def model(w, v, x):
+        with jax.named_scope("mlp"):
+            x = jnp.sin(x @ w)
+        return x @ v
+
+    low_mlp = Policy("bfloat16", rules=quantised(FLOAT8))
+    policies = PolicyMap("mixed_bfloat16", {"mlp": low_mlp})
+    found = whys(
+        amp(model, amp_policy=policies), values(8, 8), values(8, 8), values(8, 8)
+    )
+    assert [dtype for dtype, _ in found] == [E4M3, "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "make, error, match",
+    (
+        (lambda: get_policy("int8_from_float64"), ValueError, "with x64"),
+        (lambda: get_policy("int8_from_nothing"), ValueError, "called 'nothing'"),
+        (lambda: get_policy("float8"), ValueError, "'int8_from_mixed_bfloat16'"),
+        (lambda: quantised("float8"), TypeError, r"such as `float8\(\)`"),
+        (lambda: amp(abs, compute_dtype=E4M3), AmpError, "'float8_from_mixed_bf"),
+        (lambda: float8(grad_dtype="bfloat16"), ValueError, "'float8_e5m2', but got"),
+        (lambda: float8(grad_dtype="nonsense"), ValueError, "but got 'nonsense'"),
+        (lambda: float8(granularity="rows"), ValueError, "Did you mean 'row'"),
+        (lambda: float8(keep=8), ValueError, "`keep` must be .* got 8"),
+        (lambda: float8(weight_gradient="low"), ValueError, "'compute', but got 'low'"),
+        (lambda: float8(power_of_two=1), TypeError, "True or False, but got 1"),
+        (lambda: float8(where=worth_eight_bits), TypeError, r"`worth_eight_bits\(\)`"),
+        (lambda: float8(where=1024), TypeError, "callable with a `Site`"),
+        (lambda: float8(leave="head"), TypeError, "a sequence of regular"),
+        (lambda: int8(leave=("(",)), ValueError, r"holds '\('"),
+        (lambda: int8(migration=2), ValueError, "from 0 to 1"),
+        (lambda: int8(migration=np.nan), ValueError, "finite number of 0 or more"),
+        (lambda: int8(activation_max=0), ValueError, "above 0, but got 0"),
+        (lambda: int8(weight_only=True, migration=0.5), ValueError, "one of the two"),
+        (lambda: int8(weight_only="yes"), TypeError, "True or False"),
+        (lambda: worth_eight_bits(side=0), ValueError, "`side` must be a positive"),
+        (lambda: FLOAT8("bfloat16", []), AmpError, "Put it into a policy"),
+    ),
+)
+def test_bad_arguments(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
