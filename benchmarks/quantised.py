@@ -130,8 +130,8 @@ def _amp(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 def measure(fn: Callable[..., Any], args: Any, triton: bool) -> Figures:
     step = jax.jit(jax.value_and_grad(fn, (0, 1)))
-    options = {"xla_gpu_enable_triton_gemm": triton}
-    compiled = step.lower(*args).compile(options)
+    options: Any = {"xla_gpu_enable_triton_gemm": triton}
+    compiled: Any = step.lower(*args).compile(options)
     temp = compiled.memory_analysis().temp_size_in_bytes
     return figures(compiled.as_text(), temp)
 

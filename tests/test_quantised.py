@@ -269,6 +269,7 @@ def test_errors_of_int8_are_within_its_steps(shape, seed, outlier):
     assert (abs(np.float64(y) - x @ w) <= 1.001 * bound).all()
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_int8_agrees_with_keras(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
     keras = pytest.importorskip("keras")
