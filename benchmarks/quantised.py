@@ -132,11 +132,10 @@ def _amp(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
 
 def measure(fn: Callable[..., Any], args: Any, triton: bool) -> Figures:
     step = jax.jit(jax.value_and_grad(fn, (0, 1)))
-    options = {"xla_gpu_enable_triton_gemm": triton}
-    compiled = step.lower(*args).compile(options)
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None
-    return figures(text, memory.temp_size_in_bytes)
+    options: Any = {"xla_gpu_enable_triton_gemm": triton}
+    compiled: Any = step.lower(*args).compile(options)
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    return figures(compiled.as_text(), temp)
 
 
 def main(argv: list[str] | None = None) -> int:
