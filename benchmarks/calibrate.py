@@ -335,7 +335,7 @@ def cost(args: argparse.Namespace, console: Console) -> int:
     before = plain()
     found = calibrate(deep_loss, batches, budget=args.budget, candidates=(DTYPE,))
     one_pass = (before + plain()) / 2
-    console.print(found)
+    console.print(str(found), highlight=False)
     console.print(
         f"a pass as written takes {one_pass:.2f} s; the {found.passes} passes of the "
         f"calibration took {found.seconds:.1f} s, as {found.seconds / one_pass:.1f} "

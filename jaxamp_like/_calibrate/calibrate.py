@@ -35,7 +35,7 @@ def calibrate(
     device: Device | Profile | None = None,
     loss_scale: float = 1.0,
     perturbation: float = 0.01,
-    max_passes: int = 32,
+    max_passes: int = 28,
     seed: int = 0,
     state: str | Path | None = None,
     progress: bool | None = None,
