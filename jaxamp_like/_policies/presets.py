@@ -395,13 +395,13 @@ def tensorflow_graph_rewrite(
     >>> policy = tensorflow_graph_rewrite(remove=["tanh"], deny=["tanh"])
     """
     given = {"allow": allow, "deny": deny, "infer": infer, "clear": clear}
-    added = {key: _names(ops, key, key == "deny") for key, ops in given.items()}
-    removed = _names(remove, "remove", may_be_fixed=True)
+    added = {key: names_of(ops, key, key == "deny") for key, ops in given.items()}
+    removed = names_of(remove, "remove", may_be_fixed=True)
     lists = {
         key: (ops - removed) | added[key]
         for key, ops in _tf_lists(_low_dtype(dtype)).items()
     }
-    _check_disjoint(lists, "Take it from the one it is in by `remove`.")
+    check_disjoint(lists, "Take it from the one it is in by `remove`.")
     rules = {
         "allow": use_compute_precision,
         "infer": follow_inputs,
@@ -507,15 +507,15 @@ def mxnet(
     jaxamp_like._errors.AmpError: `integer_pow` is in two lists: either and conditional.
     """
     name = _low_dtype(dtype)
-    conditions = _conditions(conditional)
+    conditions = conditions_of(conditional, "conditional")
     given = {
-        "target": _names(target, "target"),
-        "fp32": _names(fp32, "fp32", may_be_fixed=True),
-        "widest": _names(widest, "widest"),
-        "either": _names(either, "either"),
+        "target": names_of(target, "target"),
+        "fp32": names_of(fp32, "fp32", may_be_fixed=True),
+        "widest": names_of(widest, "widest"),
+        "either": names_of(either, "either"),
         "conditional": frozenset(op for op, _, _ in conditions),
     }
-    _check_disjoint(given)
+    check_disjoint(given)
     lists = _lists(
         (_MXNET_TARGET, use_compute_precision),
         (_MXNET_FP32[name], use_original_precision),
@@ -549,7 +549,7 @@ def _low_dtype(dtype: DTypeLike) -> str:
     return name
 
 
-def _names(
+def names_of(
     ops: Sequence[Op], argument: str, may_be_fixed: bool = False
 ) -> frozenset[str]:
     """The names of `ops`, each of them known and such that a rule can stand for it."""
@@ -591,24 +591,26 @@ def _name(op: Any, argument: str) -> str:
     return name
 
 
-def _conditions(
-    conditional: Sequence[tuple[Op, str, Sequence[Any]]],
+def conditions_of(
+    conditional: Sequence[tuple[Op, str, Sequence[Any]]], argument: str
 ) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """Conditions as they were given, checked, with the names of the ops."""
     conditions = []
     for entry in conditional:
         is_triple = isinstance(entry, tuple | list) and len(entry) == 3
         if not is_triple or isinstance(entry[2], str):
             raise TypeError(
-                "`conditional` must hold tuples `(op, parameter, values)`, such as "
+                f"`{argument}` must hold tuples `(op, parameter, values)`, such as "
                 f"('integer_pow', 'y', [3]), but holds {entry!r}."
             )
         op, parameter, values = entry
-        (name,) = _names([op], "conditional")
+        (name,) = names_of([op], argument)
         conditions.append((name, parameter, tuple(values)))
     return conditions
 
 
-def _check_disjoint(lists: Mapping[str, frozenset[str]], hint: str = "") -> None:
+def check_disjoint(lists: Mapping[str, frozenset[str]], hint: str = "") -> None:
+    """Raises an `AmpError` if an op is in two of the `lists`."""
     homes: dict[str, str] = {}
     for key, names in lists.items():
         for name in sorted(names):

@@ -43,7 +43,7 @@ def report_page(
         data["differences"] = difference_rows(report.now, against.now)
     if numerics is not None:
         data |= _numerics_data(numerics, data["charts"])
-    return _render(
+    return render(
         data,
         title=report.name,
         reports=[(_label(r), tiles(r)) for r in (report, against) if r],
@@ -56,7 +56,7 @@ def report_page(
 def numerics_page(numerics: Numbers) -> str:
     """The page of what `trace_numerics` found, alone."""
     data = _numerics_data(numerics, {})
-    return _render(
+    return render(
         data,
         title=numerics.name,
         reports=[],
@@ -78,12 +78,13 @@ def _label(report: Explained) -> str:
     return "; ".join(report.settings) or "no amp"
 
 
-def _render(data: Mapping[str, Any], **context: Any) -> str:
+def render(data: Mapping[str, Any], vega: str | None = None, **context: Any) -> str:
+    """The page of `data`; with the bundle that draws, unless `vega` is given."""
     environment = need("jinja2").Environment(autoescape=True)
     assets = {name: _asset(f"page.{name}") for name in ("css", "js")}
     return environment.from_string(_asset("page.html")).render(
         data=_for_script(json.dumps(data, separators=(",", ":"))),
-        vega=_vega(),
+        vega=_vega() if vega is None else vega,
         **assets,
         **context,
     )

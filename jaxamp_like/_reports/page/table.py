@@ -27,7 +27,7 @@ def tables(report: Explained, depth: int) -> Iterator[Any]:
     yield _rules(report)
 
 
-def _table(title: str, columns: Iterable[str], numbers: int) -> Any:
+def table_of(title: str, columns: Iterable[str], numbers: int) -> Any:
     """A table whose last `numbers` columns are set flush right."""
     columns = list(columns)
     table = need("rich.table", "rich").Table(
@@ -40,7 +40,7 @@ def _table(title: str, columns: Iterable[str], numbers: int) -> Any:
 
 
 def _scopes(root: ScopeNode) -> Any:
-    table = _table(
+    table = table_of(
         "Scopes", ("scope", "contractions", "FLOPs", "saved", "casts", "ops"), 4
     )
 
@@ -61,23 +61,23 @@ def _scopes(root: ScopeNode) -> Any:
 
 
 def _casts(report: Explained) -> Any:
-    table = _table("Casts, most frequent first", ("cast", "why", "phase", "count"), 1)
+    table = table_of("Casts, most frequent first", ("cast", "why", "phase", "count"), 1)
     count = Counter(
         (f"{c.source_dtype} → {c.target_dtype}", c.why, c.place.phase)
         for c in report.now.casts
     )
     for row, n in count.most_common(MAX_ROWS):
         table.add_row(*row, str(n))
-    _note_rest(table, len(count))
+    note_rest(table, len(count))
     return table
 
 
 def _rules(report: Explained) -> Any:
-    table = _table("Rules that decided", ("key", "rule", "equations"), 1)
+    table = table_of("Rules that decided", ("key", "rule", "equations"), 1)
     fired = [rule for rule in report.rules if rule.count]
     for rule in fired[:MAX_ROWS]:
         table.add_row(rule.key, rule.rule, str(rule.count))
-    _note_rest(table, len(fired))
+    note_rest(table, len(fired))
     idle = [rule.key for rule in report.rules if not rule.count and rule.own]
     others = sum(not rule.count and not rule.own for rule in report.rules)
     table.caption = f"Never matched: {', '.join(idle) or 'no key of yours'}" + (
@@ -86,7 +86,7 @@ def _rules(report: Explained) -> Any:
     return table
 
 
-def _note_rest(table: Any, total: int) -> None:
+def note_rest(table: Any, total: int) -> None:
     if total > MAX_ROWS:
         table.add_row(f"… and {total - MAX_ROWS} more")
 
@@ -100,7 +100,7 @@ def print_numerics(report: Numbers, n: int) -> None:
 
 def _worst(report: Numbers, n: int) -> Any:
     columns = ("equation", "scope", "phase", "dtype", "range", "beyond / below float16")
-    table = _table("Largest errors", (*columns, "error"), 2)
+    table = table_of("Largest errors", (*columns, "error"), 2)
     for op in report.worst(n):
         share = f"{100 * op.overflow['float16']:.2g} / "
         table.add_row(

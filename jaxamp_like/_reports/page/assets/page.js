@@ -54,6 +54,15 @@ const TABLES = {
     text("worst iteration"), number("beyond float16", share), number("below float16", share),
     number("beyond float8", share), number("below float8", share), { title: "source", show: line },
   ],
+  parameters: [
+    text("name"), text("shape"), text("was"), text("stored"),
+    number("bytes before", bytes), number("bytes now", bytes), text("why"),
+  ],
+  leftCasts: [text("name"), text("to"), text("scope"), { title: "source", show: line }],
+  contractions: [
+    text("scope"), text("primitive"), text("reads"), text("makes"), text("result"),
+    number("times"), { title: "source", show: line },
+  ],
 };
 
 const order = (x) => (x === "inf" ? Infinity : x);

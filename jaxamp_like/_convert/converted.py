@@ -1,0 +1,102 @@
+"""What `convert` returns: a function, its parameters as they are stored, a summary."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .models import Model, is_parameter, path_name
+from .summary import Summary
+from .traced import traced
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Converted:
+    """A mixed model whose parameters are stored in the dtypes that they are read in.
+
+    Args:
+        params: the parameters as they are stored, in the tree that they came in.
+        summary: what was stored how, and why.
+        example_inputs: what it was converted with."""
+
+    model: Model
+    mixed: Callable[..., Any]
+    authors: Any  # the parameters as they were, of which only the types are used
+    params: Any
+    example_inputs: Sequence[Any]
+    summary: Summary
+    _run: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        types = jax.tree.map(_type, self.authors)
+        object.__setattr__(self, "authors", types)
+        object.__setattr__(self, "_run", eqx.filter_jit(self._uncompiled))
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Calls the model on inputs, compiled for their shapes.
+
+        Args:
+            *inputs: what the model takes after its parameters, of any shapes that the
+                original takes.
+        Returns:
+            What the original returns.
+        Raises:
+            AmpError: with inputs of these shapes, a parameter is read in more bits than
+                it is stored in."""
+        return self._run(self.params, inputs)
+
+    def apply(self, params: Any, *inputs: Any) -> Any:
+        """The same with parameters of the caller, to be used inside of `jax.jit`.
+
+        Args:
+            params: a tree like `params` of this object, in the same dtypes.
+            *inputs: as for a call.
+        Returns:
+            What the original returns.
+        Raises:
+            ValueError: `params` are not like those that are stored.
+            AmpError: as from a call."""
+        self._check(params)
+        return self._run(params, inputs)
+
+    def __repr__(self) -> str:
+        return f"Converted: {self.summary}"
+
+    def _uncompiled(self, params: Any, inputs: Sequence[Any]) -> Any:
+        program = traced(self.mixed, self.authors, inputs)
+        program.check(self.summary.parameters)
+        leaves = jax.tree.leaves((params, tuple(inputs)))
+        args = [x for x in leaves if is_parameter(x)]
+        return program.outs.merge(program.run(program.constants(), args))
+
+    def _check(self, params: Any) -> None:
+        known, tree = jax.tree_util.tree_flatten_with_path(self.params)
+        leaves, given = jax.tree.flatten(params)
+        if given != tree:
+            raise ValueError(
+                f"`params` has the structure {given}, but the parameters that are "
+                f"stored have {tree}. Give `converted.params`, or a tree like it."
+            )
+        for (path, mine), leaf in zip(known, leaves, strict=True):
+            if not is_parameter(mine):
+                continue
+            now, expected = _shown(leaf), _shown(mine)
+            if now != expected:
+                raise ValueError(
+                    f"The parameter `{path_name(path)}` is {now}, but is stored as "
+                    f"{expected}. Give `converted.params`, or convert these."
+                )
+
+
+def _shown(leaf: Any) -> str:
+    if not is_parameter(leaf):
+        return f"{type(leaf).__name__}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _type(leaf: Any) -> Any:
+    if not is_parameter(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
