@@ -1,8 +1,11 @@
 """Automatic mixed precision for JAX."""
 
 from ._amp import amp as amp, amp_stop as amp_stop
+from ._convert.artifact import Artifact as Artifact, load as load
 from ._convert.convert import convert as convert
 from ._convert.converted import Converted as Converted
+from ._convert.folder import ArtifactError as ArtifactError
+from ._convert.summary import Summary as Summary
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules

@@ -147,7 +147,19 @@ def _parameters(params: Any) -> tuple[list[Any], list[str]]:
     """The arrays of a tree of parameters, with their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     found = [(leaf, path_name(path)) for path, leaf in leaves if is_parameter(leaf)]
-    return [leaf for leaf, _ in found], [name for _, name in found]
+    return [leaf for leaf, _ in found], _distinct([name for _, name in found])
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, numbered where a key with a "/" makes two of them the same."""
+    made: dict[str, None] = {}
+    for name in (name or "params" for name in names):
+        number, one = 1, name
+        while one in made:
+            number += 1
+            one = f"{name}~{number}"
+        made[one] = None
+    return list(made)
 
 
 def _kept(keys: Sequence[Any], names: Sequence[str]) -> list[int]:

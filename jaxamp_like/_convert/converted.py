@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import jax
 
 from .models import Model, is_parameter, path_name
 from .summary import Summary
-from .traced import traced
+from .traced import Traced, traced
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,9 +65,67 @@ class Converted:
     def __repr__(self) -> str:
         return f"Converted: {self.summary}"
 
-    def _uncompiled(self, params: Any, inputs: Sequence[Any]) -> Any:
+    def save(self, path: str | Path, *, platforms: Sequence[str] | None = None) -> str:
+        """Writes the model to a folder, for `load`.
+
+        The program is exported by `jax.export` for inputs like the examples, and the
+        parameters are written beside it as safetensors. A dimension of an example that
+        is symbolic can have any size later. An artifact that is in the folder already
+        is replaced in one step: whatever happens meanwhile, the folder holds the old
+        one or the new one.
+
+        Args:
+            path: a new folder, or one that holds an artifact.
+            platforms: where it is to run ("cpu", "cuda", "rocm", "tpu"); if not given,
+                where JAX runs now.
+        Returns:
+            The digest of the artifact, to be given to `load` if nothing else may be
+            loaded.
+        Raises:
+            TypeError: inputs or results are no plain trees.
+            ValueError: the parameters are shapes only.
+            ImportError: safetensors is not installed.
+            OSError: the folder can't be written to, or holds something else."""
+        from .artifact import save_converted
+
+        return save_converted(self, path, platforms)
+
+    def save_parameters(self, path: str | Path) -> None:
+        """Writes the parameters alone, as a checkpoint of Orbax.
+
+        Args:
+            path: a new folder.
+        Raises:
+            ImportError: Orbax is not installed.
+            ValueError: the folder is there already."""
+        from .checkpoint import save_parameters
+
+        save_parameters(path, self.params)
+
+    def load_parameters(self, path: str | Path) -> Any:
+        """Reads what `save_parameters` wrote, of this model or one of its kind.
+
+        Args:
+            path: the folder.
+        Returns:
+            A tree like `params`, for `apply`.
+        Raises:
+            ImportError: Orbax is not installed.
+            ValueError: the checkpoint holds other parameters."""
+        from .checkpoint import load_parameters
+
+        params = load_parameters(path, self.params)
+        self._check(params)
+        return params
+
+    def trace(self, inputs: Sequence[Any]) -> Traced:
+        """The mixed program for inputs of certain shapes."""
         program = traced(self.mixed, self.authors, inputs)
         program.check(self.summary.parameters)
+        return program
+
+    def _uncompiled(self, params: Any, inputs: Sequence[Any]) -> Any:
+        program = self.trace(inputs)
         leaves = jax.tree.leaves((params, tuple(inputs)))
         args = [x for x in leaves if is_parameter(x)]
         return program.outs.merge(program.run(program.constants(), args))
