@@ -1,6 +1,6 @@
 """`save` and `load`: a converted model as a folder that needs no code of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +9,11 @@ from jax import export
 
 from .._reports.versions import versions
 from . import summary as summaries
-from .folder import ArtifactError, Opened, open_folder, write_folder
+from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
 from .models import is_parameter
 from .tensors import described, read_tensors, safetensors, write_tensors
 from .traced import Traced
 from .trees import arrays_in, decode, encode
-
-_Step = Callable[[], object]
-
-
-def _no_step() -> None:
-    pass
 
 
 def save_converted(
@@ -107,7 +101,7 @@ class Artifact:
         platforms: what it was compiled for.
         versions: of the packages that wrote it."""
 
-    def __init__(self, opened: Opened, step: _Step = _no_step):
+    def __init__(self, opened: Opened):
         manifest = opened.manifest
         self.digest = opened.digest
         self.platforms: tuple[str, ...] = tuple(manifest["platforms"])
@@ -116,7 +110,7 @@ class Artifact:
         self._check_platform()
         self._exported = _deserialized(opened)
         rows = manifest["parameters"]
-        self._leaves = read_tensors(opened.files["parameters"], rows, step)
+        self._leaves = read_tensors(opened.files["parameters"], rows)
         _check_types(self._exported, self._leaves)
         names = (row["name"] for row in rows)
         self.params: dict[str, Any] = dict(zip(names, self._leaves, strict=True))
@@ -165,8 +159,7 @@ class Artifact:
         return arrays
 
     def _check_platform(self) -> None:
-        here = jax.default_backend()
-        here = {"gpu": "cuda"}.get(here, here)
+        here = export.default_export_platform()
         if here not in self.platforms:
             raise ArtifactError(
                 f"The artifact is for {' and '.join(self.platforms)}, but JAX runs on "
@@ -174,9 +167,7 @@ class Artifact:
             )
 
 
-def load(
-    path: str | Path, *, digest: str | None = None, progress: _Step = _no_step
-) -> Artifact:
+def load(path: str | Path, *, digest: str | None = None) -> Artifact:
     """Loads a model that `Converted.save` has written.
 
     All of it is checked before it is used: a byte that is another is an error. That
@@ -186,7 +177,6 @@ def load(
     Args:
         path: the folder.
         digest: what `save` returned, if the artifact must be that one.
-        progress: called once for each parameter that is read.
     Returns:
         An `Artifact`, called like the model.
     Raises:
@@ -206,14 +196,8 @@ def load(
     The program is StableHLO as `jax.export` writes it, which later versions of JAX read
     for as long as that promises."""
     opened = open_folder(path, digest)
-    try:
-        return Artifact(opened, progress)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-        # Its digest fits, so that somebody has written it so.
-        raise ArtifactError(
-            f"The artifact in {path} is malformed ({type(e).__name__}: {e}). Save it "
-            "again."
-        ) from e
+    with well_formed(path):
+        return Artifact(opened)
 
 
 def explained(summary: summaries.Summary) -> str:
@@ -233,9 +217,8 @@ def _deserialized(opened: Opened) -> export.Exported:
     except Exception as e:
         raise ArtifactError(
             f"JAX {jax.__version__} can't read the program, which JAX "
-            f"{opened.manifest['written_by'].get('jax')} wrote (calling convention "
-            f"{opened.manifest['calling_convention']}): {e}. Use a later JAX, or save "
-            "the model again."
+            f"{opened.manifest['written_by']['jax']} wrote: {e}\nLoad it with a "
+            "version nearer to that (one reads what is up to six months older), or save the model again with this one."
         ) from e
 
 

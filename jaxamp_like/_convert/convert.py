@@ -17,6 +17,7 @@ from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted
 from .lists import ListedPolicy, check_matches, lists_of
 from .models import check_leaves, is_parameter, path_name, take_apart
+from .progress import ticked
 from .storage import Stored, narrower, storage
 from .summary import Summary, casts_of, contractions_of
 from .traced import Traced, traced
@@ -198,7 +199,7 @@ def _matches(key: Any, i: int, name: str) -> bool:
 
 def _cast(params: Any, stored: Sequence[Stored]) -> Any:
     """The parameters as they are stored."""
-    rest = iter(stored)
+    rest = ticked("casting parameters", stored)
 
     def as_stored(leaf: Any) -> Any:
         if not is_parameter(leaf):
@@ -210,7 +211,9 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
             return leaf.update(dtype=dtype)
         return cast(jax.numpy.asarray(leaf), dtype)
 
-    return jax.tree.map(as_stored, params)
+    stored_params = jax.tree.map(as_stored, params)
+    next(rest, None)  # tells that all are done
+    return stored_params
 
 
 def _summary(

@@ -6,13 +6,14 @@ step, so whenever writing ends, the folder holds the artifact of before or the n
 if there was none, none or the new one. A reader checks all that it reads against the
 manifest, and that against the digest that it carries; nothing of it is unpickled."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,18 @@ def open_folder(path: str | Path, digest: str | None = None) -> Opened:
             if _read_manifest(folder) == data:
                 raise _damaged(folder, f"{e.filename} is missing") from None
     raise ArtifactError(f"{folder} is written to again and again: load a copy of it.")
+
+
+@contextlib.contextmanager
+def well_formed(path: str | Path) -> Iterator[None]:
+    """Where a manifest is read whose digest fits, but which anyone may have written."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        raise ArtifactError(
+            f"The artifact in {path} is malformed ({type(e).__name__}: {e}). Save it "
+            "again."
+        ) from e
 
 
 def _check_is_ours(folder: Path) -> None:

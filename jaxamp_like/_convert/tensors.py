@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .folder import ArtifactError
+from .progress import ticked
 
 # Those that safetensors reads as NumPy arrays; others are kept as their bytes.
 _KNOWN = frozenset(
@@ -43,12 +44,14 @@ def described(name: str, leaf: Any) -> dict[str, Any]:
 
 def write_tensors(path: Path, rows: Sequence[dict[str, Any]], leaves: Any) -> None:
     """Writes arrays under their names."""
-    data = {row["name"]: _plain(x, row) for row, x in zip(rows, leaves, strict=True)}
+    pairs = list(zip(rows, leaves, strict=True))
+    written = ticked("writing parameters", pairs)
+    data = {row["name"]: _plain(x, row) for row, x in written}
     safetensors().numpy.save_file(data, path)
 
 
-def read_tensors(path: Path, rows: Sequence[dict[str, Any]], step: Any) -> list[Any]:
-    """Reads arrays that are as described; `step` is called after each.
+def read_tensors(path: Path, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Reads arrays that are as described.
 
     Raises:
         ArtifactError: the file holds others."""
@@ -60,9 +63,8 @@ def read_tensors(path: Path, rows: Sequence[dict[str, Any]], step: Any) -> list[
             raise ArtifactError(
                 f"{path} is damaged: it holds other parameters than its manifest says."
             )
-        for row in rows:
+        for row in ticked("reading parameters", rows):
             leaves.append(_array(file.get_tensor(row["name"]), row, path))
-            step()
     return leaves
 
 
