@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
+from jax import export, lax
 
 from jaxamp_like import AmpError, amp, amp_stop, convert, mxnet
 from jaxamp_like._jax import Literal, raw, subjaxprs
@@ -237,6 +237,19 @@ def test_other_shapes_are_traced_again():
     low = convert(summed_if_long, p, x, **BF16)
     with pytest.raises(AmpError, match=r"stored in bfloat16, but .* reduce_sum"):
         low(more)
+
+
+def test_a_dimension_may_be_symbolic():
+    def fn(p, x):
+        x = jax.nn.gelu(x @ p["w"] + p["b"])
+        x = (x - x.mean(0)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        return jax.nn.softmax(x @ p["w"] + p["b"], axis=0)
+
+    w, b, x = randoms((8, 8), (8,), (5, 8))
+    any_number = jax.ShapeDtypeStruct(export.symbolic_shape("n, 8"), "float32")
+    low = convert(fn, {"w": w, "b": b}, any_number, **BF16)
+    assert low.summary.contractions[0].shape == ("n", "8")
+    assert low(x).shape == (5, 8) and low.params["w"].dtype == jnp.bfloat16
 
 
 def test_values_that_are_no_arrays_pass_through():

@@ -218,7 +218,8 @@ def _deserialized(opened: Opened) -> export.Exported:
         raise ArtifactError(
             f"JAX {jax.__version__} can't read the program, which JAX "
             f"{opened.manifest['written_by']['jax']} wrote: {e}\nLoad it with a "
-            "version nearer to that (one reads what is up to six months older), or save the model again with this one."
+            "version nearer to that (one reads what is up to six months older), or "
+            "save the model again with this one."
         ) from e
 
 
