@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax import export, lax
 
-from jaxamp_like import AmpError, amp, amp_stop, convert, mxnet
+from jaxamp_like import AmpError, amp, amp_stop, convert, load, mxnet
 from jaxamp_like._jax import Literal, raw, subjaxprs
 
 BF16 = {"compute_dtype": "bfloat16"}
@@ -252,6 +252,31 @@ def test_a_dimension_may_be_symbolic():
     assert low(x).shape == (5, 8) and low.params["w"].dtype == jnp.bfloat16
 
 
+class Lookup(eqx.Module):
+    table: jax.Array
+
+    def __call__(self, i):
+        return self.table[i] @ self.table.T
+
+
+def test_a_module_that_would_compute_something_else_is_refused():
+    (table,) = randoms((8, 8))
+    low = convert(Lookup(table), None, jnp.arange(3), **BF16)
+    assert low.params.table.dtype == jnp.bfloat16
+    with pytest.raises(AmpError, match="some layer goes on in the dtype"):
+        low.module()
+    with pytest.raises(TypeError, match="no module that holds its parameters"):
+        convert(ONE["plain"], table, table, **BF16).module()
+
+
+def test_numpys_float64_is_what_jax_makes_of_it(tmp_path):
+    p, x = np.ones((8, 8)), np.ones((4, 8))
+    low = convert(lambda p, x: x @ p["w"] + p["b"], {"w": p, "b": p[0]}, x, **BF16)
+    assert {s.before for s in low.summary.parameters} == {"float32"}
+    low.save(tmp_path / "a")
+    assert same_bits(load(tmp_path / "a")(x), low(x))
+
+
 def test_values_that_are_no_arrays_pass_through():
     def fn(p, x, name, n):
         return {"y": x @ p, "name": name, "n": n, "none": None}
@@ -425,6 +450,9 @@ def test_equinox():
     low = check(model, None, x)
     assert isinstance(low.params, eqx.nn.MLP)
     assert low.params.layers[0].weight.dtype == jnp.bfloat16
+    module, mixed = low.module(), eqx.filter_jit(amp(lambda m, x: m(x), **BF16))
+    assert module.layers[0].weight.dtype == jnp.bfloat16
+    assert same_bits(mixed(module, x), low(x))
     with pytest.raises(ValueError, match="give `None` as `params`"):
         convert(model, model, x)
 
@@ -453,6 +481,7 @@ def test_nnx():
         "last/kernel": "bfloat16",
     }
     assert model.first.kernel.dtype == jnp.float32
+    assert low.module().first.kernel.dtype == jnp.bfloat16
     also = check(lambda model, x: model(x), model, x)
     assert whys == {s.name: s.now for s in also.summary.parameters}
 

@@ -34,7 +34,7 @@ def save_converted(
         )
     leaves = [*params, *program.constants()]
     names = [stored.name for stored in converted.summary.leaves]
-    inputs = arrays_in(converted.example_inputs, is_parameter)
+    inputs = list(map(_shape, arrays_in(converted.example_inputs, is_parameter)))
     num = len(leaves) - len(params)
 
     def run(leaves: list[Any], inputs: list[Any]) -> list[Any]:
@@ -42,7 +42,7 @@ def save_converted(
         return program.run(constants, [*params, *inputs])
 
     exported = export.export(jax.jit(run), platforms=platforms)(
-        list(map(_shape, leaves)), list(map(_shape, inputs))
+        list(map(_shape, leaves)), inputs
     )
     code = exported.serialize()
     rows = [described(name, leaf) for name, leaf in zip(names, leaves, strict=True)]

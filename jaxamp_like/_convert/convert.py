@@ -16,7 +16,13 @@ from .._policies.presets import Op
 from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted
 from .lists import ListedPolicy, check_matches, lists_of
-from .models import check_leaves, is_parameter, path_name, take_apart
+from .models import (
+    as_jax_has_them,
+    check_leaves,
+    is_parameter,
+    path_name,
+    take_apart,
+)
 from .progress import ticked
 from .storage import Stored, narrower, storage
 from .summary import Summary, casts_of, contractions_of
@@ -108,6 +114,7 @@ def convert(
     )
     model = take_apart(fn, params)
     check_leaves(model.params)
+    model = model._replace(params=as_jax_has_them(model.params))
     if lists.ops or lists.scopes:
         check_matches(lists, _as_written(model.call, model.params, example_inputs))
         policy = ListedPolicy(settings.lookup, lists)

@@ -8,6 +8,8 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._dtypes import is_float
+from .._errors import AmpError
 from .models import Model, is_parameter, path_name
 from .summary import Summary
 from .traced import Traced, traced
@@ -64,6 +66,34 @@ class Converted:
 
     def __repr__(self) -> str:
         return f"Converted: {self.summary}"
+
+    def module(self) -> Any:
+        """The model as a module of its own class, with its parameters stored low.
+
+        For code that works with the class: `amp(converted.module())` computes what this
+        object does. That is so where layers promote what they multiply; where a low
+        parameter would make what is computed from it low as well (a table that is
+        looked up), it is not, and is refused.
+
+        Returns:
+            The module.
+        Raises:
+            TypeError: the model did not come as a module of Equinox or NNX.
+            AmpError: the module would compute something else."""
+        if self.model.rebuild is None:
+            raise TypeError(
+                f"{self.summary.name} is no module that holds its parameters. Use "
+                "`converted.params` with `converted.apply`."
+            )
+        inputs = jax.tree.map(_example, tuple(self.example_inputs))
+        mine, its = self(*inputs), eqx.filter_jit(self.mixed)(self.params, *inputs)
+        if not eqx.tree_equal(mine, its, typematch=True):
+            raise AmpError(
+                f"With its parameters stored low, {self.summary.name} would compute "
+                "something else: some layer goes on in the dtype of its parameter. "
+                "Call the converted object, or keep that parameter by `keep_inputs`."
+            )
+        return self.model.rebuild(self.params)
 
     def save(self, path: str | Path, *, platforms: Sequence[str] | None = None) -> str:
         """Writes the model to a folder, for `load`.
@@ -147,6 +177,16 @@ class Converted:
                     f"The parameter `{path_name(path)}` is {now}, but is stored as "
                     f"{expected}. Give `converted.params`, or convert these."
                 )
+
+
+def _example(leaf: Any) -> Any:
+    """Numbers to try a model with, where only a shape is known."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    shape = tuple(d if isinstance(d, int) else 3 for d in leaf.shape)
+    if is_float(leaf.dtype):
+        return jax.random.normal(jax.random.key(0), shape, leaf.dtype)
+    return jax.numpy.zeros(shape, leaf.dtype)
 
 
 def _shown(leaf: Any) -> str:

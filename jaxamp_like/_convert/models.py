@@ -86,6 +86,22 @@ def check_leaves(params: Any) -> None:
             )
 
 
+def as_jax_has_them(params: Any) -> Any:
+    """`params` with NumPy's float64 and int64 as what JAX makes of them."""
+
+    def canonical(leaf: Any) -> Any:
+        if not is_parameter(leaf) or isinstance(leaf, jax.Array):
+            return leaf
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        if dtype == leaf.dtype:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=dtype)
+        return jax.numpy.asarray(leaf)
+
+    return jax.tree.map(canonical, params)
+
+
 def is_parameter(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
