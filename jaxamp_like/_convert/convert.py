@@ -14,7 +14,8 @@ from .._jax import trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets import Op
 from .._policies.settings import PolicyLike, settings_of
-from .converted import Converted
+from .converted import Converted, type_of
+from .folding import foldable, folded, parts_of
 from .lists import ListedPolicy, check_matches, lists_of
 from .models import (
     as_jax_has_them,
@@ -125,12 +126,13 @@ def convert(
     kept = dict.fromkeys(_kept(keep_inputs, names), _KEPT)
     if not cast_params:
         kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
-    stored = tuple(
-        storage(name, leaf, uses, kept.get(i))
-        for i, (name, leaf, uses) in enumerate(
-            zip(names, leaves, program.uses, strict=False)
-        )
-    )
+    stored = _stored(program, names, leaves, kept)
+    if which := _foldable(program, stored, kept):
+        parts = parts_of(program, leaves, which)
+        mixed = folded(mixed, jax.tree.map(type_of, model.params), which)
+        model = model._replace(params=_with_parts(model.params, parts), rebuild=None)
+        program = traced(mixed, model.params, example_inputs)
+        stored = _stored_parts(program, model.params, stored, parts, kept)
     return Converted(
         model=model,
         mixed=mixed,
@@ -139,6 +141,56 @@ def convert(
         example_inputs=example_inputs,
         summary=_summary(model.name, program, stored, model.params, example_inputs),
     )
+
+
+def _stored(
+    program: Traced, names: Sequence[str], leaves: Sequence[Any], kept: dict[int, str]
+) -> tuple[Stored, ...]:
+    rows = enumerate(zip(names, leaves, program.uses, strict=False))
+    return tuple(storage(*row, kept.get(i)) for i, row in rows)
+
+
+def _foldable(
+    program: Traced, stored: Sequence[Stored], kept: dict[int, str]
+) -> list[int]:
+    sizes = [None if i in kept else s.bytes_now for i, s in enumerate(stored)]
+    inputs = len(program.uses) - len(sizes)
+    return foldable(program.jaxpr, [*sizes, *[None] * inputs])
+
+
+def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
+    leaves, tree = jax.tree.flatten(params)
+    places = [i for i, leaf in enumerate(leaves) if is_parameter(leaf)]
+    for i, made in parts.items():
+        leaves[places[i]] = made
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _stored_parts(
+    program: Traced,
+    params: Any,
+    before: Sequence[Stored],
+    parts: dict[int, tuple[Any, ...]],
+    kept: dict[int, str],
+) -> tuple[Stored, ...]:
+    """How all is stored, where some parameters are what was made of them."""
+    leaves, names = _parameters(params)
+    origin = [
+        (i, k) for i in range(len(before)) for k in range(len(parts.get(i, (None,))))
+    ]
+    rows = zip(names, leaves, program.uses, origin, strict=False)
+    found = []
+    for name, leaf, uses, (i, k) in rows:
+        row = storage(name, leaf, uses, kept.get(i))
+        if i in parts:
+            row = row._replace(
+                before=before[i].before,
+                bytes_before=before[i].bytes_before if k == 0 else 0,
+                why=f"made of {before[i].name}, which nothing else reads",
+                folded=True,
+            )
+        found.append(row)
+    return tuple(found)
 
 
 def _check_bool(value: Any, argument: str) -> None:
@@ -231,7 +283,7 @@ def _summary(
     leaves = [x for x in jax.tree.leaves((params, inputs)) if is_parameter(x)]
     num = len(stored)
     avals = [
-        jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(s.now)) if s.is_changed else x
+        x if (d := narrower(x, s)) is None else jax.ShapeDtypeStruct(x.shape, d)
         for x, s in zip(leaves[:num], stored, strict=True)
     ]
 

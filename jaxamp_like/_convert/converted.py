@@ -33,7 +33,7 @@ class Converted:
     _run: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        types = jax.tree.map(_type, self.authors)
+        types = jax.tree.map(type_of, self.authors)
         object.__setattr__(self, "authors", types)
         object.__setattr__(self, "_run", eqx.filter_jit(self._uncompiled))
 
@@ -195,7 +195,7 @@ def _shown(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _type(leaf: Any) -> Any:
+def type_of(leaf: Any) -> Any:
     if not is_parameter(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -200,6 +200,12 @@ def _bind_shard_map(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
         return jax.shard_map(body, **shard_map_options(eqn.params))(*operands)
 
 
+CALLS = frozenset(
+    """jit pjit closed_call core_call call eval_jaxpr custom_jvp_call
+    custom_vjp_call""".split()
+) | frozenset(REMAT)
+"""Primitives that run one program, operands in and results out."""
+
 _STRUCTURAL = {
     "jit": _bind_jit,
     "pjit": _bind_jit,

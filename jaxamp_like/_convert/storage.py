@@ -21,7 +21,8 @@ class Stored(NamedTuple):
         now: the dtype that it is stored in.
         bytes_before: what it takes in the model.
         bytes_now: what it takes as it is stored.
-        why: the reason, in words."""
+        why: the reason, in words.
+        folded: whether it is made of a parameter, of which `before` tells."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +31,7 @@ class Stored(NamedTuple):
     bytes_before: int
     bytes_now: int
     why: str
+    folded: bool = False
 
     @property
     def is_changed(self) -> bool:
@@ -52,7 +54,7 @@ def storage(name: str, leaf: Any, uses: Uses, keep: str | None = None) -> Stored
 
 def narrower(leaf: Any, stored: Stored) -> DType | None:
     """The dtype that a parameter is to be cast to, if it is not stored as it is."""
-    return np.dtype(stored.now) if stored.is_changed else None
+    return np.dtype(stored.now) if str(leaf.dtype) != stored.now else None
 
 
 def _now(dtype: DType, uses: Uses) -> tuple[DType | None, str]:

@@ -96,13 +96,13 @@ class Summary:
     @property
     def kept(self) -> tuple[Stored, ...]:
         """What is stored as it was, the largest first."""
-        kept = (leaf for leaf in self.leaves if not leaf.is_changed)
+        kept = (x for x in self.leaves if not x.is_changed and not x.folded)
         return tuple(sorted(kept, key=lambda leaf: -leaf.bytes_now))
 
     @property
     def changed(self) -> tuple[Stored, ...]:
-        """What is stored in a narrower dtype, the largest first."""
-        changed = (leaf for leaf in self.leaves if leaf.is_changed)
+        """What is stored otherwise, the largest first."""
+        changed = (x for x in self.leaves if x.is_changed or x.folded)
         return tuple(sorted(changed, key=lambda leaf: -leaf.bytes_before))
 
     def __str__(self) -> str:

@@ -65,7 +65,7 @@ class Traced(NamedTuple):
             AmpError: a parameter is read in more bits than it has."""
         for leaf, uses in zip(stored, self.uses, strict=False):
             needs = {use.dtype for use in uses} - {leaf.now}
-            if leaf.is_changed and needs:
+            if leaf.is_changed and needs and not leaf.folded:
                 use = next(
                     use for use in sorted(uses, key=str) if use.dtype != leaf.now
                 )
