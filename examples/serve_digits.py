@@ -36,7 +36,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from jaxamp_like import Artifact, load
+from jaxamp_like import load
+from jaxamp_like.inference import Artifact
 
 PIXELS, LARGEST = 64, 1024
 

@@ -19,8 +19,9 @@ from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax import export
 
-from jaxamp_like import ArtifactError, convert, load
+from jaxamp_like import convert, load
 from jaxamp_like._convert import folder as folders
+from jaxamp_like.inference import ArtifactError
 
 BF16 = {"compute_dtype": "bfloat16"}
 Answer = collections.namedtuple("Answer", "scores best")

@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 from jax import export, lax
 
-from jaxamp_like import AmpError, amp, amp_stop, convert, load, mxnet
+from jaxamp_like import AmpError, amp, amp_stop, convert, load
 from jaxamp_like._jax import Literal, raw, subjaxprs
+from jaxamp_like.presets import mxnet
 
 BF16 = {"compute_dtype": "bfloat16"}
 

@@ -12,7 +12,7 @@ from .._dtypes import cast, did_you_mean
 from .._errors import AmpError
 from .._jax import trace
 from .._policies.mistakes import naming_mistakes
-from .._policies.presets import Op
+from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted, type_of
 from .folding import foldable, folded, parts_of

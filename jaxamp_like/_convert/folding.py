@@ -8,8 +8,8 @@ the rest, since it is the narrow numbers that are to be stored.
 
 A parameter is folded so if what is made of it, all in all, takes fewer bytes than it
 would otherwise, and holds numbers of 8 bits. Scans are split too: what their body makes
-of a slice is made of all slices at once. Code in `jit`, `jax.checkpoint` and derivative rules is gone through as
-if it stood there."""
+of a slice is made of all slices at once. Code in `jit`, `jax.checkpoint` and derivative
+rules is gone through as if it stood there."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

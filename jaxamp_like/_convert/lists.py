@@ -18,7 +18,8 @@ from .._policies.dictionary import (
     is_stopped,
     show_key,
 )
-from .._policies.presets import Op, check_disjoint, conditions_of, names_of
+from .._policies.presets.common import Op
+from .._policies.presets.user_lists import check_disjoint, conditions_of, names_of
 from .._rules import (
     Rule,
     use_compute_precision,

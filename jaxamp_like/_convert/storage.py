@@ -1,11 +1,12 @@
 """How a parameter is stored, given how it is read."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from .._dtypes import DType, is_float
+from .._reports.data.columns import Column
 from .uses import Uses
 
 _MOST = 3  # readers to name
@@ -24,14 +25,18 @@ class Stored(NamedTuple):
         why: the reason, in words.
         folded: whether it is made of a parameter, of which `before` tells."""
 
-    name: str
+    name: Annotated[str, Column("parameter", at=1, terminal=True)]
     shape: tuple[int, ...]
     before: str
-    now: str
-    bytes_before: int
-    bytes_now: int
-    why: str
+    now: Annotated[str, Column("stored", at=3, terminal=True)]
+    bytes_before: Annotated[int, Column("bytes before", "bytes", at=4, terminal=True)]
+    bytes_now: Annotated[int, Column("bytes now", "bytes", at=5, terminal=True)]
+    why: Annotated[str, Column("why", at=6, terminal=True)]
     folded: bool = False
+
+    @property
+    def was(self) -> Annotated[str, Column("was", at=2, terminal=True)]:
+        return f"{self.before}{list(self.shape)}"
 
     @property
     def is_changed(self) -> bool:

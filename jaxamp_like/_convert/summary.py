@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from .._jax import Jaxpr
 from .._primitives import CONTRACTIONS, is_contraction
 from .._reports import walk
+from .._reports.data.columns import Column
 from .._reports.data.explained import human_bytes
 from .storage import Stored
 from .uses import Use
@@ -25,10 +26,10 @@ class Cast(NamedTuple):
         scope: the names around the reader.
         line: where its author wrote that."""
 
-    name: str
-    dtype: str
-    scope: str
-    line: str
+    name: Annotated[str, Column("parameter")]
+    dtype: Annotated[str, Column("to")]
+    scope: Annotated[str, Column("scope")]
+    line: Annotated[str, Column("source", "line")]
 
 
 class Contraction(NamedTuple):
@@ -43,13 +44,21 @@ class Contraction(NamedTuple):
         shape: of its result.
         times: how often it runs, if loops around it have a fixed length."""
 
-    primitive: str
-    scope: str
-    line: str
+    primitive: Annotated[str, Column("contraction", at=2, terminal=True)]
+    scope: Annotated[str, Column("scope", at=1, terminal=True)]
+    line: Annotated[str, Column("source", "line", at=6, terminal=True)]
     reads: tuple[str, ...]
     makes: str
     shape: tuple[str, ...]
-    times: int
+    times: Annotated[int, Column("times", "number", at=5)]
+
+    @property
+    def operands(self) -> Annotated[str, Column("reads", at=3, terminal=True)]:
+        return " x ".join(self.reads)
+
+    @property
+    def result(self) -> Annotated[str, Column("makes", at=4, terminal=True)]:
+        return f"{self.makes}[{', '.join(self.shape)}]"
 
 
 @dataclass(frozen=True, repr=False)
