@@ -308,6 +308,70 @@ def test_a_cast_is_cast_only_once_where_amp_is_nested():
     check(amp(lambda p, x: x @ p, compute_dtype="float16"), p, x, share=0.5)
 
 
+# ------------------------------------------------------------------- 8-bit weights
+
+
+@jax.custom_vjp
+def quantised(x, w):
+    """A product with an int8 weight, as a rule makes it: at each call, of float32."""
+    scale = 127 / (jnp.abs(w).max(0, keepdims=True) + 1e-7)
+    rounded = jnp.clip(jnp.round(w * scale), -127, 127).astype(jnp.int8)
+    return (x @ rounded.astype(x.dtype)) / scale
+
+
+quantised.defvjp(lambda x, w: (quantised(x, w), (x, w)), lambda r, g: (g @ r[1].T, g))
+
+
+def of_8_bits(p, x):
+    def layer(x, p):
+        return jnp.tanh(quantised(x, p["w"])) + p["b"], None
+
+    x, _ = lax.scan(jax.checkpoint(layer), x, p["layers"])
+    return jax.jit(quantised)(x, p["head"]) + x @ p["plain"]
+
+
+def test_what_has_8_bits_is_stored_so(tmp_path):
+    w, b, head, plain, x = randoms((3, 64, 64), (3, 64), (64, 64), (64, 64), (4, 64))
+    p = {"layers": {"w": w, "b": b}, "head": head, "plain": plain}
+    low = convert(of_8_bits, p, x, **BF16)
+    kinds = jax.tree.map(lambda x: (x.dtype.name, x.shape), low.params)
+    assert set(kinds["layers"]["w"]) == {
+        ("int8", (3, 64, 64)),
+        ("float32", (3, 1, 64)),
+    }
+    assert set(kinds["head"]) == {("int8", (64, 64)), ("float32", (1, 64))}
+    assert low.params["plain"].dtype == jnp.bfloat16
+    low_share = low.summary.bytes_now - 64 * 64 * 2 - b.nbytes
+    assert low_share <= 0.27 * (w.nbytes + head.nbytes)
+    assert low.summary.bytes_before == sum(x.nbytes for x in jax.tree.leaves(p))
+    # XLA takes a division by a quotient apart, if it sees both.
+    want = jax.jit(amp(of_8_bits, **BF16))(p, x)
+    np.testing.assert_allclose(low(x), want, rtol=1e-5, atol=1e-5)
+    assert low(x[:2]).shape == (2, 64)
+    # Nothing is made of weights at a call any more.
+    text = str(jax.make_jaxpr(low._uncompiled)(low.params, (x,)))
+    assert "round" not in text and "reduce_max" not in text
+    low.save(tmp_path / "a")
+    assert same_bits(load(tmp_path / "a")(x), low(x))
+    with pytest.raises(AmpError, match="can't be differentiated"):
+        jax.grad(lambda x: low(x).sum())(x)
+
+
+def test_8_bits_are_not_stored_where_the_whole_is_kept():
+    w, x = randoms((64, 64), (4, 64))
+    for options in ({"cast_params": False}, {"keep_inputs": ["w"]}):
+        low = convert(lambda p, x: quantised(x, p["w"]), {"w": w}, x, **BF16, **options)
+        assert low.params["w"].dtype == jnp.float32
+    low = convert(lambda w, x: quantised(x, w) + w.sum(), w, x, **BF16)
+    assert low.summary.share < 0.27  # the sum is one number, made once
+
+    def mixed(p, x):
+        return quantised(x, p[0] + p[1])
+
+    low = convert(mixed, [w, w], x, **BF16)
+    assert low.summary.share == 1  # what is made of two is made at each call
+
+
 # ------------------------------------------------------------------------- op lists
 
 

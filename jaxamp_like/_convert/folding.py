@@ -126,6 +126,14 @@ def split(
     return made
 
 
+def _hand_over(made: Split, eqn: Eqn, inner: Split) -> None:
+    """What a body needs of its inputs as they are is handed to it, as ever."""
+    for v, operand in zip(inner.jaxpr.invars, eqn.invars, strict=True):
+        if v in inner.needed:
+            del inner.needed[v]
+            made.needed[operand] = None
+
+
 def _leave_widening(made: Split) -> None:
     """Takes the narrowest of what is only cast and moved until it is needed."""
     makers = {v: i for i, eqn in enumerate(made.jaxpr.eqns) for v in eqn.outvars}
@@ -164,6 +172,7 @@ def _split_eqn(made: Split, i: int, eqn: Eqn) -> None:
         (body,) = subjaxprs(eqn.params)
         slices = [not isinstance(v, Literal) and v in made.sliced for v in eqn.invars]
         inner = made.inner[i] = split(body, owners, slices, is_outermost=False)
+        _hand_over(made, eqn, inner)
         for v, out in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
             made.owners[v] = inner.of(out)
             if not isinstance(out, Literal) and out in inner.sliced:
@@ -174,7 +183,8 @@ def _split_eqn(made: Split, i: int, eqn: Eqn) -> None:
         carry = range(num_consts, first)
         inside = [_INPUT if j in carry else o for j, o in enumerate(owners)]
         slices = [j >= first for j in range(len(owners))]
-        made.inner[i] = split(eqn.params["jaxpr"], inside, slices)
+        inner = made.inner[i] = split(eqn.params["jaxpr"], inside, slices)
+        _hand_over(made, eqn, inner)
         made.needed |= {
             v: None for v in eqn.invars[num_consts:first] if made.is_prepared(v)
         }
