@@ -25,8 +25,9 @@ from .models import (
     take_apart,
 )
 from .progress import ticked
+from .records import casts_of, contractions_of
 from .storage import Stored, narrower, storage
-from .summary import Summary, casts_of, contractions_of
+from .summary import Summary
 from .traced import Traced, traced
 from .uses import uses_of_inputs
 

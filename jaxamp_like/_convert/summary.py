@@ -1,64 +1,16 @@
 """What a conversion has made: how parameters are stored, what is left to cast."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
-from .._jax import Jaxpr
-from .._primitives import CONTRACTIONS, is_contraction
-from .._reports import walk
-from .._reports.data.columns import Column
 from .._reports.data.explained import human_bytes
+from .records import Cast, Contraction
 from .storage import Stored
-from .uses import Use
+from .views import print_summary, write_summary
 
 _MOST = 12  # leaves to print
-
-
-class Cast(NamedTuple):
-    """A cast of a parameter that the converted function still makes.
-
-    Args:
-        name: the parameter.
-        dtype: what it is cast to.
-        scope: the names around the reader.
-        line: where its author wrote that."""
-
-    name: Annotated[str, Column("parameter")]
-    dtype: Annotated[str, Column("to")]
-    scope: Annotated[str, Column("scope")]
-    line: Annotated[str, Column("source", "line")]
-
-
-class Contraction(NamedTuple):
-    """A contraction of a program, and in what precision it runs.
-
-    Args:
-        primitive: its name.
-        scope: the names around it.
-        line: where its author wrote it.
-        reads: the dtypes of its operands.
-        makes: the dtype of its result.
-        shape: of its result.
-        times: how often it runs, if loops around it have a fixed length."""
-
-    primitive: Annotated[str, Column("contraction", at=2, terminal=True)]
-    scope: Annotated[str, Column("scope", at=1, terminal=True)]
-    line: Annotated[str, Column("source", "line", at=6, terminal=True)]
-    reads: tuple[str, ...]
-    makes: str
-    shape: tuple[str, ...]
-    times: Annotated[int, Column("times", "number", at=5)]
-
-    @property
-    def operands(self) -> Annotated[str, Column("reads", at=3, terminal=True)]:
-        return " x ".join(self.reads)
-
-    @property
-    def result(self) -> Annotated[str, Column("makes", at=4, terminal=True)]:
-        return f"{self.makes}[{', '.join(self.shape)}]"
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,8 +109,6 @@ class Summary:
 
         Raises:
             ImportError: rich is not installed."""
-        from .views import print_summary
-
         print_summary(self)
 
     def save_html(self, path: str | Path) -> Path:
@@ -171,8 +121,6 @@ class Summary:
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the path can't be written to; the message says why."""
-        from .views import write_summary
-
         return write_summary(self, path)
 
 
@@ -192,32 +140,3 @@ def from_dict(data: dict[str, Any]) -> Summary:
         rows(Cast, "casts"),
         rows(Contraction, "contractions"),
     )
-
-
-def casts_of(name: str, uses: Iterable[Use]) -> list[Cast]:
-    """The casts among the readers of a parameter."""
-    casts = (Cast(name, u.dtype, u.scope, u.line) for u in uses if u.dtype is not None)
-    return sorted(casts)
-
-
-def contractions_of(jaxpr: Jaxpr) -> tuple[Contraction, ...]:
-    """The contractions of a program, at any depth."""
-    found = []
-    for eqn, at, is_structural in walk.walk(jaxpr, ()):
-        if is_structural or eqn.primitive.name not in CONTRACTIONS:
-            continue
-        if not is_contraction(eqn.params, [v.aval.shape for v in eqn.invars]):
-            continue
-        place, out = at.place(eqn), eqn.outvars[0].aval
-        found.append(
-            Contraction(
-                primitive=eqn.primitive.name,
-                scope=place.scope,
-                line=place.source,
-                reads=tuple(v.aval.dtype.name for v in eqn.invars[:2]),
-                makes=out.dtype.name,
-                shape=tuple(map(str, out.shape)),
-                times=place.times,
-            )
-        )
-    return tuple(found)

@@ -11,8 +11,8 @@ from .._reports.page.data import table
 from .._reports.page.page import render, write_page
 from .._reports.page.table import MAX_ROWS, add_row, note_rest, table_of
 from .._reports.versions import versions
+from .records import Cast, Contraction
 from .storage import Stored
-from .summary import Cast, Contraction, Summary
 
 _HEADINGS = (
     ("parameters", "Parameters", "How each is stored, and why."),
@@ -21,7 +21,7 @@ _HEADINGS = (
 )
 
 
-def print_summary(summary: Summary) -> None:
+def print_summary(summary: Any) -> None:
     console = need("rich.console", "rich").Console()
     console.print(str(summary).split("\n")[0], highlight=False)
     console.print(_printed("Parameters, the largest first", Stored, _by_size(summary)))
@@ -33,7 +33,7 @@ def contraction_table(contractions: Sequence[Contraction]) -> Any:
     return _printed("Contractions", Contraction, contractions)
 
 
-def write_summary(summary: Summary, path: str | Path) -> Path:
+def write_summary(summary: Any, path: str | Path) -> Path:
     tables = {
         "parameters": table(Stored, _by_size(summary)),
         "leftCasts": table(Cast, summary.casts),
@@ -53,7 +53,7 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
     return write_page(path, page)
 
 
-def _by_size(summary: Summary) -> list[Stored]:
+def _by_size(summary: Any) -> list[Stored]:
     return sorted(summary.leaves, key=lambda leaf: -leaf.bytes_before)
 
 
@@ -66,7 +66,7 @@ def _printed(title: str, record: type, records: Sequence[Any]) -> Any:
     return printed
 
 
-def _tiles(summary: Summary) -> list[tuple[str, str, str]]:
+def _tiles(summary: Any) -> list[tuple[str, str, str]]:
     low = sum(set(c.reads).isdisjoint(_FULL) for c in summary.contractions)
     return [
         ("Stored", human_bytes(summary.bytes_now), f"{100 * summary.share:.1f} %"),
