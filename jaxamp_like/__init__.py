@@ -1,13 +1,21 @@
 """Automatic mixed precision for JAX.
 
 The names here are those that most programs need. The others live in `rules`, `presets`,
-`scaling` and `reports`; each of them can be imported from here too."""
+`scaling`, `reports` and `inference`; each of them can be imported from here too."""
 
 from typing import Any
 
-from . import presets as presets, reports as reports, rules as rules, scaling as scaling
+from . import (
+    inference as inference,
+    presets as presets,
+    reports as reports,
+    rules as rules,
+    scaling as scaling,
+)
 from ._amp import amp as amp, amp_stop as amp_stop
 from ._calibrate import Budget as Budget, calibrate as calibrate
+from ._convert.artifact import load as load
+from ._convert.convert import convert as convert
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules
@@ -43,6 +51,7 @@ __all__ = [
     "amp",
     "amp_stop",
     "calibrate",
+    "convert",
     "default_amp_policy",
     "disable_amp",
     "dynamic_scale_grad",
@@ -53,6 +62,7 @@ __all__ = [
     "get_policy",
     "global_policy",
     "guard_step",
+    "load",
     "loss_scale_optimizer",
     "scope_modules",
     "set_global_policy",
@@ -62,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home in (rules, presets, scaling, reports):
+    for home in (rules, presets, scaling, reports, inference):
         if name in home.__all__:
             return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

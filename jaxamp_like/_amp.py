@@ -24,7 +24,7 @@ from ._policies.mistakes import (
     refuse_what_cannot_be_rewritten,
     report_of_no_lowering,
 )
-from ._policies.settings import PolicyLike, settings_of
+from ._policies.settings import PolicyLike, Settings, settings_of
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame, Keeps
 from ._rewrite.facts import input_fact
@@ -131,6 +131,13 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
+    return amp_by(settings, fn, strict=strict, lean=lean)
+
+
+def amp_by(
+    settings: Settings, fn: Callable[..., Any], *, strict: bool, lean: bool = False
+) -> Callable[..., Any]:
+    """`amp` of a function, by settings that are understood already."""
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn

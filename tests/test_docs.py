@@ -51,15 +51,16 @@ def test_the_code_of_guides_runs(guide, tmp_path, monkeypatch):
 
 def test_there_is_a_table_for_each_system():
     systems = ("Keras: DTypePolicy", "Keras: DTypePolicyMap", "jmp", "Haiku", "Flax")
-    for system in (*systems, "PyTorch", "Axon"):
+    for system in (*systems, "PyTorch", "Axon", "MXNet"):
         assert any(heading.startswith(system) for heading in TABLES), system
     assert sum(map(len, TABLES.values())) > 80
     assert all(run and hold for rows in TABLES.values() for run, hold in rows)
 
 
 @pytest.mark.parametrize("heading", TABLES)
-def test_each_row_of_the_migration_tables(heading):
+def test_each_row_of_the_migration_tables(heading, tmp_path, monkeypatch):
     """In order, since a row may go on from the one above it."""
+    monkeypatch.chdir(tmp_path)  # where rows save
     names = {}
     for block in blocks(MIGRATION):
         exec(block, names)

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxamp_like
-from jaxamp_like import presets, reports, rules, scaling
+from jaxamp_like import inference, presets, reports, rules, scaling
 
 from . import layout
 
@@ -44,9 +44,9 @@ def test_one_door_to_private_jax():
 
 
 def test_public_names():
-    """Few at the top; the others in four modules, and within reach from the top."""
+    """Few at the top; the others in five modules, and within reach from the top."""
     assert len(jaxamp_like.__all__) <= 30
-    for home in (rules, presets, scaling, reports):
+    for home in (rules, presets, scaling, reports, inference):
         assert home.__doc__
         for name in home.__all__:
             assert getattr(jaxamp_like, name) is getattr(home, name)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from jaxamp_like import amp, default_amp_policy, explain, trace_numerics
+from jaxamp_like import amp, convert, default_amp_policy, explain, trace_numerics
 from jaxamp_like._reports.data.records import CastRecord, OpRecord, Place, Program
 
 BF16 = {"compute_dtype": "bfloat16"}
@@ -214,3 +214,18 @@ def test_an_unwritable_path(tmp_path):
         with pytest.raises(OSError, match="the report could not be written") as info:
             report.save_html(path)
         assert info.value.filename == str(path)
+
+
+def test_the_page_of_a_conversion(browser, tmp_path):
+    low = convert(loss, *ARGS, **BF16)
+    page = browser.new_page()
+    heard = []
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.goto(low.summary.save_html(tmp_path / "page.html").as_uri())
+    page.wait_for_selector("body[data-ready]")
+    rows = page.locator("#parameters tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows.first).to_contain_text("only ever cast to bfloat16")
+    expect(page.locator("#contractions tbody tr")).to_have_count(3)
+    page.close()
+    assert heard == []

@@ -181,10 +181,10 @@ def _mixes_rows(group: Sequence[Step]) -> bool:
     for step in group:
         eqn = step.eqn
         summed = [sizes[v] for v in _reads(step) if v in sizes]
-        if any(v.aval.size >= size for v in eqn.outvars for size in summed):
+        if any(_elements(v.aval) >= n for v in eqn.outvars for n in summed):
             return True
         if eqn.primitive.name.startswith("reduce_") and not _is_trailing(eqn):
-            summed.append(eqn.invars[0].aval.size)
+            summed.append(_elements(eqn.invars[0].aval))
         if summed:
             sizes |= dict.fromkeys(eqn.outvars, max(summed))
     return False
@@ -352,9 +352,8 @@ class _Flow:
                 (bias,) = rest
                 fact = self.facts[bias]
                 is_small = fact is not None and fact.small
-                if bias in self.free_vars and (
-                    is_small or bias.aval.size < out.aval.size
-                ):
+                is_small = is_small or _elements(bias.aval) < _elements(out.aval)
+                if bias in self.free_vars and is_small:
                     yield out
 
     def _root(self, step: Step) -> Step:
@@ -443,6 +442,11 @@ def _size(aval: Any, dtype: DType | None) -> int:
     """In bytes; a dimension that is not known yet counts as one."""
     known = (d for d in aval.shape if isinstance(d, int))
     return prod(known) * (dtype or aval.dtype).itemsize
+
+
+def _elements(aval: Any) -> int:
+    """A dimension that is not known yet is taken for one that is longer than one."""
+    return prod(d if isinstance(d, int) else 2 for d in aval.shape)
 
 
 def _reads(step: Step) -> Iterator[Any]:

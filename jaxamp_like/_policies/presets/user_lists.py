@@ -67,18 +67,18 @@ def _name(op: Any, argument: str) -> str:
 
 
 def conditions_of(
-    conditional: Sequence[tuple[Op, str, Sequence[Any]]],
+    conditional: Sequence[tuple[Op, str, Sequence[Any]]], argument: str = "conditional"
 ) -> list[tuple[str, str, tuple[Any, ...]]]:
     conditions = []
     for entry in conditional:
         is_triple = isinstance(entry, tuple | list) and len(entry) == 3
         if not is_triple or isinstance(entry[2], str):
             raise TypeError(
-                "`conditional` must hold tuples `(op, parameter, values)`, such as "
+                f"`{argument}` must hold tuples `(op, parameter, values)`, such as "
                 f"('integer_pow', 'y', [3]), but holds {entry!r}."
             )
         op, parameter, values = entry
-        (name,) = names_of([op], "conditional")
+        (name,) = names_of([op], argument)
         conditions.append((name, parameter, tuple(values)))
     return conditions
 

@@ -49,7 +49,7 @@ def _table(title: str, shown: Iterable[Shown]) -> Any:
     return table
 
 
-def _add(table: Any, shown: Iterable[Shown], values: Iterable[Any]) -> None:
+def _add_row(table: Any, shown: Iterable[Shown], values: Iterable[Any]) -> None:
     pairs = zip(shown, values, strict=True)
     table.add_row(*(FORMATS[column.kind](value) for (column, _), value in pairs))
 
@@ -84,7 +84,7 @@ def _scopes(root: ScopeNode) -> Any:
 
     def add(node: ScopeNode, level: int) -> None:
         name, *values = (read(node) for _, read in shown)
-        _add(table, shown, ["  " * level + (name or "(all)"), *values])
+        _add_row(table, shown, ["  " * level + (name or "(all)"), *values])
         for child in node.children:
             add(child, level + 1)
 
@@ -102,7 +102,7 @@ def record_table(
     table = _table(title, shown)
     found = rows(shown, records)
     for row in found[:most]:
-        _add(table, shown, row)
+        _add_row(table, shown, row)
     if most is not None and len(found) > most:
         table.add_row(f"… and {len(found) - most} more")
     return table

@@ -1,0 +1,267 @@
+"""`save` and `load`: a converted model as a folder that needs no code of the model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from .._reports.versions import versions
+from . import summary as summaries
+from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
+from .models import is_parameter
+from .tensors import described, read_tensors, safetensors, write_tensors
+from .traced import Traced
+from .trees import arrays_in, decode, encode
+
+
+def save_converted(
+    converted: Any, path: str | Path, platforms: Sequence[str] | None
+) -> str:
+    """Writes a `Converted` to a folder; see `Converted.save`."""
+    safetensors()  # before anything is made
+    if isinstance(platforms, str):
+        raise TypeError(
+            "`platforms` must be a sequence such as ['cpu', 'cuda'], but got "
+            f"{platforms!r}."
+        )
+    program: Traced = converted.trace(converted.example_inputs)
+    params = arrays_in(converted.params, is_parameter)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in params):
+        raise ValueError(
+            "The parameters are shapes only: convert real ones to save them."
+        )
+    leaves = [*params, *program.constants()]
+    names = [stored.name for stored in converted.summary.leaves]
+    inputs = list(map(_shape, arrays_in(converted.example_inputs, is_parameter)))
+    num = len(leaves) - len(params)
+
+    def run(leaves: list[Any], inputs: list[Any]) -> list[Any]:
+        params, constants = leaves[: len(leaves) - num], leaves[len(leaves) - num :]
+        return program.run(constants, [*params, *inputs])
+
+    exported = export.export(jax.jit(run), platforms=platforms)(
+        list(map(_shape, leaves)), inputs
+    )
+    code = exported.serialize()
+    rows = [described(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    is_input = is_parameter
+    manifest = {
+        "written_by": versions(),
+        "platforms": list(exported.platforms),
+        "calling_convention": exported.calling_convention_version,
+        "inputs": encode(list(converted.example_inputs), is_input, "Inputs"),
+        "input_types": [described("", x) for x in inputs],
+        "outputs": encode(_out_tree(program), _is_placeholder, "Results"),
+        "parameters": rows,
+        "summary": converted.summary.to_dict(),
+    }
+    return write_folder(
+        path,
+        manifest,
+        {
+            "parameters": lambda file: write_tensors(file, rows, leaves),
+            "program": lambda file: file.write_bytes(code),
+        },
+    )
+
+
+class _Placeholder:
+    """Where an array stands among results."""
+
+
+def _is_placeholder(x: Any) -> bool:
+    return isinstance(x, _Placeholder)
+
+
+def _out_tree(program: Traced) -> Any:
+    count = sum(program.outs.is_array)
+    return program.outs.merge([_Placeholder() for _ in range(count)])
+
+
+def _shape(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, _canonical(x.dtype))
+
+
+def _canonical(dtype: Any) -> Any:
+    """What JAX makes of a dtype: one of 32 bits of one of 64, unless x64 is on."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+class Artifact:
+    """A model that was saved: called with its inputs, without the code that made it.
+
+    Args:
+        params: its parameters by their names, as they are stored.
+        summary: what `convert` stored and why, and the precision of each contraction.
+        digest: the SHA-256 that stands for the whole artifact.
+        platforms: what it was compiled for.
+        versions: of the packages that wrote it."""
+
+    def __init__(self, opened: Opened):
+        manifest = opened.manifest
+        self.digest = opened.digest
+        self.platforms: tuple[str, ...] = tuple(manifest["platforms"])
+        self.versions: dict[str, str] = manifest["written_by"]
+        self.summary = summaries.from_dict(manifest["summary"])
+        self._check_platform()
+        self._exported = _deserialized(opened)
+        rows = manifest["parameters"]
+        self._leaves = read_tensors(opened.files["parameters"], rows)
+        _check_types(self._exported, self._leaves)
+        names = (row["name"] for row in rows)
+        self.params: dict[str, Any] = dict(zip(names, self._leaves, strict=True))
+        self._inputs, self._outputs = manifest["inputs"], manifest["outputs"]
+        self._types = manifest["input_types"]
+        self._shown = tuple(decode(self._inputs, [_short(t) for t in self._types]))
+        self._call = jax.jit(self._exported.call)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Calls the model.
+
+        Args:
+            *inputs: as it was saved: trees of the same structure, arrays of the same
+                dtypes and shapes. A symbolic dimension takes any size.
+        Returns:
+            What the model returns.
+        Raises:
+            TypeError, ValueError: an input is another; the message names it."""
+        arrays = self._checked(list(inputs))
+        return decode(self._outputs, self._call(self._leaves, arrays))
+
+    def __repr__(self) -> str:
+        types = ", ".join(f"{t['dtype']}[{', '.join(t['shape'])}]" for t in self._types)
+        where = "/".join(self.platforms)
+        return f"Artifact({types}) for {where}: {self.summary}"
+
+    def explain(self) -> str:
+        """The precision of each contraction, as a text of one line each."""
+        return explained(self.summary)
+
+    def stablehlo(self) -> str:
+        """The program as StableHLO."""
+        return str(self._exported.mlir_module())
+
+    def _checked(self, inputs: list[Any]) -> list[Any]:
+        try:
+            given = encode(inputs, _is_array_like, "Inputs")
+        except TypeError:
+            given = None
+        if given != self._inputs:
+            told = jax.tree.map(_told, tuple(inputs))
+            raise TypeError(f"The inputs must be like {self._shown}, but are {told}.")
+        arrays = arrays_in(inputs, _is_array_like)
+        for i, (x, type_) in enumerate(zip(arrays, self._types, strict=True)):
+            _check_input(i, x, type_)
+        return arrays
+
+    def _check_platform(self) -> None:
+        here = export.default_export_platform()
+        if here not in self.platforms:
+            raise ArtifactError(
+                f"The artifact is for {' and '.join(self.platforms)}, but JAX runs on "
+                f"{here} here. Save it with `platforms=['{here}', ...]`."
+            )
+
+
+def load(path: str | Path, *, digest: str | None = None) -> Artifact:
+    """Loads a model that `Converted.save` has written.
+
+    All of it is checked before it is used: a byte that is another is an error. That
+    finds damage; whoever writes the folder can write a whole new artifact, so where it
+    comes from elsewhere, give the digest that `save` returned.
+
+    Args:
+        path: the folder.
+        digest: what `save` returned, if the artifact must be that one.
+    Returns:
+        An `Artifact`, called like the model.
+    Raises:
+        ArtifactError: there is no artifact, or it is damaged, of a newer format, for
+            another platform or not the one of `digest`.
+        ImportError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> from jaxamp_like import convert
+    >>> w, x = jax.numpy.ones((4, 3)), jax.numpy.ones((2, 4))
+    >>> low = convert(jax.numpy.dot, w.T, x.T, compute_dtype="bfloat16")
+    >>> folder = tempfile.mkdtemp()
+    >>> digest = low.save(folder)
+    >>> load(folder, digest=digest)(x.T).dtype
+    dtype('float32')
+
+    The program is StableHLO as `jax.export` writes it, which later versions of JAX read
+    for as long as that promises."""
+    opened = open_folder(path, digest)
+    with well_formed(path):
+        return Artifact(opened)
+
+
+def explained(summary: summaries.Summary) -> str:
+    """One line for each contraction: what it reads, makes, and where it stands."""
+    lines = [
+        f"{' x '.join(c.reads)} -> {c.makes}  {c.primitive}"
+        f"[{', '.join(c.shape)}]{f' x {c.times}' * (c.times > 1)}  "
+        f"{c.scope or '(no scope)'}  {c.line}"
+        for c in summary.contractions
+    ]
+    return "\n".join(lines) or "The program has no contractions."
+
+
+def _deserialized(opened: Opened) -> export.Exported:
+    try:
+        return export.deserialize(bytearray(opened.files["program"].read_bytes()))
+    except Exception as e:
+        raise ArtifactError(
+            f"JAX {jax.__version__} can't read the program, which JAX "
+            f"{opened.manifest['written_by']['jax']} wrote: {e}\nLoad it with a "
+            "version nearer to that (one reads what is up to six months older), or "
+            "save the model again with this one."
+        ) from e
+
+
+def _check_types(exported: export.Exported, leaves: Sequence[Any]) -> None:
+    for aval, leaf in zip(exported.in_avals, leaves, strict=False):
+        if (aval.dtype, aval.shape) != (leaf.dtype, leaf.shape):
+            raise ArtifactError(
+                f"The artifact is damaged: its program takes {aval}, and not a "
+                f"parameter that is {leaf.dtype}{list(leaf.shape)}."
+            )
+
+
+def _is_array_like(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _told(x: Any) -> Any:
+    return f"{x.dtype}{list(x.shape)}" if _is_array_like(x) else x
+
+
+def _short(type_: dict[str, Any]) -> str:
+    return f"{type_['dtype']}[{', '.join(type_['shape'])}]"
+
+
+def _check_input(i: int, x: Any, type_: dict[str, Any]) -> None:
+    dtype = str(_canonical(x.dtype))
+    if dtype != type_["dtype"]:
+        raise TypeError(
+            f"Array {i} of the inputs must be {_short(type_)}, but its dtype is "
+            f"{dtype}."
+        )
+    fits = len(x.shape) == len(type_["shape"]) and all(
+        not want.isdigit() or int(want) == size
+        for want, size in zip(type_["shape"], x.shape, strict=True)
+    )
+    if not fits:
+        symbolic = any(not size.isdigit() for size in type_["shape"])
+        hint = "" if symbolic else (
+            " To take any batch, convert with symbolic shapes: "
+            "`jax.export.symbolic_shape('batch, ...')`."
+        )  # fmt: skip
+        raise ValueError(
+            f"Array {i} of the inputs must be {_short(type_)}, but its shape is "
+            f"{list(x.shape)}.{hint}"
+        )

@@ -1,0 +1,270 @@
+"""The command line: `convert`, `explain` and `inspect`.
+
+It ends with 0 if all is done, with 1 if the model or the artifact is refused (the
+reason is on stderr), and with 2 if it was called wrongly."""
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+except ImportError as e:
+    sys.exit(
+        f"The command line needs {e.name}, which is not installed. Run "
+        "`pip install 'jaxamp_like[convert]'`."
+    )
+
+from .._errors import AmpError
+from .._reports import explain as explain_fn
+from .._reports.data.explained import human_bytes
+from . import summary as summaries
+from .artifact import explained
+from .convert import convert as convert_fn
+from .folder import open_folder, well_formed
+from .models import take_apart
+from .progress import showing
+from .views import contraction_table
+
+app = typer.Typer(
+    help="Mixed precision for JAX: convert a trained model once, see what it did.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_REFUSED, _WRONG = 1, 2
+_SHOWN = 64  # parameters, from which on a bar is worth its line
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FACTORY",
+        help="A function without arguments, or a tuple: (fn, params, *example_inputs), "
+        "as `jaxamp_like.convert` takes them.",
+    ),
+]
+ComputeDtype = Annotated[
+    str | None, typer.Option(help="What contractions compute in, such as bfloat16.")
+]
+PolicyName = Annotated[
+    str | None,
+    typer.Option("--policy", help="The name of a policy, such as mixed_bfloat16."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Html = Annotated[Path | None, typer.Option(help="Also write a page to this file.")]
+TargetOps = Annotated[
+    list[str], typer.Option("--target-op", help="An op that runs in low precision.")
+]
+Float32Ops = Annotated[
+    list[str], typer.Option("--float32-op", help="An op that runs as written.")
+]
+WidestOps = Annotated[
+    list[str], typer.Option("--widest-op", help="An op that runs in its widest input.")
+]
+Excluded = Annotated[
+    list[str],
+    typer.Option("--excluded-scope", help="A scope in which all runs as written."),
+]
+Kept = Annotated[
+    list[str],
+    typer.Option("--keep-input", help="The path of a parameter to store as it is."),
+]
+
+
+def main() -> None:
+    """Runs the command line; refusals end it with a message and without a traceback."""
+    try:
+        app()
+    except (AmpError, TypeError, ValueError, OSError, ImportError) as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        sys.exit(_REFUSED)
+
+
+@app.command()
+def convert(
+    model: Target,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The folder for the artifact.")
+    ],
+    compute_dtype: ComputeDtype = None,
+    policy: PolicyName = None,
+    target_op: TargetOps = [],  # noqa: B006
+    float32_op: Float32Ops = [],  # noqa: B006
+    widest_op: WidestOps = [],  # noqa: B006
+    excluded_scope: Excluded = [],  # noqa: B006
+    keep_input: Kept = [],  # noqa: B006
+    cast_params: Annotated[
+        bool, typer.Option(help="Store parameters in the dtypes that they are read in.")
+    ] = True,
+    platform: Annotated[
+        list[str], typer.Option(help="Where it is to run: cpu, cuda, rocm, tpu.")
+    ] = [],  # noqa: B006
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Converts a model and saves it as an artifact."""
+    fn, params, *inputs = _made(model)
+    with _bar():
+        converted = convert_fn(
+            fn,
+            params,
+            *inputs,
+            compute_dtype=compute_dtype,
+            amp_policy=policy,
+            target_ops=target_op,
+            float32_ops=float32_op,
+            widest_ops=widest_op,
+            excluded_scopes=excluded_scope,
+            keep_inputs=keep_input,
+            cast_params=cast_params,
+        )
+        digest = converted.save(output, platforms=platform or None)
+    summary = converted.summary
+    if html is not None:
+        summary.save_html(html)
+    if as_json:
+        _print_json({"path": str(output), "digest": digest} | summary.to_dict())
+        return
+    summary.print()
+    print(f"Saved to {output}, digest {digest}")
+
+
+@app.command()
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY or ARTIFACT",
+            help="What `convert` takes, or the folder of an artifact.",
+        ),
+    ],
+    compute_dtype: ComputeDtype = None,
+    policy: PolicyName = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Tells the precision of each contraction, without running the model."""
+    if Path(model).is_dir():
+        if compute_dtype is not None or policy is not None:
+            _wrong("An artifact has its precision already: leave out the policy.")
+        opened = open_folder(model)
+        with well_formed(model):
+            summary = summaries.from_dict(opened.manifest["summary"])
+        if html is not None:
+            summary.save_html(html)
+        if as_json:
+            _print_json([one._asdict() for one in summary.contractions])
+        else:
+            print(explained(summary))
+        return
+    fn, params, *inputs = _made(model)
+    apart = take_apart(fn, params)
+    explained_fn = explain_fn(
+        apart.call, compute_dtype=compute_dtype, amp_policy=policy
+    )
+    report = explained_fn(apart.params, *inputs)
+    if html is not None:
+        report.save_html(html)
+    if as_json:
+        print(report.to_json())
+    else:
+        report.print()
+
+
+@app.command()
+def inspect(
+    artifact: Annotated[Path, typer.Argument(help="The folder of an artifact.")],
+    digest: Annotated[
+        str | None, typer.Option(help="What `convert` printed, to be compared.")
+    ] = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Checks an artifact, and tells what is in it."""
+    opened = open_folder(artifact, digest)
+    manifest = opened.manifest
+    with well_formed(artifact):
+        summary = summaries.from_dict(manifest["summary"])
+        types = [(t["dtype"], ", ".join(t["shape"])) for t in manifest["input_types"]]
+        wrote = ", ".join(f"{k} {v}" for k, v in manifest["written_by"].items())
+    if html is not None:
+        summary.save_html(html)
+    if as_json:
+        _print_json({"digest": opened.digest} | manifest)
+        return
+    inputs = [f"{dtype}[{shape}]" for dtype, shape in types]
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    print(f"{summary.name}: whole, {human_bytes(size)}, format {manifest['format']}")
+    print(f"digest    {opened.digest}")
+    print(f"platforms {', '.join(manifest['platforms'])}")
+    print(f"inputs    {', '.join(inputs)}")
+    print(f"written   {wrote}")
+    print(summary)
+    Console().print(contraction_table(summary.contractions))
+
+
+def _made(target: str) -> tuple[Any, ...]:
+    """What the factory makes: a function, its parameters and inputs."""
+    module, colon, name = target.partition(":")
+    if not colon or not name:
+        _wrong(f"Write MODULE:FACTORY, such as `models:digits`, but got {target!r}.")
+    sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+            raise
+        _wrong(f"There is no module {e.name!r}: run from the folder that it is in.")
+    factory = found
+    for part in name.split("."):
+        if not hasattr(factory, part):
+            _wrong(f"The module {module!r} has no {name!r}.")
+        factory = getattr(factory, part)
+    made = factory() if callable(factory) else factory
+    if not isinstance(made, tuple | list) or len(made) < 2:
+        _wrong(
+            f"{target} must give (fn, params, *example_inputs), but gave "
+            f"{type(made).__name__}."
+        )
+    return tuple(made)
+
+
+def _wrong(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise typer.Exit(_WRONG)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1))
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[None]:
+    """A progress bar on stderr for models of many parameters."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    tasks: dict[str, Any] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if total < _SHOWN:
+            return
+        if not tasks:
+            progress.start()  # leaves a line, so only where there is something to show
+        if what not in tasks:
+            tasks[what] = progress.add_task(what, total=total)
+        progress.update(tasks[what], completed=done)
+
+    try:
+        with showing(show):
+            yield
+    finally:
+        if tasks:
+            progress.stop()

@@ -1,0 +1,304 @@
+"""`convert`: a float32 model once, as a mixed one whose parameters are stored so."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from .._amp import amp_by
+from .._dtypes import cast, did_you_mean
+from .._errors import AmpError
+from .._jax import trace
+from .._policies.mistakes import naming_mistakes
+from .._policies.presets.common import Op
+from .._policies.settings import PolicyLike, settings_of
+from .converted import Converted, type_of
+from .folding import foldable, folded, parts_of
+from .lists import ListedPolicy, check_matches, lists_of
+from .models import (
+    as_jax_has_them,
+    check_leaves,
+    is_parameter,
+    path_name,
+    take_apart,
+)
+from .progress import ticked
+from .records import casts_of, contractions_of
+from .storage import Stored, narrower, storage
+from .summary import Summary
+from .traced import Traced, traced
+from .uses import uses_of_inputs
+
+_AS_GIVEN = "`cast_params` is False"
+_KEPT = "`keep_inputs` names it"
+
+
+@naming_mistakes
+def convert(
+    fn: Any,
+    params: Any,
+    *example_inputs: Any,
+    amp_policy: PolicyLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+    target_ops: Sequence[Op] = (),
+    float32_ops: Sequence[Op] = (),
+    widest_ops: Sequence[Op] = (),
+    conditional_float32_ops: Sequence[tuple[Op, str, Sequence[Any]]] = (),
+    excluded_scopes: Sequence[Any] = (),
+    keep_inputs: Sequence[Any] = (),
+    cast_params: bool = True,
+    strict: bool = False,
+) -> Converted:
+    """Converts a trained model to mixed precision, with its parameters stored so.
+
+    The model is rewritten as by `amp`. A parameter that is only ever cast to one
+    narrower dtype, wherever it is read (inside of jit, loops, branches, slice by slice
+    of a stack), is cast once, here; the function then has no such cast any more. All
+    other parameters stay as they are, and `summary` says why. Under `jax.jit` the
+    results are those of `amp(fn)`, bit for bit.
+
+    Args:
+        fn: the model: a function of parameters and inputs, a Linen module or a Haiku
+            transform (whose `apply` is meant), or a model that holds its parameters:
+            a module of Equinox or NNX, a model or layer of Keras.
+        params: the tree of parameters, the first argument of `fn`; `None` where `fn`
+            holds them.
+        *example_inputs: the other arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s
+            (also with the symbolic dimensions of `jax.export.symbolic_shape`), and
+            values that are no arrays, which become part of the function.
+        amp_policy: as for `amp`.
+        compute_dtype: as for `amp`.
+        target_ops: primitives, or names of them, that run in the compute dtype whatever
+            the policy says of them. Its scopes still come first.
+        float32_ops: those that run as their author wrote them.
+        widest_ops: those that run in the widest dtype among their inputs.
+        conditional_float32_ops: tuples `(op, parameter, values)`: as written where the
+            parameter of the primitive has one of the values, else by the policy.
+        excluded_scopes: names and paths of `jax.named_scope`s, or compiled regular
+            expressions of paths, in which everything runs as written.
+        keep_inputs: parameters that are stored as they are, whoever reads them: their
+            paths ("encoder/0/kernel"), a leading part of paths, compiled regular
+            expressions of paths, or their positions among the leaves. The inputs that
+            are no parameters always keep their dtypes.
+        cast_params: whether parameters are stored in the dtype that they are read in;
+            without, they are cast at each call.
+        strict: as for `amp`.
+    Returns:
+        A `Converted`: called with the inputs alone, as models are that hold their
+        parameters, or by `apply(params, *inputs)`.
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or `params` don't fit
+            the function.
+        AmpError: an op is in two lists; an op, a scope or a kept input matches nothing;
+            or as from `amp`.
+
+    >>> def model(params, x):
+    ...     return jax.numpy.tanh(x @ params["w"]) + params["b"]
+    >>> params = {"w": jax.numpy.ones((64, 32)), "b": jax.numpy.ones(32)}
+    >>> x = jax.numpy.ones((8, 64))
+    >>> low = convert(model, params, x, compute_dtype="bfloat16")
+    >>> low.params["w"].dtype, low.params["b"].dtype, low(x).dtype
+    (dtype(bfloat16), dtype('float32'), dtype('float32'))
+
+    After `amp.convert_model` of MXNet, which casts parameters offline, and TensorRT's
+    and ONNX's converters, which keep what float32 ops read."""
+    _check_bool(cast_params, "cast_params")
+    _check_bool(strict, "strict")
+    settings = settings_of(amp_policy, compute_dtype)
+    lists = lists_of(
+        target_ops,
+        float32_ops,
+        widest_ops,
+        conditional_float32_ops,
+        excluded_scopes,
+    )
+    model = take_apart(fn, params)
+    check_leaves(model.params)
+    model = model._replace(params=as_jax_has_them(model.params))
+    if lists.ops or lists.scopes:
+        check_matches(lists, _as_written(model.call, model.params, example_inputs))
+        policy = ListedPolicy(settings.lookup, lists)
+        settings = settings._replace(lookup=policy)
+    mixed = amp_by(settings, model.call, strict=strict)
+    program = traced(mixed, model.params, example_inputs)
+    leaves, names = _parameters(model.params)
+    kept = dict.fromkeys(_kept(keep_inputs, names), _KEPT)
+    if not cast_params:
+        kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
+    stored = _stored(program, names, leaves, kept)
+    if which := _foldable(program, stored, kept):
+        parts = parts_of(program, leaves, which)
+        mixed = folded(mixed, jax.tree.map(type_of, model.params), which)
+        model = model._replace(params=_with_parts(model.params, parts), rebuild=None)
+        program = traced(mixed, model.params, example_inputs)
+        stored = _stored_parts(program, model.params, stored, parts, kept)
+    return Converted(
+        model=model,
+        mixed=mixed,
+        authors=model.params,
+        params=_cast(model.params, stored),
+        example_inputs=example_inputs,
+        summary=_summary(model.name, program, stored, model.params, example_inputs),
+    )
+
+
+def _stored(
+    program: Traced, names: Sequence[str], leaves: Sequence[Any], kept: dict[int, str]
+) -> tuple[Stored, ...]:
+    rows = enumerate(zip(names, leaves, program.uses, strict=False))
+    return tuple(storage(*row, kept.get(i)) for i, row in rows)
+
+
+def _foldable(
+    program: Traced, stored: Sequence[Stored], kept: dict[int, str]
+) -> list[int]:
+    sizes = [None if i in kept else s.bytes_now for i, s in enumerate(stored)]
+    inputs = len(program.uses) - len(sizes)
+    return foldable(program.jaxpr, [*sizes, *[None] * inputs])
+
+
+def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
+    leaves, tree = jax.tree.flatten(params)
+    places = [i for i, leaf in enumerate(leaves) if is_parameter(leaf)]
+    for i, made in parts.items():
+        leaves[places[i]] = made
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _stored_parts(
+    program: Traced,
+    params: Any,
+    before: Sequence[Stored],
+    parts: dict[int, tuple[Any, ...]],
+    kept: dict[int, str],
+) -> tuple[Stored, ...]:
+    """How all is stored, where some parameters are what was made of them."""
+    leaves, names = _parameters(params)
+    origin = [
+        (i, k) for i in range(len(before)) for k in range(len(parts.get(i, (None,))))
+    ]
+    rows = zip(names, leaves, program.uses, origin, strict=False)
+    found = []
+    for name, leaf, uses, (i, k) in rows:
+        row = storage(name, leaf, uses, kept.get(i))
+        if i in parts:
+            row = row._replace(
+                before=before[i].before,
+                bytes_before=before[i].bytes_before if k == 0 else 0,
+                why=f"made of {before[i].name}, which nothing else reads",
+                folded=True,
+            )
+        found.append(row)
+    return tuple(found)
+
+
+def _check_bool(value: Any, argument: str) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{argument}` must be a bool, but got {value!r}.")
+
+
+def _as_written(call: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:
+    """The program of a function as its author wrote it."""
+    return traced(call, params, inputs).jaxpr
+
+
+def _parameters(params: Any) -> tuple[list[Any], list[str]]:
+    """The arrays of a tree of parameters, with their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    found = [(leaf, path_name(path)) for path, leaf in leaves if is_parameter(leaf)]
+    return [leaf for leaf, _ in found], _distinct([name for _, name in found])
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, numbered where a key with a "/" makes two of them the same."""
+    made: dict[str, None] = {}
+    for name in (name or "params" for name in names):
+        number, one = 1, name
+        while one in made:
+            number += 1
+            one = f"{name}~{number}"
+        made[one] = None
+    return list(made)
+
+
+def _kept(keys: Sequence[Any], names: Sequence[str]) -> list[int]:
+    """The positions of the parameters that `keep_inputs` names."""
+    if isinstance(keys, str | re.Pattern) or not isinstance(keys, Sequence | set):
+        raise TypeError(
+            "`keep_inputs` must be a sequence of paths of parameters, of positions or "
+            f"of compiled regular expressions, such as ['head'], but got {keys!r}."
+        )
+    found: list[int] = []
+    for key in keys:
+        matches = [i for i, name in enumerate(names) if _matches(key, i, name)]
+        if not matches:
+            hint = did_you_mean(key, names) if isinstance(key, str) else ""
+            raise AmpError(
+                f"{key!r} of `keep_inputs` is no parameter.{hint} There are "
+                f"{len(names)}: {', '.join(names[:8])}{', ...' * (len(names) > 8)}."
+            )
+        found += matches
+    return found
+
+
+def _matches(key: Any, i: int, name: str) -> bool:
+    if isinstance(key, re.Pattern):
+        return key.fullmatch(name) is not None
+    if isinstance(key, str):
+        parts, path = key.strip("/").split("/"), name.split("/")
+        return path[: len(parts)] == parts
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key == i
+    raise TypeError(
+        "`keep_inputs` must hold paths, positions or compiled regular expressions, but "
+        f"holds {key!r}."
+    )
+
+
+def _cast(params: Any, stored: Sequence[Stored]) -> Any:
+    """The parameters as they are stored."""
+    rest = ticked("casting parameters", stored)
+
+    def as_stored(leaf: Any) -> Any:
+        if not is_parameter(leaf):
+            return leaf
+        dtype = narrower(leaf, next(rest))
+        if dtype is None:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=dtype)
+        return cast(jax.numpy.asarray(leaf), dtype)
+
+    stored_params = jax.tree.map(as_stored, params)
+    next(rest, None)  # tells that all are done
+    return stored_params
+
+
+def _summary(
+    name: str, program: Traced, stored: Sequence[Stored], params: Any, inputs: Any
+) -> Summary:
+    """Read off the converted program: what it casts and contracts is what runs."""
+    constants = program.constants()
+    leaves = [x for x in jax.tree.leaves((params, inputs)) if is_parameter(x)]
+    num = len(stored)
+    avals = [
+        x if (d := narrower(x, s)) is None else jax.ShapeDtypeStruct(x.shape, d)
+        for x, s in zip(leaves[:num], stored, strict=True)
+    ]
+
+    def run(*args: Any) -> list[Any]:
+        return program.run(args[: len(constants)], args[len(constants) :])
+
+    jaxpr = trace(run, [*constants, *avals, *leaves[num:]])
+    uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
+    told = [*program.stored_constants(), *stored]
+    casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]
+    return Summary(
+        name=name,
+        parameters=tuple(stored),
+        constants=program.stored_constants(),
+        casts=tuple(casts),
+        contractions=contractions_of(jaxpr),
+    )

@@ -1,0 +1,201 @@
+"""What `convert` returns: a function, its parameters as they are stored, a summary."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._dtypes import is_float
+from .._errors import AmpError
+from .models import Model, is_parameter, path_name
+from .summary import Summary
+from .traced import Traced, traced
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Converted:
+    """A mixed model whose parameters are stored in the dtypes that they are read in.
+
+    Args:
+        params: the parameters as they are stored, in the tree that they came in.
+        summary: what was stored how, and why.
+        example_inputs: what it was converted with."""
+
+    model: Model
+    mixed: Callable[..., Any]
+    authors: Any  # the parameters as they were, of which only the types are used
+    params: Any
+    example_inputs: Sequence[Any]
+    summary: Summary
+    _run: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        types = jax.tree.map(type_of, self.authors)
+        object.__setattr__(self, "authors", types)
+        object.__setattr__(self, "_run", eqx.filter_jit(self._uncompiled))
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Calls the model on inputs, compiled for their shapes.
+
+        Args:
+            *inputs: what the model takes after its parameters, of any shapes that the
+                original takes.
+        Returns:
+            What the original returns.
+        Raises:
+            AmpError: with inputs of these shapes, a parameter is read in more bits than
+                it is stored in."""
+        return self._run(self.params, inputs)
+
+    def apply(self, params: Any, *inputs: Any) -> Any:
+        """The same with parameters of the caller, to be used inside of `jax.jit`.
+
+        Args:
+            params: a tree like `params` of this object, in the same dtypes.
+            *inputs: as for a call.
+        Returns:
+            What the original returns.
+        Raises:
+            ValueError: `params` are not like those that are stored.
+            AmpError: as from a call."""
+        self._check(params)
+        return self._run(params, inputs)
+
+    def __repr__(self) -> str:
+        return f"Converted: {self.summary}"
+
+    def module(self) -> Any:
+        """The model as a module of its own class, with its parameters stored low.
+
+        For code that works with the class: `amp(converted.module())` computes what this
+        object does. That is so where layers promote what they multiply; where a low
+        parameter would make what is computed from it low as well (a table that is
+        looked up), it is not, and is refused.
+
+        Returns:
+            The module.
+        Raises:
+            TypeError: the model did not come as a module of Equinox or NNX.
+            AmpError: the module would compute something else."""
+        if self.model.rebuild is None:
+            raise TypeError(
+                f"{self.summary.name} is no module that holds its parameters. Use "
+                "`converted.params` with `converted.apply`."
+            )
+        inputs = jax.tree.map(_example, tuple(self.example_inputs))
+        mine, its = self(*inputs), eqx.filter_jit(self.mixed)(self.params, *inputs)
+        if not eqx.tree_equal(mine, its, typematch=True):
+            raise AmpError(
+                f"With its parameters stored low, {self.summary.name} would compute "
+                "something else: some layer goes on in the dtype of its parameter. "
+                "Call the converted object, or keep that parameter by `keep_inputs`."
+            )
+        return self.model.rebuild(self.params)
+
+    def save(self, path: str | Path, *, platforms: Sequence[str] | None = None) -> str:
+        """Writes the model to a folder, for `load`.
+
+        The program is exported by `jax.export` for inputs like the examples, and the
+        parameters are written beside it as safetensors. A dimension of an example that
+        is symbolic can have any size later. An artifact that is in the folder already
+        is replaced in one step: whatever happens meanwhile, the folder holds the old
+        one or the new one.
+
+        Args:
+            path: a new folder, or one that holds an artifact.
+            platforms: where it is to run ("cpu", "cuda", "rocm", "tpu"); if not given,
+                where JAX runs now.
+        Returns:
+            The digest of the artifact, to be given to `load` if nothing else may be
+            loaded.
+        Raises:
+            TypeError: inputs or results are no plain trees.
+            ValueError: the parameters are shapes only.
+            ImportError: safetensors is not installed.
+            OSError: the folder can't be written to, or holds something else."""
+        from .artifact import save_converted
+
+        return save_converted(self, path, platforms)
+
+    def save_parameters(self, path: str | Path) -> None:
+        """Writes the parameters alone, as a checkpoint of Orbax.
+
+        Args:
+            path: a new folder.
+        Raises:
+            ImportError: Orbax is not installed.
+            ValueError: the folder is there already."""
+        from .checkpoint import save_parameters
+
+        save_parameters(path, self.params)
+
+    def load_parameters(self, path: str | Path) -> Any:
+        """Reads what `save_parameters` wrote, of this model or one of its kind.
+
+        Args:
+            path: the folder.
+        Returns:
+            A tree like `params`, for `apply`.
+        Raises:
+            ImportError: Orbax is not installed.
+            ValueError: the checkpoint holds other parameters."""
+        from .checkpoint import load_parameters
+
+        params = load_parameters(path, self.params)
+        self._check(params)
+        return params
+
+    def trace(self, inputs: Sequence[Any]) -> Traced:
+        """The mixed program for inputs of certain shapes."""
+        program = traced(self.mixed, self.authors, inputs)
+        program.check(self.summary.parameters)
+        return program
+
+    def _uncompiled(self, params: Any, inputs: Sequence[Any]) -> Any:
+        program = self.trace(inputs)
+        leaves = jax.tree.leaves((params, tuple(inputs)))
+        args = [x for x in leaves if is_parameter(x)]
+        return program.outs.merge(program.run(program.constants(), args))
+
+    def _check(self, params: Any) -> None:
+        known, tree = jax.tree_util.tree_flatten_with_path(self.params)
+        leaves, given = jax.tree.flatten(params)
+        if given != tree:
+            raise ValueError(
+                f"`params` has the structure {given}, but the parameters that are "
+                f"stored have {tree}. Give `converted.params`, or a tree like it."
+            )
+        for (path, mine), leaf in zip(known, leaves, strict=True):
+            if not is_parameter(mine):
+                continue
+            now, expected = _shown(leaf), _shown(mine)
+            if now != expected:
+                raise ValueError(
+                    f"The parameter `{path_name(path)}` is {now}, but is stored as "
+                    f"{expected}. Give `converted.params`, or convert these."
+                )
+
+
+def _example(leaf: Any) -> Any:
+    """Numbers to try a model with, where only a shape is known."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    shape = tuple(d if isinstance(d, int) else 3 for d in leaf.shape)
+    if is_float(leaf.dtype):
+        return jax.random.normal(jax.random.key(0), shape, leaf.dtype)
+    return jax.numpy.zeros(shape, leaf.dtype)
+
+
+def _shown(leaf: Any) -> str:
+    if not is_parameter(leaf):
+        return f"{type(leaf).__name__}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def type_of(leaf: Any) -> Any:
+    if not is_parameter(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

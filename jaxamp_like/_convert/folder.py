@@ -1,0 +1,251 @@
+"""A folder that holds one artifact: whole, checked, or not there.
+
+Files are named by what is in them and never overwritten; a manifest says which belong
+together, how long they are and what SHA-256 they have. It alone is replaced, in one
+step, so whenever writing ends, the folder holds the artifact of before or the new one;
+if there was none, none or the new one. A reader checks all that it reads against the
+manifest, and that against the digest that it carries; nothing of it is unpickled."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._errors import AmpError
+
+FORMAT = 1
+KIND = "jaxamp_like artifact"
+MANIFEST = "manifest.json"
+SUFFIXES = {"program": "jax_export", "parameters": "safetensors"}
+
+_OURS = re.compile(
+    r"manifest\.json|(program-[0-9a-f]{16}\.jax_export"
+    r"|parameters-[0-9a-f]{16}\.safetensors)|\.new-[0-9a-f]{16}"
+)
+_LARGEST_MANIFEST = 2**28
+
+
+class ArtifactError(AmpError):
+    """An artifact is damaged, foreign or not for this place; the message says which."""
+
+
+class Opened(NamedTuple):
+    """An artifact whose files are what its manifest says.
+
+    Args:
+        manifest: what it says.
+        digest: the SHA-256 of the manifest, which stands for all of the artifact.
+        files: the path of each file, by its role."""
+
+    manifest: dict[str, Any]
+    digest: str
+    files: dict[str, Path]
+
+
+def write_folder(
+    path: str | Path,
+    manifest: Mapping[str, Any],
+    writers: Mapping[str, Callable[[Path], object]],
+) -> str:
+    """Writes an artifact; returns its digest.
+
+    Args:
+        path: the folder; one that holds an artifact gets the new one in its place.
+        manifest: what is to be known of it, as JSON.
+        writers: for each role a function that writes the file at a path.
+    Raises:
+        OSError: the folder can't be written to, or holds something else."""
+    folder = Path(path)
+    _check_is_ours(folder)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        _sync(folder.parent)
+    made: list[Path] = []
+    try:
+        files = {
+            role: _add(folder, role, write, made) for role, write in writers.items()
+        }
+        data = _encoded({**manifest, "format": FORMAT, "kind": KIND, "files": files})
+        new = _new(folder, made)
+        new.write_bytes(data)
+        _sync(new)
+        _sync(folder)  # the names of the files, before what refers to them
+        os.replace(new, folder / MANIFEST)
+    except OSError:
+        for leftover in made:
+            leftover.unlink(missing_ok=True)
+        raise
+    _sync(folder)
+    _remove_others(folder, {MANIFEST, *(file["name"] for file in files.values())})
+    return hashlib.sha256(data).hexdigest()
+
+
+def open_folder(path: str | Path, digest: str | None = None) -> Opened:
+    """Reads the manifest of an artifact and checks its files.
+
+    Raises:
+        ArtifactError: there is none, or it is not as it was written."""
+    folder = Path(path)
+    for _ in range(5):
+        data = _read_manifest(folder)
+        try:
+            return _checked(folder, data, digest)
+        except FileNotFoundError as e:
+            # Another process may have put a new artifact in its place meanwhile.
+            if _read_manifest(folder) == data:
+                raise _damaged(folder, f"{e.filename} is missing") from None
+    raise ArtifactError(f"{folder} is written to again and again: load a copy of it.")
+
+
+@contextlib.contextmanager
+def well_formed(path: str | Path) -> Iterator[None]:
+    """Where a manifest is read whose digest fits, but which anyone may have written."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        raise ArtifactError(
+            f"The artifact in {path} is malformed ({type(e).__name__}: {e}). Save it "
+            "again."
+        ) from e
+
+
+def _check_is_ours(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(
+            f"`path` must be a folder for the artifact, but {folder} is a file."
+        )
+    others = [p.name for p in folder.iterdir() if not _OURS.fullmatch(p.name)]
+    if others:
+        raise FileExistsError(
+            f"`path` must be a new folder or one that holds an artifact, but {folder} "
+            f"holds {', '.join(sorted(others)[:4])}."
+        )
+
+
+def _new(folder: Path, made: list[Path]) -> Path:
+    path = folder / f".new-{secrets.token_hex(8)}"
+    made.append(path)
+    return path
+
+
+def _add(
+    folder: Path, role: str, write: Callable[[Path], object], made: list[Path]
+) -> dict[str, Any]:
+    """Writes one file under the name that follows from what is in it."""
+    new = _new(folder, made)
+    write(new)
+    _sync(new)
+    sha, size = _hash(new)
+    name = f"{role}-{sha[:16]}.{SUFFIXES[role]}"
+    os.replace(new, folder / name)
+    return {"name": name, "bytes": size, "sha256": sha}
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_others(folder: Path, names: set[str]) -> None:
+    for path in folder.iterdir():
+        if path.name not in names and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def _hash(path: Path) -> tuple[str, int]:
+    with path.open("rb") as file:
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+        return sha, file.tell()
+
+
+def _encoded(manifest: Mapping[str, Any]) -> bytes:
+    """A manifest as bytes, of which there is one way to write them."""
+    bare = {key: value for key, value in manifest.items() if key != "sha256"}
+    sha = hashlib.sha256(_json(bare)).hexdigest()
+    return _json({**bare, "sha256": sha})
+
+
+def _json(data: Any) -> bytes:
+    return json.dumps(data, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def _read_manifest(folder: Path) -> bytes:
+    try:
+        return _regular(folder / MANIFEST, _LARGEST_MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(
+            f"There is no artifact in {folder}: it has no {MANIFEST}. Give the folder "
+            "that `Converted.save` wrote."
+        ) from None
+
+
+def _regular(path: Path, largest: int | None = None) -> Path:
+    """`path`, which is a file and no link to one elsewhere."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise _damaged(path.parent, f"{path.name} is no plain file")
+    if largest is not None and found.st_size > largest:
+        raise _damaged(path.parent, f"{path.name} has {found.st_size} bytes")
+    return path
+
+
+def _checked(folder: Path, data: bytes, digest: str | None) -> Opened:
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise _damaged(folder, f"{MANIFEST} is no JSON ({e})") from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+        raise ArtifactError(
+            f"{folder} holds no artifact of this library: its {MANIFEST} is of another "
+            "kind."
+        )
+    written = manifest.get("format")
+    if isinstance(written, int) and written > FORMAT:
+        raise ArtifactError(
+            f"The artifact in {folder} has format {written}; this version reads up to "
+            f"{FORMAT}. Update jaxamp_like, or save it again with this version."
+        )
+    if written != FORMAT or data != _encoded(manifest):
+        raise _damaged(folder, f"{MANIFEST} is not as it was written")
+    found = hashlib.sha256(data).hexdigest()
+    if digest is not None and digest != found:
+        raise ArtifactError(
+            f"The artifact in {folder} is whole, but it is another one: its digest is "
+            f"{found}, and not `digest`, {digest}."
+        )
+    files = {role: _checked_file(folder, role, manifest["files"]) for role in SUFFIXES}
+    return Opened(manifest, found, files)
+
+
+def _checked_file(folder: Path, role: str, files: Any) -> Path:
+    # The manifest may have been written by anyone, with a digest that fits.
+    entry = files.get(role) if isinstance(files, dict) else None
+    name = entry.get("name") if isinstance(entry, dict) else None
+    pattern = rf"{role}-[0-9a-f]{{16}}\.{SUFFIXES[role]}"
+    if entry is None or not isinstance(name, str) or not re.fullmatch(pattern, name):
+        raise _damaged(folder, f"the name of its {role} is {name!r}")
+    path = _regular(folder / name)
+    sha, size = _hash(path)
+    if (sha, size) != (entry.get("sha256"), entry.get("bytes")):
+        raise _damaged(folder, f"{name} is not as it was written")
+    return path
+
+
+def _damaged(folder: Path, what: str) -> ArtifactError:
+    return ArtifactError(
+        f"The artifact in {folder} is damaged: {what}. Copy it again from where it was "
+        "saved, or save it again."
+    )

@@ -1,0 +1,188 @@
+"""Models of frameworks as what they are here: a function and a tree of parameters.
+
+A model that holds its parameters (Equinox, NNX, Keras) is taken apart; one that is
+given them (Linen, Haiku, a plain function) is called as it is."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from .._errors import AmpError
+from .._frameworks.nnx import is_node, nnx_nodes
+from .._jax import is_array
+
+
+class Model(NamedTuple):
+    """A model, taken apart.
+
+    Args:
+        call: the model as a function of its parameters and inputs.
+        params: the tree of parameters.
+        rebuild: makes the like of what was given out of such a tree, if that held its
+            parameters; else `None`.
+        name: what it is called in messages."""
+
+    call: Callable[..., Any]
+    params: Any
+    rebuild: Callable[[Any], Any] | None
+    name: str
+
+
+def take_apart(fn: Any, params: Any) -> Model:
+    """Finds the function and the parameters of what `convert` was given.
+
+    Raises:
+        TypeError, ValueError: they don't go together; the message says what does."""
+    name = getattr(fn, "__name__", None) or type(fn).__name__
+    if holds_parameters(fn):
+        if params is not None:
+            raise ValueError(
+                f"`fn` is a {type(fn).__name__}, which holds its parameters: give "
+                "`None` as `params`, `convert(model, None, *example_inputs)`."
+            )
+        if _is_keras(fn):
+            return _of_keras(fn, name)
+        fn, params = _call, fn
+    elif params is None:
+        raise ValueError(
+            "`params` is `None`, which is for models that hold their parameters "
+            f"(Equinox, NNX, Keras), but `fn` is {name!r}. Give the tree of parameters "
+            "that it takes as its first argument."
+        )
+    elif hasattr(fn, "init") and callable(getattr(fn, "apply", None)):
+        fn = fn.apply  # Linen, Haiku
+    elif not callable(fn):
+        raise TypeError(f"`fn` must be callable, but got {type(fn).__name__}.")
+    if nnx_nodes(params):
+        return _of_nnx(fn, params, name)
+    rebuild = _as_it_is if fn is _call else None
+    return Model(fn, params, rebuild, name)
+
+
+def holds_parameters(fn: Any) -> bool:
+    return isinstance(fn, eqx.Module) or is_node(fn) or _is_keras(fn)
+
+
+def check_leaves(params: Any) -> None:
+    """Sees to it that parameters are arrays; the settings of a module may be others.
+
+    Raises:
+        TypeError: a leaf is none; the message names it."""
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, eqx.Module)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_module)
+    for path, leaf in leaves:
+        if not is_parameter(leaf) and not is_module(leaf):
+            raise TypeError(
+                f"Every leaf of `params` must be an array, but "
+                f"`{path_name(path) or 'params'}` is {type(leaf).__name__}: {leaf!r}. "
+                "Make numbers arrays by `jnp.asarray`, and bind what is no parameter "
+                "to the function by `functools.partial`."
+            )
+
+
+def as_jax_has_them(params: Any) -> Any:
+    """`params` with NumPy's float64 and int64 as what JAX makes of them."""
+
+    def canonical(leaf: Any) -> Any:
+        if not is_parameter(leaf) or isinstance(leaf, jax.Array):
+            return leaf
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        if dtype == leaf.dtype:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=dtype)
+        return jax.numpy.asarray(leaf)
+
+    return jax.tree.map(canonical, params)
+
+
+def is_parameter(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def path_name(path: Any) -> str:
+    """The path of a leaf as it is named here: "encoder/0/kernel"."""
+    parts = []
+    for entry in path:
+        part = next(
+            (getattr(entry, k) for k in ("key", "idx", "name") if hasattr(entry, k)),
+            entry,
+        )
+        parts.append(str(part))
+    # What a variable of NNX holds.
+    held = len(parts) > 1 and parts[-1] == "value" and hasattr(path[-1], "name")
+    return "/".join(parts[:-1] if held else parts)
+
+
+def _call(model: Callable[..., Any], *inputs: Any) -> Any:
+    return model(*inputs)
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
+
+
+def _of_nnx(fn: Callable[..., Any], params: Any, name: str) -> Model:
+    nnx = sys.modules["flax.nnx"]
+    graph, state = nnx.split(params)
+
+    def call(state: Any, *inputs: Any) -> Any:
+        nodes = nnx.merge(graph, state)
+        before = _held(nnx, nodes)
+        out = fn(nodes, *inputs)
+        after = _held(nnx, nodes)
+        changed = [p for p in after if before.get(p) is not after[p]]
+        changed += [p for p in before if p not in after]
+        if changed:
+            raise AmpError(
+                f"The call changes {', '.join(changed[:4])} of the model, which a "
+                "converted one can't do. Set the model to inference first: "
+                "`model.eval()`."
+            )
+        return out
+
+    def rebuild(state: Any) -> Any:
+        return nnx.merge(graph, state)
+
+    return Model(call, state, rebuild, name)
+
+
+def _held(nnx: Any, nodes: Any) -> dict[str, Any]:
+    """What the variables of nodes hold, by their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(nodes))
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def _is_keras(fn: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(fn, keras.Layer)
+
+
+def _of_keras(model: Any, name: str) -> Model:
+    if not model.built:
+        raise ValueError(
+            f"The Keras model {model.name!r} has no variables yet: call it on an "
+            "example, or `build` it, first."
+        )
+    groups = (model.trainable_variables, model.non_trainable_variables)
+    names = [[v.path for v in group] for group in groups]
+    params = {v.path: v.value for group in groups for v in group}
+    if len(params) < sum(map(len, groups)):
+        raise ValueError(
+            f"Two variables of the Keras model {model.name!r} have the same path; give "
+            "its layers different names."
+        )
+
+    def call(params: Any, *inputs: Any) -> Any:
+        values = ([params[path] for path in group] for group in names)
+        options = {"training": False} if model._call_has_training_arg else {}
+        out, _ = model.stateless_call(*values, *inputs, **options)
+        return out
+
+    return Model(call, params, None, name)

@@ -1,0 +1,142 @@
+"""What a conversion has made: how parameters are stored, what is left to cast."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._reports.data.explained import human_bytes
+from .records import Cast, Contraction
+from .storage import Stored
+from .views import print_summary, write_summary
+
+_MOST = 12  # leaves to print
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """What became of the parameters of a converted function.
+
+    `print(summary)` tells what was stored and saved, and which parameters stay as they
+    are and why; `summary.print()` shows tables (rich); `to_json` gives everything;
+    `save_html` writes a page.
+
+    Args:
+        name: of the function.
+        parameters: how each is stored.
+        constants: the same of arrays that the function closes over.
+        casts: casts of parameters that are left, because others read these in full.
+        contractions: of the converted program, in order."""
+
+    name: str
+    parameters: tuple[Stored, ...]
+    constants: tuple[Stored, ...] = ()
+    casts: tuple[Cast, ...] = ()
+    contractions: tuple[Contraction, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Stored, ...]:
+        """Parameters, then constants."""
+        return (*self.parameters, *self.constants)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the parameters and constants in the model."""
+        return sum(leaf.bytes_before for leaf in self.leaves)
+
+    @property
+    def bytes_now(self) -> int:
+        """Bytes of them as they are stored."""
+        return sum(leaf.bytes_now for leaf in self.leaves)
+
+    @property
+    def share(self) -> float:
+        """What is stored, of what the model took; 1 if it has no parameters."""
+        return self.bytes_now / self.bytes_before if self.bytes_before else 1.0
+
+    @property
+    def kept(self) -> tuple[Stored, ...]:
+        """What is stored as it was, the largest first."""
+        kept = (x for x in self.leaves if not x.is_changed and not x.folded)
+        return tuple(sorted(kept, key=lambda leaf: -leaf.bytes_now))
+
+    @property
+    def changed(self) -> tuple[Stored, ...]:
+        """What is stored otherwise, the largest first."""
+        changed = (x for x in self.leaves if x.is_changed or x.folded)
+        return tuple(sorted(changed, key=lambda leaf: -leaf.bytes_before))
+
+    def __str__(self) -> str:
+        before, now = map(human_bytes, (self.bytes_before, self.bytes_now))
+        lines = [
+            f"{self.name}: {before} of parameters stored in {now} "
+            f"({self.share:.3f}), {len(self.changed)} of {len(self.leaves)} narrower"
+        ]
+        lines += [
+            f"  {leaf.name} {leaf.before}{list(leaf.shape)} stays: {leaf.why}"
+            for leaf in self.kept[:_MOST]
+        ]
+        if len(self.kept) > _MOST:
+            lines.append(f"  ... and {len(self.kept) - _MOST} more")
+        if self.casts:
+            names = list(dict.fromkeys(cast.name for cast in self.casts))
+            more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+            lines.append(f"Still cast at each call: {', '.join(names[:_MOST])}{more}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        totals = {"bytes_before": self.bytes_before, "bytes_now": self.bytes_now}
+        lists = {
+            key: [item._asdict() for item in value]
+            for key, value in vars(self).items()
+            if key != "name"
+        }
+        return {"name": self.name, **totals, **lists}
+
+    def to_json(self) -> str:
+        """All of it as JSON.
+
+        >>> json.loads(Summary("f", ()).to_json())["bytes_now"]
+        0
+        """
+        return json.dumps(self.to_dict(), indent=1)
+
+    def print(self) -> None:
+        """Prints tables to the terminal.
+
+        Raises:
+            ImportError: rich is not installed."""
+        print_summary(self)
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes one page that opens without a network.
+
+        Args:
+            path: where to; parent folders are made.
+        Returns:
+            The path.
+        Raises:
+            ImportError: the extra "report" is not installed.
+            OSError: the path can't be written to; the message says why."""
+        return write_summary(self, path)
+
+
+def from_dict(data: dict[str, Any]) -> Summary:
+    """The summary of which `data` is the `to_dict`."""
+
+    def rows(kind: Any, key: str) -> tuple[Any, ...]:
+        return tuple(
+            kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+            for row in data[key]
+        )
+
+    return Summary(
+        data["name"],
+        rows(Stored, "parameters"),
+        rows(Stored, "constants"),
+        rows(Cast, "casts"),
+        rows(Contraction, "contractions"),
+    )

@@ -1,0 +1,150 @@
+"""How each input of a program is read: in which dtypes, by what, and where.
+
+One backward pass over each jaxpr, at any depth. An operation that only moves data is no
+reader: who reads its result reads its operand. So a weight that is stacked, sliced by a
+scan, handed through branches and transposed there is read in bfloat16 if all that is
+done with it in the end is to cast it to bfloat16."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .._dtypes import bits, is_float
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line
+from .._policies.dictionary import REWRITTEN
+from .._structural import SOLVER, STRUCTURAL, Body
+
+Scope = tuple[str, ...]
+
+MOVES: frozenset[str] = frozenset(
+    """reshape squeeze expand_dims broadcast_in_dim tile transpose rev slice
+    dynamic_slice split unstack copy copy_p concatenate stack pad select_n gather
+    dynamic_update_slice stop_gradient name optimization_barrier sharding_constraint
+    device_put layout_constraint reshard pvary pcast all_gather all_gather_invariant
+    ppermute all_to_all""".split()
+)
+"""Primitives whose results hold numbers of their operands and no others, so that a
+cast may as well be made before them."""
+
+POSITIONAL: frozenset[str] = frozenset("optimization_barrier device_put".split())
+"""Those of them that hand each operand on as one result."""
+
+RESULT, CARRY = "a result", "a carry that changes"
+_OPAQUE = frozenset({"xla_pmap"})
+
+
+class Use(NamedTuple):
+    """One way in which a value is read.
+
+    Args:
+        dtype: the name of the narrower dtype that it is cast to; none if it is read as
+            it is.
+        by: the primitive that reads it, or what else becomes of it.
+        scope: the names around that, joined by "/".
+        line: the file, line and function where its author wrote it."""
+
+    dtype: str | None
+    by: str
+    scope: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (self.scope and f"in {self.scope}", self.line)))
+        what = self.by if self.dtype is None else f"a cast to {self.dtype}"
+        return f"{what} ({place})" if place else what
+
+
+Uses = frozenset[Use]
+_NONE: Uses = frozenset()
+
+
+def uses_of_inputs(jaxpr: Jaxpr) -> list[Uses]:
+    """How each constant of a closed jaxpr is read, then how each of its inputs is."""
+    inner = raw(jaxpr)
+    results = [frozenset({Use(None, RESULT)})] * len(inner.outvars)
+    uses = _uses(inner, results, ())
+    return [uses.get(v, _NONE) for v in (*inner.constvars, *inner.invars)]
+
+
+def holds_programs(eqn: Eqn) -> bool:
+    """Whether an equation's programs can be given operands of other dtypes."""
+    name = eqn.primitive.name
+    if name not in STRUCTURAL or name in _OPAQUE:
+        return False
+    layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
+    # A layout belongs to a dtype.
+    return all(layout is None for layout in layouts) and bool(bodies(eqn))
+
+
+def bodies(eqn: Eqn) -> list[Body]:
+    return STRUCTURAL[eqn.primitive.name].bodies(eqn)
+
+
+def is_narrowing(eqn: Eqn) -> bool:
+    """Whether an equation casts a float to a narrower one."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return is_float(old) and is_float(new) and bits(new) < bits(old)
+
+
+def moves_data(eqn: Eqn) -> bool:
+    """Whether the results hold numbers of the operands, in their dtype."""
+    if eqn.primitive.name == "convert_element_type":  # such as of a weak type
+        return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    return eqn.primitive.name in MOVES
+
+
+def unchanged_carries(body: Body) -> set[int]:
+    """Of a loop's results that are carried on, those that are the carry itself."""
+    inner = raw(body.jaxpr)
+    return {out for out, i in body.loop if inner.outvars[out] is inner.invars[i]}
+
+
+def _uses(jaxpr: Jaxpr, results: Sequence[Uses], scope: Scope) -> dict[Any, Uses]:
+    uses: dict[Any, Uses] = {}
+
+    def read(atoms: Iterable[Any], how: Iterable[Uses]) -> None:
+        for atom, new in zip(atoms, how, strict=True):
+            if new and not isinstance(atom, Literal):
+                uses[atom] = uses.get(atom, _NONE) | new
+
+    read(jaxpr.outvars, results)
+    for eqn in reversed(jaxpr.eqns):
+        outs = [uses.get(v, _NONE) for v in eqn.outvars]
+        read(eqn.invars, _of_operands(eqn, outs, scope + scopes(eqn)))
+    return uses
+
+
+def _of_operands(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
+    if holds_programs(eqn):
+        return _through_programs(eqn, outs, scope)
+    if is_narrowing(eqn):
+        return [frozenset({_use(eqn, scope, eqn.outvars[0].aval.dtype.name)})]
+    if moves_data(eqn):
+        if eqn.primitive.name in POSITIONAL:
+            return outs
+        return [_NONE.union(*outs)] * len(eqn.invars)
+    return [frozenset({_use(eqn, scope)})] * len(eqn.invars)
+
+
+def _through_programs(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
+    operands = [_NONE] * len(eqn.invars)
+    for body in bodies(eqn):
+        handed_on = unchanged_carries(body)
+        changing = {out: i for out, i in body.loop if out not in handed_on}
+        carried = frozenset({_use(eqn, scope)._replace(by=CARRY)})
+        results = [_NONE if out is None else outs[out] for out in body.outs]
+        for out in changing:
+            results[out] = carried
+        inner = raw(body.jaxpr)
+        uses = _uses(inner, results, scope)
+        for i, var in zip(body.ins, inner.invars, strict=True):
+            operands[i] |= uses.get(var, _NONE)
+        for i in changing.values():
+            operands[body.ins[i]] |= carried
+    return operands
+
+
+def _use(eqn: Eqn, scope: Scope, dtype: str | None = None) -> Use:
+    names = (x for x in scope if x not in (REWRITTEN, SOLVER))
+    return Use(dtype, eqn.primitive.name, "/".join(names), source_line(eqn))

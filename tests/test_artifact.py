@@ -1,0 +1,438 @@
+"""Artifacts: the same bits elsewhere, and nothing is loaded that is not whole."""
+
+import collections
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from jax import export
+
+from jaxamp_like import convert, load
+from jaxamp_like._convert import folder as folders
+from jaxamp_like.inference import ArtifactError
+
+BF16 = {"compute_dtype": "bfloat16"}
+Answer = collections.namedtuple("Answer", "scores best")
+
+
+def classify(params, batch, note=None):
+    x = jnp.tanh(batch["image"] @ params["w"]) + params["b"]
+    scores = jax.nn.softmax(x @ params["v"] @ MIX)
+    return {
+        "answer": Answer(scores, jnp.argmax(scores, -1)),
+        "note": note,
+        "none": None,
+    }
+
+
+def randoms(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s).astype("float32")) for s in shapes]
+
+
+MIX, *_ = randoms((4, 4))
+
+
+def params():
+    w, b, v = randoms((8, 16), (16,), (16, 4))
+    return {"w": w, "b": b, "v": v}
+
+
+def any_batch():
+    return {"image": jax.ShapeDtypeStruct(export.symbolic_shape("b, 8"), "float32")}
+
+
+@pytest.fixture(scope="module")
+def converted():
+    return convert(classify, params(), any_batch(), "a note", **BF16)
+
+
+@pytest.fixture(scope="module")
+def saved(converted, tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifacts") / "new" / "digits"
+    return path, converted.save(path)
+
+
+def same_bits(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+# ------------------------------------------------------------------------- round trip
+
+
+def test_what_is_loaded_answers_the_same_for_any_batch(converted, saved):
+    path, digest = saved
+    loaded = load(path, digest=digest)
+    for n in (1, 5):
+        (image,) = randoms((n, 8))
+        want = converted({"image": image}, "a note")
+        got = loaded({"image": np.asarray(image)}, "a note")
+        assert same_bits((want["answer"]), got["answer"])
+        assert type(got["answer"]).__name__ == "Answer" and got["answer"]._fields
+        assert (got["note"], got["none"]) == ("a note", None)
+    assert {name: x.dtype.name for name, x in loaded.params.items()} == {
+        "b": "float32",
+        "v": "bfloat16",
+        "w": "bfloat16",
+        "constant 0": "bfloat16",
+    }
+    assert loaded.summary == converted.summary
+    assert loaded.summary.share < 0.6
+
+
+def test_a_fresh_process_without_the_source_has_the_same_bits(
+    converted, saved, tmp_path
+):
+    (image,) = randoms((3, 8))
+    np.save(tmp_path / "image.npy", image)
+    code = f"""
+        import numpy as np
+        from jaxamp_like import load
+        out = load({str(saved[0])!r})(
+            {{"image": np.load("image.npy")}}, "a note")
+        np.save("out.npy", out["answer"].scores)
+    """
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=env, check=True
+    )
+    want = converted({"image": image}, "a note")["answer"].scores
+    assert same_bits(np.load(tmp_path / "out.npy"), want)
+
+
+def test_explain_shows_what_the_program_contracts(saved):
+    loaded = load(saved[0])
+    text = loaded.explain()
+    assert text.count("bfloat16 x bfloat16 -> bfloat16  dot_general[b, ") == 3
+    assert "test_artifact.py" in text
+    # The program says the same.
+    dots = [s for s in loaded.stablehlo().splitlines() if "stablehlo.dot_general" in s]
+    assert len(dots) == 3 and all(dot.count("xbf16>") == 3 for dot in dots)
+
+
+def test_unusual_parameters_come_back(tmp_path):
+    def fn(p, x):
+        noise = jax.random.normal(p["key"], x.shape)
+        small = p["int4"].astype("float32") + p["float8"].astype("float32")
+        return x @ p["w"] + noise + small + p["empty"].sum() + p["a/b"] + p["a"]["b"]
+
+    (w,) = randoms((4, 4))
+    p = {"w": w, "key": jax.random.key(3), "empty": jnp.zeros((0, 3))}
+    p |= {"int4": jnp.arange(4).astype("int4"), "a/b": w[0], "a": {"b": w[1]}}
+    p |= {"float8": jnp.arange(4).astype("float8_e4m3fn")}
+    low = convert(fn, p, w, **BF16)
+    low.save(tmp_path / "a")
+    loaded = load(tmp_path / "a")
+    assert same_bits(loaded(w), low(w))
+    assert {"a/b", "a/b~2"} <= loaded.params.keys()
+
+
+def test_a_module_and_orbax(tmp_path):
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    (x,) = randoms((2, 8))
+    low = convert(model, None, x, **BF16)
+    low.save(tmp_path / "a", platforms=["cpu", "cuda"])
+    assert same_bits(load(tmp_path / "a")(x), low(x))
+    low.save_parameters(tmp_path / "orbax")
+    again = low.load_parameters(tmp_path / "orbax")
+    assert same_bits(low.apply(again, x), low(x))
+    other = convert(model, None, x, compute_dtype="float16")
+    with pytest.raises(ValueError, match="kernel"):
+        other.load_parameters(tmp_path / "orbax")
+
+
+def test_saving_again_replaces_all_of_it(converted, tmp_path):
+    converted.save(tmp_path / "a")
+    first = set(os.listdir(tmp_path / "a"))
+    p = jax.tree.map(lambda x: x + 1, params())
+    other = convert(classify, p, any_batch(), "b", **BF16)
+    other.save(tmp_path / "a")
+    second = set(os.listdir(tmp_path / "a"))
+    assert len(second) == 3 and first & second == {"manifest.json"}
+    (image,) = randoms((2, 8))
+    assert load(tmp_path / "a")({"image": image}, "b")["note"] == "b"
+
+
+# ------------------------------------------------------------------------- bad inputs
+
+
+def test_calls_that_do_not_fit_are_told(saved):
+    loaded = load(saved[0])
+    (image,) = randoms((2, 8))
+    for inputs, error, message in [
+        (
+            (image,),
+            TypeError,
+            r"must be like \({'image': 'float32\[b, 8\]'}, 'a note'\)",
+        ),
+        (({"image": image}, "other"), TypeError, "must be like"),
+        (({"image": image.astype(int)}, "a note"), TypeError, "its dtype is int32"),
+        (({"image": image[:, :7]}, "a note"), ValueError, r"its shape is \[2, 7\]"),
+        (({"image": image[0]}, "a note"), ValueError, r"must be float32\[b, 8\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            loaded(*inputs)
+
+
+def test_what_cannot_be_saved_is_told(converted, tmp_path):
+    w, x = randoms((4, 4), (2, 4))
+
+    class Own:
+        pass
+
+    jax.tree_util.register_pytree_node(
+        Own, lambda o: ((o.x,), None), lambda _, c: setattr(o := Own(), "x", *c) or o
+    )
+
+    def fn(w, x):
+        out = Own()
+        out.x = x @ w
+        return {"a": [out]}
+
+    path = tmp_path / "a"
+    with pytest.raises(TypeError, match=r"Results .* but \['a'\]\[0\] is a Own"):
+        convert(fn, w, x, **BF16).save(path)
+    with pytest.raises(TypeError, match="`platforms` must be a sequence"):
+        converted.save(path, platforms="cpu")
+    shapes = convert(lambda w, x: x @ w, jax.ShapeDtypeStruct((4, 4), "float32"), x)
+    with pytest.raises(ValueError, match="shapes only"):
+        shapes.save(path)
+    assert not path.exists()
+    path.mkdir()
+    (path / "thesis.tex").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"holds thesis\.tex"):
+        converted.save(path)
+    with pytest.raises(FileExistsError, match="is a file"):
+        converted.save(path / "thesis.tex")
+    assert os.listdir(path) == ["thesis.tex"]
+
+
+def forge(path, **changes):
+    """An artifact with another manifest, whose digest fits."""
+    manifest = json.loads((path / "manifest.json").read_bytes()) | changes
+    (path / "manifest.json").write_bytes(folders._encoded(manifest))
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_foreign_artifacts_are_refused(saved, copy, tmp_path):
+    with pytest.raises(ArtifactError, match="There is no artifact"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match=r"its digest is \w+, and not `digest`"):
+        load(copy, digest="0" * 64)
+    forge(copy, format=2)
+    with pytest.raises(ArtifactError, match=r"has format 2; .* Update jaxamp_like"):
+        load(copy)
+    forge(copy, format=1, platforms=["tpu"])
+    with pytest.raises(ArtifactError, match=r"for tpu, but JAX runs on cpu"):
+        load(copy)
+    forge(copy, platforms=["cpu"], inputs=None)
+    with pytest.raises(ArtifactError, match="is malformed"):
+        load(copy)
+    forge(copy, parameters=None)
+    with pytest.raises(ArtifactError, match="is malformed"):
+        load(copy)
+    forge(copy, kind="a recipe")
+    with pytest.raises(ArtifactError, match="of another kind"):
+        load(copy)
+
+
+def test_no_path_leads_out_of_the_folder(saved, copy):
+    manifest = json.loads((copy / "manifest.json").read_bytes())
+    entry = manifest["files"]["program"]
+    for name in ("../secret", "/etc/passwd", "manifest.json", "", None, 3):
+        forged = manifest["files"] | {"program": entry | {"name": name}}
+        forge(copy, files=forged)
+        with pytest.raises(ArtifactError, match="the name of its program is"):
+            load(copy)
+    forge(copy, files=manifest["files"])
+    file = copy / entry["name"]
+    file.unlink()
+    file.symlink_to(saved[0] / entry["name"])
+    with pytest.raises(ArtifactError, match="is no plain file"):
+        load(copy)
+    file.unlink()
+    with pytest.raises(ArtifactError, match="is missing"):
+        load(copy)
+
+
+FILES = ("manifest.json", "program", "parameters")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(FILES), st.floats(0, 1), st.integers(1, 255), st.sampled_from("xdi")
+)
+def test_any_byte_that_is_another_is_found(saved, which, where, mask, how):
+    """Changed, deleted or inserted, anywhere."""
+    path = saved[0]
+    (file,) = (f for f in path.iterdir() if f.name.startswith(which))
+    before = file.read_bytes()
+    i = min(int(where * len(before)), len(before) - 1)
+    changed = bytearray(before)
+    if how == "x":
+        changed[i] ^= mask
+    elif how == "d":
+        del changed[i : i + mask]
+    else:
+        changed[i:i] = bytes([mask])
+    try:
+        file.write_bytes(changed)
+        with pytest.raises(ArtifactError):
+            folders.open_folder(path)
+    finally:
+        file.write_bytes(before)
+
+
+# ------------------------------------------------------------------------------ kills
+
+
+class Killed(BaseException):
+    pass
+
+
+OPERATIONS = ["replace", "fsync", "open", "close"]
+
+
+class Kills:
+    """Ends the program at the nth operation on files: nothing works any more."""
+
+    def __init__(self, monkeypatch, nth):
+        self.left = nth
+        for name in OPERATIONS:
+            self._patch(monkeypatch, os, name)
+        for name in ("write_bytes", "unlink", "mkdir"):
+            self._patch(monkeypatch, Path, name)
+        self._patch(monkeypatch, folders, "_hash")
+
+    def _patch(self, monkeypatch, owner, name):
+        original = getattr(owner, name)
+
+        def operation(*args, **kwargs):
+            if self.left == 0:
+                # Half of the bytes have been written.
+                if name == "write_bytes":
+                    original(args[0], args[1][: len(args[1]) // 2])
+                raise Killed
+            self.left -= 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, operation)
+
+
+def contents(n):
+    """An artifact of the n-th content, without a model."""
+    return {"n": n}, {
+        "program": lambda path: path.write_bytes(b"program %d" % n),
+        "parameters": lambda path: path.write_bytes(b"parameters %d" % n),
+    }
+
+
+def number_in(path):
+    """Which content an artifact has, checked; none, if there is none."""
+    try:
+        opened = folders.open_folder(path)
+    except ArtifactError as e:
+        assert "There is no artifact" in str(e)
+        return None
+    n = opened.manifest["n"]
+    for role, file in opened.files.items():
+        assert file.read_bytes() == b"%s %d" % (role.encode(), n)
+    return n
+
+
+def test_a_kill_at_any_operation_leaves_the_old_or_none(tmp_path):
+    outcomes, tries = [], 0
+    for before in (None, 1):
+        for nth in range(100):
+            path = tmp_path / f"{before}-{nth}"
+            if before is not None:
+                folders.write_folder(path, *contents(before))
+            with pytest.MonkeyPatch.context() as patches:
+                Kills(patches, nth)
+                try:
+                    folders.write_folder(path, *contents(2))
+                except Killed:
+                    tries += 1
+                else:
+                    break
+            outcomes.append(number_in(path))
+            assert outcomes[-1] in (before, 2)
+            # The next one goes through, and leaves nothing behind.
+            folders.write_folder(path, *contents(3))
+            assert number_in(path) == 3 and len(os.listdir(path)) == 3
+        assert number_in(path) == 2
+    assert tries > 30 and {None, 1, 2} == set(outcomes)
+
+
+def test_a_process_that_is_killed_leaves_a_whole_artifact(tmp_path):
+    """One hundred kills, of a process that saves in an endless loop."""
+    code = textwrap.dedent(
+        """
+        import os, sys, time
+        sys.path.insert(0, sys.argv[3])
+        from jaxamp_like._convert import folder
+        def contents(n):
+            return {"n": n}, {
+                role: lambda p, role=role: p.write_bytes(b"%s %d" % (role.encode(), n))
+                for role in ("program", "parameters")
+            }
+        # A child for each kill, since the imports take long.
+        for _ in range(100):
+            read, write = os.pipe()
+            child = os.fork()
+            if not child:
+                n = int(sys.argv[2])
+                os.write(write, b".")
+                while True:
+                    n += 1
+                    folder.write_folder(sys.argv[1], *contents(n))
+            os.read(read, 1)
+            print(child, flush=True)
+            os.waitpid(child, 0)
+            os.close(read), os.close(write)
+        """
+    )
+    path, rng = tmp_path / "a", np.random.default_rng(0)
+    root = str(Path(__file__).parents[1])
+    found = []
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path), "0", root],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root},
+    ) as parent:
+        assert parent.stdout is not None
+        for line in parent.stdout:
+            time.sleep(rng.uniform(0, 0.02))
+            os.kill(int(line), signal.SIGKILL)
+            found.append(number_in(path))
+    assert parent.returncode == 0 and len(found) == 100
+    assert len(set(found)) > 1
+
+
+def test_an_error_of_the_disk_leaves_nothing_behind(converted, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        converted.save(tmp_path / "a")
+    assert os.listdir(tmp_path / "a") == []

@@ -1,0 +1,151 @@
+"""`python -m jaxamp_like`: what it prints, writes and ends with."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxamp_like import load
+from jaxamp_like._convert import cli
+
+MODEL = """
+import jax, jax.numpy as jnp
+
+def digits():
+    def model(p, x):
+        with jax.named_scope("head"):
+            return jnp.tanh(x @ p["w"]) + p["b"]
+    return model, {"w": jnp.ones((64, 10)), "b": jnp.ones(10)}, jnp.ones((2, 64))
+
+def deep():
+    def model(p, x):
+        return sum(x @ w for w in p)
+    return model, [jnp.ones((4, 4))] * 70, jnp.ones((2, 4))
+
+ready = digits()
+number = 3
+def broken():
+    return (lambda p, x: x @ p), 1.5, jnp.ones(2)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    (tmp_path / "its_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "its_model", raising=False)
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["jaxamp_like", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+LOW = ("--compute-dtype", "bfloat16")
+
+
+def test_convert_then_inspect_and_explain(run):
+    code, out, _ = run("convert", "its_model:digits", "-o", "art", *LOW)
+    assert code == 0 and "Saved to art, digest" in out
+    assert "2.539 KiB of parameters stored in 1.289 KiB" in out
+    digest = out.split()[-1]
+    assert load("art", digest=digest).params["w"].dtype.name == "bfloat16"
+    code, out, _ = run("inspect", "art", "--digest", digest, "--html", "a.html")
+    assert code == 0 and "whole" in out and "float32[2, 64]" in out
+    code, out, _ = run("explain", "art")
+    assert code == 0 and out.startswith("bfloat16 x bfloat16 -> bfloat16  dot_general")
+    code, out, _ = run("explain", "its_model:ready", *LOW, "--html", "b.html")
+    assert code == 0 and "Scopes" in out
+
+
+def test_json_is_all_that_is_printed(run):
+    ours = (*LOW, "--keep-input", "w", "--json")
+    code, out, err = run("convert", "its_model:ready", "-o", "art", *ours)
+    data = json.loads(out)
+    assert code == 0 and not err and data["bytes_now"] == data["bytes_before"]
+    assert data["casts"][0]["name"] == "w"
+    _, out, _ = run("inspect", "art", "--json")
+    assert json.loads(out)["digest"] == data["digest"]
+    _, out, _ = run("explain", "art", "--json")
+    assert json.loads(out)[0]["reads"] == ["bfloat16", "bfloat16"]
+    _, out, _ = run(
+        "explain", "its_model:digits", "--policy", "mixed_float16", "--json"
+    )
+    assert "float16" in json.dumps(json.loads(out))
+
+
+def test_lists_and_platforms_are_handed_on(run):
+    lists = ("--excluded-scope", "head", "--platform", "cpu", "--platform", "cuda")
+    code, out, _ = run("convert", "its_model:digits", "-o", "a", *LOW, *lists, "--json")
+    data = json.loads(out)
+    assert code == 0 and data["contractions"][0]["reads"] == ["float32", "float32"]
+    _, out, _ = run("inspect", "a")
+    assert "platforms cpu, cuda" in out
+
+
+def test_a_bar_shows_long_conversions(run, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, _, err = run("convert", "its_model:deep", "-o", "art", *LOW)
+    assert code == 0 and "writing parameters" in err and "70/70" in err
+
+
+REFUSED = {
+    ("convert", "its_model:digits", "-o", "a", "--excluded-scope", "hed"): "'head'",
+    ("convert", "its_model:digits", "-o", "a", "--target-op", "exq"): "No primitive",
+    (
+        "convert",
+        "its_model:digits",
+        "-o",
+        "a",
+        "--compute-dtype",
+        "f7",
+    ): "compute_dtype",
+    ("convert", "its_model:broken", "-o", "a"): "must be an array",
+    ("convert", "its_model:digits", "-o", "its_model.py"): "is a file",
+    ("inspect", "nowhere"): "There is no artifact",
+}
+WRONG = {
+    ("convert", "its_model:digit", "-o", "a"): "has no 'digit'",
+    ("convert", "its_modle:digits", "-o", "a"): "There is no module 'its_modle'",
+    ("convert", "its_model", "-o", "a"): "Write MODULE:FACTORY",
+    ("convert", "its_model:number", "-o", "a"): "but gave int",
+    ("convert", "its_model:digits"): "--output",
+    ("convrt",): "No such command",
+}
+
+
+@pytest.mark.parametrize("args", REFUSED)
+def test_a_refusal_ends_with_one(run, args):
+    code, out, err = run(*args)
+    assert (code, out) == (1, "") and REFUSED[args] in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("args", WRONG)
+def test_a_wrong_call_ends_with_two(run, args):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "") and WRONG[args] in err
+
+
+def test_an_artifact_that_is_tampered_with_is_refused(run, tmp_path):
+    run("convert", "its_model:digits", "-o", "art", *LOW)
+    (file,) = (tmp_path / "art").glob("parameters-*")
+    file.write_bytes(file.read_bytes()[:-1])
+    for command in ("inspect", "explain"):
+        code, _, err = run(command, "art")
+        assert code == 1 and "is damaged" in err
+
+
+def test_help_is_there():
+    shown = subprocess.run(
+        [sys.executable, "-m", "jaxamp_like", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(name in shown.stdout for name in ("convert", "explain", "inspect"))
