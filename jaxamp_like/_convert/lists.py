@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax import lax
+
 from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._jax import Jaxpr, Primitive, raw, scopes, subjaxprs
@@ -65,7 +67,7 @@ class ListedPolicy:
         if is_stopped(scope):
             return found
         if self.lists.excluded is not None:
-            excluded = self.lists.excluded.find_scope(scope)
+            excluded = self.lists.excluded.find_scope(primitive, scope)
             if excluded is not None:
                 return excluded
         if found.by_scope or is_program(primitive):
@@ -155,13 +157,13 @@ def check_matches(lists: Lists, jaxpr: Jaxpr) -> None:
     if lists.excluded is None:
         return
     matched = {
-        show_key(found.key) for p in paths if (found := lists.excluded.find_scope(p))
+        show_key(found.key) for path in paths if (found := _at(lists.excluded, path))
     }
     known = sorted("/".join(path) for path in paths if path)
     for key in lists.scopes:
         # Where the outermost wins, an inner one may match and never be asked.
         alone = checked_policy({key: use_original_precision})
-        if show_key(key) in matched or any(map(alone.find_scope, paths)):
+        if show_key(key) in matched or any(_at(alone, path) for path in paths):
             continue
         names = {name for path in paths for name in path}
         shown = ", ".join(map(repr, known[:8])) + ", ..." * (len(known) > 8)
@@ -170,6 +172,11 @@ def check_matches(lists: Lists, jaxpr: Jaxpr) -> None:
             f"{show_key(key)} of `excluded_scopes` matches no scope of the function."
             f"{hint} " + (f"Its scopes are {shown}." if known else "It has no scopes.")
         )
+
+
+def _at(excluded: CheckedPolicy, path: tuple[str, ...]) -> Found | None:
+    """What excludes a scope: the rule is one for all primitives."""
+    return excluded.find_scope(lax.dot_general_p, path)
 
 
 def _collect(
