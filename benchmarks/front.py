@@ -29,16 +29,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import jaxamp_like
-from jaxamp_like import (
-    amp,
+from jaxamp_like import amp
+from jaxamp_like.presets import (
     full_precision,
     jaxamp,
     jmp,
     mxnet,
     pytorch_autocast,
     tensorflow_graph_rewrite,
-    use_compute_precision,
 )
+from jaxamp_like.rules import use_compute_precision
 
 from . import measure, rewrite, roofline, workloads, zoo
 from .rewrite import (

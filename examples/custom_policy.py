@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxamp_like import amp, amp_stop, default_amp_policy, use_compute_precision
+from jaxamp_like import amp, amp_stop, default_amp_policy
+from jaxamp_like.rules import use_compute_precision
 
 
 @amp_stop

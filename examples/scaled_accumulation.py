@@ -15,13 +15,8 @@ import jax.random as jr
 import optax
 from jax import lax
 
-from jaxamp_like import (
-    DynamicScalerState,
-    ScalerLog,
-    amp,
-    dynamic_scale_value_and_grad,
-    merge_scalers,
-)
+from jaxamp_like import DynamicScalerState, amp, dynamic_scale_value_and_grad
+from jaxamp_like.scaling import ScalerLog, merge_scalers
 
 MICROBATCHES, ROWS, WIDTH = 4, 32, 16
 

@@ -14,13 +14,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import optax
 
-from jaxamp_like import (
-    DynamicScalerState,
-    amp,
-    check_scaler,
-    dynamic_scale_value_and_grad,
-    merge_scalers,
-)
+from jaxamp_like import DynamicScalerState, amp, dynamic_scale_value_and_grad
+from jaxamp_like.scaling import check_scaler, merge_scalers
 
 LATENT, DATA, WIDTH, ROWS = 4, 2, 32, 64
 

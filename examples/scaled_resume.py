@@ -18,7 +18,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from jaxamp_like import DynamicScalerState, enable_amp, overflowed_leaves
+from jaxamp_like import DynamicScalerState, enable_amp
+from jaxamp_like.scaling import overflowed_leaves
 
 ROWS, WIDTH = 32, 16
 

@@ -27,7 +27,9 @@ from ._policies.mistakes import (
 from ._policies.settings import PolicyLike, settings_of
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame, Keeps
-from ._rewrite.planner import Plan, Planner, input_fact
+from ._rewrite.facts import input_fact
+from ._rewrite.plan import Plan
+from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, planner_in_force, record_plan
 from ._rewrite.switch import is_amp_disabled
 from ._rewrite.unmatched import reports_of_unmatched_keys

@@ -4,13 +4,6 @@ Under it arithmetic between ops that run low is low, where the default policy co
 in full. It holds each of the rules that go by what is known of an op's operands and by
 who reads its result, so that what they do is seen in one place."""
 
-from jaxamp_like import (
-    follow_inputs,
-    keep_each_input,
-    keep_inputs,
-    use_original_precision,
-    use_original_precision_locally,
-)
 from jaxamp_like._policies.classes import CLASSES
 from jaxamp_like._policies.dictionary import policy_by_name
 from jaxamp_like._primitives import FIXED
@@ -24,6 +17,13 @@ from jaxamp_like._rules import (
     take_extremes,
 )
 from jaxamp_like._rules.storing import ComputeInFull
+from jaxamp_like.rules import (
+    follow_inputs,
+    keep_each_input,
+    keep_inputs,
+    use_original_precision,
+    use_original_precision_locally,
+)
 
 _BY_RANGE = ByRange(narrow=use_original_precision_locally, wide=follow_inputs)
 _SMOOTH = ByRange(narrow=use_original_precision, wide=use_original_precision_locally)

@@ -29,7 +29,8 @@ from benchmarks.measure import (
     walk,
     weight_copies,
 )
-from jaxamp_like import amp, default_amp_policy, use_compute_precision
+from jaxamp_like import amp, default_amp_policy
+from jaxamp_like.rules import use_compute_precision
 
 BF16 = jnp.bfloat16
 HIGHEST = lax.Precision.HIGHEST

@@ -10,14 +10,7 @@ import pytest
 from jax import export, lax
 
 from benchmarks.measure import walk
-from jaxamp_like import (
-    AmpError,
-    amp,
-    default_amp_policy,
-    follow_inputs,
-    use_compute_precision,
-    use_original_precision,
-)
+from jaxamp_like import AmpError, amp, default_amp_policy
 from jaxamp_like._rules import Demand, Site
 from jaxamp_like._rules.conditions import (
     not_divisible_by,
@@ -25,6 +18,11 @@ from jaxamp_like._rules.conditions import (
     smaller_than,
     sums_more_than,
     when,
+)
+from jaxamp_like.rules import (
+    follow_inputs,
+    use_compute_precision,
+    use_original_precision,
 )
 
 LOW, F32 = "bfloat16", "float32"

@@ -12,16 +12,10 @@ from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks.measure import CONTRACTIONS, saved, walk, weight_copies
-from jaxamp_like import (
-    AmpError,
-    amp,
-    default_amp_policy,
-    use_dot_algorithm,
-    use_precision_by_pass,
-    wide,
-)
+from jaxamp_like import AmpError, amp, default_amp_policy
 from jaxamp_like._rules import Demand
 from jaxamp_like._rules.by_pass import PassPrecision
+from jaxamp_like.rules import use_dot_algorithm, use_precision_by_pass, wide
 
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

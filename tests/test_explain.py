@@ -28,10 +28,10 @@ from jaxamp_like import (
     explain,
     get_policy,
     scope_modules,
-    smaller_than,
     trace_numerics,
 )
 from jaxamp_like._reports.data.records import scope_tree
+from jaxamp_like.rules import smaller_than
 
 BF16 = {"compute_dtype": "bfloat16"}
 

@@ -16,7 +16,8 @@ from jax import lax
 
 from benchmarks import measure
 from benchmarks.measure import walk
-from jaxamp_like import amp, use_compute_precision
+from jaxamp_like import amp
+from jaxamp_like.rules import use_compute_precision
 
 from . import programs
 from .following import FOLLOWING

@@ -12,12 +12,11 @@ from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import (
     DynamicScalerState,
-    NoScaler,
     dynamic_scale_value_and_grad,
     guard_step,
     loss_scale_optimizer,
-    merge_scalers,
 )
+from jaxamp_like.scaling import NoScaler, merge_scalers
 
 # Powers of two are undone without a trace: another scale changes no bit.
 SCALER = DynamicScalerState(scaler=2.0**10, patience=2)

@@ -8,13 +8,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxamp_like import (
-    DynamicScalerState,
-    NoScaler,
-    ScalerHistory,
-    Unscaled,
-    loss_scale_optimizer,
-)
+from jaxamp_like import DynamicScalerState, loss_scale_optimizer
+from jaxamp_like.reports import ScalerHistory
+from jaxamp_like.scaling import NoScaler, Unscaled
 
 
 def recorded(finite, every=1):

@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxamp_like import (
     DynamicScalerState,
     all_finite,
-    check_scaler,
     dynamic_scale_grad,
     dynamic_scale_tx,
     dynamic_scale_value_and_grad,
 )
+from jaxamp_like.scaling import check_scaler
 
 from .scalers import GREATEST, LEAST, plain_scalers
 

@@ -21,14 +21,15 @@ from jaxamp_like import (
     amp,
     default_amp_policy,
     explain,
-    follow_inputs,
-    full_precision,
     get_policy,
-    pytorch_autocast,
-    saving_low,
     scope_modules,
-    sums_more_than,
     trace_numerics,
+)
+from jaxamp_like.presets import full_precision, pytorch_autocast
+from jaxamp_like.rules import (
+    follow_inputs,
+    saving_low,
+    sums_more_than,
     use_compute_precision,
     use_dot_algorithm,
     use_precision,

@@ -28,16 +28,17 @@ from jaxamp_like import (
     default_amp_policy,
     get_policy,
     global_policy,
-    jmp,
+    set_global_policy,
+    using_policy,
+)
+from jaxamp_like.presets import jmp, pytorch_autocast
+from jaxamp_like.rules import (
     keep_inputs,
     not_divisible_by,
-    pytorch_autocast,
-    set_global_policy,
     sums_more_than,
     use_compute_precision,
     use_original_precision,
     use_precision,
-    using_policy,
     when,
 )
 

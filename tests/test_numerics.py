@@ -19,8 +19,8 @@ from jax import lax
 
 from jaxamp_like import amp, trace_numerics
 from jaxamp_like._dtypes import holds
-from jaxamp_like._reports import compiled, statistics
 from jaxamp_like._reports.call import call_of
+from jaxamp_like._reports.numerics import compiled, statistics
 from jaxamp_like._reports.numerics.blocks import PART
 from jaxamp_like._reports.numerics.compiled import OPTIONS, Memory
 from jaxamp_like._reports.numerics.interpret import Interpreter

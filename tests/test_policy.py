@@ -13,13 +13,8 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import CONTRACTIONS, casts, operand_dtype, walk
-from jaxamp_like import (
-    AmpError,
-    AmpWarning,
-    _errors,
-    amp,
-    amp_stop,
-    default_amp_policy,
+from jaxamp_like import AmpError, AmpWarning, _errors, amp, amp_stop, default_amp_policy
+from jaxamp_like.rules import (
     use_compute_precision,
     use_original_precision,
     use_precision,

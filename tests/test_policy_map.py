@@ -25,9 +25,8 @@ from jaxamp_like import (
     default_amp_policy,
     get_policy,
     scope_modules,
-    use_compute_precision,
-    use_widest_precision,
 )
+from jaxamp_like.rules import use_compute_precision, use_widest_precision
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 scope = jax.named_scope

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from benchmarks.measure import walk
-from jaxamp_like import AmpError, amp, default_amp_policy, follow_inputs
+from jaxamp_like import AmpError, amp, default_amp_policy
 from jaxamp_like._policies.presets import (
     full_precision,
     jaxamp,
@@ -23,6 +23,7 @@ from jaxamp_like._policies.presets import (
     pytorch_autocast,
     tensorflow_graph_rewrite,
 )
+from jaxamp_like.rules import follow_inputs
 
 SIZE = 8
 F32 = "float32"

@@ -16,7 +16,8 @@ from jax import lax
 
 from benchmarks import measure
 from benchmarks.measure import walk
-from jaxamp_like import amp, default_amp_policy, use_compute_precision
+from jaxamp_like import amp, default_amp_policy
+from jaxamp_like.rules import use_compute_precision
 
 from .programs import (
     BIAS,

@@ -8,9 +8,8 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import CONTRACTIONS, walk
-from jaxamp_like import (
-    amp,
-    default_amp_policy,
+from jaxamp_like import amp, default_amp_policy
+from jaxamp_like.rules import (
     follow_inputs,
     keep_inputs,
     use_compute_precision,

@@ -8,13 +8,8 @@ import pytest
 from jax import lax
 
 from benchmarks import measure
-from jaxamp_like import (
-    amp,
-    default_amp_policy,
-    saving_low,
-    use_compute_precision,
-    use_original_precision,
-)
+from jaxamp_like import amp, default_amp_policy
+from jaxamp_like.rules import saving_low, use_compute_precision, use_original_precision
 
 X = jr.normal(jr.key(0), (5, 7))
 FULL = saving_low(use_original_precision)

@@ -9,14 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from jaxamp_like import (
-    DynamicScalerState,
+from jaxamp_like import DynamicScalerState, dynamic_scale_grad, loss_scale_optimizer
+from jaxamp_like.scaling import (
     NoScaler,
     ScalerLog,
     Unscaled,
     check_scaler,
-    dynamic_scale_grad,
-    loss_scale_optimizer,
     overflowed_leaves,
 )
 

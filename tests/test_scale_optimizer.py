@@ -17,15 +17,17 @@ from hypothesis import given, settings, strategies as st
 from jaxamp_like import (
     AmpWarning,
     DynamicScalerState,
-    LossScaleState,
-    NoScaler,
-    Unscaled,
     all_finite,
     amp,
-    check_scaler,
     disable_amp,
     enable_amp,
     loss_scale_optimizer,
+)
+from jaxamp_like.scaling import (
+    LossScaleState,
+    NoScaler,
+    Unscaled,
+    check_scaler,
     scale_loss,
     static_scaler,
     unscale_grads,

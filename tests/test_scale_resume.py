@@ -10,12 +10,11 @@ import pytest
 
 from jaxamp_like import (
     DynamicScalerState,
-    NoScaler,
     amp,
     dynamic_scale_value_and_grad,
     loss_scale_optimizer,
-    restore_scaler,
 )
+from jaxamp_like.scaling import NoScaler, restore_scaler
 
 # What overflows lies before and behind the interruption, at 4.
 BATCHES = np.random.default_rng(0).normal(size=(10, 8, 4)).astype(np.float32)

@@ -12,11 +12,13 @@ from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import (
     DynamicScalerState,
-    NoScaler,
     all_finite,
-    check_scaler,
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
+)
+from jaxamp_like.scaling import (
+    NoScaler,
+    check_scaler,
     merge_scalers,
     restore_scaler,
     static_scaler,

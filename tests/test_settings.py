@@ -11,18 +11,15 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import operand_dtype, walk
-from jaxamp_like import (
-    AmpError,
-    amp,
-    amp_stop,
-    explain,
+from jaxamp_like import AmpError, amp, amp_stop, explain
+from jaxamp_like._primitives import CONTRACTIONS as COMPUTE
+from jaxamp_like._primitives.matmul_precision import CONTRACTIONS
+from jaxamp_like.rules import (
     saving_low,
     use_original_precision,
     use_precision_by_pass,
     wide,
 )
-from jaxamp_like._primitives import CONTRACTIONS as COMPUTE
-from jaxamp_like._primitives.matmul_precision import CONTRACTIONS
 
 from .constructs import CONSTRUCTS, IS_ROOT_OPAQUE, identity, named
 from .test_structure import is_contraction, left_behind, run_and_differentiate

@@ -17,15 +17,9 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import walk
-from jaxamp_like import (
-    amp,
-    amp_stop,
-    default_amp_policy,
-    explain,
-    jmp,
-    use_compute_precision,
-    use_dot_algorithm,
-)
+from jaxamp_like import amp, amp_stop, default_amp_policy, explain
+from jaxamp_like.presets import jmp
+from jaxamp_like.rules import use_compute_precision, use_dot_algorithm
 
 DTYPES = ("float16", "bfloat16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

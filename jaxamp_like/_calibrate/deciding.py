@@ -13,8 +13,9 @@ from .._policies.policy_map import PolicyMap
 from .._reports.versions import versions
 from .budget import Budget, Errors
 from .costs import Device, Prices, prices
+from .evidence import Decided, Tried, show_error, show_errors
 from .policies import FULL, dtypes_of, policy_of, primitives_in
-from .result import Calibration, Decided, Tried, show_error, show_errors
+from .result import Calibration
 from .runs import Runs, worst
 from .search import Choices, Ranking, search, sensitivities
 from .subject import Point

@@ -4,19 +4,34 @@ import math
 from typing import Any
 
 from .._reports.page.page import render
-from .result import Calibration, Tried, show_error
+from .evidence import Evidence, Tried, show_error
+
+# Columns of tables, each with how the page's script writes it.
+GROUPS = {
+    "group": "text",
+    "dtype": "text",
+    "FLOPs": "flops",
+    "kept as written": "bytes",
+    "error alone, budgets": "short",
+    "why": "text",
+}
+TRIED = {"set": "text", "cost": "share", "error, budgets": "short", "measured": "text"}
 
 LEAST = 1e-4  # budgets: what is below is drawn there, as is an error of zero
 
 
-def page(one: Calibration) -> str:
+def page(one: Evidence) -> str:
     """One file of HTML that opens without a network."""
+    groups = [
+        [g.name, g.dtype, g.flops, g.kept, _alone(g.sensitivity), g.why]
+        for g in one.groups
+    ]
+    tried = [[t.what, t.cost, _number(t.error), _measured(t)] for t in one.tried]
     data = {
-        "groups": [
-            [g.name, g.dtype, g.flops, g.kept, _alone(g.sensitivity), g.why]
-            for g in one.groups
-        ],
-        "tried": [[t.what, t.cost, _number(t.error), _measured(t)] for t in one.tried],
+        "tables": {
+            "groups": {"columns": _columns(GROUPS), "rows": groups},
+            "tried": {"columns": _columns(TRIED), "rows": tried},
+        },
         "charts": {"front": _front(one)} if one.tried else {},
     }
     return render(
@@ -31,7 +46,11 @@ def page(one: Calibration) -> str:
     )
 
 
-def _tiles(one: Calibration) -> list[tuple[str, str, str]]:
+def _columns(kinds: dict[str, str]) -> list[dict[str, str]]:
+    return [{"title": title, "kind": kind} for title, kind in kinds.items()]
+
+
+def _tiles(one: Evidence) -> list[tuple[str, str, str]]:
     low = len(one.groups) - len(one.kept_full)
     names = one.budget.limits()
     return [
@@ -57,7 +76,7 @@ def _measured(one: Tried) -> str:
     return "the policy, held out" if one.is_real else "roundings"
 
 
-def _front(one: Calibration) -> dict[str, Any]:
+def _front(one: Evidence) -> dict[str, Any]:
     def point(t: Tried) -> dict[str, Any]:
         error = min(max(t.error, LEAST), 1 / LEAST)
         shown = {

@@ -1,8 +1,8 @@
 """What a calibration found: a policy, with the evidence for it."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +10,13 @@ from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._reports.page.page import write_page
 from .budget import Budget, Errors
+from .evidence import Decided, Evidence, Tried, lines
+from .page import page
+from .views import print_tables
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A group, and what was decided on it.
-
-    Args:
-        name: its path, its primitive, or both with shapes.
-        dtype: what its contractions compute in.
-        sensitivity: the error, in budgets, when it alone is low; by candidate. `None`
-            where that did not have to be measured.
-        flops: of its contractions, forward and backward.
-        kept: bytes that are kept for the backward pass if it stays as written.
-        price: what it costs as written, by the objective.
-        why: in words."""
-
-    name: str
-    dtype: str
-    sensitivity: dict[str, float] | None
-    flops: float
-    kept: int
-    price: float
-    why: str
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A set of groups that was measured together.
-
-    Args:
-        what: which.
-        cost: by the objective, over that of the function as written.
-        error: the largest, in budgets.
-        is_real: whether `amp` made it; else the roundings alone were made."""
-
-    what: str
-    cost: float
-    error: float
-    is_real: bool
-
-
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(Evidence):
     """A policy found by measurement, and the evidence for it.
 
     Args:
@@ -72,43 +36,11 @@ class Calibration:
         versions: of packages, and the device.
         seconds: what the passes took, compilation aside. Not compared."""
 
-    policy: Policy | PolicyMap
-    budget: Budget
-    held_out: Errors
-    met: bool
-    low_share: float
-    groups: tuple[Decided, ...]
-    tried: tuple[Tried, ...]
-    objective: str
-    granularity: str
-    candidates: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    passes: int = 0
-    compilations: int = 0
-    versions: dict[str, str] = field(default_factory=dict)
-    seconds: float = field(default=0.0, compare=False)
-
-    @property
-    def kept_full(self) -> tuple[Decided, ...]:
-        """The groups that stay as written."""
-        return tuple(one for one in self.groups if one.dtype not in self.candidates)
-
-    @property
-    def front(self) -> tuple[Tried, ...]:
-        """Of the sets that were measured, those that none beats in cost and error."""
-        found: list[Tried] = []
-        for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
-            if not found or one.error < found[-1].error:
-                found.append(one)
-        return tuple(found)
-
     def __str__(self) -> str:
         return "\n".join(lines(self))
 
     def print(self) -> None:
         """Prints a table of all groups (needs rich, of the extra "report")."""
-        from .views import print_tables
-
         print_tables(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,8 +88,6 @@ class Calibration:
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the file can't be written."""
-        from .page import page
-
         return write_page(path, page(self))
 
 
@@ -165,31 +95,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
-
-
-def show_error(error: float) -> str:
-    """An error as tables show it."""
-    return "inf" if error == float("inf") else f"{error:.3g}"
-
-
-def show_errors(errors: Errors, names: Iterable[str]) -> str:
-    """Those errors that have these names."""
-    return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)
-
-
-def lines(one: Calibration) -> list[str]:
-    """A calibration in words."""
-    low = len(one.groups) - len(one.kept_full)
-    found = show_errors(one.held_out, one.budget.limits())
-    met = "meets" if one.met else "MISSES"
-    rows = [
-        f"{low} of {len(one.groups)} groups low ({one.granularity}), "
-        f"{one.low_share:.1%} of the contractions' FLOPs",
-        f"held out: {found}; {met} {one.budget!r}",
-        f"{one.passes} passes, {one.compilations} compilations",
-    ]
-    if one.kept_full:
-        rows.append("as written:")
-        rows += [f"  {group.name}: {group.why}" for group in one.kept_full]
-    rows += [f"note: {note}" for note in one.notes]
-    return [*rows, f"policy: {one.policy!r}"]

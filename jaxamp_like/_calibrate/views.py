@@ -2,10 +2,10 @@
 
 from .._reports.data.explained import human_bytes, human_flops
 from .._reports.extras import need
-from .result import Calibration, lines, show_error
+from .evidence import Evidence, lines, show_error
 
 
-def print_tables(one: Calibration) -> None:
+def print_tables(one: Evidence) -> None:
     """Prints the summary, and a table of all groups."""
     console = need("rich.console", "rich").Console()
     *summary, policy = lines(one)

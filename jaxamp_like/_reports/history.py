@@ -23,7 +23,8 @@ class ScalerHistory:
     Args:
         every: record only every so many steps.
 
-    >>> from jaxamp_like import DynamicScalerState, ScalerHistory
+    >>> from jaxamp_like import DynamicScalerState
+    >>> from jaxamp_like.reports import ScalerHistory
     >>> history, scaler = ScalerHistory(), DynamicScalerState(scaler=1024)
     >>> for loss in (0.5, 0.4):
     ...     scaler = scaler.update(loss < 0.45)

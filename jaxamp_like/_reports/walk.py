@@ -11,7 +11,7 @@ from typing import Any
 from .._dtypes import is_float
 from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
-from .._rewrite.planner import Step
+from .._rewrite.plan import Step
 from .._rewrite.record import MARK
 from .._rewrite.solvers import told
 from .._structural import SOLVER, STRUCTURAL

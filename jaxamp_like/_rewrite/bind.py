@@ -32,7 +32,8 @@ from .._primitives.matmul_precision import (
 from .._rules import Demand, Leaf, author_dtype, keeping_low
 from .._structural.kept import keep
 from .islands import Region, as_island
-from .planner import Facts, Plan, Planner, Scope, Step
+from .plan import Facts, Plan, Scope, Step
+from .planner import Planner
 from .record import marked
 
 # Ops that broadcast size-1 axes of their operands by themselves.

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import jax
 
-from .planner import Plan, Planner, Step
+from .plan import Plan, Step
+from .planner import Planner
 
 MARK = "amp_equation:"
 

@@ -15,7 +15,8 @@ from .._policies.dictionary import (
     paths_to,
     show_key,
 )
-from .planner import Plan, Planner, Step
+from .plan import Plan, Step
+from .planner import Planner
 from .record import MARK
 
 _MOST = 8  # scopes to list

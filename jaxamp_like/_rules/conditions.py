@@ -94,7 +94,8 @@ def when(
         AmpError: when a function is traced, if the predicate raises or returns no bool.
 
     >>> from jax import lax
-    >>> from jaxamp_like import default_amp_policy, use_compute_precision
+    >>> from jaxamp_like import default_amp_policy
+    >>> from jaxamp_like.rules import use_compute_precision
     >>> careful = when(sums_more_than(4096), "float32", use_compute_precision)
     >>> policy = default_amp_policy | {lax.dot_general_p: careful}
 

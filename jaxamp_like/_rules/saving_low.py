@@ -61,7 +61,8 @@ def saving_low(rule: Any) -> Rule:
         TypeError: `rule` is no rule.
 
     >>> from jax import lax
-    >>> from jaxamp_like import default_amp_policy, use_original_precision
+    >>> from jaxamp_like import default_amp_policy
+    >>> from jaxamp_like.rules import use_original_precision
     >>> policy = default_amp_policy | {lax.exp_p: saving_low(use_original_precision)}
 
     Activations stored in few bits are due to Chakrabarti and Moseley, "Backprop with

@@ -56,7 +56,7 @@ def decide_call(
     in full: there the cast is shared with other readers. A call that keeps its operands
     for the backward pass is better given them low."""
     (body,) = call_bodies(eqn)
-    demands = planner.body_demands(body, site.scope, site.wanted)
+    demands = planner.demands.of_body(body, site.scope, site.wanted)
 
     def as_read(fact, author, demand):
         as_held = Demand.AS_HELD in demand
@@ -95,7 +95,7 @@ def decide_remat(planner: Any, eqn: Eqn, site: Site):
     jaxpr, policy = eqn.params["jaxpr"], eqn.params["policy"]
     if eqn.effects or policy not in policies or _chooses(jaxpr):
         return decision, inner
-    sums = planner.only_added_to(jaxpr, site.scope)
+    sums = planner.carries.only_added_to(jaxpr, site.scope)
     keeps = tuple(
         _kept_low(fact, site.compute_dtype) if i in sums else None
         for i, fact in enumerate(inner[0].ins)

@@ -72,10 +72,10 @@ def decide_while(planner: Any, eqn: Eqn, site: Site):
 
 def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     *others, body = bodies
-    wanted = planner.body_wanted(body, site.scope, site.wanted)
+    wanted = planner.demands.body_wanted(body, site.scope, site.wanted)
     outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
-    adds_up = {body.ins[i] for i in planner.must_stay_full(body, site.scope)}
-    demands = planner.body_demands(body, site.scope, site.wanted)
+    adds_up = {body.ins[i] for i in planner.carries.must_stay_full(body, site.scope)}
+    demands = planner.demands.of_body(body, site.scope, site.wanted)
     # Those may be low that are read low, and made by compute ops on every path.
     read_low = {
         i

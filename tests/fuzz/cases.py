@@ -173,7 +173,9 @@ from jax.experimental.jet import jet
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxamp_like import *
-from jaxamp_like import _  # noqa""".replace("\nfrom jaxamp_like import _  # noqa", "")
+from jaxamp_like.presets import *
+from jaxamp_like.rules import *"""
+
 
 _SHOW = """
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxamp_like
+from jaxamp_like import presets, rules
 
 from . import runtime, structure
 from .cases import Case
@@ -145,7 +146,7 @@ def _flag(name: str) -> Iterator[None]:
 
 
 def _check(case: Case, compiled: bool) -> bool:
-    names = vars(runtime) | vars(jaxamp_like)
+    names = vars(runtime) | vars(presets) | vars(rules) | vars(jaxamp_like)
     names = {k: v for k, v in names.items() if not k.startswith("__")}
     try:
         exec(case.source(), names)

@@ -13,7 +13,12 @@ import numpy as np
 
 from jaxamp_like import _amp
 from jaxamp_like._dtypes import bits
-from jaxamp_like._rewrite import bind as _bind, planner as _plan
+from jaxamp_like._rewrite import (
+    bind as _bind,
+    carries as _carries,
+    plan as _plan,
+    planner as _planner,
+)
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
 from .cases import make_case
@@ -77,7 +82,7 @@ def dropped_cast():
 @fault
 def wrong_operand():
     """What a rule says of the first operand is done to the last."""
-    original = _plan.Planner._step
+    original = _planner.Planner._step
 
     def step(self, *args):
         made = original(self, *args)
@@ -86,7 +91,7 @@ def wrong_operand():
         decision = made.decision._replace(reads=made.decision.reads[::-1])
         return dataclasses.replace(made, decision=decision)
 
-    return mock.patch.object(_plan.Planner, "_step", step)
+    return mock.patch.object(_planner.Planner, "_step", step)
 
 
 @fault
@@ -230,4 +235,4 @@ def shifted_index():
 @fault
 def low_accumulator():
     """Carries that add up are held low."""
-    return mock.patch.object(_plan.Planner, "must_stay_full", lambda *_: set())
+    return mock.patch.object(_carries.Carries, "must_stay_full", lambda *_: set())

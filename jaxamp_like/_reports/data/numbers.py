@@ -6,8 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from .columns import Column
 from .records import Place, parts
 
 
@@ -53,6 +54,12 @@ class Event:
     inputs: tuple[InputRange, ...]
 
 
+Shares = Mapping[str, float]
+
+FORMATS = ("float16", "float8_e4m3fn")
+"""The formats whose range the page tells of; the JSON holds more."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpNumerics:
     """What one equation made, all iterations of loops together.
@@ -91,36 +98,44 @@ class OpNumerics:
     place: Place
     primitive: str
     author: str
-    dtype: str
+    dtype: Annotated[str, Column("dtype", at=40, terminal=True)]
     written: str
     shape: tuple[int, ...]
     runs: int
-    largest: float
-    smallest: float
-    nonfinite: float
+    largest: Annotated[float, Column("largest", "short", 50, terminal=True)]
+    smallest: Annotated[float, Column("smallest", "short", 50, terminal=True)]
+    nonfinite: Annotated[float, Column("not finite", "share", 50)]
     lost: float
     written_largest: float
     written_smallest: float
     histogram: Mapping[int, float]
-    overflow: Mapping[str, float]
-    underflow: Mapping[str, float]
-    error: float
+    overflow: Annotated[Shares, Column("beyond {}", "share", 60, keys=FORMATS)]
+    underflow: Annotated[Shares, Column("below {}", "share", 60, keys=FORMATS)]
+    error: Annotated[float, Column("error", "short", 54, terminal=True)]
     read_error: float
     worst: tuple[int, ...]
     made_nonfinite: Event | None
     nonfinite_as_written: bool
-    vanished: float
+    vanished: Annotated[float, Column("vanished", "share", 52)]
     vanished_event: Event | None
     order: tuple[int, ...]
 
+    @property
+    def name(self) -> Annotated[str, Column("primitive", at=20, terminal=True)]:
+        """Its primitive, and what of the author's it was made for."""
+        is_own = self.author in ("", self.primitive)
+        return self.primitive if is_own else f"{self.primitive} (of {self.author})"
+
+    @property
+    def worst_iteration(self) -> Annotated[str, Column("worst iteration", at=56)]:
+        """The iteration of the worst run."""
+        return ", ".join(map(str, self.worst))
+
     def describe(self) -> str:
         """Its name, its scope and its line, in one line."""
-        name = self.primitive
-        if self.author and self.author != self.primitive:
-            name += f" (of {self.author})"
         where = [self.place.scope or "no scope", self.place.phase]
         where += [self.place.source] if self.place.source else []
-        return f"{name} in {', '.join(where)}"
+        return f"{self.name} in {', '.join(where)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +154,19 @@ class ScopeNumerics:
         underflow: for each format, the largest share that would become zero."""
 
     scope: str
-    ops: int
-    largest: float
-    smallest: float
-    nonfinite: int
-    vanished: float
-    error: float
-    overflow: Mapping[str, float]
-    underflow: Mapping[str, float]
+    ops: Annotated[int, Column("equations", "number", 20)]
+    largest: Annotated[float, Column("largest", "short", 50, terminal=True)]
+    smallest: Annotated[float, Column("smallest", "short", 50, terminal=True)]
+    nonfinite: Annotated[int, Column("made inf or NaN", "number", 51)]
+    vanished: Annotated[float, Column("vanished", "share", 52)]
+    error: Annotated[float, Column("error", "short", 54, terminal=True)]
+    overflow: Annotated[Shares, Column("beyond {}", "share", 60, keys=FORMATS)]
+    underflow: Annotated[Shares, Column("below {}", "share", 60, keys=FORMATS)]
+
+    @property
+    def name(self) -> Annotated[str, Column("scope", at=10)]:
+        """Its path; "(all)" for the whole program."""
+        return self.scope or "(all)"
 
 
 def _scope_numerics(scope: str, ops: list[OpNumerics]) -> ScopeNumerics:

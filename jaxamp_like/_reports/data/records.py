@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
+
+from .columns import Column
 
 Phase = Literal["forward", "backward", "recomputed"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed")
@@ -24,10 +26,10 @@ class Place:
         times: how often it runs: scans multiply it by their length; a while loop and
             each branch of a cond count once."""
 
-    scope: str
+    scope: Annotated[str, Column("scope", at=10)]
     inside: tuple[str, ...]
-    phase: Phase
-    source: str
+    phase: Annotated[Phase, Column("phase", at=30, terminal=True)]
+    source: Annotated[str, Column("source", "line", at=80)]
     times: int
 
 
@@ -51,24 +53,35 @@ class OpRecord:
         flops: multiply-adds of a contraction, times two, of one run; else 0."""
 
     place: Place
-    primitive: str
+    primitive: Annotated[str, Column("primitive", at=20)]
     author: str
     written: tuple[str, ...]
     reads: tuple[str, ...]
     makes: tuple[str, ...]
     shape: tuple[int, ...]
-    key: str
-    rule: str
-    why: str
+    key: Annotated[str, Column("key", at=60)]
+    rule: Annotated[str, Column("rule", at=60)]
+    why: Annotated[str, Column("why", at=60)]
     flops: int
 
     @property
-    def dtype(self) -> str:
+    def dtypes_written(self) -> Annotated[str, Column("written", at=40)]:
+        """The dtypes as written, each once."""
+        return "/".join(dict.fromkeys(self.written))
+
+    @property
+    def dtype(self) -> Annotated[str, Column("now", at=50)]:
         """The dtype that it computes in: the widest that it reads, or makes."""
         return widest(self.reads or self.makes)
 
     @property
-    def total_flops(self) -> int:
+    def count(self) -> Annotated[int, Column("count", "number", at=90, adds=True)]:
+        """How many equations it stands for."""
+        return 1
+
+    @property
+    def total_flops(self) -> Annotated[int, Column("FLOPs", "flops", 95, adds=True)]:
+        """FLOPs of all its runs."""
         return self.flops * self.place.times
 
 
@@ -85,11 +98,23 @@ class CastRecord:
         why: for whom."""
 
     place: Place
-    source_dtype: str
-    target_dtype: str
+    source_dtype: Annotated[str, Column("from", at=20, terminal=True)]
+    target_dtype: Annotated[str, Column("to", at=20, terminal=True)]
     shape: tuple[int, ...]
     inserted: bool
-    why: str
+    why: Annotated[str, Column("why", at=60, terminal=True)]
+
+    @property
+    def by(self) -> Annotated[str, Column("by", at=50)]:
+        """Who put it there."""
+        return "amp" if self.inserted else "author"
+
+    @property
+    def count(
+        self,
+    ) -> Annotated[int, Column("count", "number", 90, adds=True, terminal=True)]:
+        """How many casts it stands for."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +146,27 @@ class RuleRecord:
             (an entry of a `PolicyMap`, say, with a key of its policy).
         own: whether the user added it to the policy that was extended."""
 
-    key: str
-    rule: str
-    count: int
-    own: bool
+    key: Annotated[str, Column("key", terminal=True)]
+    rule: Annotated[str, Column("rule", terminal=True)]
+    count: Annotated[int, Column("equations", "number", terminal=True)]
+    own: Annotated[bool, Column("yours", "flag")]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Equations that two programs compute in different dtypes.
+
+    Args:
+        scope, primitive, phase, source: where they stand.
+        ours: how many there are by dtype, in the one.
+        theirs: the same, in the other."""
+
+    scope: Annotated[str, Column("scope")]
+    primitive: Annotated[str, Column("primitive")]
+    phase: Annotated[Phase, Column("phase")]
+    source: Annotated[str, Column("source", "line")]
+    ours: Annotated[str, Column("this policy")]
+    theirs: Annotated[str, Column("the other")]
 
 
 @dataclass(frozen=True)
@@ -184,12 +226,12 @@ class Program:
 class ScopeNode:
     """A scope with all that is in it, its inner scopes included."""
 
-    name: str
+    name: Annotated[str, Column("scope", at=10, terminal=True)]
     path: str
-    ops: int
-    casts: int
-    flops: Mapping[str, int]
-    saved: Mapping[str, int]
+    ops: Annotated[int, Column("equations", "number", at=60, terminal=True)]
+    casts: Annotated[int, Column("casts", "number", at=50, terminal=True)]
+    flops: Annotated[Mapping[str, int], Column("FLOPs", "flops", 20, terminal=True)]
+    saved: Annotated[Mapping[str, int], Column("saved", "bytes", 30, terminal=True)]
     children: tuple["ScopeNode", ...] = field(default=(), repr=False)
 
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from ..._jax import Eqn, Jaxpr
 from ..._policies.dictionary import Found
 from ..._policies.mistakes import naming_mistakes
-from ..._rewrite.planner import Step
+from ..._rewrite.plan import Step
 from ..._rewrite.record import Recorder
 from .. import walk
 from ..call import Call

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ..._jax import Eqn, Jaxpr, Literal, consts, is_array_aval, raw, subjaxprs
-from ..._rewrite.planner import Step
+from ..._rewrite.plan import Step
 from .. import walk
 from . import pairs as p
 from .blocks import Block, Found, Loop, Path, Seen, Where

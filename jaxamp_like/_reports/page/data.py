@@ -4,9 +4,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
+from ..data.columns import columns, rows
 from ..data.explained import Explained, human_bytes
-from ..data.numbers import Numbers, OpNumerics, plain
-from ..data.records import Program, ScopeNode
+from ..data.numbers import OpNumerics, plain
+from ..data.records import Difference, Program, ScopeNode
 
 MAX_ROWS = 3000
 """Rows of a table in the page: more than anybody reads, and half a megabyte."""
@@ -60,58 +61,35 @@ def _node(
 ) -> dict[str, Any]:
     partners = {child.name: child for child in other.children} if other else {}
     children = chosen.get(node.path, [])
+    values = _values(node)
+    values[0] = values[0] or "(all)"
     found: dict[str, Any] = {
-        "name": node.name or "(all)",
-        "flops": node.flops,
-        "saved": node.saved,
-        "casts": node.casts,
-        "ops": node.ops,
+        "values": values,
         "hidden": len(node.children) - len(children),
         "children": [_node(c, partners.get(c.name), chosen) for c in children],
     }
     if other is not None:
-        found["other"] = {"flops": other.flops, "saved": other.saved}
+        found["other"] = _values(other)
     return found
 
 
-def _ranked(count: Counter[Any]) -> list[list[Any]]:
-    return [[*key, n] for key, n in count.most_common(MAX_ROWS)]
+def _values(node: ScopeNode) -> list[Any]:
+    return [read(node) for _, read in columns(ScopeNode)]
 
 
-def op_rows(program: Program) -> list[list[Any]]:
-    """Scope, primitive, phase, dtypes, rule, why, source; how many; their FLOPs."""
-    count: Counter[Any] = Counter()
-    flops: Counter[Any] = Counter()
-    for op in program.ops:
-        place = op.place
-        key = (
-            place.scope, op.primitive, place.phase, "/".join(dict.fromkeys(op.written)),
-            op.dtype, op.key, op.rule, op.why, place.source,
-        )  # fmt: skip
-        count[key] += 1
-        flops[key] += op.total_flops
-    ranked = sorted(count, key=lambda key: (-flops[key], -count[key]))
-    return [[*key, count[key], flops[key]] for key in ranked[:MAX_ROWS]]
+def table(record: type, records: Iterable[Any]) -> dict[str, Any]:
+    """The columns and rows of a table, as plain data."""
+    shown = columns(record)
+    return {"columns": heads(record), "rows": plain(rows(shown, records)[:MAX_ROWS])}
 
 
-def cast_rows(program: Program) -> list[list[Any]]:
-    """Scope, from, to, phase, whether inserted, why, source; how many."""
-    return _ranked(
-        Counter(
-            (
-                cast.place.scope, cast.source_dtype, cast.target_dtype,
-                cast.place.phase, "amp" if cast.inserted else "author",
-                cast.why, cast.place.source,
-            )
-            for cast in program.casts
-        )
-    )  # fmt: skip
+def heads(record: type) -> list[dict[str, str]]:
+    """The columns of a kind of records: what the page's script needs of them."""
+    return [{"title": c.title, "kind": c.kind} for c, _ in columns(record)]
 
 
-def difference_rows(a: Program, b: Program) -> list[list[Any]]:
-    """Equations that the two programs compute in different dtypes.
-
-    Scope, primitive, phase, source; the dtypes in the one and in the other."""
+def differences(a: Program, b: Program) -> list[Difference]:
+    """Equations that the two programs compute in different dtypes."""
 
     def dtypes(program: Program) -> dict[Any, Counter[str]]:
         found: dict[Any, Counter[str]] = defaultdict(Counter)
@@ -127,33 +105,14 @@ def difference_rows(a: Program, b: Program) -> list[list[Any]]:
 
     ours, theirs = dtypes(a), dtypes(b)
     keys = dict.fromkeys([*ours, *theirs])
-    rows = [
-        [*key, told(ours.get(key)), told(theirs.get(key))]
+    return [
+        Difference(*key, ours=told(ours.get(key)), theirs=told(theirs.get(key)))
         for key in keys
         if ours.get(key) != theirs.get(key)
     ]
-    return rows[:MAX_ROWS]
 
 
-def numerics_rows(report: Numbers) -> list[list[Any]]:
-    """One row for each equation, in the order in which they ran."""
-    return [_numbers(i, op) for i, op in enumerate(_notable(report.ops))]
-
-
-def scope_numerics_rows(report: Numbers) -> list[list[Any]]:
-    """One row for each scope, outer ones first."""
-    return [
-        [
-            one.scope or "(all)", one.ops, plain(one.largest), one.smallest,
-            one.nonfinite, one.vanished, plain(one.error), one.overflow["float16"],
-            one.underflow["float16"], one.overflow["float8_e4m3fn"],
-            one.underflow["float8_e4m3fn"],
-        ]
-        for one in report.by_scope()[:MAX_ROWS]
-    ]  # fmt: skip
-
-
-def _notable(ops: Iterable[OpNumerics]) -> list[OpNumerics]:
+def notable(ops: Iterable[OpNumerics]) -> list[OpNumerics]:
     """All of them, or as many as fit: those with trouble or the largest errors."""
     ops = list(ops)
     if len(ops) <= MAX_ROWS:
@@ -163,15 +122,3 @@ def _notable(ops: Iterable[OpNumerics]) -> list[OpNumerics]:
         return (op.made_nonfinite is None, -op.vanished, -op.error)
 
     return sorted(sorted(ops, key=rank)[:MAX_ROWS], key=lambda op: op.order)
-
-
-def _numbers(i: int, op: OpNumerics) -> list[Any]:
-    name = op.primitive
-    if op.author not in ("", op.primitive):
-        name += f" (of {op.author})"
-    return [
-        i, op.place.scope, name, op.place.phase, op.dtype, plain(op.largest),
-        op.smallest, op.nonfinite, op.vanished, plain(op.error),
-        ", ".join(map(str, op.worst)), op.overflow["float16"], op.underflow["float16"],
-        op.overflow["float8_e4m3fn"], op.underflow["float8_e4m3fn"], op.place.source,
-    ]  # fmt: skip

@@ -13,36 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from ..data.explained import Explained, human_bytes, human_flops, shares, summary
-from ..data.numbers import Numbers
-from ..data.records import ScopeNode
+from ..data.numbers import Numbers, OpNumerics, ScopeNumerics
+from ..data.records import CastRecord, Difference, OpRecord, RuleRecord, ScopeNode
 from ..extras import need
 from . import charts, source
-from .data import (
-    cast_rows,
-    difference_rows,
-    numerics_rows,
-    op_rows,
-    scope_numerics_rows,
-    tiles,
-    tree,
-)
+from .data import differences, heads, notable, table, tiles, tree
 
 
 def report_page(
     report: Explained, against: Explained | None, numerics: Numbers | None
 ) -> str:
     """The page of a report, with another one and with numerics if they are given."""
-    data: dict[str, Any] = {
-        "tree": tree(report.scopes(), against and against.scopes()),
-        "ops": op_rows(report.now),
-        "casts": cast_rows(report.now),
-        "rules": [[r.key, r.rule, r.count, r.own] for r in report.rules],
-        "charts": charts.of_report(report, against),
+    tables = {
+        "ops": table(OpRecord, report.now.ops),
+        "casts": table(CastRecord, report.now.casts),
+        "rules": table(RuleRecord, report.rules),
     }
     if against is not None:
-        data["differences"] = difference_rows(report.now, against.now)
+        tables["differences"] = table(Difference, differences(report.now, against.now))
+    data: dict[str, Any] = {
+        "tree": tree(report.scopes(), against and against.scopes()),
+        "treeColumns": heads(ScopeNode),
+        "tables": tables,
+        "charts": charts.of_report(report, against),
+    }
     if numerics is not None:
-        data |= _numerics_data(numerics, data["charts"])
+        _add_numerics(data, numerics)
     return render(
         data,
         title=report.name,
@@ -55,7 +51,8 @@ def report_page(
 
 def numerics_page(numerics: Numbers) -> str:
     """The page of what `trace_numerics` found, alone."""
-    data = _numerics_data(numerics, {})
+    data: dict[str, Any] = {"tables": {}, "charts": {}}
+    _add_numerics(data, numerics)
     return render(
         data,
         title=numerics.name,
@@ -66,12 +63,12 @@ def numerics_page(numerics: Numbers) -> str:
     )
 
 
-def _numerics_data(numerics: Numbers, specs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "numerics": numerics_rows(numerics),
-        "scopeNumerics": scope_numerics_rows(numerics),
-        "charts": specs | charts.of_numerics(numerics),
+def _add_numerics(data: dict[str, Any], numerics: Numbers) -> None:
+    data["tables"] |= {
+        "numerics": table(OpNumerics, notable(numerics.ops)),
+        "scopeNumerics": table(ScopeNumerics, numerics.by_scope()),
     }
+    data["charts"] |= charts.of_numerics(numerics)
 
 
 def _label(report: Explained) -> str:

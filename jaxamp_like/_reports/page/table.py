@@ -1,12 +1,12 @@
 """Reports in the terminal, by rich."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ..data.columns import Kind, Shown, columns, rows
 from ..data.explained import Explained, human_bytes, human_flops, shares, summary
-from ..data.numbers import Numbers
-from ..data.records import ScopeNode
+from ..data.numbers import Numbers, OpNumerics
+from ..data.records import CastRecord, RuleRecord, ScopeNode
 from ..extras import need
 
 MAX_ROWS = 30
@@ -27,32 +27,52 @@ def tables(report: Explained, depth: int) -> Iterator[Any]:
     yield _rules(report)
 
 
-def _table(title: str, columns: Iterable[str], numbers: int) -> Any:
-    """A table whose last `numbers` columns are set flush right."""
-    columns = list(columns)
+def _table(title: str, shown: Iterable[Shown]) -> Any:
     table = need("rich.table", "rich").Table(
         title=title, title_justify="left", box=need("rich.box", "rich").SIMPLE_HEAD
     )
-    for i, column in enumerate(columns):
-        right = i >= len(columns) - numbers
-        table.add_column(column, justify="right" if right else "left")
+    for column, _ in shown:
+        is_text = column.kind in ("text", "line")
+        table.add_column(column.title, justify="left" if is_text else "right")
     return table
 
 
+def _add(table: Any, shown: Iterable[Shown], values: Iterable[Any]) -> None:
+    pairs = zip(shown, values, strict=True)
+    table.add_row(*(FORMATS[column.kind](value) for (column, _), value in pairs))
+
+
+def _count(show: Callable[[float], str]) -> Callable[[Any], str]:
+    """A number, or what a count by dtype adds up to and how it is shared out."""
+
+    def shown(value: Any) -> str:
+        if not isinstance(value, Mapping):
+            return show(value)
+        total = sum(value.values())
+        return f"{show(total)} ({shares(value)})" if total else show(0)
+
+    return shown
+
+
+FORMATS: dict[Kind, Callable[[Any], str]] = {
+    "text": str,
+    "line": lambda source: source.rpartition("/")[2],
+    "number": _count(str),
+    "flops": _count(human_flops),
+    "bytes": _count(human_bytes),
+    "share": lambda share: f"{100 * share:.3g} %" * bool(share),
+    "short": lambda x: f"{x:.3g}",
+    "flag": lambda is_so: "yes" * is_so,
+}
+
+
 def _scopes(root: ScopeNode) -> Any:
-    table = _table(
-        "Scopes", ("scope", "contractions", "FLOPs", "saved", "casts", "ops"), 4
-    )
+    shown = columns(ScopeNode, terminal=True)
+    table = _table("Scopes", shown)
 
     def add(node: ScopeNode, level: int) -> None:
-        table.add_row(
-            "  " * level + (node.name or "(all)"),
-            shares(node.flops),
-            human_flops(sum(node.flops.values())),
-            human_bytes(sum(node.saved.values())),
-            str(node.casts),
-            str(node.ops),
-        )
+        name, *values = (read(node) for _, read in shown)
+        _add(table, shown, ["  " * level + (name or "(all)"), *values])
         for child in node.children:
             add(child, level + 1)
 
@@ -61,22 +81,21 @@ def _scopes(root: ScopeNode) -> Any:
 
 
 def _casts(report: Explained) -> Any:
-    table = _table("Casts, most frequent first", ("cast", "why", "phase", "count"), 1)
-    count = Counter(
-        (f"{c.source_dtype} → {c.target_dtype}", c.why, c.place.phase)
-        for c in report.now.casts
-    )
-    for row, n in count.most_common(MAX_ROWS):
-        table.add_row(*row, str(n))
-    _note_rest(table, len(count))
+    shown = columns(CastRecord, terminal=True)
+    table = _table("Casts, most frequent first", shown)
+    found = rows(shown, report.now.casts)
+    for row in found[:MAX_ROWS]:
+        _add(table, shown, row)
+    _note_rest(table, len(found))
     return table
 
 
 def _rules(report: Explained) -> Any:
-    table = _table("Rules that decided", ("key", "rule", "equations"), 1)
+    shown = columns(RuleRecord, terminal=True)
+    table = _table("Rules that decided", shown)
     fired = [rule for rule in report.rules if rule.count]
-    for rule in fired[:MAX_ROWS]:
-        table.add_row(rule.key, rule.rule, str(rule.count))
+    for row in rows(shown, fired[:MAX_ROWS]):
+        _add(table, shown, row)
     _note_rest(table, len(fired))
     idle = [rule.key for rule in report.rules if not rule.count and rule.own]
     others = sum(not rule.count and not rule.own for rule in report.rules)
@@ -99,17 +118,8 @@ def print_numerics(report: Numbers, n: int) -> None:
 
 
 def _worst(report: Numbers, n: int) -> Any:
-    columns = ("equation", "scope", "phase", "dtype", "range", "beyond / below float16")
-    table = _table("Largest errors", (*columns, "error"), 2)
-    for op in report.worst(n):
-        share = f"{100 * op.overflow['float16']:.2g} / "
-        table.add_row(
-            op.primitive,
-            op.place.scope,
-            op.place.phase,
-            op.dtype,
-            f"{op.smallest:.2g} to {op.largest:.2g}",
-            f"{share}{100 * op.underflow['float16']:.2g} %",
-            f"{op.error:.2g}",
-        )
+    shown = columns(OpNumerics, terminal=True)
+    table = _table("Largest errors", shown)
+    for row in rows(shown, report.worst(n)):
+        _add(table, shown, row)
     return table

@@ -20,47 +20,22 @@ const bytes = (n) => (n ? human(n, 1024, ["", "Ki", "Mi", "Gi", "Ti"], "B") : ""
 const share = (x) => (x ? `${+(100 * x).toPrecision(3)} %` : "");
 const short = (x) => (typeof x === "number" ? (x ? String(+x.toPrecision(3)) : "0") : x);
 const total = (count) => Object.values(count).reduce((a, b) => a + b, 0);
-const line = (source) => source.split("/").pop();
 
 // ------------------------------------------------------------------- sorted tables
 
-const text = (title) => ({ title, wrap: ["scope", "why", "rule", "key"].includes(title) });
-const number = (title, show = String) => ({ title, show, number: true });
-const TABLES = {
-  ops: [
-    text("scope"), text("primitive"), text("phase"), text("written"), text("now"),
-    text("key"), text("rule"), text("why"), { title: "source", show: line },
-    number("count"), number("FLOPs", flops),
-  ],
-  casts: [
-    text("scope"), text("from"), text("to"), text("phase"), text("by"), text("why"),
-    { title: "source", show: line }, number("count"),
-  ],
-  rules: [text("key"), text("rule"), number("equations"), { title: "yours", show: (x) => (x ? "yes" : "") }],
-  differences: [
-    text("scope"), text("primitive"), text("phase"), { title: "source", show: line },
-    text("this policy"), text("the other"),
-  ],
-  scopeNumerics: [
-    text("scope"), number("equations"), number("largest", short), number("smallest", short),
-    number("made inf or NaN", (n) => (n ? String(n) : "")), number("vanished", share),
-    number("error", short), number("beyond float16", share), number("below float16", share),
-    number("beyond float8", share), number("below float8", share),
-  ],
-  numerics: [
-    number("#", (i) => String(i + 1)), text("scope"), text("primitive"), text("phase"),
-    text("dtype"), number("largest", short), number("smallest", short),
-    number("not finite", share), number("vanished", share), number("error", short),
-    text("worst iteration"), number("beyond float16", share), number("below float16", share),
-    number("beyond float8", share), number("below float8", share), { title: "source", show: line },
-  ],
+// How each kind of column is written, and whether it is a number.
+const KINDS = {
+  text: { show: String },
+  line: { show: (source) => source.split("/").pop(), whole: true },
+  number: { show: (n) => (n ? String(n) : "0"), number: true },
+  flops: { show: flops, number: true },
+  bytes: { show: bytes, number: true },
+  share: { show: share, number: true },
+  short: { show: short, number: true },
+  flag: { show: (is) => (is ? "yes" : "") },
 };
-
-TABLES.groups = [
-  text("group"), text("dtype"), number("FLOPs", flops), number("kept as written", bytes),
-  number("error alone, budgets", short), text("why"),
-];
-TABLES.tried = [text("set"), number("cost", share), number("error, budgets", short), text("measured")];
+const WRAPPED = ["scope", "why", "rule", "key"];
+const known = (column) => ({ ...column, ...KINDS[column.kind], wrap: WRAPPED.includes(column.title) });
 
 const order = (x) => (x === "inf" ? Infinity : x);
 function compare(a, b) {
@@ -82,8 +57,8 @@ function sortedTable(place, columns, rows) {
     });
     if (by !== null) found = found.toSorted((a, b) => (falling ? -1 : 1) * compare(a[by], b[by]));
     body.replaceChildren(...found.slice(0, limit).map((row) => element("tr", {}, ...columns.map((column, i) =>
-      element("td", { className: column.number ? "number" : column.wrap ? "wrap" : "", title: column.title === "source" ? row[i] : "" },
-        column.show ? column.show(row[i]) : String(row[i]))))));
+      element("td", { className: column.number ? "number" : column.wrap ? "wrap" : "", title: column.whole ? row[i] : "" },
+        column.show(row[i]))))));
     note.textContent = `${found.length} of ${rows.length}`;
     more.hidden = found.length <= limit;
   }
@@ -108,7 +83,8 @@ function sortedTable(place, columns, rows) {
 }
 
 for (const place of document.querySelectorAll("[data-table]")) {
-  sortedTable(place, TABLES[place.dataset.table], data[place.dataset.table]);
+  const { columns, rows } = data.tables[place.dataset.table];
+  sortedTable(place, columns.map(known), rows);
 }
 
 // ------------------------------------------------------------------- tree of scopes
@@ -124,14 +100,10 @@ function bar(count, whole) {
 }
 
 function scopeTree(place, root) {
-  const columns = [
-    { title: "scope", value: (node) => node.name },
-    { title: "FLOPs", value: (node) => total(node.flops), show: flops, of: "flops" },
-    { title: "saved", value: (node) => total(node.saved), show: bytes, of: "saved" },
-    { title: "casts", value: (node) => node.casts, show: String },
-    { title: "equations", value: (node) => node.ops, show: String },
-  ];
-  const whole = { flops: total(root.flops), saved: total(root.saved) };
+  // A count by dtype is shown as what it adds up to, with a bar of its parts.
+  const columns = data.treeColumns.map(known);
+  const value = (node, i) => (typeof node.values[i] === "object" ? total(node.values[i]) : node.values[i]);
+  const whole = columns.map((column, i) => value(root, i));
   const open = new Set([root]);
   const body = element("tbody");
   let by = null, falling = true;
@@ -139,14 +111,14 @@ function scopeTree(place, root) {
   function row(node, level) {
     const inner = node.children.length + node.hidden > 0;
     const name = element("button", { className: "name", disabled: !inner,
-      textContent: `${inner ? (open.has(node) ? "▾ " : "▸ ") : "\u2003"}${node.name}` });
+      textContent: `${inner ? (open.has(node) ? "▾ " : "▸ ") : "\u2003"}${node.values[0]}` });
     name.style.paddingLeft = `${14 * level}px`;
     name.onclick = () => { open.has(node) ? open.delete(node) : open.add(node); show(); };
-    const cells = columns.slice(1).map((column) => {
-      const cell = element("td", {}, column.show(column.value(node)));
-      if (!column.of) cell.className = "number";
-      if (column.of) cell.append(bar(node[column.of], whole[column.of]));
-      if (column.of && node.other) cell.append(bar(node.other[column.of], whole[column.of]));
+    const cells = columns.slice(1).map((column, j) => {
+      const i = j + 1, parts = node.values[i];
+      const cell = element("td", {}, column.show(value(node, i)));
+      if (typeof parts !== "object") cell.className = "number";
+      else cell.append(bar(parts, whole[i]), ...(node.other ? [bar(node.other[i], whole[i])] : []));
       return cell;
     });
     return element("tr", {}, element("td", {}, name), ...cells);
@@ -155,11 +127,11 @@ function scopeTree(place, root) {
   function rows(node, level) {
     let children = open.has(node) ? node.children : [];
     if (by !== null) {
-      children = children.toSorted((a, b) => (falling ? -1 : 1) * compare(columns[by].value(a), columns[by].value(b)));
+      children = children.toSorted((a, b) => (falling ? -1 : 1) * compare(value(a, by), value(b, by)));
     }
     const found = [row(node, level), ...children.flatMap((child) => rows(child, level + 1))];
     if (open.has(node) && node.hidden) {
-      found.push(element("tr", {}, element("td", { className: "muted", colSpan: 5, textContent: `… and ${node.hidden} more` })));
+      found.push(element("tr", {}, element("td", { className: "muted", colSpan: columns.length, textContent: `… and ${node.hidden} more` })));
     }
     return found;
   }
@@ -167,7 +139,7 @@ function scopeTree(place, root) {
   const show = () => body.replaceChildren(...rows(root, 0));
   const heads = columns.map((column, i) => {
     const button = element("button", { textContent: column.title });
-    const head = element("th", { className: i > 2 ? "number" : "" }, button);
+    const head = element("th", { className: typeof root.values[i] === "number" ? "number" : "" }, button);
     button.onclick = () => {
       falling = by === i ? !falling : i > 0;
       by = i;

@@ -1,0 +1,127 @@
+"""What a calibration found, as data: all that its views are made of."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
+from .budget import Budget, Errors
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A group, and what was decided on it.
+
+    Args:
+        name: its path, its primitive, or both with shapes.
+        dtype: what its contractions compute in.
+        sensitivity: the error, in budgets, when it alone is low; by candidate. `None`
+            where that did not have to be measured.
+        flops: of its contractions, forward and backward.
+        kept: bytes that are kept for the backward pass if it stays as written.
+        price: what it costs as written, by the objective.
+        why: in words."""
+
+    name: str
+    dtype: str
+    sensitivity: dict[str, float] | None
+    flops: float
+    kept: int
+    price: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A set of groups that was measured together.
+
+    Args:
+        what: which.
+        cost: by the objective, over that of the function as written.
+        error: the largest, in budgets.
+        is_real: whether `amp` made it; else the roundings alone were made."""
+
+    what: str
+    cost: float
+    error: float
+    is_real: bool
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A policy found by measurement, and the evidence for it; see `Calibration`.
+
+    Args:
+        policy: to be passed to `amp`; equal to one that is written by hand.
+        budget: what was allowed.
+        held_out: the worst errors of the policy on the batches that were held out.
+        met: whether these are within the budget.
+        low_share: the share of the contractions' FLOPs that run low.
+        groups: what was decided together, in the order of the program.
+        tried: the sets that were measured, from which the front is drawn.
+        objective: what was to be saved.
+        granularity: what was decided together.
+        candidates: the low dtypes.
+        notes: what the user should know.
+        passes: how often the function was run.
+        compilations: how many programs were compiled for that.
+        versions: of packages, and the device.
+        seconds: what the passes took, compilation aside. Not compared."""
+
+    policy: Policy | PolicyMap
+    budget: Budget
+    held_out: Errors
+    met: bool
+    low_share: float
+    groups: tuple[Decided, ...]
+    tried: tuple[Tried, ...]
+    objective: str
+    granularity: str
+    candidates: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    passes: int = 0
+    compilations: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def kept_full(self) -> tuple[Decided, ...]:
+        """The groups that stay as written."""
+        return tuple(one for one in self.groups if one.dtype not in self.candidates)
+
+    @property
+    def front(self) -> tuple[Tried, ...]:
+        """Of the sets that were measured, those that none beats in cost and error."""
+        found: list[Tried] = []
+        for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
+            if not found or one.error < found[-1].error:
+                found.append(one)
+        return tuple(found)
+
+
+def show_error(error: float) -> str:
+    """An error as tables show it."""
+    return "inf" if error == float("inf") else f"{error:.3g}"
+
+
+def show_errors(errors: Errors, names: Iterable[str]) -> str:
+    """Those errors that have these names."""
+    return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)
+
+
+def lines(one: Evidence) -> list[str]:
+    """A calibration in words."""
+    low = len(one.groups) - len(one.kept_full)
+    found = show_errors(one.held_out, one.budget.limits())
+    met = "meets" if one.met else "MISSES"
+    rows = [
+        f"{low} of {len(one.groups)} groups low ({one.granularity}), "
+        f"{one.low_share:.1%} of the contractions' FLOPs",
+        f"held out: {found}; {met} {one.budget!r}",
+        f"{one.passes} passes, {one.compilations} compilations",
+    ]
+    if one.kept_full:
+        rows.append("as written:")
+        rows += [f"  {group.name}: {group.why}" for group in one.kept_full]
+    rows += [f"note: {note}" for note in one.notes]
+    return [*rows, f"policy: {one.policy!r}"]

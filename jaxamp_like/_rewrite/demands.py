@@ -1,0 +1,105 @@
+"""How each value is read: low, in full, or not at all; known from the end backwards."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes
+from .._primitives import FIXED
+from .._rules import Demand
+from .._structural import Body
+from .carries import Carries
+from .matching import Matching
+from .memo import Memo
+from .plan import Scope
+
+
+@dataclass(eq=False)
+class Demands:
+    """How values are read, in the programs that a policy is asked of."""
+
+    matching: Matching
+    carries: Carries
+    _known: Memo = field(default_factory=Memo)
+
+    def of_inputs(
+        self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
+    ) -> tuple[Demand, ...]:
+        """How the inputs of `jaxpr` are read, if its results are read as `wanted`."""
+
+        def find():
+            demand = self.of_variables(raw(jaxpr), scope, wanted)
+            return tuple(demand.get(v, Demand.NONE) for v in raw(jaxpr).invars)
+
+        return self._known(jaxpr, (scope, tuple(wanted)), find)
+
+    def of_variables(
+        self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
+    ) -> dict[Any, Demand]:
+        """How each variable is read."""
+        demand: dict[Any, Demand] = {}
+
+        def read(atoms, demands):
+            for atom, how in zip(atoms, demands, strict=True):
+                if not isinstance(atom, Literal):
+                    before = demand.get(atom, how)
+                    demand[atom] = how if before is how else before | how
+
+        read(jaxpr.outvars, wanted)
+        for eqn in reversed(jaxpr.eqns):
+            outs = [demand.get(v, Demand.NONE) for v in eqn.outvars]
+            read(eqn.invars, self._operand_demands(eqn, scope + scopes(eqn), outs))
+        return demand
+
+    def _operand_demands(
+        self, eqn: Eqn, scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        handler = self.matching.handler(eqn, scope)
+        if handler is None:
+            if eqn.primitive.name in FIXED:
+                return [Demand.FULL] * len(eqn.invars)
+            wanted = functools.reduce(operator.or_, outs, Demand.NONE)
+            found = self.matching.found(eqn, scope)
+            return [found.demand(eqn.params, wanted)] * len(eqn.invars)
+        reads = [Demand.NONE] * len(eqn.invars)
+        for body in handler.bodies(eqn):
+            inner = self.of_body(body, scope, outs)
+            for i, demand in zip(body.ins, inner, strict=True):
+                reads[i] |= demand
+        return reads
+
+    def of_body(
+        self, body: Body, scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How the inputs of a body are read, by way of its loop if it has one."""
+        reads = self.of_inputs(body.jaxpr, scope, self.body_wanted(body, scope, outs))
+        return [how & ~Demand.CARRY for how in reads] if body.loop else reads
+
+    def body_wanted(
+        self, body: Body, scope: Scope, outs: Sequence[Demand]
+    ) -> list[Demand]:
+        """How the results of a body are read: outside, or in the next iteration."""
+        wanted = [Demand.FULL if i is None else outs[i] for i in body.outs]
+        full = self.carries.must_stay_full(body, scope)
+        made_by = {i: out for out, i in body.loop}
+        giver = {j: i for i, heirs in body.handed_on().items() for j in heirs}
+
+        def want(i: int, how: Demand) -> bool:
+            """Adds to how a carry is read; whether that is news."""
+            out = made_by[i]
+            before, wanted[out] = wanted[out], wanted[out] | how
+            return wanted[out] != before
+
+        for i in made_by.keys() & full:
+            want(i, Demand.CARRY)
+        while True:
+            reads = self.of_inputs(body.jaxpr, scope, wanted)
+            news = [i for i in made_by if want(i, reads[i])]
+            if not news:
+                return wanted
+            while news:
+                i = news.pop()
+                if giver.get(i) in made_by and want(giver[i], wanted[made_by[i]]):
+                    news.append(giver[i])

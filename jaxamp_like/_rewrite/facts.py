@@ -1,0 +1,76 @@
+"""What is known of a value beforehand: of inputs, constants and literals."""
+
+from typing import Any
+
+import numpy as np
+
+from .._dtypes import DType
+from .._jax import Atom, Literal, is_tracer
+from .._rules import Demand, Fact, Leaf, Mark, Site, author_dtype, is_full
+from .plan import Facts
+
+
+def upcast_early(site: Site, outs: Facts) -> Facts:
+    """A result that is only read in full is cast up once, not by every reader."""
+    return tuple(
+        fact._replace(dtype=author)
+        if fact and is_full(demand) and Demand.AS_HELD not in demand
+        else fact
+        for fact, author, demand in zip(
+            outs, site.out_authors, site.wanted, strict=True
+        )
+    )
+
+
+def fact_of(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    dtype = author_dtype(atom.aval)
+    if dtype is None:
+        return None
+    values = frozenset([_plain(float(atom.val))])
+    return Fact(dtype, leaf=Leaf.CONST, values=values)
+
+
+def _plain(value: float) -> float:
+    # NaN is unequal to itself, which no cache key may be; it survives as inf does.
+    return np.inf if np.isnan(value) else value
+
+
+def const_fact(var: Any, const: Any) -> Fact | None:
+    dtype = author_dtype(var.aval)
+    if dtype is None:
+        return None
+    # Other constants are values of an outer transformation: closed-over parameters.
+    is_constant = const is not None and not is_tracer(const)
+    leaf = Leaf.CONST if is_constant else Leaf.ROOT
+    values = _const_values(const, dtype)
+    return Fact(dtype, leaf=leaf, values=values, sampled=var.aval.ndim > 0)
+
+
+_SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger
+
+
+def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
+    """The values of a small constant; of an array the largest, which may overflow."""
+    if const is None or is_tracer(const) or const.size > _SMALL_CONST:
+        return None
+    if not getattr(const, "is_fully_addressable", True) or const.size == 0:
+        return None
+    values = np.asarray(const).astype(np.float64)
+    if values.ndim == 0:
+        return frozenset([_plain(float(values))])
+    finite = values[np.isfinite(values)]
+    largest = float(np.max(np.abs(finite), initial=0.0))
+    # Within the range of every dtype: the array is no constant to worry about.
+    return frozenset([largest]) if largest > 1e4 else None
+
+
+def input_fact(aval: Any, dtype: DType | None = None) -> Fact | None:
+    """The fact of an input of the rewritten function."""
+    author = author_dtype(aval)
+    if author is None:
+        return None
+    if dtype is not None and dtype != author:
+        return Fact(dtype, Mark.LOW)
+    return Fact(author, leaf=Leaf.ROOT)

@@ -1,0 +1,72 @@
+"""A plan: for every equation of a jaxpr, what binding follows and a report shows."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._jax import Atom, Eqn, Jaxpr
+from .._policies.dictionary import Found
+from .._rules import Decision, Demand, Fact, Leaf
+from .._structural import Handler
+from .islands import Schedule, island_schedule, schedule
+
+Facts = tuple[Fact | None, ...]
+Scope = tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The plan of one equation: what binding follows, and what a report shows."""
+
+    eqn: Eqn
+    scope: Scope
+    found: Found
+    decision: Decision
+    inner: tuple["Plan", ...] = ()
+    handler: Handler | None = None  # of a structural primitive
+    opaque: bool = False  # carries code in the author's dtypes: bound as it stands
+    casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
+    run_again: bool = False  # in the backward pass, if less is kept for it then
+    wanted: tuple[Demand, ...] = ()  # how its results are read
+
+    @property
+    def is_compute(self) -> bool:
+        return self.found.is_compute
+
+    @property
+    def recasts(self) -> list[int]:
+        """Operands whose casts are made again in the backward pass, not saved."""
+        return [i for i, leaf in self.casts.items() if leaf in (Leaf.ROOT, Leaf.VIEW)]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The plan of a jaxpr for operands of certain dtypes and marks.
+
+    It holds the variables and equations, not the jaxpr, which keys the cache weakly."""
+
+    invars: Sequence[Any]
+    constvars: Sequence[Any]
+    outvars: Sequence[Atom]
+    ins: Facts
+    outs: Facts
+    steps: tuple[Step, ...]
+    facts: dict[Any, Fact | None]  # of all variables
+    lean: bool
+    keys: frozenset[Any]  # keys of the policy that an equation was found under
+    closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
+
+    # Made when they are bound: of the plans that a loop tries, only the last one is.
+
+    @functools.cached_property
+    def plain(self) -> Schedule:
+        """The steps in order."""
+        return schedule(self.steps, self.outvars)
+
+    @functools.cached_property
+    def islands(self) -> Schedule:
+        """The same, with regions."""
+        if any(step.run_again or step.inner for step in self.steps):
+            return island_schedule(self.steps, self.facts, self.outvars)
+        return self.plain
