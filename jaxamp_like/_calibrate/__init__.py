@@ -3,7 +3,8 @@
 In the order of imports: `marks` (where a program might round), `threaded` (which of
 these do, as an input), `groups` (what is decided together), `costs`, `budget`,
 `subject` (what is measured), `runs` (passes, each remembered in `state`), `search`,
-`policies` (choices as a policy), `result` and its `page`, `calibrate`."""
+`policies` (choices as a policy), `evidence` and its views (`page`, `views`), `result`,
+`deciding`, `calibrate`."""
 
 from .budget import Budget as Budget
 from .calibrate import calibrate as calibrate

@@ -13,7 +13,7 @@ from .._policies.policy_map import PolicyMap
 from .._reports.versions import versions
 from .budget import Budget, Errors
 from .costs import Device, Prices, prices
-from .findings import Decided, Tried, show_error, show_errors
+from .evidence import Decided, Tried, show_error, show_errors
 from .policies import FULL, dtypes_of, policy_of, primitives_in
 from .result import Calibration
 from .runs import Runs, worst

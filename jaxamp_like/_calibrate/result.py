@@ -1,16 +1,22 @@
 """What a calibration found: a policy, with the evidence for it."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
 from .._reports.page.page import write_page
-from .findings import Findings
+from .budget import Budget, Errors
+from .evidence import Decided, Evidence, Tried, lines
 from .page import page
 from .views import print_tables
 
 
 @dataclass(frozen=True)
-class Calibration(Findings):
+class Calibration(Evidence):
     """A policy found by measurement, and the evidence for it.
 
     Args:
@@ -30,9 +36,47 @@ class Calibration(Findings):
         versions: of packages, and the device.
         seconds: what the passes took, compilation aside. Not compared."""
 
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
     def print(self) -> None:
         """Prints a table of all groups (needs rich, of the extra "report")."""
         print_tables(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data that `json.dumps` takes; see `from_dict`."""
+        kind = "map" if isinstance(self.policy, PolicyMap) else "policy"
+        data = {f.name: _plain(getattr(self, f.name)) for f in fields(self)[1:]}
+        return {"policy": {kind: self.policy.to_dict()}} | data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Calibration":
+        """The calibration of which `data` is the `to_dict`.
+
+        Raises:
+            ValueError: it is not that of a calibration."""
+        try:
+            ((kind, policy),) = data["policy"].items()
+            maker: Any = {"map": PolicyMap, "policy": Policy}[kind]
+            values = dict(data) | {
+                "policy": maker.from_dict(policy),
+                "budget": Budget(**data["budget"]),
+                "held_out": Errors(**data["held_out"]),
+                "groups": tuple(Decided(**row) for row in data["groups"]),
+                "tried": tuple(Tried(**row) for row in data["tried"]),
+                "candidates": tuple(data["candidates"]),
+                "notes": tuple(data["notes"]),
+            }
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise ValueError(
+                f"The data of a calibration is malformed: {e!r}. Use what `to_dict` "
+                "gave."
+            ) from e
+
+    def to_json(self) -> str:
+        """As `to_dict`, as text."""
+        return json.dumps(self.to_dict(), indent=1)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes a page: error against cost, what was kept and why, the policy.
@@ -45,3 +89,9 @@ class Calibration(Findings):
             ImportError: the extra "report" is not installed.
             OSError: the file can't be written."""
         return write_page(path, page(self))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]

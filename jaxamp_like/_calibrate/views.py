@@ -2,10 +2,10 @@
 
 from .._reports.extras import need
 from .._reports.page.table import record_table
-from .findings import Decided, Findings, lines
+from .evidence import Decided, Evidence, lines
 
 
-def print_tables(one: Findings) -> None:
+def print_tables(one: Evidence) -> None:
     """Prints the summary, and a table of all groups."""
     console = need("rich.console", "rich").Console()
     *summary, policy = lines(one)

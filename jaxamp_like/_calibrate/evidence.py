@@ -1,9 +1,8 @@
-"""What a calibration found, as data and in words."""
+"""What a calibration found, as data: all that its views are made of."""
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, Self
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated
 
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
@@ -36,11 +35,8 @@ class Decided:
     @property
     def alone(self) -> Annotated[str, Column("alone, budgets", at=60, terminal=True)]:
         """The least error of its candidates when it alone is low."""
-        return (
-            ""
-            if self.sensitivity is None
-            else show_error(min(self.sensitivity.values()))
-        )
+        errors = (self.sensitivity or {}).values()
+        return show_error(min(errors)) if errors else ""
 
 
 @dataclass(frozen=True)
@@ -65,8 +61,25 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """A calibration without its views; see `Calibration`."""
+class Evidence:
+    """A policy found by measurement, and the evidence for it; see `Calibration`.
+
+    Args:
+        policy: to be passed to `amp`; equal to one that is written by hand.
+        budget: what was allowed.
+        held_out: the worst errors of the policy on the batches that were held out.
+        met: whether these are within the budget.
+        low_share: the share of the contractions' FLOPs that run low.
+        groups: what was decided together, in the order of the program.
+        tried: the sets that were measured, from which the front is drawn.
+        objective: what was to be saved.
+        granularity: what was decided together.
+        candidates: the low dtypes.
+        notes: what the user should know.
+        passes: how often the function was run.
+        compilations: how many programs were compiled for that.
+        versions: of packages, and the device.
+        seconds: what the passes took, compilation aside. Not compared."""
 
     policy: Policy | PolicyMap
     budget: Budget
@@ -98,50 +111,6 @@ class Findings:
                 found.append(one)
         return tuple(found)
 
-    def __str__(self) -> str:
-        return "\n".join(lines(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data that `json.dumps` takes; see `from_dict`."""
-        kind = "map" if isinstance(self.policy, PolicyMap) else "policy"
-        data = {f.name: _plain(getattr(self, f.name)) for f in fields(self)[1:]}
-        return {"policy": {kind: self.policy.to_dict()}} | data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The calibration of which `data` is the `to_dict`.
-
-        Raises:
-            ValueError: it is not that of a calibration."""
-        try:
-            ((kind, policy),) = data["policy"].items()
-            maker: Any = {"map": PolicyMap, "policy": Policy}[kind]
-            values = dict(data) | {
-                "policy": maker.from_dict(policy),
-                "budget": Budget(**data["budget"]),
-                "held_out": Errors(**data["held_out"]),
-                "groups": tuple(Decided(**row) for row in data["groups"]),
-                "tried": tuple(Tried(**row) for row in data["tried"]),
-                "candidates": tuple(data["candidates"]),
-                "notes": tuple(data["notes"]),
-            }
-            return cls(**values)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise ValueError(
-                f"The data of a calibration is malformed: {e!r}. Use what `to_dict` "
-                "gave."
-            ) from e
-
-    def to_json(self) -> str:
-        """As `to_dict`, as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
-
 
 def show_error(error: float) -> str:
     """An error as tables show it."""
@@ -153,7 +122,7 @@ def show_errors(errors: Errors, names: Iterable[str]) -> str:
     return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)
 
 
-def lines(one: Findings) -> list[str]:
+def lines(one: Evidence) -> list[str]:
     """A calibration in words."""
     low = len(one.groups) - len(one.kept_full)
     found = show_errors(one.held_out, one.budget.limits())
