@@ -480,6 +480,20 @@ def test_around_a_whole_step():
     assert error(grads(w, x), expected) < 0.01
 
 
+@pytest.mark.parametrize("fn", (scanned, rematted, branched))
+def test_around_a_whole_step_with_programs_inside(fn):
+    """What holds of a loop holds inside: its name stack begins anew there."""
+    ws, x = values(2, 8, 8), values(4, 8)
+    grads = jax.grad(lambda ws: jnp.sum(jnp.sin(fn(ws, x))))
+    backward = [(E5M2, E4M3), (E4M3, E5M2)]
+    rows = {row[:2] for row in dtypes_of(low(grads), ws)}
+    assert (E4M3, E4M3) in rows and rows <= {(E4M3, E4M3), *backward}
+    assert rows & set(backward)
+    made = [row[:2] for row in dtypes_of(low(grads, INT8), ws)]
+    assert {("int8", "int8"), ("bfloat16", "bfloat16")} == set(made)
+    assert made.count(("bfloat16", "bfloat16")) >= 2  # of the gradients
+
+
 # ---------------------------------------------------------- what is left alone, and why
 
 

@@ -6,7 +6,8 @@ decides, knowing what its operands have become. Bodies of structural primitives 
 planned with the facts of their operands, so decisions flow through jit, loops and
 branches; see `_structural`."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class Planner:
         self.demands = Demands(self.matching, self.carries)
         # A program is to be marked by it before it is planned.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
+        self._is_backward = False  # of the equation whose bodies are being planned
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
@@ -64,7 +66,7 @@ class Planner:
         `wanted` says how its results are read outside; in full, if not given."""
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         args = (facts, scope, wanted)
-        key = (*args, setting() is None)
+        key = (*args, setting() is None, self._is_backward)
         return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
 
     def _plan(
@@ -107,7 +109,8 @@ class Planner:
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None:
-            decision, inner = handler.decide(self, eqn, site)
+            with self._inside(site):
+                decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)
         rule, opaque = self._rule(eqn, scope, found)
         try:
@@ -135,6 +138,15 @@ class Planner:
             run_again=self.lean or found.rule.is_run_again,
             wanted=tuple(wanted),
         )
+
+    @contextlib.contextmanager
+    def _inside(self, site: Site) -> Iterator[None]:
+        """While the bodies of an equation are planned: what holds of it holds there."""
+        before, self._is_backward = self._is_backward, site.backward
+        try:
+            yield
+        finally:
+            self._is_backward = before
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -177,5 +189,5 @@ class Planner:
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
             by_scope=found.by_scope,
-            backward=names(eqn).backward,
+            backward=self._is_backward or names(eqn).backward,
         )
