@@ -28,6 +28,8 @@ import jax
 import jax.random as jr
 import pytest
 
+from jaxamp_like import _errors
+
 # A program for `test_scale_processes.py` to start, not one to look for doctests in.
 collect_ignore = ["two_processes.py"]
 
@@ -50,6 +52,12 @@ def getkey():
     """A function that gives a new PRNG key at each call, the same in every run."""
     count = itertools.count()
     return lambda: jr.fold_in(jr.key(0), next(count))
+
+
+@pytest.fixture(autouse=True)
+def warn_afresh(monkeypatch):
+    """A warning is given once in a process, and so once in each test."""
+    monkeypatch.setattr(_errors, "_seen", set())
 
 
 @pytest.fixture(autouse=True, scope="module")

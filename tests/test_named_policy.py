@@ -23,7 +23,6 @@ from jaxamp_like import (
     AmpWarning,
     Policy,
     PolicyMap,
-    _errors,
     amp,
     default_amp_policy,
     get_policy,
@@ -50,8 +49,7 @@ scope = jax.named_scope
 
 
 @pytest.fixture(autouse=True)
-def as_at_the_start(monkeypatch):
-    monkeypatch.setattr(_errors, "_seen", set())
+def as_at_the_start():
     yield
     set_global_policy(None)
 

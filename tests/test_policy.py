@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import CONTRACTIONS, casts, operand_dtype, walk
-from jaxamp_like import AmpError, AmpWarning, _errors, amp, amp_stop, default_amp_policy
+from jaxamp_like import AmpError, AmpWarning, amp, amp_stop, default_amp_policy
 from jaxamp_like.rules import (
     use_compute_precision,
     use_original_precision,
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.quick
 DOT = lax.dot_general_p
 LOW, FULL, HALF = "float16", "float32", "bfloat16"  # HALF: by a rule
 scope = jax.named_scope
-
-
-@pytest.fixture(autouse=True)
-def warn_afresh(monkeypatch):
-    monkeypatch.setattr(_errors, "_seen", set())
 
 
 @pytest.fixture

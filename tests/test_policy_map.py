@@ -19,7 +19,6 @@ from jaxamp_like import (
     AmpWarning,
     Policy,
     PolicyMap,
-    _errors,
     amp,
     amp_stop,
     default_amp_policy,
@@ -32,11 +31,6 @@ pytestmark = pytest.mark.quick
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 scope = jax.named_scope
-
-
-@pytest.fixture(autouse=True)
-def warn_afresh(monkeypatch):
-    monkeypatch.setattr(_errors, "_seen", set())
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ class Low(Evaluator):
     """Runs contractions in `dtype`, all else as it stands."""
 
     def __init__(self, dtype: str):
+        super().__init__()
         self.dtype = jnp.dtype(dtype)
 
     def literal(self, value: Any) -> Any:

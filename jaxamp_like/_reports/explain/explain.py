@@ -52,6 +52,7 @@ def explain(
         TypeError, ValueError: an argument is of the wrong kind.
         AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
 
+    >>> import jax.numpy as jnp
     >>> def loss(w, x):
     ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
     >>> w, x = jnp.ones((4, 3)), jnp.ones((2, 4))
