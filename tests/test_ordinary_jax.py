@@ -138,6 +138,7 @@ def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
 LEAK_FREE = "plain jit scan cond remat custom_jvp custom_vjp custom_vmap_batched"
 
 
+@pytest.mark.cross("case", is_lean=2)
 @ways
 @pytest.mark.parametrize(
     "case", [c for c in CONSTRUCTS if c.name in LEAK_FREE.split()], ids=str
