@@ -69,14 +69,14 @@ def clear_caches():
         gc.collect()
 
 
-def is_on_diagonal(indices: dict[str, int], main: str, sizes: dict[str, int]) -> bool:
+def is_on_diagonal(places: dict[str, int], main: str, sizes: dict[str, int]) -> bool:
     """Whether a combination of parameters is the one that its `main` one is run with.
 
     The n-th value of `main` goes with the n-th combination of the others, in turn, so
     that each of their combinations comes up as well."""
-    turn = indices[main]
+    turn = places[main]
     for name, size in sizes.items():
-        if indices[name] != turn % size:
+        if places[name] != turn % size:
             return False
         turn //= size
     return True
@@ -85,7 +85,13 @@ def is_on_diagonal(indices: dict[str, int], main: str, sizes: dict[str, int]) ->
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Puts aside what a test marked `cross` has beside its diagonal."""
+    values: dict[tuple[object, str], dict[int, int]] = {}  # the place of each, by `id`
     for item in items:
         for mark in item.iter_markers("cross"):
-            if not is_on_diagonal(item.callspec.indices, mark.args[0], mark.kwargs):
+            places = {}
+            for name in (*mark.args, *mark.kwargs):
+                seen = values.setdefault((item.function, name), {})
+                key = id(item.callspec.params[name])
+                places[name] = seen.setdefault(key, len(seen))
+            if not is_on_diagonal(places, mark.args[0], mark.kwargs):
                 item.add_marker(pytest.mark.rest)
