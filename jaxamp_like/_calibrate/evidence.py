@@ -62,24 +62,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A policy found by measurement, and the evidence for it; see `Calibration`.
-
-    Args:
-        policy: to be passed to `amp`; equal to one that is written by hand.
-        budget: what was allowed.
-        held_out: the worst errors of the policy on the batches that were held out.
-        met: whether these are within the budget.
-        low_share: the share of the contractions' FLOPs that run low.
-        groups: what was decided together, in the order of the program.
-        tried: the sets that were measured, from which the front is drawn.
-        objective: what was to be saved.
-        granularity: what was decided together.
-        candidates: the low dtypes.
-        notes: what the user should know.
-        passes: how often the function was run.
-        compilations: how many programs were compiled for that.
-        versions: of packages, and the device.
-        seconds: what the passes took, compilation aside. Not compared."""
+    """A calibration without its views; see `Calibration` for its fields."""
 
     policy: Policy | PolicyMap
     budget: Budget

@@ -26,6 +26,7 @@ from .._jax import (
     source_line,
     subjaxprs,
 )
+from .._structural import CALLS
 from .marks import MARK, Contraction
 from .rounding import chosen
 
@@ -64,7 +65,7 @@ class Threaded:
         if not any(map(has_marks, subjaxprs(eqn.params))):
             return reemit(eqn, values)
         name = eqn.primitive.name
-        handler = _call if name in _CALLS else _HANDLERS.get(name)
+        handler = _call if name in CALLS else _HANDLERS.get(name)
         if handler is None:
             raise AmpError(
                 f"`calibrate` can't look into `{name}` ({source_line(eqn)}), which "
@@ -81,12 +82,6 @@ def has_marks(jaxpr: Jaxpr) -> bool:
         eqn.primitive is MARK or any(map(has_marks, subjaxprs(eqn.params)))
         for eqn in raw(jaxpr).eqns
     )
-
-
-_CALLS = frozenset(
-    "jit pjit closed_call core_call call custom_jvp_call custom_vjp_call "
-    "custom_vmap_call checkpoint remat2".split()
-)
 
 
 def _call(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:

@@ -32,7 +32,7 @@ from .._jax import (
 )
 from .._primitives import VIEWS
 from .models import is_parameter
-from .rewriting import CALLS
+from .rewriting import BOUND_CALLS
 from .traced import traced
 
 _Owners = frozenset[int]
@@ -168,7 +168,7 @@ def _split_eqn(made: Split, i: int, eqn: Eqn) -> None:
         return
     made.owners |= dict.fromkeys(eqn.outvars, _INPUT)
     has_parameters = any(map(made.is_prepared, eqn.invars))
-    if has_parameters and eqn.primitive.name in CALLS:
+    if has_parameters and eqn.primitive.name in BOUND_CALLS:
         (body,) = subjaxprs(eqn.params)
         slices = [not isinstance(v, Literal) and v in made.sliced for v in eqn.invars]
         inner = made.inner[i] = split(body, owners, slices, is_outermost=False)

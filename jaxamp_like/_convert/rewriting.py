@@ -24,7 +24,7 @@ from .._jax import (
     subjaxprs,
     trace,
 )
-from .._structural import REMAT
+from .._structural import CALLS, REMAT
 from .uses import POSITIONAL, bodies, is_narrowing
 
 _Dtypes = tuple[DType | None, ...]
@@ -200,12 +200,6 @@ def _bind_shard_map(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
         return jax.shard_map(body, **shard_map_options(eqn.params))(*operands)
 
 
-CALLS = frozenset(
-    """jit pjit closed_call core_call call eval_jaxpr custom_jvp_call
-    custom_vjp_call""".split()
-) | frozenset(REMAT)
-"""Primitives that run one program, operands in and results out."""
-
 _STRUCTURAL = {
     "jit": _bind_jit,
     "pjit": _bind_jit,
@@ -218,3 +212,6 @@ _STRUCTURAL = {
     "custom_vjp_call": _bind_without_rule,
     "shard_map": _bind_shard_map,
 }
+
+BOUND_CALLS = CALLS & _STRUCTURAL.keys()
+"""The calls that are bound again here."""

@@ -53,3 +53,6 @@ STRUCTURAL: dict[str, Handler] = {
     "xla_pmap": Handler(call_bodies, decide_call, bind_pmap),
 }
 """How each structural primitive is rewritten, by its name."""
+
+CALLS: frozenset[str] = frozenset(n for n, row in STRUCTURAL.items() if row.is_call)
+"""Those that run one program once, operands in and results out."""

@@ -12,11 +12,12 @@ import jax
 
 from ..._jax import Eqn, Jaxpr, Literal, consts, is_array_aval, raw, subjaxprs
 from ..._rewrite.plan import Step
+from ..._structural import CALLS
 from .. import walk
 from . import pairs as p
 from .blocks import Block, Found, Loop, Path, Seen, Where
 from .compiled import OPTIONS, Memory, evaluated, joined
-from .loops import CALLS, HANDLERS, ONE_BY_ONE
+from .loops import HANDLERS, ONE_BY_ONE
 from .pairs import Pair, Value
 
 

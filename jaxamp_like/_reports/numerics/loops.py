@@ -21,16 +21,12 @@ from ..._jax import (
     shard_map_options,
     subjaxprs,
 )
-from ..._structural import STRUCTURAL
+from ..._structural import CALLS
 from . import pairs as p
 from .blocks import Found, Loop, Where
 from .compiled import taken
 from .pairs import Pair
 from .statistics import at_iteration, merge, merge_parts, no_runs
-
-# Programs that are run in place of their call.
-CALLS = frozenset(name for name, handler in STRUCTURAL.items() if handler.is_call)
-
 
 # Loops. A carry has a value in the author's dtype if any iteration gives it one.
 
