@@ -69,14 +69,14 @@ def _with_params(step: Any, **params: Any) -> Any:
 @fault
 def dropped_cast():
     """The first operand of an equation is not cast."""
-    original = _bind.Frame._operand
+    original = _bind.Frame.operand
 
     def operand(self, step, i):
         if i == 0:
             return self.read(step.eqn.invars[i], None)
         return original(self, step, i)
 
-    return mock.patch.object(_bind.Frame, "_operand", operand)
+    return mock.patch.object(_bind.Frame, "operand", operand)
 
 
 @fault
@@ -112,7 +112,7 @@ def lost_carry():
 @fault
 def wrong_transpose():
     """A transpose of three axes is bound as its inverse."""
-    original = _bind.Frame._apply
+    original = _bind.Frame.apply
 
     def apply(self, step, given=None):
         if step.eqn.primitive.name == "transpose":
@@ -122,7 +122,7 @@ def wrong_transpose():
             step = dataclasses.replace(step, decision=decision)
         return original(self, step, given)
 
-    return mock.patch.object(_bind.Frame, "_apply", apply)
+    return mock.patch.object(_bind.Frame, "apply", apply)
 
 
 @fault
@@ -220,7 +220,7 @@ def lost_checkpoint():
 @fault
 def shifted_index():
     """A loop's step sees the last slice where it should see its own."""
-    original = _bind.Frame._apply
+    original = _bind.Frame.apply
 
     def apply(self, step, given=None):
         if step.eqn.primitive.name == "dynamic_slice":
@@ -229,7 +229,7 @@ def shifted_index():
             return [x[::-1] if params["slice_sizes"][0] > 1 else x for x in outs]
         return original(self, step, given)
 
-    return mock.patch.object(_bind.Frame, "_apply", apply)
+    return mock.patch.object(_bind.Frame, "apply", apply)
 
 
 @fault
