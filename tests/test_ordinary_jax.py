@@ -58,6 +58,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.sample(3)
 @ways
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_a_literal_that_is_marked_as_varying(between, is_lean):
@@ -108,6 +109,7 @@ def test_a_loop_over_slices(fn, args, slices, is_lean):
 # Derivative rules of the author in sharded code.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
     @jax.custom_vjp
@@ -138,6 +140,7 @@ def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
 LEAK_FREE = "plain jit scan cond remat custom_jvp custom_vjp custom_vmap_batched"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.cross("case", is_lean=2)
 @ways
 @pytest.mark.parametrize(
@@ -199,6 +202,7 @@ def test_jet(fn, is_lean):
     assert_near(terms(low(fn, is_lean)), terms(fn), share=0.1)
 
 
+@pytest.mark.sample(2)
 @ways
 @pytest.mark.parametrize("layout", (sparse.BCOO, sparse.BCSR))
 # That a backend has no sparse kernel for 16 bits, and takes another.

@@ -104,6 +104,7 @@ def test_finite_steps_are_those_of_the_optimizer_and_others_are_none(make):
     assert eqx.tree_equal(opt_state.inner_state, plain_state)
 
 
+@pytest.mark.rest
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.001, 0.1, 0.5, 0.99]))
 def test_parameters_stay_finite_for_ten_thousand_steps(seed, rate):

@@ -54,6 +54,7 @@ def event_sequences(draw):
     return np.array(events[:STEPS])
 
 
+@pytest.mark.rest
 @settings(deadline=None, max_examples=30)
 @given(plain_scalers() | extreme_scalers(), event_sequences())
 def test_ten_thousand_steps_follow_the_plain_model(plain, events):
