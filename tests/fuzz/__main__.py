@@ -31,6 +31,10 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true", help="print cases as found")
     parser.add_argument("--planted", help="a fault to plant first; `list` names them")
     parser.add_argument("--stop", action="store_true", help="at the first finding")
+    parser.add_argument(
+        "--every", type=int, default=0, help="cases to a line of the log"
+    )
+    parser.add_argument("--resume", action="store_true", help="after what the log has")
     given = parser.parse_args()
     return run(Options(**vars(given)))
 
