@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
 
 from .fuzz.oracle import Evaluator, as_numpy
 
@@ -86,3 +87,19 @@ def test_other_functions(lower, options):
 
     a, b = NEW[:3, :, 0], NEW[:3, :, 1]
     agree(fn, a, b)
+
+
+def test_devices():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def body(w, x):
+        y = jnp.where(lax.axis_index("data") > 0, jnp.sin(x @ w), x)
+        return y + lax.psum(jnp.sum(x), "data"), lax.psum(y, "data")
+
+    def fn(w, x):
+        specs = {"in_specs": (P(), P("data")), "out_specs": (P("data"), P())}
+        return jax.shard_map(body, mesh=mesh, **specs)(w, x)
+
+    w, x = NEW[0, :, :1] * NEW[1, :, 1], NEW[:4, :, 0]
+    agree(fn, w, x)
+    agree(jax.grad(lambda *a: sum(jnp.sum(y**2) for y in fn(*a)), (0, 1)), w, x)

@@ -39,8 +39,8 @@ _TRANSFORMS: list[tuple[float, str, bool]] = [
 ]
 
 REVERSE = frozenset(name for _, name, reverse in _TRANSFORMS if reverse)
-COMPILED = frozenset(["sharded", "explicit"])
-"""Transforms that say where values are: such programs are run compiled."""
+PLACED = frozenset(["sharded", "explicit"])
+"""Transforms that say where values are."""
 
 TRANSFORMS, POLICIES = 4, 4
 SHARED = TRANSFORMS * POLICIES  # cases of one program
@@ -95,8 +95,13 @@ class Case:
         return self.inner + self.outer
 
     @property
+    def is_placed(self) -> bool:
+        return any(name_of(t) in PLACED for t in self.transforms)
+
+    @property
     def is_compiled(self) -> bool:
-        return any(name_of(t) in COMPILED for t in self.transforms)
+        """Whether it is run compiled: where a value is is a part of its type."""
+        return self.has_mesh
 
     @property
     def has_mesh(self) -> bool:
@@ -105,7 +110,7 @@ class Case:
     @property
     def is_replayed(self) -> bool:
         """Whether to spare the program's Python: see `replay`."""
-        return self.again and not (self.is_compiled or self.leaks)
+        return self.again and not (self.is_placed or self.leaks)
 
     @property
     def is_shared(self) -> bool:

@@ -410,7 +410,7 @@ def _check_values(case: Case, written: Written, mixed: Traced) -> bool:
                 raise Broken("identity", f"result {i}: {_differing(x, y)}")
         return True
     # The systems that other policies follow round what is moved beside something low.
-    if not case.is_compiled and case.oracle in ("default", "contractions"):
+    if not case.is_placed and case.oracle in ("default", "contractions"):
         _check_moved(written, got)
     _check_errors(case, written, want, got)
     return True
@@ -485,7 +485,7 @@ def _check_errors(
     suspect = [i for i in range(len(want)) if complaint(i)]
     if not suspect:
         return
-    if not case.is_compiled:
+    if not case.is_placed:
         # Neighbours of the oracle: is the program itself so easily turned?
         for seed in range(DRAWS):
             rounded += [written.rounded(*oracle, seed) for oracle in oracles]

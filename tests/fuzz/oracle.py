@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .code import CONTRACTIONS, Step, code_of
+from .devices import COLLECTIVES, Device, collective, shard_map
 
 _CALLS = """jit pjit closed_call core_call checkpoint remat2 custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call"""
@@ -37,6 +38,7 @@ class Evaluator:
 
     def __init__(self, most: int = MAX_EQUATIONS):
         self.left = most  # equations
+        self.device: Device | None = None  # in a `shard_map`
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Any = None) -> list[Any]:
         """The results of a jaxpr, closed unless its constants are given."""
@@ -69,6 +71,10 @@ class Evaluator:
         structure = _STRUCTURES.get(step.name)
         if structure is not None:
             return structure(self, step.eqn, args)
+        if step.name in COLLECTIVES and not is_traced(args):
+            outs = collective(self, step.eqn, args)
+            if outs is not None:
+                return outs
         return self.apply(step, args)
 
     def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
@@ -230,6 +236,8 @@ def _linear_call(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
 
 def _shard_map(ev: Evaluator, eqn: Any, args: list[Any]) -> Sequence[Any]:
     params = eqn.params
+    if all(isinstance(x, np.ndarray) for x in args):
+        return shard_map(ev, eqn, args)
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     return jax.shard_map(
         lambda *xs: ev.run(params["jaxpr"], xs),
