@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="file to append a line per finding to")
     parser.add_argument("--out", type=Path, help="folder for small failing cases")
     parser.add_argument(
-        "--compiled", type=float, default=0.02, help="share also compiled"
+        "--compiled", type=float, default=0.005, help="share also compiled"
     )
     parser.add_argument("--no-shrink", action="store_true", help="print cases as found")
     parser.add_argument("--planted", help="a fault to plant first; `list` names them")

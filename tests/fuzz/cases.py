@@ -99,11 +99,6 @@ class Case:
         return any(name_of(t) in PLACED for t in self.transforms)
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether it is run compiled: where a value is is a part of its type."""
-        return self.has_mesh
-
-    @property
     def has_mesh(self) -> bool:
         return any(name_of(t) == "explicit" for t in self.transforms)
 

@@ -211,7 +211,6 @@ class Written:
     Each part is found out when it is asked for first."""
 
     def __init__(self, case: Case, origin: Origin):
-        self.case = case
         self.origin = origin
         self.names = dict(origin.names)
         self._rounded: dict[Any, list[np.ndarray]] = {}
@@ -226,7 +225,7 @@ class Written:
     @functools.cached_property
     def results(self) -> list[np.ndarray]:
         with _or_discard("as written"):
-            return _run(self.case, Evaluator(), self.plain)
+            return _run(Evaluator(), self.plain)
 
     @functools.cached_property
     def moved(self) -> tuple[np.ndarray, list[np.ndarray]] | None:
@@ -244,7 +243,7 @@ class Written:
         key = kind, dtype, seed
         if key not in self._rounded:
             with _or_discard("oracle"):
-                outs = _run(self.case, kind(dtype, seed), self.plain)
+                outs = _run(kind(dtype, seed), self.plain)
             self._rounded[key] = outs
         return self._rounded[key]
 
@@ -374,12 +373,12 @@ def _check_structure(case: Case, plain: Traced, mixed: Traced) -> None:
 
 def _check_runs(plain: Traced, mixed: Traced) -> None:
     try:
-        _compiled(plain)
-    except Exception as e:
-        raise Discard(f"compiled, {type(e).__name__}: {e}") from None
-    try:
         _compiled(mixed)
     except Exception as e:
+        try:
+            _compiled(plain)
+        except Exception as e:
+            raise Discard(f"compiled, {type(e).__name__}: {e}") from None
         raise Broken("compile", _told(e)) from e
 
 
@@ -393,7 +392,7 @@ def _check_values(case: Case, written: Written, mixed: Traced) -> bool:
     want = written.results
     try:
         # With casts, and with as many more steps as rounding may cost.
-        got = _run(case, Evaluator(4 * MAX_EQUATIONS), mixed)
+        got = _run(Evaluator(4 * MAX_EQUATIONS), mixed)
     except (Endless, TooLong) as e:
         raise Broken("endless", str(e)) from e
     except Exception as e:
@@ -424,18 +423,11 @@ def _or_discard(where: str) -> Iterator[None]:
         raise Discard(f"{where}, {type(e).__name__}: {e}") from None
 
 
-def _run(case: Case, evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:
-    def run(*args):
-        return evaluator.end(evaluator.run(traced.jaxpr, evaluator.begin(args)))
-
+def _run(evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not case.is_compiled:
-            outs = run(*map(as_numpy, traced.args))
-        elif type(evaluator) is Evaluator:
-            outs = _compiled(traced)
-        else:
-            outs = jax.jit(run)(*traced.args)
+        args = evaluator.begin(list(map(as_numpy, traced.args)))
+        outs = evaluator.end(evaluator.run(traced.jaxpr, args))
     return [_numbers(x) for x in outs]
 
 

@@ -260,6 +260,8 @@ VERSIONS: dict[str, Callable[..., Array]] = {
     "copy": lambda x: x,
     "copy_p": lambda x: x,
     "name": lambda x, **_: x,
+    "reshard": lambda x, **_: x,
+    "mesh_cast": lambda x, **_: x,
     "stop_gradient": lambda x: x,
     "reduce_sum": _reduce(np.sum),
     "reduce_prod": _reduce(np.prod),
