@@ -267,12 +267,12 @@ def make_cases(number: int) -> tuple[Case, ...]:
                     outer,
                     *policy,
                     x64=config < 0.03,
-                    leaks=0.03 < config < 0.042 and policy is policies[0],
+                    leaks=0.03 < config < 0.042 and i == 0,
                     checks=0.06 < config < 0.075,
-                    jitted=bool(cases),
-                    again=bool(cases) or policy is not policies[0],
+                    jitted=bool(cases or i),
+                    again=bool(cases or i),
                 )
-                for policy in policies
+                for i, policy in enumerate(policies)
             ]
         transforms = make_transforms(rng)
     return tuple(cases)
