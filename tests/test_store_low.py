@@ -39,7 +39,8 @@ class Low(Evaluator):
     def literal(self, value: Any) -> Any:
         return value
 
-    def apply(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+    def apply(self, step: Any, args: list[Any]) -> Sequence[Any]:
+        eqn = step.eqn
         params = eqn.params
         is_low = eqn.primitive.name in CONTRACTIONS
         if is_low:

@@ -22,7 +22,7 @@ from jaxamp_like._rewrite import (
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
 from .cases import make_case
-from .checks import Failure, check
+from .checks import Failure, check, forget
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
 FAULTS: dict[str, Fault] = {}
@@ -36,22 +36,35 @@ def fault(make: Fault) -> Fault:
 @contextlib.contextmanager
 def plant(name: str) -> Iterator[None]:
     """Has a fault in the rewrite, and leaves nothing that was made with it."""
-    _amp._planner.cache_clear()
+    _forget()
     try:
         with FAULTS[name]():
             yield
     finally:
-        _amp._planner.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    forget()
+    _amp._planner.cache_clear()
 
 
 def find(name: str, seed: int = 0, most: int = 20_000) -> tuple[int, Failure] | None:
     """The number of cases until one breaks a check because of a fault, and how."""
-    for i in range(most):
-        case = make_case(seed + i)
-        with plant(name):
-            failure = check(case).failure
-        if failure is not None and check(case).failure is None:
-            return i + 1, failure
+    seeds = iter(range(seed, seed + most))
+    while (found := _failing(name, seeds)) is not None:
+        at, failure = found
+        if check(make_case(at)).failure is None:
+            return at - seed + 1, failure
+    return None
+
+
+def _failing(name: str, seeds: Iterator[int]) -> tuple[int, Failure] | None:
+    with plant(name):
+        for seed in seeds:
+            failure = check(make_case(seed)).failure
+            if failure is not None:
+                return seed, failure
     return None
 
 
