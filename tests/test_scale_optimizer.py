@@ -507,3 +507,11 @@ def test_training_without_scaling_the_loss_is_no_longer_silent():
     w, x = jnp.ones((3, 2)), jnp.ones((4, 3)) / 4
     with pytest.raises(TypeError, match="in float16 they may have become zero"):
         jax.jit(tx.update)(jax.grad(loss)(w, x), tx.init(w), w)
+
+
+def test_each_run_has_arrays_of_its_own():
+    """So that one may be donated while another goes on."""
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    first, second = tx.init(W), tx.init(W)
+    jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(first)
+    assert float(second.scaler.scaler) == float(tx.init(W).scaler.scaler)

@@ -15,7 +15,9 @@ from .._jax import is_tracer
 # Beyond these, the scale or its reciprocal is subnormal in float32, which XLA flushes
 # to zero: the gradients would vanish, and still be called finite.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-_COUNTS = {"patience", "count", "total_resets", "stuck", "hysteresis", "overflows"}
+_COUNTS = frozenset(
+    "patience count total_resets stuck hysteresis overflows skipped".split()
+)
 _MOST = np.iinfo(np.int32).max
 
 

@@ -24,6 +24,7 @@ class _Fields(NamedTuple):
     stuck: Array
     hysteresis: Array
     overflows: Array
+    skipped: Array
 
 
 class DynamicScalerState(_Fields):
@@ -46,6 +47,7 @@ class DynamicScalerState(_Fields):
         hysteresis: the scale falls at the `hysteresis`th non-finite step in a row, and
             at each one after it; those before are skipped and forgiven.
         overflows: latest non-finite steps in a row.
+        skipped: non-finite steps in all.
     Raises:
         TypeError: a field is not a number, or a count is not an integer.
         ValueError: a field is not a scalar, or out of its range.
@@ -73,9 +75,10 @@ class DynamicScalerState(_Fields):
         stuck: ArrayLike = 0,
         hysteresis: ArrayLike = 1,
         overflows: ArrayLike = 0,
+        skipped: ArrayLike = 0,
     ) -> Self:
         moving = scaler, count, total_resets, min_scaler, max_scaler, stuck
-        fields = patience, adjust_factor, *moving, hysteresis, overflows
+        fields = patience, adjust_factor, *moving, hysteresis, overflows, skipped
         state = super().__new__(cls, *map(canonical, cls._fields, fields))
         check(state._asdict())
         return state
@@ -151,6 +154,7 @@ class DynamicScalerState(_Fields):
             total_resets=jnp.where(fall, lower.total_resets, self.total_resets),
             stuck=jnp.where(in_vain, one_more(self.stuck), 0),
             overflows=overflows,
+            skipped=jnp.where(finite, self.skipped, one_more(self.skipped)),
         )
 
     def accept(self, new: Any, old: Any) -> Any:
