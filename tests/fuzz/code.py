@@ -85,7 +85,7 @@ def _code(jaxpr: Any) -> Code:
         is_literal = hasattr(atom, "val")
         if not is_literal and atom in numbers:
             return numbers[atom]
-        values.append(atom.val if is_literal else None)
+        values.append(_value(atom) if is_literal else None)
         if not is_literal:
             numbers[atom] = len(values) - 1
         return len(values) - 1
@@ -96,6 +96,13 @@ def _code(jaxpr: Any) -> Code:
     constvars, invars = places(jaxpr.constvars), places(jaxpr.invars)
     steps = [_step(eqn, places(eqn.invars), places(eqn.outvars)) for eqn in jaxpr.eqns]
     return Code(steps, constvars, invars, places(jaxpr.outvars), values)
+
+
+def _value(literal: Any) -> Any:
+    """Of a literal; a Python number has the dtype that JAX gives it."""
+    val = literal.val
+    is_number = isinstance(val, bool | int | float | complex)
+    return np.asarray(val, literal.aval.dtype) if is_number else val
 
 
 def _step(eqn: Any, ins: list[int], outs: list[int]) -> Step:
