@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._dtypes import DType, exact_in, is_float, lowered
+from .._dtypes import DType, bits, exact_in, is_float, lowered
 from .base import Decision, Demand, Mark, Rule, Site, outs_of
 from .following import (
     FANNING_OUT,
@@ -100,10 +100,14 @@ class ReadExactly(Rule):
 
 @dataclass(frozen=True)
 class ConvertExactly(ConvertAsWritten):
-    """As its base; what becomes an integer is not rounded ahead."""
+    """As its base; what becomes an integer, or low by hand, is not rounded ahead.
+
+    To the compute dtype it would be rounded first, which need not be the author's."""
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return wanted if is_float(params["new_dtype"]) else _AS_IT_IS
+        dtype = params["new_dtype"]
+        is_wide = is_float(dtype) and bits(dtype) >= 32
+        return wanted if is_wide else _AS_IT_IS
 
 
 # What hands the rounding of an operand on as it is: one times the operand, or less.
