@@ -84,7 +84,7 @@ class Int8(Quantising):
 
     def _rounded(self, x: Any, axes: tuple[int, ...], is_weight: bool) -> Integers:
         largest = None if is_weight else self.activation_max
-        return rounded(x, axes, self.epsilon, largest)
+        return rounded(x, axes, self.epsilon, largest, is_weight)
 
     def _eight_bits(self, site: Site) -> EightBits:
         if self.weight_only:
