@@ -208,7 +208,7 @@ def test_other_leaves_stay_as_they_are():
         return y @ p["w"], p["table"][x[:, 0].astype(int)], jax.random.normal(p["key"])
 
     stopped, w, table, x = randoms((8, 8), (8, 8), (3, 2), (4, 8))
-    params = {"stopped": stopped, "w": w, "table": table, "unread": w}
+    params = {"stopped": stopped, "w": w, "table": table, "unread": w + 1}
     params |= {"key": jax.random.key(0), "low": w.astype(jnp.bfloat16)}
     low = check(fn, params, x)
     whys = {leaf.name: leaf.why for leaf in low.summary.parameters}
