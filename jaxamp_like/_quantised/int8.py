@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from .._dtypes import cast
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.by_pass import weight_side
 from .axes import axes_of, onto_result
 from .bilinear import as_it_is, bilinear
 from .integers import Integers, rounded
@@ -16,6 +15,7 @@ from .migration import migrated, pairs_of
 from .passes import Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import as_bool, leave_alone, number, predicate_or_none
+from .weights import weight_side
 from .worth import WORTH_IT
 
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
