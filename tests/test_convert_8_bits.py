@@ -49,6 +49,24 @@ def test_weights_of_the_int8_rule_are_stored_in_8_bits_anywhere(case):
     assert "int8" in {x.dtype.name for x in low.params}
 
 
+def steered(p, x):
+    """Parameters say whether, how often and from where on; one of them is a result."""
+
+    def step(c):
+        return c[0] + 1, jnp.tanh(c[1] @ p["w"] + p["start"])
+
+    begin = 0, jnp.broadcast_to(p["start"], x.shape)
+    n, y = lax.while_loop(lambda c: c[0] < p["n"], step, begin)
+    y = lax.cond(p["flag"], lambda y: y @ p["v"], lambda y: y, x + y)
+    return n, y, lax.scan(lambda c, _: (c, p["w"][0]), y, None, length=2)
+
+
+def test_parameters_that_steer_loops_and_branches():
+    w, v, start, x = randoms((64, 64), (64, 64), (64,), (2, 64))
+    p = {"w": w, "v": v, "start": start, "n": jnp.array(3), "flag": jnp.array(True)}
+    check(steered, p, x, amp_policy=EIGHT, share=0.3)
+
+
 @pytest.mark.parametrize("rule", INT8)
 def test_models_with_the_int8_rule(rule, monkeypatch):
     """At most 0.27 of float32's, and the bits of `amp`."""
