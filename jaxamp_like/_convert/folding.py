@@ -47,7 +47,7 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     for i, eqn in enumerate(jaxpr.eqns):
         values = list(map(read, eqn.invars))
         if i not in split.inner:
-            if all(not split.of(v) & INPUT for v in eqn.invars) and not eqn.effects:
+            if all(not split.of(v) & INPUT for v in eqn.outvars) and not eqn.effects:
                 env |= zip(eqn.outvars, reemit(eqn, values), strict=True)
             continue
         inner = split.inner[i]
@@ -182,16 +182,12 @@ def foldable(jaxpr: Jaxpr, bytes_now: Sequence[int | None]) -> list[int]:
     while wanted:
         sizes = dict.fromkeys(wanted, 0)
         whole = split(jaxpr, owners_of(len(inner.invars), wanted))
-        bad: set[int] = set()
         narrow: set[int] = set()
         for piece in whole.pieces():
-            bad |= piece.owners if len(piece.owners) > 1 else CONSTANT
             narrow |= piece.owners if piece.is_8_bit else CONSTANT
             for i in piece.owners:
                 sizes[i] += piece.size
-        keep = [
-            i for i in wanted if i in narrow - bad and sizes[i] < (bytes_now[i] or 0)
-        ]
+        keep = [i for i in wanted if i in narrow and sizes[i] < (bytes_now[i] or 0)]
         if keep == wanted:
             break
         wanted = keep

@@ -30,10 +30,10 @@ CONSTANT: Owners = frozenset()
 
 
 class Piece(NamedTuple):
-    """Something that is made of parameters, and needed by the rest.
+    """Something that is made of a parameter, and needed by the rest.
 
     Args:
-        owners: the positions of these parameters.
+        owners: the position of the parameter that it is made of.
         size: in bytes.
         is_sliced: whether it is another one in each iteration of the loop around.
         is_8_bit: whether its numbers have 8 bits."""
@@ -157,7 +157,8 @@ def _split_eqn(made: Split, i: int, eqn: Eqn) -> None:
     owners = [made.of(v) for v in eqn.invars]
     together = frozenset().union(*owners)
     is_sliced = any(map(made.is_slice, eqn.invars))
-    if -1 not in together and not eqn.effects:
+    # What is made of two parameters is made at each call, by the rest.
+    if -1 not in together and len(together) <= 1 and not eqn.effects:
         made.owners |= dict.fromkeys(eqn.outvars, together)
         made.sliced |= set(eqn.outvars) if is_sliced else set()
         return

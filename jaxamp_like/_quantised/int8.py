@@ -75,8 +75,10 @@ class Int8(Quantising):
         def forward(*operands):
             axes = axes_of(site.params, (operands[0].ndim, operands[1].ndim))[weight]
             made = self._rounded(operands[weight], axes.summed, is_weight=True)
-            values = [cast(x, low) for x in operands]
-            values[weight] = made.values.astype(low)
+            values = [
+                made.values.astype(low) if i == weight else cast(x, low)
+                for i, x in enumerate(operands)
+            ]
             sums = fn(values[0], values[1], as_it_is(_FLOAT32))
             return cast(sums / onto_result(made.multiplier, axes, sums.ndim), out)
 
