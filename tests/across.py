@@ -92,4 +92,4 @@ def check(folder: Path) -> str:
 
 if __name__ == "__main__":
     command, folder = sys.argv[1:]
-    print(save(Path(folder)) if command == "save" else check(Path(folder)))
+    print(check(Path(folder)) if command == "load" else save(Path(folder)) or "saved")
