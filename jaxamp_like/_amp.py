@@ -26,8 +26,9 @@ from ._policies.mistakes import (
 )
 from ._policies.settings import PolicyLike, Settings, settings_of
 from ._primitives.matmul_precision import without_setting
-from ._rewrite.bind import Frame, Keeps
+from ._rewrite.bind import Frame
 from ._rewrite.facts import input_fact
+from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, planner_in_force, record_plan

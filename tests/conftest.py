@@ -9,6 +9,7 @@ _FLAGS = [
     # Compiling takes most of the tests' time: thousands of small programs, run once.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # each part would cost as much again
 ]
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     # XLA's older emitters, four times as quick; later jaxlibs don't have them.
@@ -22,6 +23,8 @@ import gc
 import itertools
 import resource
 import sys
+from collections import Counter
+from zlib import crc32
 
 import hypothesis
 import jax
@@ -82,9 +85,14 @@ def is_on_diagonal(places: dict[str, int], main: str, sizes: dict[str, int]) -> 
     return True
 
 
+def is_in_sample(item: pytest.Item, place: int, every: int) -> bool:
+    """Whether a test marked `sample` runs a case; other tests run others first."""
+    return (place + crc32(item.originalname.encode())) % every == 0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Puts aside what a test marked `cross` has beside its diagonal."""
+    """Puts aside what tests leave out of an ordinary run, by their marks."""
     values: dict[tuple[object, str], dict[int, int]] = {}  # the place of each, by `id`
     for item in items:
         for mark in item.iter_markers("cross"):
@@ -95,3 +103,16 @@ def pytest_collection_modifyitems(items):
                 places[name] = seen.setdefault(key, len(seen))
             if not is_on_diagonal(places, mark.args[0], mark.kwargs):
                 item.add_marker(pytest.mark.rest)
+    counts: Counter[object] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is not None and item.get_closest_marker("rest") is None:
+            if not is_in_sample(item, counts[item.function], *mark.args):
+                item.add_marker(pytest.mark.rest)
+            counts[item.function] += 1
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()

@@ -27,6 +27,7 @@ class PlainScaler:
     stuck: int = 0
     hysteresis: int = 1
     overflows: int = 0
+    skipped: int = 0
 
     def update(self, finite, forgiving=True):
         low = min(max(self.min_scaler, LEAST), GREATEST)
@@ -46,6 +47,7 @@ class PlainScaler:
             total_resets=more(self.total_resets, not finite and not forgiven),
             overflows=0 if finite else more(self.overflows),
             stuck=more(self.stuck) if not finite and now <= low else 0,
+            skipped=more(self.skipped, not finite),
         )
 
     def redo(self, is_finite, redo):

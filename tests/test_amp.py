@@ -526,6 +526,7 @@ def with_own_rule(fn):
     return wrapped
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fn, wrap",
     (

@@ -169,6 +169,7 @@ def test_low_style_leaves_integers_alone():
     assert {k: v.dtype.name for k, v in low.items()} == {"a": "float16", "b": "int32"}
 
 
+@pytest.mark.sample(3)
 @workloads
 def test_experts_are_experts(workload):
     """All contractions low, no more saved than in float32, leaner when lean."""
@@ -186,6 +187,7 @@ def test_experts_are_experts(workload):
         assert saved(workload.lean("bfloat16")) / saved(workload.loss) < 0.4
 
 
+@pytest.mark.sample(4)
 # One of a kind: the other transformers are made of the same blocks.
 @pytest.mark.parametrize("name", ("MLP", "GPT scanned", "CNN", "LSTM"))
 def test_hand_gradients_are_near_float32(name):
@@ -256,6 +258,7 @@ def test_command_prints_tables_and_writes_a_record(tmp_path, capsys, monkeypatch
 # ------------------------------------------------------------------------------ the zoo
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", ZOO.values(), ids=ZOO)
 def test_a_zoo_model_is_float32_and_has_a_gradient_everywhere(model):
     """Traced at the size that is compiled, for nothing there depends on values."""
@@ -319,6 +322,7 @@ def test_a_record_is_resumed_where_it_fits(tmp_path):
     assert front.read_record(tmp_path / "none.json", head) == {}
 
 
+@pytest.mark.rest
 def test_front_measures_what_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(front, "MODELS", {"tiny": tiny(), "other": tiny()})
     record, picture = tmp_path / "record.json", tmp_path / "front.png"

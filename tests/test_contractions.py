@@ -336,6 +336,7 @@ BLOCKS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
 def test_loops_and_remat(name, wrap):

@@ -40,6 +40,7 @@ def forget_global_policy():
     set_global_policy(None)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("guide", sorted(DOCS.glob("*.md")), ids=lambda p: p.stem)
 def test_the_code_of_guides_runs(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the pages and plots go

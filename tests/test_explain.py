@@ -80,6 +80,7 @@ def assert_counts(program, jaxpr, saved):
     assert totals.saved == saved
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cross("workload", settings=2)
 @SETTINGS
 @ALL_WORKLOADS
@@ -92,6 +93,7 @@ def test_counts_of_a_loss(workload, settings):
         assert_counts(program, jax.make_jaxpr(fn)(*args), saved)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cross("workload", settings=2)
 @SETTINGS
 @ALL_WORKLOADS
@@ -293,6 +295,7 @@ def test_nnx_modules():
     assert report.written.totals.low_share == 0.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("report", (explain, trace_numerics))
 def test_nnx_modules_that_are_scoped_inside(report):
     """Of the program as written too, whose modules change their classes."""

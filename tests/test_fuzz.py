@@ -2,17 +2,18 @@
 
 More of them, by a command: `python -m tests.fuzz --cases 100000 --jobs 2`."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 
 from .fuzz import planted
-from .fuzz.cases import make_case
-from .fuzz.checks import check
+from .fuzz.cases import SHARED, make_case, make_cases
+from .fuzz.checks import check, forget
 from .fuzz.shrink import shrink, size
 
-CASES, PER_TEST = 1000, 50
+CASES, PER_TEST = 1600, 80
 
 
 OTHERS = [
@@ -33,18 +34,37 @@ def test_cases(first):
 @pytest.mark.parametrize("name", ["dropped_cast", "wrong_operand", "lost_carry"])
 def test_a_planted_fault_is_found(name):
     """The others take more cases: `python -m tests.fuzz --planted NAME`."""
-    assert planted.find(name, most=100) is not None
+    assert planted.find(name, most=20 * SHARED) is not None
 
 
 def test_a_seed_is_a_case():
-    assert make_case(7).file() == make_case(7).file() != make_case(8).file()
+    file = make_case(7).file()
+    make_cases.cache_clear()
+    assert file == make_case(7).file() != make_case(8).file()
+
+
+def test_cases_in_a_row_share_a_program():
+    cases = [make_case(seed) for seed in range(SHARED)]
+    assert len({id(case.program) for case in cases}) == 1
+    assert len({case.file() for case in cases}) == SHARED
+
+
+def test_a_case_alone_is_as_among_others():
+    first = dataclasses.replace(make_case(SHARED - 1), again=False)
+    alone = check(first)
+    forget()
+    assert [check(make_case(seed)) for seed in range(SHARED)][-1] == alone
 
 
 def test_a_failing_case_becomes_small_and_runs_as_a_file(tmp_path):
     def holds_a_contraction(case):
         return "@" in case.program.function_code()
 
-    case = next(c for c in map(make_case, range(100)) if holds_a_contraction(c))
+    case = next(
+        c
+        for c in map(make_case, range(0, 100 * SHARED, SHARED))
+        if holds_a_contraction(c)
+    )
     small = shrink(case, holds_a_contraction)
     assert size(small)[0] <= 2 and holds_a_contraction(small)
     file = tmp_path / "case.py"

@@ -220,6 +220,56 @@ def test_objects_beside_a_state():
     assert bits(nnx.state(model)) != before
 
 
+def test_no_overflow_within_a_step_is_forgotten():
+    """Two losses with one scale, handed on: the second is finite again."""
+    value_and_grad = dynamic_scale_value_and_grad(lambda w, x: jnp.sum(w * x))
+
+    @guard_step
+    def step(state, first, second):
+        w, v, scaler = state
+        scaler, (_, grads) = value_and_grad(w, first, dynamic_scaler_state=scaler)
+        w = w - grads
+        scaler, (_, grads) = value_and_grad(v, second, dynamic_scaler_state=scaler)
+        return w, v - grads, scaler
+
+    one = jnp.ones(2)
+    w, v, scaler = step((one, one, SCALER), jnp.inf * one, one)
+    np.testing.assert_array_equal((w, v), (one, one))
+    assert (scaler.overflows, scaler.skipped) == (0, 1)
+    w, v, scaler = step((w, v, scaler), one, one)
+    np.testing.assert_array_equal((w, v), (0 * one, 0 * one))
+
+
+def test_a_loop_inside_is_one_step():
+    value_and_grad = dynamic_scale_value_and_grad(lambda w, x: jnp.sum(w * x))
+
+    def body(state, x):
+        w, scaler = state
+        scaler, (_, grads) = value_and_grad(w, x, dynamic_scaler_state=scaler)
+        return (w - 0.1 * grads, scaler), None
+
+    xs = jnp.ones((3, 2)).at[0].set(jnp.inf)
+    loop = guard_step(lambda state, xs: jax.lax.scan(body, state, xs))
+    (w, _), _ = loop((jnp.ones(2), SCALER), xs)
+    np.testing.assert_array_equal(w, jnp.ones(2))
+    (w, _), _ = jax.lax.scan(guard_step(body), (jnp.ones(2), SCALER), xs)
+    np.testing.assert_allclose(w, 0.8 * jnp.ones(2), rtol=1e-6)
+
+
+def test_a_scaler_that_is_not_handed_on():
+    value_and_grad = dynamic_scale_value_and_grad(lambda w: jnp.sum(w))
+
+    @guard_step
+    def step(state):
+        w, scaler = state
+        _, (_, grads) = value_and_grad(w, dynamic_scaler_state=scaler)
+        return w - grads, scaler
+
+    for run in (step, jax.jit(step)):
+        with pytest.raises(TypeError, match="came out as it went in"):
+            run((jnp.ones(2), SCALER))
+
+
 def test_a_scale_that_had_no_part_in_the_step_skips_nothing():
     """As of a generator, which is trained at every other step, and overflowed last."""
     critic, generator = SCALER, SCALER.update(False)
@@ -272,6 +322,12 @@ def test_several_losses_of_one_step():
 
 
 STATE = {"w": jnp.ones(2), "scaler": SCALER}
+
+
+def after(state, w):
+    return {"w": w, "scaler": state["scaler"].update(True)}
+
+
 BAD = {
     "no step": (lambda: guard_step(STATE), "`step` must be callable.*given dict"),
     "no scale": (
@@ -291,11 +347,11 @@ BAD = {
         "must return the next state",
     ),
     "dtype": (
-        lambda: guard_step(lambda s: s | {"w": s["w"].astype(jnp.float16)})(STATE),
+        lambda: guard_step(lambda s: after(s, s["w"].astype(jnp.float16)))(STATE),
         r"\['w'\] was float32\[2\] and is float16\[2\]",
     ),
     "shape": (
-        lambda: jax.jit(guard_step(lambda s: s | {"w": s["w"].sum()}))(STATE),
+        lambda: jax.jit(guard_step(lambda s: after(s, s["w"].sum())))(STATE),
         r"\['w'\] was float32\[2\] and is float32\[\]",
     ),
 }

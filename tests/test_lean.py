@@ -224,6 +224,7 @@ def test_lean_loops_keep_no_copy_of_a_weight(lean):
     assert max(aval.size for aval in saved) <= 10 * X.size
 
 
+@pytest.mark.sample(3)
 def test_sharded_code_keeps_no_copy_of_a_weight(lean):
     """There a weight is marked as varying over the mesh before it is read."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
@@ -239,6 +240,7 @@ def test_sharded_code_keeps_no_copy_of_a_weight(lean):
     np.testing.assert_allclose(grads, true, atol=0.02 * float(jnp.abs(true).max()))
 
 
+@pytest.mark.sample(3)
 @every_workload
 def test_keeps_no_more_than_by_hand(name):
     workload = WORKLOADS[name]
@@ -261,6 +263,7 @@ def test_keeps_no_more_than_by_hand(name):
         assert ours < 0.33 * full
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), (("GPT scanned", BF16), ("LSTM", "float16"))
 )
@@ -304,6 +307,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_composes(transform):
     ours = quick(transform(default(attention)))(*ARGS)
@@ -383,6 +387,7 @@ def test_long_chains(lean):
     np.testing.assert_allclose(lean(fn)(W, X), fn(W, X), rtol=0.05)
 
 
+@pytest.mark.rest
 @settings(max_examples=25, deadline=None)
 @given(programs())
 def test_any_program_computes_the_same(program):

@@ -256,6 +256,7 @@ def test_any_scale_is_undone(redo):
 TRANSFORMS = [jax.grad, jax.value_and_grad, jax.jacrev, jax.jacfwd]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("redo", [0, 2])
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("argnums", [0, (0, 1), (1,)])

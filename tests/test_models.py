@@ -436,6 +436,7 @@ def as_written(model: Callable[[Wrap], Step]) -> Any:
     return quick(run)(*args)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cross("model", dtype=2)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
@@ -459,6 +460,7 @@ def test_models_run_unchanged(model, dtype):
         assert not np.array_equal(old, new)
 
 
+@pytest.mark.rest
 def test_resnet18_is_low_throughout():
     """Traced only: to compile it takes as long as all the other models."""
     jaxprs = {}
@@ -483,6 +485,7 @@ def test_a_policy_that_changes_nothing(model):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("transform", (identity, nnx.jit), ids=("eager", "jit"))
 def test_a_module_that_changes_is_changed_in_place(transform):
     """As a user calls it: no split and no merge."""

@@ -99,6 +99,7 @@ def recycling(monkeypatch):
     forget()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", (*BOTH_PASSES, *FORWARD))
 def test_it_runs_the_program_beside_the_one_as_written(name, recycling):
     construct = BY_NAME[name]
@@ -191,6 +192,7 @@ def test_rows_and_histograms(x):
         assert counts[inside].sum() >= 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", (255, 256, 700, 256 * 70 + 3))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32", "float8_e5m2"))
 def test_rows_by_chunks_are_those_of_the_whole(dtype, size):
@@ -326,6 +328,7 @@ def test_tables_of_many_equations_are_made_in_parts():
 # Loops.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reverse", (False, True))
 @pytest.mark.parametrize("length", (6, 40_000))  # one by one, and compiled as a whole
 def test_iterations_are_told_as_one_with_the_worst(reverse, length):
@@ -448,6 +451,7 @@ def planted(params, layer, **factors):
     return {"params": {"layers": layers}}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("backward", (True, False), ids=("gradient", "forward"))
 def test_an_overflow_in_one_attention_layer_is_found(net, backward):
     loss, params, x = net
@@ -556,6 +560,7 @@ def haiku_layers():
     return loss, params, scaled, names, "multi_head_attention", "attention.py"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("layers", (equinox_layers, haiku_layers))
 def test_faults_in_attention_of_other_libraries(layers):
     with jax.numpy_rank_promotion("allow"):

@@ -11,10 +11,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import sparse
 from jax.experimental.jet import jet
+from jax.experimental.ode import odeint
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import measure
-from jaxamp_like import amp
+from jaxamp_like import AmpError, amp
 
 from .constructs import CONSTRUCTS, identity
 from .test_structure import loss
@@ -58,6 +59,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.sample(3)
 @ways
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_a_literal_that_is_marked_as_varying(between, is_lean):
@@ -108,6 +110,7 @@ def test_a_loop_over_slices(fn, args, slices, is_lean):
 # Derivative rules of the author in sharded code.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
     @jax.custom_vjp
@@ -138,6 +141,7 @@ def test_a_reverse_rule_with_an_unused_result_in_shard_map(check_vma):
 LEAK_FREE = "plain jit scan cond remat custom_jvp custom_vjp custom_vmap_batched"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.cross("case", is_lean=2)
 @ways
 @pytest.mark.parametrize(
@@ -199,6 +203,7 @@ def test_jet(fn, is_lean):
     assert_near(terms(low(fn, is_lean)), terms(fn), share=0.1)
 
 
+@pytest.mark.sample(2)
 @ways
 @pytest.mark.parametrize("layout", (sparse.BCOO, sparse.BCSR))
 # That a backend has no sparse kernel for 16 bits, and takes another.
@@ -272,3 +277,60 @@ def test_weak_types_survive(fn, is_lean):
         return [aval.str_short() + str(aval.weak_type) for aval in out(s, W).out_avals]
 
     assert types(low(fn, is_lean)) == types(fn)
+
+
+# What a function with a derivative rule of its author closes over.
+
+TABLE = jnp.linspace(0, 1, 32).reshape(4, 8)
+
+
+def with_table(table):
+    """A function with a rule in which `table` has no part."""
+
+    @jax.custom_vjp
+    def fn(w):
+        return jnp.sum((w @ table.T) ** 2)
+
+    fn.defvjp(lambda w: (fn(w), w), lambda w, ct: (ct * 3.0 * w,))
+    return fn
+
+
+@ways
+@pytest.mark.parametrize("wrap", (identity, jax.jit, jax.checkpoint))
+def test_a_rule_that_closes_over_an_array(wrap, is_lean):
+    fn = wrap(with_table(TABLE))
+    for ours in (jax.grad(low(fn, is_lean)), low(jax.grad(fn), is_lean)):
+        np.testing.assert_array_equal(ours(W), 3.0 * W)
+
+
+def test_a_rule_that_closes_over_what_is_differentiated():
+    def fn(w):
+        return with_table(TABLE * w[0, 0])(w)
+
+    with pytest.raises(AmpError, match="closes over"):
+        jax.grad(low(fn))(W)
+
+
+def test_gradient_through_odeint():
+    def loss(w, y):
+        times = jnp.linspace(0.0, 1.0, 3)
+        return jnp.sum(odeint(lambda y, t, w: jnp.tanh(w @ y) - y, y, times, w))
+
+    assert_near(jax.grad(low(loss))(W, X[0]), jax.grad(loss)(W, X[0]))
+
+
+# Operands of two dtypes in one contraction.
+
+
+@pytest.mark.parametrize("other", ("float64", "complex64", "complex128"))
+@pytest.mark.parametrize("swap", (False, True))
+def test_beside_a_wider_operand_float32_stays(other, swap):
+    with jax.enable_x64(True):
+        x = X.astype(other)
+
+        def product(w, x):
+            return w.T @ x.T if swap else x @ w
+
+        out = low(product)(W, x)
+        assert out.dtype == other
+        np.testing.assert_array_equal(out, product(W, x))

@@ -72,6 +72,7 @@ def column(page, table, name):
     return page.locator(f"{table} tbody tr td:nth-child({i + 1})").all_inner_texts()
 
 
+@pytest.mark.sample(2)
 def test_it_shows_everything_and_fits(page):
     assert page.title() == "loss: precision report"
     for words in ("100.0 %", "saved for the backward pass", "layer_1: use_precision"):
@@ -88,6 +89,7 @@ def test_it_shows_everything_and_fits(page):
     assert page.locator("table.code tr.low").count() > 0
 
 
+@pytest.mark.sample(2)
 def test_the_tree_of_scopes_opens_and_sorts(page):
     tree = page.locator("[data-tree]")
     assert "layer_1" not in tree.inner_text()
@@ -102,6 +104,7 @@ def test_the_tree_of_scopes_opens_and_sorts(page):
     assert tree.locator("tbody tr").first.locator(".bar").count() == 4
 
 
+@pytest.mark.sample(2)
 def test_equations_are_sorted_and_filtered(page):
     table = "[data-table=ops]"
     place = page.locator(table)
@@ -118,6 +121,7 @@ def test_equations_are_sorted_and_filtered(page):
     assert place.locator("tbody tr").count() == 0
 
 
+@pytest.mark.sample(2)
 def test_a_long_table_shows_its_rest_when_asked(page):
     place = page.locator("[data-table=rules]")
     assert place.locator("tbody tr").count() == 25
@@ -125,6 +129,7 @@ def test_a_long_table_shows_its_rest_when_asked(page):
     assert place.locator("tbody tr").count() > 100
 
 
+@pytest.mark.sample(2)
 def test_the_comparison_shows_what_differs(page):
     table = "[data-table=differences]"
     page.locator(table).get_by_role("searchbox").fill("dot_general forward")
@@ -133,6 +138,7 @@ def test_the_comparison_shows_what_differs(page):
     assert column(page, table, "the other") == ["1 float32"]
 
 
+@pytest.mark.sample(2)
 def test_numerics_are_sorted_by_error(page):
     table = "[data-table=numerics]"
     page.locator(table).get_by_role("button", name="error").click()
@@ -174,6 +180,7 @@ def huge(count):
     return Program(ops, casts, ())
 
 
+@pytest.mark.rest
 def test_a_huge_program_has_a_page_of_ordinary_size(browser, tmp_path):
     report = explain(loss, **BF16)(*ARGS)
     program = huge(100_000)

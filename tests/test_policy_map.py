@@ -481,6 +481,7 @@ def haiku_net():
     return net.apply, params, "block_1/attention"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "make", (equinox_net, linen_net, nnx_net, haiku_net), ids=lambda f: f.__name__
 )

@@ -590,6 +590,7 @@ def test_added_keys_are_reported_as_unused(preset):
             amp(jnp.tanh, amp_policy=policy, strict=True)(1.0 + jnp.ones(2))
 
 
+@pytest.mark.sample(3)
 @each_preset
 def test_presets_run_and_differentiate(preset):
     def loss(w, x):

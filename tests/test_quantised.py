@@ -115,6 +115,7 @@ def scaled(spec):
     return lambda w, x, ct: jnp.sum(ct * jnp.einsum(spec, x, w))
 
 
+@pytest.mark.sample(3)
 @every_dimension
 def test_patterns_of_float8(spec, x, w):
     """Direct contractions, one scalar after each: what XLA has native kernels for."""
@@ -387,6 +388,7 @@ def repeated(ws, x):
     )[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", (FLOAT8, float8(where=None, granularity="row"), INT8))
 @pytest.mark.parametrize("fn", (scanned, rematted, branched))
 def test_structural_primitives(fn, rule):
@@ -411,6 +413,7 @@ def test_while_loops_and_forward_mode():
     assert {row[:2] for row in dtypes_of(low(loop), ws)} == {(E4M3, E4M3)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "rule", (FLOAT8, float8(where=None, keep="compute"), INT8), ids=repr
 )

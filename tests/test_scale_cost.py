@@ -33,6 +33,7 @@ def compiled(small):
         return {n: loss_scaling.compiled(CONTENDERS[n], "toy") for n in names}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("peer", ["jmp", "flax DynamicScale"])
 @pytest.mark.parametrize("name", OURS)
 def test_no_more_bytes_than_others(compiled, name, peer):

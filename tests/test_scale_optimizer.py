@@ -104,6 +104,7 @@ def test_finite_steps_are_those_of_the_optimizer_and_others_are_none(make):
     assert eqx.tree_equal(opt_state.inner_state, plain_state)
 
 
+@pytest.mark.rest
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.001, 0.1, 0.5, 0.99]))
 def test_parameters_stay_finite_for_ten_thousand_steps(seed, rate):
@@ -506,3 +507,11 @@ def test_training_without_scaling_the_loss_is_no_longer_silent():
     w, x = jnp.ones((3, 2)), jnp.ones((4, 3)) / 4
     with pytest.raises(TypeError, match="in float16 they may have become zero"):
         jax.jit(tx.update)(jax.grad(loss)(w, x), tx.init(w), w)
+
+
+def test_each_run_has_arrays_of_its_own():
+    """So that one may be donated while another goes on."""
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    first, second = tx.init(W), tx.init(W)
+    jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(first)
+    assert float(second.scaler.scaler) == float(tx.init(W).scaler.scaler)

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = pathlib.Path(__file__).with_name("two_processes.py")
 SECONDS = 240  # far more than it takes, also on a busy machine
 
@@ -45,6 +47,7 @@ def run_all(count, folder):
     return [json.loads(out.splitlines()[-1]) for out, _ in outs]
 
 
+@pytest.mark.rest
 def test_hosts_agree(tmp_path):
     """One test, so that the processes run once, however tests are shared out."""
     for name in ("one", "two"):

@@ -54,6 +54,7 @@ def test_all_contractions_are_known_to_have_a_precision():
     assert CONTRACTIONS == COMPUTE
 
 
+@pytest.mark.sample(3)
 @every_open_construct
 def test_what_is_low_does_not_depend_on_the_matmul_precision(case):
     fn = run_and_differentiate(case.build(bf16), case)
@@ -66,6 +67,7 @@ def test_what_is_low_does_not_depend_on_the_matmul_precision(case):
         assert precision == (DEFAULT if dtype == "bfloat16" else HIGHEST), count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cross("case", policy=2)
 @pytest.mark.parametrize("policy", ({}, {"amp_default": use_original_precision}))
 @every_open_construct

@@ -242,6 +242,7 @@ def subjaxprs(eqn: Any) -> list[Any]:
     return [eqn.params[name] for name in names if name in eqn.params]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cross("solve", dtype=2)
 @every_dtype
 @every_solver
@@ -395,6 +396,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded"])
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
 @pytest.mark.parametrize("inner", ["plain", "amp"])

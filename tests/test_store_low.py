@@ -39,7 +39,8 @@ class Low(Evaluator):
     def literal(self, value: Any) -> Any:
         return value
 
-    def apply(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+    def apply(self, step: Any, args: list[Any]) -> Sequence[Any]:
+        eqn = step.eqn
         params = eqn.params
         is_low = eqn.primitive.name in CONTRACTIONS
         if is_low:
@@ -190,6 +191,7 @@ NO_GRADIENTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cross("name", dtype=2)
 @every_dtype
 @pytest.mark.parametrize("name", MODELS)
@@ -204,6 +206,7 @@ def test_the_forward_pass_is_that_with_rounded_contractions(name, dtype):
         np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - NO_GRADIENTS))
 def test_gradients_are_as_good_as_with_rounded_contractions(name):
     """What is kept low costs at most a tenth more than contractions do."""
@@ -268,6 +271,7 @@ def test_loops_in_python_lose_no_increments(fn, dtype):
     assert error(amp(change, compute_dtype=dtype)(W, X), change(W, X)) < 4 * eps(dtype)
 
 
+@pytest.mark.sample(2)
 @every_dtype
 @pytest.mark.parametrize("fn", (gated, gated_tree), ids=("scan", "tree"))
 def test_gates_near_1(fn, dtype):
@@ -286,6 +290,7 @@ def test_no_epsilon_vanishes(name, dtype):
     assert np.isfinite(actual).all() and np.isfinite(exact).all()
 
 
+@pytest.mark.rest
 @every_dtype
 def test_a_force_field(dtype):
     """A loss that holds a gradient taken inside: of an energy by places."""

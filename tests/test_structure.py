@@ -191,6 +191,7 @@ def test_reached(case, dtype, placement):
     assert_near(actual, expected, dtype, times)
 
 
+@pytest.mark.sample(3)
 @every_construct
 def test_eager(case):
     actual = amp(case.build(identity))(*case.args())
@@ -198,6 +199,7 @@ def test_eager(case):
     assert_near(actual, expected, "float16", times)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cross("case", placement=2)
 @pytest.mark.parametrize(
     ("placement", "options"),
@@ -543,6 +545,7 @@ def transformed_plain(transform: str, name: str) -> tuple[Any, int]:
     return quick(fn)(*case.args()), runs(jaxpr)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cross("transform", placement=3, dtype=2)
 @every_placement
 @every_dtype
@@ -568,6 +571,7 @@ def test_eval_shape(case):
     assert signature(actual) == signature(jax.eval_shape(fn, *case.args()))
 
 
+@pytest.mark.sample(3)
 @every_dtype
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_export(name, dtype):
@@ -596,6 +600,7 @@ def test_export_survives_its_bytes():
     assert_near(quick(both)(*case.args()), expected, "float16", times)
 
 
+@pytest.mark.sample(2)
 @every_dtype
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_closures_over_outer_tracers(name, dtype):

@@ -22,6 +22,7 @@ from .host import (
     overflowed_leaves as overflowed_leaves,
 )
 from .marks import Unscaled as Unscaled
+from .merging import merge_scalers as merge_scalers
 from .numbers import all_finite as all_finite
 from .optimizer import (
     LossScaleState as LossScaleState,
@@ -29,10 +30,9 @@ from .optimizer import (
     scale_loss as scale_loss,
     unscale_grads as unscale_grads,
 )
+from .restoring import restore_scaler as restore_scaler
 from .state import (
     DynamicScalerState as DynamicScalerState,
     NoScaler as NoScaler,
-    merge_scalers as merge_scalers,
-    restore_scaler as restore_scaler,
     static_scaler as static_scaler,
 )

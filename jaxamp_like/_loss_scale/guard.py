@@ -29,15 +29,17 @@ def guard_step(step: _Step) -> _Step:
             The state is any pytree: a tuple, a `TrainState`, Equinox modules and
             `eqx.nn.State`. Somewhere it holds a loss scale, as a `DynamicScalerState`
             or in the state of a `loss_scale_optimizer`; if there are several, the step
-            is skipped if any of them saw an overflow. NNX objects are guarded in place
-            and wherever they are among the arguments; a step of these alone may return
-            what it likes.
+            is skipped if any of them saw an overflow. It is skipped as a whole: guard
+            the body of a loop over batches, not the loop. NNX objects are guarded in
+            place and wherever they are among the arguments; a step of these alone may
+            return what it likes.
     Returns:
         The guarded step, to be given to `jax.jit`, `eqx.filter_jit`, `nnx.jit` or
         `jax.lax.scan`.
     Raises:
         TypeError: `step` is not callable; when it is called, there is no loss scale, or
-            the next state has another structure, shape or dtype than the state.
+            it comes out as it went in, or the next state has another structure, shape
+            or dtype than the state.
 
     >>> from jaxamp_like import DynamicScalerState, dynamic_scale_grad
     >>> @jax.jit
@@ -123,11 +125,18 @@ def _skipped(were: list[Any], are: list[Any]) -> Array | None:
             "tells whether the step was skipped.\nPut the `DynamicScalerState`, or the "
             "state of the `loss_scale_optimizer`, into its first argument."
         )
-    grew = [
-        now.overflows > then.overflows  # a scale that had no part in it has as many
+    pairs = [
+        (then, now)
         for then, now in zip(were, are, strict=True)
         if isinstance(now, DynamicScalerState)
     ]
+    if pairs and all(now.skipped is then.skipped for then, now in pairs):
+        raise TypeError(
+            "The loss scale in the state of a guarded step came out as it went in, so "
+            "that nothing tells whether the step was skipped.\nPut the scaler that "
+            "`dynamic_scale_grad` and its like return first into the next state."
+        )
+    grew = [now.skipped > then.skipped for then, now in pairs]
     return functools.reduce(jnp.logical_or, grew) if grew else None
 
 

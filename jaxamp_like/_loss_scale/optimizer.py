@@ -205,7 +205,8 @@ def loss_scale_optimizer(
         inner_state = optimizer.init(params)
         if _scale_states(inner_state):
             raise ValueError(_TWICE)
-        return LossScaleState(first, inner_state)
+        # New arrays for each run: a jitted step may have had the last ones donated.
+        return LossScaleState(jax.tree.map(jnp.copy, first), inner_state)
 
     def update(
         grads: Any, state: Any, params: Any = None, **extra: Any

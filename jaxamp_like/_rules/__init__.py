@@ -31,6 +31,7 @@ from .computing import (
     use_original_precision_locally as use_original_precision_locally,
     use_precision as use_precision,
     use_widest_precision as use_widest_precision,
+    why_as_written as why_as_written,
     wide_contraction as wide_contraction,
 )
 from .contracting import contract as contract

@@ -37,9 +37,9 @@ from . import (
     Rule,
     Site,
     UsePrecision,
-    asks_for_precision,
     outs_of,
     use_original_precision,
+    why_as_written,
     wide_contraction,
 )
 
@@ -104,8 +104,8 @@ class UsePrecisionByPass(Rule):
         if is_other or (alike and not self.forward.wide):
             return UsePrecision(self.forward.dtype).decide(site)
         original = use_original_precision.decide(site)
-        if asks_for_precision(site.params) and not site.by_scope:
-            return original._replace(why="the author asked for this precision")
+        if why := why_as_written(site):
+            return original._replace(why=why)
         forward = _pass(site, self.forward)
         gradients = [_pass(site, self.input_gradient)] * 2
         gradients[weight_side(site, self.weight)] = _pass(site, self.weight_gradient)

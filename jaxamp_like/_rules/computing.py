@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -34,6 +35,24 @@ def asks_for_precision(params: dict[str, Any]) -> bool:
     precision = params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
     return any(part not in (None, lax.Precision.DEFAULT) for part in parts)
+
+
+def why_as_written(site: Site) -> str | None:
+    """Why a contraction has to compute as its author wrote it, if it has to.
+
+    JAX multiplies float32 with float64 or complex operands in one equation, whose
+    result is no less fine than the finer of them."""
+    if asks_for_precision(site.params) and not site.by_scope:
+        return "the author asked for this precision"
+    dtypes = {getattr(aval, "dtype", None) for aval in site.avals}
+    wide = sorted(d.name for d in dtypes if d is not None and _is_never_lowered(d))
+    if wide and any(a is not None and a.itemsize < 8 for a in site.authors):
+        return f"its other operand is {wide[0]}"
+    return None
+
+
+def _is_never_lowered(dtype: DType) -> bool:
+    return dtype == np.float64 or jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def asks_for_wider_result(site: Site) -> bool:
@@ -71,9 +90,8 @@ class UsePrecision(Rule):
         return Demand.LOW if self.is_compute else Demand.FULL
 
     def decide(self, site: Site) -> Decision:
-        if asks_for_precision(site.params) and not site.by_scope:
-            decision = use_original_precision.decide(site)
-            return decision._replace(why="the author asked for this precision")
+        if why := why_as_written(site):
+            return use_original_precision.decide(site)._replace(why=why)
         dtype = _beside_partner(self.dtype or site.compute_dtype, site.authors)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
         if reads == site.authors:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import cast, cast_all
+from .._errors import AmpError
 from .._jax import (
     Eqn,
     SymbolicZero,
@@ -148,13 +149,15 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
     The new rule asks for symbolic zeros if the author's does: only then may it matter
     to him which operands are differentiated, and not everything in JAX (`shard_map`)
-    knows rules that ask."""
+    knows rules that ask. What the author's function closes over, the first of its
+    operands, has no derivative in his rule."""
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
     asks = bool(eqn.params.get("symbolic_zeros"))
+    num_consts = eqn.params.get("num_consts", 0)
 
     @jax.custom_vjp
     def call(*args):
@@ -163,7 +166,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     def fwd(*primals):
         values = [p.value for p in primals] if asks else list(primals)
         live = [i for i, p in enumerate(primals) if not asks or p.perturbed]
-        live = [i for i in live if _is_inexact(avals[i])]
+        live = [i for i in live if i >= num_consts and _is_inexact(avals[i])]
         trees = []
 
         def author_fwd(*args):
@@ -215,7 +218,27 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
     call.defvjp(fwd, bwd, symbolic_zeros=asks)
     with eqn_context(eqn):
-        return call(*operands)
+        return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
+
+
+def _closed_over(x: Any) -> Any:
+    """A value that a `custom_vjp` function closes over: an error if differentiated."""
+    return _undifferentiated(x) if _is_inexact(typeof(x)) else x
+
+
+@jax.custom_jvp
+def _undifferentiated(x: Any) -> Any:
+    return x
+
+
+@_undifferentiated.defjvp
+def _(primals, tangents):
+    raise AmpError(
+        "A `jax.custom_vjp` function was differentiated with respect to a value that "
+        "it closes over, for which its rule has no gradient. (Without `amp`, JAX "
+        "refuses it too.)\nPass the value as an argument, or "
+        "`jax.lax.stop_gradient` of it."
+    )
 
 
 def _is_inexact(aval: Any) -> bool:

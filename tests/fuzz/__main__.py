@@ -26,11 +26,15 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="file to append a line per finding to")
     parser.add_argument("--out", type=Path, help="folder for small failing cases")
     parser.add_argument(
-        "--compiled", type=float, default=0.02, help="share also compiled"
+        "--compiled", type=float, default=0.005, help="share also compiled"
     )
     parser.add_argument("--no-shrink", action="store_true", help="print cases as found")
     parser.add_argument("--planted", help="a fault to plant first; `list` names them")
     parser.add_argument("--stop", action="store_true", help="at the first finding")
+    parser.add_argument(
+        "--every", type=int, default=0, help="cases to a line of the log"
+    )
+    parser.add_argument("--resume", action="store_true", help="after what the log has")
     given = parser.parse_args()
     return run(Options(**vars(given)))
 

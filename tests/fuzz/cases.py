@@ -2,6 +2,7 @@
 
 A case prints as a file that runs by itself."""
 
+import functools
 import inspect
 import random
 from collections.abc import Iterator
@@ -38,8 +39,11 @@ _TRANSFORMS: list[tuple[float, str, bool]] = [
 ]
 
 REVERSE = frozenset(name for _, name, reverse in _TRANSFORMS if reverse)
-COMPILED = frozenset(["sharded", "explicit"])
-"""Transforms that say where values are: such programs are run compiled."""
+PLACED = frozenset(["sharded", "explicit"])
+"""Transforms that say where values are."""
+
+TRANSFORMS, POLICIES = 4, 4
+SHARED = TRANSFORMS * POLICIES  # cases of one program
 
 _REMAT_POLICIES = """everything_saveable nothing_saveable dots_saveable
     dots_with_no_batch_dims_saveable names""".split()
@@ -83,18 +87,30 @@ class Case:
     x64: bool = False
     leaks: bool = False
     checks: bool = False
+    jitted: bool = False  # `amp` by itself, before transforms around it
+    again: bool = False  # other cases have the same program
 
     @property
     def transforms(self) -> tuple[str, ...]:
         return self.inner + self.outer
 
     @property
-    def is_compiled(self) -> bool:
-        return any(name_of(t) in COMPILED for t in self.transforms)
+    def is_placed(self) -> bool:
+        return any(name_of(t) in PLACED for t in self.transforms)
 
     @property
     def has_mesh(self) -> bool:
         return any(name_of(t) == "explicit" for t in self.transforms)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether to spare the program's Python: see `replay`."""
+        return self.again and not (self.is_placed or self.leaks)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether what `amp` makes is another case's, under other transforms."""
+        return self.jitted and self.is_replayed and not self.inner
 
     def settings(self) -> str:
         lean = ", lean=True" if self.lean else ""
@@ -102,12 +118,14 @@ class Case:
 
     def source(self) -> str:
         """Defines `program`, `args`, `settings` and `build(wrap)`."""
-        return "\n".join(self._lines())
+        parts = [*self.program.lines(), "", "", self.build_source()]
+        return "\n".join([*parts, "", "", f"settings = {self.settings()}"])
 
-    def _lines(self) -> Iterator[str]:
-        yield from self.program.lines()
-        yield ""
-        yield ""
+    def build_source(self) -> str:
+        """Defines `build(wrap)`."""
+        return "\n".join(self._build_lines())
+
+    def _build_lines(self) -> Iterator[str]:
         yield "def build(wrap):"
         yield "    f, a = program, args"
         for transform in self.inner:
@@ -116,9 +134,6 @@ class Case:
         for transform in self.outer:
             yield f"    f, a = {call_code(transform)}"
         yield "    return f, a"
-        yield ""
-        yield ""
-        yield f"settings = {self.settings()}"
 
     def file(self, what: str = "") -> str:
         """A Python file that shows what becomes of this case."""
@@ -138,7 +153,8 @@ class Case:
             yield f"\n{code}"
         yield ""
         yield source
-        yield _SHOW.replace("CONTEXT", self._context())
+        amp = "jax.jit(amp(f, **settings))" if self.jitted else "amp(f, **settings)"
+        yield _SHOW.replace("CONTEXT", self._context()).replace("AMP", amp)
 
     def _context(self) -> str:
         if self.has_mesh:
@@ -184,7 +200,7 @@ if __name__ == "__main__":
     with CONTEXT:
         f, a = build(lambda f: f)
         want = jax.tree.leaves(jax.jit(f)(*a))
-        f, a = build(lambda f: amp(f, **settings))
+        f, a = build(lambda f: AMP)
         got = jax.tree.leaves(jax.jit(f)(*a))
     for i, (x, y) in enumerate(zip(want, got, strict=True)):
         print(f"result {i}: {jax.typeof(x)} as written, {jax.typeof(y)} with amp")
@@ -216,27 +232,55 @@ def _helpers(source: str) -> list[str]:
 
 
 def make_case(seed: int) -> Case:
-    """The case of a seed."""
-    rng = random.Random(seed)
-    inner, outer = make_transforms(rng)
-    reverse = any(name_of(t) in REVERSE for t in inner + outer)
+    """The case of a seed.
+
+    Seeds in a row share a program: see `make_cases`."""
+    return make_cases(seed // SHARED)[seed % SHARED]
+
+
+@functools.lru_cache(maxsize=4)
+def make_cases(number: int) -> tuple[Case, ...]:
+    """A program, with each of a few policies under each of a few transforms.
+
+    Most of what a case takes is found out of the program, of its transforms as written
+    or of what `amp` makes of it alone, and serves several cases."""
+    rng = random.Random(number)
+    transforms = make_transforms(rng)
+    reverse = is_reverse(transforms)
     program = make_program(rng, reverse)
-    inner = tuple(_with_options(t, program, rng) for t in inner)
-    outer = tuple(_with_options(t, program, rng) for t in outer)
-    dtype, policy, oracle, lean = make_policy(rng, program)
+    policies: list[tuple[str, str, str, bool]] = []
+    while len(policies) < POLICIES:
+        policy = make_policy(rng, program)
+        if policy not in policies:
+            policies.append(policy)
     config = rng.random()
-    return Case(
-        program,
-        inner,
-        outer,
-        dtype,
-        policy,
-        oracle,
-        lean,
-        x64=config < 0.03,
-        leaks=0.03 < config < 0.033,
-        checks=0.06 < config < 0.075,
-    )
+    cases: list[Case] = []
+    while len(cases) < SHARED:
+        if is_reverse(transforms) == reverse:
+            inner, outer = (
+                tuple(_with_options(t, program, rng) for t in ts) for ts in transforms
+            )
+            cases += [
+                Case(
+                    program,
+                    inner,
+                    outer,
+                    *policy,
+                    x64=config < 0.03,
+                    leaks=0.03 < config < 0.042 and i == 0,
+                    checks=0.06 < config < 0.075,
+                    jitted=bool(cases or i),
+                    again=bool(cases or i),
+                )
+                for i, policy in enumerate(policies)
+            ]
+        transforms = make_transforms(rng)
+    return tuple(cases)
+
+
+def is_reverse(transforms: tuple[tuple[str, ...], tuple[str, ...]]) -> bool:
+    inner, outer = transforms
+    return any(name_of(t) in REVERSE for t in inner + outer)
 
 
 def make_transforms(rng: random.Random) -> tuple[tuple[str, ...], tuple[str, ...]]:

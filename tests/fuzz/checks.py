@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxamp_like
 from jaxamp_like import presets, rules
+from jaxamp_like._jax import teach_checkpoint
 
 from . import runtime, structure
 from .cases import Case
@@ -31,11 +32,15 @@ from .oracle import (
     as_numpy,
     follow,
 )
+from .replay import Replayed
 
 FACTOR = 4.0  # that an error may be of the oracle's, or of its neighbours'
 ULPS = 64  # of the largest element of a result, which the order of sums may cost
 DRAWS = 6  # of the oracle with its roundings moved, before something is called wrong
 SECONDS = 60.0  # for one case
+
+
+teach_checkpoint()  # as the first call of `amp` does: cases are the same in any order
 
 
 class Discard(Exception):
@@ -104,6 +109,19 @@ class Traced:
     avals: list[Any]
     warned: set[str]
 
+    @functools.cached_property
+    def contents(self) -> structure.Contents:
+        return structure.Contents(self.jaxpr)
+
+    @functools.cached_property
+    def is_known(self) -> bool:
+        """Whether JAX's own check of types knows all that is in it."""
+        try:
+            _check_types_of(self.jaxpr)
+        except Exception:
+            return False
+        return True
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -149,29 +167,126 @@ def _flag(name: str) -> Iterator[None]:
 
 
 def _check(case: Case, compiled: bool) -> bool:
-    names = vars(runtime) | vars(presets) | vars(rules) | vars(jaxamp_like)
-    names = {k: v for k, v in names.items() if not k.startswith("__")}
-    try:
-        exec(case.source(), names)
-        plain = _trace(names["build"], lambda f: f)
-    except OutOfTime:
-        raise Discard("out of time as written") from None
-    except Exception as e:
-        raise Discard(f"{type(e).__name__}: {e}") from None
-    leaks = jax.checking_leaks() if case.leaks else contextlib.nullcontext()
-    try:
-        with leaks:
-            mixed = _trace(
-                names["build"], lambda f: jaxamp_like.amp(f, **names["settings"])
-            )
-    except Exception as e:
-        raise Broken("raise", _told(e)) from e
+    written = _as_written(case)
+    plain = written.plain
+    mixed = _rewritten(case, written)
     _check_types(plain, mixed)
-    _check_jaxpr(plain.jaxpr, mixed.jaxpr)
+    _check_jaxpr(plain, mixed)
     _check_structure(case, plain, mixed)
     if compiled:
         _check_runs(plain, mixed)
-    return _check_values(case, plain, mixed)
+    return _check_values(case, written, mixed)
+
+
+class Origin:
+    """The program of a case, and what `amp` alone makes of it."""
+
+    def __init__(self, case: Case):
+        names = vars(runtime) | vars(presets) | vars(rules) | vars(jaxamp_like)
+        self.names = {k: v for k, v in names.items() if not k.startswith("__")}
+        exec("\n".join(case.program.lines()), self.names)
+        self.program = self.names["program"]
+        self.replayed = Replayed(self.program)
+        self._amps: dict[str, Any] = {}
+
+    def amp(self, case: Case) -> Wrap:
+        """How the function of a case is wrapped."""
+        settings = eval(case.settings(), self.names)
+
+        def wrap(f):
+            f = jaxamp_like.amp(f, **settings)
+            return jax.jit(f) if case.jitted else f
+
+        def shared(f):
+            if case.settings() not in self._amps:
+                self._amps[case.settings()] = wrap(f)
+            return self._amps[case.settings()]
+
+        return shared if case.is_shared else wrap
+
+
+class Written:
+    """A case as written: what is the same whatever `amp` is asked for.
+
+    Each part is found out when it is asked for first."""
+
+    def __init__(self, case: Case, origin: Origin):
+        self.origin = origin
+        self.names = dict(origin.names)
+        self._rounded: dict[Any, list[np.ndarray]] = {}
+        exec(case.build_source(), self.names)
+        self.plain = self.trace(case, lambda f: f)
+
+    def trace(self, case: Case, wrap: Wrap) -> Traced:
+        replayed, program = self.origin.replayed, self.origin.program
+        self.names["program"] = replayed if case.is_replayed else program
+        return _trace(self.names["build"], wrap)
+
+    @functools.cached_property
+    def results(self) -> list[np.ndarray]:
+        with _or_discard("as written"):
+            return _run(Evaluator(), self.plain)
+
+    @functools.cached_property
+    def moved(self) -> tuple[np.ndarray, list[np.ndarray]] | None:
+        """See `follow`; nothing if that can't be said."""
+        try:
+            with np.errstate(all="ignore"):
+                return follow(self.plain.jaxpr, list(map(as_numpy, self.plain.args)))
+        except (Undecided, Endless, TooLong):
+            return None
+
+    def rounded(
+        self, kind: type[Rounding], dtype: str, seed: int | None
+    ) -> list[np.ndarray]:
+        """What an oracle makes of it."""
+        key = kind, dtype, seed
+        if key not in self._rounded:
+            with _or_discard("oracle"):
+                outs = _run(kind(dtype, seed), self.plain)
+            self._rounded[key] = outs
+        return self._rounded[key]
+
+
+_last: dict[Any, Origin] = {}
+_last_written: dict[Any, Written | Discard] = {}
+
+
+def forget() -> None:
+    """Lets go of what cases that come next might share."""
+    _last.clear()
+    _last_written.clear()
+
+
+def _as_written(case: Case) -> Written:
+    """The case as written, found out once for cases in a row that share it."""
+    program = "\n".join(case.program.lines()), case.x64, case.checks
+    key = *program, case.build_source()
+    if key not in _last_written:
+        _last_written.clear()
+        try:
+            if program not in _last:
+                _last.clear()
+                _last[program] = Origin(case)
+            _last_written[key] = Written(case, _last[program])
+        except OutOfTime:
+            _last_written[key] = Discard("out of time as written")
+        except Exception as e:
+            _last_written[key] = Discard(f"{type(e).__name__}: {e}")
+    known = _last_written[key]
+    if isinstance(known, Discard):
+        raise Discard(*known.args)
+    return known
+
+
+def _rewritten(case: Case, written: Written) -> Traced:
+    leaks = jax.checking_leaks() if case.leaks else contextlib.nullcontext()
+    wrap = written.origin.amp(case)
+    try:
+        with leaks:
+            return written.trace(case, wrap)
+    except Exception as e:
+        raise Broken("raise", _told(e)) from e
 
 
 def _told(e: BaseException) -> str:
@@ -212,15 +327,12 @@ def _check_types(plain: Traced, mixed: Traced) -> None:
         raise Broken("warning", "; ".join(sorted(news))[:400])
 
 
-def _check_jaxpr(plain: Any, mixed: Any) -> None:
+def _check_jaxpr(plain: Traced, mixed: Traced) -> None:
     """JAX's own check of types; it does not know all that JAX itself makes."""
-    check = getattr(jax.extend.core, "check_jaxpr", None) or jax.core.check_jaxpr
-    try:
-        check(getattr(plain, "jaxpr", plain))
-    except Exception:
+    if not plain.is_known:
         return
     try:
-        check(getattr(mixed, "jaxpr", mixed))
+        _check_types_of(mixed.jaxpr)
     except TypeError as e:
         # The checker of JAX 0.10 knows no `closed_call` with a name, which transposing
         # a checkpoint makes; it then fails itself, and says nothing of types.
@@ -230,37 +342,43 @@ def _check_jaxpr(plain: Any, mixed: Any) -> None:
         raise Broken("jaxpr", _told(e)) from e
 
 
+def _check_types_of(jaxpr: Any) -> None:
+    check = getattr(jax.extend.core, "check_jaxpr", None) or jax.core.check_jaxpr
+    check(getattr(jaxpr, "jaxpr", jaxpr))
+
+
 # Derivatives of what has no 16-bit kernel are contractions in full; so are solvers.
 _IN_FULL = "amp_stop linalg cov solve cg( gmres kron fft".split()
 
 
 def _check_structure(case: Case, plain: Traced, mixed: Traced) -> None:
-    if not case.outer and (lost := structure.lost(plain.jaxpr, mixed.jaxpr)):
+    before, after = plain.contents, mixed.contents
+    if not case.outer and (lost := structure.lost(before, after)):
         raise Broken("structure", f"lost: {lost}")
     # Derivatives that JAX takes of what is low are added up low.
     says_so = case.oracle == "asked" or case.policy in ("jaxamp()", "jmp()")
-    if not case.outer and not says_so and not structure.low_sum(plain.jaxpr):
-        if held := structure.low_sum(mixed.jaxpr):
+    if not case.outer and not says_so and not before.low_sum:
+        if held := after.low_sum:
             raise Broken("low sum", held)
     if case.oracle not in ("default", "contractions"):
         return
     # Outside of `amp`, the derivative of a product may be a contraction, in full.
-    if case.outer and structure.has_products(plain.jaxpr):
+    if case.outer and before.has_products:
         return
     source = case.source()
     if not any(word in source for word in _IN_FULL):
-        if left := structure.left_in_full(mixed.jaxpr):
+        if left := structure.left_in_full(after):
             raise Broken("left in full", left)
 
 
 def _check_runs(plain: Traced, mixed: Traced) -> None:
     try:
-        _compiled(plain)
-    except Exception as e:
-        raise Discard(f"compiled, {type(e).__name__}: {e}") from None
-    try:
         _compiled(mixed)
     except Exception as e:
+        try:
+            _compiled(plain)
+        except Exception as e:
+            raise Discard(f"compiled, {type(e).__name__}: {e}") from None
         raise Broken("compile", _told(e)) from e
 
 
@@ -270,12 +388,11 @@ def _compiled(traced: Traced) -> list[Any]:
     return jax.jit(lambda *args: run(inner, consts, *args))(*traced.args)
 
 
-def _check_values(case: Case, plain: Traced, mixed: Traced) -> bool:
-    with _or_discard("as written"):
-        want = _run(case, Evaluator(), plain)
+def _check_values(case: Case, written: Written, mixed: Traced) -> bool:
+    want = written.results
     try:
         # With casts, and with as many more steps as rounding may cost.
-        got = _run(case, Evaluator(4 * MAX_EQUATIONS), mixed)
+        got = _run(Evaluator(4 * MAX_EQUATIONS), mixed)
     except (Endless, TooLong) as e:
         raise Broken("endless", str(e)) from e
     except Exception as e:
@@ -292,9 +409,9 @@ def _check_values(case: Case, plain: Traced, mixed: Traced) -> bool:
                 raise Broken("identity", f"result {i}: {_differing(x, y)}")
         return True
     # The systems that other policies follow round what is moved beside something low.
-    if not case.is_compiled and case.oracle in ("default", "contractions"):
-        _check_moved(plain, got)
-    _check_errors(case, plain, want, got)
+    if not case.is_placed and case.oracle in ("default", "contractions"):
+        _check_moved(written, got)
+    _check_errors(case, written, want, got)
     return True
 
 
@@ -306,24 +423,12 @@ def _or_discard(where: str) -> Iterator[None]:
         raise Discard(f"{where}, {type(e).__name__}: {e}") from None
 
 
-def _run(case: Case, evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:
-    def run(*args):
-        return evaluator.end(evaluator.run(traced.jaxpr, evaluator.begin(args)))
-
+def _run(evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not case.is_compiled:
-            outs = run(*map(as_numpy, traced.args))
-        elif type(evaluator) is Evaluator:
-            outs = _compiled(traced)
-        else:
-            outs = jax.jit(run)(*traced.args)
+        args = evaluator.begin(list(map(as_numpy, traced.args)))
+        outs = evaluator.end(evaluator.run(traced.jaxpr, args))
     return [_numbers(x) for x in outs]
-
-
-def _oracle(case: Case, evaluator: Evaluator, plain: Traced) -> list[np.ndarray]:
-    with _or_discard("oracle"):
-        return _run(case, evaluator, plain)
 
 
 def _numbers(x: Any) -> np.ndarray:
@@ -343,13 +448,11 @@ def _differing(x: np.ndarray, y: np.ndarray) -> str:
     return f"{y[where]!r}, not {x[where]!r} at {tuple(map(int, where))}"
 
 
-def _check_moved(plain: Traced, got: Sequence[np.ndarray]) -> None:
+def _check_moved(written: Written, got: Sequence[np.ndarray]) -> None:
     """What a program only moves keeps every bit."""
-    try:
-        with np.errstate(all="ignore"):
-            elements, ids = follow(plain.jaxpr, list(map(as_numpy, plain.args)))
-    except (Undecided, Endless, TooLong):
+    if written.moved is None:
         return
+    elements, ids = written.moved
     for i, (y, where) in enumerate(zip(got, ids, strict=True)):
         if y.dtype != np.float32 or not where.any():
             continue
@@ -360,10 +463,10 @@ def _check_moved(plain: Traced, got: Sequence[np.ndarray]) -> None:
 
 
 def _check_errors(
-    case: Case, plain: Traced, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
+    case: Case, written: Written, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
 ) -> None:
-    makers = _oracles(case)
-    rounded = [_oracle(case, make(None), plain) for make in makers]
+    oracles = _oracles(case)
+    rounded = [written.rounded(*oracle, None) for oracle in oracles]
     # Tangents of what is low are added up low: there a sum may leave the range.
     is_narrow = jnp.finfo(case.dtype).maxexp < 128 and bool(case.outer)
     limit = float(jnp.finfo(case.dtype).max) / 16 if is_narrow else np.inf
@@ -374,16 +477,16 @@ def _check_errors(
     suspect = [i for i in range(len(want)) if complaint(i)]
     if not suspect:
         return
-    if not case.is_compiled:
+    if not case.is_placed:
         # Neighbours of the oracle: is the program itself so easily turned?
         for seed in range(DRAWS):
-            rounded += [_oracle(case, make(seed), plain) for make in makers]
+            rounded += [written.rounded(*oracle, seed) for oracle in oracles]
     for i in suspect:
         if found := complaint(i):
             raise Broken(*found)
 
 
-def _oracles(case: Case) -> list[Callable[[int | None], Rounding]]:
+def _oracles(case: Case) -> list[tuple[type[Rounding], str]]:
     kind = case.oracle
     if kind == "default" and case.outer:
         # The derivative of a contraction is low, even where it is a product.
@@ -397,7 +500,7 @@ def _oracles(case: Case) -> list[Callable[[int | None], Rounding]]:
     }
     # A rule that names a dtype means it, whatever the compute dtype.
     dtypes = ["bfloat16", "float16"] if kind == "asked" else [case.dtype]
-    return [functools.partial(make, dtype) for make in kinds[kind] for dtype in dtypes]
+    return [(make, dtype) for make in kinds[kind] for dtype in dtypes]
 
 
 def _complaint(

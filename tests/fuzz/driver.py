@@ -1,15 +1,16 @@
 """Runs many cases, in processes of their own, and tells what came of them."""
 
 import collections
+import contextlib
 import gc
 import multiprocessing
+import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.progress import (
@@ -21,11 +22,11 @@ from rich.progress import (
 )
 
 from . import planted
-from .cases import Case, make_case
-from .checks import Outcome, check
+from .cases import SHARED, Case, make_case
+from .checks import Outcome, check, forget
 from .shrink import shrink
 
-MEMORY = 3 * 2**20  # KiB of a process, after which JAX's caches are emptied
+MEMORY = 5 * 2**29  # bytes of a process, after which JAX's caches are emptied
 
 SHRUNK = 3  # cases of a kind, in a process; more of it are printed as found
 
@@ -37,10 +38,12 @@ class Options:
     jobs: int = 1
     log: Path | None = None
     out: Path | None = None
-    compiled: float = 0.02
+    compiled: float = 0.005
     no_shrink: bool = False
     planted: str | None = None
     stop: bool = False
+    every: int = 0
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,30 +67,62 @@ class Told:
 def run(options: Options) -> int:
     if options.planted is not None:
         return _planted(options)
-    counts: collections.Counter[str] = collections.Counter()
-    findings: list[Finding] = []
-    began = time.monotonic()
-    with _progress() as progress:
+    end = options.seed + options.cases
+    first = _next_seed(options) if options.resume else options.seed
+    found = 0
+    with _progress() as progress, _workers(options) as stream:
         task = progress.add_task("cases", total=options.cases)
-        for told in _stream(options):
-            counts[told.kind] += 1
-            if told.finding is not None:
-                findings.append(told.finding)
-                _report(told.finding, options, progress)
-            failed = counts["failed"]
-            progress.update(task, advance=1, description=f"{failed} failed")
-            if findings and options.stop:
+        progress.update(task, advance=first - options.seed)
+        step = options.every or options.cases
+        for start in range(first, end, step):
+            tally = Tally(range(start, min(start + step, end)))
+            for told in stream(tally.seeds):
+                tally.add(told)
+                if told.finding is not None:
+                    found += 1
+                    _report(told.finding, options, progress)
+                progress.update(task, advance=1, description=f"{found} failed")
+                if found and options.stop:
+                    break
+            progress.console.print(str(tally), markup=False, highlight=False)
+            _log(options, str(tally))
+            if found and options.stop:
                 break
-    took = time.monotonic() - began
-    total = sum(counts.values())
-    line = (
-        f"seeds {options.seed}..{options.seed + options.cases - 1}, "
-        f"jax {jax.__version__}: {total} cases in {took:.0f} s: "
-        + ", ".join(f"{counts[k]} {k}" for k in sorted(counts))
-    )
-    print(line)
-    _log(options, line)
-    return 1 if findings else 0
+    return 1 if found else 0
+
+
+class Tally:
+    """What came of the cases of some seeds, as a line of a log."""
+
+    def __init__(self, seeds: range):
+        self.seeds = seeds
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.began = time.monotonic()
+
+    def add(self, told: Told) -> None:
+        self.counts[told.kind] += 1
+
+    def __str__(self) -> str:
+        took = time.monotonic() - self.began
+        return (
+            f"seeds {self.seeds[0]}..{self.seeds[-1]}, jax {jax.__version__}: "
+            f"{self.counts.total()} cases in {took:.0f} s: "
+            + ", ".join(f"{self.counts[k]} {k}" for k in sorted(self.counts))
+        )
+
+
+def _next_seed(options: Options) -> int:
+    """The seed after those that a log says were run, one line after the other."""
+    seed = options.seed
+    if options.log is None or not options.log.exists():
+        return seed
+    for line in options.log.read_text().splitlines():
+        found = re.match(
+            rf"seeds (\d+)\.\.(\d+), jax {re.escape(jax.__version__)}:", line
+        )
+        if found and int(found[1]) <= seed:
+            seed = max(seed, int(found[2]) + 1)
+    return seed
 
 
 def _planted(options: Options) -> int:
@@ -133,15 +168,26 @@ def _log(options: Options, line: str) -> None:
             log.write(line + "\n")
 
 
-def _stream(options: Options) -> Iterator[Told]:
-    seeds = range(options.seed, options.seed + options.cases)
+@contextlib.contextmanager
+def _workers(options: Options) -> Iterator[Callable[[range], Iterator[Told]]]:
+    """What runs the cases of seeds, here or in processes of their own."""
     if options.jobs == 1:
-        yield from (_one(seed, options) for seed in seeds)
+        _begin()
+        yield lambda seeds: (_one(seed, options) for seed in seeds)
         return
     context = multiprocessing.get_context("spawn")
-    work = ((seed, options) for seed in seeds)
-    with context.Pool(options.jobs) as pool:
-        yield from pool.imap_unordered(_one_of, work, chunksize=8)
+    with context.Pool(options.jobs, _begin) as pool:
+        # Those that share a program in one piece.
+        yield lambda seeds: pool.imap_unordered(
+            _one_of, ((seed, options) for seed in seeds), chunksize=SHARED
+        )
+
+
+def _begin() -> None:
+    """Programs are made by the million and most of them die young: look less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _one_of(given: tuple[int, Options]) -> Told:
@@ -152,7 +198,8 @@ def _one(seed: int, options: Options) -> Told:
     case = make_case(seed)
     compiled = (seed * 2654435761 % 10_000) < 10_000 * options.compiled
     outcome = check(case, compiled=compiled)
-    _forget()
+    if seed % SHARED == SHARED - 1:
+        _bound_memory()
     if outcome.discarded is not None:
         return Told(seed, "discarded", outcome.discarded)
     if outcome.failure is None:
@@ -174,6 +221,7 @@ def _finding(
     if not options.no_shrink and _seen[failure.kind] <= SHRUNK:
 
         def fails(smaller: Case) -> bool:
+            forget()
             found = check(smaller, compiled=compiled).failure
             return found is not None and found.kind == failure.kind
 
@@ -183,14 +231,20 @@ def _finding(
     return Finding(seed, str(failure), failure.check, case.file(what))
 
 
-def _forget() -> None:
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MEMORY * (
-        1 + _forgotten[0]
-    ):
-        _forgotten[0] += 0.2  # the peak never falls
+def _bound_memory() -> None:
+    if _resident() > MEMORY:
+        forget()
         jax.clear_caches()
         gc.collect()
 
 
-_forgotten: list[Any] = [0.0]
+def _resident() -> int:
+    """Bytes that this process has in memory; at most, where the system says no more."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except OSError:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 _seen: collections.Counter[str] = collections.Counter()

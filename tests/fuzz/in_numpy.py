@@ -3,10 +3,15 @@
 Both of two programs that are compared run through the same code, so that equal
 equations give equal bits. What is not here is bound in JAX."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from scipy import special
+
+from .indexing import gather, put, scatter
 
 Array = Any
 
@@ -22,21 +27,30 @@ def _in_single(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return apply
 
 
-def _dot_general(x: Array, y: Array, *, dimension_numbers: Any, **params: Any) -> Array:
-    (x_sum, y_sum), (x_batch, y_batch) = dimension_numbers
+def _dot_general(eqn: Any) -> Callable[..., Array]:
+    """A product of two arrays, as one of stacks of matrices."""
+    (x_sum, y_sum), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+    x, y = (v.aval for v in eqn.invars)
     x_free = [i for i in range(x.ndim) if i not in (*x_sum, *x_batch)]
     y_free = [i for i in range(y.ndim) if i not in (*y_sum, *y_batch)]
     batch = [x.shape[i] for i in x_batch]
-    summed = int(np.prod([x.shape[i] for i in x_sum]))
-    out = params.get("preferred_element_type") or np.result_type(x.dtype, y.dtype)
-    wide = np.result_type(np.float32, x.dtype, y.dtype) if _is_real(x) else x.dtype
-    a = x.transpose(*x_batch, *x_free, *x_sum).astype(wide)
-    b = y.transpose(*y_batch, *y_sum, *y_free).astype(wide)
+    summed = math.prod(x.shape[i] for i in x_sum)
     x_shape = [x.shape[i] for i in x_free]
     y_shape = [y.shape[i] for i in y_free]
-    a = a.reshape(*batch, int(np.prod(x_shape)), summed)
-    b = b.reshape(*batch, summed, int(np.prod(y_shape)))
-    return np.reshape(np.matmul(a, b), [*batch, *x_shape, *y_shape]).astype(out)
+    x_axes, y_axes = (*x_batch, *x_free, *x_sum), (*y_batch, *y_sum, *y_free)
+    x_matrix = [*batch, math.prod(x_shape), summed]
+    y_matrix = [*batch, summed, math.prod(y_shape)]
+    shape = [*batch, *x_shape, *y_shape]
+    preferred = eqn.params.get("preferred_element_type")
+
+    def apply(x, y):
+        out = preferred or np.result_type(x.dtype, y.dtype)
+        wide = np.result_type(np.float32, x.dtype, y.dtype) if _is_real(x) else x.dtype
+        a = x.transpose(x_axes).astype(wide).reshape(x_matrix)
+        b = y.transpose(y_axes).astype(wide).reshape(y_matrix)
+        return np.matmul(a, b).reshape(shape).astype(out)
+
+    return apply
 
 
 def _is_real(x: Array) -> bool:
@@ -155,8 +169,72 @@ def _clamp(low: Array, x: Array, high: Array) -> Array:
     return np.minimum(np.maximum(low, x), high)
 
 
+def _split(x: Array, *, sizes: Any, axis: int) -> list[Array]:
+    return np.split(x, np.cumsum(sizes)[:-1], axis)
+
+
+def _argument(fn: Callable[..., Array]) -> Callable[..., Array]:
+    def apply(x, *, axes, index_dtype):
+        (axis,) = axes
+        return fn(x.astype(np.float32) if x.dtype.itemsize == 2 else x, axis).astype(
+            index_dtype
+        )
+
+    return apply
+
+
+def _cumulative(fn: Any) -> Callable[..., Array]:
+    def apply(x, *, axis, reverse):
+        x = np.flip(x, axis) if reverse else x
+        wide = x.astype(np.float32) if x.dtype.itemsize == 2 else x
+        out = fn(wide, axis=axis).astype(x.dtype)
+        return np.flip(out, axis) if reverse else out
+
+    return apply
+
+
+def _triangular_solve(a: Array, b: Array, **params: Any) -> Array | None:
+    if a.dtype != np.float32 or params["conjugate_a"]:
+        return None
+    a = np.tril(a) if params["lower"] else np.triu(a)
+    if params["unit_diagonal"]:
+        n = np.arange(a.shape[-1])
+        a[..., n, n] = 1
+    if params["transpose_a"]:
+        a = np.swapaxes(a, -1, -2)
+    try:
+        if params["left_side"]:
+            return np.linalg.solve(a, b)
+        b = np.swapaxes(b, -1, -2)
+        return np.swapaxes(np.linalg.solve(np.swapaxes(a, -1, -2), b), -1, -2)
+    except np.linalg.LinAlgError:
+        return None
+
+
+def _real_only(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """Functions that NumPy, or SciPy, has for float32 alone."""
+
+    def apply(*xs, **_):
+        if any(x.dtype.kind in "biuc" for x in xs):
+            return None
+        if xs[0].dtype.itemsize > 2:
+            return fn(*xs)
+        return fn(*(x.astype(np.float32) for x in xs)).astype(xs[0].dtype)
+
+    return apply
+
+
+def _bitcast(x: Array, *, new_dtype: Any) -> Array | None:
+    same = x.dtype.itemsize == np.dtype(new_dtype).itemsize
+    return np.ascontiguousarray(x).reshape(x.shape).view(new_dtype) if same else None
+
+
+def _shift_right(x: Array, y: Array) -> Array | None:
+    in_range = x.dtype.kind == "u" and (y < 8 * x.dtype.itemsize).all()
+    return np.right_shift(x, y) if in_range else None
+
+
 VERSIONS: dict[str, Callable[..., Array]] = {
-    "dot_general": _dot_general,
     "broadcast_in_dim": _broadcast_in_dim,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
@@ -182,6 +260,8 @@ VERSIONS: dict[str, Callable[..., Array]] = {
     "copy": lambda x: x,
     "copy_p": lambda x: x,
     "name": lambda x, **_: x,
+    "reshard": lambda x, **_: x,
+    "mesh_cast": lambda x, **_: x,
     "stop_gradient": lambda x: x,
     "reduce_sum": _reduce(np.sum),
     "reduce_prod": _reduce(np.prod),
@@ -222,13 +302,54 @@ VERSIONS: dict[str, Callable[..., Array]] = {
     "sqrt": _unary(np.sqrt),
     "rsqrt": _unary(_rsqrt),
     "logistic": _unary(_logistic),
+    "gather": gather,
+    "scatter": scatter(put),
+    "scatter-add": scatter(np.add.at),
+    "scatter_add": scatter(np.add.at),
+    "scatter-mul": scatter(np.multiply.at),
+    "scatter_mul": scatter(np.multiply.at),
+    "scatter-min": scatter(np.minimum.at),
+    "scatter_min": scatter(np.minimum.at),
+    "scatter-max": scatter(np.maximum.at),
+    "scatter_max": scatter(np.maximum.at),
+    "split": _split,
+    "argmax": _argument(np.argmax),
+    "argmin": _argument(np.argmin),
+    "cumsum": _cumulative(np.cumsum),
+    "cumprod": _cumulative(np.cumprod),
+    "cummax": _cumulative(np.maximum.accumulate),
+    "cummin": _cumulative(np.minimum.accumulate),
+    "triangular_solve": _triangular_solve,
+    "bitcast_convert_type": _bitcast,
+    "shift_right_logical": _shift_right,
+    "pow": _real_only(np.power),
+    "rem": _real_only(np.fmod),
+    "tan": _real_only(np.tan),
+    "asin": _real_only(np.arcsin),
+    "acos": _real_only(np.arccos),
+    "atan": _real_only(np.arctan),
+    "sinh": _real_only(np.sinh),
+    "cosh": _real_only(np.cosh),
+    "asinh": _real_only(np.arcsinh),
+    "acosh": _real_only(np.arccosh),
+    "atanh": _real_only(np.arctanh),
+    "cbrt": _real_only(np.cbrt),
+    "erf": _real_only(special.erf),
+    "erfc": _real_only(special.erfc),
+    "erf_inv": _real_only(special.erfinv),
+    "lgamma": _real_only(special.gammaln),
+    "digamma": _real_only(special.digamma),
+    "bessel_i0e": _real_only(special.i0e),
+    "bessel_i1e": _real_only(special.i1e),
 }
 
 
-def apply(name: str, args: list[Any], params: dict[str, Any]) -> Array | None:
-    """The result of a primitive, or nothing if JAX has to be asked."""
-    version = VERSIONS.get(name)
-    if version is None or not all(isinstance(x, np.ndarray) for x in args):
-        return None
-    out = version(*args, **params)
-    return None if out is None else np.asarray(out)
+def version(eqn: Any) -> Callable[..., Array | None] | None:
+    """A function of an equation's operands, if NumPy knows it.
+
+    It gives nothing for operands that JAX has to be asked about."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return _dot_general(eqn)
+    known = VERSIONS.get(name)
+    return None if known is None else functools.partial(known, **eqn.params)

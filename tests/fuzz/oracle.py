@@ -15,29 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import in_numpy
-
-CONTRACTIONS = frozenset(
-    "dot_general conv_general_dilated ragged_dot_general ragged_dot".split()
-)
-
-
-def is_contraction(eqn: Any) -> bool:
-    """Whether an equation sums products, of numbers that it reads more than once.
-
-    A product without a sum, and an inner product, are arithmetic."""
-    if eqn.primitive.name not in CONTRACTIONS:
-        return False
-    if eqn.primitive.name != "dot_general":
-        return True
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    shapes = [v.aval.shape for v in eqn.invars]
-    summed = int(np.prod([shapes[0][i] for i in axes]))
-    (out,) = eqn.outvars
-    # How often all that is read is read in sum: once for each result it is a part of.
-    reads = out.aval.size * summed
-    return summed > 1 and any(reads > np.prod(shape) for shape in shapes)
-
+from .code import CONTRACTIONS, Step, code_of
+from .devices import COLLECTIVES, Device, collective, shard_map
 
 _CALLS = """jit pjit closed_call core_call checkpoint remat2 custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call"""
@@ -59,25 +38,26 @@ class Evaluator:
 
     def __init__(self, most: int = MAX_EQUATIONS):
         self.left = most  # equations
+        self.device: Device | None = None  # in a `shard_map`
 
     def run(self, jaxpr: Any, args: Sequence[Any], consts: Any = None) -> list[Any]:
         """The results of a jaxpr, closed unless its constants are given."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        self.left -= len(inner.eqns)
+        code = code_of(getattr(jaxpr, "jaxpr", jaxpr))
+        self.left -= len(code.steps)
         if self.left < 0:
             raise TooLong("more equations than anybody waits for")
         if consts is None:
             consts = map(self.literal, getattr(jaxpr, "consts", ()))
-        env = dict(zip(inner.constvars, consts, strict=True))
-        env.update(zip(inner.invars, args, strict=True))
-
-        def read(atom):
-            return self.literal(atom.val) if hasattr(atom, "val") else env[atom]
-
-        for eqn in inner.eqns:
-            outs = self.equation(eqn, [read(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in inner.outvars]
+        values = code.start(self.literal, type(self))
+        for place, x in zip(code.constvars, consts, strict=True):
+            values[place] = x
+        for place, x in zip(code.invars, args, strict=True):
+            values[place] = x
+        for step in code.steps:
+            outs = self.step(step, [values[i] for i in step.ins])
+            for place, x in zip(step.outs, outs, strict=True):
+                values[place] = x
+        return [values[i] for i in code.outvars]
 
     def begin(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of the whole program, as it is to read them."""
@@ -87,15 +67,19 @@ class Evaluator:
         """The results of the whole program, as they are to be seen."""
         return list(results)
 
-    def equation(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if name in _STRUCTURES:
-            return _STRUCTURES[name](self, eqn, args)
-        return self.apply(eqn, args)
+    def step(self, step: Step, args: list[Any]) -> Sequence[Any]:
+        structure = _STRUCTURES.get(step.name)
+        if structure is not None:
+            return structure(self, step.eqn, args)
+        if step.name in COLLECTIVES and not is_traced(args):
+            outs = collective(self, step.eqn, args)
+            if outs is not None:
+                return outs
+        return self.apply(step, args)
 
-    def apply(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
+    def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
         """The results of a primitive that holds no program."""
-        return bind(eqn, args)
+        return bind(step, args)
 
     # How loops and branches handle values; a value is an array unless overridden.
 
@@ -106,7 +90,8 @@ class Evaluator:
         return np.asarray(value)
 
     def index(self, value: Any, i: int) -> Any:
-        return value[i]
+        x = value[i]
+        return np.asarray(x) if isinstance(x, np.generic) else x
 
     def stack(self, values: list[Any], aval: Any) -> Any:
         if not values:
@@ -128,14 +113,16 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in values)
 
 
-def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+def bind(step: Step, args: Sequence[Any]) -> list[Any]:
     """Runs one equation on concrete values."""
-    if any(hasattr(v, "eqns") or hasattr(v, "jaxpr") for v in eqn.params.values()):
+    if step.in_numpy is not None and all(isinstance(x, np.ndarray) for x in args):
+        known = step.in_numpy(*args)
+        if known is not None:
+            return list(map(np.asarray, known if isinstance(known, list) else [known]))
+    eqn = step.eqn
+    if step.holds_program:
         # Its programs may have to be handed over in another way than as parameters.
         return _bind_alone(eqn, args)
-    known = in_numpy.apply(eqn.primitive.name, list(args), eqn.params)
-    if known is not None:
-        return [known]
     with eqn.ctx.manager:
         outs = eqn.primitive.bind(*args, **eqn.params)
     return list(map(as_numpy, outs if eqn.primitive.multiple_results else [outs]))
@@ -249,6 +236,8 @@ def _linear_call(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
 
 def _shard_map(ev: Evaluator, eqn: Any, args: list[Any]) -> Sequence[Any]:
     params = eqn.params
+    if all(isinstance(x, np.ndarray) for x in args):
+        return shard_map(ev, eqn, args)
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     return jax.shard_map(
         lambda *xs: ev.run(params["jaxpr"], xs),
@@ -282,8 +271,8 @@ class Rounding(Evaluator):
         self.dtype = jnp.dtype(dtype)
         self.rng = None if seed is None else np.random.default_rng(seed)
 
-    def is_rounded(self, eqn: Any) -> bool:
-        return is_contraction(eqn)
+    def is_rounded(self, step: Step) -> bool:
+        return step.is_contraction
 
     def round(self, x: Any) -> Any:
         if getattr(x, "dtype", None) != np.float32:
@@ -299,18 +288,18 @@ class Rounding(Evaluator):
         with np.errstate(over="ignore"):
             return np.asarray(x).astype(self.dtype).astype(np.float32)
 
-    def apply(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
-        if not self.is_rounded(eqn):
-            return super().apply(eqn, args)
-        outs = super().apply(eqn, [self.round(x) for x in args])
+    def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
+        if not self.is_rounded(step):
+            return super().apply(step, args)
+        outs = super().apply(step, [self.round(x) for x in args])
         return [self.round(x) for x in outs]
 
 
 class RoundingProducts(Rounding):
     """Rounds every `dot_general`, whether or not it is a contraction."""
 
-    def is_rounded(self, eqn: Any) -> bool:
-        return eqn.primitive.name in CONTRACTIONS
+    def is_rounded(self, step: Step) -> bool:
+        return step.name in CONTRACTIONS
 
 
 class RoundingEverything(Rounding):
@@ -321,7 +310,7 @@ class RoundingEverything(Rounding):
 
     end = begin
 
-    def is_rounded(self, eqn: Any) -> bool:
+    def is_rounded(self, step: Step) -> bool:
         return True
 
 
@@ -356,7 +345,8 @@ class Following(Evaluator):
         return np.asarray(value.value)
 
     def index(self, value: Trace, i: int) -> Trace:
-        return Trace(value.value[i], value.ids[i], value.tainted)
+        x, ids = super().index(value.value, i), super().index(value.ids, i)
+        return Trace(x, ids, value.tainted)
 
     def stack(self, values: list[Trace], aval: Any) -> Trace:
         stacked = super().stack([x.value for x in values], aval)
@@ -367,30 +357,29 @@ class Following(Evaluator):
             any(x.tainted for x in values),
         )
 
-    def apply(self, eqn: Any, args: list[Trace]) -> list[Trace]:
-        name = eqn.primitive.name
-        values = bind(eqn, [x.value for x in args])
-        tainted = name in CONTRACTIONS or any(x.tainted for x in args)
-        ids = self._moved(name, eqn, args)
+    def apply(self, step: Step, args: list[Trace]) -> list[Trace]:
+        values = bind(step, [x.value for x in args])
+        is_product = step.name in CONTRACTIONS
+        tainted = is_product or any(x.tainted for x in args)
+        ids = self._moved(step, args)
         if ids is None:
             ids = [_nothing(x) for x in values]
         return [Trace(x, i, tainted) for x, i in zip(values, ids, strict=True)]
 
-    def _moved(self, name: str, eqn: Any, args: list[Trace]) -> list[Any] | None:
+    def _moved(self, step: Step, args: list[Trace]) -> list[Any] | None:
+        name = step.name
         if all(not x.ids.any() for x in args):
             return None
-        if name in _MOVES:
-            return [np.asarray(x) for x in bind(eqn, [x.ids for x in args])]
-        if name == "pad":
-            return [np.asarray(x) for x in bind(eqn, [x.ids for x in args])]
+        if name in _MOVES or name == "pad":
+            return bind(step, [x.ids for x in args])
         if name == "select_n" and not args[0].tainted:
-            ids = bind(eqn, [args[0].value, *(x.ids for x in args[1:])])
-            return [np.asarray(x) for x in ids]
+            return bind(step, [args[0].value, *(x.ids for x in args[1:])])
         if name in _INDEXED:
-            return self._indexed(name, eqn, args)
+            return self._indexed(step, args)
         return None
 
-    def _indexed(self, name: str, eqn: Any, args: list[Trace]) -> list[Any] | None:
+    def _indexed(self, step: Step, args: list[Trace]) -> list[Any] | None:
+        eqn, name = step.eqn, step.name
         moved = {"dynamic_update_slice": (0, 1), "scatter": (0, 2)}.get(name, (0,))
         where = [x for i, x in enumerate(args) if i not in moved]
         if any(x.tainted for x in where):
@@ -404,7 +393,7 @@ class Following(Evaluator):
             names = "dimension_numbers indices_are_sorted unique_indices mode"
             options = {name: eqn.params[name] for name in names.split()}
             return [np.asarray(lax.scatter(*operands, **options))]
-        return [np.asarray(x) for x in bind(eqn, operands)]
+        return bind(step, operands)
 
 
 class Undecided(Exception):

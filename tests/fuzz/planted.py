@@ -22,7 +22,7 @@ from jaxamp_like._rewrite import (
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
 from .cases import make_case
-from .checks import Failure, check
+from .checks import Failure, check, forget
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
 FAULTS: dict[str, Fault] = {}
@@ -36,22 +36,35 @@ def fault(make: Fault) -> Fault:
 @contextlib.contextmanager
 def plant(name: str) -> Iterator[None]:
     """Has a fault in the rewrite, and leaves nothing that was made with it."""
-    _amp._planner.cache_clear()
+    _forget()
     try:
         with FAULTS[name]():
             yield
     finally:
-        _amp._planner.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    forget()
+    _amp._planner.cache_clear()
 
 
 def find(name: str, seed: int = 0, most: int = 20_000) -> tuple[int, Failure] | None:
     """The number of cases until one breaks a check because of a fault, and how."""
-    for i in range(most):
-        case = make_case(seed + i)
-        with plant(name):
-            failure = check(case).failure
-        if failure is not None and check(case).failure is None:
-            return i + 1, failure
+    seeds = iter(range(seed, seed + most))
+    while (found := _failing(name, seeds)) is not None:
+        at, failure = found
+        if check(make_case(at)).failure is None:
+            return at - seed + 1, failure
+    return None
+
+
+def _failing(name: str, seeds: Iterator[int]) -> tuple[int, Failure] | None:
+    with plant(name):
+        for seed in seeds:
+            failure = check(make_case(seed)).failure
+            if failure is not None:
+                return seed, failure
     return None
 
 
@@ -69,14 +82,14 @@ def _with_params(step: Any, **params: Any) -> Any:
 @fault
 def dropped_cast():
     """The first operand of an equation is not cast."""
-    original = _bind.Frame._operand
+    original = _bind.Frame.operand
 
     def operand(self, step, i):
         if i == 0:
             return self.read(step.eqn.invars[i], None)
         return original(self, step, i)
 
-    return mock.patch.object(_bind.Frame, "_operand", operand)
+    return mock.patch.object(_bind.Frame, "operand", operand)
 
 
 @fault
@@ -112,7 +125,7 @@ def lost_carry():
 @fault
 def wrong_transpose():
     """A transpose of three axes is bound as its inverse."""
-    original = _bind.Frame._apply
+    original = _bind.Frame.apply
 
     def apply(self, step, given=None):
         if step.eqn.primitive.name == "transpose":
@@ -122,7 +135,7 @@ def wrong_transpose():
             step = dataclasses.replace(step, decision=decision)
         return original(self, step, given)
 
-    return mock.patch.object(_bind.Frame, "_apply", apply)
+    return mock.patch.object(_bind.Frame, "apply", apply)
 
 
 @fault
@@ -220,7 +233,7 @@ def lost_checkpoint():
 @fault
 def shifted_index():
     """A loop's step sees the last slice where it should see its own."""
-    original = _bind.Frame._apply
+    original = _bind.Frame.apply
 
     def apply(self, step, given=None):
         if step.eqn.primitive.name == "dynamic_slice":
@@ -229,7 +242,7 @@ def shifted_index():
             return [x[::-1] if params["slice_sizes"][0] > 1 else x for x in outs]
         return original(self, step, given)
 
-    return mock.patch.object(_bind.Frame, "_apply", apply)
+    return mock.patch.object(_bind.Frame, "apply", apply)
 
 
 @fault

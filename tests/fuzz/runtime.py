@@ -132,9 +132,8 @@ def grad_of_grad(f, args):
 
 def two_of(x):
     """A batch: the value, and another like it."""
-    if is_float(x):
-        return jnp.stack([jnp.asarray(x), 0.5 * jnp.asarray(x)])
-    return jnp.stack([jnp.asarray(x)] * 2)
+    x = np.asarray(x, jnp.result_type(x))
+    return np.stack([x, np.asarray(0.5 * x, x.dtype) if is_float(x) else x])
 
 
 def vmapped(f, args, axes=None):

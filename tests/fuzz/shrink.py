@@ -9,6 +9,8 @@ from .programs import Body, Program, Stmt, Type, Var
 
 Test = Callable[[Case], bool]
 
+_FLAGS = ("lean", "x64", "leaks", "checks", "jitted", "again")
+
 
 def shrink(case: Case, fails: Test, seconds: float = 120.0) -> Case:
     """The smallest case found, within a time, that still `fails`."""
@@ -27,7 +29,7 @@ def shrink(case: Case, fails: Test, seconds: float = 120.0) -> Case:
 
 def size(case: Case) -> tuple[int, int]:
     """What is to be small: statements and settings first, then the text."""
-    flags = [case.lean, case.x64, case.leaks, case.checks]
+    flags = [getattr(case, name) for name in _FLAGS]
     count = _count(case.program.stmts) + len(case.transforms) + sum(flags)
     return count, len(case.source())
 
@@ -47,7 +49,7 @@ def _candidates(case: Case) -> Iterator[Case]:
         for i in range(len(transforms)):
             rest = transforms[:i] + transforms[i + 1 :]
             yield dataclasses.replace(case, **{name: rest})
-    for name in ("lean", "x64", "leaks", "checks"):
+    for name in _FLAGS:
         if getattr(case, name):
             yield dataclasses.replace(case, **{name: False})
     if " | {" in case.policy:

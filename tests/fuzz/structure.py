@@ -1,6 +1,7 @@
 """What a program is made of: the structures that the rewrite must leave in place."""
 
 import collections
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,27 +9,64 @@ import jax
 import numpy as np
 from jax import lax
 
-from .oracle import CONTRACTIONS, is_contraction, scan_counts
+from .code import CONTRACTIONS, is_contraction
+from .oracle import scan_counts
 
 
-def equations(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Every equation at any depth, with the primitives that it stands in."""
+class Contents:
+    """Every equation of a program, at any depth, and what there is among them."""
+
+    def __init__(self, jaxpr: Any):
+        self.equations = list(_equations(jaxpr, ()))
+
+    @functools.cached_property
+    def parts(self) -> collections.Counter[Any]:
+        """How often each structure occurs, with what its author chose."""
+        keys = (_key(eqn) for eqn, _ in self.equations)
+        return collections.Counter(key for key in keys if key is not None)
+
+    @functools.cached_property
+    def has_products(self) -> bool:
+        """Whether a `dot_general` is there that is no contraction."""
+        return any(
+            eqn.primitive.name in CONTRACTIONS and not is_contraction(eqn)
+            for eqn, _ in self.equations
+        )
+
+    @functools.cached_property
+    def low_sum(self) -> str | None:
+        """A loop's carry of 16 bits that an iteration hands on without a contraction.
+
+        What is added to it would be lost."""
+        found = (_low_sum(eqn) for eqn, _ in self.equations)
+        return next((x for x in found if x is not None), None)
+
+
+def _equations(jaxpr: Any, inside: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+    """Every equation, with the primitives that it stands in."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, inside
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                yield from equations(value, (*inside, eqn.primitive.name))
+        for program in _programs(eqn):
+            yield from _equations(program, (*inside, eqn.primitive.name))
+
+
+def _programs(eqn: Any) -> list[Any]:
+    """The programs among the parameters of an equation."""
+    return [x for value in eqn.params.values() for x in _programs_in(value)]
+
+
+def _programs_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for x in value:
+            yield from _programs_in(x)
+    elif isinstance(value, dict):
+        yield from _programs_in(list(value.values()))
+    elif _is_jaxpr(value):
+        yield value
 
 
 def _is_jaxpr(value: Any) -> bool:
     return hasattr(getattr(value, "jaxpr", value), "eqns")
-
-
-def parts(jaxpr: Any) -> collections.Counter[Any]:
-    """How often each structure occurs, with the parameters that its author chose."""
-    return collections.Counter(
-        key for eqn, _ in equations(jaxpr) if (key := _key(eqn)) is not None
-    )
 
 
 def _key(eqn: Any) -> Any:
@@ -45,9 +83,9 @@ def _key(eqn: Any) -> Any:
     return None
 
 
-def lost(plain: Any, mixed: Any) -> str | None:
+def lost(plain: Contents, mixed: Contents) -> str | None:
     """A structure that a rewritten program has less of than the program as written."""
-    missing = parts(plain) - parts(mixed)
+    missing = plain.parts - mixed.parts
     return ", ".join(map(str, missing)) or None
 
 
@@ -58,9 +96,9 @@ _AS_WRITTEN = frozenset(
 )
 
 
-def left_in_full(jaxpr: Any) -> str | None:
+def left_in_full(program: Contents) -> str | None:
     """A contraction that reads two float32 operands, though nobody asked for that."""
-    for eqn, inside in equations(jaxpr):
+    for eqn, inside in program.equations:
         name = eqn.primitive.name
         if name not in CONTRACTIONS or "ragged" in name:
             continue  # those of ragged arrays are in few policies
@@ -77,23 +115,13 @@ def left_in_full(jaxpr: Any) -> str | None:
     return None
 
 
-def has_products(jaxpr: Any) -> bool:
-    """Whether a `dot_general` is there that is no contraction."""
-    found = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name in CONTRACTIONS)
-    return not all(map(is_contraction, found))
-
-
-def low_sum(jaxpr: Any) -> str | None:
-    """A loop's carry of 16 bits that an iteration hands on without a contraction.
-
-    What is added to it would be lost."""
-    for eqn, _ in equations(jaxpr):
-        if eqn.primitive.name not in ("scan", "while"):
-            continue
-        body, first, count = _loop(eqn)
-        for i, out in enumerate(body.outvars[:count]):
-            if _is_low(out) and out in _reached(body, [body.invars[first + i]]):
-                return f"carry {i} of a {eqn.primitive}, {out.aval}"
+def _low_sum(eqn: Any) -> str | None:
+    if eqn.primitive.name not in ("scan", "while"):
+        return None
+    body, first, count = _loop(eqn)
+    for i, out in enumerate(body.outvars[:count]):
+        if _is_low(out) and out in _reached(body, [body.invars[first + i]]):
+            return f"carry {i} of a {eqn.primitive}, {out.aval}"
     return None
 
 
@@ -125,8 +153,7 @@ def _reached(jaxpr: Any, variables: Any) -> set[Any]:
 
 
 def _reached_outside(eqn: Any, ins: Any) -> Iterator[Any]:
-    params = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
-    programs = [getattr(p, "jaxpr", p) for p in params if _is_jaxpr(p)]
+    programs = [getattr(p, "jaxpr", p) for p in _programs(eqn)]
     if not programs:
         yield from eqn.outvars
     for program in programs:  # those whose operands are the last of the equation's

@@ -1,0 +1,380 @@
+"""What a training step sends from device to device, read off the code compiled for it.
+
+    python -m benchmarks.collectives [--devices 8] [--models ...] [--ways ...]
+
+The step (value and gradient of the loss) of each model is compiled for several
+described H200s, with its parameters and its batch split in the usual ways; no GPU is
+needed, see `benchmarks/roofline.py`. Every collective is counted as often as it runs,
+with the bytes that a device sends in a ring: of n devices, (n - 1)/n of what is
+gathered, scattered or exchanged, and twice that of what is summed for all. What is sent
+takes at least its bytes over the bandwidth of the link; nothing is taken to overlap."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from .rewrite import CONTENDERS, make_table, ratio, versions
+from .roofline import (
+    DEVICE,
+    Instruction,
+    Module,
+    Shape,
+    figures,
+    parse,
+    plugin_versions,
+    trip_count,
+)
+from .workloads import WORKLOADS, Workload
+
+# Bytes/s that a device sends over NVLink, by the data sheet.
+LINK = 450e9
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+
+
+# ------------------------------------------------------------------------ reading HLO
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the compiled step.
+
+    Args:
+        kind: such as "all-gather".
+        dtype: of what is sent.
+        sent: bytes that a device sends each time.
+        times: how often it runs in one step."""
+
+    kind: str
+    dtype: str
+    sent: float
+    times: int
+
+
+def executed(module: Module, name: str = "", times: int = 1) -> Iterator[Any]:
+    """All instructions outside of fusions, with how often each runs."""
+    for one in module.computations[name or module.entry].values():
+        yield one, times
+        if one.opcode == "while":
+            (body,) = one.called("body")
+            yield from executed(module, body, times * trip_count(one))
+        elif one.opcode in ("call", "async-start", "conditional"):
+            keys = "to_apply", "calls", "branch_computations"
+            for inner in one.called(*keys, "true_computation", "false_computation"):
+                yield from executed(module, inner, times)
+
+
+def group_size(one: Instruction, devices: int) -> int:
+    """How many devices take part in a collective."""
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", one.attributes):
+        return int(found[1])
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", one.attributes):
+        return found[1].count(",") + 1
+    return devices
+
+
+def results(one: Instruction, kind: str) -> Sequence[Shape]:
+    """What a collective leaves; one that starts gives its operands beside them."""
+    starts = one.opcode.endswith("-start") and kind != "all-reduce"
+    if not starts:
+        return one.shapes
+    arrays = [shape for shape in one.shapes if shape.dims or shape.dtype != "u32"]
+    return arrays[len(arrays) // 2 :]
+
+
+def sent_by(kind: str, left: float, n: int) -> float:
+    """Bytes that a device sends in a ring of `n`, if `left` are its results' bytes."""
+    share = (n - 1) / n
+    return {
+        "all-gather": share * left,
+        "all-reduce": 2 * share * left,
+        "reduce-scatter": share * left * n,
+        "all-to-all": share * left,
+        "ragged-all-to-all": share * left,
+        "collective-permute": left,
+    }[kind]
+
+
+def collectives(module: Module, devices: int) -> list[Collective]:
+    found = []
+    for one, times in executed(module):
+        kind = one.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        n = group_size(one, devices)
+        sizes: dict[str, int] = {}
+        for shape in results(one, kind):
+            sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.size_in_bytes
+        for dtype, left in sizes.items():
+            found.append(Collective(kind, dtype, sent_by(kind, left, n), times))
+    return found
+
+
+# ------------------------------------------------------------- how arrays are split
+
+
+def largest_axis(shape: Sequence[int], n: int) -> int | None:
+    """The longest axis that `n` divides."""
+    fitting = [i for i, size in enumerate(shape) if size % n == 0]
+    return max(fitting, key=lambda i: shape[i], default=None)
+
+
+def along(shape: Sequence[int], axis: int | None, name: str) -> P:
+    return P(*(name if i == axis else None for i in range(len(shape))))
+
+
+def replicated(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+    return P()
+
+
+def fully_sharded(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+    """Each array along its longest axis; of stacked layers, never along the stack."""
+    sizes = list(shape)
+    if "blocks" in path and len(sizes) == 3:
+        sizes[0] = 1
+    return along(shape, largest_axis(sizes, mesh.shape["data"]), "data")
+
+
+# Weights whose columns are split, and those whose rows are, of a transformer's block.
+COLUMNS, ROWS = ("'qkv'", "'up'", "'head'"), ("'mix'", "'down'")
+
+
+def tensor_parallel(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+    """Two products after each other: columns of the first, rows of the second."""
+    if len(shape) < 2:
+        return P()
+    if any(name in path for name in COLUMNS):
+        return along(shape, len(shape) - 1, "model")
+    if any(name in path for name in ROWS):
+        return along(shape, len(shape) - 2, "model")
+    return P()
+
+
+def both(path: str, shape: Sequence[int], mesh: Mesh) -> P:
+    """Tensor parallel, and what is left of each array split over the data's axis."""
+    spec = [*tensor_parallel(path, shape, mesh)]
+    spec += [None] * (len(shape) - len(spec))
+    free = [n if spec[i] is None else 1 for i, n in enumerate(shape)]
+    if "blocks" in path and len(free) == 3:
+        free[0] = 1
+    axis = largest_axis(free, mesh.shape["data"])
+    if axis is not None and free[axis] > 1:
+        spec[axis] = "data"
+    return P(*spec)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to split the work.
+
+    Args:
+        axes: names and sizes of the mesh's axes, by the number of devices.
+        spec: how a parameter is split, by its path and shape."""
+
+    axes: Callable[[int], Mapping[str, int]]
+    spec: Callable[[str, Sequence[int], Mesh], P]
+
+
+WAYS = {
+    "data parallel": Way(lambda n: {"data": n}, replicated),
+    "fully sharded": Way(lambda n: {"data": n}, fully_sharded),
+    "tensor parallel": Way(lambda n: {"data": 1, "model": n}, tensor_parallel),
+    "sharded + tensor": Way(lambda n: {"data": n // 2, "model": 2}, both),
+}
+
+
+# ---------------------------------------------------------------------------- compiling
+
+
+def described_devices(count: int) -> Sequence[Any]:
+    """H200s in hosts of eight, as XLA sees them."""
+    hosts = -(-count // 8)
+    topology = topologies.get_topology_desc(
+        "",
+        platform="cuda",
+        target_config=DEVICE.read_text(),
+        topology=f"{hosts}x{min(count, 8)}x1",
+    )
+    return topology.devices
+
+
+def mesh_of(way: Way, devices: Sequence[Any]) -> Mesh:
+    axes = way.axes(len(devices))
+    grid = np.array(devices).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is read off one compiled step.
+
+    Args:
+        sent: bytes that a device sends in a step.
+        by_kind: the same by kind and dtype.
+        counts: how many collectives of each kind run in a step.
+        link_seconds: at least, for what is sent.
+        step_seconds: the roofline of the kernels.
+        temp_bytes: memory beside arguments and results, of a device."""
+
+    sent: float
+    link_seconds: float
+    step_seconds: float
+    temp_bytes: int
+    by_kind: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def compile_sharded(loss: Any, shapes: Any, way: Way, mesh: Mesh) -> Any:
+    params, batch = shapes
+
+    def of(path: Any, x: Any) -> NamedSharding:
+        return NamedSharding(mesh, way.spec(jax.tree_util.keystr(path), x.shape, mesh))
+
+    split = jax.tree_util.tree_map_with_path(of, params)
+    rows = jax.tree.map(lambda x: NamedSharding(mesh, P("data")), batch)
+    whole = NamedSharding(mesh, P())
+    step = jax.jit(
+        jax.value_and_grad(loss),
+        in_shardings=(split, rows),
+        out_shardings=(whole, split),
+    )
+    return step.lower(*shapes).compile()
+
+
+def read_off(compiled: Any, devices: int) -> Row:
+    text = compiled.as_text()
+    found = collectives(parse(text), devices)
+    by_kind: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for one in found:
+        key = f"{one.kind} {one.dtype}"
+        by_kind[key] = by_kind.get(key, 0) + one.times * one.sent
+        counts[one.kind] = counts.get(one.kind, 0) + one.times
+    sent = sum(by_kind.values())
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    kernels = figures(text, temp)
+    return Row(sent, sent / LINK, kernels.step_seconds, temp, by_kind, counts)
+
+
+def compare(
+    workload: Workload,
+    way: Way,
+    devices: Sequence[Any],
+    dtype: str,
+    size: str,
+    contenders: Sequence[str],
+) -> dict[str, Row]:
+    mesh, rows = mesh_of(way, devices), {}
+    for name in contenders:
+        loss = CONTENDERS[name](workload, dtype)
+        if loss is not None:
+            compiled = compile_sharded(loss, workload.shapes(size), way, mesh)
+            rows[name] = read_off(compiled, len(devices))
+    return rows
+
+
+# ------------------------------------------------------------------------ the table
+
+HEADINGS = (
+    "sent\n/ hand",
+    "gathers\n- hand",
+    "temp\n/ hand",
+    "step + link\n/ hand",
+    "sent\nMB",
+    "temp\nMB",
+    "what is sent, MB",
+)
+
+
+def cells(row: Row, hand: Row | None) -> list[str]:
+    def over(value: Callable[[Row], float]) -> str:
+        return ratio(value(row), value(hand)) if hand else "-"
+
+    gathers = row.counts.get("all-gather", 0)
+    kinds = sorted(row.by_kind.items(), key=lambda item: -item[1])
+    return [
+        over(lambda r: r.sent),
+        f"{gathers - hand.counts.get('all-gather', 0):+d}" if hand else "-",
+        over(lambda r: r.temp_bytes),
+        over(lambda r: r.step_seconds + r.link_seconds),
+        f"{row.sent / 1e6:.1f}",
+        f"{row.temp_bytes / 1e6:.1f}",
+        ", ".join(f"{kind} {sent / 1e6:.1f}" for kind, sent in kinds),
+    ]
+
+
+def table(title: str, rows: Mapping[str, Row]) -> Table:
+    made = make_table(title, HEADINGS)
+    for name, row in rows.items():
+        made.add_row("", name, *cells(row, rows.get("hand")))
+    return made
+
+
+MODELS = ("GPT unrolled", "GPT scanned", "GPT scanned remat", "LSTM")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives")
+    parser.add_argument("--devices", type=int, default=8, help="8, or a multiple")
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=MODELS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS)
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--size", choices=("toy", "real"), default="real")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args(argv)
+    if args.devices < 8 or args.devices % 8:
+        parser.error(f"--devices must be 8 or a multiple of it, not {args.devices}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    record = {"versions": versions() | plugin_versions(), "devices": args.devices}
+    devices = described_devices(args.devices)
+    console = Console()
+    jobs = [(model, way) for model in args.models for way in args.ways]
+    found: dict[str, Any] = {}
+    for model, way in track(jobs, "compiling", console=Console(stderr=True)):
+        if model == "LSTM" and way in ("tensor parallel", "sharded + tensor"):
+            continue  # its weights are not named as those of a transformer
+        rows = compare(
+            WORKLOADS[model],
+            WAYS[way],
+            devices,
+            args.dtype,
+            args.size,
+            args.contenders,
+        )
+        title = f"{model}, {way}, {args.dtype}, {args.devices} devices"
+        console.print(table(title, rows))
+        found[title] = {name: asdict(row) for name, row in rows.items()}
+        if args.json:
+            args.json.write_text(json.dumps(record | {"rows": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

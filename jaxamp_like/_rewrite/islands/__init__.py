@@ -1,0 +1,26 @@
+"""Islands: what is cheap to make again is not kept for the backward pass.
+
+Between contractions lie islands: norms, softmax, activations, gates. Each is bound
+inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes into it
+and nothing from within. What goes in is low where a contraction made it. A float32 sum
+that a contraction's result is part of, such as a residual stream, is no finer than that
+result: of it a low copy is kept, from which the backward pass runs the island again,
+while the forward pass reads the sum itself.
+
+Here the islands of one jaxpr are found; `bind` binds them. `cost` says what the
+backward pass keeps, `grouping` which steps belong together, `regions` what of that
+pays, and `schedule` in which order it all runs. Two steps are in one island if a value
+flows between them and as many costly ops lie before the one as before the other: so no
+path leaves an island and comes back. Linear steps that lead to an island stay outside
+if their result takes no more to keep than what they are made of, as a sum of two. Those
+that lead there from one result of a contraction alone (a bias, a factor, a split) an
+island makes for itself, and so it does what is made of inputs and constants alone, such
+as a mask.
+
+Islands were islands of recomputation first in Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", arXiv:1604.06174; that cheap ops are best run again even where
+memory is no concern, since reading costs more than computing, is the reason of the
+min-cut partitioner of PyTorch's functorch."""
+
+from .regions import as_island as as_island, island_schedule as island_schedule
+from .schedule import Region as Region, Schedule as Schedule, schedule as schedule

@@ -1,0 +1,87 @@
+"""What the backward pass keeps, in bytes, and what it makes again instead."""
+
+from collections.abc import Iterable, Iterator
+from math import prod
+from typing import Any
+
+from ..._dtypes import DType, has_range, lowered
+from ..._jax import Literal
+from ..._primitives import LINEAR, is_cheap
+from ..._rules import Fact, author_dtype
+
+Step = Any  # of `plan`, which builds on this package
+
+
+def kept_for(step: Step, active: set[Any]) -> int:
+    """About how many bytes the backward pass keeps for a step; 0 if it is linear."""
+    eqn, name = step.eqn, step.eqn.primitive.name
+    varying = [not isinstance(a, Literal) and a in active for a in eqn.invars]
+    if not any(varying) or name in LINEAR:
+        return 0
+    if (name == "mul" and sum(varying) == 1) or (name == "div" and not varying[1]):
+        return 0
+    if not step.inner:
+        facts = step.decision.outs
+        pairs = zip(eqn.outvars, facts, strict=True)
+        return sum(size(v.aval, fact and fact.dtype) for v, fact in pairs)
+    total = 0
+    for plan in step.inner:
+        inside = {v for v, varies in zip(plan.invars, varying, strict=True) if varies}
+        for inner in plan.steps:
+            total += kept_for(inner, inside)
+            if any(v in inside for v in reads(inner)):
+                inside.update(inner.eqn.outvars)
+    return total
+
+
+def kept_as(fact: Fact | None) -> DType | None:
+    """The dtype in which an island's input is kept, if not in its own.
+
+    Low if it is no finer than that: a contraction's rounded result is a part of it. And
+    if it can't leave the range."""
+    if fact is None or fact.coarse is None:
+        return None
+    low = lowered(fact.dtype, fact.coarse)
+    return low if low != fact.dtype and has_range(low, fact.dtype) else None
+
+
+def is_cheap_step(step: Step) -> bool:
+    """Whether a step may be run twice."""
+    if step.eqn.effects:
+        return False
+    if step.handler is not None and step.handler.may_run_twice:
+        return all(is_cheap_step(inner) for plan in step.inner for inner in plan.steps)
+    return is_cheap(step.eqn) and step.run_again
+
+
+def sums(step: Step) -> bool:
+    inner = (inner for plan in step.inner for inner in plan.steps)
+    return step.eqn.primitive.name == "reduce_sum" or any(map(sums, inner))
+
+
+def is_low(v: Any, facts: dict[Any, Fact | None]) -> bool:
+    fact = facts[v]
+    return fact is not None and fact.dtype != author_dtype(v.aval)
+
+
+def held(fact: Fact | None) -> DType | None:
+    return fact and fact.dtype
+
+
+def size(aval: Any, dtype: DType | None) -> int:
+    """In bytes; a dimension that is not known yet counts as one."""
+    known = (d for d in aval.shape if isinstance(d, int))
+    return prod(known) * (dtype or aval.dtype).itemsize
+
+
+def elements(aval: Any) -> int:
+    """A dimension that is not known yet is taken for one that is longer than one."""
+    return prod(d if isinstance(d, int) else 2 for d in aval.shape)
+
+
+def reads(step: Step) -> Iterator[Any]:
+    return variables(step.eqn.invars)
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))

@@ -1,0 +1,191 @@
+"""Which steps make up islands: what flows between them, and how deep each lies."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..._primitives import VIEWS
+from ..._rules import Demand, Fact, Leaf
+from .cost import (
+    Step,
+    elements,
+    held,
+    is_cheap_step,
+    is_low,
+    kept_as,
+    kept_for,
+    reads,
+    size,
+    sums,
+)
+
+# Linear in all that they read: the backward pass keeps none of it.
+_KEEPING_NOTHING = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
+
+
+class Grouping:
+    """What flows through the steps of a jaxpr, and which of them make up islands.
+
+    Attributes:
+        facts: of all variables.
+        active: variables that a derivative may go through.
+        free_vars: those that the backward pass has anyway: inputs, and what is made of
+            inputs and constants by moving them.
+        free: the steps that make these.
+        depth_of: the steps of islands, with the number of costly steps before them."""
+
+    def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
+        self.facts = facts
+        self.free: set[Step] = set()
+        self.depth_of: dict[Step, int] = {}
+        self.number = {step: i for i, step in enumerate(steps)}
+        self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
+        inputs = [v for v in facts if v not in self.maker]
+        self.active = {v for v in inputs if _is_active(facts[v])}
+        self.free_vars = {v for v in inputs if _is_free(facts[v])}
+        self._parent: dict[Step, Step] = {}
+        self._depths = dict.fromkeys(inputs, 0)
+        last_effect = 0
+        for step in steps:
+            depth = max((self._depths[v] for v in reads(step)), default=0)
+            if step.eqn.effects:
+                depth = last_effect = max(depth, last_effect) + 1
+            self._place(step, depth)
+
+    def _place(self, step: Step, depth: int) -> None:
+        operands, outs = list(reads(step)), step.eqn.outvars
+        is_active = any(v in self.active for v in operands)
+        if is_active:
+            self.active.update(outs)
+        cheap = is_cheap_step(step)
+        if not cheap:
+            depth += 1
+        elif all(v in self.free_vars for v in operands) and (
+            not is_active or step.eqn.primitive.name in VIEWS
+        ):
+            self.free.add(step)
+            self.free_vars.update(outs)
+        elif is_active and outs:
+            makers = [self.maker[v] for v in operands if v in self.maker]
+            inside = [s for s in makers if self.depth_of.get(s) == depth]
+            if inside or not self._leads(step):
+                self.depth_of[step] = depth
+                for other in {self._root(other) for other in inside}:
+                    self._parent[other] = step
+        self._depths |= dict.fromkeys(outs, depth)
+
+    def _leads(self, step: Step) -> bool:
+        """Whether a step's result is as good to keep as what it is made of."""
+        if kept_for(step, self.active) or sums(step):
+            return False
+        (out, *_), operands = step.eqn.outvars, list(reads(step))
+        if step.eqn.primitive.name not in _KEEPING_NOTHING:
+            masks = (v for v in operands if v.aval.ndim and v not in self.active)
+            if any(self.maker.get(v) in self.free for v in masks):
+                return False  # an island makes the mask for itself
+        paid = [v for v in operands if v in self.active and v not in self.free_vars]
+        total = sum(map(self.kept, paid))
+        is_low = kept_as(self.facts[out]) is not None
+        return self.kept(out) < total or (is_low and self.kept(out) == total)
+
+    def is_rounded(self, v: Any) -> bool:
+        """Whether a value is low, or a sum that a low one is part of."""
+        fact = self.facts[v]
+        is_coarse = fact is not None and fact.coarse is not None
+        return is_coarse or is_low(v, self.facts)
+
+    def kept(self, v: Any) -> int:
+        """The bytes that it takes to keep a value for an island that reads it."""
+        low = kept_as(self.facts[v])
+        return size(v.aval, low or held(self.facts[v]))
+
+    def roots_of(self, steps: Sequence[Step]) -> list[Step]:
+        """The steps that lead from what is held low to what `steps` read.
+
+        Where one result of a contraction is kept instead of what was made of it by
+        steps that read nothing else: a bias added, a constant factor, a split."""
+        made = {v for step in steps for v in step.eqn.outvars}
+        chains: dict[Any, tuple[int, dict[Step, None]]] = {}
+        for v in dict.fromkeys(v for step in steps for v in reads(step)):
+            if v in made or v in self.free_vars or v not in self.active:
+                continue
+            if found := self._origin(v):
+                origin, chain = found
+                total, others = chains.get(origin, (0, {}))
+                chains[origin] = total + self.kept(v), others | dict.fromkeys(chain)
+        lead: dict[Step, None] = {}
+        for origin, (total, chain) in chains.items():
+            if self.kept(origin) <= total:
+                lead |= chain
+        found = {*lead, *self.makers([*lead])} - {*steps}
+        return sorted(found, key=self.number.__getitem__)
+
+    def _origin(self, v: Any) -> tuple[Any, list[Step]] | None:
+        """The low value that `v` is made of, and by which steps."""
+        chain: list[Step] = []
+        while not is_low(v, self.facts):
+            step = self.maker.get(v)
+            if step is None or not is_cheap_step(step):
+                return None
+            paid = {u for u in reads(step) if u not in self.free_vars} & self.active
+            if len(paid) != 1:
+                return None
+            chain.append(step)
+            (v,) = paid
+        return (v, chain) if chain else None
+
+    def settled(self) -> Iterator[Any]:
+        """Sums of a contraction's result with an input that is smaller: a bias.
+
+        Their cotangent is that of the contraction's result, which is low anyway. The
+        bias' gradient is better summed up from that than from a second, wide array."""
+        for step in self.number:
+            if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
+                continue
+            if Demand.FULL not in step.wanted[0]:
+                continue  # only contractions read it: its cotangent is low as it is
+            (out,), operands = step.eqn.outvars, list(reads(step))
+            low = [v for v in operands if is_low(v, self.facts)]
+            rest = [v for v in operands if v not in low]
+            if len(low) == len(rest) == 1 and low[0].aval.shape == out.aval.shape:
+                (bias,) = rest
+                fact = self.facts[bias]
+                is_small = fact is not None and fact.small
+                is_small = is_small or elements(bias.aval) < elements(out.aval)
+                if bias in self.free_vars and is_small:
+                    yield out
+
+    def _root(self, step: Step) -> Step:
+        root = step
+        while root in self._parent:
+            root = self._parent[root]
+        while step is not root:  # so that the way is short the next time
+            above = self._parent[step]
+            self._parent[step] = root
+            step = above
+        return root
+
+    def groups(self) -> dict[Step, list[Step]]:
+        """The island of each step that is in one."""
+        groups: dict[Step, list[Step]] = {}
+        for step in self.depth_of:
+            groups.setdefault(self._root(step), []).append(step)
+        return {step: group for group in groups.values() for step in group}
+
+    def makers(self, group: Sequence[Step]) -> list[Step]:
+        """The free steps that make what a group reads."""
+        found: set[Step] = set()
+        pending = list(group)
+        while pending:
+            makers = {self.maker.get(v) for v in reads(pending.pop())}
+            new = (makers & self.free) - found
+            found |= new
+            pending += new
+        return sorted(found, key=self.number.__getitem__)
+
+
+def _is_active(fact: Fact | None) -> bool:
+    return fact is not None and fact.leaf != Leaf.CONST
+
+
+def _is_free(fact: Fact | None) -> bool:
+    return fact is None or fact.leaf != Leaf.NO

@@ -1,0 +1,120 @@
+"""Which islands pay, and what each reads and gives."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..._dtypes import DType
+from ..._jax import Literal
+from ..._primitives import RANKING
+from ..._rules import Fact
+from .cost import Step, elements, held, is_cheap_step, kept_as, kept_for, reads
+from .grouping import Grouping
+from .schedule import Region, Schedule, in_order, schedule
+
+
+def island_schedule(
+    steps: Sequence[Step],
+    facts: dict[Any, Fact | None],
+    outvars: Sequence[Any],
+) -> Schedule:
+    """The schedule of a jaxpr's steps, islands put into regions.
+
+    `facts` are those of all its variables."""
+    grouping = Grouping(steps, facts)
+    # How each variable is read outside of islands: known from the end backwards.
+    readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
+
+    def read(atoms, dtypes):
+        for atom, dtype in zip(atoms, dtypes, strict=True):
+            if not isinstance(atom, Literal):
+                readers[atom].add(dtype or held(facts[atom]))
+
+    read(outvars, [None] * len(outvars))
+    units: list[Step | Region] = []
+    for group in reversed(in_order(steps, grouping.groups())):
+        region = _region(group, grouping, readers)
+        if region is not None:
+            read(region.ins, [None] * len(region.ins))
+            units.append(region)
+            continue
+        for step in reversed(group):
+            is_read = any(readers[v] for v in step.eqn.outvars)
+            if is_read or not is_cheap_step(step):
+                read(step.eqn.invars, step.decision.reads)
+                units.append(step)
+    if not any(isinstance(unit, Region) for unit in units):
+        return schedule(steps, outvars, grouping.settled())
+    return schedule(reversed(units), outvars, grouping.settled())
+
+
+def _region(
+    group: Sequence[Step],
+    grouping: Grouping,
+    readers: dict[Any, set[DType | None]],
+) -> Region | None:
+    """The region of an island, if less is kept with it than without."""
+    if group[0] not in grouping.depth_of or _mixes_rows(group):
+        return None
+    outs = {
+        v: _border(v, readers[v], grouping.facts)
+        for step in group
+        for v in step.eqn.outvars
+        if readers[v]
+    }
+    steps = [*grouping.makers(group), *group]
+    # What leads to an island may read what the island makes for itself.
+    steps = sorted([*grouping.roots_of(steps), *steps], key=grouping.number.__getitem__)
+    made = {v for step in steps for v in step.eqn.outvars}
+    taken = dict.fromkeys(v for step in steps for v in reads(step) if v not in made)
+    paid = [v for v in taken if v in grouping.active and v not in grouping.free_vars]
+    keeps = {v: low for v in paid if (low := kept_as(grouping.facts[v]))}
+    if any(step.eqn.primitive.name in RANKING for step in group):
+        keeps = {}  # run again from rounded numbers, it might choose otherwise
+    if not any(outs.values()) and not any(map(grouping.is_rounded, taken)):
+        return None  # as its author wrote it, through and through
+    gain = sum(kept_for(step, grouping.active) for step in group)
+    gain -= sum(map(grouping.kept, paid))
+    ins = {v: keeps.get(v) for v in taken}
+    return Region(tuple(steps), ins, outs) if gain > 0 else None
+
+
+def _border(
+    v: Any, readers: set[DType | None], facts: dict[Any, Fact | None]
+) -> DType | None:
+    """The dtype that all readers of an island's result read it in, if not its own."""
+    dtype = next(iter(readers)) if len(readers) == 1 else None
+    return None if dtype == held(facts[v]) else dtype
+
+
+def as_island(unit: Step | Region) -> Step | Region:
+    """A step of its own as a region, if it may be one and has something to keep."""
+    if isinstance(unit, Region) or not is_cheap_step(unit):
+        return unit
+    if not kept_for(unit, set(reads(unit))):
+        return unit
+    outs = dict.fromkeys(unit.eqn.outvars)
+    return Region((unit,), dict.fromkeys(reads(unit)), outs)
+
+
+def _mixes_rows(group: Sequence[Step]) -> bool:
+    """Whether an island computes with sums over what other rows hold.
+
+    Such as the statistics of a channel: made again, they are a kernel of their own, for
+    which all that goes in must be read once more."""
+    sizes: dict[Any, int] = {}  # of what was summed up, for all that is made of the sum
+    for step in group:
+        eqn = step.eqn
+        summed = [sizes[v] for v in reads(step) if v in sizes]
+        if any(elements(v.aval) >= n for v in eqn.outvars for n in summed):
+            return True
+        if eqn.primitive.name.startswith("reduce_") and not _is_trailing(eqn):
+            summed.append(elements(eqn.invars[0].aval))
+        if summed:
+            sizes |= dict.fromkeys(eqn.outvars, max(summed))
+    return False
+
+
+def _is_trailing(eqn: Any) -> bool:
+    ndim = eqn.invars[0].aval.ndim
+    axes = sorted(eqn.params["axes"])
+    return axes == list(range(ndim - len(axes), ndim))

@@ -1,0 +1,75 @@
+"""Steps in an order that binding can follow, and what each is the last to read."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import Any, NamedTuple
+
+from ..._dtypes import DType
+from .cost import Step, reads, variables
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Steps that are bound in one `jax.checkpoint`.
+
+    `ins` are the variables that it reads, with the dtypes in which they are kept for
+    the backward pass, and `outs` its results, with those in which they leave; `None`
+    stands for the dtype that they have."""
+
+    steps: tuple[Step, ...]
+    ins: dict[Any, DType | None]
+    outs: dict[Any, DType | None]
+
+
+class Schedule(NamedTuple):
+    """Steps and regions in an order that binding can follow.
+
+    `drops` are the variables that each of them is the last to read, `settled` those
+    whose cotangents are rounded before they go anywhere."""
+
+    units: tuple[Step | Region, ...]
+    drops: tuple[tuple[Any, ...], ...]
+    settled: frozenset[Any] = frozenset()
+
+
+def schedule(
+    units: Iterable[Step | Region],
+    outvars: Iterable[Any],
+    settled: Iterable[Any] = (),
+) -> Schedule:
+    units = tuple(units)
+    seen = set(variables(outvars))
+    drops = []
+    for unit in reversed(units):
+        read = dict.fromkeys(unit.ins if isinstance(unit, Region) else reads(unit))
+        drops.append(tuple(v for v in read if v not in seen))
+        seen.update(read)
+    return Schedule(units, tuple(reversed(drops)), frozenset(settled))
+
+
+def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list[Step]]:
+    """Steps one by one and islands as a whole, each after all that it reads."""
+    number = {step: i for i, step in enumerate(steps)}
+    # An island goes by its first step.
+    first = {s: number[groups[s][0]] if s in groups else number[s] for s in steps}
+    maker = {v: first[step] for step in steps for v in step.eqn.outvars}
+    sorter: TopologicalSorter[int] = TopologicalSorter()
+    previous: list[int] = []  # effects happen in the author's order
+    for step in steps:
+        needed = {maker[v] for v in reads(step) if v in maker} - {first[step]}
+        if step.eqn.effects:
+            needed.update(previous)
+            previous = [first[step]]
+        sorter.add(first[step], *needed)
+    sorter.prepare()
+    ready: list[int] = []
+    order: list[list[Step]] = []
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+        i = heapq.heappop(ready)
+        order.append(groups.get(steps[i], [steps[i]]))
+        sorter.done(i)
+    return order

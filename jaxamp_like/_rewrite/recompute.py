@@ -1,0 +1,104 @@
+"""What the backward pass makes again: islands, and casts of what it has anyway."""
+
+from typing import Any
+
+import jax
+
+from .._dtypes import bits
+from .._jax import Literal, eqn_context, without_scopes
+from .._primitives import KEEPING_INPUTS, LINEAR
+from .._rules import keeping_low
+from .._structural.kept import keep
+from .islands import Region
+from .keeps import Keeps
+from .plan import Step
+
+Frame = Any  # of `bind`, which builds on this module
+
+
+def bind_region(outer: Frame, region: Region) -> list[Any]:
+    """Binds steps so that only what goes into them is kept for the backward pass.
+
+    Inside a loop there is nothing that XLA could merge the second run with."""
+    first = region.steps[0]
+    values = [outer.env[v] for v in region.ins]
+    # What is run again must not hold on to the outer frame, nor to its other values.
+    over, settled = outer.over, outer.settled
+
+    def island(*values):
+        env = dict(zip(region.ins, values, strict=True))
+        frame = over(env, Keeps.NOTHING)
+        frame.settled = settled
+        for step in region.steps:
+            frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
+        outs = []
+        for v, dtype in region.outs.items():
+            with eqn_context(makers[v].eqn):
+                outs.append(frame.read(v, dtype))
+        return outs
+
+    makers = {v: step for step in region.steps for v in step.eqn.outvars}
+    prevent_cse = outer.keeps == Keeps.LEAN
+    kept = list(region.ins.values())
+    if any(kept):
+        mark = keep if outer.keeps == Keeps.MARKED else None
+        run = keeping_low(island, island, kept, prevent_cse, mark)
+    else:
+        run = jax.checkpoint(island, prevent_cse=prevent_cse)
+    with eqn_context(without_scopes(first.eqn)):
+        outs = run(*values)
+    return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
+
+
+def casts_again(frame: Frame, step: Step) -> list[int]:
+    """Operands whose casts the backward pass makes again, and would keep otherwise.
+
+    A cast of an input can be had again, and what a cast up shows is held low."""
+    reads, invars = step.decision.reads, step.eqn.invars
+    if frame.keeps == Keeps.NOTHING:
+        return []
+    if step.is_compute:
+        would_keep = any(not frame.is_ahead(invars[i], reads[i]) for i in step.recasts)
+    else:
+        would_keep = step.eqn.primitive.name not in LINEAR
+    return [*step.recasts, *_widened(frame, step)] if would_keep else []
+
+
+def _widened(frame: Frame, step: Step) -> list[int]:
+    """Operands that are held low, and would be kept cast up."""
+    if step.eqn.primitive.name not in KEEPING_INPUTS:
+        return []
+    pairs = zip(step.eqn.invars, step.decision.reads, strict=True)
+    return [
+        i
+        for i, (atom, dtype) in enumerate(pairs)
+        if not isinstance(atom, Literal)
+        and dtype is not None
+        and bits(frame.env[atom].dtype) < bits(dtype)
+    ]
+
+
+def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
+    """Binds so that casts of the operands `again` are made again, not kept.
+
+    Without `prevent_cse`: inside a loop there is nothing to merge, and outside XLA
+    may weigh a second cast against a copy that is kept."""
+    given = {
+        i: frame.operand(step, i) for i in range(len(step.eqn.invars)) if i not in again
+    }
+    roots, chain = frame.views.origins([step.eqn.invars[i] for i in again])
+    static = {i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)}
+    arrays = {i: x for i, x in given.items() if i not in static}
+
+    over = frame.over
+
+    def op(values, arrays):
+        inner = over(dict(zip(roots, values, strict=True)))
+        for view in chain:
+            # The scopes are those of the op that all of this is made for.
+            with eqn_context(without_scopes(view.eqn)):
+                inner.env |= zip(view.eqn.outvars, inner.apply(view), strict=True)
+        return inner.apply(step, static | arrays)
+
+    values = [frame.env[root] for root in roots]
+    return jax.checkpoint(op, prevent_cse=False)(values, arrays)

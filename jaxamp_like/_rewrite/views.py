@@ -1,0 +1,77 @@
+"""Views: what moves an input about, such as a slice or a transpose of a parameter.
+
+A view of an input is as good as the input: its cast can be made again from what is live
+in the backward pass anyway, and need not be kept."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._dtypes import DType
+from .._jax import Atom, Literal
+from .._rules import author_dtype
+from .plan import Plan, Step
+
+
+class Views:
+    """The views that were made so far, each by the step that made it.
+
+    Attributes:
+        kept: the variables that views are made of, and so can't be forgotten."""
+
+    def __init__(self) -> None:
+        self.makers: dict[Any, Step] = {}
+        self.kept: set[Any] = set()
+
+    def remember(self, step: Step) -> None:
+        if any(fact and fact.leaf for fact in step.decision.outs):
+            self.makers |= dict.fromkeys(step.eqn.outvars, step)
+            invars = step.eqn.invars
+            self.kept |= {atom for atom in invars if not isinstance(atom, Literal)}
+
+    def origins(
+        self, atoms: Sequence[Atom], follow: Callable[[Step], bool] = lambda view: True
+    ) -> tuple[list[Any], list[Step]]:
+        """The inputs that `atoms` are views of, and the steps that lead to them.
+
+        Views that are not to be followed count as inputs."""
+        roots: dict[Any, None] = {}
+        chain: dict[Step, None] = {}
+
+        def visit(atom):
+            if isinstance(atom, Literal):
+                return
+            view = self.makers.get(atom)
+            if view is None or not follow(view):
+                roots[atom] = None
+            elif view not in chain:
+                for operand in view.eqn.invars:
+                    visit(operand)
+                chain[view] = None
+
+        for atom in atoms:
+            visit(atom)
+        return list(roots), list(chain)
+
+
+def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
+    """The inputs that contractions of a plan read cast, with the dtypes.
+
+    Of an input that is sliced at places which are only known when it is read, the
+    slices."""
+    views = Views()
+    casts: dict[tuple[Any, DType], None] = {}
+    for step in plan.steps:
+        views.remember(step)
+        for i in step.recasts if step.is_compute else ():
+            dtype = step.decision.reads[i]
+            if dtype is None:  # the rule's own `bind` casts it
+                continue
+            for root in views.origins([step.eqn.invars[i]], _is_fixed)[0]:
+                if author_dtype(root.aval) is not None:
+                    casts[root, dtype] = None
+    return list(casts)
+
+
+def _is_fixed(view: Step) -> bool:
+    """Whether a view shows the same part of its operand whenever it is made."""
+    return view.eqn.primitive.name != "dynamic_slice"
