@@ -3,14 +3,14 @@
     python -m benchmarks.inference
 
 needs what `benchmarks.roofline` needs, and no GPU: the GPT-like model is compiled for
-the described device, one step of decoding with a cache and the logits of a batch. Five
+the described device, one step of decoding with a cache and the logits of a batch. Six
 versions: float32 as written; `amp`, which casts the parameters at each call; what
 `convert` makes; the same where the caller keeps the cache low, for it is an input, and
-those keep the dtype that they come in; and *hand*, code with casts by hand, a low
-cache, and a tree of which everything was cast."""
+those keep the dtype that they come in; *hand*, code with casts by hand, a low cache,
+and a tree of which everything was cast; and `convert` with weights in int8, which are
+cast where they are multiplied, and a low cache."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,9 +25,11 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxamp_like import amp, convert
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import int8
 
-from .rewrite import make_table, ratio, versions
-from .roofline import NoPluginError, described_device, figures, plugin_versions
+from .rewrite import make_table, ratio
+from .roofline import figures, run_command
 from .workloads import (
     FLOAT32,
     HEADS,
@@ -126,6 +128,9 @@ def decode(
 
 # ------------------------------------------------------------------------ the versions
 
+# Of all sizes: one text is one row, but its step reads all weights.
+EIGHT_BITS = quantised(int8(weight_only=True, where=None))
+
 
 @dataclass(frozen=True)
 class Task:
@@ -168,6 +173,7 @@ def contenders(
     plain, full = styled(task, FLOAT32), task.inputs("float32")
     low = task.inputs(dtype)
     converted = convert(plain, params, *full, compute_dtype=dtype)
+    eight = convert(plain, params, *low, compute_dtype=dtype, amp_policy=EIGHT_BITS)
     cast = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), params)
     found = {
         "float32": (plain, params, full),
@@ -176,7 +182,10 @@ def contenders(
     }
     if low != full:
         found["convert, low cache"] = (converted.apply, converted.params, low)
-    return found | {"hand": (styled(task, Style(jnp.dtype(dtype))), cast, low)}
+    return found | {
+        "hand": (styled(task, Style(jnp.dtype(dtype))), cast, low),
+        "convert, int8 weights": (eight.apply, eight.params, low),
+    }
 
 
 @dataclass(frozen=True)
@@ -244,15 +253,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # the described GPU, not one that's here
-    try:
-        plugins = plugin_versions()
-    except NoPluginError as error:
-        print(error, file=sys.stderr)
-        return 2
-    device, console = described_device(), Console(width=110)
+def compare(args: argparse.Namespace, device: Any) -> dict[str, Any]:
+    console = Console(width=110)
     c = SIZES[args.size]
     params = jax.eval_shape(lambda key: init(key, c), jr.key(0))
     rows: dict[str, dict[str, Row]] = {}
@@ -264,19 +266,14 @@ def main(argv: list[str] | None = None) -> int:
         label = name
         for version, row in found.items():
             told = cells(row, found["float32"], found["hand"])
-            table.add_row(label, version, *told, end_section=version == "hand")
+            table.add_row(label, version, *told, end_section=version == list(found)[-1])
             label = ""
     console.print(table)
-    if args.json is not None:
-        record = {
-            "versions": versions() | plugins,
-            "device": device.device_kind,
-            "dtype": args.dtype,
-            "size": args.size,
-            "tasks": {k: {n: asdict(r) for n, r in v.items()} for k, v in rows.items()},
-        }
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-    return 0
+    return {"tasks": {k: {n: asdict(r) for n, r in v.items()} for k, v in rows.items()}}
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_args(argv), compare)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -632,8 +632,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+def run_command(
+    args: argparse.Namespace,
+    work: Callable[[argparse.Namespace, Any], dict[str, Any]],
+) -> int:
+    """Runs `work(args, device)` for the described device; returns the exit status.
+
+    What `work` returns is written to `args.json`, with what it was measured by."""
     jax.config.update("jax_platforms", "cpu")  # the described GPU, not one that's here
     try:
         plugins = plugin_versions()
@@ -641,6 +646,21 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     device = described_device()
+    found = work(args, device)
+    if args.json is not None:
+        record = {
+            "versions": versions() | plugins,
+            "device": device.device_kind,
+            "peak_flops_by_bits": PEAK_FLOPS,
+            "bandwidth": BANDWIDTH,
+            "dtype": args.dtype,
+            "size": args.size,
+        }
+        args.json.write_text(json.dumps(record | found, indent=2) + "\n")
+    return 0
+
+
+def compare_all(args: argparse.Namespace, device: Any) -> dict[str, Any]:
     console = Console(width=max(Console().width, 110))
     records = {}
     for name in track(list(args.workloads), "Compiling", console=console):
@@ -650,21 +670,16 @@ def main(argv: list[str] | None = None) -> int:
     note = f"{args.dtype}, {args.size} size, {device.device_kind}, roofline"
     for table in tables(records, note):
         console.print(table)
-    if args.json is not None:
-        record = {
-            "versions": versions() | plugins,
-            "device": device.device_kind,
-            "peak_flops_by_bits": PEAK_FLOPS,
-            "bandwidth": BANDWIDTH,
-            "dtype": args.dtype,
-            "size": args.size,
-            "workloads": {
-                workload: {name: asdict(one) for name, one in rows.items()}
-                for workload, rows in records.items()
-            },
+    return {
+        "workloads": {
+            workload: {name: asdict(one) for name, one in rows.items()}
+            for workload, rows in records.items()
         }
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
-    return 0
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(parse_args(argv), compare_all)
 
 
 if __name__ == "__main__":

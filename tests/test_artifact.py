@@ -1,6 +1,7 @@
 """Artifacts: the same bits elsewhere, and nothing is loaded that is not whole."""
 
 import collections
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from pathlib import Path
 
 import jax
@@ -22,6 +24,7 @@ from jax import export
 from jaxamp_like import convert, load
 from jaxamp_like._convert import folder as folders
 from jaxamp_like.inference import ArtifactError
+from tests import across
 
 BF16 = {"compute_dtype": "bfloat16"}
 Answer = collections.namedtuple("Answer", "scores best")
@@ -140,6 +143,39 @@ def test_unusual_parameters_come_back(tmp_path):
     assert {"a/b", "a/b~2"} <= loaded.params.keys()
 
 
+def test_settings_and_names_that_files_cannot_hold(tmp_path):
+    """Infinities in JSON, safetensors' own name, a parameter named as a constant is."""
+
+    def fn(p, x, n, limit):
+        return Answer((x @ p["__metadata__"] + p["constant 0"]) @ MIX * n, limit)
+
+    (w,) = randoms((4, 4))
+    inputs = w, 2, float("inf")
+    low = convert(fn, {"__metadata__": w, "constant 0": w[0]}, *inputs, **BF16)
+    low.save(tmp_path / "a")
+    loaded = load(tmp_path / "a")
+    assert same_bits(loaded(*inputs), low(*inputs)) and loaded(*inputs).best > 1e300
+    for other in (2.0, True, 3):
+        with pytest.raises(TypeError, match="must be like"):
+            loaded(w, other, float("inf"))
+    # Trees of two calls, of two artifacts even, go together.
+    jax.tree.map(jnp.subtract, loaded(*inputs), load(tmp_path / "a")(*inputs))
+
+
+def test_what_the_lowest_jax_saved_is_loaded():
+    """Made by `python -m tests.across save tests/artifacts`, on the lowest JAX."""
+    folder, root = Path(__file__).parent / "artifacts", Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (lowest,) = (d for d in project["dependencies"] if d.startswith("jax>="))
+    lowest = lowest.removeprefix("jax>=")
+    if jax.__version_info__ >= (0, 11):  # which reads what is up to six months older
+        with pytest.raises(ArtifactError, match=f"can't read .* JAX {lowest} wrote"):
+            load(folder / "model")
+        return
+    assert load(folder / "model").versions["jax"] == lowest
+    assert "the same to the bit" in across.check(folder)
+
+
 def test_a_module_and_orbax(tmp_path):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     (x,) = randoms((2, 8))
@@ -207,6 +243,9 @@ def test_what_cannot_be_saved_is_told(converted, tmp_path):
         convert(fn, w, x, **BF16).save(path)
     with pytest.raises(TypeError, match="`platforms` must be a sequence"):
         converted.save(path, platforms="cpu")
+    printing = convert(lambda w, x: (x @ w, jax.debug.print("{}", x))[0], w, x)
+    with pytest.raises(ValueError, match=r"can't export it.*take out what calls"):
+        printing.save(path)
     shapes = convert(lambda w, x: x @ w, jax.ShapeDtypeStruct((4, 4), "float32"), x)
     with pytest.raises(ValueError, match="shapes only"):
         shapes.save(path)
@@ -321,6 +360,8 @@ class Kills:
         for name in ("write_bytes", "unlink", "mkdir"):
             self._patch(monkeypatch, Path, name)
         self._patch(monkeypatch, folders, "_hash")
+        # A lock ends with its process, and this one goes on.
+        monkeypatch.setattr(fcntl, "flock", lambda *args: None)
 
     def _patch(self, monkeypatch, owner, name):
         original = getattr(owner, name)
@@ -436,3 +477,28 @@ def test_an_error_of_the_disk_leaves_nothing_behind(converted, tmp_path, monkeyp
     with pytest.raises(OSError, match="No space left"):
         converted.save(tmp_path / "a")
     assert os.listdir(tmp_path / "a") == []
+
+
+def test_any_error_leaves_the_artifact_that_was_there(tmp_path):
+    folders.write_folder(tmp_path, *contents(1))
+    files = set(os.listdir(tmp_path))
+    manifest, writers = contents(2)
+    for fails in ("program", "parameters"):
+        with pytest.raises(ZeroDivisionError):
+            folders.write_folder(tmp_path, manifest, writers | {fails: lambda p: 1 / 0})
+    with pytest.raises(ValueError, match="JSON"):
+        folders.write_folder(tmp_path, {"n": float("nan")}, writers)
+    assert set(os.listdir(tmp_path)) == files and number_in(tmp_path) == 1
+
+
+def test_one_writes_at_a_time(tmp_path):
+    """A second writer would remove what the first has not referred to yet."""
+    manifest, writers = contents(1)
+
+    def during(path):
+        with pytest.raises(OSError, match="Somebody else is saving to"):
+            folders.write_folder(tmp_path, *contents(2))
+        path.write_bytes(b"program 1")
+
+    folders.write_folder(tmp_path, manifest, writers | {"program": during})
+    assert number_in(tmp_path) == 1

@@ -85,6 +85,9 @@ def test_lists_and_platforms_are_handed_on(run):
     code, out, _ = run("convert", "its_model:digits", "-o", "a", *LOW, *lists, "--json")
     data = json.loads(out)
     assert code == 0 and data["contractions"][0]["reads"] == ["float32", "float32"]
+    none = ("--conditional-float32-op", "dot_general:precision=null")
+    _, out, _ = run("convert", "its_model:digits", "-o", "b", *LOW, *none, "--json")
+    assert json.loads(out)["contractions"][0]["reads"] == ["float32", "float32"]
     _, out, _ = run("inspect", "a")
     assert "platforms cpu, cuda" in out
 
@@ -117,6 +120,12 @@ WRONG = {
     ("convert", "its_model:number", "-o", "a"): "but gave int",
     ("convert", "its_model:digits"): "--output",
     ("convrt",): "No such command",
+    tuple("convert its_model:digits -o a --conditional-float32-op tanh=1".split()): (
+        "Write OP:PARAMETER=VALUE"
+    ),
+    tuple("convert its_model:digits -o a --conditional-float32-op tanh:y=x".split()): (
+        "must be JSON"
+    ),
 }
 
 

@@ -308,6 +308,25 @@ def test_migration_changes_no_product():
         assert error(jnp.tensordot(a, b, 2), jnp.tensordot(x, w, 2)) < 1e-6
 
 
+WEIGHTS = {
+    "right": (lambda w, x: x @ w, (2, 8)),
+    "right, and smaller": (lambda w, x: x @ w, (64, 8)),
+    "left of a vector": (lambda w, x: w.T @ x, (8,)),
+    "left under vmap": (lambda w, x: jax.vmap(lambda x: w.T @ x)(x), (2, 8)),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_which_operand_is_the_weight(case):
+    """In a first layer both operands are inputs."""
+    fn, shape = WEIGHTS[case]
+    model = low(fn, int8(where=None, weight_only=True))
+    jaxpr = jax.make_jaxpr(model)(jnp.ones((8, 6)), jnp.ones(shape))
+    made = [v.aval for one in programs(jaxpr) for e in one.eqns for v in e.outvars]
+    rounded = {tuple(sorted(aval.shape)) for aval in made if aval.dtype == jnp.int8}
+    assert rounded == {(6, 8)}
+
+
 def test_weights_alone():
     def loss(w, x):
         return jnp.sum(jnp.sin(jnp.cos(x) @ w))

@@ -1,5 +1,6 @@
 """`save` and `load`: a converted model as a folder that needs no code of the model."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from jax import export
 from .._reports.versions import versions
 from . import summary as summaries
 from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
-from .models import is_parameter
-from .tensors import described, read_tensors, safetensors, write_tensors
+from .models import distinct, is_parameter
+from .tensors import all_described, described, read_tensors, safetensors, write_tensors
 from .traced import Traced
 from .trees import arrays_in, decode, encode
 
@@ -33,7 +34,7 @@ def save_converted(
             "The parameters are shapes only: convert real ones to save them."
         )
     leaves = [*params, *program.constants()]
-    names = [stored.name for stored in converted.summary.leaves]
+    names = distinct([stored.name for stored in converted.summary.leaves])
     inputs = list(map(_shape, arrays_in(converted.example_inputs, is_parameter)))
     num = len(leaves) - len(params)
 
@@ -41,11 +42,10 @@ def save_converted(
         params, constants = leaves[: len(leaves) - num], leaves[len(leaves) - num :]
         return program.run(constants, [*params, *inputs])
 
-    exported = export.export(jax.jit(run), platforms=platforms)(
-        list(map(_shape, leaves)), inputs
-    )
+    name = converted.summary.name
+    exported = _exported(run, name, platforms, list(map(_shape, leaves)), inputs)
     code = exported.serialize()
-    rows = [described(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    rows = all_described(names, leaves)
     is_input = is_parameter
     manifest = {
         "written_by": versions(),
@@ -65,6 +65,16 @@ def save_converted(
             "program": lambda file: file.write_bytes(code),
         },
     )
+
+
+def _exported(run: Any, name: str, platforms: Sequence[str] | None, *shapes: Any):
+    try:
+        return export.export(jax.jit(run), platforms=platforms)(*shapes)
+    except NotImplementedError as e:
+        raise ValueError(
+            f"{name} can't be saved, since JAX can't export it: {e}. An artifact holds "
+            "no Python: take out what calls it (`jax.debug.print`, `pure_callback`)."
+        ) from e
 
 
 class _Placeholder:
@@ -150,7 +160,7 @@ class Artifact:
             given = encode(inputs, _is_array_like, "Inputs")
         except TypeError:
             given = None
-        if given != self._inputs:
+        if json.dumps(given) != json.dumps(self._inputs):  # 1 is neither 1.0 nor True
             told = jax.tree.map(_told, tuple(inputs))
             raise TypeError(f"The inputs must be like {self._shown}, but are {told}.")
         arrays = arrays_in(inputs, _is_array_like)

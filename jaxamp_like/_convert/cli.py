@@ -69,6 +69,15 @@ Float32Ops = Annotated[
 WidestOps = Annotated[
     list[str], typer.Option("--widest-op", help="An op that runs in its widest input.")
 ]
+ConditionalOps = Annotated[
+    list[str],
+    typer.Option(
+        "--conditional-float32-op",
+        metavar="OP:PARAMETER=VALUE",
+        help="An op that runs as written where its parameter has this value, as JSON, "
+        "such as integer_pow:y=3.",
+    ),
+]
 Excluded = Annotated[
     list[str],
     typer.Option("--excluded-scope", help="A scope in which all runs as written."),
@@ -99,6 +108,7 @@ def convert(
     target_op: TargetOps = [],  # noqa: B006
     float32_op: Float32Ops = [],  # noqa: B006
     widest_op: WidestOps = [],  # noqa: B006
+    conditional_float32_op: ConditionalOps = [],  # noqa: B006
     excluded_scope: Excluded = [],  # noqa: B006
     keep_input: Kept = [],  # noqa: B006
     cast_params: Annotated[
@@ -111,6 +121,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Converts a model and saves it as an artifact."""
+    conditions = [_condition(text) for text in conditional_float32_op]
     fn, params, *inputs = _made(model)
     with _bar():
         converted = convert_fn(
@@ -122,6 +133,7 @@ def convert(
             target_ops=target_op,
             float32_ops=float32_op,
             widest_ops=widest_op,
+            conditional_float32_ops=conditions,
             excluded_scopes=excluded_scope,
             keep_inputs=keep_input,
             cast_params=cast_params,
@@ -235,6 +247,19 @@ def _made(target: str) -> tuple[Any, ...]:
             f"{type(made).__name__}."
         )
     return tuple(made)
+
+
+def _condition(text: str) -> tuple[str, str, list[Any]]:
+    """An op, its parameter and its value, as `convert` takes them."""
+    left, equals, value = text.partition("=")
+    op, colon, parameter = left.partition(":")
+    if not (equals and colon and op and parameter):
+        _wrong(f"Write OP:PARAMETER=VALUE, such as integer_pow:y=3, but got {text!r}.")
+    try:
+        found = json.loads(value)
+    except ValueError:
+        _wrong(f'The value in {text!r} must be JSON: 3, [0, 1], null or "text".')
+    return op, parameter, [tuple(found) if isinstance(found, list) else found]
 
 
 def _wrong(message: str) -> NoReturn:

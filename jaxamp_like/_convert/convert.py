@@ -1,7 +1,8 @@
 """`convert`: a float32 model once, as a mixed one whose parameters are stored so."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted, type_of
-from .folding import foldable, folded, parts_of
+from .folding import each_once, foldable, folded, parts_of
 from .lists import ListedPolicy, check_matches, lists_of
 from .models import (
     as_jax_has_them,
     check_leaves,
+    distinct,
+    first_places,
     is_parameter,
     path_name,
     take_apart,
@@ -29,7 +32,7 @@ from .records import casts_of, contractions_of
 from .storage import Stored, narrower, storage
 from .summary import Summary
 from .traced import Traced, traced
-from .uses import uses_of_inputs
+from .uses import Uses, uses_of_inputs
 
 _AS_GIVEN = "`cast_params` is False"
 _KEPT = "`keep_inputs` names it"
@@ -124,12 +127,13 @@ def convert(
     mixed = amp_by(settings, model.call, strict=strict)
     program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
-    kept = dict.fromkeys(_kept(keep_inputs, names), _KEPT)
+    kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), leaves), _KEPT)
     if not cast_params:
         kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
     stored = _stored(program, names, leaves, kept)
-    if which := _foldable(program, stored, kept):
+    if which := _foldable(program, leaves, stored, kept):
         parts = parts_of(program, leaves, which)
+        parts = each_once(parts, first_places(leaves))
         mixed = folded(mixed, jax.tree.map(type_of, model.params), which)
         model = model._replace(params=_with_parts(model.params, parts), rebuild=None)
         program = traced(mixed, model.params, example_inputs)
@@ -147,16 +151,48 @@ def convert(
 def _stored(
     program: Traced, names: Sequence[str], leaves: Sequence[Any], kept: dict[int, str]
 ) -> tuple[Stored, ...]:
-    rows = enumerate(zip(names, leaves, program.uses, strict=False))
-    return tuple(storage(*row, kept.get(i)) for i, row in rows)
+    first = first_places(leaves)
+    uses: dict[int, Uses] = {}  # of an array that stands in several places, in all
+    for i, one in zip(first, program.uses, strict=False):
+        uses[i] = uses.get(i, frozenset()) | one
+    made = []
+    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        row = storage(name, leaf, uses[first[i]], kept.get(i))
+        if first[i] != i:
+            why = f"the same array as {names[first[i]]}"
+            row = row._replace(bytes_before=0, bytes_now=0, why=why)
+        made.append(row)
+    return tuple(made)
 
 
 def _foldable(
-    program: Traced, stored: Sequence[Stored], kept: dict[int, str]
+    program: Traced,
+    leaves: Sequence[Any],
+    stored: Sequence[Stored],
+    kept: dict[int, str],
 ) -> list[int]:
-    sizes = [None if i in kept else s.bytes_now for i, s in enumerate(stored)]
-    inputs = len(program.uses) - len(sizes)
-    return foldable(program.jaxpr, [*sizes, *[None] * inputs])
+    """Parameters to be folded: in all places in which they stand, or in none."""
+    first = first_places(leaves)
+    times = Counter(first)
+    inputs = [None] * (len(program.uses) - len(leaves))
+    places = set(range(len(leaves))) - kept.keys()
+    while True:
+        sizes = [
+            stored[j].bytes_now // times[j] if i in places else None
+            for i, j in enumerate(first)
+        ]
+        which = foldable(program.jaxpr, [*sizes, *inputs])
+        others = _in_all_places(places - set(which), leaves)
+        if not others & set(which):
+            return which
+        places -= others
+
+
+def _in_all_places(which: Iterable[int], leaves: Sequence[Any]) -> set[int]:
+    """`which`, and where else the same arrays stand."""
+    first = first_places(leaves)
+    wanted = {first[i] for i in which}
+    return {i for i, j in enumerate(first) if j in wanted}
 
 
 def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
@@ -179,15 +215,16 @@ def _stored_parts(
     origin = [
         (i, k) for i in range(len(before)) for k in range(len(parts.get(i, (None,))))
     ]
-    rows = zip(names, leaves, program.uses, origin, strict=False)
+    reasons = {at: kept[i] for at, (i, _) in enumerate(origin) if i in kept}
+    rows = _stored(program, names, leaves, reasons)
     found = []
-    for name, leaf, uses, (i, k) in rows:
-        row = storage(name, leaf, uses, kept.get(i))
+    for row, (i, k) in zip(rows, origin, strict=True):
         if i in parts:
+            why = f"made of {before[i].name}, which nothing else reads"
             row = row._replace(
                 before=before[i].before,
                 bytes_before=before[i].bytes_before if k == 0 else 0,
-                why=f"made of {before[i].name}, which nothing else reads",
+                why=why if row.bytes_now else row.why,
                 folded=True,
             )
         found.append(row)
@@ -208,19 +245,7 @@ def _parameters(params: Any) -> tuple[list[Any], list[str]]:
     """The arrays of a tree of parameters, with their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     found = [(leaf, path_name(path)) for path, leaf in leaves if is_parameter(leaf)]
-    return [leaf for leaf, _ in found], _distinct([name for _, name in found])
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, numbered where a key with a "/" makes two of them the same."""
-    made: dict[str, None] = {}
-    for name in (name or "params" for name in names):
-        number, one = 1, name
-        while one in made:
-            number += 1
-            one = f"{name}~{number}"
-        made[one] = None
-    return list(made)
+    return [x for x, _ in found], distinct([name or "params" for _, name in found])
 
 
 def _kept(keys: Sequence[Any], names: Sequence[str]) -> list[int]:
@@ -260,6 +285,7 @@ def _matches(key: Any, i: int, name: str) -> bool:
 def _cast(params: Any, stored: Sequence[Stored]) -> Any:
     """The parameters as they are stored."""
     rest = ticked("casting parameters", stored)
+    made: dict[int, Any] = {}  # what stands in several places stays one array
 
     def as_stored(leaf: Any) -> Any:
         if not is_parameter(leaf):
@@ -269,7 +295,9 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(dtype=dtype)
-        return cast(jax.numpy.asarray(leaf), dtype)
+        if id(leaf) not in made:
+            made[id(leaf)] = cast(jax.numpy.asarray(leaf), dtype)
+        return made[id(leaf)]
 
     stored_params = jax.tree.map(as_stored, params)
     next(rest, None)  # tells that all are done

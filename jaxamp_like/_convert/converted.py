@@ -79,6 +79,7 @@ class Converted:
             The module.
         Raises:
             TypeError: the model did not come as a module of Equinox or NNX.
+            ValueError: an example has a dimension such as `2*n`.
             AmpError: the module would compute something else."""
         if self.model.rebuild is None:
             raise TypeError(
@@ -183,10 +184,20 @@ def _example(leaf: Any) -> Any:
     """Numbers to try a model with, where only a shape is known."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    shape = tuple(d if isinstance(d, int) else 3 for d in leaf.shape)
+    shape = tuple(d if isinstance(d, int) else _size(d) for d in leaf.shape)
     if is_float(leaf.dtype):
         return jax.random.normal(jax.random.key(0), shape, leaf.dtype)
     return jax.numpy.zeros(shape, leaf.dtype)
+
+
+def _size(dim: Any) -> int:
+    """A number for a symbol; any will do, if there are only symbols."""
+    if not str(dim).isidentifier():
+        raise ValueError(
+            f"A module is tried on an example, and the dimension `{dim}` could be "
+            "any. Convert with inputs of certain shapes."
+        )
+    return 3
 
 
 def _shown(leaf: Any) -> str:
@@ -198,4 +209,5 @@ def _shown(leaf: Any) -> str:
 def type_of(leaf: Any) -> Any:
     if not is_parameter(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    is_weak = getattr(leaf, "weak_type", False)  # what it is promoted to hangs on it
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)

@@ -7,6 +7,7 @@ if there was none, none or the new one. A reader checks all that it reads agains
 manifest, and that against the digest that it carries; nothing of it is unpickled."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -66,23 +67,22 @@ def write_folder(
     if not folder.exists():
         folder.mkdir(parents=True)
         _sync(folder.parent)
-    made: list[Path] = []
-    try:
-        files = {
-            role: _add(folder, role, write, made) for role, write in writers.items()
-        }
-        data = _encoded({**manifest, "format": FORMAT, "kind": KIND, "files": files})
-        new = _new(folder, made)
-        new.write_bytes(data)
-        _sync(new)
-        _sync(folder)  # the names of the files, before what refers to them
-        os.replace(new, folder / MANIFEST)
-    except OSError:
-        for leftover in made:
-            leftover.unlink(missing_ok=True)
-        raise
-    _sync(folder)
-    _remove_others(folder, {MANIFEST, *(file["name"] for file in files.values())})
+    with _alone(folder):
+        before = _names(folder)
+        try:
+            files = {role: _add(folder, role, write) for role, write in writers.items()}
+            whole = {**manifest, "format": FORMAT, "kind": KIND, "files": files}
+            data = _encoded(whole)
+            new = _new(folder)
+            new.write_bytes(data)
+            _sync(new)
+            _sync(folder)  # the names of the files, before what refers to them
+            os.replace(new, folder / MANIFEST)
+        except (Exception, KeyboardInterrupt):
+            _remove_others(folder, before)
+            raise
+        _sync(folder)
+        _remove_others(folder, {MANIFEST, *(file["name"] for file in files.values())})
     return hashlib.sha256(data).hexdigest()
 
 
@@ -130,17 +130,44 @@ def _check_is_ours(folder: Path) -> None:
         )
 
 
-def _new(folder: Path, made: list[Path]) -> Path:
-    path = folder / f".new-{secrets.token_hex(8)}"
-    made.append(path)
-    return path
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps a second writer out of a folder: each removes the files of all others.
+
+    A lock ends with its process, however that ends."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"Somebody else is saving to {folder} right now. Save to another "
+                "folder, or again later."
+            ) from None
+        except OSError as e:
+            if e.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
-def _add(
-    folder: Path, role: str, write: Callable[[Path], object], made: list[Path]
-) -> dict[str, Any]:
+# File systems that have no locks are written to without.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def _new(folder: Path) -> Path:
+    return folder / f".new-{secrets.token_hex(8)}"
+
+
+def _add(folder: Path, role: str, write: Callable[[Path], object]) -> dict[str, Any]:
     """Writes one file under the name that follows from what is in it."""
-    new = _new(folder, made)
+    new = _new(folder)
     write(new)
     _sync(new)
     sha, size = _hash(new)
@@ -157,6 +184,17 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _names(folder: Path) -> set[str]:
+    """The files of the artifact in a folder; all that is there, if it is damaged."""
+    try:
+        files = json.loads((folder / MANIFEST).read_bytes())["files"].values()
+        return {MANIFEST, *(file["name"] for file in files)}
+    except FileNotFoundError:
+        return set()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {path.name for path in folder.iterdir()}
 
 
 def _remove_others(folder: Path, names: set[str]) -> None:

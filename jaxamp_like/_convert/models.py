@@ -4,11 +4,13 @@ A model that holds its parameters (Equinox, NNX, Keras) is taken apart; one that
 given them (Linen, Haiku, a plain function) is called as it is."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._errors import AmpError
 from .._frameworks.nnx import is_node, nnx_nodes
@@ -87,19 +89,44 @@ def check_leaves(params: Any) -> None:
 
 
 def as_jax_has_them(params: Any) -> Any:
-    """`params` with NumPy's float64 and int64 as what JAX makes of them."""
+    """`params` with NumPy's arrays as what JAX makes of them.
+
+    Copies, for NumPy's may be written to later."""
 
     def canonical(leaf: Any) -> Any:
-        if not is_parameter(leaf) or isinstance(leaf, jax.Array):
-            return leaf
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        if dtype == leaf.dtype:
-            return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
             return leaf.update(dtype=dtype)
-        return jax.numpy.asarray(leaf)
+        if isinstance(leaf, np.ndarray | np.generic):
+            return jnp.array(leaf)
+        return leaf
 
-    return jax.tree.map(canonical, params)
+    return map_parameters(canonical, params)
+
+
+def map_parameters(fn: Callable[[Any], Any], params: Any) -> Any:
+    """Maps the arrays of a tree; one that stands in several places stays one array."""
+    made: dict[int, Any] = {}
+
+    def once(leaf: Any) -> Any:
+        if not is_parameter(leaf):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = fn(leaf)
+        return made[id(leaf)]
+
+    return jax.tree.map(once, params)
+
+
+def first_places(leaves: Sequence[Any]) -> list[int]:
+    """For each array of a list where it stands first: tied weights stand twice.
+
+    Shapes alone don't tell whether they are of one array."""
+    places: dict[int, int] = {}
+    return [
+        i if isinstance(x, jax.ShapeDtypeStruct) else places.setdefault(id(x), i)
+        for i, x in enumerate(leaves)
+    ]
 
 
 def is_parameter(leaf: Any) -> bool:
@@ -118,6 +145,20 @@ def path_name(path: Any) -> str:
     # What a variable of NNX holds.
     held = len(parts) > 1 and parts[-1] == "value" and hasattr(path[-1], "name")
     return "/".join(parts[:-1] if held else parts)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, numbered where a key with a "/" makes two of them the same.
+
+    None is that which safetensors keeps for itself."""
+    made = {"__metadata__": None}
+    for name in names:
+        number, one = 1, name
+        while one in made:
+            number += 1
+            one = f"{name}~{number}"
+        made[one] = None
+    return list(made)[1:]
 
 
 def _call(model: Callable[..., Any], *inputs: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .folder import ArtifactError
+from .models import first_places
 from .progress import ticked
 
 # Those that safetensors reads as NumPy arrays; others are kept as their bytes.
@@ -42,11 +43,20 @@ def described(name: str, leaf: Any) -> dict[str, Any]:
     return row
 
 
+def all_described(names: Sequence[str], leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    """The same of many; an array that stands in several places is written once."""
+    rows = [described(*pair) for pair in zip(names, leaves, strict=True)]
+    for i, first in enumerate(first_places(leaves)):
+        if first != i:
+            rows[i]["same_as"] = rows[first]["name"]
+    return rows
+
+
 def write_tensors(path: Path, rows: Sequence[dict[str, Any]], leaves: Any) -> None:
     """Writes arrays under their names."""
     pairs = list(zip(rows, leaves, strict=True))
     written = ticked("writing parameters", pairs)
-    data = {row["name"]: _plain(x, row) for row, x in written}
+    data = {row["name"]: _plain(x, row) for row, x in written if "same_as" not in row}
     safetensors().numpy.save_file(data, path)
 
 
@@ -56,16 +66,21 @@ def read_tensors(path: Path, rows: Sequence[dict[str, Any]]) -> list[Any]:
     Raises:
         ArtifactError: the file holds others."""
     package = safetensors()
-    leaves = []
+    found: dict[str, Any] = {}
     with package.safe_open(path, "numpy") as file:
-        names = [row["name"] for row in rows]
+        names = [row["name"] for row in rows if "same_as" not in row]
         if sorted(file.keys()) != sorted(names):
             raise ArtifactError(
                 f"{path} is damaged: it holds other parameters than its manifest says."
             )
         for row in ticked("reading parameters", rows):
-            leaves.append(_array(file.get_tensor(row["name"]), row, path))
-    return leaves
+            name = row["name"]
+            found[name] = (
+                found[row["same_as"]]
+                if "same_as" in row
+                else _array(file.get_tensor(name), row, path)
+            )
+    return [found[row["name"]] for row in rows]
 
 
 def _plain(leaf: Any, row: dict[str, Any]) -> np.ndarray:

@@ -3,6 +3,8 @@
 Written out by kind and name, so that nobody's code is needed to read them; what only
 code can make (modules, classes of one's own) is refused when it is saved."""
 
+import functools
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +40,8 @@ def encode(tree: Any, is_array: Callable[[Any], bool], what: str) -> Any:
         if type(node) in (list, tuple):
             items = [go(x, f"{path}[{i}]") for i, x in enumerate(node)]
             return {type(node).__name__: items}
+        if isinstance(node, float) and not math.isfinite(node):
+            return {"float": str(float(node))}  # JSON has none of them
         if isinstance(node, _PLAIN):
             return {"value": node}
         raise TypeError(_cannot(what, path, f"a {type(node).__name__}"))
@@ -62,14 +66,22 @@ def decode(data: Any, arrays: list[Any]) -> Any:
         return arrays[value]
     if kind == "value":
         return value
+    if kind == "float":
+        return float(value)
     if kind == "dict":
         return {key: decode(node, arrays) for key, node in value}
     if kind == "namedtuple":
         typename, fields = value
-        made = namedtuple(typename, [name for name, _ in fields])
+        made = _named_tuple(typename, tuple(name for name, _ in fields))
         return made(*(decode(node, arrays) for _, node in fields))
     items = [decode(node, arrays) for node in value]
     return tuple(items) if kind == "tuple" else items
+
+
+@functools.cache
+def _named_tuple(typename: str, names: tuple[str, ...]) -> Any:
+    """One class for each: trees of two calls must be of the same structure."""
+    return namedtuple(typename, names)
 
 
 def arrays_in(tree: Any, is_array: Callable[[Any], bool]) -> list[Any]:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from .._dtypes import cast
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.by_pass import weight_side
 from .axes import axes_of, onto_result
 from .bilinear import as_it_is, bilinear
 from .integers import Integers, rounded
@@ -16,6 +15,7 @@ from .migration import migrated, pairs_of
 from .passes import Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import as_bool, leave_alone, number, predicate_or_none
+from .weights import weight_side
 from .worth import WORTH_IT
 
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
@@ -75,8 +75,10 @@ class Int8(Quantising):
         def forward(*operands):
             axes = axes_of(site.params, (operands[0].ndim, operands[1].ndim))[weight]
             made = self._rounded(operands[weight], axes.summed, is_weight=True)
-            values = [cast(x, low) for x in operands]
-            values[weight] = made.values.astype(low)
+            values = [
+                made.values.astype(low) if i == weight else cast(x, low)
+                for i, x in enumerate(operands)
+            ]
             sums = fn(values[0], values[1], as_it_is(_FLOAT32))
             return cast(sums / onto_result(made.multiplier, axes, sums.ndim), out)
 
@@ -84,7 +86,7 @@ class Int8(Quantising):
 
     def _rounded(self, x: Any, axes: tuple[int, ...], is_weight: bool) -> Integers:
         largest = None if is_weight else self.activation_max
-        return rounded(x, axes, self.epsilon, largest)
+        return rounded(x, axes, self.epsilon, largest, is_weight)
 
     def _eight_bits(self, site: Site) -> EightBits:
         if self.weight_only:

@@ -18,12 +18,18 @@ class Integers(NamedTuple):
 
 
 def rounded(
-    x: Any, axes: tuple[int, ...], epsilon: float, largest: float | None = None
+    x: Any,
+    axes: tuple[int, ...],
+    epsilon: float,
+    largest: float | None = None,
+    is_weight: bool = False,
 ) -> Integers:
     """`x` as int8, by multipliers of its rows, which extend along `axes`.
 
     From the magnitudes in the row, or from `largest`, where what is larger saturates.
-    Integers hold no NaN, so the multiplier tells of it."""
+    Integers hold no NaN, so the multiplier tells of it. That of a weight may be stored,
+    so XLA is kept from what it would do with a quotient: a division by it would become
+    another, with other bits."""
     x = x.astype(jnp.float32)
     amax = largest_of(x, axes)
     is_finite = lax.is_finite(amax)
@@ -31,6 +37,8 @@ def rounded(
     top = top + epsilon
     is_known = is_finite & (top > 0)
     multiplier = LARGEST / lax.select(is_known, top, lax.full_like(top, LARGEST))
+    if is_weight:
+        multiplier = lax.optimization_barrier(multiplier)
     values = lax.round(x * multiplier, lax.RoundingMethod.TO_NEAREST_EVEN)
     # NaN as an integer may be anything.
     values = lax.select(lax.is_finite(values), values, lax.full_like(values, 0))

@@ -26,9 +26,9 @@ from .._rules import (
     outs_of,
     use_original_precision,
 )
-from .._rules.by_pass import weight_side
 from .._rules.computing import asks_for_wider_result
 from .axes import sides
+from .weights import weight_side
 from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")

@@ -1,0 +1,40 @@
+"""Which operand of a contraction is the weight."""
+
+from collections.abc import Callable
+
+from .._primitives.contractions import dot_numbers, rest
+from .._rules import Leaf, Site
+
+_INPUTS = (Leaf.ROOT, Leaf.VIEW)
+
+
+def weight_side(site: Site) -> int:
+    """Which operand of a contraction is the weight: 0 or 1.
+
+    The one that is an input. In a first layer both are inputs: then it is the one
+    without a symbolic batch, or that is no vector; else the right one, as in `x @ w`.
+    Where both sum over their last axis, as an Equinox layer under `vmap` does, the
+    order tells nothing: then it is the larger."""
+    if (numbers := dot_numbers(site.params)) is None:
+        return 1  # a filter
+    contracted, batch = numbers
+    shapes = [aval.shape for aval in site.avals[:2]]
+    axes = [tuple(range(len(shape))) for shape in shapes]
+    free = [rest(axes[i], (*contracted[i], *batch[i])) for i in (0, 1)]
+    leaves = [fact.leaf if fact else Leaf.NO for fact in site.facts[:2]]
+    for holds in (
+        lambda i: leaves[i] in _INPUTS,
+        lambda i: all(isinstance(d, int) for d in shapes[i]),
+        lambda i: bool(free[i]),
+    ):
+        if (side := _only(holds)) is not None:
+            return side
+    is_last = all(tuple(contracted[i]) == axes[i][-1:] for i in (0, 1))
+    if is_last and all(isinstance(d, int) for shape in shapes for d in shape):
+        return int(site.avals[1].size >= site.avals[0].size)
+    return 1
+
+
+def _only(holds: Callable[[int], bool]) -> int | None:
+    sides = [i for i in (0, 1) if holds(i)]
+    return sides[0] if len(sides) == 1 else None
