@@ -404,7 +404,10 @@ def _check_values(case: Case, written: Written, mixed: Traced) -> bool:
                 "run", f"result {i} is {y.dtype}{y.shape}, not {x.dtype}{x.shape}"
             )
     if case.oracle == "none" and not case.lean:
-        for i, x, y in pairs:
+        if case.jitted and not all(_same_bits(x, y) for _, x, y in pairs):
+            # A call's gradient may be added up in another order than its body's.
+            want = _run(Evaluator(), written.trace(case, jax.jit))
+        for i, (x, y) in enumerate(zip(want, got, strict=True)):
             if not _same_bits(x, y):
                 raise Broken("identity", f"result {i}: {_differing(x, y)}")
         return True
