@@ -79,6 +79,16 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # pyright: ignore
 
 
+def varying_over(x: Any, axes: Sequence[str]) -> Any:
+    """`x`, marked as varying over `axes`, where it is not already."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)  # JAX < 0.8
+
+
 def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
@@ -278,6 +288,10 @@ def traced_afresh() -> Iterator[None]:
         jax.config.update("jax_xla_profile_version", before)
 
 
+RECOMPUTED = "rematted_computation"
+"""The scope of what `jax.checkpoint` makes again in the backward pass."""
+
+
 class Names(NamedTuple):
     """What the name stack of an equation tells."""
 
@@ -291,9 +305,9 @@ def names(eqn: Eqn) -> Names:
     frames = eqn.source_info.name_stack.stack
     transforms = {f.name for f in frames if type(f).__name__ != "Scope"}
     names = scopes(eqn)
-    recomputed = "rematted_computation" in names
+    recomputed = RECOMPUTED in names
     if recomputed:
-        names = tuple(n for n in names if n != "rematted_computation")
+        names = tuple(n for n in names if n != RECOMPUTED)
     return Names(names, "transpose" in transforms, recomputed)
 
 

@@ -178,6 +178,7 @@ class Planner:
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Any, found: Found
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
+        told = names(eqn)
         return Site(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -189,5 +190,6 @@ class Planner:
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
             by_scope=found.by_scope,
-            backward=self._is_backward or names(eqn).backward,
+            # What the backward pass makes again is a part of the forward pass.
+            backward=told.backward or (self._is_backward and not told.recomputed),
         )

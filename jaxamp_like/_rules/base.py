@@ -135,6 +135,7 @@ class EightBits(NamedTuple):
 
     scales: str  # what shares one
     runs: str  # where there are kernels of it, and what runs elsewhere
+    needs_state: bool = False  # whether scales follow from what was seen before
 
 
 class Decision(NamedTuple):
