@@ -38,7 +38,8 @@ def amp_with_state(
     The state is a dict of arrays, beside parameters and optimizer state, and never a
     part of them. Each tensor that a quantised contraction reads has an entry, called by
     the scopes of the contraction: its scale in the last step and its largest magnitudes
-    in the steps before, the newest first. In a `lax.scan` over layers each layer has
+    in the steps before, as Flax orders them: the newest first, then from the oldest on.
+    In a `lax.scan` over layers each layer has
     its own (an axis more); where iterations share an operand, as in a recurrence or
     over microbatches, they share the entry, and the largest magnitude counts. So it
     does over the devices of a `shard_map`. What did not run, in a branch not taken,

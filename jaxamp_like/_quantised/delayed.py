@@ -42,7 +42,8 @@ class TensorScale(NamedTuple):
 
     Args:
         scale: what the tensor was divided by in the last step, float32.
-        history: its largest magnitudes, the newest first, along the last axis."""
+        history: its largest magnitudes, along the last axis: the newest first, then
+            from the oldest on, the order of Flax and Transformer Engine."""
 
     scale: Any
     history: Any
@@ -77,7 +78,7 @@ def seen(state: TensorScale, scale: Any, amax: Any) -> TensorScale:
     As it was, if the tensor was not made (in a branch not taken) or held an inf or NaN:
     that must not scale the steps to come."""
     is_seen = lax.is_finite(amax) & (amax >= 0)
-    history = jnp.roll(state.history, 1, axis=-1).at[..., 0].set(amax)
+    history = jnp.roll(state.history, -1, axis=-1).at[..., 0].set(amax)
     return TensorScale(
         jnp.where(is_seen, scale, state.scale),
         jnp.where(is_seen[..., None], history, state.history),
