@@ -56,13 +56,24 @@ class Numbers:
         if name in _IDENTITIES:
             return list(ins)
         varies = self.all_varies(ins)
-        if name == "convert_element_type" and self._is("stacked", ins[0]):
-            _, depth, inner = self._made[ins[0]]
-            return [self.stacked(self.of_results(eqn, [inner])[0], depth)]
+        if name == "convert_element_type":
+            return [self._cast(eqn, ins[0])]
         made = (name, *eqn.params.items(), *ins)
         if has_effect(eqn) or not _is_hashable(made):
             return [self.new(varies) for _ in eqn.outvars]
         return [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
+
+    def _cast(self, eqn: Eqn, number: int) -> int:
+        """The number of a cast; what was cast after it came out is cast inside."""
+        kind, *how = self._made[number]
+        if kind == "stacked":
+            return self.stacked(self._cast(eqn, how[1]), how[0])
+        if kind == "global":
+            return self.whole(self._cast(eqn, how[1]), how[0])
+        if kind == "chosen":
+            return self.chosen(how[0], tuple(self._cast(eqn, n) for n in how[1]))
+        made = ("cast", *eqn.params.items(), number)
+        return self.of(made, self.varies[number])
 
     # Loops, branches, shards: what goes in is known again when it came out of one.
 

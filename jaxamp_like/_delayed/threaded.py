@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -20,15 +19,19 @@ from .._jax import (
     Literal,
     consts,
     eqn_context,
+    open_jaxpr,
     raw,
     reemit,
     scan_arity,
     shard_map_options,
     subjaxprs,
+    trace,
+    typeof,
     varying_over,
 )
 from .._quantised.delayed import NOT_SEEN, not_differentiated
 from .._quantised.formats import largest_of
+from .._structural.base import REMAT
 from .tensors import Sites, Tensor, Use
 
 Arrays = dict[str, Any]  # by the key of a tensor
@@ -128,11 +131,32 @@ def _split(arrays: Arrays, keys: Collection[str]) -> tuple[Arrays, Arrays]:
 
 
 def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
-    if eqn.params.get("differentiated") and np.any(eqn.params.get("prevent_cse")):
-        # What the backward pass runs again must not be taken from the forward pass.
-        values = lax.optimization_barrier(values)
     (jaxpr,) = subjaxprs(eqn.params)
     return self.run(jaxpr, found[0], scales, values)
+
+
+def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    """Binds what the backward pass runs again as such, lest it be run ahead of that."""
+    params, (sites,) = eqn.params, found
+    if not params["differentiated"]:
+        return _call(self, eqn, found, scales, values)
+    read, made = read_in(sites), recorded_in(found)
+
+    def body(*args):
+        given = dict(zip(read, args, strict=False))
+        outs, maxima = self.run(params["jaxpr"], sites, given, args[len(read) :])
+        return [*outs, *(maxima[key] for key in made)]
+
+    operands = [*(scales[key] for key in read), *values]
+    inner, held = open_jaxpr(trace(body, list(map(typeof, operands))))
+    prevent_cse = params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
+        added = len(held) + len(read)
+        prevent_cse = (any(prevent_cse),) * added + prevent_cse
+    params = params | {"jaxpr": inner, "prevent_cse": prevent_cse}
+    outs = eqn.primitive.bind(*held, *operands, **params)
+    last = len(outs) - len(made)
+    return outs[:last], dict(zip(made, outs[last:], strict=True))
 
 
 def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
@@ -214,6 +238,7 @@ def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: lis
 
 
 _HANDLERS = {
+    **dict.fromkeys(REMAT, _remat),
     "scan": _scan,
     "while": _while,
     "cond": _cond,
