@@ -165,7 +165,9 @@ def amp_by(
                 strict=False,
             )
         is_off = amp_is_off()
-        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner, run or _run)
+        rewrite = (
+            _as_it_is if is_off else functools.partial(_rewritten, planner, run or _run)
+        )
         out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
@@ -189,7 +191,9 @@ def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
     return Planner(policy, dtype, strict, lean)
 
 
-def _rewritten(planner: Planner, run: Run, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _rewritten(
+    planner: Planner, run: Run, fn: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(*args, **kwargs):
         teach_checkpoint()
         in_force = planner_in_force(planner)

@@ -12,6 +12,7 @@ from flax.linen import fp8_ops
 from jaxamp_like import (
     Policy,
     amp_with_state,
+    default_amp_policy,
     init_amp_state,
 )
 from jaxamp_like.presets import quantised
@@ -124,3 +125,280 @@ def test_agrees_with_flax_step_by_step(dtype):
         same = jax.tree.map(lambda x, y: bool(np.all(x == y)), step, own)
         assert all(jax.tree.leaves(same)), (i, same)
     assert i == 19
+
+
+# Structure: one tensor has one history, whatever is around the contractions.
+
+
+def train(fn, *args, steps=2, by=POLICY):
+    """What the last of some steps returns, and the state after it."""
+    step = jax.jit(amp_with_state(fn, amp_policy=by))
+    state = init_amp_state(step, *args)
+    for _ in range(steps):
+        out, state = step(state, *args)
+    return out, state
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    same = jax.tree.map(lambda x, y: bool(jnp.all(x == y)), a, b)
+    assert all(jax.tree.leaves(same)), (a, b)
+
+
+def layer(x, w):
+    with jax.named_scope("layer"):
+        return x + jnp.tanh(x @ w), None
+
+
+def two(x, w):
+    return x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None
+
+
+LAYERS, X = values(2, 8, 8) / 2, values(4, 8, seed=1)
+
+
+def through(block, loop):
+    return jax.value_and_grad(lambda ws, x: jnp.mean(loop(block, x, ws)[0] ** 2))
+
+
+def unrolled(block, x, ws):
+    for w in ws:
+        x, _ = block(x, w)
+    return x, None
+
+
+def test_every_iteration_of_a_scan_has_its_own_history():
+    (value, grads), state = train(through(layer, jax.lax.scan), LAYERS, X)
+    (other, others), apart = train(through(layer, unrolled), LAYERS, X)
+    assert_equal((value, grads), (other, others))
+    assert [*state] == [f"layer/dot_general/{n}" for n in ("cotangent", "lhs", "rhs")]
+    for key, tensor in state.items():
+        *path, role = key.split("/")
+        keys = ["/".join(path) + number + f"/{role}" for number in ("", ".1")]
+        assert_equal(
+            tensor, jax.tree.map(lambda *xs: jnp.stack(xs), *map(apart.get, keys))
+        )
+    assert len(apart) == 6
+    amax = jnp.max(abs(LAYERS.astype("bfloat16")), (1, 2)).astype("float32")
+    assert (state["layer/dot_general/rhs"].history[:, 0] == amax).all()
+
+
+@pytest.mark.parametrize("block", (layer, two))
+@pytest.mark.parametrize("loop", (jax.lax.scan, unrolled))
+def test_what_is_made_again_counts_once(block, loop):
+    plain = train(through(block, loop), LAYERS, X)
+    again = train(through(jax.checkpoint(block), loop), LAYERS, X)
+    assert again[1].keys() == plain[1].keys()
+    assert len(plain[1]) == (6 if loop is unrolled else 3) * (1 + (block is two))
+    assert_equal(again, plain)
+
+
+def test_iterations_that_share_an_operand_share_a_history():
+    def recurrent(wx, wh, xs):
+        def step(h, x):
+            return jnp.tanh(x @ wx + h @ wh), None
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros((2, 8)), xs)[0] ** 2)
+
+    xs = values(5, 2, 8) * jnp.arange(1.0, 6)[:, None, None]
+    _, state = train(jax.value_and_grad(recurrent, (0, 1)), *LAYERS[:2], xs)
+    assert {x.history.shape for x in state.values()} == {(LENGTH,)}
+    assert len(state) == 5  # both contractions have one cotangent
+    amax = jnp.max(abs(xs.astype("bfloat16"))).astype("float32")
+    assert state["dot_general/lhs"].history[0] == amax
+
+
+def test_microbatches_are_combined_by_max():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def accumulated(w, xs):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(w, x)), None
+
+        return jax.lax.scan(add, (0.0, jnp.zeros_like(w)), xs)[0]
+
+    w, xs = LAYERS[0], jnp.stack([X, 3 * X])
+    _, state = train(accumulated, w, xs)
+    step = jax.jit(amp_with_state(jax.value_and_grad(loss), amp_policy=POLICY))
+    apart = init_amp_state(step, w, X)
+    for _ in range(2):
+        apart = jax.tree.map(jnp.maximum, *(step(apart, w, x)[1] for x in xs))
+    assert_equal(state, apart)
+
+
+def branches(wide):
+    def fn(pred, w, v, x):
+        def yes(x):
+            return jnp.tanh(x @ w) @ v
+
+        def no(x):
+            return jnp.tanh(x) @ v
+
+        return jnp.mean(jax.lax.cond(pred, yes, no, x) ** 2)
+
+    return jax.value_and_grad(fn, (1, 2)) if wide else fn
+
+
+@pytest.mark.parametrize("wide", (False, True))
+def test_a_branch_that_is_not_taken_keeps_its_histories(wide):
+    fn = branches(wide)
+    w, v = LAYERS[0], LAYERS[1]
+    step = jax.jit(amp_with_state(fn, amp_policy=POLICY))
+    state = init_amp_state(step, True, w, v, X)
+    _, after_no = step(state, False, w, v, X)
+    _, after_yes = step(after_no, True, w, v, 2 * X)
+    assert state.keys() == after_no.keys() == after_yes.keys()
+    seen = {key for key in state if after_no[key].history[0] > 0}
+    unseen = state.keys() - seen
+    assert seen and unseen
+    for key in unseen:
+        assert_equal(after_no[key], state[key])
+        assert after_yes[key].history[0] > 0
+    amax = 2 * jnp.max(abs(X.astype("bfloat16")))
+    assert after_yes["dot_general.1/lhs"].history[0] == amax
+    _, again = step(after_yes, False, w, v, X)
+    for key in unseen:
+        assert_equal(again[key], after_yes[key])
+
+
+def test_a_while_loop_counts_its_largest():
+    def grow(n, w, x):
+        def step(state):
+            i, x = state
+            return i + 1, x @ w
+
+        return jax.lax.while_loop(lambda state: state[0] < n, step, (0, x))[1]
+
+    step = jax.jit(amp_with_state(grow, amp_policy=POLICY))
+    w = 2 * jnp.eye(8)
+    state = init_amp_state(step, 3, w, X)
+    _, none = step(state, 0, w, X)
+    assert_equal(none, state)
+    out, state = step(state, 3, w, X)
+    assert jnp.allclose(out, 8 * X, rtol=0.1)
+    largest = 4 * jnp.max(abs(X)).astype("bfloat16").astype("float32")
+    assert jnp.allclose(state["dot_general/lhs"].history[0], largest, rtol=0.1)
+
+
+def test_a_while_loop_whose_condition_contracts():
+    def search(w, x):
+        def far(x):
+            return jnp.sum(x @ w) < 50.0
+
+        with jax.named_scope("search"):
+            return jax.lax.while_loop(far, lambda x: 2 * x, x)
+
+    # By a scope: such a loop is a solver, and stays as written.
+    rule = float8(delayed=True, amax_history_length=LENGTH, where=None)
+    by = Policy("bfloat16", rules=default_amp_policy | {"search": rule})
+    out, state = train(search, jnp.eye(8), jnp.full((4, 8), 0.25), by=by)
+    assert jnp.all(out == 2.0)
+    assert state["search/dot_general/lhs"].history[0] == 2.0
+
+
+def test_two_calls_of_one_jitted_function_have_histories_of_their_own():
+    @jax.jit
+    def dense(w, x):
+        return jnp.tanh(x @ w)
+
+    def fn(v, w, x):
+        return jnp.mean(dense(w, dense(v, x)) ** 2)
+
+    _, state = train(jax.value_and_grad(fn, (0, 1)), 4 * LAYERS[0], LAYERS[1], X)
+    assert len(state) == 6
+    first, second = (state[f"dot_general{n}/rhs"].history[0] for n in ("", ".1"))
+    assert first == 4 * jnp.max(abs(LAYERS[0].astype("bfloat16")))
+    assert second == jnp.max(abs(LAYERS[1].astype("bfloat16")))
+
+
+@jax.custom_jvp
+def by_own_jvp(w, x):
+    return jnp.tanh(x @ w)
+
+
+@by_own_jvp.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    y = by_own_jvp(w, x)
+    return y, (1 - y**2) * (x @ dw + dx @ w)
+
+
+@jax.custom_vjp
+def by_own_vjp(w, x):
+    return jnp.tanh(x @ w)
+
+
+def _backward(kept, ct):
+    w, x, y = kept
+    ct = ct * (1 - y**2)
+    return x.T @ ct, ct @ w.T
+
+
+by_own_vjp.defvjp(lambda w, x: ((y := by_own_vjp(w, x)), (w, x, y)), _backward)
+
+
+@pytest.mark.parametrize("fn", (by_own_jvp, by_own_vjp))
+def test_derivative_rules_of_an_author(fn):
+    def loss(w, x):
+        return jnp.mean(fn(w, x) ** 2)
+
+    args = LAYERS[0], X
+    (_, grads), state = train(jax.value_and_grad(loss, (0, 1)), *args)
+    for made, plain in zip(grads, jax.grad(loss, (0, 1))(*args), strict=True):
+        assert jnp.linalg.norm(made - plain) < 0.2 * jnp.linalg.norm(plain)
+    assert all(tensor.history[0] > 0 for tensor in state.values())
+    (_, undifferentiated) = train(loss, LAYERS[0], X)
+    assert {*undifferentiated} == {"dot_general/lhs", "dot_general/rhs"}
+
+
+def test_examples_of_a_vmap():
+    def fn(w, x):
+        return jnp.tanh(x @ w)
+
+    step = amp_with_state(fn, amp_policy=POLICY)
+    state = init_amp_state(step, LAYERS[0], X[0][None])
+    _, each = jax.vmap(step, (None, None, 0))(state, LAYERS[0], X[:, None])
+    _, together = train(jax.vmap(fn, (None, 0)), LAYERS[0], X[:, None], steps=1)
+    assert_equal(jax.tree.map(lambda x: jnp.max(x, 0), each), together)
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_devices_of_a_shard_map_share_histories(check_vma):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "d")
+    split, whole = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+
+    def over_devices(fn, out):
+        specs = {"in_specs": (whole, split), "out_specs": out}
+        return jax.shard_map(fn, mesh=mesh, check_vma=check_vma, **specs)
+
+    def check(made, alone):
+        assert made.keys() == alone.keys()
+        for key in made:
+            assert jnp.allclose(made[key].history, alone[key].history, rtol=0.1), key
+
+    def loss(ws, x):
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2)
+
+    mean = over_devices(lambda ws, x: jax.lax.pmean(loss(ws, x), "d"), whole)
+    (value, grads), state = train(jax.value_and_grad(mean), LAYERS, X)
+    (other, plain), alone = train(jax.value_and_grad(loss), LAYERS, X)
+    check(state, alone)
+    assert jnp.allclose(value, other, rtol=0.01)
+    assert jnp.linalg.norm(grads - plain) < 0.1 * jnp.linalg.norm(plain)
+
+    def uneven(w, x):
+        """Each device takes a branch, and as many steps, as its part says."""
+        x = jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x, x)
+        return jax.lax.while_loop(lambda x: jnp.max(x) < 9, lambda x: x @ w, x)
+
+    w, x = 2 * jnp.eye(8), abs(X).at[2, 0].multiply(-1)
+    made, state = train(over_devices(uneven, split), w, x)
+    parts = [train(uneven, w, row[None]) for row in x]
+    assert jnp.allclose(made, jnp.concatenate([part for part, _ in parts]), rtol=0.2)
+    check(
+        state,
+        jax.tree.map(
+            lambda *xs: functools.reduce(jnp.maximum, xs), *(s for _, s in parts)
+        ),
+    )

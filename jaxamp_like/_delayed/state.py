@@ -33,14 +33,17 @@ def next_state(state: State, scales: Any, maxima: Any) -> State:
     return {key: seen(state[key], scales[key], maxima[key]) for key in state}
 
 
-def checked(state: Any, tensors: Mapping[str, Tensor]) -> State:
-    """The state that a user gave, if it is one for these tensors."""
+def refuse_what_is_no_state(state: Any) -> None:
     if not isinstance(state, Mapping) or not all(map(_is_scale, state.values())):
         raise TypeError(
             "The first argument of a function of `amp_with_state` is the state that "
             f"`init_amp_state` or the step before has given, but got {_shown(state)}. "
             "Write `out, state = step(state, *args)`."
         )
+
+
+def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
+    """The state that a user gave, if it is one for these tensors."""
     missing, foreign = tensors.keys() - state.keys(), state.keys() - tensors.keys()
     if missing or foreign:
         raise AmpError(
@@ -90,7 +93,9 @@ def _check(key: str, given: TensorScale, tensor: Tensor) -> None:
 
 def _listed(what: str, keys: set[str]) -> str:
     shown = ", ".join(map(repr, sorted(keys)[:_MOST]))
-    return f"{what} {shown}" + (f" and {n} more" if (n := len(keys) - _MOST) > 0 else "")
+    return f"{what} {shown}" + (
+        f" and {n} more" if (n := len(keys) - _MOST) > 0 else ""
+    )
 
 
 def _shown(state: Any) -> str:

@@ -14,7 +14,14 @@ from .._policies.mistakes import as_bool, naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
 from .._rewrite.planner import Planner
-from .state import State, checked, first_state, next_state, scales_of
+from .state import (
+    State,
+    checked,
+    first_state,
+    next_state,
+    refuse_what_is_no_state,
+    scales_of,
+)
 from .tensors import Finder, Tensor
 from .threaded import Threaded
 
@@ -104,6 +111,7 @@ def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
         return amp_by(settings, fn, strict=strict, run=step.run)
 
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
+        refuse_what_is_no_state(state)
         step = Step(state, strict)
         out = mixed(step)(*args, **kwargs)
         return out, step.state

@@ -27,7 +27,7 @@ from .._quantised.delayed import SCALE, Wanted
 from .._structural import CALLS
 from .numbers import Numbers
 
-INLINED = CALLS - {"linear_call", "custom_vmap_call"}
+INLINED = CALLS - {"linear_call"}
 """Calls that are gone through as if what they hold stood there."""
 
 

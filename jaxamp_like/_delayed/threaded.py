@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec, Sharding
 
+from .._errors import AmpError
 from .._jax import (
     Eqn,
     Jaxpr,
@@ -24,6 +26,7 @@ from .._jax import (
     reemit,
     scan_arity,
     shard_map_options,
+    source_line,
     subjaxprs,
     trace,
     typeof,
@@ -131,8 +134,41 @@ def _split(arrays: Arrays, keys: Collection[str]) -> tuple[Arrays, Arrays]:
 
 
 def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    """Runs what a call holds in its place; where a `jit` says how it is sharded, so."""
     (jaxpr,) = subjaxprs(eqn.params)
-    return self.run(jaxpr, found[0], scales, values)
+    values = _sharded(values, eqn.params.get("in_shardings"))
+    outs, maxima = self.run(jaxpr, found[0], scales, values)
+    return _sharded(outs, eqn.params.get("out_shardings")), maxima
+
+
+def _sharded(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    if shardings is None:
+        return values
+    return [
+        lax.with_sharding_constraint(x, s) if isinstance(s, Sharding) else x
+        for x, s in zip(values, shardings, strict=True)
+    ]
+
+
+def _custom_vmap(
+    self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
+    """Binds a `custom_vmap` call, whose maxima the author's rule would not give."""
+
+    @custom_vmap
+    def call(scales, *operands):
+        return self.run(eqn.params["call"], found[0], scales, operands)
+
+    @call.def_vmap
+    def _(*_):
+        raise AmpError(
+            "A function of `amp_with_state` that holds a `custom_vmap` "
+            f"({source_line(eqn)}) can't be mapped from outside: the author's rule "
+            "says nothing of maxima. Put `amp_with_state` around the mapped function: "
+            "`amp_with_state(jax.vmap(fn))`."
+        )
+
+    return call({key: scales[key] for key in read_in(found[0])}, *values)
 
 
 def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
@@ -239,6 +275,7 @@ def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: lis
 
 _HANDLERS = {
     **dict.fromkeys(REMAT, _remat),
+    "custom_vmap_call": _custom_vmap,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -94,7 +94,10 @@ def contraction_by_marks(
         lhs, rhs = map(jnp.asarray, operands)
         left = SCALE.bind(lhs, rhs, of=wanted[0])
         right = SCALE.bind(rhs, lhs, of=wanted[1])
-        values = (_divided(lhs, left, wanted[0].fmt), _divided(rhs, right, wanted[1].fmt))
+        values = (
+            _divided(lhs, left, wanted[0].fmt),
+            _divided(rhs, right, wanted[1].fmt),
+        )
         made = fn(*values, as_it_is(result))
         return cast(made * (left * right).astype(result), out)
 
@@ -106,7 +109,12 @@ def _divided(x: Any, scale: Any, fmt: Format) -> Any:
     if fmt.power_of_two:
         return to_float8(x, scale, fmt)
     x = x / scale.astype(x.dtype)
-    return (lax.clamp(jnp.asarray(-fmt.largest, x.dtype), x, jnp.asarray(fmt.largest, x.dtype)) + 0 * x).astype(fmt.dtype)
+    return (
+        lax.clamp(
+            jnp.asarray(-fmt.largest, x.dtype), x, jnp.asarray(fmt.largest, x.dtype)
+        )
+        + 0 * x
+    ).astype(fmt.dtype)
 
 
 def refuse_gradient(*_: Any, **__: Any) -> NoReturn:
@@ -131,8 +139,8 @@ NO_STATE = (
     "The policy has a rule `float8(delayed=True)`, which scales by what was seen in "
     "steps before, and `amp` has no state to remember it in. Write `step = "
     "amp_with_state(jax.value_and_grad(loss), amp_policy=...)`, `state = "
-    "init_amp_state(step, *args)` and `out, state = step(state, *args)`; or `float8()`, "
-    "which needs no state."
+    "init_amp_state(step, *args)` and `out, state = step(state, *args)`; or "
+    "`float8()`, which needs no state."
 )
 
 

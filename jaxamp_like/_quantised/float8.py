@@ -16,7 +16,14 @@ from .delayed import Wanted, contraction_by_marks
 from .formats import Format, quantised
 from .passes import Kind, Pass, with_passes
 from .rule import NO_HEADS, PARAMETERS, Quantising, decided, low_of, result_of
-from .said import as_bool, as_length, float8_dtype, leave_alone, one_of, predicate_or_none
+from .said import (
+    as_bool,
+    as_length,
+    float8_dtype,
+    leave_alone,
+    one_of,
+    predicate_or_none,
+)
 from .worth import WORTH_IT
 
 DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
@@ -51,7 +58,7 @@ class Float8(Quantising):
         formats, out = self._formats(site), result_of(site)
         lhs, rhs = (
             Wanted(
-                tuple(name for name in site.scope if name != RECOMPUTED),
+                _authors(site.scope),
                 site.primitive.name,
                 side,
                 site.backward,
@@ -139,6 +146,11 @@ class Float8(Quantising):
         if "compute" in kinds:
             text += f"; weight gradients in {low}"
         return f"{text}; cotangents in {self.grad_dtype.name}"
+
+
+def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
+    """A scope without the names that JAX's checkpoint and this library add."""
+    return tuple(n for n in scope if n != RECOMPUTED and not n.startswith("amp_"))
 
 
 def _product_dtype(dtype: DType) -> DType:

@@ -120,12 +120,14 @@ class Quantising(Rule):
 def _reads_parameter(site: Site) -> bool:
     """Whether an operand is an input of the function, or the result its gradient.
 
-    In a backward pass, neither operand of a weight's gradient is one; attention's
-    gradients are batches of products."""
+    In a backward pass, neither operand of a weight's gradient is one, and what is made
+    again there reads what the forward pass has kept; attention's are batches of
+    products."""
     if any(fact is not None and fact.leaf in PARAMETERS for fact in site.facts[:2]):
         return True
     numbers = dot_numbers(site.params)
-    return site.backward and (numbers is None or not numbers[1][0])
+    is_later = site.backward or site.recomputed
+    return is_later and (numbers is None or not numbers[1][0])
 
 
 @functools.lru_cache(maxsize=4096)

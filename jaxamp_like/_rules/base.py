@@ -110,6 +110,7 @@ class Site(NamedTuple):
     wanted: tuple[Demand, ...]
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
     backward: bool = False  # whether JAX made it by transposing a derivative
+    recomputed: bool = False  # whether it is made again in the backward pass
 
     @property
     def demand(self) -> Demand:
