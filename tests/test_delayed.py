@@ -1,25 +1,38 @@
 """Delayed scaling: a state that goes in and out, through every construct of JAX."""
 
 import functools
+import json
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.linen import fp8_ops
 
 from jaxamp_like import (
+    AmpError,
+    AmpWarning,
     Policy,
+    amp,
     amp_with_state,
     default_amp_policy,
+    disable_amp,
+    explain,
+    get_policy,
     init_amp_state,
+    trace_numerics,
 )
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import values
+from tests.test_quantised import contractions
 
 LENGTH = 4
+
+
+DELAYED = float8(delayed=True, amax_history_length=LENGTH, where=None)
 
 
 def policy(dtype="bfloat16", **options):
@@ -290,8 +303,7 @@ def test_a_while_loop_whose_condition_contracts():
             return jax.lax.while_loop(far, lambda x: 2 * x, x)
 
     # By a scope: such a loop is a solver, and stays as written.
-    rule = float8(delayed=True, amax_history_length=LENGTH, where=None)
-    by = Policy("bfloat16", rules=default_amp_policy | {"search": rule})
+    by = Policy("bfloat16", rules=default_amp_policy | {"search": DELAYED})
     out, state = train(search, jnp.eye(8), jnp.full((4, 8), 0.25), by=by)
     assert jnp.all(out == 2.0)
     assert state["search/dot_general/lhs"].history[0] == 2.0
@@ -402,3 +414,259 @@ def test_devices_of_a_shard_map_share_histories(check_vma):
             lambda *xs: functools.reduce(jnp.maximum, xs), *(s for _, s in parts)
         ),
     )
+
+
+# Numbers, programs, mistakes.
+
+
+def product(w, x):
+    return jnp.sum(x @ w)
+
+
+def test_first_by_one_then_by_what_was_seen():
+    """Scales are powers of two, of the largest of the last steps."""
+    step = amp_with_state(product, amp_policy=POLICY)
+    state = init_amp_state(step, jnp.eye(8), X)
+    scales = []
+    for amax in (448.0, 900.0, 3.0, 3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0):
+        _, state = step(state, jnp.eye(8), jnp.full((4, 8), amax))
+        scales.append(float(state["dot_general/lhs"].scale))
+    # 4 are remembered: 900 / 448 is rounded up to 4, 3 / 448 to 2^-7.
+    assert scales == [1, 1, 4, 4, 4, 4, 2**-7, 2**-7, 2**-7, 2**-7, 2**-7]
+
+
+@pytest.mark.parametrize("exact", (False, True))
+@pytest.mark.parametrize("bad", (float("inf"), float("nan")))
+def test_what_is_not_finite_is_seen_by_the_loss_and_not_remembered(bad, exact):
+    step = amp_with_state(
+        jax.value_and_grad(product), amp_policy=policy(power_of_two=not exact)
+    )
+    state = init_amp_state(step, jnp.eye(8), X)
+    _, state = step(state, jnp.eye(8), X)
+    (value, grads), after = step(state, jnp.eye(8), X.at[1, 2].set(bad))
+    assert jnp.isnan(value) and jnp.isnan(grads).any()
+    key = "dot_general/lhs"
+    assert_equal(after[key], state[key])
+    assert after["dot_general/rhs"].history[0] == 1.0
+
+
+def test_every_contraction_reads_float8_and_is_scaled_once():
+    def fn(ws, x):
+        return jnp.mean(jax.lax.scan(jax.checkpoint(two), x, ws)[0] ** 2)
+
+    step = amp_with_state(jax.value_and_grad(fn), amp_policy=POLICY)
+    state = init_amp_state(step, LAYERS, X)
+    found = contractions(step, state, LAYERS, X)
+    forward = ("float8_e4m3fn", "float8_e4m3fn", "bfloat16", "mul", 1)
+    backward = ("float8_e5m2", *forward[1:])
+    # Both are made again, since the residual stream needs the second one's result.
+    assert sorted(found) == [forward] * 4 + [backward] * 4
+
+
+def test_weight_gradients_in_the_compute_dtype():
+    by = policy(weight_gradient="compute")
+    step = amp_with_state(jax.value_and_grad(product, (0, 1)), amp_policy=by)
+    state = init_amp_state(step, LAYERS[0], X)
+    operands = [row[:2] for row in contractions(step, state, LAYERS[0], X)]
+    assert sorted(operands) == [
+        ("bfloat16", "bfloat16"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e4m3fn"),
+    ]
+
+
+def test_state_is_beside_parameters_and_survives_saving(tmp_path):
+    step = jax.jit(amp_with_state(jax.value_and_grad(product), amp_policy=POLICY))
+    shapes = jax.eval_shape(lambda: (LAYERS[0], X))
+    state = init_amp_state(step, *shapes)
+    (_, grads), state = step(state, LAYERS[0], X)
+    assert grads.shape == LAYERS[0].shape
+    leaves, tree = jax.tree.flatten(state)
+    np.savez(tmp_path / "state.npz", *leaves)
+    with np.load(tmp_path / "state.npz") as held:
+        loaded = jax.tree.unflatten(tree, [*held.values()])
+    assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
+
+
+def test_functions_of_nnx_modules():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    step = amp_with_state(nnx.value_and_grad(loss), amp_policy=POLICY)
+    state = init_amp_state(step, model, X)
+    (value, grads), state = step(state, model, X)
+    assert value > 0 and jnp.any(grads["kernel"][...] != 0)
+    assert len(state) == 3
+    amax = jnp.max(abs(model.kernel[...].astype("bfloat16")))
+    assert [t.history[0] for k, t in state.items() if k.endswith("rhs")] == [amax]
+
+
+def test_disable_amp_hands_the_state_through():
+    with disable_amp():
+        step = amp_with_state(product, amp_policy=POLICY)
+        state = init_amp_state(step, LAYERS[0], X)
+        out, after = step(state, LAYERS[0], X)
+    assert out == product(LAYERS[0], X)
+    assert state == after == {}
+
+
+def test_reports_of_a_step():
+    step = amp_with_state(jax.value_and_grad(product), amp_policy=POLICY)
+    state = init_amp_state(step, LAYERS[0], X)
+    report = explain(step)(state, LAYERS[0], X)
+    assert "tensor x tensor, delayed" in report.to_json()
+    # Without a state too, since nothing is run.
+    report = explain(product, amp_policy=POLICY)(LAYERS[0], X)
+    assert "scaled by maxima of steps before" in report.to_json()
+    assert "no inf or NaN" in str(trace_numerics(step)(state, LAYERS[0], X))
+
+
+def state_of(fn, by=POLICY):
+    return init_amp_state(amp_with_state(fn, amp_policy=by), LAYERS[0], X)
+
+
+MISTAKES = {
+    "without a state": (
+        lambda: amp(product, amp_policy=POLICY)(LAYERS[0], X),
+        AmpError,
+        "`amp` has no state.*amp_with_state.*test_delayed",
+    ),
+    "differentiated": (
+        lambda: jax.grad(
+            lambda w: amp_with_state(product, amp_policy=POLICY)(
+                state_of(product), w, X
+            )[0]
+        )(LAYERS[0]),
+        AmpError,
+        "largest cotangents would be lost.*amp_with_state\\(jax.value_and_grad",
+    ),
+    "differentiated within": (
+        lambda: train(jax.grad(amp(product, amp_policy=POLICY)), LAYERS[0], X),
+        AmpError,
+        "amp_with_state",
+    ),
+    "the state of a loss for its gradient": (
+        lambda: amp_with_state(jax.grad(product), amp_policy=POLICY)(
+            state_of(product), LAYERS[0], X
+        ),
+        AmpError,
+        "the function has, and the state has not, 'dot_general/cotangent'",
+    ),
+    "the state of another model": (
+        lambda: amp_with_state(product, amp_policy=POLICY)(
+            state_of(jax.named_scope("dense")(product)), LAYERS[0], X
+        ),
+        AmpError,
+        "has not, 'dot_general/lhs'.*the function has not, 'dense/dot_general/lhs'",
+    ),
+    "another number of layers": (
+        lambda: amp_with_state(through(layer, jax.lax.scan), amp_policy=POLICY)(
+            train(through(layer, jax.lax.scan), LAYERS[:1], X)[1], LAYERS, X
+        ),
+        AmpError,
+        r"is float32\[1\], and must be float32\[2\]",
+    ),
+    "another length": (
+        lambda: amp_with_state(product, amp_policy=policy())(
+            {
+                k: v._replace(history=v.history[..., :2])
+                for k, v in state_of(product).items()
+            },
+            LAYERS[0],
+            X,
+        ),
+        AmpError,
+        r"amax_history_length=4.*is float32\[2\], and must be float32\[4\]",
+    ),
+    "parameters for a state": (
+        lambda: amp_with_state(product, amp_policy=POLICY)({"w": LAYERS[0]}, X),
+        TypeError,
+        "first argument.*but got a dict of 'w'",
+    ),
+    "no state": (
+        lambda: amp_with_state(product, amp_policy=POLICY)(LAYERS[0], X),
+        TypeError,
+        "first argument.*init_amp_state",
+    ),
+    "a plain function": (
+        lambda: init_amp_state(product, LAYERS[0], X),
+        TypeError,
+        "what `amp_with_state` returned",
+    ),
+    "a call": (
+        lambda: amp_with_state(product(LAYERS[0], X)),
+        TypeError,
+        "not `amp_with_state\\(fn\\(x\\)\\)`",
+    ),
+    "nothing delayed": (
+        lambda: train(product, LAYERS[0], X, by="mixed_bfloat16"),
+        AmpWarning,
+        "nothing to remember",
+    ),
+    "code that is linear by hand": (
+        lambda: train(
+            lambda w, x: jax.custom_derivatives.linear_call(
+                lambda w, x: x @ w, lambda w, ct: ct @ w.T, w, x
+            ),
+            LAYERS[0],
+            X,
+        ),
+        AmpError,
+        "histories within `linear_call`.*amp_stop",
+    ),
+    "a custom_vmap, mapped": (
+        lambda: jax.vmap(
+            amp_with_state(mapped_by_hand, amp_policy=POLICY), (None, None, 0)
+        )(state_of(mapped_by_hand), LAYERS[0], X[:, None]),
+        AmpError,
+        "amp_with_state\\(jax.vmap\\(fn\\)\\)",
+    ),
+    "no length": (lambda: float8(delayed=True, amax_history_length=0), ValueError, "1"),
+    "a float": (
+        lambda: float8(delayed=True, amax_history_length=2.0),
+        TypeError,
+        "an integer",
+    ),
+    "a length alone": (
+        lambda: float8(amax_history_length=16),
+        ValueError,
+        "Give `delayed=True` too",
+    ),
+    "by row": (
+        lambda: float8(delayed=True, granularity="row"),
+        ValueError,
+        "of a whole tensor",
+    ),
+    "a length of int8": (
+        lambda: get_policy("int8_from_float32", amax_history_length=16),
+        ValueError,
+        "policies in float8",
+    ),
+}
+
+
+@jax.custom_batching.custom_vmap
+def mapped_by_hand(w, x):
+    return x @ w
+
+
+@mapped_by_hand.def_vmap
+def _(size, batched, w, x):
+    return x @ w, True
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        call()
+
+
+def test_names_as_in_keras():
+    by = get_policy("float8_from_mixed_bfloat16", amax_history_length=16)
+    rule = float8(delayed=True, amax_history_length=16)
+    assert by == Policy("bfloat16", "float32", rules=quantised(rule))
+    assert Policy.from_dict(json.loads(json.dumps(by.to_dict()))) == by
+    assert repr(rule) == "float8(delayed=True, amax_history_length=16)"

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from .._dtypes import DType, cast, lowered
 from .._jax import RECOMPUTED
+from .._primitives.contractions import dot_numbers
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.by_pass import weight_side
 from .bilinear import as_it_is, bilinear, by_scales
@@ -45,10 +46,8 @@ class Float8(Quantising):
     amax_history_length: int = DEFAULT_LENGTH
 
     def why_not(self, site: Site) -> str | None:
-        if site.backward and self.weight_gradient == "compute":
-            facts = site.facts[:2]
-            if not any(fact is not None and fact.leaf in PARAMETERS for fact in facts):
-                return "a weight gradient, by the option `weight_gradient`"
+        if self.weight_gradient == "compute" and _is_weight_gradient(site):
+            return "a weight gradient, by the option `weight_gradient`"
         return super().why_not(site)
 
     def quantise(self, site: Site) -> Decision:
@@ -146,6 +145,23 @@ class Float8(Quantising):
         if "compute" in kinds:
             text += f"; weight gradients in {low}"
         return f"{text}; cotangents in {self.grad_dtype.name}"
+
+
+def _is_weight_gradient(site: Site) -> bool:
+    """Whether a contraction of a backward pass makes the gradient of a parameter.
+
+    It reads none, but perhaps the data, which is an input too. It sums over rows, as
+    what comes first in the cotangent that JAX puts first, where a gradient of an input
+    sums over columns."""
+    numbers = dot_numbers(site.params)
+    if not site.backward or numbers is None:
+        return False
+    (summed, _), (batch, _) = numbers
+    fact = site.facts[1]
+    if fact is None or fact.leaf not in PARAMETERS:
+        return True
+    own = [axis for axis in range(len(site.avals[0].shape)) if axis not in batch]
+    return own[0] in summed and own[-1] not in summed
 
 
 def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
