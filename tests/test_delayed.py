@@ -612,14 +612,20 @@ MISTAKES = {
             ),
             LAYERS[0],
             X,
+            by=policy(parameters_only=False),
         ),
         AmpError,
         "histories within `linear_call`.*amp_stop",
     ),
     "a custom_vmap, mapped": (
         lambda: jax.vmap(
-            amp_with_state(mapped_by_hand, amp_policy=POLICY), (None, None, 0)
-        )(state_of(mapped_by_hand), LAYERS[0], X[:, None]),
+            amp_with_state(mapped_by_hand, amp_policy=policy(parameters_only=False)),
+            (None, None, 0),
+        )(
+            state_of(mapped_by_hand, policy(parameters_only=False)),
+            LAYERS[0],
+            X[:, None],
+        ),
         AmpError,
         "amp_with_state\\(jax.vmap\\(fn\\)\\)",
     ),
