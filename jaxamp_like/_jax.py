@@ -86,7 +86,8 @@ def varying_over(x: Any, axes: Sequence[str]) -> Any:
         return x
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)  # JAX < 0.8
+    # JAX < 0.8.
+    return jax.lax.pvary(x, missing)  # pyright: ignore
 
 
 def is_tracer(x: Any) -> bool:
@@ -96,6 +97,11 @@ def is_tracer(x: Any) -> bool:
 def is_array_aval(aval: Any) -> bool:
     """Whether `aval` is a plain array's: not that of a reference, a token or a key."""
     return type(aval) is jax.core.ShapedArray
+
+
+def empty_aval(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The aval of an array that is the same on all devices."""
+    return jax.core.ShapedArray(shape, dtype)
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:

@@ -2,6 +2,8 @@
 
 import functools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -47,7 +49,7 @@ POLICY = policy()
 
 
 class MLP(nn.Module):
-    dense: type[nn.Module]
+    dense: Callable[..., nn.Module]
 
     @nn.compact
     def __call__(self, x):
@@ -134,19 +136,20 @@ def test_agrees_with_flax_step_by_step(dtype):
     flax, ours = (
         train(dtype, batches, params) for train in (train_by_flax, train_with_state)
     )
-    for i, (step, own) in enumerate(zip(flax, ours, strict=True)):
+    steps = list(zip(flax, ours, strict=True))
+    assert len(steps) == 20
+    for i, (step, own) in enumerate(steps):
         same = jax.tree.map(lambda x, y: bool(np.all(x == y)), step, own)
         assert all(jax.tree.leaves(same)), (i, same)
-    assert i == 19
 
 
 # Structure: one tensor has one history, whatever is around the contractions.
 
 
-def train(fn, *args, steps=2, by=POLICY):
+def train(fn, *args, steps=2, by: Any = POLICY) -> Any:
     """What the last of some steps returns, and the state after it."""
     step = jax.jit(amp_with_state(fn, amp_policy=by))
-    state = init_amp_state(step, *args)
+    out, state = None, init_amp_state(step, *args)
     for _ in range(steps):
         out, state = step(state, *args)
     return out, state
@@ -527,6 +530,10 @@ def state_of(fn, by=POLICY):
     return init_amp_state(amp_with_state(fn, amp_policy=by), LAYERS[0], X)
 
 
+def wrong(value: Any) -> Any:
+    return value
+
+
 MISTAKES = {
     "without a state": (
         lambda: amp(product, amp_policy=POLICY)(LAYERS[0], X),
@@ -596,7 +603,7 @@ MISTAKES = {
         "what `amp_with_state` returned",
     ),
     "a call": (
-        lambda: amp_with_state(product(LAYERS[0], X)),
+        lambda: amp_with_state(wrong(product(LAYERS[0], X))),
         TypeError,
         "not `amp_with_state\\(fn\\(x\\)\\)`",
     ),
@@ -631,7 +638,7 @@ MISTAKES = {
     ),
     "no length": (lambda: float8(delayed=True, amax_history_length=0), ValueError, "1"),
     "a float": (
-        lambda: float8(delayed=True, amax_history_length=2.0),
+        lambda: float8(delayed=True, amax_history_length=wrong(2.0)),
         TypeError,
         "an integer",
     ),

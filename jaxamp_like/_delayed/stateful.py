@@ -142,12 +142,16 @@ def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stat
     Raises:
         TypeError: `fn` was not made by `amp_with_state`.
 
-    >>> import jax.numpy as jnp
-    >>> step = amp_with_state(jnp.dot, amp_policy="float8_from_mixed_bfloat16")
-    >>> init_amp_state(step, jnp.ones(2), jnp.ones(2))
-    {}
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp_like import get_policy
+    >>> policy = get_policy("float8_from_float32", amax_history_length=16)
+    >>> step = amp_with_state(jnp.matmul, amp_policy=policy)
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    >>> state = init_amp_state(step, x, x)
+    >>> {name: tensor.history.shape for name, tensor in state.items()}
+    {'dot_general/lhs': (16,), 'dot_general/rhs': (16,)}
     """
-    made = fn
+    made: Any = fn
     while not hasattr(made, _INIT) and hasattr(made, "__wrapped__"):
         made = made.__wrapped__
     init = getattr(made, _INIT, None)

@@ -13,7 +13,7 @@ from jax import lax
 
 from .._dtypes import DType, cast
 from .._errors import AmpError
-from .._jax import new_primitive
+from .._jax import empty_aval, new_primitive
 from .bilinear import Bilinear, as_it_is
 from .formats import Format, round_up_to_power_of_two, scale_of, to_float8
 
@@ -150,7 +150,7 @@ def _without_state(*_: Any, **__: Any) -> NoReturn:
 
 def _aval(x: Any, other: Any, *, of: Wanted) -> Any:
     del x, other, of
-    return jax.core.ShapedArray((), jnp.dtype("float32"))
+    return empty_aval((), jnp.dtype("float32"))
 
 
 def _batch(args: Any, dims: Any, *, of: Wanted) -> Any:
