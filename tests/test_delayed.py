@@ -26,6 +26,7 @@ from jaxamp_like import (
     init_amp_state,
     trace_numerics,
 )
+from jaxamp_like._delayed.tensors import Finder
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import values
@@ -417,6 +418,36 @@ def test_devices_of_a_shard_map_share_histories(check_vma):
             lambda *xs: functools.reduce(jnp.maximum, xs), *(s for _, s in parts)
         ),
     )
+
+
+SHARING = {
+    "scan": (through(jax.checkpoint(two), jax.lax.scan), LAYERS, X),
+    "unrolled": (through(jax.checkpoint(two), unrolled), LAYERS, X),
+    "branches": (branches(wide=True), True, *LAYERS, X),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
+    """Measured by all who read it, a tensor has the maximum that one has measured."""
+    fn, *args = SHARING[case]
+    state = train(fn, *args)[1]
+    use = Finder._use
+    shared = []
+
+    def recording(*given):
+        found = use(*given)
+        shared.append(not found.records)
+        return found._replace(records=True)
+
+    monkeypatch.setattr(Finder, "_use", recording)
+    everywhere = train(fn, *args)[1]
+    assert 2 * sum(shared) > len(state)
+    assert everywhere.keys() == state.keys()
+    for key in state:
+        np.testing.assert_allclose(
+            everywhere[key].history, state[key].history, rtol=2**-6, err_msg=key
+        )
 
 
 # Numbers, programs, mistakes.
