@@ -166,7 +166,9 @@ def amp_by(
             )
         is_off = amp_is_off()
         rewrite = (
-            _as_it_is if is_off else functools.partial(_rewritten, planner, run or _run)
+            _as_it_is
+            if is_off
+            else functools.partial(_rewritten, planner, run or run_by_plan)
         )
         out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
@@ -232,11 +234,6 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
     """`leaves`, with those that are `dynamic` taken from `arrays`."""
     rest = iter(arrays)
     return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
-
-
-def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Plans a freshly traced jaxpr and binds it on the arguments."""
-    return run_by_plan(planner, jaxpr, arrays)
 
 
 def run_by_plan(
