@@ -16,6 +16,10 @@ from ._amp import amp as amp, amp_stop as amp_stop
 from ._calibrate import Budget as Budget, calibrate as calibrate
 from ._convert.artifact import load as load
 from ._convert.convert import convert as convert
+from ._delayed import (
+    amp_with_state as amp_with_state,
+    init_amp_state as init_amp_state,
+)
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules
@@ -50,6 +54,7 @@ __all__ = [
     "all_finite",
     "amp",
     "amp_stop",
+    "amp_with_state",
     "calibrate",
     "convert",
     "default_amp_policy",
@@ -62,6 +67,7 @@ __all__ = [
     "get_policy",
     "global_policy",
     "guard_step",
+    "init_amp_state",
     "load",
     "loss_scale_optimizer",
     "scope_modules",

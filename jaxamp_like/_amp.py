@@ -31,9 +31,10 @@ from ._rewrite.facts import input_fact
 from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan
 from ._rewrite.planner import Planner
-from ._rewrite.record import amp_is_off, planner_in_force, record_plan
+from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.switch import is_amp_disabled
 from ._rewrite.unmatched import (
+    refuse_rules_with_state,
     report_of_nothing_quantised,
     reports_of_unmatched_keys,
 )
@@ -41,6 +42,8 @@ from ._rewrite.unmatched import (
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+Run = Callable[[Planner, Any, Sequence[Any]], list[Any]]
 
 
 @overload
@@ -136,9 +139,16 @@ def amp(
 
 
 def amp_by(
-    settings: Settings, fn: Callable[..., Any], *, strict: bool, lean: bool = False
+    settings: Settings,
+    fn: Callable[..., Any],
+    *,
+    strict: bool,
+    lean: bool = False,
+    run: Run | None = None,
 ) -> Callable[..., Any]:
-    """`amp` of a function, by settings that are understood already."""
+    """`amp` of a function, by settings that are understood already.
+
+    `run` evaluates the program that is made of a traced one, if that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
@@ -155,7 +165,11 @@ def amp_by(
                 strict=False,
             )
         is_off = amp_is_off()
-        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner)
+        rewrite = (
+            _as_it_is
+            if is_off
+            else functools.partial(_rewritten, planner, run or run_by_plan)
+        )
         out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
@@ -179,7 +193,9 @@ def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
     return Planner(policy, dtype, strict, lean)
 
 
-def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _rewritten(
+    planner: Planner, run: Run, fn: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(*args, **kwargs):
         teach_checkpoint()
         in_force = planner_in_force(planner)
@@ -208,7 +224,7 @@ def _rewritten(planner: Planner, fn: Callable[..., Any]) -> Callable[..., Any]:
         with explaining_tracing(), without_setting():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        values = _run(in_force, jaxpr, arrays)
+        values = run(in_force, jaxpr, arrays)
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -220,13 +236,19 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
     return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
-def _run(planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Plans a freshly traced jaxpr and binds it on the arguments."""
+def run_by_plan(
+    planner: Planner, jaxpr: Any, arrays: Sequence[Any], has_state: bool = False
+) -> list[Any]:
+    """Plans a freshly traced jaxpr and binds it on the arguments.
+
+    With rules that need a state only where there is one, or where nothing is run."""
     jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
     record_plan(planner, plan)
+    if not (has_state or is_recorded()):
+        refuse_rules_with_state(plan)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
         outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)

@@ -79,6 +79,17 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # pyright: ignore
 
 
+def varying_over(x: Any, axes: Sequence[str]) -> Any:
+    """`x`, marked as varying over `axes`, where it is not already."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    if not missing:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    # JAX < 0.8.
+    return jax.lax.pvary(x, missing)  # pyright: ignore
+
+
 def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
@@ -86,6 +97,11 @@ def is_tracer(x: Any) -> bool:
 def is_array_aval(aval: Any) -> bool:
     """Whether `aval` is a plain array's: not that of a reference, a token or a key."""
     return type(aval) is jax.core.ShapedArray
+
+
+def empty_aval(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The aval of an array that is the same on all devices."""
+    return jax.core.ShapedArray(shape, dtype)
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
@@ -278,6 +294,10 @@ def traced_afresh() -> Iterator[None]:
         jax.config.update("jax_xla_profile_version", before)
 
 
+RECOMPUTED = "rematted_computation"
+"""The scope of what `jax.checkpoint` makes again in the backward pass."""
+
+
 class Names(NamedTuple):
     """What the name stack of an equation tells."""
 
@@ -291,9 +311,9 @@ def names(eqn: Eqn) -> Names:
     frames = eqn.source_info.name_stack.stack
     transforms = {f.name for f in frames if type(f).__name__ != "Scope"}
     names = scopes(eqn)
-    recomputed = "rematted_computation" in names
+    recomputed = RECOMPUTED in names
     if recomputed:
-        names = tuple(n for n in names if n != "rematted_computation")
+        names = tuple(n for n in names if n != RECOMPUTED)
     return Names(names, "transpose" in transforms, recomputed)
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from benchmarks import roofline
-from jaxamp_like import amp
+from jaxamp_like import amp, amp_with_state, init_amp_state
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 
@@ -62,6 +62,22 @@ def test_a_scan_of_checkpoints_in_float8(device, triton):
     x = shaped(device, 2, 128, 256)
     grads = jax.grad(low(scanned, float8(where=None)))
     found = list(operand_types(grads, (ws, x), triton))
+    assert len(found) == 4
+    assert all(a in EIGHT and b in EIGHT for a, b in found), found
+    assert sum("f8e5m2" in pair for pair in found) == 2
+
+
+@either_compiler
+def test_delayed_scaling_in_a_scan_of_checkpoints(device, triton):
+    rule = float8(delayed=True, amax_history_length=16, where=None)
+    ws = shaped(device, 3, 256, 256), shaped(device, 3, 256)
+    x = shaped(device, 2, 128, 256)
+    step = amp_with_state(
+        jax.grad(scanned), compute_dtype="bfloat16", amp_policy=quantised(rule)
+    )
+    state = init_amp_state(step, ws, x)
+    state = jax.tree.map(lambda leaf: shaped(device, *leaf.shape), state)
+    found = list(operand_types(step, (state, ws, x), triton))
     assert len(found) == 4
     assert all(a in EIGHT and b in EIGHT for a, b in found), found
     assert sum("f8e5m2" in pair for pair in found) == 2

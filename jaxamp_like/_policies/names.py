@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._dtypes import NAMES, SHORT_NAMES, bits, did_you_mean, full_name
 from .._errors import AmpError
+from .._quantised import float8
 from .._rules import Rule
 from .._rules.given import is_dtype, short
 from .named import DTYPE_FIELDS, Policy
@@ -30,7 +31,9 @@ _PARTS = {
 }
 
 
-def get_policy(policy: str | Policy) -> Policy:
+def get_policy(
+    policy: str | Policy, *, amax_history_length: int | None = None
+) -> Policy:
     """The policy of a name, such as "mixed_bfloat16", or of a string of its fields.
 
     - "float32", "bfloat16", "float16", "float64": everything in this dtype;
@@ -45,11 +48,16 @@ def get_policy(policy: str | Policy) -> Policy:
 
     Args:
         policy: the name or string; a `Policy` is returned as it is.
+        amax_history_length: for a name that begins with "float8_from_": scales follow
+            from the maxima of so many steps before, by `float8(delayed=True)`, as they
+            always do in Keras. For `amp_with_state`.
     Returns:
         A policy.
     Raises:
-        TypeError: `policy` is neither a string nor a `Policy`.
-        ValueError: an unknown name, a malformed string, or float64 without x64.
+        TypeError: `policy` is neither a string nor a `Policy`, or the length no
+            integer.
+        ValueError: an unknown name, a malformed string, float64 without x64, or a
+            length that is less than 1 or of no float8.
         AmpError: a quantised policy of what has more than 32 bits.
 
     >>> get_policy("params=float32,compute=bfloat16,output=float32")
@@ -57,6 +65,8 @@ def get_policy(policy: str | Policy) -> Policy:
 
     The names are those of Keras' `DTypePolicy`, the strings those of `jmp.get_policy`,
     which fills in what is not named."""
+    if amax_history_length is not None:
+        return _delayed(policy, amax_history_length)
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
@@ -95,6 +105,18 @@ def _quantised(mode: str, source: Policy, name: str) -> Policy:
             f"'float32' or 'mixed_bfloat16': '{mode}_from_float32'."
         )
     return replace(source, rules=quantised(MODES[mode]()))
+
+
+def _delayed(policy: Any, length: int) -> Policy:
+    """The policy of a name of float8, scaled by histories of a length."""
+    rule = float8(delayed=True, amax_history_length=length)
+    mode = policy.partition("_from_")[0] if isinstance(policy, str) else None
+    if mode != "float8":
+        raise ValueError(
+            f"`amax_history_length` is of policies in float8, but got {short(policy)}. "
+            "Give a name such as 'float8_from_mixed_bfloat16', or leave it out."
+        )
+    return replace(get_policy(policy), rules=quantised(rule))
 
 
 def _instead(value: Any) -> str:

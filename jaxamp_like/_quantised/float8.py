@@ -7,16 +7,27 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._dtypes import DType, cast
+from .._dtypes import DType, cast, lowered
+from .._jax import RECOMPUTED
+from .._primitives.contractions import dot_numbers
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.by_pass import weight_side
 from .bilinear import as_it_is, bilinear, by_scales
+from .delayed import Wanted, contraction_by_marks
 from .formats import Format, quantised
 from .passes import Kind, Pass, with_passes
-from .rule import NO_HEADS, Quantising, decided, low_of, result_of
-from .said import as_bool, float8_dtype, leave_alone, one_of, predicate_or_none
+from .rule import NO_HEADS, PARAMETERS, Quantising, decided, low_of, result_of
+from .said import (
+    as_bool,
+    as_length,
+    float8_dtype,
+    leave_alone,
+    one_of,
+    predicate_or_none,
+)
 from .worth import WORTH_IT
 
+DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
 E4M3 = jnp.dtype("float8_e4m3fn")
 E5M2 = jnp.dtype("float8_e5m2")
 _RUNS = "native on GPUs from Ada and Hopper on; the same numbers in 16 bits elsewhere"
@@ -31,8 +42,41 @@ class Float8(Quantising):
     granularity: Literal["tensor", "row"] = "tensor"
     keep: Literal["float8", "compute"] = "float8"
     power_of_two: bool = True
+    delayed: bool = False
+    amax_history_length: int = DEFAULT_LENGTH
+
+    def why_not(self, site: Site) -> str | None:
+        if self.weight_gradient == "compute" and _is_weight_gradient(site):
+            return "a weight gradient, by the option `weight_gradient`"
+        return super().why_not(site)
 
     def quantise(self, site: Site) -> Decision:
+        return self._delayed(site) if self.delayed else self._current(site)
+
+    def _delayed(self, site: Site) -> Decision:
+        formats, out = self._formats(site), result_of(site)
+        lhs, rhs = (
+            Wanted(
+                _authors(site.scope),
+                site.primitive.name,
+                side,
+                site.backward,
+                fmt,
+                self.amax_history_length,
+            )
+            for side, fmt in enumerate(formats)
+        )
+        fn = bilinear(site.primitive, site.params, moving=0)
+        bind = contraction_by_marks(fn, (lhs, rhs), _product_dtype(out), out)
+        left, right = (fmt.dtype.name for fmt in formats)
+        why = f"computes in {left} x {right}, scaled by maxima of steps before"
+        eight_bits = EightBits("tensor x tensor, delayed", _RUNS, needs_state=True)
+        decision = decided(site, why, bind, eight_bits)
+        # Cast first, parameters too: so that all who read a tensor see the same one.
+        reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
+        return decision._replace(reads=reads)
+
+    def _current(self, site: Site) -> Decision:
         low, out = low_of(site), result_of(site)
         kinds = self._kinds(site)
         formats = self._formats(site)
@@ -103,6 +147,28 @@ class Float8(Quantising):
         return f"{text}; cotangents in {self.grad_dtype.name}"
 
 
+def _is_weight_gradient(site: Site) -> bool:
+    """Whether a contraction of a backward pass makes the gradient of a parameter.
+
+    It reads none, but perhaps the data, which is an input too. It sums over rows, as
+    what comes first in the cotangent that JAX puts first, where a gradient of an input
+    sums over columns."""
+    numbers = dot_numbers(site.params)
+    if not site.backward or numbers is None:
+        return False
+    (summed, _), (batch, _) = numbers
+    fact = site.facts[1]
+    if fact is None or fact.leaf not in PARAMETERS:
+        return True
+    own = [axis for axis in range(len(site.avals[0].shape)) if axis not in batch]
+    return own[0] in summed and own[-1] not in summed
+
+
+def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
+    """A scope without the names that JAX's checkpoint and this library add."""
+    return tuple(n for n in scope if n != RECOMPUTED and not n.startswith("amp_"))
+
+
 def _product_dtype(dtype: DType) -> DType:
     # XLA turns a float16 result of float8 operands into a float16 contraction.
     return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
@@ -115,6 +181,8 @@ def float8(
     granularity: Literal["tensor", "row"] = "tensor",
     keep: Literal["float8", "compute"] = "float8",
     power_of_two: bool = True,
+    delayed: bool = False,
+    amax_history_length: int = DEFAULT_LENGTH,
     where: Callable[[Site], bool] | None = WORTH_IT,
     leave: tuple[str, ...] = NO_HEADS,
     parameters_only: bool = True,
@@ -151,6 +219,10 @@ def float8(
         keep: what operands are kept as for the backward pass.
         power_of_two: whether scales are rounded up to powers of two, which no
             multiplication by them rounds. Else they are as they come out.
+        delayed: whether scales follow from the largest magnitudes of the steps before
+            ("delayed scaling"), not from the arrays at hand. Those are a state, which
+            `amp_with_state` takes and returns; `amp` has none, and raises.
+        amax_history_length: how many steps are remembered, if `delayed`.
         where: tells of a contraction (a `Site`) whether to quantise it; `None` always
             does.
         leave: regular expressions of names of scopes that are left to the compute
@@ -168,6 +240,18 @@ def float8(
 
     Formats as Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433;
     current scaling as "tensorwise" in torchao."""
+    delayed = as_bool(delayed, "delayed")
+    length = as_length(amax_history_length, "amax_history_length")
+    if delayed and granularity == "row":
+        raise ValueError(
+            "A history is of a whole tensor: `delayed=True` can't be given together "
+            "with `granularity='row'`. Leave out one of them."
+        )
+    if not delayed and length != DEFAULT_LENGTH:
+        raise ValueError(
+            f"`amax_history_length={length}` is given, but scales come from the arrays "
+            "at hand, without a history. Give `delayed=True` too."
+        )
     return Float8(
         predicate_or_none(where),
         leave_alone(leave),
@@ -179,4 +263,6 @@ def float8(
         granularity=one_of(granularity, ("tensor", "row"), "granularity"),
         keep=one_of(keep, ("float8", "compute"), "keep"),
         power_of_two=as_bool(power_of_two, "power_of_two"),
+        delayed=delayed,
+        amax_history_length=length,
     )

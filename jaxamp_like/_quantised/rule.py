@@ -34,7 +34,7 @@ from .worth import WORTH_IT
 QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
 
-_PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN)
+PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN)
 
 
 NO_HEADS = (
@@ -120,12 +120,14 @@ class Quantising(Rule):
 def _reads_parameter(site: Site) -> bool:
     """Whether an operand is an input of the function, or the result its gradient.
 
-    In a backward pass, neither operand of a weight's gradient is one; attention's
-    gradients are batches of products."""
-    if any(fact is not None and fact.leaf in _PARAMETERS for fact in site.facts[:2]):
+    In a backward pass, neither operand of a weight's gradient is one, and what is made
+    again there reads what the forward pass has kept; attention's are batches of
+    products."""
+    if any(fact is not None and fact.leaf in PARAMETERS for fact in site.facts[:2]):
         return True
     numbers = dot_numbers(site.params)
-    return site.backward and (numbers is None or not numbers[1][0])
+    is_later = site.backward or site.recomputed
+    return is_later and (numbers is None or not numbers[1][0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,7 +161,7 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
     What else is an input is treated as activations further on are: else the first
     iteration of a loop would be rounded unlike the others."""
     low, weight, fact = low_of(site), weight_side(site), site.facts[weight_side(site)]
-    is_parameter = fact is not None and fact.leaf in _PARAMETERS
+    is_parameter = fact is not None and fact.leaf in PARAMETERS
     return tuple(
         None
         if author is None or (is_parameter and i == weight)

@@ -29,6 +29,18 @@ def as_bool(value: Any, argument: str) -> bool:
     return value
 
 
+def as_length(value: Any, argument: str) -> int:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer:
+        raise TypeError(f"`{argument}` must be an integer, but got {value!r}.")
+    if value < 1:
+        raise ValueError(
+            f"`{argument}` must be 1 or more, but got {value!r}: the scale of a step "
+            "follows from the maxima of that many steps before it."
+        )
+    return value
+
+
 def float8_dtype(value: Any, argument: str) -> DType:
     try:
         name = jnp.dtype(value).name

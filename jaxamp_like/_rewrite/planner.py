@@ -48,7 +48,8 @@ class Planner:
         self.demands = Demands(self.matching, self.carries)
         # A program is to be marked by it before it is planned.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
-        self._is_backward = False  # of the equation whose bodies are being planned
+        # Of the equation whose bodies are being planned.
+        self._is_backward = self._is_recomputed = False
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
@@ -66,7 +67,7 @@ class Planner:
         `wanted` says how its results are read outside; in full, if not given."""
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         args = (facts, scope, wanted)
-        key = (*args, setting() is None, self._is_backward)
+        key = (*args, setting() is None, self._is_backward, self._is_recomputed)
         return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
 
     def _plan(
@@ -142,11 +143,12 @@ class Planner:
     @contextlib.contextmanager
     def _inside(self, site: Site) -> Iterator[None]:
         """While the bodies of an equation are planned: what holds of it holds there."""
-        before, self._is_backward = self._is_backward, site.backward
+        before = self._is_backward, self._is_recomputed
+        self._is_backward, self._is_recomputed = site.backward, site.recomputed
         try:
             yield
         finally:
-            self._is_backward = before
+            self._is_backward, self._is_recomputed = before
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -178,6 +180,10 @@ class Planner:
         self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Any, found: Found
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
+        told = names(eqn)
+        # What the backward pass makes again is a part of the forward pass.
+        again = self._is_backward and told.recomputed
+        again |= self._is_recomputed and not told.backward
         return Site(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -189,5 +195,6 @@ class Planner:
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
             by_scope=found.by_scope,
-            backward=self._is_backward or names(eqn).backward,
+            backward=told.backward or (self._is_backward and not again),
+            recomputed=again,
         )

@@ -62,6 +62,11 @@ def amp_is_off() -> bool:
     return recorder is not None and recorder.as_written
 
 
+def is_recorded() -> bool:
+    """Whether a function is traced for a report, and not run."""
+    return _current.get() is not None
+
+
 def planner_in_force(planner: Planner) -> Planner:
     recorder = _current.get()
     return planner if recorder is None else recorder.planner_for(planner)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from .._errors import AmpError
 from .._jax import Primitive, source_line
 from .._policies.classes import CLASSES
 from .._policies.dictionary import (
@@ -16,6 +17,7 @@ from .._policies.dictionary import (
     paths_to,
     show_key,
 )
+from .._quantised.delayed import NO_STATE
 from .._quantised.rule import Quantising
 from .plan import Plan, Step
 from .planner import Planner
@@ -52,6 +54,19 @@ def report_of_nothing_quantised(plan: Plan) -> str | None:
         "`parameters_only` of the rule say which to leave alone: `float8(where=None)` "
         "quantises small ones too."
     )
+
+
+def refuse_rules_with_state(plan: Plan) -> None:
+    """Raises where a contraction is scaled by what was seen before.
+
+    Nothing remembers that here."""
+    for step in _steps(plan):
+        made = step.decision.eight_bits
+        if made is not None and made.needs_state:
+            raise AmpError(
+                f"{NO_STATE}\nThe first such contraction is in scope "
+                f"{'/'.join(_authors(step.scope))!r}, {source_line(step.eqn)}."
+            )
 
 
 def _steps(plan: Plan) -> Iterator[Step]:

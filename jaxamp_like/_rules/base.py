@@ -110,6 +110,7 @@ class Site(NamedTuple):
     wanted: tuple[Demand, ...]
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
     backward: bool = False  # whether JAX made it by transposing a derivative
+    recomputed: bool = False  # whether it is made again in the backward pass
 
     @property
     def demand(self) -> Demand:
@@ -135,6 +136,7 @@ class EightBits(NamedTuple):
 
     scales: str  # what shares one
     runs: str  # where there are kernels of it, and what runs elsewhere
+    needs_state: bool = False  # whether scales follow from what was seen before
 
 
 class Decision(NamedTuple):

@@ -1,0 +1,10 @@
+"""Delayed scaling with a state that goes in and out: `amp_with_state`.
+
+`numbers` tells which values of a program are one and the same, `tensors` which tensors
+have a history (a tensor has one, whoever reads it), `threaded` runs a program whose
+scales are given and whose maxima come out, `state` is what is kept in between."""
+
+from .stateful import (
+    amp_with_state as amp_with_state,
+    init_amp_state as init_amp_state,
+)

@@ -1,0 +1,120 @@
+"""Which values of a program are one and the same, told from the program alone.
+
+Values get numbers, and equal numbers mean equal values: what is made by the same
+operation of the same values. So what the backward pass keeps of the forward pass, or
+makes again of it, is known for what it is, through loops and branches too. A number in
+the body of a scan stands for a value of each iteration, by its place in what the scan
+reads and makes.
+
+After Alpern, Wegman, Zadeck, "Detecting equality of variables in programs" (1988)."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._jax import Eqn, Literal, has_effect
+
+_NONE: frozenset[int] = frozenset()
+
+# What hands its operands on.
+_IDENTITIES = ("copy", "copy_p", "name", "optimization_barrier", "pvary")
+
+
+class Numbers:
+    """The numbers of values, and by which loops a value varies.
+
+    Loops are named by how many are around their body: 1, 2, ..."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+        self._made: list[Any] = []
+        self.varies: list[frozenset[int]] = []
+
+    def of(self, made: Hashable, varies: frozenset[int] = _NONE) -> int:
+        """The number of what is made so."""
+        number = self._known.setdefault(made, len(self._made))
+        if number == len(self._made):
+            self._made.append(made)
+            self.varies.append(varies)
+        return number
+
+    def new(self, varies: frozenset[int] = _NONE) -> int:
+        """The number of a value like no other."""
+        return self.of(("new", len(self._made)), varies)
+
+    def all_varies(self, numbers: Sequence[int]) -> frozenset[int]:
+        return _NONE.union(*(self.varies[n] for n in numbers))
+
+    def of_literal(self, atom: Literal) -> int:
+        value = np.asarray(atom.val)
+        return self.of(("literal", value.dtype.name, value.shape, value.tobytes()))
+
+    def of_results(self, eqn: Eqn, ins: Sequence[int]) -> list[int]:
+        """The numbers of what an equation makes that holds no program."""
+        name = eqn.primitive.name
+        if name in _IDENTITIES:
+            return list(ins)
+        varies = self.all_varies(ins)
+        if name == "convert_element_type":
+            return [self._cast(eqn, ins[0])]
+        made = (name, *eqn.params.items(), *ins)
+        if has_effect(eqn) or not _is_hashable(made):
+            return [self.new(varies) for _ in eqn.outvars]
+        return [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
+
+    def _cast(self, eqn: Eqn, number: int) -> int:
+        """The number of a cast; what was cast after it came out is cast inside."""
+        kind, *how = self._made[number]
+        if kind == "stacked":
+            return self.stacked(self._cast(eqn, how[1]), how[0])
+        if kind == "global":
+            return self.whole(self._cast(eqn, how[1]), how[0])
+        if kind == "chosen":
+            return self.chosen(how[0], tuple(self._cast(eqn, n) for n in how[1]))
+        made = ("cast", *eqn.params.items(), number)
+        return self.of(made, self.varies[number])
+
+    # Loops, branches, shards: what goes in is known again when it came out of one.
+
+    def sliced(self, number: int, depth: int) -> int:
+        """What each iteration sees of a value that a scan goes through."""
+        if self._is("stacked", number) and self._made[number][1] == depth:
+            return self._made[number][2]
+        return self.of(("sliced", depth, number), self.varies[number] | {depth})
+
+    def stacked(self, number: int, depth: int) -> int:
+        """What a scan makes of the values of its iterations."""
+        return self.of(("stacked", depth, number), self.varies[number] - {depth})
+
+    def in_branch(self, number: int, index: int, branch: int) -> int:
+        """What a branch gets if it is given `number`."""
+        if self._is("chosen", number) and self._made[number][1] == index:
+            return self._made[number][2][branch]
+        return number
+
+    def chosen(self, index: int, outs: tuple[int, ...]) -> int:
+        """What comes of branches that make `outs`."""
+        varies = self.all_varies([index, *outs])
+        return self.of(("chosen", index, outs), varies)
+
+    def local(self, number: int, spec: Hashable) -> int:
+        """What the body of a `shard_map` gets of a value."""
+        if self._is("global", number) and self._made[number][1] == spec:
+            return self._made[number][2]
+        return self.of(("local", spec, number), self.varies[number])
+
+    def whole(self, number: int, spec: Hashable) -> int:
+        """What comes out of the body of a `shard_map`."""
+        return self.of(("global", spec, number), self.varies[number])
+
+    def _is(self, kind: str, number: int) -> bool:
+        return self._made[number][0] == kind
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

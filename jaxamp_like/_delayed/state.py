@@ -1,0 +1,104 @@
+"""What is kept from step to step: a scale and a history for each tensor."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._errors import AmpError
+from .._jax import is_array
+from .._quantised.delayed import TensorScale, first_scale, next_scale, seen
+from .tensors import Tensor
+
+State = dict[str, TensorScale]
+"""By the path of scopes to a contraction, and which of its tensors it is."""
+
+_MOST = 6  # keys to list
+
+
+def first_state(tensors: Mapping[str, Tensor]) -> State:
+    return {
+        key: first_scale(tensor.shape(), tensor.wanted.length)
+        for key, tensor in sorted(tensors.items())
+    }
+
+
+def scales_of(tensors: Mapping[str, Tensor], state: State) -> dict[str, Any]:
+    """What each tensor is divided by in this step."""
+    return {key: next_scale(state[key], t.wanted.fmt) for key, t in tensors.items()}
+
+
+def next_state(state: State, scales: Any, maxima: Any) -> State:
+    """The state after a step that used `scales` and saw `maxima`."""
+    return {key: seen(state[key], scales[key], maxima[key]) for key in state}
+
+
+def refuse_what_is_no_state(state: Any) -> None:
+    if not isinstance(state, Mapping) or not all(map(_is_scale, state.values())):
+        raise TypeError(
+            "The first argument of a function of `amp_with_state` is the state that "
+            f"`init_amp_state` or the step before has given, but got {_shown(state)}. "
+            "Write `out, state = step(state, *args)`."
+        )
+
+
+def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
+    """The state that a user gave, if it is one for these tensors."""
+    missing, foreign = tensors.keys() - state.keys(), state.keys() - tensors.keys()
+    if missing or foreign:
+        raise AmpError(
+            "The state is not that of this function: "
+            + "; ".join(
+                _listed(what, keys)
+                for what, keys in (
+                    ("the function has, and the state has not,", missing),
+                    ("the state has, and the function has not,", foreign),
+                )
+                if keys
+            )
+            + f". {_INSTEAD}"
+        )
+    for key, tensor in tensors.items():
+        _check(key, state[key], tensor)
+    return {key: state[key] for key in sorted(tensors)}
+
+
+_INSTEAD = (
+    "Keys are paths of scopes: another model, policy or names of scopes give others. "
+    "Begin with the state of `init_amp_state(step, *args)`, whose scales settle within "
+    "the first steps."
+)
+
+
+def _is_scale(value: Any) -> bool:
+    return isinstance(value, TensorScale) and all(map(is_array, value))
+
+
+def _check(key: str, given: TensorScale, tensor: Tensor) -> None:
+    length, shape = tensor.wanted.length, tensor.shape()
+    for name, x, wanted in (
+        ("scale", given.scale, shape),
+        ("history", given.history, (*shape, length)),
+    ):
+        if x.shape == wanted and x.dtype == jnp.float32:
+            continue
+        what = "The state is not that of this function"
+        if name == "history" and x.shape[:-1] == shape and x.dtype == jnp.float32:
+            what = f"The policy says `amax_history_length={length}`"
+        raise AmpError(
+            f"{what}: the {name} of {key!r} is {x.dtype.name}{list(x.shape)}, and must "
+            f"be float32{list(wanted)}. {_INSTEAD}"
+        )
+
+
+def _listed(what: str, keys: set[str]) -> str:
+    shown = ", ".join(map(repr, sorted(keys)[:_MOST]))
+    return f"{what} {shown}" + (
+        f" and {n} more" if (n := len(keys) - _MOST) > 0 else ""
+    )
+
+
+def _shown(state: Any) -> str:
+    if isinstance(state, Mapping):
+        return f"a dict of {', '.join(map(repr, sorted(map(str, state))[:_MOST]))}"
+    return f"{type(state).__name__}"

@@ -1,0 +1,225 @@
+"""`amp_with_state`: mixed precision by rules that remember what they saw."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from .._amp import amp_by, run_by_plan
+from .._errors import warn_or_raise
+from .._jax import trace
+from .._policies.mistakes import as_bool, naming_mistakes
+from .._policies.settings import PolicyLike, Settings, settings_of
+from .._reports.call import call_of
+from .._rewrite.planner import Planner
+from .state import (
+    State,
+    checked,
+    first_state,
+    next_state,
+    refuse_what_is_no_state,
+    scales_of,
+)
+from .tensors import Finder, Tensor
+from .threaded import Threaded
+
+_INIT = "_init_amp_state"
+
+
+@naming_mistakes
+def amp_with_state(
+    fn: Callable[..., Any] | None = None,
+    *,
+    compute_dtype: DTypeLike | None = None,
+    amp_policy: PolicyLike | None = None,
+    strict: bool = False,
+) -> Any:
+    """As `amp`, for policies with rules that remember: `float8(delayed=True)`.
+
+    Put it around all that a step differentiates, `jax.value_and_grad(loss)` or a whole
+    training step. There the backward pass is ordinary code, and its largest cotangents
+    are ordinary results.
+
+    The state is a dict of arrays, beside parameters and optimizer state, and never a
+    part of them. Each tensor that a quantised contraction reads has an entry, called by
+    the scopes of the contraction: its scale in the last step and its largest magnitudes
+    in the steps before, as Flax orders them: the newest first, then from the oldest on.
+    In a `lax.scan` over layers each layer has
+    its own (an axis more); where iterations share an operand, as in a recurrence or
+    over microbatches, they share the entry, and the largest magnitude counts. So it
+    does over the devices of a `shard_map`. What did not run, in a branch not taken,
+    keeps its entry, and so does what held an inf or NaN.
+
+    A step that is called for each microbatch returns states that differ in their newest
+    maxima only: `jax.tree.map(jnp.maximum, a, b)` is the state after both. So it is
+    after `jax.vmap` over examples: take the maximum over the first axis.
+
+    Args:
+        fn: as of `amp`. Without `fn`, returns a decorator.
+        compute_dtype: as of `amp`.
+        amp_policy: as of `amp`.
+        strict: as of `amp`; also raise if no tensor has an entry.
+    Returns:
+        A function `(state, *args, **kwargs) -> (out, new_state)`, where `out` is what
+        `amp(fn)` would return.
+    Raises:
+        TypeError, ValueError, AmpError: as of `amp`; and when it is called, if the
+            state is not that of the function, or if it is differentiated: the largest
+            cotangents would be lost.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp_like import Policy
+    >>> from jaxamp_like.presets import quantised
+    >>> from jaxamp_like.rules import float8
+    >>> rule = float8(delayed=True, amax_history_length=16, where=None)
+    >>> policy = Policy("bfloat16", rules=quantised(rule))
+    >>> def loss(w, x):
+    ...     with jax.named_scope("dense"):
+    ...         return jnp.mean((x @ w) ** 2)
+    >>> w, x = jnp.ones((8, 4)), jnp.full((2, 8), 3.0)
+    >>> step = jax.jit(amp_with_state(jax.value_and_grad(loss), amp_policy=policy))
+    >>> state = init_amp_state(step, w, x)
+    >>> (value, grads), state = step(state, w, x)
+    >>> for name, tensor in state.items():
+    ...     print(name, tensor.history[:2])
+    dense/dot_general/cotangent [6. 0.]
+    dense/dot_general/lhs [3. 0.]
+    dense/dot_general/rhs [1. 0.]
+
+    Delayed scaling as in NVIDIA's Transformer Engine and Flax's `fp8_ops`."""
+    settings = settings_of(amp_policy, compute_dtype)
+    strict = as_bool(strict, "strict")
+    if fn is None:
+        return functools.partial(
+            amp_with_state,
+            compute_dtype=compute_dtype,
+            amp_policy=amp_policy,
+            strict=strict,
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"`fn` must be callable, but got {type(fn).__name__}. Write "
+            "`amp_with_state(fn)(state, x)`, not `amp_with_state(fn(x))`."
+        )
+    return _stateful(settings, fn, strict)
+
+
+def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
+    def mixed(step: "Step") -> Callable[..., Any]:
+        return amp_by(settings, fn, strict=strict, run=step.run)
+
+    def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
+        refuse_what_is_no_state(state)
+        step = Step(state, strict)
+        out = mixed(step)(*args, **kwargs)
+        return out, step.state
+
+    def init(*args: Any, **kwargs: Any) -> State:
+        step = Step(None, strict)
+        call = call_of(mixed(step), args, kwargs, (), _name(fn))
+        trace(call.fn, call.arrays)
+        return first_state(step.tensors)
+
+    setattr(wrapped, _INIT, init)
+    return _named_after(fn, wrapped)
+
+
+def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> State:
+    """The state that training with a function of `amp_with_state` begins with.
+
+    Nothing is run. The scales are 1 and the histories 0: the first step quantises what
+    it reads as it is.
+
+    Args:
+        fn: what `amp_with_state` returned; `jax.jit` may be around it.
+        args: what it will be called with after the state, or shapes of it
+            (`jax.ShapeDtypeStruct`).
+        kwargs: likewise.
+    Returns:
+        A state. Optimizers never see it; save it beside theirs.
+    Raises:
+        TypeError: `fn` was not made by `amp_with_state`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxamp_like import get_policy
+    >>> policy = get_policy("float8_from_float32", amax_history_length=16)
+    >>> step = amp_with_state(jnp.matmul, amp_policy=policy)
+    >>> x = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    >>> state = init_amp_state(step, x, x)
+    >>> {name: tensor.history.shape for name, tensor in state.items()}
+    {'dot_general/lhs': (16,), 'dot_general/rhs': (16,)}
+    """
+    made: Any = fn
+    while not hasattr(made, _INIT) and hasattr(made, "__wrapped__"):
+        made = made.__wrapped__
+    init = getattr(made, _INIT, None)
+    if init is None:
+        raise TypeError(
+            "`fn` must be what `amp_with_state` returned, which knows the policy, but "
+            f"got {_name(fn)!r}. Write `step = amp_with_state("
+            "jax.value_and_grad(loss), amp_policy=...)` and "
+            "`init_amp_state(step, *args)`."
+        )
+    return init(*args, **kwargs)
+
+
+class Step:
+    """One call: how its program is run, and the state before and after.
+
+    Args:
+        state: before it; `None` for that of the start.
+        strict: raise if nothing has a state."""
+
+    def __init__(self, state: Any, strict: bool):
+        self.state = state
+        self.strict = strict
+        self.tensors: dict[str, Tensor] = {}
+
+    def run(self, planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+        def rewritten(*arrays):
+            return run_by_plan(planner, jaxpr, arrays, has_state=True)
+
+        made = trace(rewritten, arrays)
+        finder = Finder()
+        sites = finder.sites(made)
+        self.tensors = finder.tensors
+        if not self.tensors:
+            warn_or_raise(_NOTHING, self.strict)
+        given = self.state
+        state = first_state(self.tensors) if given is None else given
+        state = checked(state, self.tensors)
+        scales = scales_of(self.tensors, state)
+        outs, maxima = Threaded(self.tensors).run(made, sites, scales, arrays)
+        self.state = next_state(state, scales, maxima)
+        return outs
+
+
+_NOTHING = (
+    "`amp_with_state` has nothing to remember: no contraction of the function is "
+    "scaled by `float8(delayed=True)`. If that is meant, `amp` does as well; else see "
+    "`explain`, or give the rule `where=None`."
+)
+
+
+def _name(fn: Any) -> str:
+    name = getattr(fn, "__name__", None)
+    return name if isinstance(name, str) else type(fn).__name__
+
+
+def _named_after(fn: Callable[..., Any], wrapped: Any) -> Any:
+    """`wrapped` with the names of `fn`, and its signature after a state."""
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        if isinstance(getattr(fn, name, None), str):
+            setattr(wrapped, name, getattr(fn, name))
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some callables it can't be known
+        return wrapped
+    state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [state, *signature.parameters.values()]
+    wrapped.__signature__ = signature.replace(
+        parameters=parameters, return_annotation=inspect.Signature.empty
+    )
+    return wrapped

@@ -1,0 +1,271 @@
+"""Which tensors of a program have a history, and what they are called.
+
+A tensor has one however many contractions read it: the backward pass reads what the
+forward pass quantised, and what it makes again, by the scale of the forward pass. In a
+scan, each iteration has a history of its own (layers), unless one of the two operands
+is the same in all of them (steps of a recurrence, microbatches): then all iterations
+share one, and the largest maximum counts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .._errors import AmpError
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    raw,
+    scan_arity,
+    shard_map_options,
+    source_line,
+    subjaxprs,
+)
+from .._quantised.delayed import SCALE, Wanted
+from .._structural import CALLS
+from .numbers import Numbers
+
+INLINED = CALLS - {"linear_call"}
+"""Calls that are gone through as if what they hold stood there."""
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A tensor that has a history.
+
+    Args:
+        key: its name in the state.
+        place: the contraction that it is named after.
+        wanted: what the first mark says that reads it.
+        lengths: of the scans, by how many are around their body, in which each
+            iteration has its own.
+        context: the branches and `while` loops that it stands in."""
+
+    key: str
+    place: str
+    wanted: Wanted
+    lengths: dict[int, int]
+    context: tuple[Any, ...]
+
+    def shape(self, depth: int = 0) -> tuple[int, ...]:
+        """Of its scale, inside of as many scans."""
+        return tuple(n for d, n in sorted(self.lengths.items()) if d > depth)
+
+
+class Use(NamedTuple):
+    """A mark: the tensor that it reads, and whether its maximum is taken here."""
+
+    tensor: Tensor
+    records: bool
+
+
+Sites = dict[int, Any]
+"""By the place of an equation: a `Use`, or the `Sites` of each of its programs."""
+
+
+class Around(NamedTuple):
+    """What stands around an equation: lengths of scans; branches and loops."""
+
+    lengths: tuple[int, ...] = ()
+    context: tuple[Any, ...] = ()
+
+    def within(self, frame: Any) -> "Around":
+        return self._replace(context=(*self.context, frame))
+
+
+@dataclass
+class Finder:
+    """Finds the tensors of a program."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=Numbers)
+    _by_number: dict[int, list[Tensor]] = field(default_factory=dict)
+    _places: Counter[str] = field(default_factory=Counter)
+    _place: str | None = None  # of the contraction whose marks are being read
+
+    def sites(self, jaxpr: Jaxpr) -> Sites:
+        ins = [self.numbers.new() for _ in raw(jaxpr).invars]
+        return self._walk(jaxpr, ins, Around())[1]
+
+    def _walk(
+        self, jaxpr: Jaxpr, ins: Sequence[int], around: Around
+    ) -> tuple[list[int], Sites]:
+        inner, sites = raw(jaxpr), {}
+        env: dict[Any, int] = dict(zip(inner.invars, ins, strict=True))
+        for v, value in zip(inner.constvars, consts(jaxpr), strict=True):
+            env[v] = self.numbers.of(("constant", id(value)))
+
+        def read(atom: Any) -> int:
+            if isinstance(atom, Literal):
+                return self.numbers.of_literal(atom)
+            return env[atom]
+
+        for i, eqn in enumerate(inner.eqns):
+            outs, found = self._eqn(eqn, list(map(read, eqn.invars)), around)
+            env |= zip(eqn.outvars, outs, strict=True)
+            if found:
+                sites[i] = found
+        return list(map(read, inner.outvars)), sites
+
+    def _eqn(self, eqn: Eqn, ins: list[int], around: Around) -> tuple[list[int], Any]:
+        name = eqn.primitive.name
+        if eqn.primitive is SCALE:
+            return self.numbers.of_results(eqn, ins), self._use(eqn, ins, around)
+        handler = _call if name in INLINED else _HANDLERS.get(name)
+        if handler is not None:
+            outs, inner = handler(self, eqn, ins, around)
+            return outs, inner if any(inner) else None
+        programs = list(subjaxprs(eqn.params))
+        if any(map(has_marks, programs)):
+            raise AmpError(
+                f"`amp_with_state` can't keep histories within `{name}` "
+                f"({source_line(eqn)}), which holds contractions of a rule "
+                f"`float8(delayed=True)`. {_INSTEAD.get(name, _OTHERWISE)}"
+            )
+        if programs:
+            varies = self.numbers.all_varies(ins)
+            return [self.numbers.new(varies) for _ in eqn.outvars], None
+        return self.numbers.of_results(eqn, ins), None
+
+    # Marks.
+
+    def _use(self, eqn: Eqn, ins: list[int], around: Around) -> Use:
+        wanted: Wanted = eqn.params["of"]
+        number, other = ins
+        if wanted.side == 0:
+            self._place = None
+        for tensor in self._by_number.get(number, ()):
+            if (tensor.wanted.fmt, tensor.wanted.length) == wanted[-2:]:
+                # Elsewhere it was perhaps not made: the maximum is taken again.
+                context = around.context[: len(tensor.context)]
+                return Use(tensor, context != tensor.context)
+        tensor = self._tensor(wanted, number, other, around)
+        self.tensors[tensor.key] = tensor
+        self._by_number.setdefault(number, []).append(tensor)
+        return Use(tensor, True)
+
+    def _tensor(
+        self, wanted: Wanted, number: int, other: int, around: Around
+    ) -> Tensor:
+        varies = self.numbers.varies
+        own = varies[number] & varies[other]
+        for known in self._by_number.get(other, ()):
+            own -= varies[other] - known.lengths.keys()
+        place = self._named_after(wanted, other)
+        key = f"{place}/{self._role(wanted)}"
+        n = sum(name.partition("#")[0] == key for name in self.tensors)
+        return Tensor(
+            f"{key}#{n}" if n else key,
+            place,
+            wanted,
+            {d: around.lengths[d - 1] for d in own},
+            around.context,
+        )
+
+    def _role(self, wanted: Wanted) -> str:
+        if wanted.backward and wanted.side == 0:
+            return "cotangent"  # which JAX puts first
+        return ("lhs", "rhs")[wanted.side]
+
+    def _named_after(self, wanted: Wanted, other: int) -> str:
+        """The contraction: of a cotangent, the forward one in the same scope."""
+        if wanted.backward and wanted.side == 0:
+            for known in self._by_number.get(other, ()):
+                if known.wanted.scope == wanted.scope:
+                    return known.place
+        if self._place is None:
+            base = "/".join((*wanted.scope, wanted.primitive))
+            n = self._places[base]
+            self._places[base] += 1
+            self._place = f"{base}.{n}" if n else base
+        return self._place
+
+
+def has_marks(jaxpr: Jaxpr) -> bool:
+    """Whether a program holds marks, at any depth."""
+    return any(
+        eqn.primitive is SCALE or any(map(has_marks, subjaxprs(eqn.params)))
+        for eqn in raw(jaxpr).eqns
+    )
+
+
+_OTHERWISE = (
+    "Put the call that makes it under `amp_stop()`, or give its scope a rule without "
+    "state, such as `float8()`."
+)
+_INSTEAD = {
+    "xla_pmap": "Use `jax.shard_map` instead of `jax.pmap`.",
+}
+
+# How numbers flow through what holds programs: each returns those of the results, and
+# the sites of the programs.
+
+_Found = tuple[list[int], tuple[Sites, ...]]
+
+
+def _call(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+    (jaxpr,) = subjaxprs(eqn.params)
+    outs, sites = self._walk(jaxpr, ins, around)
+    return outs, (sites,)
+
+
+def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+    numbers = self.numbers
+    num_consts, num_carry = scan_arity(eqn)
+    around = around._replace(lengths=(*around.lengths, eqn.params["length"]))
+    depth = len(around.lengths)
+    anything = numbers.all_varies(ins)
+    inner = [
+        *ins[:num_consts],
+        *(numbers.new(anything | {depth}) for _ in range(num_carry)),
+        *(numbers.sliced(n, depth) for n in ins[num_consts + num_carry :]),
+    ]
+    outs, sites = self._walk(eqn.params["jaxpr"], inner, around)
+    last = [numbers.new(anything) for _ in range(num_carry)]
+    return [*last, *(numbers.stacked(n, depth) for n in outs[num_carry:])], (sites,)
+
+
+def _while(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    for_cond, for_body = ins[:num_cond], ins[num_cond:][:num_body]
+    anything = self.numbers.all_varies(ins)
+    carry = [self.numbers.new(anything) for _ in eqn.outvars]
+    around = around.within(("while", carry[0]))
+    _, cond = self._walk(params["cond_jaxpr"], [*for_cond, *carry], around)
+    _, body = self._walk(params["body_jaxpr"], [*for_body, *carry], around)
+    return [self.numbers.new(anything) for _ in eqn.outvars], (cond, body)
+
+
+def _cond(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+    index, *operands = ins
+    made = []
+    for i, branch in enumerate(eqn.params["branches"]):
+        given = [self.numbers.in_branch(n, index, i) for n in operands]
+        made.append(self._walk(branch, given, around.within(("cond", index, i))))
+    outs = zip(*(outs for outs, _ in made), strict=True)
+    return [self.numbers.chosen(index, out) for out in outs], tuple(
+        sites for _, sites in made
+    )
+
+
+def _shard_map(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+    options = shard_map_options(eqn.params)
+
+    def of(specs: Any, numbers: list[int], function: Any) -> list[int]:
+        pairs = zip(numbers, specs, strict=True)
+        return [function(n, (options["mesh"], str(spec))) for n, spec in pairs]
+
+    given = of(options["in_specs"], ins, self.numbers.local)
+    outs, sites = self._walk(eqn.params["jaxpr"], given, around)
+    return of(options["out_specs"], outs, self.numbers.whole), (sites,)
+
+
+_HANDLERS = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,283 @@
+"""A program with marks as one whose scales come in and whose maxima go out.
+
+What holds marks is made again, with both handed through: sliced and stacked by a scan,
+as the largest of a `while` loop's iterations, by every branch, over the axes of a
+`shard_map`. All else is bound as it stands."""
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec, Sharding
+
+from .._errors import AmpError
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    eqn_context,
+    open_jaxpr,
+    raw,
+    reemit,
+    scan_arity,
+    shard_map_options,
+    source_line,
+    subjaxprs,
+    trace,
+    typeof,
+    varying_over,
+)
+from .._quantised.delayed import NOT_SEEN, not_differentiated
+from .._quantised.formats import largest_of
+from .._structural.base import REMAT
+from .tensors import Sites, Tensor, Use
+
+Arrays = dict[str, Any]  # by the key of a tensor
+
+
+class Threaded:
+    """Evaluates programs with marks.
+
+    Args:
+        tensors: those that have a history, by key.
+        depth: how many scans are around.
+        axes: those of a mesh that maxima are marked as varying over."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], depth: int = 0, axes: tuple[str, ...] = ()
+    ):
+        self.tensors = tensors
+        self.depth = depth
+        self.axes = axes
+
+    def run(
+        self, jaxpr: Jaxpr, sites: Sites, scales: Arrays, args: Sequence[Any]
+    ) -> tuple[list[Any], Arrays]:
+        """What `jaxpr` gives for `args`, and the maxima of the tensors it makes."""
+        inner = raw(jaxpr)
+        env = dict(zip(inner.constvars, consts(jaxpr), strict=True))
+        env |= zip(inner.invars, args, strict=True)
+        maxima: Arrays = {}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for i, eqn in enumerate(inner.eqns):
+            values = list(map(read, eqn.invars))
+            if i not in sites:
+                outs = reemit(eqn, values)
+            else:
+                with eqn_context(eqn):
+                    outs, made = self._eqn(eqn, sites[i], scales, values)
+                maxima = larger(maxima, made)
+            env |= zip(eqn.outvars, outs, strict=True)
+        return list(map(read, inner.outvars)), maxima
+
+    def _eqn(
+        self, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+    ) -> tuple[Sequence[Any], Arrays]:
+        if not isinstance(found, Use):
+            handler = _HANDLERS.get(eqn.primitive.name, _call)
+            return handler(self, eqn, found, scales, values)
+        key, made = found.tensor.key, {}
+        if found.records:
+            amax = largest_of(not_differentiated(values[0]))
+            shape = found.tensor.shape(self.depth)
+            assert not shape, "a history that is stacked more often than it is read"
+            made = {key: varying_over(amax, self.axes)}
+        return [scales[key]], made
+
+    def not_seen(self, keys: Iterable[str]) -> Arrays:
+        """Maxima that change none."""
+        shapes = {key: self.tensors[key].shape(self.depth) for key in keys}
+        return {
+            key: varying_over(jnp.full(shape, NOT_SEEN, jnp.float32), self.axes)
+            for key, shape in shapes.items()
+        }
+
+
+def larger(a: Arrays, b: Arrays) -> Arrays:
+    both = {key: jnp.maximum(a[key], b[key]) for key in a.keys() & b.keys()}
+    return {key: both.get(key, x) for key, x in (a | b).items()}
+
+
+def uses(sites: Sites) -> Iterator[Use]:
+    """The marks of a program, at any depth."""
+    for found in sites.values():
+        if isinstance(found, Use):
+            yield found
+        else:
+            for inner in found:
+                yield from uses(inner)
+
+
+def read_in(sites: Sites) -> list[str]:
+    """The keys of tensors whose scales a program reads."""
+    return sorted({use.tensor.key for use in uses(sites)})
+
+
+def recorded_in(sites: Iterable[Sites]) -> list[str]:
+    """The keys of tensors whose maxima programs take."""
+    found = {use.tensor.key for s in sites for use in uses(s) if use.records}
+    return sorted(found)
+
+
+def _split(arrays: Arrays, keys: Collection[str]) -> tuple[Arrays, Arrays]:
+    """Those under `keys`, and the others."""
+    chosen = {key: x for key, x in arrays.items() if key in keys}
+    return chosen, {key: x for key, x in arrays.items() if key not in keys}
+
+
+def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    """Runs what a call holds in its place; where a `jit` says how it is sharded, so."""
+    (jaxpr,) = subjaxprs(eqn.params)
+    values = _sharded(values, eqn.params.get("in_shardings"))
+    outs, maxima = self.run(jaxpr, found[0], scales, values)
+    return _sharded(outs, eqn.params.get("out_shardings")), maxima
+
+
+def _sharded(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    if shardings is None:
+        return values
+    return [
+        lax.with_sharding_constraint(x, s) if isinstance(s, Sharding) else x
+        for x, s in zip(values, shardings, strict=True)
+    ]
+
+
+def _custom_vmap(
+    self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
+    """Binds a `custom_vmap` call, whose maxima the author's rule would not give."""
+
+    @custom_vmap
+    def call(scales, *operands):
+        return self.run(eqn.params["call"], found[0], scales, operands)
+
+    @call.def_vmap
+    def _(*_):
+        raise AmpError(
+            "A function of `amp_with_state` that holds a `custom_vmap` "
+            f"({source_line(eqn)}) can't be mapped from outside: the author's rule "
+            "says nothing of maxima. Put `amp_with_state` around the mapped function: "
+            "`amp_with_state(jax.vmap(fn))`."
+        )
+
+    return call({key: scales[key] for key in read_in(found[0])}, *values)
+
+
+def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    """Binds what the backward pass runs again as such, lest it be run ahead of that."""
+    params, (sites,) = eqn.params, found
+    if not params["differentiated"]:
+        return _call(self, eqn, found, scales, values)
+    read, made = read_in(sites), recorded_in(found)
+
+    def body(*args):
+        given = dict(zip(read, args, strict=False))
+        outs, maxima = self.run(params["jaxpr"], sites, given, args[len(read) :])
+        return [*outs, *(maxima[key] for key in made)]
+
+    operands = [*(scales[key] for key in read), *values]
+    inner, held = open_jaxpr(trace(body, list(map(typeof, operands))))
+    prevent_cse = params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
+        added = len(held) + len(read)
+        prevent_cse = (any(prevent_cse),) * added + prevent_cse
+    params = params | {"jaxpr": inner, "prevent_cse": prevent_cse}
+    outs = eqn.primitive.bind(*held, *operands, **params)
+    last = len(outs) - len(made)
+    return outs[:last], dict(zip(made, outs[last:], strict=True))
+
+
+def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    (sites,) = found
+    num_consts, num_carry = scan_arity(eqn)
+    fixed, carry = values[:num_consts], values[num_consts:][:num_carry]
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    inner = Threaded(self.tensors, self.depth + 1, self.axes)
+    read = {key: scales[key] for key in read_in(sites)}
+    own = {key for key in read if inner.depth in self.tensors[key].lengths}
+    sliced, shared = _split(read, own)
+
+    def body(carry, xs):
+        x, sliced = xs
+        args = [*fixed, *carry, *x]
+        outs, maxima = inner.run(eqn.params["jaxpr"], sites, shared | sliced, args)
+        return outs[:num_carry], (outs[num_carry:], maxima)
+
+    xs = (values[num_consts + num_carry :], sliced)
+    carry, (ys, maxima) = lax.scan(body, carry, xs, **params)
+    made = {
+        key: x if key in own else jnp.max(x, axis=0, initial=NOT_SEEN)
+        for key, x in maxima.items()
+    }
+    return [*carry, *ys], made
+
+
+def _while(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    for_test, for_step = found
+    params = eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    for_cond, rest = values[:num_cond], values[num_cond:]
+    for_body, carry = rest[:num_body], rest[num_body:]
+    none = self.not_seen(recorded_in(found))
+
+    def tested(carry, maxima):
+        """A carry, whether to go on from it, and the maxima until then."""
+        args = [*for_cond, *carry]
+        (goes_on,), made = self.run(params["cond_jaxpr"], for_test, scales, args)
+        return carry, goes_on, larger(maxima, made)
+
+    def step(state):
+        carry, _, maxima = state
+        args = [*for_body, *carry]
+        carry, made = self.run(params["body_jaxpr"], for_step, scales, args)
+        return tested(carry, larger(maxima, made))
+
+    carry, _, maxima = lax.while_loop(lambda s: s[1], step, tested(carry, none))
+    return carry, maxima
+
+
+def _cond(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    none = self.not_seen(recorded_in(found))
+
+    def branch(jaxpr, sites, *operands):
+        outs, maxima = self.run(jaxpr, sites, scales, operands)
+        return outs, none | maxima
+
+    pairs = zip(eqn.params["branches"], found, strict=True)
+    branches: list[Callable[..., Any]] = [functools.partial(branch, *p) for p in pairs]
+    index = lax.convert_element_type(values[0], "int32")
+    return lax.switch(index, branches, *values[1:])
+
+
+def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+    options = shard_map_options(eqn.params)
+    axes = tuple(sorted(options["axis_names"] or options["mesh"].axis_names))
+    known = axes if options["check_vma"] else ()
+    inner = Threaded(self.tensors, self.depth, (*self.axes, *known))
+    options["in_specs"] = (PartitionSpec(), *options["in_specs"])
+    options["out_specs"] = (options["out_specs"], PartitionSpec())
+    shard_map: Any = jax.shard_map
+
+    def body(scales, *operands):
+        outs, maxima = inner.run(eqn.params["jaxpr"], found[0], scales, operands)
+        return outs, {key: lax.pmax(x, axes) for key, x in maxima.items()}
+
+    return shard_map(body, **options)(scales, *values)
+
+
+_HANDLERS = {
+    **dict.fromkeys(REMAT, _remat),
+    "custom_vmap_call": _custom_vmap,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}

@@ -1,0 +1,169 @@
+"""Delayed scaling: the scale of a tensor follows from its largest magnitudes of before.
+
+A rule can't carry state. It leaves a mark where a scale is wanted, a primitive that
+reads the tensor and stands for its scale; `amp_with_state` puts the scale in its place
+and takes the tensor's maximum from there. See `_delayed`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._dtypes import DType, cast
+from .._errors import AmpError
+from .._jax import empty_aval, new_primitive
+from .bilinear import Bilinear, as_it_is
+from .formats import Format, round_up_to_power_of_two, scale_of, to_float8
+
+
+class Wanted(NamedTuple):
+    """What a mark says of the tensor that it wants the scale of.
+
+    Args:
+        scope: of the contraction that reads it.
+        primitive: the name of that contraction's.
+        side: which of its operands it is, 0 or 1.
+        backward: whether the contraction is one of a backward pass.
+        fmt: what the tensor is quantised to.
+        length: how many maxima are remembered."""
+
+    scope: tuple[str, ...]
+    primitive: str
+    side: int
+    backward: bool
+    fmt: Format
+    length: int
+
+
+class TensorScale(NamedTuple):
+    """The state of one tensor; of as many as a scan has iterations, with an axis more.
+
+    Args:
+        scale: what the tensor was divided by in the last step, float32.
+        history: its largest magnitudes, along the last axis: the newest first, then
+            from the oldest on, the order of Flax and Transformer Engine."""
+
+    scale: Any
+    history: Any
+
+
+def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
+    """Of tensors that were never seen: divided by 1 until their maxima are known."""
+    scale = jnp.ones(shape, jnp.float32)
+    return TensorScale(scale, jnp.zeros((*shape, length), jnp.float32))
+
+
+def next_scale(state: TensorScale, fmt: Format) -> Any:
+    """What a tensor is divided by in this step: by what is known from before it.
+
+    With exact scales, the very arithmetic of Flax and Transformer Engine, with a margin
+    of 0."""
+    amax = jnp.max(state.history, axis=-1)
+    known = lax.is_finite(amax) & (amax > 0)
+    if fmt.power_of_two:
+        before = round_up_to_power_of_two(state.scale)
+        return lax.select(known, scale_of(amax, fmt.largest), before)
+    return 1 / lax.select(known, fmt.largest / amax, 1 / state.scale)
+
+
+NOT_SEEN = -1.0
+"""The maximum of a tensor that was not made: it changes no maximum."""
+
+
+def seen(state: TensorScale, scale: Any, amax: Any) -> TensorScale:
+    """The state after a step that used `scale` and saw the magnitude `amax`.
+
+    As it was, if the tensor was not made (in a branch not taken) or held an inf or NaN:
+    that must not scale the steps to come."""
+    is_seen = lax.is_finite(amax) & (amax >= 0)
+    history = jnp.roll(state.history, -1, axis=-1).at[..., 0].set(amax)
+    return TensorScale(
+        jnp.where(is_seen, scale, state.scale),
+        jnp.where(is_seen[..., None], history, state.history),
+    )
+
+
+def contraction_by_marks(
+    fn: Bilinear, wanted: tuple[Wanted, Wanted], result: DType, out: DType
+) -> Callable[..., Any]:
+    """A contraction of float8 operands, whose scales are marks."""
+
+    def bind(*operands: Any) -> Any:
+        lhs, rhs = map(jnp.asarray, operands)
+        left = SCALE.bind(lhs, rhs, of=wanted[0])
+        right = SCALE.bind(rhs, lhs, of=wanted[1])
+        values = (
+            _divided(lhs, left, wanted[0].fmt),
+            _divided(rhs, right, wanted[1].fmt),
+        )
+        made = fn(*values, as_it_is(result))
+        return cast(made * (left * right).astype(result), out)
+
+    return bind
+
+
+def _divided(x: Any, scale: Any, fmt: Format) -> Any:
+    """As `to_float8`; by an exact scale in the tensor's own dtype, as Flax does."""
+    if fmt.power_of_two:
+        return to_float8(x, scale, fmt)
+    x = x / scale.astype(x.dtype)
+    return (
+        lax.clamp(
+            jnp.asarray(-fmt.largest, x.dtype), x, jnp.asarray(fmt.largest, x.dtype)
+        )
+        + 0 * x
+    ).astype(fmt.dtype)
+
+
+def refuse_gradient(*_: Any, **__: Any) -> NoReturn:
+    raise AmpError(
+        "A contraction of a rule `float8(delayed=True)` is differentiated from outside "
+        "of `amp_with_state`, where the largest cotangents would be lost. Put it "
+        "around the gradient: `amp_with_state(jax.value_and_grad(loss))`, not "
+        "`jax.value_and_grad(amp_with_state(loss))`."
+    )
+
+
+@jax.custom_jvp
+def not_differentiated(x: Any) -> Any:
+    """`x`, of which no derivative may be taken."""
+    return x
+
+
+not_differentiated.defjvp(refuse_gradient)
+
+
+NO_STATE = (
+    "The policy has a rule `float8(delayed=True)`, which scales by what was seen in "
+    "steps before, and `amp` has no state to remember it in. Write `step = "
+    "amp_with_state(jax.value_and_grad(loss), amp_policy=...)`, `state = "
+    "init_amp_state(step, *args)` and `out, state = step(state, *args)`; or "
+    "`float8()`, which needs no state."
+)
+
+
+def _without_state(*_: Any, **__: Any) -> NoReturn:
+    raise AmpError(NO_STATE)
+
+
+def _aval(x: Any, other: Any, *, of: Wanted) -> Any:
+    del x, other, of
+    return empty_aval((), jnp.dtype("float32"))
+
+
+def _batch(args: Any, dims: Any, *, of: Wanted) -> Any:
+    del dims  # one scale for all examples
+    return SCALE.bind(*args, of=of), None
+
+
+SCALE = new_primitive(
+    "amp_delayed_scale",
+    compute=_without_state,
+    aval=_aval,
+    jvp=refuse_gradient,
+    transpose=refuse_gradient,
+    batch=_batch,
+)
+"""Stands for the scale of its first operand, which is contracted with the second."""
