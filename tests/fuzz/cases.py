@@ -39,6 +39,9 @@ _TRANSFORMS: list[tuple[float, str, bool]] = [
 ]
 
 REVERSE = frozenset(name for _, name, reverse in _TRANSFORMS if reverse)
+DERIVATIVES = REVERSE | frozenset(
+    "jvp linearized jacfwd jets linear_transposed".split()
+)
 PLACED = frozenset(["sharded", "explicit"])
 """Transforms that say where values are."""
 
@@ -93,6 +96,11 @@ class Case:
     @property
     def transforms(self) -> tuple[str, ...]:
         return self.inner + self.outer
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether JAX takes derivatives of what `amp` made."""
+        return any(name_of(t) in DERIVATIVES for t in self.outer)
 
     @property
     def is_placed(self) -> bool:
