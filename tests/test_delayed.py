@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from flax.linen import fp8_ops
+from hypothesis import given
 
 from jaxamp_like import (
     AmpError,
@@ -27,6 +29,8 @@ from jaxamp_like import (
     trace_numerics,
 )
 from jaxamp_like._delayed.tensors import Finder
+from jaxamp_like._quantised.delayed import TensorScale, next_scale, seen
+from jaxamp_like._quantised.formats import Format
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import values
@@ -467,6 +471,27 @@ def test_first_by_one_then_by_what_was_seen():
         scales.append(float(state["dot_general/lhs"].scale))
     # 4 are remembered: 900 / 448 is rounded up to 4, 3 / 448 to 2^-7.
     assert scales == [1, 1, 4, 4, 4, 4, 2**-7, 2**-7, 2**-7, 2**-7, 2**-7]
+
+
+@given(
+    st.lists(st.floats(width=32), min_size=LENGTH, max_size=LENGTH),
+    st.floats(width=32),
+    st.booleans(),
+)
+def test_scales_are_numbers_whatever_was_seen(history, amax, exact):
+    """And what is not finite is not remembered: no scale is stuck for 1024 steps."""
+    fmt = Format(jnp.dtype("float8_e4m3fn"), power_of_two=not exact)
+    state = TensorScale(jnp.float32(1.0), jnp.abs(jnp.float32(history)))
+    scale = next_scale(state, fmt)
+    assert 2.0**-60 <= scale <= 2.0**60
+    if not exact:
+        assert np.frexp(scale)[0] == 0.5
+    after = seen(state, scale, jnp.float32(abs(amax)))
+    if np.isfinite(amax):
+        assert after.history[0] == jnp.float32(abs(amax)) and after.scale == scale
+    else:
+        assert_equal(jnp.isnan(after.history), jnp.isnan(state.history))
+        assert after.scale == state.scale
 
 
 @pytest.mark.parametrize("exact", (False, True))

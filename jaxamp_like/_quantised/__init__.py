@@ -2,8 +2,8 @@
 
 `formats` says how numbers become 8 bits and a scale, `axes` which scales a contraction
 can carry past its sums, `linear` how a contraction whose operands are quantised is
-differentiated, `rule` what `float8` and `int8` have in common. Above `_rules`, below
-`_policies`."""
+differentiated, `delayed` how scales follow from steps before, `rule` what `float8` and
+`int8` have in common. Above `_rules`, below `_policies`."""
 
 from .float8 import float8 as float8
 from .int8 import int8 as int8

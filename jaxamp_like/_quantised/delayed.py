@@ -15,7 +15,14 @@ from .._dtypes import DType, cast
 from .._errors import AmpError
 from .._jax import empty_aval, new_primitive
 from .bilinear import Bilinear, as_it_is
-from .formats import Format, round_up_to_power_of_two, scale_of, to_float8
+from .formats import (
+    LEAST,
+    MOST,
+    Format,
+    round_up_to_power_of_two,
+    scale_of,
+    to_float8,
+)
 
 
 class Wanted(NamedTuple):
@@ -58,14 +65,15 @@ def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
 def next_scale(state: TensorScale, fmt: Format) -> Any:
     """What a tensor is divided by in this step: by what is known from before it.
 
-    With exact scales, the very arithmetic of Flax and Transformer Engine, with a margin
-    of 0."""
+    Never 0, inf or NaN. With exact scales, the very arithmetic of Flax and Transformer
+    Engine, with a margin of 0, but for magnitudes that are out of all bounds."""
     amax = jnp.max(state.history, axis=-1)
     known = lax.is_finite(amax) & (amax > 0)
     if fmt.power_of_two:
         before = round_up_to_power_of_two(state.scale)
         return lax.select(known, scale_of(amax, fmt.largest), before)
-    return 1 / lax.select(known, fmt.largest / amax, 1 / state.scale)
+    scale = 1 / lax.select(known, fmt.largest / amax, 1 / state.scale)
+    return lax.clamp(LEAST, scale, MOST)
 
 
 NOT_SEEN = -1.0

@@ -17,7 +17,7 @@ from .._jax import zeros_like_aval
 _FLOAT32 = jnp.dtype("float32")
 
 # Products of two scales, and of three, stay within float32's range and bfloat16's.
-_LEAST, _MOST = 2.0**-60, 2.0**60
+LEAST, MOST = 2.0**-60, 2.0**60
 
 
 class Format(NamedTuple):
@@ -58,7 +58,7 @@ def scale_of(amax: Any, largest: float, power_of_two: bool = True) -> Any:
     Never 0, inf or NaN: of a tensor of zeros, or with an inf or NaN in it, it is 1."""
     known = lax.is_finite(amax) & (amax > 0)
     scale = lax.select(known, amax, lax.full_like(amax, largest)) / largest
-    scale = lax.clamp(_LEAST, scale, _MOST)
+    scale = lax.clamp(LEAST, scale, MOST)
     return round_up_to_power_of_two(scale) if power_of_two else scale
 
 
