@@ -95,9 +95,11 @@ def render(
     """A page of an asset and what it shows: `data` for its script, else `context`.
 
     It holds the bundle that draws, unless another (or none, "") is given as `vega`."""
-    environment = need("jinja2").Environment(autoescape=True)
+    jinja2 = need("jinja2")
+    loader = jinja2.FunctionLoader(_asset)
+    environment = jinja2.Environment(loader=loader, autoescape=True)
     assets = {name: _asset(f"page.{name}") for name in ("css", "js")}
-    return environment.from_string(_asset(template)).render(
+    return environment.get_template(template).render(
         data=_for_script(json.dumps(data, separators=(",", ":"))),
         vega=_vega() if vega is None else vega,
         **assets,
