@@ -56,6 +56,21 @@ class Unscaled:
         return cls(*leaves)
 
 
+def _refuse(self: Unscaled, *_: Any) -> Any:
+    raise TypeError(
+        "A gradient of a `loss_scale_optimizer` is marked as one, and is no array to "
+        "compute with.\nWrite `jax.tree.map(lambda g: ..., grads)`, which keeps the "
+        "mark for `update`, or read the array: `grads.value`."
+    )
+
+
+for _name in "add sub mul truediv pow matmul".split():
+    setattr(Unscaled, f"__{_name}__", _refuse)
+    setattr(Unscaled, f"__r{_name}__", _refuse)
+for _name in "neg abs getitem".split():
+    setattr(Unscaled, f"__{_name}__", _refuse)
+
+
 def _is_marked(x: Any) -> bool:
     return isinstance(x, Unscaled)
 
