@@ -132,7 +132,7 @@ def test_the_page_shows_the_groups(found, tmp_path):
 # The answers are known.
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(len(KINDS)), ids=[k.__name__ for k in KINDS])
 def test_exactly_the_planted_scope_is_kept(seed):
     model = planted(seed)
