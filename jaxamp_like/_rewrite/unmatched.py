@@ -16,6 +16,7 @@ from .._policies.dictionary import (
     paths_to,
     show_key,
 )
+from .._policies.frozen import EXPRESSION
 from .._quantised.rule import Quantising
 from .plan import Plan, Step
 from .planner import Planner
@@ -23,7 +24,6 @@ from .record import MARK
 
 _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
-_EXPRESSION = re.compile(r"[*+?^$|()\[\]{}\\]")
 
 
 def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
@@ -70,12 +70,13 @@ def _hint(key: Key, steps: list[Step]) -> str:
         hidden = [step for path, step in paths.items() if key.fullmatch("/".join(path))]
         return _hidden_by(hidden) if hidden else _of_expression(key, paths)
     names = _names(paths)
-    path = "/".join(filter(None, key.split("/")))
+    is_exact = isinstance(key, tuple)  # its names are no expressions
+    path = "/".join(key if is_exact else filter(None, key.split("/")))
     if path in names:
         return _hidden_by([names[path]])
     if path in CLASSES:
         return f"To name the primitive, write `jax.lax.{path}_p` as the key."
-    if _EXPRESSION.search(path):
+    if not is_exact and EXPRESSION.search(path):
         return (
             "In a dict of rules a string is a name, or a path of names; an expression "
             f"is compiled: `re.compile({path!r})`. {_list(paths)}"
