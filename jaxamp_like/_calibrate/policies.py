@@ -1,6 +1,5 @@
 """Choices of precision as a policy."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from .._dtypes import DType
 from .._jax import Jaxpr, Primitive, raw, subjaxprs
 from .._policies.dictionary import default_amp_policy
+from .._policies.frozen import normal_key
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._primitives import CONTRACTIONS
@@ -56,7 +56,7 @@ def policy_of(
         wrong = [
             scope
             for scope, policy in wanted.items()
-            if policies["/".join(scope)] != policy and _key(scope) not in entries
+            if policies[scope] != policy and _key(scope) not in entries
         ]
         if not wrong:
             return policies if entries else default
@@ -87,8 +87,8 @@ def _rule(dtype: str) -> Rule:
 
 
 def _key(scope: tuple[str, ...]) -> Any:
-    path = "/".join(scope)
-    return re.compile(re.escape(path)) if re.search(r"[()\[\]{}*+?\\]", path) else path
+    # As a string a name with brackets is an expression too, which may match others.
+    return normal_key(scope)
 
 
 def _policy(
