@@ -17,6 +17,7 @@ from .groups import GRANULARITIES, Granularity
 from .progress import telling
 from .result import Calibration
 from .runs import Runs, traced
+from .sizes import patterns
 from .state import State
 from .subject import as_batches, points_of, subject_of
 
@@ -62,7 +63,8 @@ def calibrate(
             "bytes" (that are kept for the backward pass) or "time" (on `device`).
         granularity: what is decided together: the contractions in one "scope" (the
             path of `jax.named_scope`s), of one "primitive", or an "equation": those
-            of one scope, primitive and shape of operands.
+            of one scope, primitive and shape of operands, where sizes that come of
+            the batch don't count.
         held_out: batches to check the policy on; by default the last half of
             `batches`; of a single batch, this one.
         argnums: the arguments that hold parameters, by which `fn` is differentiated.
@@ -132,13 +134,23 @@ def calibrate(
     }
     with telling(progress) as tell:
         jaxpr, tree = traced(subject, points[0], dtypes[0])
+        by_shapes = granularity == "equation"
+        of_shapes = patterns(subject, jaxpr, points[0], dtypes[0]) if by_shapes else {}
         if state is not None:
             settings["function"] = of_program(jaxpr)
             settings["batches"] = of_points([*points, *checks])
             settings["versions"] = versions()
         remembered = State(state, settings)
         runs = Runs(
-            subject, jaxpr, tree, points[0], granularity, dtypes, remembered, tell
+            subject,
+            jaxpr,
+            tree,
+            points[0],
+            granularity,
+            dtypes,
+            remembered,
+            tell,
+            of_shapes,
         )
         deciding = Deciding(
             runs,

@@ -223,7 +223,7 @@ class Deciding:
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
         dtypes = dtypes_of(self.runs.groups, choices, self.candidates)
-        return policy_of(dtypes, primitives_in(self.runs.jaxpr))
+        return policy_of(dtypes, primitives_in(self.runs.jaxpr), self.runs.patterns)
 
     def _remember(self, choices: Choices, error: float, is_real: bool) -> None:
         full = sum(self.prices.full)

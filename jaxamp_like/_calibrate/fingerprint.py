@@ -64,7 +64,7 @@ def _in_parameter(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _bytes(x: Any) -> bytes:
-    if jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     x = np.ascontiguousarray(np.asarray(x))
     return f"{x.dtype.name}{x.shape}".encode() + x.tobytes()

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
 from .costs import Found, survey
 from .groups import Group, grouped
-from .marks import shadow
+from .marks import Contraction, shadow
 from .search import Choices
 from .state import State
 from .subject import Point, Results, Subject
@@ -50,7 +50,8 @@ class Runs:
         granularity: what is decided together.
         candidates: the low dtypes.
         state: where measurements are remembered.
-        tell: is called with a line about each pass."""
+        tell: is called with a line about each pass.
+        patterns: what shapes contractions are of, where these count."""
 
     subject: Subject
     jaxpr: Jaxpr
@@ -60,6 +61,7 @@ class Runs:
     candidates: tuple[DType, ...]
     state: State
     tell: Callable[[str], None]
+    patterns: Mapping[Contraction, str] = field(default_factory=dict)
     passes: int = 0
     compilations: int = 0
     seconds: float = 0.0
@@ -72,7 +74,7 @@ class Runs:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        return grouped([*self.found.work], self.granularity)
+        return grouped([*self.found.work], self.granularity, self.patterns)
 
     # The programs.
 

@@ -1,13 +1,13 @@
 """What is measured: a function, and the points at which it is."""
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._dtypes import is_float
@@ -127,9 +127,9 @@ def subject_of(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
             "`calibrate(fn, batches, ...)`, where `fn(*batch)` is the loss."
         )
-    is_one = isinstance(argnums, numbers.Integral)
-    places = (argnums,) if is_one else tuple(argnums)
-    if not all(isinstance(i, numbers.Integral) and 0 <= i < len(args) for i in places):
+    is_one = isinstance(argnums, int | np.integer)
+    places: Any = (argnums,) if is_one else tuple(argnums)
+    if not all(isinstance(i, int | np.integer) and 0 <= i < len(args) for i in places):
         raise ValueError(
             f"`argnums` is {argnums}, but a batch has {len(args)} arguments. It says "
             "which of them are parameters: 0 in `(params, x, y)`."

@@ -31,7 +31,7 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
     if not unmatched:
         return
-    steps = list(_steps(plan))
+    steps = list(steps_of(plan))
     for key in unmatched:
         yield (
             f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
@@ -41,7 +41,7 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
 
 def report_of_nothing_quantised(plan: Plan) -> str | None:
     """What to say where rules that quantise have left all contractions alone."""
-    asked = [s for s in _steps(plan) if isinstance(s.found.rule, Quantising)]
+    asked = [s for s in steps_of(plan) if isinstance(s.found.rule, Quantising)]
     if not asked or any(step.decision.eight_bits for step in asked):
         return None
     whys = Counter(step.decision.why.partition(": ")[2] for step in asked)
@@ -54,11 +54,12 @@ def report_of_nothing_quantised(plan: Plan) -> str | None:
     )
 
 
-def _steps(plan: Plan) -> Iterator[Step]:
+def steps_of(plan: Plan) -> Iterator[Step]:
+    """The steps of a plan, at any depth."""
     for step in plan.steps:
         yield step
         for inner in step.inner:
-            yield from _steps(inner)
+            yield from steps_of(inner)
 
 
 def _hint(key: Key, steps: list[Step]) -> str:
@@ -91,7 +92,9 @@ def _hint(key: Key, steps: list[Step]) -> str:
 def _paths(steps: list[Step]) -> dict[Scope, Step]:
     """The paths of the scopes, each with the first equation in it."""
     paths: dict[Scope, Step] = {}
-    for scope, step in {_authors(step.scope): step for step in steps[::-1]}.items():
+    for scope, step in {
+        authors_scope(step.scope): step for step in steps[::-1]
+    }.items():
         for end in range(1, len(scope) + 1):
             paths |= dict.fromkeys(paths_to(scope[:end]), step)
     return paths
@@ -103,7 +106,7 @@ def _names(paths: dict[Scope, Step]) -> dict[str, Step]:
     return {"/".join(part): step for part, step in parts.items()}
 
 
-def _authors(scope: Scope) -> Scope:
+def authors_scope(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
     return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
 
