@@ -10,7 +10,8 @@
 and to that of contractions alone. `hard` calibrates a force field, a gated recurrence
 and an adaptive solver to twice the error of contractions alone. `cost` tells what a
 calibration of 24 layers takes, in the time of forward and backward passes; `passes`
-counts these, and what is compiled, for several budgets. `planted` counts the models with a known answer for which it is found. All at toy size, on the CPU."""
+counts these, and what is compiled, for several budgets. `planted` counts the models
+with a known answer for which it is found. All at toy size, on the CPU."""
 
 import argparse
 import json

@@ -559,13 +559,15 @@ def test_results_come_back_from_the_disk_as_they_were(tmp_path):
     arrays = [[jnp.arange(6, dtype="bfloat16").reshape(2, 3), jnp.float32(1.5)], []]
     state = State(tmp_path / "state.json", {"seed": 0})
     assert state.kept(3) is None
-    state.keep(3, arrays)
+    state.keep(2, arrays, beside=[])
+    state.keep(3, arrays, beside=[])
+    assert state.kept(2) is None
     jax.tree.map(np.testing.assert_array_equal, state.kept(3), arrays)
     assert State(tmp_path / "state.json", {"seed": 1}).kept(3) is None
     file = tmp_path / "state.json.3"
     file.write_bytes(file.read_bytes()[:-2])
     assert state.kept(3) is None
-    state.drop(3)
+    state.clear()
     assert [*tmp_path.iterdir()] == []
 
 

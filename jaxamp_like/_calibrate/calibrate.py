@@ -37,7 +37,7 @@ def calibrate(
     device: Device | Profile | None = None,
     loss_scale: float = 1.0,
     perturbation: float = 0.01,
-    max_passes: int = 28,
+    max_passes: int = 26,
     seed: int = 0,
     state: str | Path | None = None,
     progress: bool | None = None,
@@ -81,7 +81,7 @@ def calibrate(
             policy.
         state: a JSON file where measurements are remembered. After a kill, the same
             call goes on where it was: the pass that was cut is made again. While it
-            runs, two sets of gradients stand beside the file.
+            runs, three sets of gradients stand beside the file.
         progress: whether to show each pass; by default on a terminal.
     Returns:
         A `Calibration`: its `policy`, for `amp`, and the evidence.

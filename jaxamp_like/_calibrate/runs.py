@@ -24,7 +24,7 @@ from .state import State
 from .subject import Point, Results, Subject
 from .threaded import Threaded
 
-KEPT = 2  # references held at a time: each is as large as the parameters
+KEPT = 3  # references held at a time: each is as large as the parameters
 
 
 def traced(subject: Subject, point: Point, dtype: DType) -> tuple[Jaxpr, Any]:
@@ -63,9 +63,11 @@ class Runs:
     tell: Callable[[str], None]
     patterns: Mapping[Contraction, str] = field(default_factory=dict)
     passes: int = 0
+    spent: int = 0  # passes but those held out; made now, or before a kill
     compilations: int = 0
     seconds: float = 0.0
-    _references: dict[int, Results] = field(default_factory=dict)
+    _references: dict[int, Results | None] = field(default_factory=dict)
+    _asked: set[str] = field(default_factory=set)
     _mixed: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
@@ -113,23 +115,19 @@ class Runs:
 
         Raises:
             AmpError: it is not finite."""
-        if point.number not in self._references:
+        known = self._references.get(point.number)
+        if known is None:
             kept = self.state.kept(point.number)
-            results = self._as_written(point) if kept is None else Results(*kept)
-            while len(self._references) >= KEPT:
-                # The first point is where sensitivities are measured.
-                gone = max(self._references)
-                self._references.pop(gone)
-                self.state.drop(gone)
-            self._references[point.number] = results
-        return self._references[point.number]
+            known = self._as_written(point) if kept is None else Results(*kept)
+            self._references[point.number] = known
+        return known
 
     def _as_written(self, point: Point) -> Results:
         self.tell(f"as written, {point.name}")
         results = self._run(point, (0,) * len(self.groups))
         self._check(results, point)
         results = _floats(results)
-        self.state.keep(point.number, [*results])
+        self.state.keep(point.number, [*results], beside=self._references)
         return results
 
     def _check(self, results: Results, point: Point) -> None:
@@ -198,11 +196,24 @@ class Runs:
     def _measure(
         self, key: str, point: Point, run: Callable[[Point], Results]
     ) -> Errors:
+        if key not in self._asked:
+            self._asked.add(key)
+            self._count(point)
         if key not in self.state.measured:
             true = self.reference(point)
             rows = _compared(true, run(point))
             self.state.add(key, errors(*rows, self.subject.has_loss))
         return self.state.measured[key]
+
+    def _count(self, point: Point) -> None:
+        """Counts a pass, with that as written if it is not held: resumed or not."""
+        is_new = point.number not in self._references
+        if is_new:
+            while len(self._references) >= KEPT:
+                # The first point is where sensitivities are measured.
+                self._references.pop(max(self._references))
+            self._references[point.number] = None
+        self.spent += 0 if point.held_out else 1 + is_new
 
 
 def _args(point: Point) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ which all else is compared with: they are as large as the parameters."""
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,13 @@ class State:
         text = json.dumps({"of": self.of, "measured": rows}, indent=1)
         _write(self.path, lambda beside: beside.write_text(text, "utf-8"))
 
-    def keep(self, number: int, arrays: Arrays) -> None:
-        """Keeps the results of a point on disk, if there is a path."""
+    def keep(self, number: int, arrays: Arrays, beside: Collection[int]) -> None:
+        """Keeps the results of a point on disk, if there is a path.
+
+        What is kept of other points goes, but for those that it stands `beside`."""
         if self.path is None:
             return
+        self.clear({number, *beside})
         rows = [[np.asarray(x) for x in some] for some in arrays]
         head = [[(x.dtype.name, x.shape) for x in some] for some in rows]
         text = json.dumps({"of": self.of, "arrays": head}).encode()
@@ -93,18 +96,14 @@ class State:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def drop(self, number: int) -> None:
-        """Removes what was kept of a point."""
-        if self.path is not None:
-            self._beside(number).unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Removes all that was kept of points: only a later start would need it."""
+    def clear(self, but: Collection[int] = ()) -> None:
+        """Removes what was kept of points: only a later start would need it."""
         if self.path is None or not self.path.parent.exists():
             return
         start = f"{self.path.name}."
         for file in self.path.parent.iterdir():
-            if file.name.startswith(start) and file.name[len(start) :].isdigit():
+            number = file.name.removeprefix(start)
+            if number != file.name and number.isdigit() and int(number) not in but:
                 file.unlink(missing_ok=True)
 
     def _beside(self, number: int) -> Path:
