@@ -65,7 +65,7 @@ def refuse_rules_with_state(plan: Plan) -> None:
         if made is not None and made.needs_state:
             raise AmpError(
                 f"{NO_STATE}\nThe first such contraction is in scope "
-                f"{'/'.join(_authors(step.scope))!r}, {source_line(step.eqn)}."
+                f"{'/'.join(authors_scope(step.scope))!r}, {source_line(step.eqn)}."
             )
 
 

@@ -26,6 +26,10 @@ class Contents:
         return collections.Counter(key for key in keys if key is not None)
 
     @functools.cached_property
+    def contracts(self) -> bool:
+        return any(eqn.primitive.name in CONTRACTIONS for eqn, _ in self.equations)
+
+    @functools.cached_property
     def has_products(self) -> bool:
         """Whether a `dot_general` is there that is no contraction."""
         return any(
