@@ -28,7 +28,7 @@ def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 f"With `has_aux=True`, `{name}` must return a pair `(loss, aux)`, but "
-                f"it returned {"one array" if eqx.is_array(out) else type(out).__name__}."
+                f"it returned {'one array' if eqx.is_array(out) else type(out).__name__}."
             )
         loss, aux = out if has_aux else (out, None)
         loss = checked_loss(loss, name)

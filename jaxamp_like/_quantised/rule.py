@@ -21,10 +21,10 @@ from .._rules import (
     Mark,
     Rule,
     Site,
-    asks_for_precision,
     contract,
     outs_of,
     use_original_precision,
+    why_as_written,
 )
 from .._rules.computing import asks_for_wider_result
 from .axes import sides
@@ -71,6 +71,9 @@ class Quantising(Rule):
         return name in contract_names
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
+        is_dot = dot_numbers(params) is not None
+        if not is_dot and not hasattr(params.get("dimension_numbers"), "rhs_spec"):
+            return self  # of another primitive: see `decide`
         shapes = [aval.shape for aval in avals]
         return self if is_contraction(params, shapes) else contract.product
 
@@ -83,9 +86,15 @@ class Quantising(Rule):
                 f"`{self!r}` makes several operations of one, and can't be called as a "
                 "casting callback. Put it into a policy."
             )
-        if asks_for_precision(site.params) and not site.by_scope:
-            original = use_original_precision.decide(site)
-            return original._replace(why="the author asked for this precision")
+        if not self.is_for(site.primitive.name):
+            raise AmpError(
+                f"`{self!r}` is a rule for contractions, and `{site.primitive}` is "
+                "none. Use it under the keys `jax.lax.dot_general_p` and "
+                "`jax.lax.conv_general_dilated_p`, under the name of a scope, or by "
+                "`quantised(rule)`, which is a whole policy."
+            )
+        if why := why_as_written(site):
+            return use_original_precision.decide(site)._replace(why=why)
         if (why_not := self.why_not(site)) is not None:
             decision = contract.decide(site)
             return decision._replace(why=f"{decision.why}: {why_not}")

@@ -30,6 +30,9 @@ class ByShapes(Rule):
     def _all(self) -> list[Rule]:
         return [self.otherwise, *(rule for _, rule in self.rules)]
 
+    def is_for(self, name: str) -> bool:
+        return self.otherwise.is_for(name)
+
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         rule = dict(self.rules).get(shapes_of(avals[:2]), self.otherwise)
         return rule.for_equation(params, avals)
