@@ -35,6 +35,7 @@ from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_p
 from ._rewrite.switch import is_amp_disabled
 from ._rewrite.unmatched import (
     refuse_rules_with_state,
+    report_of_few_quantised,
     report_of_nothing_quantised,
     reports_of_unmatched_keys,
 )
@@ -264,9 +265,9 @@ def _as_author(x: Any, aval: Any) -> Any:
 def _report_unused(planner: Planner, plan: Plan) -> None:
     for report in reports_of_unmatched_keys(planner, plan):
         warn_or_raise(report, planner.strict)
-    report = report_of_nothing_quantised(plan)
-    if report is not None:
-        warn_or_raise(report, planner.strict)
+    for report_of in (report_of_nothing_quantised, report_of_few_quantised):
+        if (report := report_of(plan)) is not None:
+            warn_or_raise(report, planner.strict)
 
 
 @overload

@@ -34,8 +34,11 @@ from .worth import WORTH_IT
 QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
 
-PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN)
+# What a function closes over may be its parameters as well as an argument.
+PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN, Leaf.CONST)
 
+NO_PARAMETER = "no operand is a parameter"
+MADE_OF_PARAMETERS = f"{NO_PARAMETER} as it came in, but made of some"
 
 NO_HEADS = (
     r"(?!multi_)(\w+_)?head",
@@ -118,7 +121,12 @@ class Quantising(Rule):
         if (left := _left(site.scope, self.leave)) is not None:
             return f"{left!r} is a head or an embedding"
         if self.parameters_only and not _reads_parameter(site):
-            return "no operand is a parameter, as of attention's scores"
+            numbers = dot_numbers(site.params)
+            is_batch = numbers is not None and bool(numbers[1][0])
+            is_small = self.where is not None and not self.where(site)
+            if is_batch or is_small:
+                return f"{NO_PARAMETER}, as of attention's scores"
+            return MADE_OF_PARAMETERS
         if self.where is not None and not self.where(site):
             lengths = sides(site.params, shapes)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
@@ -127,7 +135,7 @@ class Quantising(Rule):
 
 
 def _reads_parameter(site: Site) -> bool:
-    """Whether an operand is an input of the function, or the result its gradient.
+    """Whether an operand is an input or a constant, or the result its gradient.
 
     In a backward pass, neither operand of a weight's gradient is one, and what is made
     again there reads what the forward pass has kept; attention's are batches of
