@@ -46,7 +46,9 @@ class Int8(Quantising):
             return "sums of a length that is not known may leave the range of int32"
         if (length := prod(terms)) <= MOST_TERMS:
             return None
-        return f"sums of {length} terms, more than {MOST_TERMS}, may leave int32's range"
+        return (
+            f"sums of {length} terms, more than {MOST_TERMS}, may leave int32's range"
+        )
 
     def quantise(self, site: Site) -> Decision:
         low = low_of(site)

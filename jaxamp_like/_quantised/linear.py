@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import cast
-from .._jax import Zero, is_linear_operand, new_primitive
+from .._jax import (
+    Jaxpr,
+    Literal,
+    Zero,
+    is_linear_operand,
+    new_primitive,
+    raw,
+    replace_subjaxprs,
+    subjaxprs,
+)
 
 if TYPE_CHECKING:
     from .passes import Pass
@@ -30,9 +39,27 @@ def transposable(
     program = jax.jit(fn)
 
     def call(lhs, rhs):
-        return _result_p.bind(program(lhs, rhs), lhs, rhs, passes=passes)
+        return RESULT_OF.bind(program(lhs, rhs), lhs, rhs, passes=passes)
 
     return call
+
+
+def without_transposes(jaxpr: Jaxpr) -> Jaxpr:
+    """A program that is never transposed: results don't read the operands too."""
+    inner, eqns, same = raw(jaxpr), [], {}
+
+    def now(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else same.get(atom, atom)
+
+    for eqn in inner.eqns:
+        if eqn.primitive is RESULT_OF:
+            same[eqn.outvars[0]] = now(eqn.invars[0])
+            continue
+        new = {id(one): without_transposes(one) for one in subjaxprs(eqn.params)}
+        eqn = replace_subjaxprs(eqn, new) if new else eqn
+        eqns.append(eqn.replace(invars=list(map(now, eqn.invars))))
+    inner = inner.replace(eqns=eqns, outvars=list(map(now, inner.outvars)))
+    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
 
 
 def _run(value: Any, *_: Any, passes: Any) -> Any:
@@ -42,7 +69,7 @@ def _run(value: Any, *_: Any, passes: Any) -> Any:
 
 def _jvp(primals: Any, tangents: Any, *, passes: Any) -> Any:
     value, *operands = primals
-    out = _result_p.bind(*primals, passes=passes)
+    out = RESULT_OF.bind(*primals, passes=passes)
     moves = [
         cast(passes[i](t, operands[1 - i]), value.dtype)
         for i, t in enumerate(tangents[1:])
@@ -73,7 +100,7 @@ def _batch(args: Any, dims: Any, *, passes: Any) -> Any:
         dataclasses.replace(one, fn=_mapped(one.fn, (ats[i], ats[1 - i])))
         for i, one in enumerate(passes)
     )
-    return _result_p.bind(value, *operands, passes=mapped), 0
+    return RESULT_OF.bind(value, *operands, passes=mapped), 0
 
 
 def _mapped(fn: Any, dims: tuple[Any, Any]) -> Any:
@@ -88,7 +115,7 @@ def _mapped(fn: Any, dims: tuple[Any, Any]) -> Any:
     return mapped
 
 
-_result_p = new_primitive(
+RESULT_OF = new_primitive(
     "amp_result_8bit",
     compute=_run,
     aval=lambda value, *_, passes: value,

@@ -47,7 +47,10 @@ class When(Rule):
 
     def decide(self, site: Site) -> Decision:
         if site.primitive is not None:
-            for one, other in ((self.rule, self.otherwise), (self.otherwise, self.rule)):
+            for one, other in (
+                (self.rule, self.otherwise),
+                (self.otherwise, self.rule),
+            ):
                 if not one.is_for(site.primitive.name):
                     return other.decide(site)
         holds = self._holds(site)
