@@ -87,7 +87,8 @@ def test_a_large_loss_scale(power):
     scaled = dynamic_scale_grad(low(loss))
     scaler, grads = scaled(w, x, dynamic_scaler_state=scaler)
     assert scaler.overflows == 0
-    assert error(grads, jax.grad(loss)(w, x)) < 0.15
+    # Scales are powers of two: not a bit is another.
+    np.testing.assert_array_equal(grads, jax.jit(jax.grad(low(loss)))(w, x))
 
 
 def test_sums_of_integers_fit_int32():
@@ -97,8 +98,7 @@ def test_sums_of_integers_fit_int32():
     fn = low(product, INT8, "float32")
     with pytest.warns(AmpWarning, match=f"sums of {most + 1} terms"):
         assert error(fn(w, x), x @ w) < 1e-3
-    with pytest.warns(AmpWarning):
-        ((dtype, why),) = reasons(fn, w, x)
+    ((dtype, why),) = reasons(fn, w, x)
     assert dtype == "float32" and "int32" in why
     assert error(fn(w[1:], x[:, 1:]), (x @ w) - 1) < 1e-3  # as many as fit
     ((dtype, _),) = reasons(fn, w[1:], x[:, 1:])
@@ -162,7 +162,8 @@ def test_partners_of_64_bits_stay_as_written(rule):
     found = reasons(fn, w, x)
     assert ["complex64" in why for _, why in found] == [True, False]
     algorithm = default_amp_policy | {lax.dot_general_p: use_dot_algorithm("highest")}
-    fn = amp(lambda w, x: x.astype(jnp.complex64) @ w, amp_policy=algorithm)
+    by_algorithm = lambda w, x: x.astype(jnp.complex64) @ w  # noqa: E731
+    fn = amp(by_algorithm, compute_dtype="bfloat16", amp_policy=algorithm)
     ((_, why),) = reasons(fn, w, x)
     assert "complex64" in why
 
