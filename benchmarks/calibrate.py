@@ -3,13 +3,15 @@
     python -m benchmarks.calibrate models --json calibrate.json --plot calibrate.png
     python -m benchmarks.calibrate hard
     python -m benchmarks.calibrate cost
+    python -m benchmarks.calibrate passes
     python -m benchmarks.calibrate planted --count 30
 
 `models` calibrates the workloads and the zoo, each to the error of the default policy
 and to that of contractions alone. `hard` calibrates a force field, a gated recurrence
 and an adaptive solver to twice the error of contractions alone. `cost` tells what a
-calibration of 24 layers takes, in forward and backward passes. `planted` counts the
-models with a known answer for which it is found. All at toy size, on the CPU."""
+calibration of 24 layers takes, in the time of forward and backward passes; `passes`
+counts these, and what is compiled, for several budgets. `planted` counts the models
+with a known answer for which it is found. All at toy size, on the CPU."""
 
 import argparse
 import json
@@ -317,11 +319,15 @@ def deep_loss(params: Params, tokens: Array) -> Array:
     return cross_entropy(logits, tokens[:, 1:])
 
 
-def cost(args: argparse.Namespace, console: Console) -> int:
+def deep_batches(args: argparse.Namespace, rows: int) -> list[Any]:
     params = init_deep(jr.key(0), args.depth, args.dim, args.length)
-    shape = (8, args.length + 1)
+    shape = (rows, args.length + 1)
     keys = [jr.fold_in(jr.key(1), i) for i in range(BATCHES)]
-    batches = [(params, jr.randint(key, shape, 0, 512, jnp.int32)) for key in keys]
+    return [(params, jr.randint(key, shape, 0, 512, jnp.int32)) for key in keys]
+
+
+def cost(args: argparse.Namespace, console: Console) -> int:
+    batches = deep_batches(args, 8)
     step = jax.jit(jax.value_and_grad(deep_loss)).lower(*batches[0]).compile()
 
     def plain() -> float:
@@ -342,6 +348,47 @@ def cost(args: argparse.Namespace, console: Console) -> int:
         f"passes as written, and there were {found.compilations} compilations"
     )
     return int(found.seconds > 40 * one_pass or found.compilations > 5)
+
+
+# ------------------------------------------------------------------------------ passes
+
+MOST_PASSES, MOST_COMPILATIONS = 40, 5
+
+
+def passes(args: argparse.Namespace, console: Console) -> int:
+    """Counts what calibrations run and compile, which no clock decides.
+
+    Beside the model, small programs that compare two arrays are compiled, one for each
+    shape of a parameter."""
+    columns = ("budget", "groups", "low", "held out", "passes", "compilations")
+    table = make_table(f"{args.depth} layers, {DTYPE}", columns)
+    too_many = False
+    batches = deep_batches(args, 2)
+    for granularity in args.granularity:
+        for budget in args.budgets:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", AmpWarning)
+                found = calibrate(
+                    deep_loss,
+                    batches,
+                    budget=budget,
+                    candidates=(DTYPE,),
+                    granularity=granularity,
+                )
+            too_many |= found.passes > MOST_PASSES
+            too_many |= found.compilations > MOST_COMPILATIONS
+            table.add_row(
+                granularity,
+                "",
+                f"{budget:g}",
+                str(len(found.groups)),
+                f"{found.low_share:.1%}",
+                f"{found.held_out.gradients:.4f}",
+                str(found.passes),
+                str(found.compilations),
+            )
+    console.print(table)
+    return int(too_many)
 
 
 # ----------------------------------------------------------------------------- planted
@@ -386,6 +433,12 @@ def main(argv: list[str] | None = None) -> int:
         one.add_argument(f"--{name}", type=int, default=default)
     one.add_argument("--budget", type=float, default=0.005)
     one.set_defaults(run=cost)
+    one = commands.add_parser("passes")
+    for name, default in (("depth", 24), ("dim", 32), ("length", 16)):
+        one.add_argument(f"--{name}", type=int, default=default)
+    one.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.005, 0.001])
+    one.add_argument("--granularity", nargs="+", default=["scope", "equation"])
+    one.set_defaults(run=passes)
     one = commands.add_parser("planted")
     one.add_argument("--count", type=int, default=30)
     one.set_defaults(run=planted)

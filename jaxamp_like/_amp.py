@@ -33,6 +33,7 @@ from ._rewrite.plan import Plan
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.switch import is_amp_disabled
+from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unmatched import (
     refuse_rules_with_state,
     report_of_few_quantised,
@@ -264,6 +265,8 @@ def _as_author(x: Any, aval: Any) -> Any:
 
 def _report_unused(planner: Planner, plan: Plan) -> None:
     for report in reports_of_unmatched_keys(planner, plan):
+        warn_or_raise(report, planner.strict)
+    for report in reports_of_unknown_shapes(planner, plan):
         warn_or_raise(report, planner.strict)
     for report_of in (report_of_nothing_quantised, report_of_few_quantised):
         if (report := report_of(plan)) is not None:

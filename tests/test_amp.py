@@ -230,6 +230,7 @@ def draw(key):
     return jr.bits(keys[0]), jr.key_data(jr.fold_in(keys[1], 7)), keys[2]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "fn, make",
     (
@@ -455,6 +456,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("order", [*itertools.permutations(POLICIES)][::7])
 @pytest.mark.parametrize("cold", (False, True), ids=("warm", "cold"))
 def test_policies_share_no_state(order, cold, w, x):

@@ -141,6 +141,7 @@ def test_saved_bytes_see_checkpoints():
 # -------------------------------------------------------------------------- workloads
 
 
+@pytest.mark.sample(3)
 @workloads
 def test_float32_style_adds_nothing(workload):
     params, batch = workload.shapes("real")
@@ -169,7 +170,7 @@ def test_low_style_leaves_integers_alone():
     assert {k: v.dtype.name for k, v in low.items()} == {"a": "float16", "b": "int32"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @workloads
 def test_experts_are_experts(workload):
     """All contractions low, no more saved than in float32, leaner when lean."""
@@ -258,7 +259,7 @@ def test_command_prints_tables_and_writes_a_record(tmp_path, capsys, monkeypatch
 # ------------------------------------------------------------------------------ the zoo
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("model", ZOO.values(), ids=ZOO)
 def test_a_zoo_model_is_float32_and_has_a_gradient_everywhere(model):
     """Traced at the size that is compiled, for nothing there depends on values."""

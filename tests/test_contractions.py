@@ -260,6 +260,7 @@ def test_forward_over_forward_and_jacobians():
     assert relative(forward, reverse) < 1e-2
 
 
+@pytest.mark.sample(3)
 @with_vmap
 def test_vmap_sums_over_examples_inside_the_contraction(kind):
     w, x = example(kind)

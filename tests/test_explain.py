@@ -80,7 +80,7 @@ def assert_counts(program, jaxpr, saved):
     assert totals.saved == saved
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.cross("workload", settings=2)
 @SETTINGS
 @ALL_WORKLOADS
@@ -93,7 +93,7 @@ def test_counts_of_a_loss(workload, settings):
         assert_counts(program, jax.make_jaxpr(fn)(*args), saved)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.cross("workload", settings=2)
 @SETTINGS
 @ALL_WORKLOADS

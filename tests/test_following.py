@@ -152,6 +152,7 @@ def test_masks_that_are_added_or_read_low(fill, dtype):
     assert ("select_n", "float32") in ops(low)
 
 
+@pytest.mark.sample(2)
 @every_dtype
 @pytest.mark.parametrize("approximate", [True, False])
 def test_gelu_far_out(approximate, dtype):
@@ -382,6 +383,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sample(3)
 @every_dtype
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name, dtype):
@@ -493,6 +495,7 @@ def test_what_else_a_checkpoint_keeps_is_as_written(block, options):
     assert "float32" in kept_by_loop(low, WS, X)
 
 
+@pytest.mark.rest
 def test_a_checkpointed_stream_under_other_transformations():
     fn = functools.partial(checkpointed, stream)
     low = mixed(fn, "bfloat16")

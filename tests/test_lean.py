@@ -307,7 +307,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_composes(transform):
     ours = quick(transform(default(attention)))(*ARGS)
@@ -374,6 +374,7 @@ def test_what_leads_to_an_island_reads_what_it_makes():
     np.testing.assert_allclose(ours, grads(W, X), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.sample(3)
 def test_long_chains(lean):
     """An island whose steps stand far apart, with thousands of others between."""
 

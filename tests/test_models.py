@@ -436,7 +436,7 @@ def as_written(model: Callable[[Wrap], Step]) -> Any:
     return quick(run)(*args)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.cross("model", dtype=2)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)

@@ -156,7 +156,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.cross("make", jit=2, redo=2)
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("redo", [0, 2])

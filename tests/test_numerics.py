@@ -99,7 +99,7 @@ def recycling(monkeypatch):
     forget()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", (*BOTH_PASSES, *FORWARD))
 def test_it_runs_the_program_beside_the_one_as_written(name, recycling):
     construct = BY_NAME[name]

@@ -1,5 +1,6 @@
 """Policies by scope: which entry is taken, and what that makes of a program."""
 
+import json
 import re
 
 import equinox as eqx
@@ -153,6 +154,14 @@ def test_like_a_dict():
         (lambda: PolicyMap(F32, {"a": {"b": F32}}), TypeError, r"`policy_map\['a'\]`"),
         (lambda: PolicyMap(F32, {"a": "int8"}), ValueError, r"\['a'\].*int8_from_mix"),
         (lambda: PolicyMap(F32, {"": F32}), TypeError, "must be a path .* but got ''"),
+        (lambda: PolicyMap(F32, {("a", "b/c"): F32}), TypeError, "must be a path"),
+        (lambda: PolicyMap(F32, {("a", 1): F32}), TypeError, "must be a path"),
+        (lambda: PolicyMap(F32, {(): F32}), TypeError, "must be a path"),
+        (
+            lambda: PolicyMap(F32, {"a[0]": F32, ("a[0]",): F16}),
+            ValueError,
+            "given twice",
+        ),
         (lambda: PolicyMap(F32, {lax.exp_p: F32}), TypeError, "but got exp"),
         (lambda: PolicyMap(F32, {re.compile(b"a"): F32}), TypeError, "must be a path"),
         (
@@ -196,6 +205,24 @@ def test_two_expressions_that_match(w):
     with pytest.warns(AmpWarning, match="matched nothing"):
         low = amp(net, amp_policy=policies | {"encoder": F32})  # a path goes first
         assert dots(low, w) == [F32, F32, BF16]
+
+
+def test_names_of_a_path_as_a_tuple_stand_for_themselves(w):
+    """Brackets in them are no expression; what is inside goes first, as for paths."""
+    policies = PolicyMap(F32, {("layer[0]",): BF16, ("layer[0]", "f(x)"): F16})
+    for path, dtype in (
+        ("net/layer[0]/mlp", BF16),
+        ("layer[0]/f(x)/y", F16),
+        (("net", "layer[0]", "f(x)"), F16),
+        ("layer0", F32),
+    ):
+        assert policies[path].compute_dtype == dtype
+    data = json.loads(json.dumps(policies.to_dict()))
+    assert PolicyMap.from_dict(data) == policies
+    assert PolicyMap(F32, {("net", "mlp"): BF16}) == PolicyMap(F32, {"net/mlp": BF16})
+    low = amp(net, amp_policy=PolicyMap(F32, {("encoder", "mlp[0]"): BF16}))
+    with pytest.warns(AmpWarning, match="matched nothing.*Did you mean 'encoder/mlp'"):
+        assert dots(low, w) == [F32] * 3
 
 
 def test_entries_that_match_nothing(w):

@@ -535,6 +535,7 @@ def test_what_else_a_checkpoint_keeps_is_as_written(block, options):
     assert "float32" in kept_by_loop(low, WS, X)
 
 
+@pytest.mark.rest
 def test_a_checkpointed_stream_under_other_transformations():
     fn = functools.partial(checkpointed, stream)
     low = amp(fn, compute_dtype="bfloat16")

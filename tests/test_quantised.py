@@ -155,6 +155,7 @@ def test_parameters_are_read_as_they_are_and_nothing_is_cast_twice():
     assert casts.count(((8, 4), E4M3)) == casts.count(((4, 8), E4M3)) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
 def test_results_are_never_made_in_float16(dtype):
     x, w = values(4, 8), values(8, 4, seed=1)
@@ -219,6 +220,7 @@ def test_tensors_of_one_number(rule):
     np.testing.assert_array_equal(fn(values(4, 8), jnp.zeros((8, 4))), 0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", (FLOAT8, INT8, int8(where=None, activation_max=9.0)))
 @pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
 def test_what_is_no_number_stays_seen(rule, bad):

@@ -54,7 +54,7 @@ def test_all_contractions_are_known_to_have_a_precision():
     assert CONTRACTIONS == COMPUTE
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @every_open_construct
 def test_what_is_low_does_not_depend_on_the_matmul_precision(case):
     fn = run_and_differentiate(case.build(bf16), case)

@@ -191,7 +191,7 @@ NO_GRADIENTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.cross("name", dtype=2)
 @every_dtype
 @pytest.mark.parametrize("name", MODELS)
@@ -206,7 +206,7 @@ def test_the_forward_pass_is_that_with_rounded_contractions(name, dtype):
         np.testing.assert_allclose(a, b, rtol=0, atol=bound)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - NO_GRADIENTS))
 def test_gradients_are_as_good_as_with_rounded_contractions(name):
     """What is kept low costs at most a tenth more than contractions do."""
@@ -271,7 +271,7 @@ def test_loops_in_python_lose_no_increments(fn, dtype):
     assert error(amp(change, compute_dtype=dtype)(W, X), change(W, X)) < 4 * eps(dtype)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @every_dtype
 @pytest.mark.parametrize("fn", (gated, gated_tree), ids=("scan", "tree"))
 def test_gates_near_1(fn, dtype):

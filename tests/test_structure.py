@@ -169,6 +169,7 @@ def test_constructs_are_what_the_table_says(case):
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cross("case", placement=3, dtype=2)
 @every_placement
 @every_dtype
@@ -199,7 +200,7 @@ def test_eager(case):
     assert_near(actual, expected, "float16", times)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.cross("case", placement=2)
 @pytest.mark.parametrize(
     ("placement", "options"),
@@ -545,7 +546,7 @@ def transformed_plain(transform: str, name: str) -> tuple[Any, int]:
     return quick(fn)(*case.args()), runs(jaxpr)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.cross("transform", placement=3, dtype=2)
 @every_placement
 @every_dtype

@@ -2,7 +2,8 @@
 
 In the order of imports: `marks` (where a program might round), `threaded` (which of
 these do, as an input), `groups` (what is decided together), `costs`, `budget`,
-`subject` (what is measured), `runs` (passes, each remembered in `state`), `search`,
+`subject` (what is measured; `fingerprint` tells it from others), `runs` (passes, each
+remembered in `state`), `sizes` (what the shapes of contractions hold for), `search`,
 `policies` (choices as a policy), `evidence` and its views (`page`, `views`), `result`,
 `deciding`, `calibrate`."""
 

@@ -1,6 +1,7 @@
 """What error is allowed, and how it is measured."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -44,12 +45,13 @@ class Budget:
         for name, limit in limits.items():
             if limit is None:
                 continue
-            is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
-            if not is_number or not 0 <= limit < math.inf:
+            if not is_number(limit) or not 0 <= limit < math.inf:
                 raise ValueError(
                     f"`{name}` of a `Budget` must be a number of at least 0, such as "
                     f"0.01 for one percent, but got {limit!r}."
                 )
+            # Of one that is NumPy's, what is written down could not be read back.
+            object.__setattr__(self, name, float(limit))
         if not self.limits():
             raise ValueError(
                 "A `Budget` needs a limit on an error: `Budget(gradients=0.01)`, or on "
@@ -68,6 +70,11 @@ class Budget:
     def __repr__(self) -> str:
         given = self.limits() | ({"overflow": self.overflow} if self.overflow else {})
         return f"Budget({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, of Python or NumPy: a Boolean is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 ERRORS = ("loss", "outputs", "gradients", "cosine", "worst_leaf")
@@ -196,7 +203,7 @@ def as_budget(value: Any, has_loss: bool) -> Budget:
         TypeError: it is neither a number nor a `Budget`."""
     if isinstance(value, Budget):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(
             "`budget` must be a relative error, such as 0.01, or a `Budget`, but got "
             f"{type(value).__name__}. For example: `Budget(loss=0.001, gradients=0.01)`"

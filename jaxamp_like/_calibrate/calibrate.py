@@ -1,23 +1,25 @@
 """`calibrate`: a policy that meets a budget, found by measurement."""
 
-import hashlib
 import math
-import re
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .._dtypes import DType, as_compute_dtype, bits
+from .._errors import AmpError
 from .._reports.versions import versions
-from .budget import Budget, as_budget
+from .budget import Budget, as_budget, is_number
 from .costs import H200, OBJECTIVES, Device, Objective
 from .deciding import Deciding
+from .fingerprint import of_points, of_program
 from .groups import GRANULARITIES, Granularity
 from .progress import telling
 from .result import Calibration
 from .runs import Runs, traced
+from .sizes import patterns
 from .state import State
-from .subject import as_batches, digest, points_of, subject_of
+from .subject import as_batches, points_of, subject_of
 
 Profile = Mapping[str, Mapping[str, float]]
 
@@ -35,7 +37,7 @@ def calibrate(
     device: Device | Profile | None = None,
     loss_scale: float = 1.0,
     perturbation: float = 0.01,
-    max_passes: int = 28,
+    max_passes: int = 26,
     seed: int = 0,
     state: str | Path | None = None,
     progress: bool | None = None,
@@ -61,20 +63,25 @@ def calibrate(
             "bytes" (that are kept for the backward pass) or "time" (on `device`).
         granularity: what is decided together: the contractions in one "scope" (the
             path of `jax.named_scope`s), of one "primitive", or an "equation": those
-            of one scope, primitive and shape of operands.
+            of one scope, primitive and shape of operands, where sizes that come of
+            the batch don't count.
         held_out: batches to check the policy on; by default the last half of
-            `batches`. Of a single batch, one with perturbed parameters is made.
+            `batches`; of a single batch, this one.
         argnums: the arguments that hold parameters, by which `fn` is differentiated.
         device: for the objective "time", a `Device` (by default an H200), or measured
             seconds by group and dtype.
         loss_scale: what the loss is multiplied by before the backward pass, as by loss
             scaling in float16. Gradients are divided by it.
         perturbation: parameters are moved by about this share of themselves in all
-            batches but the first, so that the policy does not fit one point.
+            batches but the first, so that the policy does not fit one point. It is
+            checked on each batch that is held out at the parameters as given, and on
+            the first of these at moved ones too.
         max_passes: about how many passes to make, beside those of held-out batches.
-        seed: of the perturbations. The same seed gives the same policy.
+        seed: of the perturbations, from 0 to 2**32 - 1. The same seed gives the same
+            policy.
         state: a JSON file where measurements are remembered. After a kill, the same
-            call goes on where it was.
+            call goes on where it was: the pass that was cut is made again. While it
+            runs, three sets of gradients stand beside the file.
         progress: whether to show each pass; by default on a terminal.
     Returns:
         A `Calibration`: its `policy`, for `amp`, and the evidence.
@@ -100,8 +107,10 @@ def calibrate(
     time, are due to Dong et al., "HAWQ" (arXiv:1905.03696), and Micikevicius et al.,
     "Mixed Precision Training" (arXiv:1710.03740), section 3."""
     dtypes = _checked(
-        candidates, objective, granularity, loss_scale, perturbation, max_passes
+        candidates, objective, granularity, loss_scale, perturbation, max_passes, seed
     )
+    loss_scale, perturbation = float(loss_scale), float(perturbation)
+    max_passes, seed = int(max_passes), int(seed)
     tuples = as_batches(batches, "batches")
     checks = None if held_out is None else as_batches(held_out, "held_out")
     if checks is None:
@@ -120,21 +129,30 @@ def calibrate(
         "candidates": [dtype.name for dtype in dtypes],
         "objective": objective,
         "granularity": granularity,
-        "loss_scale": float(loss_scale),
+        "loss_scale": loss_scale,
         "max_passes": max_passes,
     }
     with telling(progress) as tell:
         jaxpr, tree = traced(subject, points[0], dtypes[0])
+        by_shapes = granularity == "equation"
+        of_shapes = patterns(subject, jaxpr, points[0], dtypes[0]) if by_shapes else {}
         if state is not None:
-            text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
-            settings["function"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-            settings["batches"] = digest([*points, *checks])
+            settings["function"] = of_program(jaxpr)
+            settings["batches"] = of_points([*points, *checks])
             settings["versions"] = versions()
         remembered = State(state, settings)
         runs = Runs(
-            subject, jaxpr, tree, points[0], granularity, dtypes, remembered, tell
+            subject,
+            jaxpr,
+            tree,
+            points[0],
+            granularity,
+            dtypes,
+            remembered,
+            tell,
+            of_shapes,
         )
-        return Deciding(
+        deciding = Deciding(
             runs,
             points,
             checks,
@@ -142,7 +160,14 @@ def calibrate(
             objective,
             H200 if device is None else device,
             max_passes,
-        ).run()
+        )
+        try:
+            found = deciding.run()
+        except AmpError:  # to start again would end here again
+            remembered.clear()
+            raise
+        remembered.clear()
+        return found
 
 
 def _checked(
@@ -152,6 +177,7 @@ def _checked(
     loss_scale: Any,
     perturbation: Any,
     max_passes: Any,
+    seed: Any,
 ) -> tuple[DType, ...]:
     for name, value, known in (
         ("objective", objective, OBJECTIVES),
@@ -160,13 +186,18 @@ def _checked(
         if value not in known:
             raise ValueError(f"`{name}` must be one of {known}, but got {value!r}.")
     for name, value in (("loss_scale", loss_scale), ("perturbation", perturbation)):
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        if not is_number or value < 0 or (name == "loss_scale" and value == 0):
+        is_fine = is_number(value) and math.isfinite(value)
+        if not is_fine or value < 0 or (name == "loss_scale" and value == 0):
             raise ValueError(
                 f"`{name}` must be a positive number, but got {value!r}."
                 + (" 0 moves nothing." if name == "perturbation" else "")
             )
-    if not isinstance(max_passes, int) or max_passes < 8:
+    if not _is_integer(seed) or not 0 <= seed < 2**32:
+        raise ValueError(
+            f"`seed` must be an integer from 0 to 2**32 - 1, but got {seed!r}. "
+            "Take it modulo 2**32."
+        )
+    if not _is_integer(max_passes) or max_passes < 8:
         raise ValueError(
             f"`max_passes` must be an integer of at least 8, but got {max_passes!r}: "
             "the function as written twice, all of it low, and a few sets of groups."
@@ -186,3 +217,7 @@ def _checked(
             "written is considered anyway. Name 'bfloat16' or 'float16'."
         )
     return dtypes
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

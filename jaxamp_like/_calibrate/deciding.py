@@ -25,6 +25,7 @@ MARGIN = 0.9  # of what is left after a policy missed the budget
 NEAR = 1.5  # budgets: so far from being met, all groups low are not tried as a policy
 FAR = 2.0  # budgets: by so much a policy is missed for reasons of its own
 FOR_SETS = 12  # passes that are left for what is measured together
+FOR_A_SEARCH = 6  # of these
 MOST_POINTS = 4  # batches that sets are measured on
 
 
@@ -43,7 +44,7 @@ class Deciding:
 
     runs: Runs
     points: Sequence[Point]
-    checks: Sequence[Point]
+    checks: list[Point]
     budget: Budget
     objective: str
     device: Device | Mapping[str, Mapping[str, float]]
@@ -51,6 +52,7 @@ class Deciding:
     tried: list[Tried] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ranking: Ranking | None = None
+    searched: dict[Choices, float] = field(default_factory=dict)
     scale: float = 1.0  # what roundings alone leave out of the error of a policy
 
     @property
@@ -171,7 +173,9 @@ class Deciding:
     def _joint(self, ranking: Ranking, limit: float) -> tuple[Choices, float]:
         """What fits into `limit` budgets on all batches, and the limit that it took."""
         for _ in range(ATTEMPTS):
-            choices = search(self._measure, ranking, limit, FOR_SETS // 2)
+            left = self.max_passes - self.runs.spent - 2 * (len(self.points) > 1)
+            at_most = max(0, min(FOR_A_SEARCH, left))
+            choices = search(self._measure, ranking, limit, at_most, self.searched)
             rest = self.points[1:MOST_POINTS]
             if not any(choices):
                 return choices, limit
@@ -201,6 +205,8 @@ class Deciding:
         """The error of roundings, in budgets."""
         point = point or self.points[0]
         error = self.runs.chosen(choices, point).over(self.budget)
+        if point is self.points[0]:
+            self.searched[choices] = error
         self._remember(choices, error, is_real=False)
         return error
 
@@ -208,8 +214,15 @@ class Deciding:
         self, choices: Choices, policy: Policy | PolicyMap
     ) -> Calibration | None:
         """The result, if the policy meets the budget on what was held out."""
-        found = [self.runs.mixed(policy, _name(choices), p) for p in self.checks]
-        error = max(one.over(self.budget) for one in found)
+        found, error = [], 0.0
+        for point in [*self.checks]:
+            found.append(self.runs.mixed(policy, _name(choices), point))
+            error = max(error, found[-1].over(self.budget))
+            if error > 1:
+                # The next policy is measured here first: most that miss do so here.
+                self.checks.remove(point)
+                self.checks.insert(0, point)
+                break
         self._remember(choices, error, is_real=True)
         if error > FAR:
             self._check_own_rounding()
@@ -223,7 +236,7 @@ class Deciding:
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
         dtypes = dtypes_of(self.runs.groups, choices, self.candidates)
-        return policy_of(dtypes, primitives_in(self.runs.jaxpr))
+        return policy_of(dtypes, primitives_in(self.runs.jaxpr), self.runs.patterns)
 
     def _remember(self, choices: Choices, error: float, is_real: bool) -> None:
         full = sum(self.prices.full)

@@ -102,7 +102,7 @@ class Shadow(Rule):
         if low.reads == site.authors:
             return low
         of = Contraction(
-            told(site.scope), site.primitive.name, shapes_of(site.avals[:2])
+            told(site.scope), site.primitive.name, shapes_of(site.params, site.avals)
         )
         bind = settled_bind(site.primitive, site.params, is_low=False)
         read_low = [a != b for a, b in zip(low.reads, site.authors, strict=True)]

@@ -1,6 +1,5 @@
 """Choices of precision as a policy."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from .._dtypes import DType
 from .._jax import Jaxpr, Primitive, raw, subjaxprs
 from .._policies.dictionary import default_amp_policy
+from .._policies.frozen import normal_key
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._primitives import CONTRACTIONS
@@ -35,9 +35,14 @@ def dtypes_of(
 
 
 def policy_of(
-    dtypes: Mapping[Contraction, str], primitives: Mapping[str, Primitive]
+    dtypes: Mapping[Contraction, str],
+    primitives: Mapping[str, Primitive],
+    patterns: Mapping[Contraction, str],
 ) -> Policy | PolicyMap:
     """The policy that gives each contraction its dtype, as short as it can be.
+
+    `patterns` are what the shapes of contractions are of, by which those of one scope
+    are told apart.
 
     The default's rules everywhere: a scope that stays in full computes its
     contractions in float32, and keeps as little for the backward pass as elsewhere."""
@@ -48,15 +53,19 @@ def policy_of(
     by_primitive = _by_primitive(dtypes, primitives, usual)
     if by_primitive is not None:
         return by_primitive
-    default = _policy(scopes.pop((), {}), primitives, usual)
-    wanted = {scope: _policy(some, primitives, None) for scope, some in scopes.items()}
+    of_shapes = {one: patterns.get(one, one.shapes) for one in dtypes}
+    default = _policy(scopes.pop((), {}), primitives, of_shapes, usual)
+    wanted = {
+        scope: _policy(some, primitives, of_shapes, None)
+        for scope, some in scopes.items()
+    }
     entries: dict[Any, Policy] = {}
     while True:
         policies = PolicyMap(default, entries)
         wrong = [
             scope
             for scope, policy in wanted.items()
-            if policies["/".join(scope)] != policy and _key(scope) not in entries
+            if policies[scope] != policy and _key(scope) not in entries
         ]
         if not wrong:
             return policies if entries else default
@@ -87,13 +96,14 @@ def _rule(dtype: str) -> Rule:
 
 
 def _key(scope: tuple[str, ...]) -> Any:
-    path = "/".join(scope)
-    return re.compile(re.escape(path)) if re.search(r"[()\[\]{}*+?\\]", path) else path
+    # As a string a name with brackets is an expression too, which may match others.
+    return normal_key(scope)
 
 
 def _policy(
     dtypes: Mapping[Contraction, str],
     primitives: Mapping[str, Primitive],
+    patterns: Mapping[Contraction, str],
     usual: str | None,
 ) -> Policy:
     """The policy of one scope."""
@@ -105,13 +115,16 @@ def _policy(
     rules = {}
     for name in dict.fromkeys(one.primitive for one in dtypes):
         some = {one: d for one, d in dtypes.items() if one.primitive == name}
-        exceptions = {one.shapes: d for one, d in some.items() if d != usual}
-        if len(set(some.values())) == 1 and exceptions:
-            rules[primitives[name]] = _rule(*set(some.values()))
-        elif exceptions:
-            rows = tuple((shapes, use_precision(d)) for shapes, d in exceptions.items())
-            otherwise = default_amp_policy[primitives[name]]
-            rules[primitives[name]] = ByShapes(rows, otherwise)
+        found = set(some.values())
+        if len(found) == 1 and found != {usual}:
+            rules[primitives[name]] = _rule(*found)
+        elif len(found) > 1:
+            as_usual = default_amp_policy[primitives[name]]
+            rows = {
+                patterns[one]: as_usual if d == usual else _rule(d)
+                for one, d in some.items()
+            }
+            rules[primitives[name]] = ByShapes(tuple(rows.items()), _rule(FULL))
     return Policy(usual, rules=default_amp_policy | rules)
 
 

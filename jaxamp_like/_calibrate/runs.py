@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,13 @@ from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
 from .costs import Found, survey
 from .groups import Group, grouped
-from .marks import shadow
+from .marks import Contraction, shadow
 from .search import Choices
 from .state import State
 from .subject import Point, Results, Subject
 from .threaded import Threaded
 
-KEPT = 2  # references held at a time: each is as large as the parameters
+KEPT = 3  # references held at a time: each is as large as the parameters
 
 
 def traced(subject: Subject, point: Point, dtype: DType) -> tuple[Jaxpr, Any]:
@@ -50,7 +50,8 @@ class Runs:
         granularity: what is decided together.
         candidates: the low dtypes.
         state: where measurements are remembered.
-        tell: is called with a line about each pass."""
+        tell: is called with a line about each pass.
+        patterns: what shapes contractions are of, where these count."""
 
     subject: Subject
     jaxpr: Jaxpr
@@ -60,10 +61,13 @@ class Runs:
     candidates: tuple[DType, ...]
     state: State
     tell: Callable[[str], None]
+    patterns: Mapping[Contraction, str] = field(default_factory=dict)
     passes: int = 0
+    spent: int = 0  # passes but those held out; made now, or before a kill
     compilations: int = 0
     seconds: float = 0.0
-    _references: dict[int, Results] = field(default_factory=dict)
+    _references: dict[int, Results | None] = field(default_factory=dict)
+    _asked: set[str] = field(default_factory=set)
     _mixed: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
@@ -72,7 +76,7 @@ class Runs:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        return grouped([*self.found.work], self.granularity)
+        return grouped([*self.found.work], self.granularity, self.patterns)
 
     # The programs.
 
@@ -111,16 +115,20 @@ class Runs:
 
         Raises:
             AmpError: it is not finite."""
-        if point.number not in self._references:
-            self.tell(f"as written, {point.name}")
-            nothing = (0,) * len(self.groups)
-            results = self._run(point, nothing)
-            self._check(results, point)
-            while len(self._references) >= KEPT:
-                # The first point is where sensitivities are measured.
-                self._references.pop(max(self._references))
-            self._references[point.number] = results
-        return self._references[point.number]
+        known = self._references.get(point.number)
+        if known is None:
+            kept = self.state.kept(point.number)
+            known = self._as_written(point) if kept is None else Results(*kept)
+            self._references[point.number] = known
+        return known
+
+    def _as_written(self, point: Point) -> Results:
+        self.tell(f"as written, {point.name}")
+        results = self._run(point, (0,) * len(self.groups))
+        self._check(results, point)
+        results = _floats(results)
+        self.state.keep(point.number, [*results], beside=self._references)
+        return results
 
     def _check(self, results: Results, point: Point) -> None:
         outs, grads = _compared(results, results)
@@ -188,11 +196,24 @@ class Runs:
     def _measure(
         self, key: str, point: Point, run: Callable[[Point], Results]
     ) -> Errors:
+        if key not in self._asked:
+            self._asked.add(key)
+            self._count(point)
         if key not in self.state.measured:
             true = self.reference(point)
             rows = _compared(true, run(point))
             self.state.add(key, errors(*rows, self.subject.has_loss))
         return self.state.measured[key]
+
+    def _count(self, point: Point) -> None:
+        """Counts a pass, with that as written if it is not held: resumed or not."""
+        is_new = point.number not in self._references
+        if is_new:
+            while len(self._references) >= KEPT:
+                # The first point is where sensitivities are measured.
+                self._references.pop(max(self._references))
+            self._references[point.number] = None
+        self.spent += 0 if point.held_out else 1 + is_new
 
 
 def _args(point: Point) -> tuple[Any, ...]:
@@ -206,10 +227,14 @@ def _digits(choices: Choices) -> str:
 def _compared(true: Results, got: Results) -> tuple[list[Row], list[Row]]:
     """Rows of the floating results, and of the gradients."""
     outs, grads = (
-        [compare(a, b) for a, b in zip(*arrays, strict=True) if is_float(a.dtype)]
-        for arrays in zip(true, got, strict=True)
+        [compare(a, b) for a, b in zip(*arrays, strict=True)]
+        for arrays in zip(_floats(true), _floats(got), strict=True)
     )
     return outs, grads
+
+
+def _floats(results: Results) -> Results:
+    return Results(*([x for x in some if is_float(x.dtype)] for some in results))
 
 
 def _of(nans: int, infs: int) -> str:

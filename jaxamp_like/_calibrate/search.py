@@ -99,22 +99,38 @@ class Ranking:
                 chosen[i] = self.candidate[i] + 1
         return tuple(chosen)
 
+    def could_choose(self, choices: Choices) -> bool:
+        """Whether groups are lowered to their candidates only."""
+        pairs = zip(choices, self.candidate, strict=True)
+        return all(choice in (0, one + 1) for choice, one in pairs)
+
     def total_gain(self, choices: Choices) -> float:
         return sum(self.gain(i) for i, choice in enumerate(choices) if choice)
 
 
-def search(measure: Measure, ranking: Ranking, limit: float, at_most: int) -> Choices:
+def search(
+    measure: Measure,
+    ranking: Ranking,
+    limit: float,
+    at_most: int,
+    tried: dict[Choices, float] | None = None,
+) -> Choices:
     """The choices that save most of those that were measured to be within `limit`.
 
     A bisection over how much the guess is allowed, since errors may add up to more, or
-    less, than the guess has it."""
+    less, than the guess has it. What was `tried` before costs nothing, and is added
+    to."""
     nothing = (0,) * len(ranking.errors)
-    best, fine, bad, guess = nothing, 0.0, math.inf, limit
-    tried: dict[Choices, float] = {nothing: 0.0}
+    tried = {} if tried is None else tried
+    tried[nothing] = 0.0
+    before = len(tried)
+    within = (one for one, error in tried.items() if error <= limit)
+    best = max(filter(ranking.could_choose, within), key=ranking.total_gain)
+    fine, bad, guess = 0.0, math.inf, limit
     for _ in range(4 * at_most):
         choices = ranking.choose(guess)
         if choices not in tried:
-            if len(tried) > at_most:
+            if len(tried) - before >= at_most:
                 break
             tried[choices] = measure(choices)
         error = tried[choices]

@@ -1,13 +1,21 @@
-"""What was measured so far, on disk: a small JSON file that a kill can't spoil."""
+"""What was measured so far, on disk: a small JSON file that a kill can't spoil.
+
+Beside it, until the calibration is done, stand the results of the function as written,
+which all else is compared with: they are as large as the parameters."""
 
 import json
 import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .._errors import AmpError
 from .budget import Errors
+
+Arrays = list[list[Any]]
 
 
 class State:
@@ -51,10 +59,76 @@ class State:
             return
         rows = {key: asdict(one) for key, one in self.measured.items()}
         text = json.dumps({"of": self.of, "measured": rows}, indent=1)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        _write(self.path, lambda beside: beside.write_text(text, "utf-8"))
+
+    def keep(self, number: int, arrays: Arrays, beside: Collection[int]) -> None:
+        """Keeps the results of a point on disk, if there is a path.
+
+        What is kept of other points goes, but for those that it stands `beside`."""
+        if self.path is None:
+            return
+        self.clear({number, *beside})
+        rows = [[np.asarray(x) for x in some] for some in arrays]
+        head = [[(x.dtype.name, x.shape) for x in some] for some in rows]
+        text = json.dumps({"of": self.of, "arrays": head}).encode()
+
+        def save(beside: Path) -> None:
+            with beside.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for x in (x for some in rows for x in some):
+                    file.write(np.ascontiguousarray(x).tobytes())
+
+        _write(self._beside(number), save)
+
+    def kept(self, number: int) -> Arrays | None:
+        """What was kept of a point, by this calibration; `None` if there is nothing."""
+        if self.path is None or not self._beside(number).exists():
+            return None
+        data = self._beside(number).read_bytes()
+        at = 8 + int.from_bytes(data[:8], "little")
         try:
-            beside.write_text(text, "utf-8")
-            os.replace(beside, self.path)
-        finally:
-            beside.unlink(missing_ok=True)
+            head = json.loads(data[8:at])
+            # That of an earlier calibration is written over, and so is a part of one.
+            is_ours = head["of"] == self.of
+            return (
+                _read_arrays(head["arrays"], memoryview(data)[at:]) if is_ours else None
+            )
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def clear(self, but: Collection[int] = ()) -> None:
+        """Removes what was kept of points: only a later start would need it."""
+        if self.path is None or not self.path.parent.exists():
+            return
+        start = f"{self.path.name}."
+        for file in self.path.parent.iterdir():
+            number = file.name.removeprefix(start)
+            if number != file.name and number.isdigit() and int(number) not in but:
+                file.unlink(missing_ok=True)
+
+    def _beside(self, number: int) -> Path:
+        assert self.path is not None
+        return self.path.with_name(f"{self.path.name}.{number}")
+
+
+def _read_arrays(head: Sequence[Any], data: memoryview) -> Arrays:
+    found: Arrays = []
+    for some in head:
+        found.append([])
+        for name, shape in some:
+            dtype = np.dtype(name)
+            size = dtype.itemsize * int(np.prod(shape))
+            found[-1].append(np.frombuffer(data[:size], dtype).reshape(shape))
+            data = data[size:]
+    return found
+
+
+def _write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file, which is either as before or as after."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

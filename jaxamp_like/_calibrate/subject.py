@@ -1,6 +1,5 @@
 """What is measured: a function, and the points at which it is."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,12 @@ Flat = Callable[..., list[Any]]
 
 
 class Point(NamedTuple):
-    """Where a function is measured: a batch, at parameters that are moved a little."""
+    """Where a function is measured: a batch, at parameters that are moved a little.
+
+    `number` is its own: a batch may be measured at two."""
 
     number: int
+    batch: int
     arrays: tuple[Any, ...]
     seed: int
     spread: float
@@ -29,7 +31,8 @@ class Point(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{'held-out ' * self.held_out}batch {self.number}"
+        moved = ", parameters moved" * (self.held_out and self.spread > 0)
+        return f"{'held-out ' * self.held_out}batch {self.batch}{moved}"
 
 
 class Results(NamedTuple):
@@ -124,13 +127,14 @@ def subject_of(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
             "`calibrate(fn, batches, ...)`, where `fn(*batch)` is the loss."
         )
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not all(0 <= i < len(args) for i in numbers):
+    is_one = isinstance(argnums, int | np.integer)
+    places: Any = (argnums,) if is_one else tuple(argnums)
+    if not all(isinstance(i, int | np.integer) and 0 <= i < len(args) for i in places):
         raise ValueError(
             f"`argnums` is {argnums}, but a batch has {len(args)} arguments. It says "
             "which of them are parameters: 0 in `(params, x, y)`."
         )
-    call = call_of(fn, args, {}, numbers, getattr(fn, "__name__", type(fn).__name__))
+    call = call_of(fn, args, {}, places, getattr(fn, "__name__", type(fn).__name__))
     outs = jax.eval_shape(call.fn, *call.arrays)
     has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)
     differentiates = wants_gradients(has_loss)
@@ -181,12 +185,17 @@ def points_of(
     perturbation: float,
     seed: int,
 ) -> tuple[list[Point], list[Point]]:
-    """Where to measure, and where to check: the first batch at the parameters as given.
+    """Where to measure, and where to check.
+
+    The first batch is at the parameters as given, the others at moved ones, but for
+    those that are held out: each of them is at the given ones, and the first at moved
+    ones too.
 
     Raises:
         ValueError: batches differ in structure, shapes or dtypes."""
     first = _Shape.of(batches[0])
-    found: list[Point] = []
+    points: list[Point] = []
+    checks: list[Point] = []
     for number, batch in enumerate((*batches, *held_out)):
         shape = _Shape.of(batch)
         if shape != first:
@@ -194,12 +203,18 @@ def points_of(
                 f"Batch {number} differs from the first one: {shape.unlike(first)}. "
                 "One program is compiled for all, so drop it or pad it."
             )
-        spread = perturbation if number else 0.0
-        start = seed + 7919 * number
-        is_held_out = number >= len(batches)
+        start = (seed + 7919 * number) % 2**32
         arrays = call_of(call.fn, batch, {}, (), "").arrays if number else call.arrays
-        found.append(Point(number, arrays, start, spread, is_held_out))
-    return found[: len(batches)], found[len(batches) :]
+        is_held_out = number >= len(batches)
+        moved = Point(number, number, arrays, start, perturbation, is_held_out)
+        given = moved._replace(spread=0.0)
+        if is_held_out:
+            checks.append(points[0] if batch is batches[0] else given)
+        else:
+            points.append(moved if number else given)
+        if is_held_out and perturbation and len(checks) == 1:
+            checks.append(moved._replace(number=len(batches) + len(held_out)))
+    return points, checks
 
 
 class _Shape(NamedTuple):
@@ -223,19 +238,3 @@ def _kind(leaf: Any) -> Any:
     if is_array(leaf):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return leaf
-
-
-def digest(points: Sequence[Point]) -> str:
-    """A short text that tells other data from these."""
-    found = hashlib.sha256()
-    for point in points:
-        found.update(repr((point.seed, point.spread)).encode())
-        for x in point.arrays:
-            found.update(_bytes(x))
-    return found.hexdigest()[:16]
-
-
-def _bytes(x: Any) -> bytes:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.ascontiguousarray(np.asarray(x)).tobytes()

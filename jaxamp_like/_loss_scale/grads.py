@@ -26,9 +26,10 @@ def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
     def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Carried]:
         out = fun(*args, **kwargs)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            given = "one array" if eqx.is_array(out) else type(out).__name__
             raise TypeError(
                 f"With `has_aux=True`, `{name}` must return a pair `(loss, aux)`, but "
-                f"it returned {'one array' if eqx.is_array(out) else type(out).__name__}."
+                f"it returned {given}."
             )
         loss, aux = out if has_aux else (out, None)
         loss = checked_loss(loss, name)

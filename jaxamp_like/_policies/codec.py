@@ -45,9 +45,11 @@ Data = dict[str, Any]
 
 
 def encode_key(key: Key) -> Data:
-    """A key as data: the name of a primitive, a scope or a regular expression."""
+    """A key as data: a primitive's name, a scope, a path or a regular expression."""
     if isinstance(key, Primitive):
         return {"primitive": primitive_name(key)}
+    if isinstance(key, tuple):
+        return {"path": list(key)}
     if not isinstance(key, re.Pattern):
         return {"scope": key}
     flags = key.flags & ~re.UNICODE  # which every pattern of strings has
@@ -59,7 +61,7 @@ def decode_key(data: Data) -> Key:
         return primitive_by_name(data["primitive"])
     if "regex" in data:
         return re.compile(data["regex"], data.get("flags", 0))
-    return data["scope"]
+    return tuple(data["path"]) if "path" in data else data["scope"]
 
 
 # Rules of a policy.

@@ -89,7 +89,21 @@ def _pickled_primitive(name: str) -> PickledKey:
 
 
 def normal_key(key: Key) -> Key:
-    return "/".join(filter(None, key.split("/"))) if isinstance(key, str) else key
+    if isinstance(key, str):
+        return "/".join(filter(None, key.split("/")))
+    if not is_path(key) or EXPRESSION.search("".join(key)):
+        return key
+    return "/".join(key)
+
+
+def is_path(key: Any) -> bool:
+    """Whether a key is a path as a tuple, whose names stand for themselves."""
+    is_tuple = isinstance(key, tuple) and bool(key)
+    return is_tuple and all(isinstance(x, str) and x and "/" not in x for x in key)
+
+
+EXPRESSION = re.compile(r"[*+?^$|()\[\]{}\\]")
+"""What a string may be a regular expression by."""
 
 
 def _order(key: Key) -> tuple[int, str]:

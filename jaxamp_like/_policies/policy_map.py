@@ -16,7 +16,7 @@ from .._jax import Primitive
 from .._rules.given import short
 from .codec import decode_key, encode_key
 from .dictionary import Found, Key, Lookup, Scope, endings, is_stopped, paths_to
-from .frozen import normal_key
+from .frozen import EXPRESSION, is_path, normal_key
 from .named import Policy
 from .names import get_policy
 
@@ -26,9 +26,10 @@ class PolicyMap(Mapping[Any, Policy]):
     """Policies by scope, and one for all else: a dict that can't change.
 
     An entry holds for the scope that it names and for all that is inside. A key is a
-    path of scopes ("encoder/attention", or one name), which matches wherever it stands
-    in the name stack, or a regular expression, compiled or as a string, which matches a
-    whole path from the outermost scope on. The path that ends innermost is taken,
+    path of scopes ("encoder/attention", or one name; as a tuple, whose names stand for
+    themselves: `("layer[0]", "mlp")`), which matches wherever it stands in the name
+    stack, or a regular expression, compiled or as a string, which matches a whole path
+    from the outermost scope on. The path that ends innermost is taken,
     among these the longest; then regular expressions, of which only one may match.
 
     `policies[path]` is the policy of a path, the default if no entry matches: the
@@ -84,22 +85,24 @@ class PolicyMap(Mapping[Any, Policy]):
     def _add(self, given: Any, value: Any) -> None:
         is_pattern = isinstance(given, re.Pattern) and isinstance(given.pattern, str)
         key = normal_key(given)
-        if not is_pattern and not (isinstance(key, str) and key):
+        is_name = isinstance(key, str) and key
+        if not (is_pattern or is_name or is_path(key)):
             raise TypeError(
-                "A key of `policy_map` must be a path of scopes or a regular "
-                f"expression, but got {given!r}."
+                "A key of `policy_map` must be a path of scopes, as a string or as a "
+                f"tuple of names, or a regular expression, but got {given!r}."
             )
-        if key in self._policies:
+        parts = tuple(key.split("/")) if isinstance(key, str) else key
+        if key in self._policies or parts in self._paths:
             raise ValueError(f"The path {key!r} is given twice in `policy_map`.")
         try:
             self._policies[key] = get_policy(value)
         except (TypeError, ValueError, AmpError) as e:
             raise type(e)(f"In `policy_map[{given!r}]`: {e}") from e
-        if isinstance(key, str):
-            self._paths[tuple(key.split("/"))] = key
         if isinstance(key, re.Pattern):
             self._patterns[key] = key
-        elif re.search(r"[*+?^$|()\[\]{}\\]", key):
+        else:
+            self._paths[parts] = key
+        if isinstance(key, str) and EXPRESSION.search(key):
             try:
                 self._patterns[key] = re.compile(key)
             except re.error as e:
@@ -112,6 +115,8 @@ class PolicyMap(Mapping[Any, Policy]):
     def __getitem__(self, key: Any) -> Policy:
         if isinstance(key, re.Pattern):
             return self._policies[key]
+        if isinstance(key, tuple):
+            return self._at(self.key_of(key))
         if not isinstance(key, str):
             raise TypeError(f"A path of scopes must be a string, but got {key!r}.")
         return self._at(self.key_of(tuple(filter(None, key.split("/")))))

@@ -2,4 +2,4 @@
 
 `planner` decides, knowing by `reach` and `solvers` how values flow; `islands` says what
 the backward pass runs again; `bind` emits the equations. `record` tells a report what
-was done, `unmatched` the user what was not."""
+was done, `unmatched` and `unknown_shapes` the user what was not."""

@@ -17,6 +17,7 @@ from .._policies.dictionary import (
     paths_to,
     show_key,
 )
+from .._policies.frozen import EXPRESSION
 from .._quantised.delayed import NO_STATE
 from .._quantised.rule import MADE_OF_PARAMETERS, Quantising
 from .plan import Plan, Step
@@ -25,7 +26,6 @@ from .record import MARK
 
 _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
-_EXPRESSION = re.compile(r"[*+?^$|()\[\]{}\\]")
 
 
 def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
@@ -33,7 +33,7 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
     if not unmatched:
         return
-    steps = list(_steps(plan))
+    steps = list(steps_of(plan))
     for key in unmatched:
         yield (
             f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
@@ -43,7 +43,7 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
 
 def report_of_nothing_quantised(plan: Plan) -> str | None:
     """What to say where rules that quantise have left all contractions alone."""
-    asked = [s for s in _steps(plan) if isinstance(s.found.rule, Quantising)]
+    asked = [s for s in steps_of(plan) if isinstance(s.found.rule, Quantising)]
     if not asked or any(step.decision.eight_bits for step in asked):
         return None
     whys = Counter(step.decision.why.partition(": ")[2] for step in asked)
@@ -80,7 +80,7 @@ def refuse_rules_with_state(plan: Plan) -> None:
     """Raises where a contraction is scaled by what was seen before.
 
     Nothing remembers that here."""
-    for step in _steps(plan):
+    for step in steps_of(plan):
         made = step.decision.eight_bits
         if made is not None and made.needs_state:
             raise AmpError(
@@ -89,11 +89,12 @@ def refuse_rules_with_state(plan: Plan) -> None:
             )
 
 
-def _steps(plan: Plan) -> Iterator[Step]:
+def steps_of(plan: Plan) -> Iterator[Step]:
+    """The steps of a plan, at any depth."""
     for step in plan.steps:
         yield step
         for inner in step.inner:
-            yield from _steps(inner)
+            yield from steps_of(inner)
 
 
 def _hint(key: Key, steps: list[Step]) -> str:
@@ -105,12 +106,13 @@ def _hint(key: Key, steps: list[Step]) -> str:
         hidden = [step for path, step in paths.items() if key.fullmatch("/".join(path))]
         return _hidden_by(hidden) if hidden else _of_expression(key, paths)
     names = _names(paths)
-    path = "/".join(filter(None, key.split("/")))
+    is_exact = isinstance(key, tuple)  # its names are no expressions
+    path = "/".join(key if is_exact else filter(None, key.split("/")))
     if path in names:
         return _hidden_by([names[path]])
     if path in CLASSES:
         return f"To name the primitive, write `jax.lax.{path}_p` as the key."
-    if _EXPRESSION.search(path):
+    if not is_exact and EXPRESSION.search(path):
         return (
             "In a dict of rules a string is a name, or a path of names; an expression "
             f"is compiled: `re.compile({path!r})`. {_list(paths)}"
@@ -125,7 +127,9 @@ def _hint(key: Key, steps: list[Step]) -> str:
 def _paths(steps: list[Step]) -> dict[Scope, Step]:
     """The paths of the scopes, each with the first equation in it."""
     paths: dict[Scope, Step] = {}
-    for scope, step in {_authors(step.scope): step for step in steps[::-1]}.items():
+    for scope, step in {
+        authors_scope(step.scope): step for step in steps[::-1]
+    }.items():
         for end in range(1, len(scope) + 1):
             paths |= dict.fromkeys(paths_to(scope[:end]), step)
     return paths
@@ -137,7 +141,7 @@ def _names(paths: dict[Scope, Step]) -> dict[str, Step]:
     return {"/".join(part): step for part, step in parts.items()}
 
 
-def _authors(scope: Scope) -> Scope:
+def authors_scope(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
     return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
 

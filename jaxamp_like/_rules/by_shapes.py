@@ -4,17 +4,67 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
+from .._primitives.contractions import dot_numbers, is_contraction
 from .base import Decision, Demand, Rule, Site
+from .computing import use_compute_precision
+
+ANY = "*"  # in a pattern: a size that is free
+SUMMED = "+"  # behind the size of an axis that is summed over
+NO_ROW = "the policy says nothing of its shapes"
+
+Dims = tuple[tuple[str, ...], ...]
 
 
-def shapes_of(avals: Sequence[Any]) -> str:
-    """The shapes of operands as text: "8x16,16x4"."""
-    return ",".join("x".join(map(str, aval.shape)) or "()" for aval in avals)
+def shapes_of(params: dict[str, Any], avals: Sequence[Any]) -> str:
+    """The shapes of both operands as text: "8x16+,16+x4"."""
+    return as_text(_dims_of(params, avals))
+
+
+def as_text(dims: Dims) -> str:
+    return ",".join("x".join(one) or "()" for one in dims)
+
+
+def as_dims(text: str) -> Dims:
+    """Of `as_text`, the other way round."""
+    return tuple(
+        () if one == "()" else tuple(one.split("x")) for one in text.split(",")
+    )
+
+
+def _dims_of(params: dict[str, Any], avals: Sequence[Any]) -> Dims:
+    numbers = dot_numbers(params)
+    summed = ((), ()) if numbers is None else numbers[0]
+    return tuple(
+        tuple(f"{n}{SUMMED * (axis in axes)}" for axis, n in enumerate(aval.shape))
+        for aval, axes in zip(avals, summed, strict=False)
+    )
+
+
+def widened(size: str) -> str:
+    """The pattern of an axis of any size, summed over or not as this one."""
+    return ANY + SUMMED * size.endswith(SUMMED)
+
+
+def overlap(a: Dims, b: Dims) -> bool:
+    """Whether there are shapes that are of both patterns."""
+    return list(map(len, a)) == list(map(len, b)) and all(
+        x == y or (widened(x) == widened(y) and widened(x) in (x, y))
+        for one, other in zip(a, b, strict=True)
+        for x, y in zip(one, other, strict=True)
+    )
 
 
 @dataclass(frozen=True)
 class ByShapes(Rule):
-    """The rule that stands beside the shapes of both operands, or another one."""
+    """The rule that stands beside the shapes of both operands; "*" is any size.
+
+    Args:
+        rules: patterns, such as "*x16+,16+x4", of which no shapes are of two; and the
+            rule of each.
+        otherwise: the rule of other shapes. That a contraction which could be low has
+            such, is reported."""
 
     rules: tuple[tuple[str, Rule], ...]
     otherwise: Rule
@@ -33,9 +83,19 @@ class ByShapes(Rule):
     def is_for(self, name: str) -> bool:
         return self.otherwise.is_for(name)
 
+    def pattern_of(self, params: dict[str, Any], avals: Sequence[Any]) -> str | None:
+        """The pattern that operands are of."""
+        dims = _dims_of(params, avals)
+        patterns = (pattern for pattern, _ in self.rules)
+        return next((p for p in patterns if overlap(as_dims(p), dims)), None)
+
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
-        rule = dict(self.rules).get(shapes_of(avals[:2]), self.otherwise)
-        return rule.for_equation(params, avals)
+        pattern = self.pattern_of(params, avals)
+        if pattern is not None:
+            return dict(self.rules)[pattern].for_equation(params, avals)
+        rule = self.otherwise.for_equation(params, avals)
+        is_one = is_contraction(params, [aval.shape for aval in avals])
+        return OfUnknownShapes(rule) if is_one else rule
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         demand = Demand.NONE
@@ -45,3 +105,25 @@ class ByShapes(Rule):
 
     def decide(self, site: Site) -> Decision:
         return self.for_equation(site.params, site.avals).decide(site)
+
+
+@dataclass(frozen=True)
+class OfUnknownShapes(Rule):
+    """The rule of a contraction that no pattern knows.
+
+    It says so where `amp` would lower it if all it knew was that it is one."""
+
+    rule: Rule
+
+    @property
+    def is_compute(self) -> bool:
+        return self.rule.is_compute
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return self.rule.demand(params, wanted)
+
+    def decide(self, site: Site) -> Decision:
+        decision = self.rule.decide(site)
+        as_low = site._replace(compute_dtype=jnp.dtype(jnp.bfloat16), by_scope=False)
+        may_be_low = use_compute_precision.decide(as_low).reads != site.authors
+        return decision._replace(why=NO_ROW) if may_be_low else decision

@@ -1,0 +1,133 @@
+"""Which sizes of the operands of contractions are free, and which the parameters fix.
+
+A policy that tells contractions apart by shapes has to hold for other batches too. What
+comes of the batch can't be read off shapes, but off programs: the function is traced
+again (and not run) with batches of other sizes, and what changes is free."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._dtypes import DType
+from .._jax import Jaxpr, raw, subjaxprs
+from .._rules.by_shapes import Dims, as_dims, as_text, overlap, widened
+from .marks import MARK, Contraction
+from .runs import traced
+from .subject import Point, Subject
+
+Place = tuple[int, int]  # an array among the arguments, and one of its axes
+
+
+def patterns(
+    subject: Subject, jaxpr: Jaxpr, point: Point, dtype: DType
+) -> dict[Contraction, str]:
+    """The shapes of each contraction of a program with marks, free sizes as "*".
+
+    Contractions of one scope and primitive whose patterns overlap get one for all of
+    them.
+
+    Args:
+        subject: what is measured.
+        jaxpr: its program.
+        point: what it was traced with.
+        dtype: what the marks are for."""
+    before = [*_marked(jaxpr)]
+    dims = {of: as_dims(of.shapes) for of in before}
+    done: set[Place] = set()
+    for places in _alike(subject, point):
+        if not places <= done:
+            after = _traced_otherwise(subject, point, dtype, places, before)
+            done |= places if after else set()
+            for of, other in zip(before, after, strict=False):
+                dims[of] = _free(dims[of], as_dims(of.shapes), as_dims(other.shapes))
+    return {of: as_text(one) for of, one in _merged(dims).items()}
+
+
+def _marked(jaxpr: Jaxpr) -> Iterator[Contraction]:
+    for eqn in raw(jaxpr).eqns:
+        if eqn.primitive is MARK:
+            yield eqn.params["of"]
+        for sub in subjaxprs(eqn.params):
+            yield from _marked(sub)
+
+
+def _alike(subject: Subject, point: Point) -> Iterator[set[Place]]:
+    """Places in the batch that may have one size for one reason.
+
+    First those along one axis, as batches are; then all that are of one size."""
+    held = set(subject.call.live)
+    sizes = {
+        (i, axis): size
+        for i, x in enumerate(point.arrays)
+        for axis, size in enumerate(x.shape)
+        if i not in held and size
+    }
+    alike: dict[Any, set[Place]] = {}
+    for place, size in sizes.items():
+        alike.setdefault((place[1], size), set()).add(place)
+    for place, size in sizes.items():
+        alike.setdefault(size, set()).add(place)
+    yield from alike.values()
+
+
+def _traced_otherwise(
+    subject: Subject,
+    point: Point,
+    dtype: DType,
+    places: set[Place],
+    before: Sequence[Contraction],
+) -> list[Contraction]:
+    """The contractions if these places have another size; none if they can't have."""
+    i, axis = min(places)
+    size = point.arrays[i].shape[axis]
+    for other in dict.fromkeys((2 * size, size + 1, max(size // 2, 1))):
+        arrays = [
+            _resized(x, {a for j, a in places if j == i}, other)
+            for i, x in enumerate(point.arrays)
+        ]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                jaxpr, _ = traced(subject, point._replace(arrays=tuple(arrays)), dtype)
+        except Exception:  # whatever a function says to what it can't be given
+            continue
+        after = [*_marked(jaxpr)]
+        if list(map(_kind, after)) == list(map(_kind, before)):
+            return after
+    return []
+
+
+def _resized(x: Any, axes: set[int], size: int) -> Any:
+    shape = [size if axis in axes else n for axis, n in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(shape, x.dtype) if axes else x
+
+
+def _kind(of: Contraction) -> Any:
+    axes = [list(map(widened, one)) for one in as_dims(of.shapes)]
+    return of.scope, of.primitive, axes
+
+
+def _free(dims: Dims, before: Dims, after: Dims) -> Dims:
+    """`dims`, with those free that differ between `before` and `after`."""
+    triples = zip(dims, before, after, strict=True)
+    return tuple(
+        tuple(n if x == y else widened(n) for n, x, y in zip(*three, strict=True))
+        for three in triples
+    )
+
+
+def _merged(dims: Mapping[Contraction, Dims]) -> dict[Contraction, Dims]:
+    """With one pattern for contractions that could not be told apart otherwise."""
+    known: dict[Any, set[Dims]] = {}
+    for of, one in dims.items():
+        some = known.setdefault((of.scope, of.primitive), set())
+        while clash := next((other for other in some if overlap(one, other)), None):
+            some.remove(clash)
+            one = _free(one, one, clash)
+        some.add(one)
+    return {
+        of: next(p for p in known[of.scope, of.primitive] if overlap(p, one))
+        for of, one in dims.items()
+    }

@@ -1,0 +1,60 @@
+"""Contractions, and rows of a policy by shapes, that did not meet."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .._jax import source_line
+from .._rules.by_shapes import NO_ROW, ByShapes, shapes_of
+from .plan import Plan, Step
+from .planner import Planner
+from .solvers import told
+from .unmatched import authors_scope, steps_of
+
+_MOST = 8  # shapes to list
+
+
+def reports_of_unknown_shapes(planner: Planner, plan: Plan) -> Iterator[str]:
+    """What to say of contractions that a policy by shapes does not know, and of rows.
+
+    A policy by shapes is made for a function: what changed in it is not decided on."""
+    entries: dict[Any, list[Step]] = {}
+    for step in steps_of(plan):
+        found = planner.matching.find(step.eqn.primitive, step.scope)
+        if isinstance(found.rule, ByShapes) and told(step.scope) == step.scope:
+            entries.setdefault((found.rule, found.key, found.also), []).append(step)
+    for (rule, *_), steps in entries.items():
+        yield from _reports(rule, steps)
+
+
+def _reports(rule: ByShapes, steps: list[Step]) -> Iterator[str]:
+    patterns = [pattern for pattern, _ in rule.rules]
+    known = {rule.pattern_of(*_given(step)) for step in steps}
+    unused = [pattern for pattern in patterns if pattern not in known]
+    unknown = [step for step in steps if step.decision.why == NO_ROW]
+    start = "`amp_policy` tells contractions apart by shapes"
+    if unknown:
+        shapes = [*dict.fromkeys(shapes_of(*_given(step)) for step in unknown)]
+        listed = ", ".join(shapes[:_MOST]) + ", ..." * (len(shapes) > _MOST)
+        yield (
+            f"{start}, and says nothing of {_place(unknown[0])} of {listed} "
+            f"({source_line(unknown[0].eqn)}): computed as written. It was made for "
+            f"{', '.join(patterns)}. Calibrate the function as it is now, with data of "
+            "these sizes; or, under `jax.grad`, make `amp` of the loss and "
+            "differentiate that."
+        )
+    if unused:
+        yield (
+            f"{start}, and its rows {', '.join(unused)} matched no {_place(steps[0])}. "
+            "Calibrate the function as it is now."
+        )
+
+
+def _place(step: Step) -> str:
+    """Where a step stands, in words."""
+    path = "/".join(authors_scope(step.scope))
+    where = f"scope {path!r}" if path else "no scope"
+    return f"`{step.eqn.primitive}` in {where}"
+
+
+def _given(step: Step) -> Any:
+    return step.eqn.params, [atom.aval for atom in step.eqn.invars]

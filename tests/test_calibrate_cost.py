@@ -1,0 +1,104 @@
+"""How many passes a calibration makes, on functions of which only errors are known."""
+
+import math
+import random
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings, strategies as st
+
+from jaxamp_like import AmpWarning, Budget, Policy
+from jaxamp_like._calibrate.budget import Errors
+from jaxamp_like._calibrate.costs import H200, Found, Work
+from jaxamp_like._calibrate.deciding import Deciding
+from jaxamp_like._calibrate.groups import grouped
+from jaxamp_like._calibrate.marks import Contraction
+from jaxamp_like._calibrate.runs import KEPT, Runs
+from jaxamp_like._calibrate.search import Choices
+from jaxamp_like._calibrate.state import State
+from jaxamp_like._calibrate.subject import Point
+from jaxamp_like.reports import Calibration
+
+BUDGET = 0.01
+MAX_PASSES = 26
+
+
+class Imagined(Runs):
+    """Passes of a function whose errors are roots of sums of squares, and noise."""
+
+    def __init__(self, errors: list[float], noise: float, seed: int):
+        unknown: Any = SimpleNamespace(has_loss=True)
+        low: Any = SimpleNamespace(name="bfloat16")
+        super().__init__(
+            unknown, unknown, None, unknown, "scope", (low,), State(None, {}), print
+        )
+        self.errors, self.noise, self.seed = errors, noise, seed
+        found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
+        self.found = Found({one: Work(1.0, 1, [(1.0, 1)]) for one in found}, 0.0)
+        self.groups = grouped(found, "scope")
+        self.compilations, self._last = 1, ""
+
+    def _as_written(self, point: Point) -> Any:
+        self.passes += 1
+        return ()
+
+    def repeated(self, point: Point) -> Errors:
+        return self._measured(f"again {point.number}", point, 0.0)
+
+    def chosen(self, choices: Choices, point: Point) -> Errors:
+        return self._measured(f"{choices} {point.number}", point, self._error(choices))
+
+    def mixed(self, policy: Any, name: str, point: Point) -> Errors:
+        if policy == Policy("float32"):
+            return self._measured(f"amp {name} {point.number}", point, 0.0)
+        self.compilations += name != self._last
+        self._last = name
+        error = self._error(tuple(map(int, name)))
+        return self._measured(f"amp {name} {point.number}", point, error)
+
+    def _error(self, choices: Choices) -> float:
+        pairs = zip(self.errors, choices, strict=True)
+        return BUDGET * math.hypot(*(e for e, choice in pairs if choice))
+
+    def _measured(self, key: str, point: Point, error: float) -> Errors:
+        if key not in self._asked:
+            self._asked.add(key)
+            self._count(point)
+            self.reference(point)
+            self.passes += 1
+        assert sum(x is not None for x in self._references.values()) <= KEPT
+        chance = random.Random(f"{self.seed} {key}").uniform(-1, 1)
+        return Errors(gradients=error * (1 + self.noise) ** chance)
+
+
+class ImaginedDeciding(Deciding):
+    def _policy(self, choices: Choices) -> Policy:
+        return Policy("bfloat16")
+
+
+def run(errors: list[float], noise: float, seed: int, batches: int = 2) -> Calibration:
+    points = [Point(i, i, (), i, 0.01 * (i > 0), False) for i in range(batches)]
+    checks = [Point(9 + i, 9, (), 9, 0.01 * (i == 1), True) for i in range(batches + 1)]
+    runs = Imagined(errors, noise, seed)
+    limit = Budget(gradients=BUDGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpWarning)
+        return ImaginedDeciding(
+            runs, points, checks, limit, "flops", H200, MAX_PASSES
+        ).run()
+
+
+groups = st.lists(
+    st.floats(0.001, 3) | st.sampled_from((0.01, 30.0)), min_size=1, max_size=120
+)
+
+
+@given(groups, st.floats(0, 0.3), st.integers(0, 99))
+@settings(max_examples=60)
+def test_a_calibration_makes_at_most_forty_passes_and_five_compilations(
+    errors, noise, seed
+):
+    found = run(errors, noise, seed)
+    assert found.passes <= 40 and found.compilations <= 5
+    assert found.met
