@@ -8,7 +8,7 @@ contraction in the compute dtype."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,13 @@ from .._jax import (
     subjaxprs,
 )
 
-if TYPE_CHECKING:
-    from .passes import Pass
-
 
 def transposable(
-    fn: Callable[..., Any], gradients: Sequence["Pass"]
+    fn: Callable[..., Any], gradients: Sequence[Any]
 ) -> Callable[..., Any]:
     """`fn(lhs, rhs)`, which is transposed as the contraction in the compute dtype.
 
-    As a program of its own, which JAX passes over where its result has no cotangent."""
+    By the passes `gradients`, one for each operand; `fn` is a program of its own, which JAX passes over where its result has no cotangent."""
     passes = tuple(dataclasses.replace(one, kind="compute") for one in gradients)
     program = jax.jit(fn)
 

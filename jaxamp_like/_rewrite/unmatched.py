@@ -60,7 +60,7 @@ def report_of_few_quantised(plan: Plan) -> str | None:
     """What to say where most parameters don't reach contractions as they came in."""
     asked = [
         step
-        for step in _steps(plan)
+        for step in steps_of(plan)
         if isinstance(step.found.rule, Quantising) and not names(step.eqn).backward
     ]
     made = sum(step.decision.eight_bits is not None for step in asked)
@@ -85,7 +85,7 @@ def refuse_rules_with_state(plan: Plan) -> None:
         if made is not None and made.needs_state:
             raise AmpError(
                 f"{NO_STATE}\nThe first such contraction is in scope "
-                f"{'/'.join(_authors(step.scope))!r}, {source_line(step.eqn)}."
+                f"{'/'.join(authors_scope(step.scope))!r}, {source_line(step.eqn)}."
             )
 
 
