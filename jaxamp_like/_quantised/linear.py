@@ -31,7 +31,8 @@ def transposable(
 ) -> Callable[..., Any]:
     """`fn(lhs, rhs)`, which is transposed as the contraction in the compute dtype.
 
-    By the passes `gradients`, one for each operand; `fn` is a program of its own, which JAX passes over where its result has no cotangent."""
+    By the passes `gradients`, one for each operand. `fn` is a program of its own, which
+    JAX passes over where its result has no cotangent."""
     passes = tuple(dataclasses.replace(one, kind="compute") for one in gradients)
     program = jax.jit(fn)
 
