@@ -36,6 +36,7 @@ from ._rewrite.switch import is_amp_disabled
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unmatched import (
     refuse_rules_with_state,
+    report_of_few_quantised,
     report_of_nothing_quantised,
     reports_of_unmatched_keys,
 )
@@ -267,9 +268,9 @@ def _report_unused(planner: Planner, plan: Plan) -> None:
         warn_or_raise(report, planner.strict)
     for report in reports_of_unknown_shapes(planner, plan):
         warn_or_raise(report, planner.strict)
-    report = report_of_nothing_quantised(plan)
-    if report is not None:
-        warn_or_raise(report, planner.strict)
+    for report_of in (report_of_nothing_quantised, report_of_few_quantised):
+        if (report := report_of(plan)) is not None:
+            warn_or_raise(report, planner.strict)
 
 
 @overload

@@ -202,15 +202,21 @@ def test_what_is_kept_for_the_backward_pass_is_float8():
 # ---------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("rule", (FLOAT8, INT8, int8(where=None, migration=0.5)))
+@pytest.mark.parametrize(
+    "rule",
+    (FLOAT8, INT8, int8(where=None, migration=0.5), int8(where=None, epsilon=0)),
+    ids=repr,
+)
 def test_tensors_of_one_number(rule):
     fn = jax.jit(low(lambda x, w: x @ w, rule))
-    w = values(8, 4)
-    for number in (0.0, 1.0, -3.0, 1e-30, 1e30):
+    w = abs(values(8, 4))
+    for number in (1.0, -3.0, 1e-30, 1e30):
         x = jnp.full((4, 8), number)
-        assert bool(jnp.all(jnp.isfinite(fn(x, w))))
-        if number in (0.0, 1.0, -3.0):
-            assert error(fn(x, w) + 1, x @ w + 1) < 0.05
+        is_lost = abs(number) < 1e-7 and getattr(rule, "epsilon", 0) > 0
+        expected = jnp.zeros((4, 4)) if is_lost else number * (jnp.ones((4, 8)) @ w)
+        size = 1 if is_lost else abs(number)
+        assert error(fn(x, w) / size + 1, expected / size + 1) < 0.05
+    np.testing.assert_array_equal(fn(jnp.zeros((4, 8)), w), 0)
     np.testing.assert_array_equal(fn(values(4, 8), jnp.zeros((8, 4))), 0)
 
 
@@ -236,7 +242,7 @@ def test_a_cotangent_that_overflows_is_seen():
 
 
 @given(
-    amax=st.floats(2.0**-100, 2.0**100, width=32),
+    amax=st.floats(2.0**-126, float(np.finfo("float32").max), width=32),
     dtype=st.sampled_from((E4M3, E5M2)),
 )
 def test_scales_are_powers_of_two_that_fit(amax, dtype):
@@ -245,7 +251,7 @@ def test_scales_are_powers_of_two_that_fit(amax, dtype):
     largest = float(jnp.finfo(dtype).max)
     scale = float(scale_of(jnp.float32(amax), largest))
     assert np.log2(scale) == round(np.log2(scale))
-    if 2.0**-50 < amax < 2.0**60:
+    if amax > 2.0**-90:
         assert amax / scale <= largest < 2.001 * amax / scale
 
 

@@ -8,6 +8,7 @@ import jax
 from .._dtypes import cast_all
 from .._errors import AmpError
 from .._jax import Jaxpr, consts, raw, trace, typeof
+from .._quantised.linear import without_transposes
 from .models import is_parameter
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
@@ -94,7 +95,7 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
         return [x for x, a in pairs if a]
 
     arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
-    jaxpr = trace(flat, [_aval(x) for x in arrays])
+    jaxpr = without_transposes(trace(flat, [_aval(x) for x in arrays]))
     uses = uses_of_inputs(jaxpr)
     num_constants = len(raw(jaxpr).constvars)
     return Traced(jaxpr, result[-1], uses[:num_constants], uses[num_constants:])

@@ -189,7 +189,8 @@ class CheckedPolicy:
         if found is None:
             if self.default is None:
                 return _UNNAMED
-            found = Found(AMP_DEFAULT, self.default)
+            is_for = self.default.is_for(primitive.name)
+            found = Found(AMP_DEFAULT, self.default if is_for else by_class)
         is_table = isinstance(found.rule, ByName) or found.key == AMP_DEFAULT
         if is_table and is_program(primitive):
             return _UNNAMED
@@ -301,6 +302,12 @@ def _checked_key(key: Key, argument: str) -> Key:
 
 def _check_primitive_rule(primitive: Primitive, rule: Rule) -> None:
     is_original = isinstance(rule, UseOriginalPrecision)
+    if not rule.is_for(primitive.name):
+        raise AmpError(
+            f"`{rule!r}` is a rule for contractions, and `{primitive}` is none. Its "
+            "keys are `jax.lax.dot_general_p`, `jax.lax.conv_general_dilated_p` or the "
+            f"name of a scope; {AMP_DEFAULT!r} leaves all else to the default policy."
+        )
     if primitive.name in STRUCTURAL and not is_original:
         raise AmpError(
             f"`{primitive}` holds a whole program, so a casting rule can't stand for "

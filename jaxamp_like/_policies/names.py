@@ -80,6 +80,7 @@ def get_policy(
     name = full_name(policy)
     mode, is_quantised, source = name.partition("_from_")
     if is_quantised and mode in MODES:
+        _refuse_second_mode(policy, mode, source)
         return _quantised(mode, get_policy(source), policy)
     if is_quantised or name in MODES:
         raise ValueError(
@@ -96,6 +97,16 @@ def get_policy(
             "'params=float32,compute=bfloat16,output=float32'."
         )
     return _with_dtypes(_NAMES[name])
+
+
+def _refuse_second_mode(name: str, mode: str, source: str) -> None:
+    second, is_quantised, innermost = source.partition("_from_")
+    if is_quantised and second in MODES:
+        raise ValueError(
+            f"{name!r} names two rules for the same contractions. Write "
+            f"'{mode}_from_{innermost}' or '{second}_from_{innermost}'; a `PolicyMap` "
+            "gives each scope a policy of its own."
+        )
 
 
 def _quantised(mode: str, source: Policy, name: str) -> Policy:

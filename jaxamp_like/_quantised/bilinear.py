@@ -16,7 +16,7 @@ from .._jax import Literal, consts, raw, subjaxprs, trace
 from .._primitives import CONTRACTIONS
 from .._primitives.matmul_precision import settled
 from .axes import axes_of, onto_result
-from .formats import Format, quantised
+from .formats import Format, quantised, rescaled
 
 Hook = Callable[[Any, dict[str, Any], Sequence[Any], int], Any]
 """Makes one contraction: of a primitive, its parameters, both operands, and which of
@@ -114,10 +114,11 @@ def by_scales(formats: Sequence[Format], by_row: bool, result: DType) -> Hook:
             )
         (lhs, lhs_scale), (rhs, rhs_scale) = made
         out = _bind(primitive, params, [lhs, rhs], result)
-        scale = onto_result(lhs_scale, axes[0], out.ndim) * onto_result(
-            rhs_scale, axes[1], out.ndim
+        scales = (
+            onto_result(scale, axes[i], out.ndim)
+            for i, scale in enumerate((lhs_scale, rhs_scale))
         )
-        return out * scale.astype(out.dtype)
+        return rescaled(out, *scales)
 
     return hook
 

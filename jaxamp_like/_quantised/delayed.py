@@ -16,12 +16,11 @@ from .._errors import AmpError
 from .._jax import empty_aval, new_primitive
 from .bilinear import Bilinear, as_it_is
 from .formats import (
-    LEAST,
-    MOST,
     Format,
     round_up_to_power_of_two,
     scale_of,
     to_float8,
+    within_bounds,
 )
 
 
@@ -73,7 +72,7 @@ def next_scale(state: TensorScale, fmt: Format) -> Any:
         before = round_up_to_power_of_two(state.scale)
         return lax.select(known, scale_of(amax, fmt.largest), before)
     scale = 1 / lax.select(known, fmt.largest / amax, 1 / state.scale)
-    return lax.clamp(LEAST, scale, MOST)
+    return within_bounds(scale)
 
 
 NOT_SEEN = -1.0

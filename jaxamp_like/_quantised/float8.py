@@ -228,7 +228,8 @@ def float8(
         leave: regular expressions of names of scopes that are left to the compute
             dtype: heads and embeddings, by names that they commonly have.
         parameters_only: whether contractions of which no operand is an input of the
-            function, such as a parameter, are left to the compute dtype.
+            function, such as a parameter, or a constant that it closes over, are left
+            to the compute dtype.
     Returns:
         A rule to put in a policy.
     Raises:

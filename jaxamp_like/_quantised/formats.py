@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._dtypes import DType
@@ -16,8 +17,11 @@ from .._jax import zeros_like_aval
 
 _FLOAT32 = jnp.dtype("float32")
 
-# Products of two scales, and of three, stay within float32's range and bfloat16's.
-LEAST, MOST = 2.0**-60, 2.0**60
+# A result is multiplied by one scalar, the product of two scales, which is flushed to
+# zero below 2^-126. So a scale leaves room for one as small as 2^-14, that of numbers
+# up to 0.027, and float8 holds numbers below it by its own exponents. Above there is no
+# bound to need: that of the largest float32 is 2^120.
+LEAST, MOST = 2.0**-112, 2.0**126
 
 
 class Format(NamedTuple):
@@ -58,8 +62,12 @@ def scale_of(amax: Any, largest: float, power_of_two: bool = True) -> Any:
     Never 0, inf or NaN: of a tensor of zeros, or with an inf or NaN in it, it is 1."""
     known = lax.is_finite(amax) & (amax > 0)
     scale = lax.select(known, amax, lax.full_like(amax, largest)) / largest
-    scale = lax.clamp(LEAST, scale, MOST)
+    scale = within_bounds(scale)
     return round_up_to_power_of_two(scale) if power_of_two else scale
+
+
+def within_bounds(scale: Any) -> Any:
+    return lax.clamp(np.float32(LEAST), scale, np.float32(MOST))
 
 
 def round_up_to_power_of_two(x: Any) -> Any:
@@ -76,9 +84,20 @@ def to_float8(x: Any, scale: Any, fmt: Format) -> Any:
     of large numbers in one format, and inf in another."""
     x = x.astype(_FLOAT32)
     x = x * (1 / scale) if fmt.power_of_two else x / scale
-    clipped = lax.clamp(-fmt.largest, x, fmt.largest)
+    clipped = lax.clamp(np.float32(-fmt.largest), x, np.float32(fmt.largest))
     # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
     return (clipped + 0 * x).astype(fmt.dtype)
+
+
+def rescaled(x: Any, one: Any, other: Any) -> Any:
+    """`x * one * other`, for scales of operands.
+
+    Two scalars are multiplied first: a kernel of a matrix product takes one of them for
+    nothing. Of arrays, a product may leave the range that the result is in."""
+    if one.ndim == other.ndim == 0:
+        return x * (one * other).astype(x.dtype)
+    low, high = jnp.minimum(one, other), jnp.maximum(one, other)
+    return (x.astype(_FLOAT32) * low * high).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._dtypes import cast
+from .._primitives.contractions import summed_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .axes import axes_of, onto_result
 from .bilinear import as_it_is, bilinear
-from .integers import Integers, rounded
+from .integers import MOST_TERMS, Integers, rounded
 from .migration import migrated, pairs_of
 from .passes import Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
@@ -33,7 +35,20 @@ class Int8(Quantising):
     def why_not(self, site: Site) -> str | None:
         if site.backward:
             return "int8 rounds too coarsely for a gradient"
-        return super().why_not(site)
+        return super().why_not(site) or self._why_not_summed(site)
+
+    def _why_not_summed(self, site: Site) -> str | None:
+        """Why its sums are not those of integers: they might leave int32."""
+        if self.weight_only:
+            return None
+        terms = summed_axes(site.params, [aval.shape for aval in site.avals])
+        if not all(isinstance(d, int) for d in terms):
+            return "sums of a length that is not known may leave the range of int32"
+        if (length := prod(terms)) <= MOST_TERMS:
+            return None
+        return (
+            f"sums of {length} terms, more than {MOST_TERMS}, may leave int32's range"
+        )
 
     def quantise(self, site: Site) -> Decision:
         low = low_of(site)
@@ -128,7 +143,8 @@ def int8(
     largest magnitude to 127, and rounded: for a weight that is a scale for each output,
     for activations one for each row (for a convolution, each example), taken from the
     values at hand. The sums are exact integers; they are scaled in float32 and returned
-    in the compute dtype. GPUs and CPUs have such instructions.
+    in the compute dtype. GPUs and CPUs have such instructions. Sums of more than
+    133144 terms could overflow, and are made in the compute dtype.
 
     Gradients are those of the contraction in the compute dtype, straight through the
     rounding. Contractions of a backward pass stay in the compute dtype.

@@ -3,11 +3,14 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .formats import largest_of
 
 LARGEST = 127  # as many below zero as above
+MOST_TERMS = (2**31 - 1) // LARGEST**2  # of a sum that int32 holds in any case
+_LEAST = 2.0**-119  # of a maximum, so that what brings it to 127 is finite
 
 
 class Integers(NamedTuple):
@@ -34,14 +37,14 @@ def rounded(
     amax = largest_of(x, axes)
     is_finite = lax.is_finite(amax)
     top = amax if largest is None else lax.full_like(amax, largest)
-    top = top + epsilon
-    is_known = is_finite & (top > 0)
-    multiplier = LARGEST / lax.select(is_known, top, lax.full_like(top, LARGEST))
+    top = lax.max(top + epsilon, lax.full_like(top, _LEAST))
+    multiplier = LARGEST / lax.select(is_finite, top, lax.full_like(top, LARGEST))
     if is_weight:
         multiplier = lax.optimization_barrier(multiplier)
     values = lax.round(x * multiplier, lax.RoundingMethod.TO_NEAREST_EVEN)
     # NaN as an integer may be anything.
     values = lax.select(lax.is_finite(values), values, lax.full_like(values, 0))
-    values = lax.clamp(-float(LARGEST), values, float(LARGEST)).astype(jnp.int8)
+    bound = np.float32(LARGEST)
+    values = lax.clamp(-bound, values, bound).astype(jnp.int8)
     nan = lax.full_like(multiplier, jnp.nan)
     return Integers(values, lax.select(is_finite, multiplier, nan))

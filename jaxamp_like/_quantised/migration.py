@@ -45,6 +45,7 @@ def migrated(
     factor = round_up_to_power_of_two(jnp.clip(ratio, 2.0**-60, 2.0**60))
     factor = factor if weight == 1 else 1 / factor
     by_rhs = Axes(_others(rhs, [i for _, i in pairs]), tuple((j, i) for i, j in pairs))
+    lhs, rhs = lhs.astype(factor.dtype), rhs.astype(factor.dtype)
     return lhs / onto_result(factor, by_rhs, lhs.ndim), rhs * factor
 
 

@@ -26,7 +26,8 @@ from .bilinear import (
     swapped,
     transposed,
 )
-from .formats import Format, quantised
+from .formats import Format, quantised, rescaled, round_up_to_power_of_two
+from .linear import transposable
 
 Kind = Literal["kept", "again", "compute"]
 
@@ -63,13 +64,12 @@ class Pass:
             hook = by_scales(self.formats, self.by_row, self.result)
             return self.fn(moving, other, hook)
         if scale.ndim and self.before:
-            moving, scale = (
-                moving.astype(scale.dtype) * scale,
-                jnp.ones((), scale.dtype),
-            )
+            # By what is left of each scale, which only makes numbers smaller.
+            top = round_up_to_power_of_two(jnp.max(scale))
+            moving, scale = moving.astype(scale.dtype) * (scale / top), top
         values, own = quantised(moving, self.formats[0])
         out = self.fn(values, other, as_it_is(self.result))
-        return out * (own * scale).astype(out.dtype)
+        return rescaled(out, own, scale)
 
     def transposed(self, moving: Any, other: Any) -> "Pass":
         """The transpose, for avals of the operands."""
@@ -94,11 +94,17 @@ def with_passes(
         keep: maps the operands to what is kept of them for the backward pass, a
             `Scaled` each. Without it, the operands are."""
 
+    def kept_of(lhs, rhs):
+        return () if keep is None else jax.tree.leaves(keep(lhs, rhs))
+
+    make = transposable(lambda *both: forward(*both, *kept_of(*both)), gradients)
+
     @jax.custom_jvp
     def contraction(lhs, rhs, *kept):
-        return forward(lhs, rhs, *kept)
+        return forward(lhs, rhs, *kept) if kept else make(lhs, rhs)
 
     def jvp(primals, tangents):
+        primals = primals if primals[2:] else (*primals, *kept_of(*primals))
         out = contraction(*primals)
         moves = []
         for i, made in enumerate(gradients):
@@ -114,12 +120,7 @@ def with_passes(
 
     contraction.defjvp(jvp, symbolic_zeros=True)
 
-    def bind(*operands):
-        operands = tuple(map(jnp.asarray, operands))
-        kept = () if keep is None else jax.tree.leaves(keep(*operands))
-        return contraction(*operands, *kept)
-
-    return bind
+    return lambda *operands: contraction(*map(jnp.asarray, operands))
 
 
 # The primitive.

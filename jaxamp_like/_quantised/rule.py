@@ -21,10 +21,10 @@ from .._rules import (
     Mark,
     Rule,
     Site,
-    asks_for_precision,
     contract,
     outs_of,
     use_original_precision,
+    why_as_written,
 )
 from .._rules.computing import asks_for_wider_result
 from .axes import sides
@@ -34,8 +34,11 @@ from .worth import WORTH_IT
 QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
 
-PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN)
+# What a function closes over may be its parameters as well as an argument.
+PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN, Leaf.CONST)
 
+NO_PARAMETER = "no operand is a parameter"
+MADE_OF_PARAMETERS = f"{NO_PARAMETER} as it came in, but made of some"
 
 NO_HEADS = (
     r"(?!multi_)(\w+_)?head",
@@ -71,6 +74,9 @@ class Quantising(Rule):
         return name in contract_names
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
+        is_dot = dot_numbers(params) is not None
+        if not is_dot and not hasattr(params.get("dimension_numbers"), "rhs_spec"):
+            return self  # of another primitive: see `decide`
         shapes = [aval.shape for aval in avals]
         return self if is_contraction(params, shapes) else contract.product
 
@@ -83,9 +89,15 @@ class Quantising(Rule):
                 f"`{self!r}` makes several operations of one, and can't be called as a "
                 "casting callback. Put it into a policy."
             )
-        if asks_for_precision(site.params) and not site.by_scope:
-            original = use_original_precision.decide(site)
-            return original._replace(why="the author asked for this precision")
+        if not self.is_for(site.primitive.name):
+            raise AmpError(
+                f"`{self!r}` is a rule for contractions, and `{site.primitive}` is "
+                "none. Use it under the keys `jax.lax.dot_general_p` and "
+                "`jax.lax.conv_general_dilated_p`, under the name of a scope, or by "
+                "`quantised(rule)`, which is a whole policy."
+            )
+        if why := why_as_written(site):
+            return use_original_precision.decide(site)._replace(why=why)
         if (why_not := self.why_not(site)) is not None:
             decision = contract.decide(site)
             return decision._replace(why=f"{decision.why}: {why_not}")
@@ -109,7 +121,12 @@ class Quantising(Rule):
         if (left := _left(site.scope, self.leave)) is not None:
             return f"{left!r} is a head or an embedding"
         if self.parameters_only and not _reads_parameter(site):
-            return "no operand is a parameter, as of attention's scores"
+            numbers = dot_numbers(site.params)
+            is_batch = numbers is not None and bool(numbers[1][0])
+            is_small = self.where is not None and not self.where(site)
+            if is_batch or is_small:
+                return f"{NO_PARAMETER}, as of attention's scores"
+            return MADE_OF_PARAMETERS
         if self.where is not None and not self.where(site):
             lengths = sides(site.params, shapes)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
@@ -118,7 +135,7 @@ class Quantising(Rule):
 
 
 def _reads_parameter(site: Site) -> bool:
-    """Whether an operand is an input of the function, or the result its gradient.
+    """Whether an operand is an input or a constant, or the result its gradient.
 
     In a backward pass, neither operand of a weight's gradient is one, and what is made
     again there reads what the forward pass has kept; attention's are batches of

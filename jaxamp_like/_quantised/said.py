@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from .._dtypes import DType, did_you_mean
 from .._rules.given import called, is_made_by_calling
@@ -24,13 +25,13 @@ def one_of(value: Any, known: Sequence[str], argument: str) -> Any:
 
 
 def as_bool(value: Any, argument: str) -> bool:
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
-    return value
+    return bool(value)
 
 
 def as_length(value: Any, argument: str) -> int:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer:
         raise TypeError(f"`{argument}` must be an integer, but got {value!r}.")
     if value < 1:
@@ -38,7 +39,7 @@ def as_length(value: Any, argument: str) -> int:
             f"`{argument}` must be 1 or more, but got {value!r}: the scale of a step "
             "follows from the maxima of that many steps before it."
         )
-    return value
+    return int(value)
 
 
 def float8_dtype(value: Any, argument: str) -> DType:
@@ -90,7 +91,8 @@ def leave_alone(value: Any) -> tuple[str, ...]:
 
 def number(value: Any, argument: str, least: float, is_open: bool = False) -> float:
     """A finite number from `least` on, without that itself if `is_open`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    kinds = int | float | np.integer | np.floating
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
     if not is_number or not isfinite(value) or value < least:
         is_number = False
     if not is_number or (is_open and value == least):

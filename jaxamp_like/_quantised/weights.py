@@ -5,16 +5,16 @@ from collections.abc import Callable
 from .._primitives.contractions import dot_numbers, rest
 from .._rules import Leaf, Site
 
-_INPUTS = (Leaf.ROOT, Leaf.VIEW)
+_INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.CONST)
 
 
 def weight_side(site: Site) -> int:
     """Which operand of a contraction is the weight: 0 or 1.
 
-    The one that is an input. In a first layer both are inputs: then it is the one
-    without a symbolic batch, or that is no vector; else the right one, as in `x @ w`.
-    Where both sum over their last axis, as an Equinox layer under `vmap` does, the
-    order tells nothing: then it is the larger."""
+    The one that is an input, or that the function closes over. In a first layer both
+    are: then it is the one without a symbolic batch, or that is no vector; else the
+    right one, as in `x @ w`. Where both sum over their last axis, as an Equinox layer
+    under `vmap` does, the order tells nothing: then it is the larger."""
     if (numbers := dot_numbers(site.params)) is None:
         return 1  # a filter
     contracted, batch = numbers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from .._errors import AmpError
-from .._jax import Primitive, source_line
+from .._jax import Primitive, names, source_line
 from .._policies.classes import CLASSES
 from .._policies.dictionary import (
     AMP_DEFAULT,
@@ -19,7 +19,7 @@ from .._policies.dictionary import (
 )
 from .._policies.frozen import EXPRESSION
 from .._quantised.delayed import NO_STATE
-from .._quantised.rule import Quantising
+from .._quantised.rule import MADE_OF_PARAMETERS, Quantising
 from .plan import Plan, Step
 from .planner import Planner
 from .record import MARK
@@ -53,6 +53,26 @@ def report_of_nothing_quantised(plan: Plan) -> str | None:
         f"there are {listed}. `explain` shows each; the arguments `where`, `leave` and "
         "`parameters_only` of the rule say which to leave alone: `float8(where=None)` "
         "quantises small ones too."
+    )
+
+
+def report_of_few_quantised(plan: Plan) -> str | None:
+    """What to say where most parameters don't reach contractions as they came in."""
+    asked = [
+        step
+        for step in steps_of(plan)
+        if isinstance(step.found.rule, Quantising) and not names(step.eqn).backward
+    ]
+    made = sum(step.decision.eight_bits is not None for step in asked)
+    left = [s for s in asked if s.decision.why.endswith(MADE_OF_PARAMETERS)]
+    if not made or len(left) <= 2 * made:
+        return None
+    return (
+        f"Only {made} of the contractions that the policy would quantise are, but of "
+        f"{len(left)} {MADE_OF_PARAMETERS}: in a loop that updates its parameters, or "
+        f"with weights that are normalised. The first is in "
+        f"{source_line(left[0].eqn)}. `parameters_only=False` of the rule quantises "
+        "such contractions too."
     )
 
 

@@ -80,6 +80,9 @@ class ByShapes(Rule):
     def _all(self) -> list[Rule]:
         return [self.otherwise, *(rule for _, rule in self.rules)]
 
+    def is_for(self, name: str) -> bool:
+        return self.otherwise.is_for(name)
+
     def pattern_of(self, params: dict[str, Any], avals: Sequence[Any]) -> str | None:
         """The pattern that operands are of."""
         dims = _dims_of(params, avals)

@@ -23,6 +23,9 @@ class When(Rule):
     rule: Rule
     otherwise: Rule
 
+    def is_for(self, name: str) -> bool:
+        return self.rule.is_for(name) or self.otherwise.is_for(name)
+
     # These two are asked before anything is known of the operands.
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
@@ -43,6 +46,13 @@ class When(Rule):
         return When(self.predicate, rule, otherwise)
 
     def decide(self, site: Site) -> Decision:
+        if site.primitive is not None:
+            for one, other in (
+                (self.rule, self.otherwise),
+                (self.otherwise, self.rule),
+            ):
+                if not one.is_for(site.primitive.name):
+                    return other.decide(site)
         holds = self._holds(site)
         decision = (self.rule if holds else self.otherwise).decide(site)
         why = f"{decision.why} ({'' if holds else 'not '}{_name(self.predicate)})"

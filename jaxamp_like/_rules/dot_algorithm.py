@@ -13,8 +13,8 @@ from . import (
     Decision,
     Rule,
     Site,
-    asks_for_precision,
     use_original_precision,
+    why_as_written,
 )
 
 _FLOAT32 = jnp.dtype("float32")
@@ -42,10 +42,10 @@ class UseDotAlgorithm(Rule):
         name = site.primitive and site.primitive.name
         if site.primitive and name not in CONTRACTIONS:
             return decision
+        if why := why_as_written(site):
+            return decision._replace(why=why)
         if site.authors[:2] != (_FLOAT32, _FLOAT32):
             return decision._replace(why="no contraction of float32")
-        if asks_for_precision(site.params) and not site.by_scope:
-            return decision._replace(why="the author asked for this precision")
         precision: Any = self.algorithm
         if isinstance(precision, lax.Precision):
             precision = (precision, precision)

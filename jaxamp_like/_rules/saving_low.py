@@ -25,6 +25,9 @@ class SavingLow(Rule):
     def may_compute_low(self) -> bool:
         return self.rule.may_compute_low
 
+    def is_for(self, name: str) -> bool:
+        return self.rule.is_for(name)
+
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         return SavingLow(self.rule.for_equation(params, avals))
 

@@ -1,0 +1,124 @@
+"""A quantised contraction where JAX transposes it.
+
+An author's derivative rule contracts tangents, and `jax.linear_transpose` takes a
+function that is linear as it was written. There a contraction is transposed that was
+never differentiated, and neither rounding nor a maximum has a transpose. So its result
+goes through a primitive that hands it on, and whose transpose is that of the
+contraction in the compute dtype."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._dtypes import cast
+from .._jax import (
+    Jaxpr,
+    Literal,
+    Zero,
+    is_linear_operand,
+    new_primitive,
+    raw,
+    replace_subjaxprs,
+    subjaxprs,
+)
+
+
+def transposable(
+    fn: Callable[..., Any], gradients: Sequence[Any]
+) -> Callable[..., Any]:
+    """`fn(lhs, rhs)`, which is transposed as the contraction in the compute dtype.
+
+    By the passes `gradients`, one for each operand. `fn` is a program of its own, which
+    JAX passes over where its result has no cotangent."""
+    passes = tuple(dataclasses.replace(one, kind="compute") for one in gradients)
+    program = jax.jit(fn)
+
+    def call(lhs, rhs):
+        return RESULT_OF.bind(program(lhs, rhs), lhs, rhs, passes=passes)
+
+    return call
+
+
+def without_transposes(jaxpr: Jaxpr) -> Jaxpr:
+    """A program that is never transposed: results don't read the operands too."""
+    inner, eqns, same = raw(jaxpr), [], {}
+
+    def now(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else same.get(atom, atom)
+
+    for eqn in inner.eqns:
+        if eqn.primitive is RESULT_OF:
+            same[eqn.outvars[0]] = now(eqn.invars[0])
+            continue
+        new = {id(one): without_transposes(one) for one in subjaxprs(eqn.params)}
+        eqn = replace_subjaxprs(eqn, new) if new else eqn
+        eqns.append(eqn.replace(invars=list(map(now, eqn.invars))))
+    inner = inner.replace(eqns=eqns, outvars=list(map(now, inner.outvars)))
+    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
+
+
+def _run(value: Any, *_: Any, passes: Any) -> Any:
+    del passes
+    return value
+
+
+def _jvp(primals: Any, tangents: Any, *, passes: Any) -> Any:
+    value, *operands = primals
+    out = RESULT_OF.bind(*primals, passes=passes)
+    moves = [
+        cast(passes[i](t, operands[1 - i]), value.dtype)
+        for i, t in enumerate(tangents[1:])
+        if not isinstance(t, Zero)
+    ]
+    return out, sum(moves[1:], moves[0]) if moves else Zero(jax.typeof(value))
+
+
+def _transpose(ct: Any, value: Any, *operands: Any, passes: Any) -> Any:
+    cts = [Zero(x.aval) if is_linear_operand(x) else None for x in (value, *operands)]
+    i = next(i for i in (0, 1) if is_linear_operand(operands[i]))
+    if not isinstance(ct, Zero):
+        aval, other = operands[i].aval, operands[1 - i]
+        back = passes[i].transposed(aval, jax.typeof(other))
+        cts[1 + i] = cast(back(cast(ct, back.low), other), aval.dtype)
+    return cts
+
+
+def _batch(args: Any, dims: Any, *, passes: Any) -> Any:
+    value, *operands = args
+    at, *ats = dims
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    if at is None:
+        value = jnp.broadcast_to(value, (size, *value.shape))
+    else:
+        value = jnp.moveaxis(value, at, 0)
+    mapped = tuple(
+        dataclasses.replace(one, fn=_mapped(one.fn, (ats[i], ats[1 - i])))
+        for i, one in enumerate(passes)
+    )
+    return RESULT_OF.bind(value, *operands, passes=mapped), 0
+
+
+def _mapped(fn: Any, dims: tuple[Any, Any]) -> Any:
+    def mapped(moving, other, hook):
+        def one(moving, other):
+            return fn(moving, other, hook)
+
+        if dims == (None, None):
+            return one(moving, other)
+        return jax.vmap(one, in_axes=dims)(moving, other)
+
+    return mapped
+
+
+RESULT_OF = new_primitive(
+    "amp_result_8bit",
+    compute=_run,
+    aval=lambda value, *_, passes: value,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+)
+"""Its first operand, as the result of a contraction of the two others."""
