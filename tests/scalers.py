@@ -59,7 +59,9 @@ class PlainScaler:
                 break
             state = lower
         finite = is_finite(state.scaler)
-        return (state if finite else self).update(finite)
+        # Attempts that a retry mended are not skipped.
+        state = dataclasses.replace(state if finite else self, skipped=self.skipped)
+        return state.update(finite)
 
 
 @st.composite

@@ -170,7 +170,7 @@ def test_low_style_leaves_integers_alone():
     assert {k: v.dtype.name for k, v in low.items()} == {"a": "float16", "b": "int32"}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.rest
 @workloads
 def test_experts_are_experts(workload):
     """All contractions low, no more saved than in float32, leaner when lean."""
@@ -188,7 +188,7 @@ def test_experts_are_experts(workload):
         assert saved(workload.lean("bfloat16")) / saved(workload.loss) < 0.4
 
 
-@pytest.mark.sample(4)
+@pytest.mark.rest
 # One of a kind: the other transformers are made of the same blocks.
 @pytest.mark.parametrize("name", ("MLP", "GPT scanned", "CNN", "LSTM"))
 def test_hand_gradients_are_near_float32(name):

@@ -127,6 +127,7 @@ def train_with_state(dtype, batches, params):
         params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_agrees_with_flax_step_by_step(dtype):
     # Magnitudes come and go, so that scales follow and values are clipped meanwhile.
@@ -204,6 +205,7 @@ def test_every_iteration_of_a_scan_has_its_own_history():
     assert (state["layer/dot_general/rhs"].history[:, 0] == amax).all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("block", (layer, two))
 @pytest.mark.parametrize("loop", (jax.lax.scan, unrolled))
 def test_what_is_made_again_counts_once(block, loop):
@@ -383,6 +385,7 @@ def test_examples_of_a_vmap():
     assert_equal(jax.tree.map(lambda x: jnp.max(x, 0), each), together)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_devices_of_a_shard_map_share_histories(check_vma):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "d")
@@ -431,6 +434,7 @@ SHARING = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", SHARING)
 def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
     """Measured by all who read it, a tensor has the maximum that one has measured."""

@@ -508,7 +508,7 @@ def test_methods_and_keywords():
 
 def test_state_is_a_tuple_that_travels():
     state = DynamicScalerState(patience=7, max_scaler=2**126)
-    assert len(state) == len(jax.tree.leaves(state)) == 10 and state[0] == 7
+    assert len(state) == len(jax.tree.leaves(state)) == 11 and state[0] == 7
     assert types(state) == types(DynamicScalerState())
     assert types(state._replace(scaler=3)) == types(state)
     same = pickle.loads(pickle.dumps(state))

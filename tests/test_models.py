@@ -473,6 +473,7 @@ def test_resnet18_is_low_throughout():
     assert flops.total() == written.total()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "model",
     (equinox_batch_norm, linen_recurrent, nnx_block, checkpointed_scan),

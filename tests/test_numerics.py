@@ -99,7 +99,7 @@ def recycling(monkeypatch):
     forget()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", (*BOTH_PASSES, *FORWARD))
 def test_it_runs_the_program_beside_the_one_as_written(name, recycling):
     construct = BY_NAME[name]
@@ -472,6 +472,7 @@ def test_an_overflow_in_one_attention_layer_is_found(net, backward):
     assert "first inf or NaN: dot_general in Net/layers/attention" in str(report)
 
 
+@pytest.mark.rest
 def test_an_overflow_in_the_backward_pass_is_found(net):
     loss, params, x = net
     report = trace_numerics(jax.grad(amp(loss)))(params, x, 2.0**26)

@@ -421,7 +421,7 @@ def test_while_loops_and_forward_mode():
     assert {row[:2] for row in dtypes_of(low(loop), ws)} == {(E4M3, E4M3)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "rule", (FLOAT8, float8(where=None, keep="compute"), INT8), ids=repr
 )

@@ -106,6 +106,7 @@ def transform(blocks, gain, x):
     return x
 
 
+@pytest.mark.rest
 def test_migration_brings_the_error_of_gradients_to_a_tenth():
     gain, blocks = outliers(jax.random.key(0))
     x, y = jax.random.normal(jax.random.key(1), (2, LENGTH, WIDTH))

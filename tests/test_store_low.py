@@ -271,7 +271,7 @@ def test_loops_in_python_lose_no_increments(fn, dtype):
     assert error(amp(change, compute_dtype=dtype)(W, X), change(W, X)) < 4 * eps(dtype)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @every_dtype
 @pytest.mark.parametrize("fn", (gated, gated_tree), ids=("scan", "tree"))
 def test_gates_near_1(fn, dtype):
