@@ -36,6 +36,8 @@ from jaxamp_like.rules import float8
 from tests.programs import values
 from tests.test_quantised import contractions
 
+pytestmark = pytest.mark.sample(2)
+
 LENGTH = 4
 
 

@@ -33,6 +33,8 @@ from jaxamp_like import (
 from jaxamp_like._reports.data.records import scope_tree
 from jaxamp_like.rules import smaller_than
 
+pytestmark = pytest.mark.sample(2)
+
 BF16 = {"compute_dtype": "bfloat16"}
 
 

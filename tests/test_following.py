@@ -47,6 +47,8 @@ from .programs import (
     waves,
 )
 
+pytestmark = pytest.mark.sample(2)
+
 expect = functools.partial(programs.expect, policy=FOLLOWING)
 
 

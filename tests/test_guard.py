@@ -18,6 +18,8 @@ from jaxamp_like import (
 )
 from jaxamp_like.scaling import NoScaler, merge_scalers
 
+pytestmark = pytest.mark.sample(2)
+
 # Powers of two are undone without a trace: another scale changes no bit.
 SCALER = DynamicScalerState(scaler=2.0**10, patience=2)
 W = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}

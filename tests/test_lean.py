@@ -18,6 +18,8 @@ from jaxamp_like import amp
 
 from .following import FOLLOWING
 
+pytestmark = pytest.mark.sample(2)
+
 BF16 = "bfloat16"
 REGIONS = ("checkpoint", "remat2", "custom_jvp_call")  # this one keeps its inputs low
 every_workload = pytest.mark.parametrize("name", WORKLOADS)

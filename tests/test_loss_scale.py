@@ -27,6 +27,8 @@ from jaxamp_like.scaling import check_scaler
 
 from .scalers import GREATEST, LEAST, plain_scalers
 
+pytestmark = pytest.mark.sample(2)
+
 relaxed = settings(deadline=None, max_examples=60)
 # Early versions of JAX have it as an experiment only.
 enable_x64 = (

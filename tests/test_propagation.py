@@ -46,6 +46,8 @@ from .programs import (
     waves,
 )
 
+pytestmark = pytest.mark.sample(2)
+
 SOFTMAX = "F reduce_max max sub exp reduce_sum div"
 
 

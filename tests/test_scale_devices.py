@@ -19,6 +19,8 @@ from jaxamp_like import (
     loss_scale_optimizer,
 )
 
+pytestmark = pytest.mark.sample(2)
+
 N = 8
 
 

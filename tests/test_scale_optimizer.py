@@ -33,6 +33,8 @@ from jaxamp_like.scaling import (
     unscale_grads,
 )
 
+pytestmark = pytest.mark.sample(2)
+
 
 def half_loss(w, x):
     """Float16 within: gradients of `x` above 65504 / scale overflow."""

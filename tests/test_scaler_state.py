@@ -26,6 +26,8 @@ from jaxamp_like.scaling import (
 
 from .scalers import GREATEST, LEAST, MOST, extreme_scalers, plain_scalers
 
+pytestmark = pytest.mark.sample(2)
+
 STEPS = 10_000
 
 

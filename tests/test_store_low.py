@@ -28,6 +28,8 @@ from .programs import (
     values,
 )
 
+pytestmark = pytest.mark.sample(2)
+
 
 class Low(Evaluator):
     """Runs contractions in `dtype`, all else as it stands."""

@@ -34,6 +34,8 @@ from jaxamp_like import amp
 from . import constructs
 from .constructs import CONSTRUCTS, Construct, Fn, identity, is_float, named
 
+pytestmark = pytest.mark.sample(2)
+
 DTYPES = ("float16", "bfloat16")
 PLACEMENTS = ("inside", "outside", "both")
 
