@@ -25,6 +25,11 @@ pytestmark = pytest.mark.sample(2)
 W = jr.normal(jr.key(0), (8, 8)) / 4
 X = jr.normal(jr.key(1), (16, 8))
 
+# Its place since JAX 0.8, and the one before.
+enable_x64 = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+)
+
 ways = pytest.mark.parametrize("is_lean", (False, True), ids=("amp", "lean"))
 
 
@@ -327,7 +332,7 @@ def test_gradient_through_odeint():
 @pytest.mark.parametrize("other", ("float64", "complex64", "complex128"))
 @pytest.mark.parametrize("swap", (False, True))
 def test_beside_a_wider_operand_float32_stays(other, swap):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         x = X.astype(other)
 
         def product(w, x):

@@ -1,6 +1,7 @@
 """Quantised contractions at the ends of ranges, and where JAX or a user is unusual."""
 
 import importlib
+import re
 from typing import Any
 
 import equinox as eqx
@@ -267,7 +268,10 @@ def test_a_rule_for_all_that_is_not_named():
     named = amp(fn, compute_dtype="bfloat16", amp_policy={"amp_default": FLOAT8})
     policy = default_amp_policy | {lax.dot_general_p: FLOAT8}
     plain = amp(fn, compute_dtype="bfloat16", amp_policy=policy)
-    assert str(jax.make_jaxpr(named)(w, x)) == str(jax.make_jaxpr(plain)(w, x))
+    programs = [str(jax.make_jaxpr(one)(w, x)) for one in (named, plain)]
+    # JAX 0.6 prints where functions are in memory.
+    first, second = (re.sub("0x[0-9a-f]+", "", program) for program in programs)
+    assert first == second
 
 
 def test_a_rule_under_a_key_that_is_no_contraction():
