@@ -27,7 +27,6 @@ from ._policies.mistakes import (
 from ._policies.settings import PolicyLike, Settings, settings_of
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
-from ._rewrite.facts import input_fact
 from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan
 from ._rewrite.planner import Planner
@@ -56,6 +55,7 @@ def amp(
     amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
     lean: bool = ...,
+    gather_once: bool | None = ...,
 ) -> Callable[_P, _R]: ...
 @overload
 def amp(
@@ -65,6 +65,7 @@ def amp(
     amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
     lean: bool = ...,
+    gather_once: bool | None = ...,
 ) -> Callable[[_F], _F]: ...
 @naming_mistakes
 def amp(
@@ -74,6 +75,7 @@ def amp(
     amp_policy: PolicyLike | None = None,
     strict: bool = False,
     lean: bool = False,
+    gather_once: bool | None = None,
 ) -> Any:
     """Computes what `fn` computes in mixed precision.
 
@@ -105,6 +107,12 @@ def amp(
         lean: keep as little for the backward pass as the default policy does under
             any policy: what stands between contractions (norm, softmax, activation,
             gate) is run again there, whatever its rule.
+        gather_once: whether the backward pass keeps the low copy of a parameter that
+            the forward pass read, instead of casting it once more, so that what lies
+            on several devices is sent once. If not given: where types, a sharding
+            constraint or `in_shardings` inside of `fn` show that it lies on several. A
+            `jit` around `amp` does not, if its `in_shardings` are the first to place
+            the arrays: there say so.
     Returns:
         A function with the signature of `fn`. Its floating results are cast if the
         policy has an output dtype.
@@ -124,6 +132,8 @@ def amp(
     arXiv:1710.03740."""
     settings = settings_of(amp_policy, compute_dtype)
     strict, lean = as_bool(strict, "strict"), as_bool(lean, "lean")
+    if gather_once is not None:
+        gather_once = as_bool(gather_once, "gather_once")
     if fn is None:
         return functools.partial(
             amp,
@@ -131,13 +141,14 @@ def amp(
             amp_policy=amp_policy,
             strict=strict,
             lean=lean,
+            gather_once=gather_once,
         )
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
-    return amp_by(settings, fn, strict=strict, lean=lean)
+    return amp_by(settings, fn, strict=strict, lean=lean, gather_once=gather_once)
 
 
 def amp_by(
@@ -146,6 +157,7 @@ def amp_by(
     *,
     strict: bool,
     lean: bool = False,
+    gather_once: bool | None = None,
     run: Run | None = None,
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
@@ -156,7 +168,8 @@ def amp_by(
         return fn
     if lowers_nothing(settings.lookup, settings.compute_dtype):
         warn_or_raise(report_of_no_lowering(settings.lookup), strict)
-    planner = _planner(settings.lookup, settings.compute_dtype, strict, lean)
+    of_policy = settings.lookup, settings.compute_dtype
+    planner = _planner(*of_policy, strict, lean, gather_once)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -190,9 +203,11 @@ def _names(fn: Callable[..., Any]) -> list[str]:
 
 
 @functools.lru_cache(maxsize=128)
-def _planner(policy: Lookup, dtype: DType, strict: bool, lean: bool) -> Planner:
+def _planner(
+    policy: Lookup, dtype: DType, strict: bool, lean: bool, gather_once: bool | None
+) -> Planner:
     """One planner for equal settings, since it remembers what it has rewritten."""
-    return Planner(policy, dtype, strict, lean)
+    return Planner(policy, dtype, strict, lean, gather_once)
 
 
 def _rewritten(
@@ -246,7 +261,7 @@ def run_by_plan(
     With rules that need a state only where there is one, or where nothing is run."""
     jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
-    plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
+    plan = planner.plan(jaxpr, tuple(planner.input_fact(v.aval) for v in inner.invars))
     _report_unused(planner, plan)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):

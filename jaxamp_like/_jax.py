@@ -18,6 +18,7 @@ the documented API, and why:
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
 import warnings
@@ -33,6 +34,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.ad import Zero, zeros_like_aval
+from jax.sharding import AxisType
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -88,6 +90,35 @@ def varying_over(x: Any, axes: Sequence[str]) -> Any:
         return jax.lax.pcast(x, missing, to="varying")
     # JAX < 0.8.
     return jax.lax.pvary(x, missing)  # pyright: ignore
+
+
+def is_on_mesh(aval: Any) -> bool:
+    """Whether an array is laid over several devices, as far as its type tells.
+
+    Along an `Explicit` axis of the mesh the type says if it is split; along an `Auto`
+    one XLA decides. Inside of a `shard_map` an array is one device's own."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty:
+        return False
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    named = {
+        axis
+        for part in sharding.spec  # pyright: ignore
+        if part is not None
+        for axis in (part if isinstance(part, tuple) else (part,))
+    }
+    return aval.ndim > 0 and any(
+        mesh.shape[axis] > 1
+        and (kind == AxisType.Auto or (kind == AxisType.Explicit and axis in named))
+        for axis, kind in kinds.items()
+    )
+
+
+def is_split(sharding: Any) -> bool:
+    """Whether a sharding that the user gave puts parts on several devices."""
+    given = isinstance(sharding, jax.sharding.Sharding)
+    return given and not sharding.is_fully_replicated
 
 
 def is_tracer(x: Any) -> bool:
@@ -178,6 +209,13 @@ def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
     """`jaxpr` with other equations, which make the same variables."""
     inner = raw(jaxpr).replace(eqns=list(eqns))
     return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
+
+
+CAN_PREVENT_SOME_CSE = "Sequence" in str(
+    inspect.signature(jax.checkpoint).parameters["prevent_cse"].annotation
+)
+"""Whether `jax.checkpoint` can be told for each argument whether XLA may use again what
+the forward pass made of it. JAX 0.6 can't."""
 
 
 @functools.cache

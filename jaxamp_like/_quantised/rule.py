@@ -35,7 +35,7 @@ QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
 
 # What a function closes over may be its parameters as well as an argument.
-PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.RERUN, Leaf.CONST)
+PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED, Leaf.RERUN, Leaf.CONST)
 
 NO_PARAMETER = "no operand is a parameter"
 MADE_OF_PARAMETERS = f"{NO_PARAMETER} as it came in, but made of some"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from .._primitives.contractions import dot_numbers, rest
 from .._rules import Leaf, Site
 
-_INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.CONST)
+_INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED, Leaf.CONST)
 
 
 def weight_side(site: Site) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._dtypes import DType, bits, cast, cast_all
+from .._dtypes import DType, bits, cast, cast_all, has_range
 from .._jax import (
     Atom,
     Jaxpr,
@@ -211,7 +211,11 @@ class Frame:
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.settled.intersection(eqn.outvars):
             low = step.found.compute_dtype or self.planner.compute_dtype
-            outs = [settle(x, low) for x in outs]
+            is_sum = (
+                eqn.primitive.name == "gather"
+            )  # of cotangents, and as wide in range
+            if not is_sum or has_range(low, outs[0].dtype):
+                outs = [settle(x, low) for x in outs]
         return _as_decided(step, outs)
 
     def operand(self, step: Step, i: int) -> Any:
@@ -221,7 +225,8 @@ class Frame:
             return self.read(atom, dtype)
         if step.casts.get(i) == Leaf.CONST:
             return self._cast_ahead(atom, dtype)
-        if step.is_compute and self.is_ahead(atom, dtype):
+        is_sharded = step.casts.get(i) == Leaf.SHARDED
+        if step.is_compute and (is_sharded or self.is_ahead(atom, dtype)):
             return attach(value, self._cast_ahead(atom, dtype))
         shape = step.eqn.outvars[0].aval.shape
         fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape

@@ -37,13 +37,13 @@ def _plain(value: float) -> float:
     return np.inf if np.isnan(value) else value
 
 
-def const_fact(var: Any, const: Any) -> Fact | None:
+def const_fact(var: Any, const: Any, root: Leaf = Leaf.ROOT) -> Fact | None:
     dtype = author_dtype(var.aval)
     if dtype is None:
         return None
     # Other constants are values of an outer transformation: closed-over parameters.
     is_constant = const is not None and not is_tracer(const)
-    leaf = Leaf.CONST if is_constant else Leaf.ROOT
+    leaf = Leaf.CONST if is_constant else root
     values = _const_values(const, dtype)
     return Fact(dtype, leaf=leaf, values=values, sampled=var.aval.ndim > 0)
 
@@ -66,11 +66,13 @@ def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
     return frozenset([largest]) if largest > 1e4 else None
 
 
-def input_fact(aval: Any, dtype: DType | None = None) -> Fact | None:
+def input_fact(
+    aval: Any, dtype: DType | None = None, leaf: Leaf = Leaf.ROOT
+) -> Fact | None:
     """The fact of an input of the rewritten function."""
     author = author_dtype(aval)
     if author is None:
         return None
     if dtype is not None and dtype != author:
         return Fact(dtype, Mark.LOW)
-    return Fact(author, leaf=Leaf.ROOT)
+    return Fact(author, leaf=leaf)

@@ -22,9 +22,10 @@ from .._rules import Demand, Fact, Rule, Site, author_dtype, use_original_precis
 from .._structural import STRUCTURAL
 from .carries import Carries
 from .demands import Demands
-from .facts import const_fact, fact_of, upcast_early
+from .facts import const_fact, fact_of, input_fact, upcast_early
 from .matching import Matching, stops
 from .memo import Memo
+from .placement import as_asked, leaf_of, of_operands
 from .plan import Facts, Plan, Scope, Step
 from .solvers import Solvers
 
@@ -40,6 +41,7 @@ class Planner:
     compute_dtype: DType
     strict: bool = False
     lean: bool = False
+    gather_once: bool | None = None  # `None`: where the program shows that it matters
     _plans: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
@@ -53,7 +55,16 @@ class Planner:
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
-        return Planner(self.policy, self.compute_dtype, self.strict, self.lean)
+        settings = self.policy, self.compute_dtype, self.strict, self.lean
+        return Planner(*settings, self.gather_once)
+
+    def input_fact(self, aval: Any) -> Fact | None:
+        """The fact of an input of the rewritten function."""
+        return input_fact(aval, leaf=leaf_of(aval, self.gather_once))
+
+    def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
+        """The facts of a call's operands, knowing how it has them placed."""
+        return tuple(of_operands(facts, params, self.gather_once))
 
     def plan(
         self,
@@ -77,7 +88,8 @@ class Planner:
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
         values = consts(jaxpr) or [None] * len(inner.constvars)
         env |= {
-            v: const_fact(v, c) for v, c in zip(inner.constvars, values, strict=True)
+            v: const_fact(v, c, leaf_of(v.aval, self.gather_once))
+            for v, c in zip(inner.constvars, values, strict=True)
         }
         demand = self.demands.of_variables(inner, scope, wanted)
         steps, keys = [], set()
@@ -122,6 +134,8 @@ class Planner:
             )
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
+        outs = as_asked(decision.outs, self.gather_once)
+        decision = decision._replace(outs=outs)
         if not self.lean:  # lean islands are better handed what is low
             decision = decision._replace(outs=upcast_early(site, decision.outs))
         cast = {

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from .._dtypes import bits
-from .._jax import Literal, eqn_context, without_scopes
+from .._jax import CAN_PREVENT_SOME_CSE, Literal, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
 from .._rules import keeping_low
 from .._structural.kept import keep
@@ -39,6 +39,8 @@ def bind_region(outer: Frame, region: Region) -> list[Any]:
 
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
     prevent_cse = outer.keeps == Keeps.LEAN
+    if prevent_cse and region.sharded and CAN_PREVENT_SOME_CSE:
+        prevent_cse = tuple(v not in region.sharded for v in region.ins)
     kept = list(region.ins.values())
     if any(kept):
         mark = keep if outer.keeps == Keeps.MARKED else None

@@ -48,6 +48,7 @@ class Leaf(enum.IntEnum):
     VIEW = 2  # an input, reshaped, transposed or sliced
     CONST = 3  # a constant or a view of one: nothing differentiates it
     RERUN = 4  # an input of code that is run again in the backward pass anyway
+    SHARDED = 5  # as `ROOT` and `VIEW`, but on several devices: dear to read once more
 
 
 class Demand(enum.Flag):

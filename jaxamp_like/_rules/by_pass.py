@@ -211,7 +211,7 @@ def weight_side(site: Site, given: Literal["lhs", "rhs"] | None = None) -> int:
     inputs = [
         i
         for i, fact in enumerate(site.facts)
-        if fact and fact.leaf in (Leaf.ROOT, Leaf.VIEW)
+        if fact and fact.leaf in (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
     ]
     return inputs[0] if len(inputs) == 1 else 1
 

@@ -160,6 +160,10 @@ _VIEWS = (
 )  # fmt: skip
 
 
+# A wish of where a value lies. The cast of a parameter comes before it, made once.
+PLACING = ("sharding_constraint", "reshard")
+
+
 def keep_one(site: Site, source: tuple[int, Fact]) -> Decision:
     """Every result has the dtype and mark of the one operand that is a float."""
     return _keep(site, [source] * len(site.out_avals))
@@ -177,11 +181,18 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
         fans_out = name == "broadcast_in_dim" and grows
         is_view = name in _VIEWS and not fans_out
+        is_placed = name in PLACING and fact.leaf in (
+            Leaf.ROOT,
+            Leaf.VIEW,
+            Leaf.SHARDED,
+        )
         small = fact.small or fans_out
         values = (
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
         )
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
+        if is_placed:  # also if it is to be whole: that is a gather
+            leaf = Leaf.SHARDED
         outs.append(fact._replace(leaf=leaf, small=small, values=values))
     return Decision(reads, site.params, tuple(outs), "moves data as it is")
 

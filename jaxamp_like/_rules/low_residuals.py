@@ -15,13 +15,17 @@ def keeping_low(
     forward: Callable[..., Any],
     again: Callable[..., Any],
     low: Sequence[DType | None],
-    prevent_cse: bool = True,
+    prevent_cse: bool | Sequence[bool] = True,
     mark: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`forward`, differentiated at operands that were rounded to `low`.
 
     Only these are kept for the backward pass, `mark`ed for a policy if there is one.
-    All else is made again there, by `again`, which computes what `forward` does."""
+    All else is made again there, by `again`, which computes what `forward` does.
+    `prevent_cse` is one for all operands, or one for each."""
+
+    is_one = isinstance(prevent_cse, bool)
+    among_arguments: Any = prevent_cse if is_one else ([*prevent_cse], True)
 
     @jax.custom_jvp
     def op(*operands):
@@ -34,7 +38,7 @@ def keeping_low(
         kept = kept if mark is None else [mark(x) for x in kept]
 
         # With `prevent_cse` XLA can't use what the forward pass has in full.
-        @functools.partial(jax.checkpoint, prevent_cse=prevent_cse)
+        @functools.partial(jax.checkpoint, prevent_cse=among_arguments)
         def linear(kept, moves):
             at = cast_all(kept, dtypes)
 

@@ -79,9 +79,21 @@ def now(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
     return tuple(fact and fact.dtype for fact in facts)
 
 
-def inside(facts: Sequence[Fact | None], leaf: Leaf = Leaf.ROOT) -> Facts:
-    """Facts of operands as a body's inputs; a view outside is no view inside."""
-    inside = {Leaf.ROOT: leaf, Leaf.CONST: Leaf.CONST, Leaf.RERUN: Leaf.RERUN}
+def inside(
+    facts: Sequence[Fact | None],
+    leaf: Leaf = Leaf.ROOT,
+    sharded: Leaf | None = None,
+) -> Facts:
+    """Facts of operands as a body's inputs; a view outside is no view inside.
+
+    What is `sharded` outside is so inside of calls alone, unless it is said: a loop has
+    parts of it, and keeping a low copy of each would be a copy of the whole."""
+    inside = {
+        Leaf.ROOT: leaf,
+        Leaf.SHARDED: leaf if sharded is None else sharded,
+        Leaf.CONST: Leaf.CONST,
+        Leaf.RERUN: Leaf.RERUN,
+    }
     return tuple(
         fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
     )

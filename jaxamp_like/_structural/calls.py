@@ -49,6 +49,7 @@ def decide_call(
     site: Site,
     leaf: Leaf = Leaf.ROOT,
     raises: bool = False,
+    sharded: Leaf | None = None,
 ):
     """Decides a call whose operands arrive as its body reads them.
 
@@ -64,14 +65,16 @@ def decide_call(
             return fact._replace(dtype=author)
         return low_if_read_low(fact, demand, site.compute_dtype)
 
-    facts = tuple(map(as_read, inside(site.facts, leaf), site.authors, demands))
+    given = inside(site.facts, leaf, sharded)
+    facts = tuple(map(as_read, given, site.authors, demands))
     inner = planner.plan(body.jaxpr, facts, site.scope, site.wanted)
     outs = outside(inner.outs)
     return decision_of(site, now(facts), outs, "its body decides"), (inner,)
 
 
 def decide_inline(planner: Any, eqn: Eqn, site: Site):
-    return decide_call(planner, eqn, site, raises=not planner.lean)
+    raises = not planner.lean
+    return decide_call(planner, eqn, site, raises=raises, sharded=Leaf.SHARDED)
 
 
 def decide_jit(planner: Any, eqn: Eqn, site: Site):
@@ -79,6 +82,7 @@ def decide_jit(planner: Any, eqn: Eqn, site: Site):
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     if any(layout is not None for layout in layouts):
         return decide_pinned(planner, eqn, site)  # a layout belongs to a dtype
+    site = site._replace(facts=tuple(planner.placed(site.facts, params)))
     return decide_inline(planner, eqn, site)
 
 

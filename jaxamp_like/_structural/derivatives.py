@@ -52,7 +52,7 @@ def _on_operands(
 
 def _rerun(facts: Facts) -> Facts:
     """Facts of a call's operands for a rule that is bound in place of the call."""
-    leaves = {Leaf.ROOT: Leaf.RERUN}
+    leaves = {Leaf.ROOT: Leaf.RERUN, Leaf.SHARDED: Leaf.RERUN}
     return tuple(f and f._replace(leaf=leaves.get(f.leaf, f.leaf)) for f in facts)
 
 

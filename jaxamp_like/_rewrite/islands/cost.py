@@ -7,7 +7,7 @@ from typing import Any
 from ..._dtypes import DType, has_range, lowered
 from ..._jax import Literal
 from ..._primitives import LINEAR, is_cheap
-from ..._rules import Fact, author_dtype
+from ..._rules import Fact, Leaf, author_dtype
 
 Step = Any  # of `plan`, which builds on this package
 
@@ -52,6 +52,20 @@ def is_cheap_step(step: Step) -> bool:
     if step.handler is not None and step.handler.may_run_twice:
         return all(is_cheap_step(inner) for plan in step.inner for inner in plan.steps)
     return is_cheap(step.eqn) and step.run_again
+
+
+def is_sharded(fact: Fact | None) -> bool:
+    return fact is not None and fact.leaf == Leaf.SHARDED
+
+
+def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:
+    """Whether a step picks from a table that lies on several devices.
+
+    They find together what each reader asks for, and would have to once more."""
+    if step.eqn.primitive.name == "gather":
+        return is_sharded(facts.get(step.eqn.invars[0]))
+    plans = step.inner if step.handler is not None else ()
+    return any(looks_up(inner, plan.facts) for plan in plans for inner in plan.steps)
 
 
 def sums(step: Step) -> bool:

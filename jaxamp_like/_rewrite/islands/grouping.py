@@ -13,6 +13,7 @@ from .cost import (
     is_low,
     kept_as,
     kept_for,
+    looks_up,
     reads,
     size,
     sums,
@@ -56,7 +57,7 @@ class Grouping:
         is_active = any(v in self.active for v in operands)
         if is_active:
             self.active.update(outs)
-        cheap = is_cheap_step(step)
+        cheap = is_cheap_step(step) and not looks_up(step, self.facts)
         if not cheap:
             depth += 1
         elif all(v in self.free_vars for v in operands) and (
@@ -124,7 +125,7 @@ class Grouping:
         chain: list[Step] = []
         while not is_low(v, self.facts):
             step = self.maker.get(v)
-            if step is None or not is_cheap_step(step):
+            if step is None or not is_cheap_step(step) or looks_up(step, self.facts):
                 return None
             paid = {u for u in reads(step) if u not in self.free_vars} & self.active
             if len(paid) != 1:
@@ -137,8 +138,13 @@ class Grouping:
         """Sums of a contraction's result with an input that is smaller: a bias.
 
         Their cotangent is that of the contraction's result, which is low anyway. The
-        bias' gradient is better summed up from that than from a second, wide array."""
+        bias' gradient is better summed up from that than from a second, wide array.
+
+        And what is looked up in a table that lies on several devices: its cotangent is
+        sent to where the rows are, and added up there in full."""
         for step in self.number:
+            if step.eqn.primitive.name == "gather" and looks_up(step, self.facts):
+                yield from step.eqn.outvars
             if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
                 continue
             if Demand.FULL not in step.wanted[0]:

@@ -7,7 +7,16 @@ from ..._dtypes import DType
 from ..._jax import Literal
 from ..._primitives import RANKING
 from ..._rules import Fact
-from .cost import Step, elements, held, is_cheap_step, kept_as, kept_for, reads
+from .cost import (
+    Step,
+    elements,
+    held,
+    is_cheap_step,
+    is_sharded,
+    kept_as,
+    kept_for,
+    reads,
+)
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
@@ -75,7 +84,8 @@ def _region(
     gain = sum(kept_for(step, grouping.active) for step in group)
     gain -= sum(map(grouping.kept, paid))
     ins = {v: keeps.get(v) for v in taken}
-    return Region(tuple(steps), ins, outs) if gain > 0 else None
+    sharded = frozenset(v for v in taken if is_sharded(grouping.facts[v]))
+    return Region(tuple(steps), ins, outs, sharded) if gain > 0 else None
 
 
 def _border(

@@ -1,0 +1,46 @@
+"""Which inputs lie on several devices, and so are dear to read twice.
+
+A cast of a parameter is made again in the backward pass, since the parameter is live
+anyway. Where it lies on several devices, XLA gathers for each reader what the reader
+does not have, and it never sees that two gathers bring the same: a cast that is made
+again is sent again. There one cast is made, and kept.
+
+The type of an array names its mesh (also where XLA chooses how to split it); so does a
+`jit` with `in_shardings`, for the code inside of it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .._jax import is_on_mesh, is_split
+from .._rules import Fact, Leaf
+
+_INPUTS = (Leaf.ROOT, Leaf.VIEW)
+
+
+def leaf_of(aval: Any, gather_once: bool | None) -> Leaf:
+    """What an input is; `gather_once` is the user's word, if there is one."""
+    sharded = is_on_mesh(aval) if gather_once is None else gather_once and aval.ndim > 0
+    return Leaf.SHARDED if sharded else Leaf.ROOT
+
+
+def of_operands(
+    facts: Sequence[Fact | None], params: dict[str, Any], gather_once: bool | None
+) -> Iterator[Fact | None]:
+    """The facts of a call's operands, knowing the `in_shardings` that it may have."""
+    given = params.get("in_shardings", ())
+    for i, fact in enumerate(facts):
+        split = i < len(given) and is_split(given[i]) and gather_once is not False
+        is_input = fact is not None and fact.leaf in _INPUTS
+        yield fact._replace(leaf=Leaf.SHARDED) if fact and split and is_input else fact
+
+
+def as_asked(
+    facts: Sequence[Fact | None], gather_once: bool | None
+) -> tuple[Fact | None, ...]:
+    """Facts of results; none is dear to read if the user has said so."""
+    if gather_once is not False:
+        return tuple(facts)
+    return tuple(
+        fact._replace(leaf=Leaf.NO) if fact and fact.leaf == Leaf.SHARDED else fact
+        for fact in facts
+    )
