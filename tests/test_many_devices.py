@@ -3,9 +3,11 @@
 Each way to split a small model: the collectives of the compiled step beside those of
 the float32 step, its results beside those of one device."""
 
+import contextlib
 import re
 from collections import Counter
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxamp_like import amp
+from benchmarks.measure import low_share
+from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
+from jaxamp_like.rules import use_precision_by_pass, wide
+from tests.programs import eps, error
 
 N, VOCABULARY, DIM, HIDDEN = 8, 64, 32, 128
 DTYPES = ("bfloat16", "float16")
@@ -65,6 +70,14 @@ def in_mesh(mesh):
     return (
         jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)
     )
+
+
+def reshard(x, spec):
+    if hasattr(jax.sharding, "reshard"):
+        return jax.sharding.reshard(x, spec)
+    from jax.experimental.shard import reshard  # JAX < 0.7
+
+    return reshard(x, spec)
 
 
 def along_longest(x):
@@ -241,3 +254,199 @@ def test_nothing_more_is_sent(way, once):
     plain, ours = sent(compiled(loss)), sent(compiled(mixed(loss)))
     assert plain
     assert not ours - plain, (plain, ours)
+
+
+# ------------------------------------------------------- each form, inside and outside
+
+
+class Form(NamedTuple):
+    """A way to run a loss on eight devices: `run(wrap)` gives it wrapped inside."""
+
+    run: object
+    args: tuple
+    mesh: object = None
+
+
+def mlp(w, x):
+    hidden = jax.nn.gelu(norm(x, w["scale"]) @ w["up"] + w["bias"])
+    return jnp.mean(jnp.square(hidden @ w["down"]))
+
+
+def mlp_args():
+    w = init(1)["blocks"][0]
+    return w, normal(9, 4 * N, DIM)
+
+
+def by_jit(spec, axes=None):
+    def form():
+        mesh, args = make_mesh(**(axes or {})), mlp_args()
+        where = shardings(mesh, spec, args[0]), NamedSharding(mesh, P("data"))
+        return Form(lambda wrap: wrap(mlp), jax.device_put(args, where))
+
+    return form
+
+
+def by_in_shardings():
+    mesh, args = make_mesh(), mlp_args()
+    where = shardings(mesh, WAYS["fully sharded"][1], args[0])
+    rows = NamedSharding(mesh, P("data"))
+    return Form(lambda wrap: jax.jit(wrap(mlp), in_shardings=(where, rows)), args)
+
+
+def by_constraints():
+    mesh, args = make_mesh(), mlp_args()
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def fn(w, x):
+        x = jax.lax.with_sharding_constraint(x, split)
+        return mlp(jax.lax.with_sharding_constraint(w, whole), x)
+
+    return Form(lambda wrap: wrap(fn), args)
+
+
+def by_types(spec):
+    def form():
+        mesh, args = make_mesh(AxisType.Explicit), mlp_args()
+
+        def whole(x):
+            return reshard(x, P())
+
+        def fn(w, x):
+            return mlp(jax.tree.map(whole, w), x)
+
+        where = shardings(mesh, spec, args[0]), NamedSharding(mesh, P("data"))
+        return Form(lambda wrap: wrap(fn), jax.device_put(args, where), mesh)
+
+    return form
+
+
+def by_shard_map(body, spec, check_vma=True):
+    def form():
+        mesh, args = make_mesh(), mlp_args()
+        specs = jax.tree_util.tree_map_with_path(spec, args[0])
+
+        def run(wrap):
+            options = dict(mesh=mesh, out_specs=P(), check_vma=check_vma)
+            return jax.shard_map(wrap(body), in_specs=(specs, P("data")), **options)
+
+        return Form(run, args)
+
+    return form
+
+
+def mean_of_rows(w, x):
+    return jax.lax.pmean(mlp(w, x), "data")
+
+
+def mean_of_rows_gathered(w, x):
+    def gather(path, x):
+        axis = along_longest_of(mlp_args()[0], path)
+        return jax.lax.all_gather(x, "data", axis=axis, tiled=True)
+
+    return mean_of_rows(jax.tree_util.tree_map_with_path(gather, w), x)
+
+
+def along_longest_of(w, path):
+    (shape,) = {x.shape for p, x in jax.tree_util.tree_leaves_with_path(w) if p == path}
+    return int(np.argmax(shape))
+
+
+def columns_then_rows(w, x):
+    """Every device has all rows, some columns of the one and rows of the other."""
+    x = jax.lax.all_gather(x, "data", tiled=True)
+    hidden = jax.nn.gelu(norm(x, w["scale"]) @ w["up"] + w["bias"])
+    return jnp.mean(jnp.square(jax.lax.psum(hidden @ w["down"], "data")))
+
+
+def columns_of_block(path, x):
+    name = jax.tree_util.keystr(path)
+    if "scale" in name:
+        return P()
+    return P(None, "data") if "up" in name else P("data")
+
+
+FORMS = {
+    "data parallel": by_jit(WAYS["data parallel"][1]),
+    "fully sharded": by_jit(WAYS["fully sharded"][1]),
+    "tensor parallel": by_jit(*reversed(WAYS["tensor parallel"])),
+    "both": by_jit(*reversed(WAYS["both"])),
+    "in_shardings": by_in_shardings,
+    "constraints": by_constraints,
+    "types, whole": by_types(WAYS["data parallel"][1]),
+    "types, split": by_types(WAYS["fully sharded"][1]),
+    "shard_map": by_shard_map(mean_of_rows, lambda path, x: P()),
+    "shard_map, unchecked": by_shard_map(mean_of_rows, lambda path, x: P(), False),
+    "shard_map, fully sharded": by_shard_map(
+        mean_of_rows_gathered, lambda path, x: along_longest(x)
+    ),
+    "shard_map, tensor parallel": by_shard_map(
+        columns_then_rows, columns_of_block, False
+    ),
+}
+
+
+@pytest.mark.cross("name", dtype=2, where=2)
+@pytest.mark.parametrize("where", ("inside", "outside"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_as_on_one_device(name, dtype, where):
+    form = FORMS[name]()
+    mixed = partial(amp, compute_dtype=dtype)
+    fn = form.run(mixed) if where == "inside" else mixed(form.run(lambda fn: fn))
+    plain = jax.value_and_grad(form.run(lambda fn: fn))
+    with contextlib.nullcontext() if form.mesh is None else in_mesh(form.mesh):
+        step = jax.value_and_grad(fn)
+        assert low_share(jax.make_jaxpr(step)(*form.args)) == 1
+        ours = jax.jit(step).lower(*form.args).compile()
+        sends = sent(jax.jit(plain).lower(*form.args).compile())
+        assert sends and not sent(ours) - sends
+        out = jax.device_get(ours(*form.args))
+    alone = jax.jit(jax.value_and_grad(mixed(mlp)))(*mlp_args())
+    assert error(out, jax.device_get(alone)) < 4 * eps(dtype)
+
+
+# ------------------------------------------------------- what is sent in a shard_map
+
+
+def sent_dtypes(fn, *args):
+    kinds = "all_gather", "reduce_scatter", "psum_invariant"
+    return {
+        (eqn.primitive.name, eqn.invars[0].aval.dtype.name)
+        for eqn in eqns(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name in kinds and eqn.invars[0].aval.ndim
+    }
+
+
+def gathered_and_whole(w, v, x):
+    w = jax.lax.all_gather(w, "data", tiled=True)
+    return jax.lax.pmean(jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ v)), "data")
+
+
+UNROUNDED = default_amp_policy | {
+    jax.lax.dot_general_p: use_precision_by_pass(weight_gradient=wide())
+}
+
+
+@pytest.mark.parametrize(
+    "dtype, policy, summed_in",
+    [
+        ("bfloat16", None, "bfloat16"),
+        ("float16", None, "float32"),
+        ("bfloat16", UNROUNDED, "float32"),
+    ],
+)
+def test_gathers_are_low_and_gradients_are_summed_as_asked(dtype, policy, summed_in):
+    fn = jax.shard_map(
+        gathered_and_whole,
+        mesh=make_mesh(),
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=P(),
+    )
+    args = normal(0, DIM, HIDDEN), normal(1, HIDDEN, DIM), normal(2, N, DIM)
+    mixed = amp(fn, compute_dtype=dtype, amp_policy=policy)
+    found = sent_dtypes(jax.grad(mixed, argnums=(0, 1)), *args)
+    assert found == {
+        ("all_gather", dtype),
+        ("reduce_scatter", summed_in),
+        ("psum_invariant", summed_in),
+    }

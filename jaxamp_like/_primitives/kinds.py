@@ -69,11 +69,14 @@ CHOICES = """sign ceil floor round is_finite eq ne lt le gt ge eq_to lt_to le_to
     argmin top_k approx_top_k"""
 
 # The same for several arrays at once, each on its own.
-EACH = """optimization_barrier device_put sharding_constraint layout_constraint
-    reshard pmax pmin all_gather all_gather_invariant ppermute all_to_all pbroadcast
+EACH = """optimization_barrier device_put layout_constraint pmax pmin pbroadcast
     pvary pcast psend precv tie dce_sink dce_sential reduced_vary_cast
     reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
     unreduced_pmax unreduced_pmin all_gather_reduced mesh_cast shard_alike"""
+
+# From device to device: half the bytes if it is rounded before.
+SENDING = """sharding_constraint reshard all_gather all_gather_invariant ppermute
+    all_to_all"""
 
 # No 16-bit kernel, or another array type: the dtypes that they were traced with.
 NO_KERNEL = """cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
@@ -151,9 +154,10 @@ VIEWS: frozenset[str] = frozenset(
 )
 """Primitives that only show their operand in another way."""
 
-LINEAR: frozenset[str] = VIEWS | frozenset(
+LINEAR: frozenset[str] = VIEWS.union(
+    SENDING.split(),
     """add sub neg select_n concatenate stack pad gather dynamic_update_slice reduce_sum
-    stop_gradient name""".split()
+    stop_gradient name""".split(),
 )
 """Primitives whose derivative reads none of their float operands."""
 

@@ -236,7 +236,22 @@ class Frame:
             axes = range(len(shape) - value.ndim, len(shape))
             return cast(lax.broadcast_in_dim(value, shape, axes), dtype)
         # An input is cast for each reader, so that its gradient adds up in full.
-        return cast(value, dtype) if i in step.casts else self.read(atom, dtype)
+        is_input = i in step.casts
+        return self._cast_once(atom, dtype) if is_input else self.read(atom, dtype)
+
+    def _cast_once(self, atom: Any, dtype: DType) -> Any:
+        """A cast of an input for one reader.
+
+        It comes before the mark that the input is read by all devices: the transpose of
+        that is a sum over them, of as many bytes as what was marked has."""
+        view, value = self.views.makers.get(atom), self.env[atom]
+        if view is None or view.eqn.primitive.name != "pvary":
+            return cast(value, dtype)
+        (source,) = view.eqn.invars
+        if not has_range(dtype, value.dtype) or source not in self.env:
+            return cast(value, dtype)
+        low = view.eqn.primitive.bind(self._cast_once(source, dtype), **view.eqn.params)
+        return low[0] if isinstance(low, tuple | list) else low
 
     def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""

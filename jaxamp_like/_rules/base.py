@@ -60,6 +60,7 @@ class Demand(enum.Flag):
     CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
     OTHER = enum.auto()  # low, but not in the compute dtype of the function
     AS_HELD = enum.auto()  # in full, by an op that is best handed what is held low
+    WIDE = enum.auto()  # low, by an op that makes a gradient which is not to be rounded
 
 
 def is_full(demand: Demand) -> bool:

@@ -94,8 +94,10 @@ class UsePrecisionByPass(Rule):
         if not self.forward.is_low:
             return Demand.FULL
         gradients = (self.input_gradient, self.weight_gradient)
-        full = not all(choice.is_low for choice in gradients)
-        return Demand.LOW | Demand.FULL if full else Demand.LOW
+        if not all(choice.is_low for choice in gradients):
+            return Demand.LOW | Demand.FULL
+        wide = any(choice.wide for choice in gradients)
+        return Demand.LOW | Demand.WIDE if wide else Demand.LOW
 
     def decide(self, site: Site) -> Decision:
         name = site.primitive and site.primitive.name

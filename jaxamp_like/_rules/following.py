@@ -148,7 +148,9 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
 
     What comes out of an island in full precision is cast before it is moved, so that
     nothing on the way is kept in full for the backward pass."""
-    if fact is None or fact.mark != Mark.LOW or fact.values or demand != Demand.LOW:
+    if fact is None or fact.mark != Mark.LOW or fact.values:
+        return fact
+    if demand & ~Demand.WIDE != Demand.LOW:
         return fact
     return fact._replace(dtype=lowered(fact.dtype, dtype))
 

@@ -97,7 +97,7 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
-        if is_sliced and how == Demand.LOW:
+        if is_sliced and how & ~Demand.WIDE == Demand.LOW:
             given[i] = _low_slices(given[i], site)
 
     def entering(i: int) -> Fact:

@@ -21,6 +21,7 @@ from ..._rules import (
     keep_each_input,
     keep_inputs,
     move_exactly,
+    send_low,
     sort_exactly,
     take_extremes,
     use_compute_precision,
@@ -39,7 +40,9 @@ MOVES = frozenset(
     if rule in (move_exactly, take_extremes, choose_exactly)
 )
 MOVES_EACH = frozenset(
-    name for name, rule in CLASSES.items() if rule in (keep_each_input, sort_exactly)
+    name
+    for name, rule in CLASSES.items()
+    if rule in (keep_each_input, sort_exactly, send_low)
 )
 
 # What the systems say nothing of: sums over devices, and what is given by the kind of

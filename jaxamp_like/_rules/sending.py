@@ -1,0 +1,78 @@
+"""The rule for what is sent to other devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._dtypes import DType, cast, has_range, lowered
+from .base import Decision, Demand, Fact, Leaf, Mark, Site
+from .following import PLACING, KeepEachInput
+
+_PLACED = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
+
+
+@dataclass(frozen=True)
+class SendLow(KeepEachInput):
+    """Sends in the compute dtype what is only read so; see `send_low`."""
+
+    def decide(self, site: Site) -> Decision:
+        low = _sent_in(site)
+        if low is None:
+            return super().decide(site)
+        (fact,), (wanted,), (author,) = site.facts, site.wanted, site.authors
+        assert fact is not None and author is not None
+        if Demand.WIDE not in wanted and has_range(low, fact.dtype):
+            why = f"is only read in {low.name}"
+            out = Fact(low, Mark.LOW, small=fact.small)
+            return Decision((low,), site.params, (out,), why)
+        # A gradient that is not to be rounded comes back as it is.
+        held = fact.dtype if Demand.WIDE in wanted else low
+        why = f"sends {low.name}, of which the gradient is summed in {fact.dtype.name}"
+        mark = fact.mark if held == fact.dtype else Mark.LOW
+        out = Fact(held, mark, small=fact.small)
+        bind = _low_there_full_back(site, low, held)
+        return Decision((fact.dtype,), site.params, (out,), why, bind)
+
+
+def _sent_in(site: Site) -> DType | None:
+    """The dtype to send in, if it is narrower than what is at hand."""
+    if site.primitive is None or len(site.facts) != 1:
+        return None
+    (fact,), (wanted,) = site.facts, site.wanted
+    if fact is None:
+        return None
+    if wanted & ~Demand.WIDE != Demand.LOW or fact.values or fact.carried:
+        return None
+    if site.primitive.name in PLACING and fact.leaf in _PLACED:
+        return None  # a view, of which one cast is made for all readers
+    low = lowered(fact.dtype, site.compute_dtype)
+    return low if low != fact.dtype else None
+
+
+def _low_there_full_back(site: Site, low: DType, held: DType) -> Callable[..., Any]:
+    def send(x: Any) -> Any:
+        out = site.primitive.bind(x, **site.params)
+        return out[0] if isinstance(out, list | tuple) else out
+
+    @jax.custom_jvp
+    def there(x):
+        return cast(send(cast(x, low)), held)
+
+    @there.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return there(x), cast(send(t), held)
+
+    return there
+
+
+send_low = SendLow()
+"""As `keep_each_input`; what only contractions read is rounded before it is sent.
+
+The numbers are those that contractions would round anyway, in half the bytes. What
+comes back of them is a sum over devices in the backward pass: in the dtype that the
+contraction's gradient has, which is the compute dtype, or float32 where it has not the
+range of float32, or where the user has asked for gradients that are not rounded
+(`use_precision_by_pass(weight_gradient=wide())`)."""
