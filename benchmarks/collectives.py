@@ -3,7 +3,8 @@
     python -m benchmarks.collectives [--devices 8] [--models ...] [--ways ...]
 
 The step (value and gradient of the loss) of each model is compiled for several
-described H200s, with its parameters and its batch split in the usual ways; no GPU is
+described H200s, with its parameters and its batch split in the usual ways, by `jit` and
+where the arrays lie; the models of `split_models` split their own work. No GPU is
 needed, see `benchmarks/roofline.py`. Every collective is counted as often as it runs,
 with the bytes that a device sends in a ring: of n devices, (n - 1)/n of what is
 gathered, scattered or exchanged, and twice that of what is summed for all. What is sent
@@ -13,18 +14,22 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from jaxamp_like import amp
 
 from .rewrite import CONTENDERS, make_table, ratio, versions
 from .roofline import (
@@ -37,7 +42,8 @@ from .roofline import (
     plugin_versions,
     trip_count,
 )
-from .workloads import WORKLOADS, Workload
+from .split_models import SPLITS, Split, in_style
+from .workloads import GPT_SIZES, WORKLOADS, Workload
 
 # Bytes/s that a device sends over NVLink, by the data sheet.
 LINK = 450e9
@@ -71,19 +77,6 @@ class Collective:
     times: int
 
 
-def executed(module: Module, name: str = "", times: int = 1) -> Iterator[Any]:
-    """All instructions outside of fusions, with how often each runs."""
-    for one in module.computations[name or module.entry].values():
-        yield one, times
-        if one.opcode == "while":
-            (body,) = one.called("body")
-            yield from executed(module, body, times * trip_count(one))
-        elif one.opcode in ("call", "async-start", "conditional"):
-            keys = "to_apply", "calls", "branch_computations"
-            for inner in one.called(*keys, "true_computation", "false_computation"):
-                yield from executed(module, inner, times)
-
-
 def group_size(one: Instruction, devices: int) -> int:
     """How many devices take part in a collective."""
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", one.attributes):
@@ -115,19 +108,43 @@ def sent_by(kind: str, left: float, n: int) -> float:
     }[kind]
 
 
-def collectives(module: Module, devices: int) -> list[Collective]:
-    found = []
-    for one, times in executed(module):
+def collectives(
+    module: Module, devices: int, name: str = "", times: int = 1
+) -> list[Collective]:
+    """All collectives of a module; of the branches of a conditional, the dearest."""
+    found: list[Collective] = []
+    for one in module.computations[name or module.entry].values():
         kind = one.opcode.removesuffix("-start")
-        if kind not in KINDS:
-            continue
-        n = group_size(one, devices)
-        sizes: dict[str, int] = {}
-        for shape in results(one, kind):
-            sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.size_in_bytes
-        for dtype, left in sizes.items():
-            found.append(Collective(kind, dtype, sent_by(kind, left, n), times))
+        if kind in KINDS:
+            found += collective(one, kind, devices, times)
+        elif one.opcode == "while":
+            (body,) = one.called("body")
+            found += collectives(module, devices, body, times * trip_count(one))
+        elif one.opcode == "conditional":
+            names = one.called("branch_computations")
+            names += one.called("true_computation") + one.called("false_computation")
+            branches = [collectives(module, devices, name, times) for name in names]
+            found += max(branches, key=total_sent)
+        elif one.opcode in ("call", "async-start"):
+            (body,) = one.called("to_apply", "calls")
+            found += collectives(module, devices, body, times)
     return found
+
+
+def collective(
+    one: Instruction, kind: str, devices: int, times: int
+) -> Iterator[Collective]:
+    """One instruction, which may send arrays of several dtypes."""
+    sizes: dict[str, int] = {}
+    for shape in results(one, kind):
+        sizes[shape.dtype] = sizes.get(shape.dtype, 0) + shape.size_in_bytes
+    n = group_size(one, devices)
+    for dtype, left in sizes.items():
+        yield Collective(kind, dtype, sent_by(kind, left, n), times)
+
+
+def total_sent(found: Iterable[Collective]) -> float:
+    return sum(one.times * one.sent for one in found)
 
 
 # ------------------------------------------------------------- how arrays are split
@@ -218,10 +235,14 @@ def described_devices(count: int) -> Sequence[Any]:
     return topology.devices
 
 
-def mesh_of(way: Way, devices: Sequence[Any]) -> Mesh:
-    axes = way.axes(len(devices))
+def mesh_of(
+    axes_of: Callable[[int], Mapping[str, int]],
+    devices: Sequence[Any],
+    kind: AxisType = AxisType.Auto,
+) -> Mesh:
+    axes = axes_of(len(devices))
     grid = np.array(devices).reshape(tuple(axes.values()))
-    return Mesh(grid, tuple(axes))
+    return Mesh(grid, tuple(axes), axis_types=(kind,) * len(axes))
 
 
 @dataclass(frozen=True)
@@ -244,29 +265,44 @@ class Row:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def compile_sharded(loss: Any, shapes: Any, way: Way, mesh: Mesh) -> Any:
+def placed(shapes: Any, way: Way, mesh: Mesh) -> Any:
+    """Parameters and batch as shapes, each with its place."""
     params, batch = shapes
 
-    def of(path: Any, x: Any) -> NamedSharding:
-        return NamedSharding(mesh, way.spec(jax.tree_util.keystr(path), x.shape, mesh))
+    def at(x: Any, spec: P) -> Any:
+        where = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    split = jax.tree_util.tree_map_with_path(of, params)
-    rows = jax.tree.map(lambda x: NamedSharding(mesh, P("data")), batch)
-    whole = NamedSharding(mesh, P())
-    step = jax.jit(
-        jax.value_and_grad(loss),
-        in_shardings=(split, rows),
-        out_shardings=(whole, split),
-    )
-    return step.lower(*shapes).compile()
+    def of(path: Any, x: Any) -> Any:
+        return at(x, way.spec(jax.tree_util.keystr(path), x.shape, mesh))
+
+    rows = jax.tree.map(lambda x: at(x, P("data")), batch)
+    return jax.tree_util.tree_map_with_path(of, params), rows
+
+
+def on(mesh: Mesh) -> AbstractContextManager[Any]:
+    """A mesh whose arrays show in their types how they are split has to be set."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return nullcontext()
+    # JAX < 0.7 has it in `jax.sharding` only.
+    has_set = hasattr(jax, "set_mesh")
+    return jax.set_mesh(mesh) if has_set else jax.sharding.use_mesh(mesh)  # pyright: ignore
+
+
+def compile_step(loss: Any, args: Any, mesh: Mesh) -> Any:
+    """The step, whose gradients lie as the parameters do."""
+    where = jax.tree.map(lambda x: x.sharding, args[0])
+    outs = NamedSharding(mesh, P()), where
+    with on(mesh):
+        step = jax.jit(jax.value_and_grad(loss), out_shardings=outs)
+        return step.lower(*args).compile()
 
 
 def read_off(compiled: Any, devices: int) -> Row:
     text = compiled.as_text()
-    found = collectives(parse(text), devices)
     by_kind: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for one in found:
+    for one in collectives(parse(text), devices):
         key = f"{one.kind} {one.dtype}"
         by_kind[key] = by_kind.get(key, 0) + one.times * one.sent
         counts[one.kind] = counts.get(one.kind, 0) + one.times
@@ -276,21 +312,43 @@ def read_off(compiled: Any, devices: int) -> Row:
     return Row(sent, sent / LINK, kernels.step_seconds, temp, by_kind, counts)
 
 
+def again(loss: Any, dtype: str) -> Any:
+    return amp(loss, compute_dtype=dtype, gather_once=False)
+
+
+def mixed(loss: Any, dtype: str) -> Any:
+    return amp(loss, compute_dtype=dtype)
+
+
+def of_workload(
+    workload: Workload, way: Way, dtype: str, size: str, mesh: Mesh
+) -> tuple[Any, Mapping[str, Any]]:
+    """The arguments of a step, and the losses to compare."""
+    made = {name: make(workload, dtype) for name, make in CONTENDERS.items()}
+    made["amp again"] = again(workload.loss, dtype)
+    return placed(workload.shapes(size), way, mesh), made
+
+
+def of_split(split: Split, dtype: str, mesh: Mesh) -> tuple[Any, Mapping[str, Any]]:
+    plain = in_style(split, None, False, mesh)
+    made = {
+        "float32": plain,
+        "hand": in_style(split, dtype, False, mesh),
+        "lean": in_style(split, dtype, True, mesh),
+        "amp": mixed(plain, dtype),
+        "amp again": again(plain, dtype),
+    }
+    return split.arguments(mesh, mesh.size), made
+
+
 def compare(
-    workload: Workload,
-    way: Way,
-    devices: Sequence[Any],
-    dtype: str,
-    size: str,
-    contenders: Sequence[str],
+    args: Any, losses: Mapping[str, Any], mesh: Mesh, contenders: Sequence[str]
 ) -> dict[str, Row]:
-    mesh, rows = mesh_of(way, devices), {}
-    for name in contenders:
-        loss = CONTENDERS[name](workload, dtype)
-        if loss is not None:
-            compiled = compile_sharded(loss, workload.shapes(size), way, mesh)
-            rows[name] = read_off(compiled, len(devices))
-    return rows
+    return {
+        name: read_off(compile_step(losses[name], args, mesh), mesh.size)
+        for name in contenders
+        if losses.get(name) is not None
+    }
 
 
 # ------------------------------------------------------------------------ the table
@@ -330,19 +388,20 @@ def table(title: str, rows: Mapping[str, Row]) -> Table:
     return made
 
 
-MODELS = ("GPT unrolled", "GPT scanned", "GPT scanned remat", "LSTM")
+MODELS = ("GPT unrolled", "GPT scanned", "LSTM")
+COMPARED = ("float32", "hand", "lean", "amp", "amp lean", "amp again")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives")
     parser.add_argument("--devices", type=int, default=8, help="8, or a multiple")
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=MODELS)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument(
-        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS)
-    )
+    parser.add_argument("--models", nargs="*", choices=WORKLOADS, default=MODELS)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--splits", nargs="*", choices=SPLITS, default=list(SPLITS))
+    parser.add_argument("--contenders", nargs="+", choices=COMPARED, default=COMPARED)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--size", choices=("toy", "real"), default="real")
+    parser.add_argument("--depth", type=int, help="layers of the GPTs, if not all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.devices < 8 or args.devices % 8:
@@ -350,26 +409,41 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+Job = Callable[[], tuple[Any, Mapping[str, Any], Mesh]]
+
+
+def jobs(args: argparse.Namespace, devices: Sequence[Any]) -> Iterator[tuple[str, Job]]:
+    """What to compare: a title, and a function that does it."""
+    for model in args.models:
+        for name in args.ways:
+            if model == "LSTM" and name in ("tensor parallel", "sharded + tensor"):
+                continue  # its weights are not named as those of a transformer
+            way = WAYS[name]
+            mesh = mesh_of(way.axes, devices)
+            given = WORKLOADS[model], way, args.dtype, args.size, mesh
+            made = partial(of_workload, *given)
+            yield f"{model}, {name}", lambda made=made, mesh=mesh: (*made(), mesh)
+    for name in args.splits:
+        split = SPLITS[name]
+        mesh = mesh_of(split.axes, devices, split.axis_type)
+        made = partial(of_split, split, args.dtype, mesh)
+        yield name, lambda made=made, mesh=mesh: (*made(), mesh)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    record = {"versions": versions() | plugin_versions(), "devices": args.devices}
-    devices = described_devices(args.devices)
-    console = Console()
-    jobs = [(model, way) for model in args.models for way in args.ways]
+    if args.depth is not None:
+        GPT_SIZES[args.size]["depth"] = args.depth
+    sizes = {"devices": args.devices, "dtype": args.dtype, "size": args.size}
+    sizes["layers of the GPTs"] = GPT_SIZES[args.size]["depth"]
+    record = {"versions": versions() | plugin_versions(), "device": "H200"} | sizes
+    console = Console(width=max(Console().width, 170))
     found: dict[str, Any] = {}
-    for model, way in track(jobs, "compiling", console=Console(stderr=True)):
-        if model == "LSTM" and way in ("tensor parallel", "sharded + tensor"):
-            continue  # its weights are not named as those of a transformer
-        rows = compare(
-            WORKLOADS[model],
-            WAYS[way],
-            devices,
-            args.dtype,
-            args.size,
-            args.contenders,
-        )
-        title = f"{model}, {way}, {args.dtype}, {args.devices} devices"
-        console.print(table(title, rows))
+    work = list(jobs(args, described_devices(args.devices)))
+    for title, make in track(work, "compiling", console=Console(stderr=True)):
+        step_args, losses, mesh = make()
+        rows = compare(step_args, losses, mesh, args.contenders)
+        console.print(table(f"{title}, {args.dtype}, {args.devices} devices", rows))
         found[title] = {name: asdict(row) for name, row in rows.items()}
         if args.json:
             args.json.write_text(json.dumps(record | {"rows": found}, indent=1) + "\n")

@@ -26,9 +26,9 @@ from .._primitives.matmul_precision import (
     with_setting,
     without_setting,
 )
-from .._rules import Demand, Leaf, author_dtype
+from .._rules import PLACING, Demand, Leaf, author_dtype
 from .._structural.kept import keep
-from .casts import attach, cast_of, settle
+from .casts import attach, attach_moved, cast_of, settle
 from .islands import Region, as_island
 from .keeps import Keeps
 from .plan import Facts, Plan, Scope, Step
@@ -227,7 +227,7 @@ class Frame:
             return self._cast_ahead(atom, dtype)
         is_sharded = step.casts.get(i) == Leaf.SHARDED
         if step.is_compute and (is_sharded or self.is_ahead(atom, dtype)):
-            return attach(value, self._cast_ahead(atom, dtype))
+            return self._attached(atom, dtype)
         shape = step.eqn.outvars[0].aval.shape
         fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape
         if fans_out and bits(dtype) < bits(value.dtype):
@@ -238,6 +238,26 @@ class Frame:
         # An input is cast for each reader, so that its gradient adds up in full.
         is_input = i in step.casts
         return self._cast_once(atom, dtype) if is_input else self.read(atom, dtype)
+
+    def _attached(self, atom: Any, dtype: DType) -> Any:
+        """A cast that was made for all readers; for each, its gradient adds up in full.
+
+        On its way back to where its input lies it is low."""
+        low = self._cast_ahead(atom, dtype)
+        roots, chain = self.views.origins([atom])
+        if len(roots) > 1 or not any(s.eqn.primitive.name in PLACING for s in chain):
+            return attach(self.env[atom], low)
+
+        def move(t: Any) -> Any:
+            env = dict.fromkeys(roots, t)
+            for view in chain:
+                (operand,), outs = view.eqn.invars, view.eqn.outvars
+                made = view.eqn.primitive.bind(env[operand], **view.eqn.params)
+                made = made if isinstance(made, tuple | list) else [made]
+                env |= zip(outs, made, strict=True)
+            return env[atom]
+
+        return attach_moved(self.env[roots[0]], low, move)
 
     def _cast_once(self, atom: Any, dtype: DType) -> Any:
         """A cast of an input for one reader.

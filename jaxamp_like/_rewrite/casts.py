@@ -1,6 +1,7 @@
 """Casts whose gradients add up in full, or are rounded once."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,23 @@ def attach(full: Any, low: Any) -> Any:
 @attach.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
+
+
+def attach_moved(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
+    """The value `low`, differentiated as what `move` makes of a cast of `full`.
+
+    The gradient is moved back low, and adds up in full where it arrives."""
+
+    @jax.custom_jvp
+    def attached(full, low):
+        del full
+        return low
+
+    @attached.defjvp
+    def _(primals, tangents):
+        return primals[1], move(cast(tangents[0], primals[1].dtype))
+
+    return attached(full, low)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
