@@ -408,6 +408,21 @@ def test_as_on_one_device(name, dtype, where):
 # ------------------------------------------------------- what is sent in a shard_map
 
 
+def test_the_cotangent_of_an_activation_is_summed_low():
+    """Of what all devices read, in a product that is split by columns."""
+
+    def body(w, x):
+        h = norm(x, 1.0)
+        return jax.lax.pmean(jnp.sum(jnp.tanh(h @ w)), "data")
+
+    specs = dict(in_specs=(P(None, "data"), P()), out_specs=P())
+    fn = jax.shard_map(body, mesh=make_mesh(), **specs)
+    args = normal(0, DIM, HIDDEN), normal(1, N, DIM)
+    for dtype, summed_in in (("bfloat16", "bfloat16"), ("float16", "float32")):
+        gradient = jax.grad(amp(fn, compute_dtype=dtype), argnums=1)
+        assert sent_dtypes(gradient, *args) == {("psum_invariant", summed_in)}
+
+
 def sent_dtypes(fn, *args):
     kinds = "all_gather", "reduce_scatter", "psum_invariant"
     return {

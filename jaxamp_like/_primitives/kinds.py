@@ -70,13 +70,14 @@ CHOICES = """sign ceil floor round is_finite eq ne lt le gt ge eq_to lt_to le_to
 
 # The same for several arrays at once, each on its own.
 EACH = """optimization_barrier device_put layout_constraint pmax pmin pbroadcast
-    pvary pcast psend precv tie dce_sink dce_sential reduced_vary_cast
+    pcast psend precv tie dce_sink dce_sential reduced_vary_cast
     reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
     unreduced_pmax unreduced_pmin all_gather_reduced mesh_cast shard_alike"""
 
-# From device to device: half the bytes if it is rounded before.
+# From device to device, there or in the backward pass (what varies over devices from
+# here on has a cotangent that is summed over them): half the bytes if rounded before.
 SENDING = """sharding_constraint reshard all_gather all_gather_invariant ppermute
-    all_to_all"""
+    all_to_all pvary"""
 
 # No 16-bit kernel, or another array type: the dtypes that they were traced with.
 NO_KERNEL = """cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3

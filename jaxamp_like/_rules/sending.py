@@ -10,7 +10,7 @@ from .._dtypes import DType, cast, has_range, lowered
 from .base import Decision, Demand, Fact, Leaf, Mark, Site
 from .following import PLACING, KeepEachInput
 
-_PLACED = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
+_INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def _sent_in(site: Site) -> DType | None:
         return None
     if wanted & ~Demand.WIDE != Demand.LOW or fact.values or fact.carried:
         return None
-    if site.primitive.name in PLACING and fact.leaf in _PLACED:
-        return None  # a view, of which one cast is made for all readers
+    if site.primitive.name in (*PLACING, "pvary") and fact.leaf in _INPUTS:
+        return None  # a view, whose cast is made before it
     low = lowered(fact.dtype, site.compute_dtype)
     return low if low != fact.dtype else None
 
