@@ -33,8 +33,8 @@ import pytest
 
 from jaxamp_like import _errors
 
-# A program for `test_scale_processes.py` to start, not one to look for doctests in.
-collect_ignore = ["two_processes.py"]
+# Programs for tests to start, not to look for doctests in.
+collect_ignore = ["two_processes.py", "sharded_process.py"]
 
 pytest.register_assert_rewrite("tests.programs")
 
