@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from benchmarks.measure import low_share
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
+from jaxamp_like.inference import convert
 from jaxamp_like.rules import use_precision_by_pass, wide
 from tests.programs import eps, error
 
@@ -470,3 +471,13 @@ def test_gathers_are_low_and_gradients_are_summed_as_asked(dtype, policy, summed
         ("reduce_scatter", summed_in),
         ("psum_invariant", summed_in),
     }
+
+
+def test_what_is_converted_is_stored_low_on_a_mesh_too():
+    w, x = jax.device_put(mlp_args(), NamedSharding(make_mesh(), P()))
+
+    def project(w, x):
+        return norm(x, w["scale"]) @ w["up"]
+
+    converted = convert(project, w, x, compute_dtype="bfloat16")
+    assert converted.params["up"].dtype == jnp.bfloat16

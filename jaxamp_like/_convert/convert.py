@@ -124,7 +124,8 @@ def convert(
         check_matches(lists, _as_written(model.call, model.params, example_inputs))
         policy = ListedPolicy(settings.lookup, lists)
         settings = settings._replace(lookup=policy)
-    mixed = amp_by(settings, model.call, strict=strict)
+    # No backward pass: nothing is read twice.
+    mixed = amp_by(settings, model.call, strict=strict, gather_once=False)
     program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
     kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), leaves), _KEPT)
