@@ -20,7 +20,11 @@ from benchmarks.measure import low_share
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
-from jaxamp_like.rules import use_precision_by_pass, wide
+from jaxamp_like.rules import (
+    use_compute_precision,
+    use_precision_by_pass,
+    wide,
+)
 from tests.programs import eps, error
 
 N, VOCABULARY, DIM, HIDDEN = 8, 64, 32, 128
@@ -471,6 +475,35 @@ def test_gathers_are_low_and_gradients_are_summed_as_asked(dtype, policy, summed
         ("reduce_scatter", summed_in),
         ("psum_invariant", summed_in),
     }
+
+
+@pytest.mark.parametrize(
+    "rule, dtype", [(None, "float32"), (use_compute_precision, "bfloat16")]
+)
+def test_a_stream_is_sent_as_it_adds_up_or_as_a_rule_says(rule, dtype):
+    def body(w, x):
+        def tick(x, _):
+            y = jnp.tanh(norm(x, 1.0) @ w[0])
+            with jax.named_scope("residual"):
+                x = x + y
+            on = [(i, (i + 1) % N) for i in range(N)]
+            return jax.lax.ppermute(x, "data", on), None
+
+        x = jax.lax.scan(tick, x, length=3)[0]
+        return jax.lax.pmean(jnp.sum(x), "data")
+
+    fn = jax.shard_map(
+        body, mesh=make_mesh(), in_specs=(P("data"), P("data")), out_specs=P()
+    )
+    policy = default_amp_policy | ({} if rule is None else {"residual": rule})
+    mixed = amp(fn, compute_dtype="bfloat16", amp_policy=policy)
+    args = normal(0, N, DIM, DIM), rows()
+    sends = [
+        eqn.invars[0].aval.dtype.name
+        for eqn in eqns(jax.make_jaxpr(jax.grad(mixed))(*args))
+        if eqn.primitive.name == "ppermute"
+    ]
+    assert len(sends) == 2 and set(sends) == {dtype}
 
 
 def test_what_is_converted_is_stored_low_on_a_mesh_too():
