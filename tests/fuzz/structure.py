@@ -12,7 +12,6 @@ from jax import lax
 from .code import CONTRACTIONS, is_contraction
 from .oracle import scan_counts
 
-
 SOLVER = "solver"
 
 
