@@ -56,24 +56,35 @@ def mean(results: dict[str, Rows], name: str, figure: str, yardstick: str) -> fl
     return statistics.geometric_mean(known)
 
 
-def missing(results: dict[str, Rows], name: str) -> list[str]:
-    return [model for model, rows in results.items() if name not in rows]
+def without(results: dict[str, Rows], name: str) -> str:
+    """What a mean of a contender that not every model has is to be called."""
+    lacking = [model for model, rows in results.items() if name not in rows]
+    return f" (without {', '.join(lacking)})" if lacking else ""
+
+
+def row(results: dict[str, Rows], name: str, note: str = "") -> str:
+    cells = [mean(results, name, "error", "contractions")]
+    cells += [mean(results, name, figure, "float32") for figure in FIGURES]
+    figures = " | ".join(f"{cell:.2f}" for cell in cells)
+    return f"| {SHOWN[name][0]}{note} | {figures} |"
 
 
 def table(results: dict[str, Rows]) -> str:
-    """The means over models, as Markdown."""
+    """The means over models, as Markdown.
+
+    What not every model has stands beside ours of the same models."""
     lines = [
         "| bfloat16 | gradient error | saved residuals | temp memory | step time |",
         "|---|---|---|---|---|",
         "| float32 | 0 | 1.00 | 1.00 | 1.00 |",
     ]
-    for name, (label, _, _) in SHOWN.items():
-        only = len(results) - len(missing(results, name))
-        note = f" ({only} models)" if missing(results, name) else ""
-        cells = [mean(results, name, "error", "contractions")]
-        cells += [mean(results, name, figure, "float32") for figure in FIGURES]
-        figures = " | ".join(f"{cell:.2f}" for cell in cells)
-        lines.append(f"| {label}{note} | {figures} |")
+    parts = {without(results, name): name for name in SHOWN}
+    for note, partial in sorted(parts.items()):
+        same = {model: rows for model, rows in results.items() if partial in rows}
+        names = [
+            name for name in SHOWN if name == OURS or without(results, name) == note
+        ]
+        lines += [row(same, name, note) for name in names]
     return "\n".join(lines)
 
 
@@ -87,7 +98,7 @@ def draw(axes: Axes, results: dict[str, Rows], figure: str) -> None:
             s=260 if ours else 100,
             color=colour,
             marker=marker,
-            label=re.sub("[*`]", "", label),
+            label=re.sub("[*`]", "", label) + without(results, name),
             zorder=3,
         )
     axes.set_xlim(0, 1.1)
