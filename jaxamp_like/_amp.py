@@ -21,6 +21,7 @@ from ._policies.mistakes import (
     lowers_nothing,
     naming_mistakes,
     refuse_lazy_results,
+    refuse_unbound,
     refuse_what_cannot_be_rewritten,
     report_of_no_lowering,
 )
@@ -132,6 +133,7 @@ def amp(
             strict=strict,
             lean=lean,
         )
+    refuse_unbound(fn)
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from .calls import written_so
 from .fields import LARGEST, SMALLEST, canonical, check, known, one_more, within
 from .numbers import checked_loss, chosen, times, unscaled
 
@@ -63,6 +64,7 @@ class DynamicScalerState(_Fields):
 
     __slots__ = ()
 
+    @written_so("DynamicScalerState(scaler=2.0**15, patience=2000)")
     def __new__(
         cls,
         patience: ArrayLike = 2000,

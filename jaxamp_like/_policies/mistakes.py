@@ -122,6 +122,19 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
         )
 
 
+def refuse_unbound(fn: Any) -> None:
+    """Raises for models of Linen and Haiku that have no parameters yet."""
+    applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
+    is_bound = callable(fn) and not (
+        getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None
+    )
+    if applies and not is_bound:
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} without parameters. Wrap the loss that "
+            "calls its `apply`, or that: `amp(model.apply)(params, x)`."
+        )
+
+
 # What lowers nothing where nothing is low.
 _PASSIVE = (
     follow_inputs,
