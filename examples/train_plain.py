@@ -72,7 +72,7 @@ def train(batches):
     for x, y in batches:
         state, loss = step(state, x, y)
         losses.append(float(loss))
-    logits, _ = net(*state[:2], digits()[0])
+    logits, _ = net(state[0], state[1], digits()[0])
     return state, losses, logits
 
 

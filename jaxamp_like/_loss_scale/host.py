@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._frameworks.nnx import as_arrays
+from .._jax import is_tracer
 from .marks import unmarked
 from .state import DynamicScalerState, is_scaler
 
@@ -29,7 +30,7 @@ def scalers_in(tree: Any) -> dict[str, DynamicScalerState]:
         for path, leaf in found
         if isinstance(leaf, DynamicScalerState)
     }
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(states)):
+    if any(map(is_tracer, jax.tree.leaves(states))):
         raise TypeError(
             "A loss scale was to be read while a function is traced, where it has no "
             "value yet.\nReturn the state from the jitted function; read it outside."
