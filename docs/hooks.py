@@ -2,7 +2,7 @@
 
 There is one copy of each text. Links between files work in a clone; here those that
 lead out of docs/ are led to the pages made of their targets, and a link to a file that
-has no page becomes its text."""
+has no page becomes its text. A new guide is in the navigation by being there."""
 
 import posixpath
 import re
@@ -32,6 +32,15 @@ def pages() -> dict[str, str]:
     for example in sorted((ROOT / "examples").glob("*.py")):
         found[f"examples/{example.name}"] = f"examples/{example.stem}.md"
     return found
+
+
+def on_config(config: Any) -> Any:
+    """Guides that the navigation doesn't name come after those that it does."""
+    named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
+    sections = {title: part for entry in config.nav for title, part in entry.items()}
+    guides = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    sections["Guides"] += [guide for guide in guides if guide not in named]
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -20,6 +20,7 @@ from ._policies.mistakes import (
     is_lazy,
     lowers_nothing,
     naming_mistakes,
+    refuse_initialising,
     refuse_lazy_results,
     refuse_unbound,
     refuse_what_cannot_be_rewritten,
@@ -134,6 +135,7 @@ def amp(
             lean=lean,
         )
     refuse_unbound(fn)
+    refuse_initialising(fn)
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "

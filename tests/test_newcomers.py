@@ -187,3 +187,23 @@ def test_bound_modules_of_linen_are_functions():
     inside = Net().apply(variables, x)
     bound = amp(dense.bind(params), compute_dtype="bfloat16")(x)
     assert (inside == bound).all()
+
+
+class Unwary(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return amp(linen.Dense(2))(x)
+
+
+class Wary(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        layer = linen.Dense(2)
+        return (layer if self.is_initializing() else amp(layer))(x)
+
+
+def test_a_module_that_is_being_initialised_is_refused():
+    with pytest.raises(TypeError, match=r"inside of `init`.*self.is_initializing\(\)"):
+        Unwary().init(jax.random.key(0), x)
+    variables = Wary().init(jax.random.key(0), x)
+    assert (Wary().apply(variables, x) == Unwary().apply(variables, x)).all()
