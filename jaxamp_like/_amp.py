@@ -20,7 +20,9 @@ from ._policies.mistakes import (
     is_lazy,
     lowers_nothing,
     naming_mistakes,
+    refuse_initialising,
     refuse_lazy_results,
+    refuse_unbound,
     refuse_what_cannot_be_rewritten,
     report_of_no_lowering,
 )
@@ -132,6 +134,8 @@ def amp(
             strict=strict,
             lean=lean,
         )
+    refuse_unbound(fn)
+    refuse_initialising(fn)
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
