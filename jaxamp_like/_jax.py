@@ -157,6 +157,11 @@ def new_primitive(
     return primitive
 
 
+def tangent_aval(x: Any) -> Any:
+    """Of the derivative of an array; none of numbers that are no floats."""
+    return jax.typeof(x).to_tangent_aval()
+
+
 def is_linear_operand(x: Any) -> bool:
     """Whether a transpose rule is given `x` as what it is to find the cotangent of."""
     return ad.is_undefined_primal(x)

@@ -150,6 +150,8 @@ class Decision(NamedTuple):
     keeps: tuple[DType | None, ...] = ()  # operands that are kept so, not as read
     recasts: bool = True  # whether casts of inputs are made again in the backward pass
     eight_bits: EightBits | None = None  # of a contraction that is quantised
+    # Of each operand, how `bind` rounds it, if it is a weight and needs no other.
+    alone: tuple[Callable[[Any], Any] | None, ...] = ()
 
 
 def author_dtype(aval: Any) -> DType | None:
