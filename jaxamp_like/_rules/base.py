@@ -180,6 +180,11 @@ class Rule:
         """Whether it says anything of primitives called `name`, under a scope."""
         return True
 
+    @property
+    def parts(self) -> tuple["Rule", ...]:
+        """The rules that it may leave an equation to."""
+        return ()
+
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> "Rule":
         """The rule for an equation of which parameters and operands are known."""
         return self
