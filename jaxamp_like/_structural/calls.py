@@ -145,7 +145,10 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
     rounded = frame.rounded_in(step)
     closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes, rounded)
     body, values = open_jaxpr(closed)
-    params = eqn.params | {"jaxpr": body}
+    prevent_cse = eqn.params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
+        prevent_cse = (any(prevent_cse),) * len(values) + prevent_cse
+    params = eqn.params | {"jaxpr": body, "prevent_cse": prevent_cse}
     if keeps:
         # Only what is run again must not be merged with the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
