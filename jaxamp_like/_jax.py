@@ -157,6 +157,13 @@ def new_primitive(
     return primitive
 
 
+def is_of_jet(x: Any) -> bool:
+    """Whether `jax.experimental.jet` is taking a Taylor series of what is computed.
+
+    Its tracer has no public name."""
+    return type(x).__name__ == "JetTracer"
+
+
 def tangent_aval(x: Any) -> Any:
     """Of the derivative of an array; none of numbers that are no floats."""
     return jax.typeof(x).to_tangent_aval()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.jet import jet
 
 from jaxamp_like import (
     AmpError,
@@ -188,6 +189,18 @@ def test_a_transpose_is_that_of_the_contraction(rule, side):
         return jax.jit(jax.linear_transpose(linear, args[side]))(ct)
 
     assert error(transposed(low(product, rule)), transposed(product)) < 0.02
+
+
+@either
+def test_a_series_is_refused(rule):
+    w, x = values(8, 4), values(6, 8, seed=1)
+
+    def series(fn):
+        return lambda w, x: jet(lambda x: fn(w, x), (x,), ((x,),))
+
+    with pytest.raises(AmpError, match="`jet` takes"):
+        series(low(product, rule))(w, x)
+    assert error(low(series(product), rule)(w, x), series(product)(w, x)) < 0.1
 
 
 @either

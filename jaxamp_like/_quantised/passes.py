@@ -17,7 +17,7 @@ from jax import lax
 
 from .._dtypes import DType, cast
 from .._errors import AmpError
-from .._jax import SymbolicZero, Zero, new_primitive, raw, trace
+from .._jax import SymbolicZero, Zero, is_of_jet, new_primitive, raw, trace
 from .alone import Rounding
 from .bilinear import (
     Bilinear,
@@ -131,9 +131,19 @@ def with_passes(
     contraction.defjvp(jvp, symbolic_zeros=True)
 
     def bind(*operands, alone=(None, None)):
+        if any(map(is_of_jet, operands)):
+            raise AmpError(_NO_SERIES)
         return contraction(*map(jnp.asarray, operands), *alone)
 
     return bind
+
+
+_NO_SERIES = (
+    "`jet` takes the Taylor series of a contraction that a rule quantises. It goes by "
+    "no derivative rules but its own, and rounding has no series. Put `amp` around it, "
+    "`amp(lambda ...: jet(fn, ...))`, where its contractions are ordinary ones, or "
+    "what it is taken of under `amp_stop`."
+)
 
 
 # The primitive.

@@ -251,7 +251,9 @@ VERSIONS: dict[str, Callable[..., Array]] = {
     "div": _div,
     "mul": _mul,
     "integer_pow": _integer_pow,
-    "reshape": lambda x, *, new_sizes, **_: np.reshape(x, new_sizes),
+    "reshape": lambda x, *, new_sizes, dimensions=None, **_: np.reshape(
+        x if dimensions is None else np.transpose(x, dimensions), new_sizes
+    ),
     "squeeze": lambda x, *, dimensions: np.reshape(
         x, [n for i, n in enumerate(x.shape) if i not in dimensions]
     ),
