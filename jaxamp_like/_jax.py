@@ -166,6 +166,18 @@ def new_primitive(
     return primitive
 
 
+def is_of_jet(x: Any) -> bool:
+    """Whether `jax.experimental.jet` is taking a Taylor series of what is computed.
+
+    Its tracer has no public name."""
+    return type(x).__name__ == "JetTracer"
+
+
+def tangent_aval(x: Any) -> Any:
+    """Of the derivative of an array; none of numbers that are no floats."""
+    return jax.typeof(x).to_tangent_aval()
+
+
 def is_linear_operand(x: Any) -> bool:
     """Whether a transpose rule is given `x` as what it is to find the cotangent of."""
     return ad.is_undefined_primal(x)

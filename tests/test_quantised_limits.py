@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.jet import jet
 
 from jaxamp_like import (
     AmpError,
@@ -22,10 +23,12 @@ from jaxamp_like import (
     explain,
     get_policy,
 )
+from jaxamp_like._rules.by_shapes import ByShapes
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import (
     float8,
     int8,
+    sums_more_than,
     use_dot_algorithm,
     when,
     worth_eight_bits,
@@ -190,6 +193,18 @@ def test_a_transpose_is_that_of_the_contraction(rule, side):
 
 
 @either
+def test_a_series_is_refused(rule):
+    w, x = values(8, 4), values(6, 8, seed=1)
+
+    def series(fn):
+        return lambda w, x: jet(lambda x: fn(w, x), (x,), ((x,),))
+
+    with pytest.raises(AmpError, match="`jet` takes"):
+        series(low(product, rule))(w, x)
+    assert error(low(series(product), rule)(w, x), series(product)(w, x)) < 0.1
+
+
+@either
 def test_a_transpose_under_vmap(rule):
     w, xs, cts = values(8, 4), values(3, 6, 8, seed=1), values(3, 6, 4, seed=2)
 
@@ -257,6 +272,38 @@ def test_weights_that_are_made_are_told_of():
     small = float8(where=worth_eight_bits(side=16))
     with pytest.warns(AmpWarning, match="No contraction is quantised"):
         low(normalised, small)(ws, x)
+
+
+def by_shapes(rule):
+    return ByShapes((("1x1+,1+x1", rule),), rule)
+
+
+def on_condition(rule):
+    return when(sums_more_than(4), rule, "bfloat16")
+
+
+@pytest.mark.parametrize("wrap", (by_shapes, on_condition))
+def test_rules_within_rules_are_told_of_too(wrap):
+    ws, x = values(4, 8, 8), values(4, 8)
+
+    def said(rule):
+        policy = default_amp_policy | {lax.dot_general_p: wrap(rule)}
+        with pytest.warns(AmpWarning) as caught:
+            amp(normalised, amp_policy=policy)(ws, x)
+        return [str(one.message) for one in caught]
+
+    assert any("Only 1 of" in text for text in said(FLOAT8))
+    small = said(float8(where=worth_eight_bits(side=16)))
+    told = [text for text in small if "No contraction is quantised" in text]
+    assert "not worth_eight_bits" in told[0]
+
+
+def test_a_condition_that_never_holds_is_told():
+    policy = default_amp_policy | {
+        lax.dot_general_p: when(sums_more_than(64), FLOAT8, "bfloat16")
+    }
+    with pytest.warns(AmpWarning, match=r"No contraction.*\(not sums_more_than\(64\)"):
+        amp(product, amp_policy=policy)(values(8, 8), values(4, 8))
 
 
 # ------------------------------------------------------------------------ what is said

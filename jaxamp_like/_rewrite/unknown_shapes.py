@@ -30,7 +30,7 @@ def _reports(rule: ByShapes, steps: list[Step]) -> Iterator[str]:
     patterns = [pattern for pattern, _ in rule.rules]
     known = {rule.pattern_of(*_given(step)) for step in steps}
     unused = [pattern for pattern in patterns if pattern not in known]
-    unknown = [step for step in steps if step.decision.why == NO_ROW]
+    unknown = [step for step in steps if step.decision.why.startswith(NO_ROW)]
     start = "`amp_policy` tells contractions apart by shapes"
     if unknown:
         shapes = [*dict.fromkeys(shapes_of(*_given(step)) for step in unknown)]

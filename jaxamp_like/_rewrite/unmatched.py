@@ -20,6 +20,7 @@ from .._policies.dictionary import (
 from .._policies.frozen import EXPRESSION
 from .._quantised.delayed import NO_STATE
 from .._quantised.rule import MADE_OF_PARAMETERS, Quantising
+from .._rules import Rule
 from .plan import Plan, Step
 from .planner import Planner
 from .record import MARK
@@ -43,11 +44,11 @@ def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
 
 def report_of_nothing_quantised(plan: Plan) -> str | None:
     """What to say where rules that quantise have left all contractions alone."""
-    asked = [s for s in steps_of(plan) if isinstance(s.found.rule, Quantising)]
+    asked = [step for step in steps_of(plan) if _may_quantise(step)]
     if not asked or any(step.decision.eight_bits for step in asked):
         return None
-    whys = Counter(step.decision.why.partition(": ")[2] for step in asked)
-    listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST) if why)
+    whys = Counter(map(_why_not, asked))
+    listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
     return (
         f"No contraction is quantised. Of {len(asked)} that the policy would quantise, "
         f"there are {listed}. `explain` shows each; the arguments `where`, `leave` and "
@@ -61,10 +62,10 @@ def report_of_few_quantised(plan: Plan) -> str | None:
     asked = [
         step
         for step in steps_of(plan)
-        if isinstance(step.found.rule, Quantising) and not names(step.eqn).backward
+        if _may_quantise(step) and not names(step.eqn).backward
     ]
     made = sum(step.decision.eight_bits is not None for step in asked)
-    left = [s for s in asked if s.decision.why.endswith(MADE_OF_PARAMETERS)]
+    left = [s for s in asked if MADE_OF_PARAMETERS in s.decision.why]
     if not made or len(left) <= 2 * made:
         return None
     return (
@@ -74,6 +75,25 @@ def report_of_few_quantised(plan: Plan) -> str | None:
         f"{source_line(left[0].eqn)}. `parameters_only=False` of the rule quantises "
         "such contractions too."
     )
+
+
+def _may_quantise(step: Step) -> bool:
+    """Whether the policy has a rule that quantises for it, perhaps on a condition."""
+
+    def is_asked(rule: Rule) -> bool:
+        if isinstance(rule, Quantising):
+            return rule.is_for(step.eqn.primitive.name)
+        return any(map(is_asked, rule.parts))
+
+    return is_asked(step.found.rule)
+
+
+def _why_not(step: Step) -> str:
+    """Why a step is not quantised: what a rule says of it behind what it does instead.
+
+    Where a condition leads to another rule, all that is said."""
+    why = step.decision.why
+    return why.partition(": ")[2] or why
 
 
 def refuse_rules_with_state(plan: Plan) -> None:

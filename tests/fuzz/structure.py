@@ -167,9 +167,18 @@ def _reached(jaxpr: Any, variables: Any) -> set[Any]:
             for i, atom in enumerate(eqn.invars)
             if not hasattr(atom, "val") and atom in found
         ]
-        if ins and eqn.primitive.name not in CONTRACTIONS:
+        if ins and not _contracts(eqn):
             found.update(_reached_outside(eqn, ins))
     return found
+
+
+def _contracts(eqn: Any) -> bool:
+    """Whether an equation is a contraction, perhaps with roundings to 8 bits.
+
+    Scales are made of operands too, and add nothing to them."""
+    inner = (e for p in _programs(eqn) for e in getattr(p, "jaxpr", p).eqns)
+    is_quantised = any(e.primitive.name == "amp_result_8bit" for e in inner)
+    return is_quantised or eqn.primitive.name in CONTRACTIONS
 
 
 def _reached_outside(eqn: Any, ins: Any) -> Iterator[Any]:
