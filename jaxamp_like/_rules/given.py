@@ -46,9 +46,9 @@ def as_rule(value: Any, argument: str) -> Rule:
 
 def is_dtype(value: Any) -> bool:
     """Whether `value` is a dtype, `jnp.float32`, `np.float32`, `float` or the like."""
-    if isinstance(value, type):
-        return issubclass(value, np.generic | float | int)
-    return isinstance(value, np.dtype | type(jnp.float32))
+    if isinstance(value, np.dtype | type(jnp.float32)):
+        return True
+    return isinstance(value, type) and issubclass(value, np.generic | float | int)
 
 
 def is_number(value: Any) -> bool:
