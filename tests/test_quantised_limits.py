@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.jet import jet
 
 from jaxamp_like import (
     AmpError,
@@ -22,10 +23,12 @@ from jaxamp_like import (
     explain,
     get_policy,
 )
+from jaxamp_like._rules.by_shapes import ByShapes
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import (
     float8,
     int8,
+    sums_more_than,
     use_dot_algorithm,
     when,
     worth_eight_bits,
@@ -78,7 +81,7 @@ def test_large_times_small():
     rows = jnp.array([1e-30, 1.0, 1e30])[:, None, None]
     ct = values(4, 4, seed=2)
     loss = low(lambda w, x: jnp.sum(ct * (x @ w)))
-    each = jax.vmap(jax.grad(loss), (None, 0))(w, x * rows) / rows
+    each = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x * rows) / rows
     assert error(each, jnp.stack([x.T @ ct] * 3)) < 0.1
 
 
@@ -88,7 +91,7 @@ def test_a_large_loss_scale(power):
     x, w = values(4, 8), values(8, 4, seed=1)
     loss = lambda w, x: jnp.sum(jnp.sin(x @ w))  # noqa: E731
     scaler = DynamicScalerState(scaler=2.0**power)
-    scaled = dynamic_scale_grad(low(loss))
+    scaled = jax.jit(dynamic_scale_grad(low(loss)))
     scaler, grads = scaled(w, x, dynamic_scaler_state=scaler)
     assert scaler.overflows == 0
     # Scales are powers of two: not a bit is another.
@@ -143,11 +146,12 @@ RULES = (
 def test_under_strict_promotion_and_x64(rule):
     loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x) @ w))  # noqa: E731
     x, w = values(4, 8), values(8, 4, seed=1)
-    expected = jax.value_and_grad(low(loss, rule))(w, x)
+    step = jax.jit(jax.value_and_grad(low(loss, rule)))
+    expected = step(w, x)
     with jax.numpy_dtype_promotion("strict"):
-        strict = jax.value_and_grad(low(loss, rule))(w, x)
+        strict = step(w, x)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else _x64():
-        wide = jax.value_and_grad(low(loss, rule))(w, x)
+        wide = step(w, x)
     assert error(strict, expected) < 1e-6
     assert error(wide, expected) < 2**-7
     assert wide[1].dtype == jnp.float32
@@ -186,6 +190,18 @@ def test_a_transpose_is_that_of_the_contraction(rule, side):
         return jax.jit(jax.linear_transpose(linear, args[side]))(ct)
 
     assert error(transposed(low(product, rule)), transposed(product)) < 0.02
+
+
+@either
+def test_a_series_is_refused(rule):
+    w, x = values(8, 4), values(6, 8, seed=1)
+
+    def series(fn):
+        return lambda w, x: jet(lambda x: fn(w, x), (x,), ((x,),))
+
+    with pytest.raises(AmpError, match="`jet` takes"):
+        series(low(product, rule))(w, x)
+    assert error(low(series(product), rule)(w, x), series(product)(w, x)) < 0.1
 
 
 @either
@@ -256,6 +272,38 @@ def test_weights_that_are_made_are_told_of():
     small = float8(where=worth_eight_bits(side=16))
     with pytest.warns(AmpWarning, match="No contraction is quantised"):
         low(normalised, small)(ws, x)
+
+
+def by_shapes(rule):
+    return ByShapes((("1x1+,1+x1", rule),), rule)
+
+
+def on_condition(rule):
+    return when(sums_more_than(4), rule, "bfloat16")
+
+
+@pytest.mark.parametrize("wrap", (by_shapes, on_condition))
+def test_rules_within_rules_are_told_of_too(wrap):
+    ws, x = values(4, 8, 8), values(4, 8)
+
+    def said(rule):
+        policy = default_amp_policy | {lax.dot_general_p: wrap(rule)}
+        with pytest.warns(AmpWarning) as caught:
+            amp(normalised, amp_policy=policy)(ws, x)
+        return [str(one.message) for one in caught]
+
+    assert any("Only 1 of" in text for text in said(FLOAT8))
+    small = said(float8(where=worth_eight_bits(side=16)))
+    told = [text for text in small if "No contraction is quantised" in text]
+    assert "not worth_eight_bits" in told[0]
+
+
+def test_a_condition_that_never_holds_is_told():
+    policy = default_amp_policy | {
+        lax.dot_general_p: when(sums_more_than(64), FLOAT8, "bfloat16")
+    }
+    with pytest.warns(AmpWarning, match=r"No contraction.*\(not sums_more_than\(64\)"):
+        amp(product, amp_policy=policy)(values(8, 8), values(4, 8))
 
 
 # ------------------------------------------------------------------------ what is said

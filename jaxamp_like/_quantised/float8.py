@@ -12,9 +12,11 @@ from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.by_pass import weight_side
-from .bilinear import as_it_is, bilinear, by_scales
+from .alone import AsFloat8
+from .axes import axes_of, onto_result
+from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
-from .formats import Format, quantised
+from .formats import Format, rescaled
 from .passes import Kind, Pass, with_passes
 from .rule import NO_HEADS, PARAMETERS, Quantising, decided, low_of, result_of
 from .said import (
@@ -94,27 +96,26 @@ class Float8(Quantising):
         ]
         fn = bilinear(site.primitive, site.params, moving=0)
         result = _product_dtype(out)
+        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        roundings = tuple(
+            AsFloat8(fmt._replace(axes=one.summed if by_row else None))
+            for fmt, one in zip(formats, axes, strict=True)
+        )
 
-        def forward(lhs, rhs):
-            return cast(fn(lhs, rhs, by_scales(formats, by_row, result)), out)
-
-        def keep(lhs, rhs):
-            return quantised(lhs, formats[0]), quantised(rhs, formats[1])
-
-        def forward_of_kept(lhs, rhs, *kept):
+        def forward(lhs, rhs, *alone):
             del lhs, rhs
-            left, left_scale, right, right_scale = kept
-            made = fn(left, right, as_it_is(result))
-            # One scalar, which the kernel multiplies with for nothing.
-            return cast(made * (left_scale * right_scale).astype(result), out)
+            left, right = alone
+            made = fn(left.values, right.values, as_it_is(result))
+            scales = (
+                onto_result(x.scale, one, made.ndim)
+                for x, one in zip(alone, axes, strict=True)
+            )
+            return cast(rescaled(made, *scales), out)
 
-        if "kept" in kinds:
-            bind = with_passes(forward_of_kept, gradients, keep)
-        else:
-            bind = with_passes(forward, gradients)
+        bind = with_passes(forward, gradients, roundings)
         scales = f"{self.granularity} x {self.granularity}"
         eight_bits = EightBits(scales, _RUNS)
-        return decided(site, self._why(site, kinds), bind, eight_bits)
+        return decided(site, self._why(site, kinds), bind, eight_bits, roundings)
 
     def _format(self, dtype: DType) -> Format:
         return Format(dtype, power_of_two=self.power_of_two)

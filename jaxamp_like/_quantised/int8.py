@@ -1,6 +1,6 @@
 """`int8`: contractions of int8 operands, with gradients in the compute dtype."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from .._dtypes import cast
 from .._primitives.contractions import summed_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .axes import axes_of, onto_result
+from .alone import AsInt8
+from .axes import Axes, axes_of, onto_result
 from .bilinear import as_it_is, bilinear
-from .integers import MOST_TERMS, Integers, rounded
+from .integers import MOST_TERMS
 from .migration import migrated, pairs_of
 from .passes import Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
@@ -56,52 +57,56 @@ class Int8(Quantising):
             Pass(bilinear(site.primitive, site.params, moving=i), "compute", low)
             for i in (0, 1)
         ]
-        make = self._weight_only if self.weight_only else self._both
-        bind = with_passes(make(site), gradients)
-        return decided(site, self._why(site), bind, self._eight_bits(site))
-
-    def _both(self, site: Site) -> Callable[..., Any]:
-        fn = bilinear(site.primitive, site.params, moving=0)
-        out, weight = result_of(site), weight_side(site)
-        migrates = self.migration is not None and pairs_of(site.params) is not None
-
-        def forward(*operands):
-            if migrates:
-                operands = migrated(operands, site.params, weight, self.migration)
-            axes = axes_of(site.params, (operands[0].ndim, operands[1].ndim))
-            made = [
-                self._rounded(x, axes[i].summed, is_weight=i == weight)
-                for i, x in enumerate(operands)
-            ]
-            sums = fn(made[0].values, made[1].values, as_it_is(_INT32))
-            left, right = (
-                onto_result(x.multiplier, axes[i], sums.ndim)
-                for i, x in enumerate(made)
+        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        weight = weight_side(site)
+        both = [
+            AsInt8(
+                axes[i].summed,
+                self.epsilon,
+                None if i == weight else self.activation_max,
+                is_weight=i == weight,
             )
-            # To float32 first: of integers as such, a GPU has no convolution.
-            return cast(sums.astype(_FLOAT32) / (right * left), out)
+            for i in (0, 1)
+        ]
+        migrates = self.migration is not None and pairs_of(site.params) is not None
+        alone: list[AsInt8 | None] = [
+            None if migrates or (self.weight_only and i != weight) else both[i]
+            for i in (0, 1)
+        ]
+        if self.weight_only:
+            forward = self._weight_only(site, axes)
+        elif migrates:
+            forward = self._migrated(site, axes, both)
+        else:
+            forward = _integers(site, axes)
+        bind = with_passes(forward, gradients, alone)
+        return decided(site, self._why(site), bind, self._eight_bits(site), alone)
+
+    def _migrated(
+        self, site: Site, axes: Sequence[Axes], roundings: Sequence[AsInt8]
+    ) -> Callable[..., Any]:
+        contract, weight = _integers(site, axes), weight_side(site)
+
+        def forward(lhs, rhs, *_):
+            moved = migrated((lhs, rhs), site.params, weight, self.migration)
+            left, right = (how(x) for how, x in zip(roundings, moved, strict=True))
+            return contract(lhs, rhs, left, right)
 
         return forward
 
-    def _weight_only(self, site: Site) -> Callable[..., Any]:
+    def _weight_only(self, site: Site, axes: Sequence[Axes]) -> Callable[..., Any]:
         fn = bilinear(site.primitive, site.params, moving=0)
         low, out, weight = low_of(site), result_of(site), weight_side(site)
 
-        def forward(*operands):
-            axes = axes_of(site.params, (operands[0].ndim, operands[1].ndim))[weight]
-            made = self._rounded(operands[weight], axes.summed, is_weight=True)
-            values = [
-                made.values.astype(low) if i == weight else cast(x, low)
-                for i, x in enumerate(operands)
-            ]
-            sums = fn(values[0], values[1], as_it_is(_FLOAT32))
-            return cast(sums / onto_result(made.multiplier, axes, sums.ndim), out)
+        def forward(lhs, rhs, *alone):
+            made = alone[weight]
+            values = [cast(lhs, low), cast(rhs, low)]
+            values[weight] = made.values.astype(low)
+            sums = fn(*values, as_it_is(_FLOAT32))
+            multiplier = onto_result(made.multiplier, axes[weight], sums.ndim)
+            return cast(sums / multiplier, out)
 
         return forward
-
-    def _rounded(self, x: Any, axes: tuple[int, ...], is_weight: bool) -> Integers:
-        largest = None if is_weight else self.activation_max
-        return rounded(x, axes, self.epsilon, largest, is_weight)
 
     def _eight_bits(self, site: Site) -> EightBits:
         if self.weight_only:
@@ -125,6 +130,23 @@ class Int8(Quantising):
             has_pairs = pairs_of(site.params) is not None
             text += ", scales migrated" if has_pairs else ", no migration in groups"
         return f"{text}; gradients in {low}"
+
+
+def _integers(site: Site, axes: Sequence[Axes]) -> Callable[..., Any]:
+    """The contraction of operands that are integers, which adds up integers."""
+    fn, out = bilinear(site.primitive, site.params, moving=0), result_of(site)
+
+    def forward(lhs, rhs, *alone):
+        del lhs, rhs
+        sums = fn(alone[0].values, alone[1].values, as_it_is(_INT32))
+        left, right = (
+            onto_result(x.multiplier, one, sums.ndim)
+            for x, one in zip(alone, axes, strict=True)
+        )
+        # To float32 first: of integers as such, a GPU has no convolution.
+        return cast(sums.astype(_FLOAT32) / (right * left), out)
+
+    return forward
 
 
 def int8(

@@ -29,15 +29,15 @@ from .._jax import (
 def transposable(
     fn: Callable[..., Any], gradients: Sequence[Any]
 ) -> Callable[..., Any]:
-    """`fn(lhs, rhs)`, which is transposed as the contraction in the compute dtype.
+    """`fn(lhs, rhs, ...)`, transposed as the contraction in the compute dtype.
 
     By the passes `gradients`, one for each operand. `fn` is a program of its own, which
     JAX passes over where its result has no cotangent."""
     passes = tuple(dataclasses.replace(one, kind="compute") for one in gradients)
     program = jax.jit(fn)
 
-    def call(lhs, rhs):
-        return RESULT_OF.bind(program(lhs, rhs), lhs, rhs, passes=passes)
+    def call(lhs, rhs, *more):
+        return RESULT_OF.bind(program(lhs, rhs, *more), lhs, rhs, passes=passes)
 
     return call
 

@@ -17,7 +17,8 @@ from jax import lax
 
 from .._dtypes import DType, cast
 from .._errors import AmpError
-from .._jax import SymbolicZero, Zero, new_primitive, raw, trace
+from .._jax import SymbolicZero, Zero, is_of_jet, new_primitive, raw, trace
+from .alone import Rounding
 from .bilinear import (
     Bilinear,
     as_it_is,
@@ -84,43 +85,65 @@ class Pass:
 def with_passes(
     forward: Callable[..., Any],
     gradients: Sequence[Pass],
-    keep: Callable[..., Any] | None = None,
+    roundings: Sequence[Rounding | None],
 ) -> Callable[..., Any]:
     """`forward(lhs, rhs)`, with a derivative by `gradients`, one for each operand.
 
     Args:
-        forward: makes the result of both operands and of what `keep` made of them.
+        forward: makes the result of both operands, and of both as numbers of 8 bits.
         gradients: as linear functions of the operand, each, that read the other.
-        keep: maps the operands to what is kept of them for the backward pass, a
-            `Scaled` each. Without it, the operands are."""
+        roundings: of each operand, if it is rounded without a look at the other. What
+            they make is kept for the backward pass, if a gradient reads it.
+    Returns:
+        A function of both operands, and of what the roundings made of them `alone`
+        where that is known; `None` where not."""
+    keeps = any(made.kind == "kept" for made in gradients)
 
-    def kept_of(lhs, rhs):
-        return () if keep is None else jax.tree.leaves(keep(lhs, rhs))
+    def completed(operands, alone):
+        return [
+            how(x) if one is None and how is not None else one
+            for how, x, one in zip(roundings, operands, alone, strict=True)
+        ]
 
-    make = transposable(lambda *both: forward(*both, *kept_of(*both)), gradients)
+    def forward_of(lhs, rhs, *alone):
+        return forward(lhs, rhs, *completed((lhs, rhs), alone))
+
+    make = transposable(forward_of, gradients)
 
     @jax.custom_jvp
-    def contraction(lhs, rhs, *kept):
-        return forward(lhs, rhs, *kept) if kept else make(lhs, rhs)
+    def contraction(lhs, rhs, *alone):
+        is_derived = not any(one is None for one in alone)
+        return (forward if is_derived else make)(lhs, rhs, *alone)
 
     def jvp(primals, tangents):
-        primals = primals if primals[2:] else (*primals, *kept_of(*primals))
-        out = contraction(*primals)
+        both, alone = primals[:2], primals[2:]
+        alone = completed(both, alone) if keeps else alone
+        out = contraction(*both, *alone)
         moves = []
         for i, made in enumerate(gradients):
             if isinstance(tangents[i], SymbolicZero):
                 continue
-            other = primals[1 - i]
-            if made.kind == "kept":
-                other = primals[2 + 2 * (1 - i) : 4 + 2 * (1 - i)]
-            others = other if isinstance(other, tuple | list) else (other,)
+            others = alone[1 - i] if made.kind == "kept" else both[1 - i : 2 - i]
             move = _move_p.bind(tangents[i], *others, made=made)
             moves.append(cast(move, out.dtype))
         return out, functools.reduce(lax.add, moves)
 
     contraction.defjvp(jvp, symbolic_zeros=True)
 
-    return lambda *operands: contraction(*map(jnp.asarray, operands))
+    def bind(*operands, alone=(None, None)):
+        if any(map(is_of_jet, operands)):
+            raise AmpError(_NO_SERIES)
+        return contraction(*map(jnp.asarray, operands), *alone)
+
+    return bind
+
+
+_NO_SERIES = (
+    "`jet` takes the Taylor series of a contraction that a rule quantises. It goes by "
+    "no derivative rules but its own, and rounding has no series. Put `amp` around it, "
+    "`amp(lambda ...: jet(fn, ...))`, where its contractions are ordinary ones, or "
+    "what it is taken of under `amp_stop`."
+)
 
 
 # The primitive.

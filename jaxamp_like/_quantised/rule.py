@@ -27,6 +27,7 @@ from .._rules import (
     why_as_written,
 )
 from .._rules.computing import asks_for_wider_result
+from .alone import Alone, Rounding
 from .axes import sides
 from .weights import weight_side
 from .worth import WORTH_IT
@@ -188,9 +189,15 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
 
 
 def decided(
-    site: Site, why: str, bind: Callable[..., Any], eight_bits: EightBits
+    site: Site,
+    why: str,
+    bind: Callable[..., Any],
+    eight_bits: EightBits,
+    roundings: Sequence[Rounding | None] = (None, None),
 ) -> Decision:
+    """A contraction by `bind`; `roundings` are how it rounds operands by themselves."""
     outs = outs_of(site, result_of(site), Mark.LOW)
+    weight = weight_side(site)
     return Decision(
         reads_of(site),
         site.params,
@@ -199,6 +206,10 @@ def decided(
         bind,
         recasts=False,
         eight_bits=eight_bits,
+        alone=tuple(
+            Alone(how) if how is not None and i == weight else None
+            for i, how in enumerate(roundings)
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from .._primitives.matmul_precision import (
 )
 from .._rules import PLACING, Demand, Leaf, author_dtype
 from .._structural.kept import keep
+from .ahead import Rounded, inside, of_loop
 from .casts import attach, attach_moved, cast_of, settle
 from .islands import Region, as_island
 from .keeps import Keeps
@@ -58,6 +59,7 @@ class Frame:
         self.casts: dict[tuple[Any, DType], Any] = {}
         self.views = Views()
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
+        self.rounded: Rounded = {}  # weights rounded before a loop
         self.settled: frozenset[Any] = frozenset()  # see `Schedule`
         # A frame for other values, which holds on to nothing of this one.
         self.over = functools.partial(Frame, planner)
@@ -68,14 +70,16 @@ class Frame:
         consts: Sequence[Any],
         args: Sequence[Any],
         ahead: dict[tuple[Any, DType], Any] | None = None,
+        rounded: Rounded | None = None,
     ) -> list[Any]:
         """Binds a whole plan in a frame of its own; results in the dtypes they have.
 
-        `ahead` are casts of inputs that were made before a loop."""
+        `ahead` are casts of inputs that were made before a loop, and `rounded` weights
+        that were rounded there."""
         env = dict(zip(plan.constvars, consts, strict=True))
         env |= zip(plan.invars, args, strict=True)
         frame = self.over(env, self.keeps)
-        frame.ahead = ahead or {}
+        frame.ahead, frame.rounded = ahead or {}, rounded or {}
         units, unit_drops, frame.settled = plan.islands if self.is_lean else plan.plain
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.keeps == Keeps.MARKED:
@@ -92,23 +96,41 @@ class Frame:
         return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in outs]
 
     def close(
-        self, plan: Plan, jaxpr: Jaxpr, dtypes: tuple[DType | None, ...]
+        self,
+        plan: Plan,
+        jaxpr: Jaxpr,
+        dtypes: tuple[DType | None, ...],
+        rounded: Rounded | None = None,
     ) -> Jaxpr:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
-        Made once: JAX finds compiled code by the identity of inner jaxprs."""
+        Made once: JAX finds compiled code by the identity of inner jaxprs. But for one
+        that reads what was `rounded` before a loop, which becomes its constants."""
+
+        def rewritten(*args):
+            outs = self.run(plan, consts(jaxpr), args, rounded=rounded)
+            return cast_all(outs, dtypes)
+
+        avals: list[Any] = [
+            v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
+            for v, fact in zip(plan.invars, plan.ins, strict=True)
+        ]
+        if rounded:
+            return trace(rewritten, avals)
         key = (dtypes, self.keeps, setting())
         if key not in plan.closed:
-
-            def rewritten(*args):
-                return cast_all(self.run(plan, consts(jaxpr), args), dtypes)
-
-            avals: list[Any] = [
-                v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
-                for v, fact in zip(plan.invars, plan.ins, strict=True)
-            ]
             plan.closed[key] = trace(rewritten, avals)
         return plan.closed[key]
+
+    def rounded_in(self, step: Step) -> Rounded:
+        """What the program that a step holds reads, and a loop has rounded before."""
+        return inside(self.rounded, step)
+
+    def of_loop(
+        self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
+    ) -> tuple[Rounded, Rounded]:
+        """See `ahead.of_loop`."""
+        return of_loop(self, step, fixed, slices)
 
     @property
     def is_lean(self) -> bool:
@@ -200,7 +222,9 @@ class Frame:
         ]
         self.views.remember(step)
         if decision.bind is not None:
-            outs = decision.bind(*operands)
+            alone = tuple(self.rounded.get((step, i)) for i in range(len(operands)))
+            given = {"alone": alone} if any(x is not None for x in alone) else {}
+            outs = decision.bind(*operands, **given)
         else:
             is_low = any(
                 read is not None and read != v.aval.dtype
@@ -211,9 +235,8 @@ class Frame:
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.settled.intersection(eqn.outvars):
             low = step.found.compute_dtype or self.planner.compute_dtype
-            is_sum = (
-                eqn.primitive.name == "gather"
-            )  # of cotangents, and as wide in range
+            # What is looked up is read by all kinds of ops: a sum of cotangents.
+            is_sum = eqn.primitive.name == "gather"
             if not is_sum or has_range(low, outs[0].dtype):
                 outs = [settle(x, low) for x in outs]
         return _as_decided(step, outs)

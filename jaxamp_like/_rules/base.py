@@ -152,6 +152,8 @@ class Decision(NamedTuple):
     keeps: tuple[DType | None, ...] = ()  # operands that are kept so, not as read
     recasts: bool = True  # whether casts of inputs are made again in the backward pass
     eight_bits: EightBits | None = None  # of a contraction that is quantised
+    # Of each operand, how `bind` rounds it, if it is a weight and needs no other.
+    alone: tuple[Callable[[Any], Any] | None, ...] = ()
 
 
 def author_dtype(aval: Any) -> DType | None:
@@ -179,6 +181,11 @@ class Rule:
     def is_for(self, name: str) -> bool:
         """Whether it says anything of primitives called `name`, under a scope."""
         return True
+
+    @property
+    def parts(self) -> tuple["Rule", ...]:
+        """The rules that it may leave an equation to."""
+        return ()
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> "Rule":
         """The rule for an equation of which parameters and operands are known."""

@@ -116,6 +116,10 @@ class OfUnknownShapes(Rule):
     rule: Rule
 
     @property
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
+
+    @property
     def is_compute(self) -> bool:
         return self.rule.is_compute
 
@@ -126,4 +130,5 @@ class OfUnknownShapes(Rule):
         decision = self.rule.decide(site)
         as_low = site._replace(compute_dtype=jnp.dtype(jnp.bfloat16), by_scope=False)
         may_be_low = use_compute_precision.decide(as_low).reads != site.authors
-        return decision._replace(why=NO_ROW) if may_be_low else decision
+        why = f"{NO_ROW}; {decision.why}"
+        return decision._replace(why=why) if may_be_low else decision

@@ -26,6 +26,10 @@ class When(Rule):
     def is_for(self, name: str) -> bool:
         return self.rule.is_for(name) or self.otherwise.is_for(name)
 
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return self.rule, self.otherwise
+
     # These two are asked before anything is known of the operands.
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:

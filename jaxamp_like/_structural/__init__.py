@@ -25,21 +25,31 @@ from .mapped import bind_custom_vmap, bind_pmap, bind_shard_map
 from .pinned import bind_pinned, decide_pinned, no_bodies
 
 # A call that stays a call, and one in place of which what it holds is bound.
-_JIT = Handler(call_bodies, decide_jit, bind_jit, is_call=True, may_run_twice=True)
+_JIT = Handler(
+    call_bodies, decide_jit, bind_jit, is_call=True, may_run_twice=True, hands_on=True
+)
 _INLINE = Handler(
-    call_bodies, decide_inline, bind_inline, is_call=True, may_run_twice=True
+    call_bodies,
+    decide_inline,
+    bind_inline,
+    is_call=True,
+    may_run_twice=True,
+    hands_on=True,
 )
 
 STRUCTURAL: dict[str, Handler] = {
     "jit": _JIT,
     "pjit": _JIT,  # its name up to JAX 0.6
     **dict.fromkeys(
-        REMAT, Handler(call_bodies, decide_remat, bind_remat, is_call=True)
+        REMAT,
+        Handler(call_bodies, decide_remat, bind_remat, is_call=True, hands_on=True),
     ),
     **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _INLINE),
     "cond": Handler(cond_bodies, decide_cond, bind_cond),
-    "scan": Handler(scan_bodies, decide_scan, bind_scan),
-    "while": Handler(while_bodies, decide_while, bind_while),
+    "scan": Handler(scan_bodies, decide_scan, bind_scan, is_loop=True, hands_on=True),
+    "while": Handler(
+        while_bodies, decide_while, bind_while, is_loop=True, hands_on=True
+    ),
     "custom_jvp_call": Handler(
         call_bodies, decide_inline, bind_custom_jvp, is_call=True, may_run_twice=True
     ),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import DType, lowered
+from .._dtypes import DType, cast_all, lowered
 from .._jax import (
     Eqn,
     Jaxpr,
@@ -87,6 +87,14 @@ def decide_jit(planner: Any, eqn: Eqn, site: Site):
 
 
 def bind_jit(frame: Any, step: Any, operands: list[Any]):
+    # In a loop, what is read from outside of it has no place among the operands.
+    if frame.rounded_in(step):
+        return cast_all(bind_inline(frame, step, operands), now(step.decision.outs))
+    return bind_closed(frame, step, operands)
+
+
+def bind_closed(frame: Any, step: Any, operands: list[Any]):
+    """Binds an equation with the one program that it holds, as a parameter."""
     (inner,), eqn = step.inner, step.eqn
     closed = frame.close(inner, eqn.params["jaxpr"], now(step.decision.outs))
     with eqn_context(eqn):
@@ -138,9 +146,13 @@ def _kept_low(fact: Fact | None, compute_dtype: DType) -> DType | None:
 def bind_remat(frame: Any, step: Any, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.keeps
     dtypes = now(step.decision.outs)
-    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes)
+    rounded = frame.rounded_in(step)
+    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes, rounded)
     body, values = open_jaxpr(closed)
-    params = eqn.params | {"jaxpr": body}
+    prevent_cse = eqn.params["prevent_cse"]
+    if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
+        prevent_cse = (any(prevent_cse),) * len(values) + prevent_cse
+    params = eqn.params | {"jaxpr": body, "prevent_cse": prevent_cse}
     if keeps:
         # Only what is run again must not be merged with the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
@@ -160,4 +172,5 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
 def bind_inline(frame: Any, step: Any, operands: list[Any]):
     (inner,), (jaxpr,) = step.inner, subjaxprs(step.eqn.params)
     with eqn_context(step.eqn):
-        return frame.run(inner, consts(jaxpr), operands)
+        rounded = frame.rounded_in(step)
+        return frame.run(inner, consts(jaxpr), operands, rounded=rounded)

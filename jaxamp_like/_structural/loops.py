@@ -13,6 +13,7 @@ from .._jax import (
     consts,
     eqn_context,
     raw,
+    run_jaxpr,
     scan_arity,
 )
 from .._primitives import VIEWS
@@ -32,7 +33,7 @@ from .base import (
     now,
     outside,
 )
-from .calls import bind_jit
+from .calls import bind_closed
 from .kept import is_kept, keep, save_marked
 
 
@@ -203,50 +204,84 @@ def _holds_remat(plan: Any) -> bool:
 
 
 def bind_scan(frame: Any, step: Any, operands: list[Any]):
-    """Binds a scan; the casts of parameters that every iteration reads come first.
+    """Binds a scan; what all iterations read of parameters comes first.
 
-    They are made before the loop, and made again before the loop of the backward pass:
+    Weights of 8 bits are rounded before the loop, the slices of a stack together. Casts
+    are made before the loop, and made again before the loop of the backward pass:
     neither once an iteration nor kept in between. Such a loop is made by `lax.scan`,
-    since the low values are new constants of its body. The policy of the checkpoint
-    around it would overrule the author's checkpoints inside: there the casts stay in
-    the body."""
-    (inner,), eqn, frame = step.inner, step.eqn, frame.in_loop()
+    since there are new constants of its body. The policy of the checkpoint around casts
+    would overrule the author's checkpoints inside: there they stay in the body."""
+    (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
     num_consts, num_carry = scan_arity(eqn)
+    first = num_consts + num_carry
     places = {var: i for i, var in enumerate(inner.invars[:num_consts])}
     casts = frame.recast_roots(inner)
     ahead = [cast for cast in casts if cast[0] in places]
-    if not ahead or eqn.effects or _holds_remat(inner):
-        return bind_jit(frame, step, operands)
-    is_lean, frame = frame.is_lean, frame.under_policy()
+    if eqn.effects or _holds_remat(inner):
+        ahead = []
+    fixed = dict(zip(places, operands[:num_consts], strict=True))
+    slices = dict(zip(inner.invars[first:], operands[first:], strict=True))
+    rounded, stacks = ({}, {}) if eqn.effects else outer.of_loop(step, fixed, slices)
+    if not ahead and not rounded and not stacks:
+        return bind_closed(frame, step, operands)
+    is_lean, frame = frame.is_lean, frame.under_policy() if ahead else frame
     dtypes = now(step.decision.outs)
 
-    def loop(operands):
+    def loop(operands, rounded, stacks):
         fixed, rest = operands[:num_consts], operands[num_consts:]
         low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
 
         def body(carry, xs):
+            xs, slices = xs
             jaxpr = eqn.params["jaxpr"]
-            # Without a mark, JAX would run the loop again to have what it carries.
-            carry = list(map(keep, carry))
-            outs = frame.run(inner, consts(jaxpr), [*fixed, *carry, *xs], low)
+            if ahead:
+                # Without a mark, JAX would run the loop again to have what it carries.
+                carry = list(map(keep, carry))
+            numbers = {**rounded, **dict(zip(stacks, slices, strict=True))}
+            args = [*fixed, *carry, *xs]
+            outs = frame.run(inner, consts(jaxpr), args, low, numbers)
             outs = cast_all(outs, dtypes)
             return outs[:num_carry], outs[num_carry:]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, rest[:num_carry], rest[num_carry:], **options)
+        xs = rest[num_carry:], list(stacks.values())
+        carry, ys = lax.scan(body, rest[:num_carry], xs, **options)
         return [*carry, *ys]
 
     with eqn_context(eqn):
+        if not ahead:
+            return loop(operands, rounded, stacks)
         policy = save_marked if is_lean else _save_all_but_casts(casts)
-        return jax.checkpoint(loop, policy=policy, prevent_cse=False)(operands)
+
+        def flat(operands, *values):
+            pairs = zip((rounded, stacks), values, strict=True)
+            return loop(operands, *(dict(zip(x, y, strict=True)) for x, y in pairs))
+
+        values = list(rounded.values()), list(stacks.values())
+        return jax.checkpoint(flat, policy=policy, prevent_cse=False)(operands, *values)
 
 
 def bind_while(frame: Any, step: Any, operands: list[Any]):
-    (cond, body), frame = step.inner, frame.in_loop()
-    params = step.eqn.params
-    new = {
-        "cond_jaxpr": frame.close(cond, params["cond_jaxpr"], (None,)),
-        "body_jaxpr": frame.close(body, params["body_jaxpr"], now(step.decision.outs)),
-    }
-    with eqn_context(step.eqn):
-        return step.eqn.primitive.bind(*operands, **params | new)
+    (cond, body), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
+    params, dtypes = eqn.params, now(step.decision.outs)
+    closed = frame.close(cond, params["cond_jaxpr"], (None,))
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    for_cond, rest = operands[:num_cond], operands[num_cond:]
+    fixed = dict(zip(body.invars, rest[:num_body], strict=False))
+    rounded = {} if eqn.effects else outer.of_loop(step, fixed, {})[0]
+    if not rounded:
+        jaxpr = frame.close(body, params["body_jaxpr"], dtypes)
+        new = {"cond_jaxpr": closed, "body_jaxpr": jaxpr}
+        with eqn_context(eqn):
+            return eqn.primitive.bind(*operands, **params | new)
+
+    def goes_on(carry):
+        return run_jaxpr(closed, [*for_cond, *carry])[0]
+
+    def iterate(carry):
+        args = [*rest[:num_body], *carry]
+        outs = frame.run(body, consts(params["body_jaxpr"]), args, rounded=rounded)
+        return cast_all(outs, dtypes)
+
+    with eqn_context(eqn):
+        return lax.while_loop(goes_on, iterate, rest[num_body:])

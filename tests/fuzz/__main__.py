@@ -35,6 +35,9 @@ def main() -> int:
         "--every", type=int, default=0, help="cases to a line of the log"
     )
     parser.add_argument("--resume", action="store_true", help="after what the log has")
+    parser.add_argument(
+        "--quantised", action="store_true", help="policies that quantise alone"
+    )
     given = parser.parse_args()
     return run(Options(**vars(given)))
 

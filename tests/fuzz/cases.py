@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import runtime
+from . import quantised, runtime
 from .generate import make_program
 from .programs import Program
 
@@ -62,7 +62,7 @@ _CONTRACTIONS = (
 
 # Weight, code of a policy, and what its error is held against: `contractions`, `all`
 # (whatever is computed may be rounded), `asked` (a rule may make low whatever there is,
-# also what is only moved) or `none` (nothing changes).
+# also what is only moved), `none` (nothing changes) or `quantised` (see that module).
 _POLICIES: list[tuple[float, str, str]] = [
     (6.0, "default_amp_policy", "default"),
     (3.0, _CONTRACTIONS, "contractions"),
@@ -239,19 +239,20 @@ def _helpers(source: str) -> list[str]:
     return [code for name, code in functions.items() if name in needed]
 
 
-def make_case(seed: int) -> Case:
-    """The case of a seed.
+def make_case(seed: int, quantises: bool = False) -> Case:
+    """The case of a seed; of one of a policy that `quantises`, if so.
 
     Seeds in a row share a program: see `make_cases`."""
-    return make_cases(seed // SHARED)[seed % SHARED]
+    return make_cases(seed // SHARED, quantises)[seed % SHARED]
 
 
 @functools.lru_cache(maxsize=4)
-def make_cases(number: int) -> tuple[Case, ...]:
+def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
     """A program, with each of a few policies under each of a few transforms.
 
     Most of what a case takes is found out of the program, of its transforms as written
-    or of what `amp` makes of it alone, and serves several cases."""
+    or of what `amp` makes of it alone, and serves several cases. Of every fourth
+    program one policy quantises; all of them, if `quantises`."""
     rng = random.Random(number)
     transforms = make_transforms(rng)
     reverse = is_reverse(transforms)
@@ -261,6 +262,10 @@ def make_cases(number: int) -> tuple[Case, ...]:
         policy = make_policy(rng, program)
         if policy not in policies:
             policies.append(policy)
+    own = random.Random(f"quantised {number}")  # the others stay what they were
+    if quantises or own.random() < 0.25:
+        for i in range(POLICIES) if quantises else [POLICIES - 1]:
+            policies[i] = make_quantising_policy(own, program)
     config = rng.random()
     cases: list[Case] = []
     while len(cases) < SHARED:
@@ -335,6 +340,15 @@ def make_policy(rng: random.Random, program: Program) -> tuple[str, str, str, bo
         policy = f"{policy} | {{{rows}}}"
         oracle = "asked"
     return dtype, policy, oracle, lean
+
+
+def make_quantising_policy(
+    rng: random.Random, program: Program
+) -> tuple[str, str, str, bool]:
+    dtype = rng.choice(["bfloat16", "bfloat16", "float16"])
+    scopes = sorted(scopes_of(program) - {"amp_stop"})
+    policy = quantised.make_policy(rng, scopes)
+    return dtype, policy, "quantised", rng.random() < 0.25
 
 
 def scopes_of(program: Program) -> set[str]:

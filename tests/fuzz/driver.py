@@ -44,6 +44,7 @@ class Options:
     stop: bool = False
     every: int = 0
     resume: bool = False
+    quantised: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _one_of(given: tuple[int, Options]) -> Told:
 
 
 def _one(seed: int, options: Options) -> Told:
-    case = make_case(seed)
+    case = make_case(seed, options.quantised)
     compiled = (seed * 2654435761 % 10_000) < 10_000 * options.compiled
     outcome = check(case, compiled=compiled)
     if seed % SHARED == SHARED - 1:

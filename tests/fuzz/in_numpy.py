@@ -45,7 +45,9 @@ def _dot_general(eqn: Any) -> Callable[..., Array]:
 
     def apply(x, y):
         out = preferred or np.result_type(x.dtype, y.dtype)
-        wide = np.result_type(np.float32, x.dtype, y.dtype) if _is_real(x) else x.dtype
+        # Formats of 8 bits have no common dtype; sums of integers have the result's.
+        dtypes = [np.float32 if z.dtype.itemsize == 1 else z.dtype for z in (x, y)]
+        wide = np.result_type(np.float32, *dtypes) if _is_real(x) else np.dtype(out)
         a = x.transpose(x_axes).astype(wide).reshape(x_matrix)
         b = y.transpose(y_axes).astype(wide).reshape(y_matrix)
         return np.matmul(a, b).reshape(shape).astype(out)
@@ -249,7 +251,9 @@ VERSIONS: dict[str, Callable[..., Array]] = {
     "div": _div,
     "mul": _mul,
     "integer_pow": _integer_pow,
-    "reshape": lambda x, *, new_sizes, **_: np.reshape(x, new_sizes),
+    "reshape": lambda x, *, new_sizes, dimensions=None, **_: np.reshape(
+        x if dimensions is None else np.transpose(x, dimensions), new_sizes
+    ),
     "squeeze": lambda x, *, dimensions: np.reshape(
         x, [n for i, n in enumerate(x.shape) if i not in dimensions]
     ),

@@ -12,6 +12,8 @@ from jax import lax
 from .code import CONTRACTIONS, is_contraction
 from .oracle import scan_counts
 
+SOLVER = "solver"
+
 
 class Contents:
     """Every equation of a program, at any depth, and what there is among them."""
@@ -51,7 +53,21 @@ def _equations(jaxpr: Any, inside: tuple[str, ...]) -> Iterator[tuple[Any, Any]]
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, inside
         for program in _programs(eqn):
-            yield from _equations(program, (*inside, eqn.primitive.name))
+            yield from _equations(program, (*inside, _kind(eqn)))
+
+
+def _kind(eqn: Any) -> str:
+    """The primitive; of a scan that a `cond` may end early, and is said to, another."""
+    name = eqn.primitive.name
+    if name == "scan" and "amp_solver" in str(eqn.source_info.name_stack):
+        if any(inner.primitive.name == "cond" for inner, _ in _inner_equations(eqn)):
+            return SOLVER
+    return name
+
+
+def _inner_equations(eqn: Any) -> Iterator[tuple[Any, Any]]:
+    for program in _programs(eqn):
+        yield from _equations(program, ())
 
 
 def _programs(eqn: Any) -> list[Any]:
@@ -95,7 +111,7 @@ def lost(plain: Contents, mixed: Contents) -> str | None:
 
 # Their bodies are another's contract, or stay as written for the sake of their end.
 _AS_WRITTEN = frozenset(
-    """while custom_linear_solve linear_call custom_vmap_call pure_callback
+    f"""{SOLVER} while custom_linear_solve linear_call custom_vmap_call pure_callback
     custom_vjp_call reduce reduce_window""".split()
 )
 
@@ -151,9 +167,18 @@ def _reached(jaxpr: Any, variables: Any) -> set[Any]:
             for i, atom in enumerate(eqn.invars)
             if not hasattr(atom, "val") and atom in found
         ]
-        if ins and eqn.primitive.name not in CONTRACTIONS:
+        if ins and not _contracts(eqn):
             found.update(_reached_outside(eqn, ins))
     return found
+
+
+def _contracts(eqn: Any) -> bool:
+    """Whether an equation is a contraction, perhaps with roundings to 8 bits.
+
+    Scales are made of operands too, and add nothing to them."""
+    inner = (e for p in _programs(eqn) for e in getattr(p, "jaxpr", p).eqns)
+    is_quantised = any(e.primitive.name == "amp_result_8bit" for e in inner)
+    return is_quantised or eqn.primitive.name in CONTRACTIONS
 
 
 def _reached_outside(eqn: Any, ins: Any) -> Iterator[Any]:

@@ -76,6 +76,9 @@ class OpNumerics:
         smallest: the smallest that is not zero; 0 if there is none.
         nonfinite: the share of inf and NaN in what it made.
         lost: the share that is zero here, and not in the author's dtypes.
+        clipped: where an operand of a contraction is rounded to 8 bits: the share that
+            its scale brings beyond the format's largest number.
+        flushed: there, the share that becomes zero.
         written_largest: as `largest`, in the author's dtypes.
         written_smallest: as `smallest`, in the author's dtypes.
         histogram: for each binary exponent, the share of magnitudes (in the author's
@@ -106,6 +109,8 @@ class OpNumerics:
     smallest: Annotated[float, Column("smallest", "short", 50, terminal=True)]
     nonfinite: Annotated[float, Column("not finite", "share", 50)]
     lost: float
+    clipped: Annotated[float, Column("clipped to 8 bits", "share", 53)]
+    flushed: Annotated[float, Column("flushed by 8 bits", "share", 53)]
     written_largest: float
     written_smallest: float
     histogram: Mapping[int, float]
@@ -149,6 +154,8 @@ class ScopeNumerics:
         smallest: the smallest that is not zero; 0 if there is none.
         nonfinite: how many made inf or NaN of what was not.
         vanished: the largest share that one of them lost; see `OpNumerics`.
+        clipped: the largest share that one of them clipped, rounding to 8 bits.
+        flushed: the largest share that one of them made zero there.
         error: the largest error of one of them.
         overflow: for each format, the largest share beyond its largest number.
         underflow: for each format, the largest share that would become zero."""
@@ -159,6 +166,8 @@ class ScopeNumerics:
     smallest: Annotated[float, Column("smallest", "short", 50, terminal=True)]
     nonfinite: Annotated[int, Column("made inf or NaN", "number", 51)]
     vanished: Annotated[float, Column("vanished", "share", 52)]
+    clipped: Annotated[float, Column("clipped to 8 bits", "share", 53)]
+    flushed: Annotated[float, Column("flushed by 8 bits", "share", 53)]
     error: Annotated[float, Column("error", "short", 54, terminal=True)]
     overflow: Annotated[Shares, Column("beyond {}", "share", 60, keys=FORMATS)]
     underflow: Annotated[Shares, Column("below {}", "share", 60, keys=FORMATS)]
@@ -178,6 +187,8 @@ def _scope_numerics(scope: str, ops: list[OpNumerics]) -> ScopeNumerics:
         smallest=min((op.smallest for op in ops if op.smallest), default=0.0),
         nonfinite=sum(op.made_nonfinite is not None for op in ops),
         vanished=max(op.vanished for op in ops),
+        clipped=max(op.clipped for op in ops),
+        flushed=max(op.flushed for op in ops),
         error=max(op.error for op in ops),
         overflow={f: max(op.overflow[f] for op in ops) for f in formats},
         underflow={f: max(op.underflow[f] for op in ops) for f in formats},

@@ -14,7 +14,7 @@ from ..._jax import Eqn, Jaxpr, Literal, consts, is_array_aval, raw, subjaxprs
 from ..._rewrite.plan import Step
 from ..._structural import CALLS
 from .. import walk
-from . import pairs as p
+from . import pairs as p, rounding
 from .blocks import Block, Found, Loop, Path, Seen, Where
 from .compiled import OPTIONS, Memory, evaluated, joined
 from .loops import HANDLERS, ONE_BY_ONE
@@ -139,6 +139,7 @@ class Interpreter:
             if result is not None:
                 return result
         bare = [self.joined(pair) for pair in bare]
+        shares = rounding.shares(eqn, where.at, bare)
         if name in HANDLERS:
             handle = functools.partial(HANDLERS[name], self, eqn, where)
             if block.compiled:
@@ -152,7 +153,7 @@ class Interpreter:
         if p.keeps_magnitudes(eqn, role):
             outs = p.with_measures(operands, outs)
         if not p.is_move(eqn):
-            outs = self._measured(eqn, operands, outs, where)
+            outs = self._measured(eqn, operands, outs, where, shares)
         return outs, {}
 
     def joined(self, value: Value) -> Pair:
@@ -169,11 +170,18 @@ class Interpreter:
         return whole
 
     def _measured(
-        self, eqn: Eqn, operands: list[Pair], outs: list[Pair], where: "Where"
+        self,
+        eqn: Eqn,
+        operands: list[Pair],
+        outs: list[Pair],
+        where: "Where",
+        shares: rounding.Shares | None,
     ) -> list[Pair]:
         block = where.block
         outs = [block.measure(out) for out in outs]
         floats = [out for out in outs if out.is_float]
+        if shares is not None:
+            floats = [rounding.told(out, shares) for out in floats]
         if floats:
             sizes = tuple(int(out.run.size) for out in floats)
             written = walk.dtype_names_of(out.exact for out in floats)

@@ -190,6 +190,8 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         smallest=_smallest(row.smallest),
         nonfinite=row.nonfinite / max(runs, 1),
         lost=row.lost / max(runs, 1),
+        clipped=row.clipped / max(runs, 1),
+        flushed=row.flushed / max(runs, 1),
         written_largest=largest,
         written_smallest=smallest,
         histogram=_by_exponent(counts),

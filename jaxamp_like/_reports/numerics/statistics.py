@@ -50,6 +50,8 @@ class Row(NamedTuple):
     exact_nonfinite: Any
     deviation: Any  # sum of |run - exact|
     magnitude: Any  # sum of |exact|
+    clipped: Any = 0.0  # of the operand, if it is rounded to 8 bits; see `rounding`
+    flushed: Any = 0.0
 
 
 _NUM_RANGE = 5  # columns that tell what an operand was like
@@ -60,10 +62,12 @@ _SUMS = (
     "gone",
     "lost",
     "exact_nonfinite",
+    "clipped",
+    "flushed",
     "deviation",
     "magnitude",
 )
-_SHARES = _SUMS[:6]
+_SHARES = _SUMS[:8]
 _LEAST = ("smallest", "exact_smallest")
 
 
@@ -120,7 +124,17 @@ def measure(
         reduced |= same | dict.fromkeys(
             ("gone", "lost", "deviation", "magnitude"), zero
         )
-    return jnp.stack(Row(**reduced)), _codes(run if exact is None else exact), scratch
+    none = dict.fromkeys(("clipped", "flushed"), jnp.zeros((), row_dtype()))
+    return (
+        jnp.stack(Row(**reduced, **none)),
+        _codes(run if exact is None else exact),
+        scratch,
+    )
+
+
+def rounded(row: Array, clipped: Any, flushed: Any) -> Array:
+    """A `Row` of what rounds its operand to 8 bits."""
+    return jnp.stack(Row(*row)._replace(clipped=clipped, flushed=flushed))
 
 
 def _of_elements(tiny: float, run: Array, exact: Array | None = None) -> dict[str, Any]:

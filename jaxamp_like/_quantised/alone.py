@@ -1,0 +1,78 @@
+"""How an operand becomes numbers of 8 bits, whatever it is contracted with.
+
+So it can be done once for many contractions: before a loop that reads a weight in each
+of its iterations. See `_rewrite.ahead`."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from .._jax import Zero, new_primitive, tangent_aval
+from .formats import Format, Scaled, quantised
+from .integers import Integers, rounded
+
+
+class AsFloat8(NamedTuple):
+    """Numbers of a format, and their scale."""
+
+    fmt: Format
+
+    def __call__(self, x: Any) -> Scaled:
+        return quantised(x, self.fmt)
+
+    @property
+    def makes(self) -> type[Scaled]:
+        return Scaled
+
+
+class AsInt8(NamedTuple):
+    """Integers, and the multipliers of their rows; see `rounded`."""
+
+    axes: tuple[int, ...]
+    epsilon: float
+    largest: float | None = None
+    is_weight: bool = False
+
+    def __call__(self, x: Any) -> Integers:
+        return rounded(x, *self)
+
+    @property
+    def makes(self) -> type[Integers]:
+        return Integers
+
+
+Rounding = AsFloat8 | AsInt8
+
+
+class Alone(NamedTuple):
+    """A rounding before the readers, which have derivatives of their own."""
+
+    how: Rounding
+
+    def __call__(self, x: Any) -> Any:
+        made = _made(CONSTANT.bind(x), self.how)
+        return jax.tree.map(CONSTANT.bind, made)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _made(x: Any, how: Rounding) -> Any:
+    return how(x)
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    del tangents
+    out = CONSTANT.bind(*primals)
+    return out, Zero(tangent_aval(out))
+
+
+CONSTANT = new_primitive(
+    "amp_constant",
+    compute=lambda x: x,
+    aval=lambda x: x,
+    jvp=_jvp,
+    # A transposed loop hands back 0 for its constants, but no symbol of it.
+    transpose=lambda ct, x: [Zero(x.aval)],
+    batch=lambda args, dims: (CONSTANT.bind(*args), dims[0]),
+)
+"""Its operand, of which no derivative is taken: around what has none."""

@@ -1,0 +1,199 @@
+"""Weights that are rounded before the loop that reads them.
+
+A rule that quantises rounds a weight by itself, whatever it is contracted with. Where
+all iterations of a loop read the same weight, it is rounded once, before the loop; the
+slices of a stack of weights, of which each iteration reads one, all together. What is
+not made here is rounded where it is read, to the same numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from .._jax import Literal, eqn_context, scan_arity
+from .._primitives import VIEWS
+from .plan import Plan, Step
+from .record import marked
+
+Frame = Any  # of `bind`, which builds on this module
+
+Path = tuple[Any, ...]
+"""Where a rounded operand is read: through which steps, of which one, as which operand.
+
+After a loop comes whether it is another one in each iteration."""
+
+Rounded = dict[Path, Any]
+
+# A copy of what is spread out would be larger than what it shows.
+_MOVES = VIEWS - {"broadcast_in_dim", "tile"}
+
+
+def inside(made: Rounded, first: Any) -> Rounded:
+    """What is read in the bodies of a step, by paths from there on."""
+    return {path[1:]: x for path, x in made.items() if path[0] is first}
+
+
+def of_loop(
+    frame: Frame, step: Step, fixed: Mapping[Any, Any], slices: Mapping[Any, Any]
+) -> tuple[Rounded, Rounded]:
+    """Weights that the last body of a loop reads, rounded: fixed ones, and slices.
+
+    Args:
+        frame: in which the loop is bound, and what was rounded before a loop around it.
+        step: of the loop.
+        fixed: values of inputs of the body that are the same in all iterations.
+        slices: stacks of those that are another in each."""
+    made = inside(frame.rounded, step)
+    made |= _of_loop(frame, step.inner[-1], fixed, slices, made)
+    return inside(made, False), inside(made, True)
+
+
+def _of_loop(
+    frame: Frame,
+    plan: Plan,
+    fixed: Mapping[Any, Any],
+    slices: Mapping[Any, Any],
+    done: Rounded,
+) -> Rounded:
+    made = _of_program(frame, plan, fixed, inside(done, False))
+    found = {(False, *path): x for path, x in made.items()}
+    slices = {v: x for v, x in slices.items() if plan.facts[v] and plan.facts[v].leaf}
+    if not slices:
+        return found
+    known = inside(done, False) | inside(done, True) | made
+    paths: list[Path] = []
+
+    def one(values: list[Any]) -> list[Any]:
+        values_of = {**fixed, **dict(zip(slices, values, strict=True))}
+        made = _of_program(frame, plan, values_of, known)
+        paths[:] = made
+        return list(made.values())
+
+    stacks = jax.vmap(one)(list(slices.values()))
+    return found | {(True, *p): x for p, x in zip(paths, stacks, strict=True)}
+
+
+def _of_program(
+    frame: Frame, plan: Plan, known: Mapping[Any, Any], done: Rounded
+) -> Rounded:
+    """What a program rounds of inputs whose values are known, where it is not done."""
+    values = _Values(frame, plan, known)
+    made: Rounded = {}
+    once: dict[Any, Any] = {}
+    for step in plan.steps:
+        for i, how in enumerate(step.decision.alone):
+            atom = step.eqn.invars[i]
+            if how is None or (step, i) in done or not values.has(atom):
+                continue
+            if (atom, how) not in once:
+                with marked(step), eqn_context(step.eqn):
+                    once[atom, how] = how(values.read(step, i))
+            made[step, i] = once[atom, how]
+        if _hands_on(step):
+            inner = _of_step(frame, step, values, inside(done, step))
+            made |= {(step, *path): x for path, x in inner.items()}
+    return made
+
+
+def _of_step(frame: Frame, step: Step, values: "_Values", done: Rounded) -> Rounded:
+    """The same of the program that a step holds: the last one, if it is a loop."""
+    eqn, plan = step.eqn, step.inner[-1]
+    assert step.handler is not None
+    known = values.handed_to(step)
+    if not known:
+        return {}
+    if not step.handler.is_loop:
+        return _of_program(frame, plan, known, done)
+    first = sum(scan_arity(eqn)) if eqn.primitive.name == "scan" else len(eqn.invars)
+    slices = {v: x for v, x in known.items() if _place(step, v) >= first}
+    fixed = {v: x for v, x in known.items() if v not in slices}
+    return _of_loop(frame, plan, fixed, slices, done)
+
+
+def _place(step: Step, var: Any) -> int:
+    """Which operand of a step an input of its program is."""
+    assert step.handler is not None
+    body = step.handler.bodies(step.eqn)[-1]
+    return body.ins[list(step.inner[-1].invars).index(var)]
+
+
+class _Values:
+    """Values of variables that are inputs of which the value is known, or show some."""
+
+    def __init__(self, frame: Frame, plan: Plan, known: Mapping[Any, Any]):
+        self.within = frame
+        self.frame = frame.over(dict(known))
+        self.makers = {v: s for s in plan.steps if _shows(s) for v in s.eqn.outvars}
+        self.calls: dict[Step, _Values] = {}
+        self.known = dict.fromkeys(known, True)
+
+    def has(self, atom: Any) -> bool:
+        if isinstance(atom, Literal):
+            return False
+        if atom not in self.known:
+            self.known[atom] = self._has(atom)
+        return self.known[atom]
+
+    def _has(self, atom: Any) -> bool:
+        if (step := self.makers.get(atom)) is None:
+            return False
+        if step.handler is not None:
+            return self._call(step).has(_result(step, atom))
+        operands = [x for x in step.eqn.invars if not isinstance(x, Literal)]
+        return bool(operands) and all(map(self.has, operands))
+
+    def read(self, step: Step, i: int) -> Any:
+        """An operand, in the dtype that its step reads it in."""
+        self._make(step.eqn.invars[i])
+        return self.frame.read(step.eqn.invars[i], step.decision.reads[i])
+
+    def handed_to(self, step: Step) -> dict[Any, Any]:
+        """Inputs of the program that a step holds, which are no carries of a loop."""
+        assert step.handler is not None
+        body = step.handler.bodies(step.eqn)[-1]
+        carried = {i for _, i in body.loop}
+        places = zip(step.inner[-1].invars, body.ins, strict=True)
+        return {
+            var: self.read(step, place)
+            for i, (var, place) in enumerate(places)
+            if i not in carried and self.has(step.eqn.invars[place])
+        }
+
+    def _call(self, step: Step) -> "_Values":
+        if step not in self.calls:
+            plan = step.inner[-1]
+            self.calls[step] = _Values(self.within, plan, self.handed_to(step))
+        return self.calls[step]
+
+    def _make(self, atom: Any) -> None:
+        if isinstance(atom, Literal) or atom in self.frame.env:
+            return
+        step = self.makers[atom]
+        if step.handler is not None:
+            self.frame.env[atom] = self._call(step).value(_result(step, atom))
+            return
+        for operand in step.eqn.invars:
+            self._make(operand)
+        with marked(step), eqn_context(step.eqn):
+            outs = self.frame.apply(step)
+        self.frame.env |= zip(step.eqn.outvars, outs, strict=True)
+
+    def value(self, atom: Any) -> Any:
+        self._make(atom)
+        return self.frame.env[atom]
+
+
+def _shows(step: Step) -> bool:
+    """Whether a step may show its operands: moves one, or hands some out of a call."""
+    if step.handler is None:
+        return step.eqn.primitive.name in _MOVES
+    return _hands_on(step) and not step.handler.is_loop
+
+
+def _hands_on(step: Step) -> bool:
+    is_known = step.handler is not None and step.handler.hands_on
+    return is_known and not step.eqn.effects
+
+
+def _result(step: Step, var: Any) -> Any:
+    return step.inner[-1].outvars[step.eqn.outvars.index(var)]

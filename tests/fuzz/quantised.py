@@ -1,0 +1,204 @@
+"""Policies that quantise, and what 8 bits should give: by plain formulas of NumPy.
+
+The formulas are those of the papers, not of the library: a scale from the largest
+magnitude, a division, a cast. An oracle rounds the operands of every contraction, also
+of those that a rule may leave alone, so it tells the most that rounding may cost."""
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .code import Step
+from .oracle import Rounding
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+_FLOAT8 = [
+    'grad_dtype="float8_e4m3fn"',
+    'weight_gradient="compute"',
+    'granularity="row"',
+    'keep="compute"',
+    "power_of_two=False",
+]
+_INT8 = ["weight_only=True", "migration=0.5", "epsilon=0"]
+_BOTH = ["parameters_only=False", "leave=()"]
+
+
+def make_rule(rng: random.Random) -> str:
+    """The code of a rule that quantises contractions of any size."""
+    name, own = rng.choice([("float8", _FLOAT8), ("int8", _INT8)])
+    chosen = [rng.choice(own)] if rng.random() < 0.5 else []
+    if any("weight_only" in one for one in chosen):
+        name = "int8"
+    chosen += [one for one in _BOTH if rng.random() < 0.5]
+    return f"{name}({', '.join(['where=None', *chosen])})"
+
+
+def make_policy(rng: random.Random, scopes: list[str]) -> str:
+    """The code of a policy that quantises: everywhere, or in some scopes."""
+    if not scopes or rng.random() < 0.6:
+        return f"quantised({make_rule(rng)})"
+    base = rng.choice(["default_amp_policy", f"quantised({make_rule(rng)})"])
+    rows = [f"{scope!r}: {make_rule(rng)}" for scope in scopes if rng.random() < 0.8]
+    return f"{base} | {{{', '.join(rows)}}}"
+
+
+def oracles(settings: str, dtype: str) -> list[tuple[type[Rounding], str]]:
+    """The oracles of a policy, by the rules in its code.
+
+    The backward pass has a format of its own, and JAX has no name for it in forward
+    mode, so there is one for each format."""
+    kinds: list[type[Rounding]] = []
+    if "float8(" in settings:
+        kinds += [E4M3ByTensor, E5M2ByTensor]
+        if 'granularity="row"' in settings:
+            kinds += [E4M3ByRow, E5M2ByRow]
+    if "int8(" in settings:
+        kinds += [Int8]
+        if "migration" in settings:
+            kinds += [Int8Migrated]
+    return [(kind, dtype) for kind in kinds]
+
+
+def summed(step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of both operands that a contraction sums over."""
+    numbers = step.eqn.params["dimension_numbers"]
+    if step.name == "dot_general":
+        (lhs, rhs), _ = numbers
+        return tuple(lhs), tuple(rhs)
+    (example, *inside), (_, *filters), _ = numbers
+    del example
+    return tuple(inside), tuple(filters)
+
+
+def _np(x: Any) -> Any:
+    return jnp if isinstance(x, jax.core.Tracer) else np
+
+
+def _largest(x: Any, axes: Any) -> Any:
+    xp = _np(x)
+    return xp.max(xp.abs(x), axis=axes, keepdims=True, initial=0.0)
+
+
+def as_float8(x: Any, axes: Any, dtype: str) -> Any:
+    """`x` rounded to a float8 format, by the power of two above its exact scale."""
+    xp, largest = _np(x), float(jnp.finfo(dtype).max)
+    amax = _largest(x, axes)
+    known = xp.isfinite(amax) & (amax > 0)
+    exact = xp.where(known, amax, largest).astype(np.float32) / np.float32(largest)
+    mantissa, exponent = xp.frexp(xp.clip(exact, 2.0**-112, 2.0**126))
+    exponent = xp.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = xp.ldexp(xp.ones_like(exact), exponent)
+    y = xp.where(xp.isinf(x), np.float32(np.nan), x / scale)
+    y = xp.clip(y, np.float32(-largest), np.float32(largest))
+    return (y.astype(jnp.dtype(dtype)).astype(np.float32) * scale).astype(np.float32)
+
+
+def as_int8(x: Any, axes: Any) -> Any:
+    """`x` as integers up to 127, by the largest magnitude of each row."""
+    xp = _np(x)
+    top = _largest(x, axes) + np.float32(1e-7)
+    step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(127)
+    return (xp.clip(xp.rint(x / step), -127, 127) * step).astype(np.float32)
+
+
+_FLOATS = [np.dtype(np.float32), np.dtype(np.float16), jnp.dtype(jnp.bfloat16)]
+
+
+class Quantising(Rounding):
+    """Rounds operands of contractions to 8 bits, and their results."""
+
+    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def apply(self, step: Step, args: list[Any]) -> Any:
+        in_8_bits = step.name in ("dot_general", "conv_general_dilated")
+        is_float = all(getattr(x, "dtype", None) in _FLOATS for x in args)
+        if not (self.is_rounded(step) and in_8_bits and is_float):
+            return super().apply(step, args)
+        with np.errstate(all="ignore"):
+            moved = [self.moved(x.astype(np.float32)) for x in args]
+            made = self.quantised(step, moved)
+            made = [x.astype(arg.dtype) for x, arg in zip(made, args, strict=True)]
+        outs = super(Rounding, self).apply(step, made)
+        return [self.round(self._bfloat16(x)) for x in outs]
+
+    size = 0.0  # of a unit in the last place, by the number or the largest
+
+    def moved(self, x: Any) -> Any:
+        """`x`, if there is a seed by up to a unit of 8 bits."""
+        if self.rng is None or isinstance(x, jax.core.Tracer):
+            return x
+        shift = self.rng.uniform(-self.size, self.size, np.shape(x))
+        return np.asarray(x * (1 + shift.astype(np.float32)))
+
+    @staticmethod
+    def _bfloat16(x: Any) -> Any:
+        # Products of 8 bits are made in it, whatever the compute dtype.
+        if getattr(x, "dtype", None) != np.float32:
+            return x
+        with np.errstate(over="ignore"):
+            return x.astype(jnp.bfloat16).astype(np.float32)
+
+
+class E4M3ByTensor(Quantising):
+    format, by_row, size = E4M3, False, 2.0**-3
+
+    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
+        axes = summed(step) if self.by_row else (None, None)
+        return [as_float8(x, a, self.format) for x, a in zip(args, axes, strict=True)]
+
+
+class E5M2ByTensor(E4M3ByTensor):
+    format, size = E5M2, 2.0**-2
+
+
+class E4M3ByRow(E4M3ByTensor):
+    by_row = True
+
+
+class E5M2ByRow(E5M2ByTensor):
+    by_row = True
+
+
+class Int8(Quantising):
+    size = 2.0**-7
+
+    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
+        return [as_int8(x, a) for x, a in zip(args, summed(step), strict=True)]
+
+
+class Int8Migrated(Int8):
+    """Channels hand their range on, half of what there is between both operands."""
+
+    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
+        if step.name != "dot_general":
+            return super().quantised(step, args)
+        lhs, rhs = args
+        xp = jnp if any(_np(x) is jnp for x in args) else np
+        left, right = summed(step)
+        # Channels first, in the same order on both sides.
+        moved = [
+            xp.moveaxis(x, a, range(len(a)))
+            for x, a in zip(args, (left, right), strict=True)
+        ]
+        tops = [_largest(x, tuple(range(len(left), x.ndim))) for x in moved]
+        tops = [top.reshape(top.shape[: len(left)]) for top in tops]
+        product = tops[0] * tops[1]
+        known = xp.isfinite(product) & (product > 0)
+        ratio = xp.where(known, tops[0], 1) / xp.where(known, tops[1], 1)
+        exponent = xp.clip(xp.ceil(xp.log2(ratio) / 2), -60, 60)
+        factor = xp.exp2(exponent).astype(np.float32)
+
+        def times(x, axes, factor):
+            shape = [1] * x.ndim
+            for i, axis in enumerate(axes):
+                shape[axis] = factor.shape[i]
+            order = np.argsort(axes)
+            return x * xp.transpose(factor, order).reshape(shape)
+
+        made = [times(lhs, left, 1 / factor), times(rhs, right, factor)]
+        return super().quantised(step, made)
