@@ -27,6 +27,7 @@ from .bilinear import (
     swapped,
     transposed,
 )
+from .constant import tied
 from .formats import Format, quantised, rescaled, round_up_to_power_of_two
 from .linear import transposable
 
@@ -123,7 +124,10 @@ def with_passes(
         for i, made in enumerate(gradients):
             if isinstance(tangents[i], SymbolicZero):
                 continue
-            others = alone[1 - i] if made.kind == "kept" else both[1 - i : 2 - i]
+            others = both[1 - i : 2 - i]
+            if made.kind == "kept":
+                numbers: Any = alone[1 - i]
+                others = numbers._replace(scale=tied(numbers.scale, *others))
             move = _move_p.bind(tangents[i], *others, made=made)
             moves.append(cast(move, out.dtype))
         return out, functools.reduce(lax.add, moves)
@@ -167,7 +171,7 @@ def _tangent(primals: Any, tangents: Any, made: Pass, is_zero: Any) -> Any:
     moves = []
     if not is_zero(tangents[0]):
         moves.append(_move_p.bind(tangents[0], *primals[1:], made=made))
-    if not is_zero(tangents[1]):
+    if not all(map(is_zero, tangents[1:])):
         if made.kind == "kept":
             raise AmpError(
                 "The contractions of a `float8` rule keep their operands in 8 bits, "
