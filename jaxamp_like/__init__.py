@@ -3,6 +3,7 @@
 The names here are those that most programs need. The others live in `rules`, `presets`,
 `scaling`, `reports` and `inference`; each of them can be imported from here too."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from . import (
@@ -77,8 +78,33 @@ __all__ = [
 ]
 
 
+# What others call them.
+_ELSEWHERE = {
+    "autocast": "amp",
+    "custom_fwd": "amp_stop",
+    "force_full_precision": "amp_stop",
+    "DTypePolicy": "Policy",
+    "DTypePolicyMap": "PolicyMap",
+    "set_dtype_policy": "set_global_policy",
+    "DynamicLossScale": "DynamicScalerState",
+    "DynamicLossScaler": "DynamicScalerState",
+    "DynamicLossScaling": "DynamicScalerState",
+    "DynamicScale": "DynamicScalerState",
+    "GradScaler": "enable_amp",
+    "LossScaleOptimizer": "loss_scale_optimizer",
+    "NoOpLossScale": "NoScaler",
+    "StaticLossScale": "static_scaler",
+    "convert_model": "convert",
+}
+
+
 def __getattr__(name: str) -> Any:
-    for home in (rules, presets, scaling, reports, inference):
+    homes = rules, presets, scaling, reports, inference
+    for home in homes:
         if name in home.__all__:
             return getattr(home, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    known = {*__all__}.union(*(home.__all__ for home in homes))
+    close = [_ELSEWHERE.get(name), *get_close_matches(name, known, 1)]
+    found = next(filter(None, close), None) if not name.startswith("_") else None
+    hint = f". Did you mean {found!r}?" if found else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

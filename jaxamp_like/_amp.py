@@ -20,7 +20,9 @@ from ._policies.mistakes import (
     is_lazy,
     lowers_nothing,
     naming_mistakes,
+    refuse_initialising,
     refuse_lazy_results,
+    refuse_unbound,
     refuse_what_cannot_be_rewritten,
     report_of_no_lowering,
 )
@@ -29,16 +31,16 @@ from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
 from ._rewrite.facts import input_fact
 from ._rewrite.keeps import Keeps
-from ._rewrite.plan import Plan
+from ._rewrite.plan import Plan, Step, steps_of
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.switch import is_amp_disabled
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
-from ._rewrite.unmatched import (
+from ._rewrite.unmatched import reports_of_unmatched_keys
+from ._rewrite.unquantised import (
     refuse_rules_with_state,
     report_of_few_quantised,
     report_of_nothing_quantised,
-    reports_of_unmatched_keys,
 )
 
 _P = ParamSpec("_P")
@@ -132,6 +134,8 @@ def amp(
             strict=strict,
             lean=lean,
         )
+    refuse_unbound(fn)
+    refuse_initialising(fn)
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
@@ -247,10 +251,11 @@ def run_by_plan(
     jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(input_fact(v.aval) for v in inner.invars))
-    _report_unused(planner, plan)
+    steps = list(steps_of(plan))
+    _report_unused(planner, plan, steps)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):
-        refuse_rules_with_state(plan)
+        refuse_rules_with_state(steps)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
         outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)
@@ -263,13 +268,14 @@ def _as_author(x: Any, aval: Any) -> Any:
     return cast_as(x, aval) if is_array_aval(aval) else x
 
 
-def _report_unused(planner: Planner, plan: Plan) -> None:
-    for report in reports_of_unmatched_keys(planner, plan):
-        warn_or_raise(report, planner.strict)
-    for report in reports_of_unknown_shapes(planner, plan):
-        warn_or_raise(report, planner.strict)
-    for report_of in (report_of_nothing_quantised, report_of_few_quantised):
-        if (report := report_of(plan)) is not None:
+def _report_unused(planner: Planner, plan: Plan, steps: list[Step]) -> None:
+    for report in (
+        *reports_of_unmatched_keys(planner, plan, steps),
+        *reports_of_unknown_shapes(planner, steps),
+        report_of_nothing_quantised(steps),
+        report_of_few_quantised(steps),
+    ):
+        if report is not None:
             warn_or_raise(report, planner.strict)
 
 

@@ -1,5 +1,6 @@
 """Floating dtypes: which may be lowered, what survives it, and the cast itself."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -41,6 +42,9 @@ def full_name(name: str) -> str:
     return SHORT_NAMES.get(name, name)
 
 
+_EIGHT_BITS = re.compile(r"(u?int|float|fp|mxfp)[48]\b")  # no compute dtypes
+
+
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """A hint at the one of the `known` that is closest to a misspelt `name`."""
     close = get_close_matches(str(name), [*known], 1)
@@ -57,6 +61,11 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
     if dtype is None or not is_float(dtype) or dtype.itemsize > 8:
         is_name = isinstance(value, str)
         hint = did_you_mean(value, (*NAMES, *SHORT_NAMES)) if is_name else ""
+        if _EIGHT_BITS.match(str(value)):
+            hint = (
+                " Contractions in 8 bits are a policy: "
+                "`amp_policy='float8_from_mixed_bfloat16'`, or 'int8_from_...'."
+            )
         raise TypeError(
             f"`{argument}` must be a floating dtype such as 'bfloat16', 'float16' or "
             f"'float32', but got {value!r}.{hint}"

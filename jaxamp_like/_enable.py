@@ -12,12 +12,16 @@ from ._amp import amp
 from ._errors import AmpWarning
 from ._loss_scale import loss_scale_optimizer
 from ._loss_scale.agree import AxisName
+from ._loss_scale.calls import SETTINGS, written_so
 from ._loss_scale.optimizer import LossScaleOptimizer
 from ._loss_scale.state import NoScaler, Scaler
 from ._policies.settings import PolicyLike, settings_of
 from ._rewrite.switch import is_amp_disabled
 
+_ELSEWHERE = SETTINGS | {"dtype": "compute_dtype", "policy": "amp_policy"}
 
+
+@written_so("enable_amp(loss_fn, optimizer, compute_dtype='float16')", _ELSEWHERE)
 def enable_amp(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -55,6 +59,11 @@ def enable_amp(
     Array([-1., -1.], dtype=float32)
 
     After TensorFlow's `enable_mixed_precision_graph_rewrite`."""
+    if hasattr(loss_fn, "update") and not hasattr(optimizer, "update"):
+        raise TypeError(
+            "`loss_fn` is an optimizer. The loss comes first: "
+            "`enable_amp(loss_fn, optimizer)`."
+        )
     narrow = settings_of(amp_policy, compute_dtype).compute_dtype == jnp.float16
     if isinstance(scaler, str) and scaler == "auto":
         scaler = "dynamic" if narrow else None

@@ -3,7 +3,9 @@
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -37,3 +39,17 @@ def warn_or_raise(message: str, strict: bool) -> None:
     if message not in _seen:
         _seen.add(message)
         warnings.warn(message, AmpWarning, _stack_level())
+
+
+def without_derivative(message: str) -> Callable[[Any], Any]:
+    """An identity (of a pytree): an `AmpError` where it is differentiated."""
+
+    @jax.custom_jvp
+    def identity(x: Any) -> Any:
+        return x
+
+    @identity.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise AmpError(message)
+
+    return identity

@@ -65,6 +65,15 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
         yield from (item for item in items if is_jaxpr(item))
 
 
+def holds(jaxpr: Jaxpr, primitive: Primitive) -> bool:
+    """Whether an equation of a program, at any depth, is one of `primitive`."""
+    return any(
+        eqn.primitive is primitive
+        or any(holds(inner, primitive) for inner in subjaxprs(eqn.params))
+        for eqn in raw(jaxpr).eqns
+    )
+
+
 def typeof(x: Any) -> Any:
     """The aval of a value (`jax.typeof` has a type without dtype and shape)."""
     return jax.typeof(x)
@@ -357,6 +366,23 @@ def scan_arity(eqn: Eqn) -> tuple[int, int]:
         for outer, inner in zip(eqn.invars, body.invars, strict=True)
     )
     return len(eqn.invars) - num_carry - num_xs, num_carry
+
+
+_Values = list[Any]
+
+
+def scan_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]:
+    """The constants, the carry and the `xs` among the operands of a scan."""
+    num_consts, num_carry = scan_arity(eqn)
+    first = num_consts + num_carry
+    return values[:num_consts], values[num_consts:first], values[first:]
+
+
+def while_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]:
+    """The constants of the test, those of the body and the carry of a `while`."""
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    return values[:first], values[first:last], values[last:]
 
 
 def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:

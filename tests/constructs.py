@@ -103,7 +103,7 @@ def default_args() -> tuple[Any, ...]:
 
 
 def arrays(*names: str) -> tuple[Any, ...]:
-    return tuple(jnp.asarray(values(name)) for name in names)
+    return tuple(jax.device_put(values(name)) for name in names)
 
 
 def construct(

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import jaxamp_like
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jaxamp_like"
+HOME = Path(jaxamp_like.__file__).parent
 GUIDE = ROOT / "CONTRIBUTING.md"
 _PICTURE = re.compile(r"```mermaid\n.*?```", re.DOTALL)
 
@@ -21,8 +24,7 @@ Graph = dict[str, set[str]]
 
 def modules() -> dict[str, Path]:
     """Every module of the package, by its dotted name without the package's."""
-    files = (ROOT / PACKAGE).rglob("*.py")
-    return {_name(file.relative_to(ROOT / PACKAGE)): file for file in files}
+    return {_name(file.relative_to(HOME)): file for file in HOME.rglob("*.py")}
 
 
 def _name(file: Path) -> str:

@@ -301,9 +301,9 @@ def test_a_while_loop_counts_its_largest():
     _, none = step(state, 0, w, X)
     assert_equal(none, state)
     out, state = step(state, 3, w, X)
-    assert jnp.allclose(out, 8 * X, rtol=0.1)
+    assert np.allclose(out, 8 * X, rtol=0.1)
     largest = 4 * jnp.max(abs(X)).astype("bfloat16").astype("float32")
-    assert jnp.allclose(state["dot_general/lhs"].history[0], largest, rtol=0.1)
+    assert np.allclose(state["dot_general/lhs"].history[0], largest, rtol=0.1)
 
 
 def test_a_while_loop_whose_condition_contracts():
@@ -400,7 +400,7 @@ def test_devices_of_a_shard_map_share_histories(check_vma):
     def check(made, alone):
         assert made.keys() == alone.keys()
         for key in made:
-            assert jnp.allclose(made[key].history, alone[key].history, rtol=0.1), key
+            assert np.allclose(made[key].history, alone[key].history, rtol=0.1), key
 
     def loss(ws, x):
         return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2)
@@ -409,7 +409,7 @@ def test_devices_of_a_shard_map_share_histories(check_vma):
     (value, grads), state = train(jax.value_and_grad(mean), LAYERS, X)
     (other, plain), alone = train(jax.value_and_grad(loss), LAYERS, X)
     check(state, alone)
-    assert jnp.allclose(value, other, rtol=0.01)
+    assert np.allclose(value, other, rtol=0.01)
     assert jnp.linalg.norm(grads - plain) < 0.1 * jnp.linalg.norm(plain)
 
     def uneven(w, x):
@@ -420,7 +420,7 @@ def test_devices_of_a_shard_map_share_histories(check_vma):
     w, x = 2 * jnp.eye(8), abs(X).at[2, 0].multiply(-1)
     made, state = train(over_devices(uneven, split), w, x)
     parts = [train(uneven, w, row[None]) for row in x]
-    assert jnp.allclose(made, jnp.concatenate([part for part, _ in parts]), rtol=0.2)
+    assert np.allclose(made, jnp.concatenate([part for part, _ in parts]), rtol=0.2)
     check(
         state,
         jax.tree.map(

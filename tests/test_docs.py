@@ -1,19 +1,30 @@
 """The code of the guides runs, and each row of the migration tables holds."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from jaxamp_like import set_global_policy
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 MIGRATION = (DOCS / "migration.md").read_text()
 SPAN = re.compile(r"`([^`]+)`")
 
 
+SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.M)
+
+
 def blocks(text):
-    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    """The Python of a page, with the files that it includes."""
+    found = re.findall(r"^( *)```python\n(.*?)^\1```", text, re.M | re.S)
+    included = lambda match: (ROOT / match[1]).read_text()  # noqa: E731
+    return [SNIPPET.sub(included, textwrap.dedent(block)) for _, block in found]
+
+
+GUIDES = [page for page in sorted(DOCS.rglob("*.md")) if blocks(page.read_text())]
 
 
 def tables(text):
@@ -41,9 +52,10 @@ def forget_global_policy():
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("guide", sorted(DOCS.glob("*.md")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda p: p.stem)
 def test_the_code_of_guides_runs(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the pages and plots go
+    monkeypatch.syspath_prepend(ROOT / "examples")  # what tutorials import
     names = {"__name__": "guide"}
     for block in blocks(guide.read_text()):
         exec(block, names)

@@ -487,7 +487,7 @@ def test_a_policy_that_changes_nothing(model):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("transform", (identity, nnx.jit), ids=("eager", "jit"))
+@pytest.mark.parametrize("transform", (nnx.jit, identity), ids=("jit", "eager"))
 def test_a_module_that_changes_is_changed_in_place(transform):
     """As a user calls it: no split and no merge."""
 
@@ -499,6 +499,6 @@ def test_a_module_that_changes_is_changed_in_place(transform):
     mean, count = model.batch_norm.mean[...], model.dropout.rngs.count[...]
     step(model, x)
     step(model, x)
-    assert not jnp.array_equal(model.batch_norm.mean[...], mean)
+    assert not np.array_equal(model.batch_norm.mean[...], mean)
     assert model.batch_norm.mean[...].dtype == jnp.float32
     assert model.dropout.rngs.count[...] == count + 2

@@ -176,16 +176,16 @@ def test_scaled_gradients_keep_what_the_loss_changes(make, redo, jit):
     state = high if redo else DynamicScalerState()
     state, (value, grads) = step(state, *ours, 4 * X)
     expected, wanted = jit(nnx.value_and_grad(loss))(*plain, 4 * X)
-    assert jnp.allclose(value, expected, rtol=1e-6)
+    assert np.allclose(value, expected, rtol=1e-6)
     got = jax.tree.leaves(grads)
     assert len(got) == 4
     for a, b in zip(got, jax.tree.leaves(wanted), strict=True):
-        assert jnp.allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-4)
     net, rngs, metric = ours
     # Of one try, however many there were.
     assert net.dropout.rngs.count[...] == rngs.noise.count[...] == 1
-    assert jnp.allclose(metric.compute(), expected, rtol=1e-6)
-    assert jnp.allclose(net.norm.mean[...], plain[0].norm.mean[...], rtol=1e-6)
+    assert np.allclose(metric.compute(), expected, rtol=1e-6)
+    assert np.allclose(net.norm.mean[...], plain[0].norm.mean[...], rtol=1e-6)
 
     before = bits(*ours)
     state, (value, _) = step(state, *ours, X.at[0, 0].set(jnp.nan))
@@ -201,7 +201,7 @@ def test_groups_have_one_change_of_state():
     wanted = nnx.grad(lambda net, x: (net(x) ** 2).sum())(Net(nnx.Rngs(0)), X)
     assert net.dropout.rngs.count[...] == 1
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
-        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert np.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_objects_beside_what_is_differentiated():

@@ -485,6 +485,7 @@ def test_an_overflow_in_the_backward_pass_is_found(net):
     assert trace_numerics(amp(loss))(params, x, 2.0**26).first_nonfinite is None
 
 
+@pytest.mark.rest
 def test_an_underflow_in_one_gradient_is_found(net):
     loss, params, x = net
     gradient = jax.grad(amp(loss))

@@ -81,7 +81,7 @@ def test_large_times_small():
     rows = jnp.array([1e-30, 1.0, 1e30])[:, None, None]
     ct = values(4, 4, seed=2)
     loss = low(lambda w, x: jnp.sum(ct * (x @ w)))
-    each = jax.vmap(jax.grad(loss), (None, 0))(w, x * rows) / rows
+    each = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(w, x * rows) / rows
     assert error(each, jnp.stack([x.T @ ct] * 3)) < 0.1
 
 
@@ -91,7 +91,7 @@ def test_a_large_loss_scale(power):
     x, w = values(4, 8), values(8, 4, seed=1)
     loss = lambda w, x: jnp.sum(jnp.sin(x @ w))  # noqa: E731
     scaler = DynamicScalerState(scaler=2.0**power)
-    scaled = dynamic_scale_grad(low(loss))
+    scaled = jax.jit(dynamic_scale_grad(low(loss)))
     scaler, grads = scaled(w, x, dynamic_scaler_state=scaler)
     assert scaler.overflows == 0
     # Scales are powers of two: not a bit is another.
@@ -146,11 +146,12 @@ RULES = (
 def test_under_strict_promotion_and_x64(rule):
     loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x) @ w))  # noqa: E731
     x, w = values(4, 8), values(8, 4, seed=1)
-    expected = jax.value_and_grad(low(loss, rule))(w, x)
+    step = jax.jit(jax.value_and_grad(low(loss, rule)))
+    expected = step(w, x)
     with jax.numpy_dtype_promotion("strict"):
-        strict = jax.value_and_grad(low(loss, rule))(w, x)
+        strict = step(w, x)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else _x64():
-        wide = jax.value_and_grad(low(loss, rule))(w, x)
+        wide = step(w, x)
     assert error(strict, expected) < 1e-6
     assert error(wide, expected) < 2**-7
     assert wide[1].dtype == jnp.float32

@@ -15,9 +15,11 @@ import pytest
 from jax import lax
 
 from jaxamp_like import amp
+from jaxamp_like.presets import full_precision
 
 from .fuzz.oracle import CONTRACTIONS, Evaluator
 from .programs import (
+    checkpointed,
     eps,
     error,
     every_dtype,
@@ -25,6 +27,7 @@ from .programs import (
     lstm,
     masked_softmax,
     scanned_blocks,
+    stream,
     values,
 )
 
@@ -319,3 +322,16 @@ def test_a_force_field(dtype):
     ours = error(amp(loss, compute_dtype=dtype)(params), exact)
     theirs = error(oracle(loss, dtype)(params), exact)
     assert ours < max(1.1 * theirs, eps(dtype) / 2)
+
+
+def test_a_checkpoint_without_a_contraction_is_left_alone():
+    """Its carry is kept as written: a low copy of it would spare nothing."""
+
+    def program(fn):
+        return str(jax.make_jaxpr(fn)(WS, X))
+
+    passes = functools.partial(checkpointed, lambda x, w: x + jnp.sin(w[:4]))
+    assert program(amp(passes, compute_dtype="bfloat16")) == program(passes)
+    block = functools.partial(checkpointed, stream)
+    options = {"compute_dtype": "bfloat16", "amp_policy": full_precision()}
+    assert program(amp(block, **options)) == program(block)

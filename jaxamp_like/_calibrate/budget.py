@@ -1,7 +1,6 @@
 """What error is allowed, and how it is measured."""
 
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -9,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from .._rules.given import is_number
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,6 @@ class Budget:
     def __repr__(self) -> str:
         given = self.limits() | ({"overflow": self.overflow} if self.overflow else {})
         return f"Budget({', '.join(f'{k}={v!r}' for k, v in given.items())})"
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, of Python or NumPy: a Boolean is none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 ERRORS = ("loss", "outputs", "gradients", "cosine", "worst_leaf")

@@ -1,7 +1,6 @@
 """`calibrate`: a policy that meets a budget, found by measurement."""
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 from .._dtypes import DType, as_compute_dtype, bits
 from .._errors import AmpError
 from .._reports.versions import versions
-from .budget import Budget, as_budget, is_number
+from .._rules.given import is_integer, is_number
+from .budget import Budget, as_budget
 from .costs import H200, OBJECTIVES, Device, Objective
 from .deciding import Deciding
 from .fingerprint import of_points, of_program
@@ -192,12 +192,12 @@ def _checked(
                 f"`{name}` must be a positive number, but got {value!r}."
                 + (" 0 moves nothing." if name == "perturbation" else "")
             )
-    if not _is_integer(seed) or not 0 <= seed < 2**32:
+    if not is_integer(seed) or not 0 <= seed < 2**32:
         raise ValueError(
             f"`seed` must be an integer from 0 to 2**32 - 1, but got {seed!r}. "
             "Take it modulo 2**32."
         )
-    if not _is_integer(max_passes) or max_passes < 8:
+    if not is_integer(max_passes) or max_passes < 8:
         raise ValueError(
             f"`max_passes` must be an integer of at least 8, but got {max_passes!r}: "
             "the function as written twice, all of it low, and a few sets of groups."
@@ -217,7 +217,3 @@ def _checked(
             "written is considered anyway. Name 'bfloat16' or 'float16'."
         )
     return dtypes
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -251,10 +251,12 @@ class Deciding:
         low = [n for n, c in zip(names, choices, strict=True) if c]
         full = [n for n, c in zip(names, choices, strict=True) if not c]
         if not full:
-            return "all low"
+            return "everything in low precision"
         some = low if len(low) <= len(full) else full
         shown = ", ".join(some[:3]) + (f" and {len(some) - 3} more" * (len(some) > 3))
-        return f"{shown} {'low' if some is low else 'as written, the rest low'}"
+        if some is full:
+            shown += " as written, the rest"
+        return f"{shown} in low precision"
 
     # The result.
 
@@ -308,12 +310,12 @@ class Deciding:
 
 def _why(choice: int, errors: dict[str, float] | None) -> str:
     if errors is None:
-        return "everything low meets the budget"
+        return "everything in low precision meets the budget"
     least = min(errors.values())
     if choice:
         return f"alone, {show_error([*errors.values()][choice - 1])} of the budget"
     if least == math.inf:
-        return "overflows when it is low"
+        return "overflows in low precision"
     if least > 1:
         return f"alone, {show_error(least)} times the budget"
     return f"does not fit beside the others: alone, {show_error(least)} of the budget"

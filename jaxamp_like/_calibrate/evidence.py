@@ -111,7 +111,7 @@ def lines(one: Evidence) -> list[str]:
     found = show_errors(one.held_out, one.budget.limits())
     met = "meets" if one.met else "MISSES"
     rows = [
-        f"{low} of {len(one.groups)} groups low ({one.granularity}), "
+        f"{low} of {len(one.groups)} groups in low precision ({one.granularity}), "
         f"{one.low_share:.1%} of the contractions' FLOPs",
         f"held out: {found}; {met} {one.budget!r}",
         f"{one.passes} passes, {one.compilations} compilations",

@@ -19,12 +19,14 @@ from .._jax import (
     Literal,
     consts,
     eqn_context,
+    holds,
     raw,
     reemit,
-    scan_arity,
+    scan_operands,
     shard_map_options,
     source_line,
     subjaxprs,
+    while_operands,
 )
 from .._structural import CALLS
 from .marks import MARK, Contraction
@@ -62,7 +64,7 @@ class Threaded:
         if eqn.primitive is MARK:
             choice = choices[self.numbers[eqn.params["of"]]]
             return [chosen(values[0], choice, self.dtypes)]
-        if not any(map(has_marks, subjaxprs(eqn.params))):
+        if not any(holds(inner, MARK) for inner in subjaxprs(eqn.params)):
             return reemit(eqn, values)
         name = eqn.primitive.name
         handler = _call if name in CALLS else _HANDLERS.get(name)
@@ -76,14 +78,6 @@ class Threaded:
             return handler(self, eqn, choices, values)
 
 
-def has_marks(jaxpr: Jaxpr) -> bool:
-    """Whether a program holds marks, at any depth."""
-    return any(
-        eqn.primitive is MARK or any(map(has_marks, subjaxprs(eqn.params)))
-        for eqn in raw(jaxpr).eqns
-    )
-
-
 def _call(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
     if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
         # What the backward pass runs again must not be taken from the forward pass.
@@ -93,23 +87,21 @@ def _call(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any
 
 
 def _scan(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
-    num_consts, num_carry = scan_arity(eqn)
-    fixed, carry = values[:num_consts], values[num_consts:][:num_carry]
+    fixed, carry, xs = scan_operands(eqn, values)
+    num_carry = len(carry)
     params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
     def body(carry, x):
         outs = self.run(eqn.params["jaxpr"], choices, [*fixed, *carry, *x])
         return outs[:num_carry], outs[num_carry:]
 
-    carry, ys = lax.scan(body, carry, values[num_consts + num_carry :], **params)
+    carry, ys = lax.scan(body, carry, xs, **params)
     return [*carry, *ys]
 
 
 def _while(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
     params = eqn.params
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    for_cond, rest = values[:num_cond], values[num_cond:]
-    for_body, carry = rest[:num_body], rest[num_body:]
+    for_cond, for_body, carry = while_operands(eqn, values)
 
     def goes_on(carry):
         return self.run(params["cond_jaxpr"], choices, [*for_cond, *carry])[0]

@@ -90,8 +90,9 @@ class Converted:
         mine, its = self(*inputs), eqx.filter_jit(self.mixed)(self.params, *inputs)
         if not eqx.tree_equal(mine, its, typematch=True):
             raise AmpError(
-                f"With its parameters stored low, {self.summary.name} would compute "
-                "something else: some layer goes on in the dtype of its parameter. "
+                f"With its parameters stored in low precision, {self.summary.name} "
+                "would compute something else: some layer goes on in the dtype of "
+                "its parameter. "
                 "Call the converted object, or keep that parameter by `keep_inputs`."
             )
         return self.model.rebuild(self.params)

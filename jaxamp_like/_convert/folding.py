@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from .._errors import AmpError
-from .._jax import Eqn, Jaxpr, Literal, eqn_context, raw, reemit, scan_arity
+from .._errors import AmpError, without_derivative
+from .._jax import Eqn, Jaxpr, Literal, eqn_context, raw, reemit, scan_operands
 from .models import is_parameter
 from .splitting import (
     CONSTANT,
@@ -64,12 +64,10 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _prepare_slices(inner: Split, eqn: Eqn, values: list[Any]) -> list[Any]:
-    num_consts, num_carry = scan_arity(eqn)
-    first = num_consts + num_carry
-    fixed, slices = values[:num_consts], values[first:]
+    fixed, carry, slices = scan_operands(eqn, values)
 
-    def one(slices: list[Any]) -> list[Any]:
-        return prepare(inner, [*fixed, *[None] * num_carry, *slices])[1]
+    def one(slices: Sequence[Any]) -> list[Any]:
+        return prepare(inner, [*fixed, *[None] * len(carry), *slices])[1]
 
     axes = [0 if is_sliced else None for is_sliced in inner.slices()]
     if not any(x is not None for x in slices):
@@ -148,9 +146,8 @@ def _run_while(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Pa
 
 def _run_scan(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Parts):
     (body,), (parts,) = inner, mine
-    num_consts, num_carry = scan_arity(eqn)
-    first = num_consts + num_carry
-    fixed, carry, slices = values[:num_consts], values[num_consts:first], values[first:]
+    fixed, carry, slices = scan_operands(eqn, values)
+    num_carry = len(carry)
     is_sliced = body.slices()
     moving = [x for x, is_one in zip(parts, is_sliced, strict=True) if is_one]
 
@@ -226,9 +223,15 @@ def folded(
         mine = [next(parts[i], None) for i in needed_owners(rest)]
         _check_parts(rest, mine)
         outs = run(rest, reemit, args, mine)
-        return program.outs.merge(without_derivative(outs))
+        return program.outs.merge(_not_differentiated(outs))
 
     return call
+
+
+_not_differentiated = without_derivative(
+    "A converted function whose weights are stored quantised can't be differentiated. "
+    "Differentiate `amp(fn)` with the parameters in full."
+)
 
 
 def _check_parts(rest: Split, parts: Sequence[Any]) -> None:
@@ -279,17 +282,3 @@ def each_once(parts: _All, first: Sequence[int]) -> _All:
         return part if found is None else found
 
     return {i: tuple(once(i, part) for part in made) for i, made in parts.items()}
-
-
-@jax.custom_jvp
-def without_derivative(args: Any) -> Any:
-    """Its argument, which can't be differentiated."""
-    return args
-
-
-@without_derivative.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise AmpError(
-        "A converted function whose weights are stored quantised can't be "
-        "differentiated. Differentiate `amp(fn)` with the parameters in full."
-    )

@@ -15,7 +15,7 @@ from .storage import Stored
 
 _HEADINGS = (
     ("parameters", "Parameters", "How each is stored, and why."),
-    ("leftCasts", "Casts that are left", "Others read these in full."),
+    ("leftCasts", "Casts that are left", "Other readers need these in float32."),
     ("contractions", "Contractions", "In what precision the program multiplies."),
 )
 

@@ -59,7 +59,11 @@ class Numbers:
         if name == "convert_element_type":
             return [self._cast(eqn, ins[0])]
         made = (name, *eqn.params.items(), *ins)
-        if has_effect(eqn) or not _is_hashable(made):
+        try:
+            hash(made)
+        except TypeError:  # a parameter that can't be compared with others
+            made = None
+        if made is None or has_effect(eqn):
             return [self.new(varies) for _ in eqn.outvars]
         return [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
 
@@ -110,11 +114,3 @@ class Numbers:
 
     def _is(self, kind: str, number: int) -> bool:
         return self._made[number][0] == kind
-
-
-def _is_hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

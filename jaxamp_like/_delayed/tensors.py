@@ -17,11 +17,13 @@ from .._jax import (
     Jaxpr,
     Literal,
     consts,
+    holds,
     raw,
-    scan_arity,
+    scan_operands,
     shard_map_options,
     source_line,
     subjaxprs,
+    while_operands,
 )
 from .._quantised.delayed import SCALE, Wanted
 from .._structural import CALLS
@@ -118,7 +120,7 @@ class Finder:
             outs, inner = handler(self, eqn, ins, around)
             return outs, inner if any(inner) else None
         programs = list(subjaxprs(eqn.params))
-        if any(map(has_marks, programs)):
+        if any(holds(inner, SCALE) for inner in programs):
             raise AmpError(
                 f"`amp_with_state` can't keep histories within `{name}` "
                 f"({source_line(eqn)}), which holds contractions of a rule "
@@ -183,14 +185,6 @@ class Finder:
         return self._place
 
 
-def has_marks(jaxpr: Jaxpr) -> bool:
-    """Whether a program holds marks, at any depth."""
-    return any(
-        eqn.primitive is SCALE or any(map(has_marks, subjaxprs(eqn.params)))
-        for eqn in raw(jaxpr).eqns
-    )
-
-
 _OTHERWISE = (
     "Put the call that makes it under `amp_stop()`, or give its scope a rule without "
     "state, such as `float8()`."
@@ -213,14 +207,15 @@ def _call(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
 
 def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
     numbers = self.numbers
-    num_consts, num_carry = scan_arity(eqn)
+    fixed, carry, xs = scan_operands(eqn, ins)
+    num_carry = len(carry)
     around = around._replace(lengths=(*around.lengths, eqn.params["length"]))
     depth = len(around.lengths)
     anything = numbers.all_varies(ins)
     inner = [
-        *ins[:num_consts],
+        *fixed,
         *(numbers.new(anything | {depth}) for _ in range(num_carry)),
-        *(numbers.sliced(n, depth) for n in ins[num_consts + num_carry :]),
+        *(numbers.sliced(n, depth) for n in xs),
     ]
     outs, sites = self._walk(eqn.params["jaxpr"], inner, around)
     last = [numbers.new(anything) for _ in range(num_carry)]
@@ -229,8 +224,7 @@ def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
 
 def _while(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
     params = eqn.params
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    for_cond, for_body = ins[:num_cond], ins[num_cond:][:num_body]
+    for_cond, for_body, _ = while_operands(eqn, ins)
     anything = self.numbers.all_varies(ins)
     carry = [self.numbers.new(anything) for _ in eqn.outvars]
     around = around.within(("while", carry[0]))

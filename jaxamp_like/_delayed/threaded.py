@@ -24,13 +24,14 @@ from .._jax import (
     open_jaxpr,
     raw,
     reemit,
-    scan_arity,
+    scan_operands,
     shard_map_options,
     source_line,
     subjaxprs,
     trace,
     typeof,
     varying_over,
+    while_operands,
 )
 from .._quantised.delayed import NOT_SEEN, not_differentiated
 from .._quantised.formats import largest_of
@@ -197,22 +198,21 @@ def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[An
 
 def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
     (sites,) = found
-    num_consts, num_carry = scan_arity(eqn)
-    fixed, carry = values[:num_consts], values[num_consts:][:num_carry]
+    fixed, carry, xs = scan_operands(eqn, values)
+    num_carry = len(carry)
     params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     inner = Threaded(self.tensors, self.depth + 1, self.axes)
     read = {key: scales[key] for key in read_in(sites)}
     own = {key for key in read if inner.depth in self.tensors[key].lengths}
     sliced, shared = _split(read, own)
 
-    def body(carry, xs):
-        x, sliced = xs
+    def body(carry, slices):
+        x, sliced = slices
         args = [*fixed, *carry, *x]
         outs, maxima = inner.run(eqn.params["jaxpr"], sites, shared | sliced, args)
         return outs[:num_carry], (outs[num_carry:], maxima)
 
-    xs = (values[num_consts + num_carry :], sliced)
-    carry, (ys, maxima) = lax.scan(body, carry, xs, **params)
+    carry, (ys, maxima) = lax.scan(body, carry, (xs, sliced), **params)
     made = {
         key: x if key in own else jnp.max(x, axis=0, initial=NOT_SEEN)
         for key, x in maxima.items()
@@ -223,9 +223,7 @@ def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
 def _while(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
     for_test, for_step = found
     params = eqn.params
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    for_cond, rest = values[:num_cond], values[num_cond:]
-    for_body, carry = rest[:num_body], rest[num_body:]
+    for_cond, for_body, carry = while_operands(eqn, values)
     none = self.not_seen(recorded_in(found))
 
     def tested(carry, maxima):

@@ -59,9 +59,9 @@ def dynamic_scale_tx(
 ) -> Callable:
     r"""Adds dynamic loss scaling to a transform that takes gradients.
 
-    For a function with loss $L$, and a state with scale $s$, the gradients are
-    $\nabla (s L) / s$. Both products are made in float32, or float64 where that is the
-    dtype of the loss or gradient; each gradient keeps its dtype. The value is $L$ as it
+    For a function with loss `L`, and a state with scale `s`, the gradients are
+    `grad(s * L) / s`. Both products are made in float32, or float64 where that is the
+    dtype of the loss or gradient; each gradient keeps its dtype. The value is `L` as it
     was computed. Only the gradients decide whether a step was finite.
 
     What the function changes in NNX objects among its arguments is kept, of the attempt

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._frameworks.nnx import as_arrays
+from .._jax import is_tracer
 from .marks import unmarked
 from .state import DynamicScalerState, is_scaler
 
@@ -24,11 +25,17 @@ def scalers_in(tree: Any) -> dict[str, DynamicScalerState]:
             f"{type(tree).__name__}.\nGive a state, a tree of states, or the state of "
             "an optimizer made by `loss_scale_optimizer`."
         )
-    return {
+    states = {
         jax.tree_util.keystr(path): as_arrays(leaf)
         for path, leaf in found
         if isinstance(leaf, DynamicScalerState)
     }
+    if any(map(is_tracer, jax.tree.leaves(states))):
+        raise TypeError(
+            "A loss scale was to be read while a function is traced, where it has no "
+            "value yet.\nReturn the state from the jitted function; read it outside."
+        )
+    return states
 
 
 def check_scaler(state: Any, *, tolerate: int = 0, warn: bool = False) -> None:

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, agreed
+from .calls import written_so
 from .grads import dynamic_scale_tx
 from .marks import marked, unmarked, without_mark
 from .numbers import all_finite, checked_loss, select
@@ -43,6 +44,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     axis_name: AxisName = None
 
+    @written_so("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
         self,
         fun: Callable,
@@ -91,6 +93,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         return value_and_grad
 
+    @written_so("tx.grad(loss_fn, opt_state)(params, batch)")
     def grad(
         self,
         fun: Callable,
@@ -144,6 +147,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         )[1]
 
 
+@written_so("loss_scale_optimizer(optax.adam(1e-3), scaler='dynamic')")
 def loss_scale_optimizer(
     optimizer: optax.GradientTransformation,
     scaler: str | ArrayLike | Scaler | None = "dynamic",
@@ -189,10 +193,11 @@ def loss_scale_optimizer(
     if isinstance(optimizer, LossScaleOptimizer):
         raise ValueError(_TWICE)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        name = getattr(optimizer, "__name__", "")
         raise TypeError(
             "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
-            f"was given {type(optimizer).__name__}.\nFor example, "
-            "`loss_scale_optimizer(optax.adam(1e-3))`."
+            f"was given {type(optimizer).__name__} {name or repr(optimizer)[:40]}.\n"
+            "Give what is made by a call such as `optax.adam(1e-3)`."
         )
     first = _first_state(scaler)
     inner_update = optax.with_extra_args_support(

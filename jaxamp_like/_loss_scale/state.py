@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from .calls import written_so
 from .fields import LARGEST, SMALLEST, canonical, check, known, one_more, within
 from .numbers import checked_loss, chosen, times, unscaled
 
@@ -41,8 +42,8 @@ class DynamicScalerState(_Fields):
             nearest.
         count: finite steps since the scale last changed or a step overflowed.
         total_resets: how many steps, or attempts at one, called for a lower scale.
-        min_scaler: the scale never falls below this, nor below $2^{-126}$.
-        max_scaler: the scale never grows above this, nor above $2^{126}$.
+        min_scaler: the scale never falls below this, nor below `2**-126`.
+        max_scaler: the scale never grows above this, nor above `2**126`.
         stuck: latest non-finite steps in a row that began at the minimum.
         hysteresis: the scale falls at the `hysteresis`th non-finite step in a row, and
             at each one after it; those before are skipped and forgiven.
@@ -63,6 +64,7 @@ class DynamicScalerState(_Fields):
 
     __slots__ = ()
 
+    @written_so("DynamicScalerState(scaler=2.0**15, patience=2000)")
     def __new__(
         cls,
         patience: ArrayLike = 2000,
@@ -232,7 +234,7 @@ def static_scaler(scaler: ArrayLike) -> DynamicScalerState:
     """A state whose scale never changes. Steps that overflow are still counted.
 
     Args:
-        scaler: the scale, between $2^{-126}$ and $2^{126}$.
+        scaler: the scale, between `2**-126` and `2**126`.
     Raises:
         TypeError, ValueError: as of `DynamicScalerState`, or it is out of range.
 

@@ -122,6 +122,31 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
         )
 
 
+def refuse_unbound(fn: Any) -> None:
+    """Raises for models of Linen and Haiku that have no parameters yet."""
+    applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
+    is_bound = callable(fn) and not (
+        getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None
+    )
+    if applies and not is_bound:
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} without parameters. Wrap the loss that "
+            "calls its `apply`, or that: `amp(model.apply)(params, x)`."
+        )
+
+
+def refuse_initialising(fn: Any) -> None:
+    """Raises for modules of Linen that would make their parameters under `amp`."""
+    scope = getattr(fn, "scope", None)
+    is_mutable = getattr(scope, "is_mutable_collection", None)
+    if hasattr(fn, "apply") and is_mutable is not None and is_mutable("params"):
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} inside of `init`, which makes parameters: "
+            "they would not outlive the trace of `amp`. Wrap the loss that calls "
+            "`model.apply`, or write `dense if self.is_initializing() else amp(dense)`."
+        )
+
+
 # What lowers nothing where nothing is low.
 _PASSIVE = (
     follow_inputs,

@@ -31,6 +31,20 @@ _PARTS = {
 }
 
 
+# What Apex and Lightning call them.
+_ELSEWHERE = {
+    "O0": "float32",
+    "O1": "mixed_float16",
+    "O2": "mixed_float16",
+    "O3": "float16",
+    "16-mixed": "mixed_float16",
+    "bf16-mixed": "mixed_bfloat16",
+    "32-true": "float32",
+    "16-true": "float16",
+    "bf16-true": "bfloat16",
+}
+
+
 def get_policy(
     policy: str | Policy, *, amax_history_length: int | None = None
 ) -> Policy:
@@ -90,7 +104,9 @@ def get_policy(
         )
     if name not in _NAMES:
         low = [f"{mode}_from_mixed_bfloat16" for mode in MODES]
-        hint = did_you_mean(name, (*_NAMES, *low, *SHORT_NAMES))
+        known = _ELSEWHERE.get(name)
+        hint = f" Did you mean {known!r}?" if known else ""
+        hint = hint or did_you_mean(name, (*_NAMES, *low, *SHORT_NAMES))
         raise ValueError(
             f"There is no policy called {policy!r}.{hint} Known names are "
             f"{', '.join(map(repr, _NAMES))}; a policy can also be spelt out: "

@@ -7,16 +7,16 @@ and takes the tensor's maximum from there. See `_delayed`."""
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, cast
-from .._errors import AmpError
+from .._errors import AmpError, without_derivative
 from .._jax import empty_aval, new_primitive
 from .bilinear import Bilinear, as_it_is
 from .formats import (
     Format,
+    clipped,
     round_up_to_power_of_two,
     scale_of,
     to_float8,
@@ -116,30 +116,22 @@ def _divided(x: Any, scale: Any, fmt: Format) -> Any:
     if fmt.power_of_two:
         return to_float8(x, scale, fmt)
     x = x / scale.astype(x.dtype)
-    return (
-        lax.clamp(
-            jnp.asarray(-fmt.largest, x.dtype), x, jnp.asarray(fmt.largest, x.dtype)
-        )
-        + 0 * x
-    ).astype(fmt.dtype)
+    return clipped(x, fmt).astype(fmt.dtype)
+
+
+OUTSIDE = (
+    "A contraction of a rule `float8(delayed=True)` is differentiated from outside of "
+    "`amp_with_state`, where the largest cotangents would be lost. Put it around the "
+    "gradient: `amp_with_state(jax.value_and_grad(loss))`, not "
+    "`jax.value_and_grad(amp_with_state(loss))`."
+)
 
 
 def refuse_gradient(*_: Any, **__: Any) -> NoReturn:
-    raise AmpError(
-        "A contraction of a rule `float8(delayed=True)` is differentiated from outside "
-        "of `amp_with_state`, where the largest cotangents would be lost. Put it "
-        "around the gradient: `amp_with_state(jax.value_and_grad(loss))`, not "
-        "`jax.value_and_grad(amp_with_state(loss))`."
-    )
+    raise AmpError(OUTSIDE)
 
 
-@jax.custom_jvp
-def not_differentiated(x: Any) -> Any:
-    """`x`, of which no derivative may be taken."""
-    return x
-
-
-not_differentiated.defjvp(refuse_gradient)
+not_differentiated = without_derivative(OUTSIDE)
 
 
 NO_STATE = (

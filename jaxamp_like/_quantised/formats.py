@@ -88,9 +88,14 @@ def to_float8(x: Any, scale: Any, fmt: Format) -> Any:
     of large numbers in one format, and inf in another."""
     x = x.astype(_FLOAT32)
     x = x * (1 / scale) if fmt.power_of_two else x / scale
-    clipped = lax.clamp(np.float32(-fmt.largest), x, np.float32(fmt.largest))
+    return clipped(x, fmt).astype(fmt.dtype)
+
+
+def clipped(x: Any, fmt: Format) -> Any:
+    """`x` within the range of the format; NaN where it is infinite."""
+    largest = jnp.asarray(fmt.largest, x.dtype)
     # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
-    return (clipped + 0 * x).astype(fmt.dtype)
+    return lax.clamp(-largest, x, largest) + 0 * x
 
 
 def rescaled(x: Any, one: Any, other: Any) -> Any:

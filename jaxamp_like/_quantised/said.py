@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import DType, did_you_mean
-from .._rules.given import called, is_made_by_calling
+from .._rules.given import called, is_integer, is_made_by_calling, is_number
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -31,8 +31,7 @@ def as_bool(value: Any, argument: str) -> bool:
 
 
 def as_length(value: Any, argument: str) -> int:
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer:
+    if not is_integer(value):
         raise TypeError(f"`{argument}` must be an integer, but got {value!r}.")
     if value < 1:
         raise ValueError(
@@ -91,11 +90,8 @@ def leave_alone(value: Any) -> tuple[str, ...]:
 
 def number(value: Any, argument: str, least: float, is_open: bool = False) -> float:
     """A finite number from `least` on, without that itself if `is_open`."""
-    kinds = int | float | np.integer | np.floating
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not is_number or not isfinite(value) or value < least:
-        is_number = False
-    if not is_number or (is_open and value == least):
+    is_finite = is_number(value) and isfinite(value)
+    if not is_finite or value < least or (is_open and value == least):
         what = f"above {least:g}" if is_open else f"of {least:g} or more"
         raise ValueError(
             f"`{argument}` must be a finite number {what}, but got {value!r}."

@@ -26,7 +26,7 @@ class NumericsReport(Numbers):
     Args:
         name: of the function.
         settings: of each `amp` in it.
-        nonfinite_arguments: the arguments that hold inf or NaN, as in "[0]['w']". They
+        nonfinite_arguments: the arguments that hold inf or NaN, as in `[0]['w']`. They
             are not blamed on the equations that read them.
         ops: every equation that makes floats, but those that only move data.
         versions: of the packages."""

@@ -71,6 +71,29 @@ class Carries:
         return {i for out, i in body.loop if reach[out].inputs >> i & 1}
 
     def only_added_to(self, jaxpr: Jaxpr, scope: Scope) -> set[int]:
-        """The inputs that reach no result but through linear or compute ops."""
+        """The inputs that reach no result but through linear or compute ops.
+
+        None, if there is no compute op: then nothing is to be had from a low copy."""
+        if not self._computes(jaxpr, scope):
+            return set()
         bent = union(self.uncrossed(jaxpr, scope)).bent
         return set(range(len(raw(jaxpr).invars))) - set(members(bent))
+
+    def _computes(self, jaxpr: Jaxpr, scope: Scope) -> bool:
+        """Whether a program holds a compute op, at any depth."""
+        return self._known(
+            jaxpr, (scope, "computes"), lambda: self._find_compute(raw(jaxpr), scope)
+        )
+
+    def _find_compute(self, jaxpr: Jaxpr, scope: Scope) -> bool:
+        for eqn in jaxpr.eqns:
+            inner = scope + scopes(eqn)
+            handler = self.matching.handler(eqn, inner)
+            if handler is None:
+                found = self.matching.found(eqn, inner).is_compute
+            else:
+                bodies = handler.bodies(eqn)
+                found = any(self._computes(body.jaxpr, inner) for body in bodies)
+            if found:
+                return True
+        return False

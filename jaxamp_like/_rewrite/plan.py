@@ -1,7 +1,7 @@
 """A plan: for every equation of a jaxpr, what binding follows and a report shows."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,3 +70,11 @@ class Plan:
         if any(step.run_again or step.inner for step in self.steps):
             return island_schedule(self.steps, self.facts, self.outvars)
         return self.plain
+
+
+def steps_of(plan: Plan) -> Iterator[Step]:
+    """The steps of a plan, at any depth."""
+    for step in plan.steps:
+        yield step
+        for inner in step.inner:
+            yield from steps_of(inner)

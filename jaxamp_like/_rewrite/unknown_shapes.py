@@ -5,20 +5,20 @@ from typing import Any
 
 from .._jax import source_line
 from .._rules.by_shapes import NO_ROW, ByShapes, shapes_of
-from .plan import Plan, Step
+from .plan import Step
 from .planner import Planner
 from .solvers import told
-from .unmatched import authors_scope, steps_of
+from .unmatched import authors_scope
 
 _MOST = 8  # shapes to list
 
 
-def reports_of_unknown_shapes(planner: Planner, plan: Plan) -> Iterator[str]:
+def reports_of_unknown_shapes(planner: Planner, steps: list[Step]) -> Iterator[str]:
     """What to say of contractions that a policy by shapes does not know, and of rows.
 
     A policy by shapes is made for a function: what changed in it is not decided on."""
     entries: dict[Any, list[Step]] = {}
-    for step in steps_of(plan):
+    for step in steps:
         found = planner.matching.find(step.eqn.primitive, step.scope)
         if isinstance(found.rule, ByShapes) and told(step.scope) == step.scope:
             entries.setdefault((found.rule, found.key, found.also), []).append(step)

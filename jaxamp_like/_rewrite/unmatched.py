@@ -1,12 +1,10 @@
 """Keys of a policy that matched nothing, and what they may have been meant to be."""
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from .._errors import AmpError
-from .._jax import Primitive, names, source_line
+from .._jax import Primitive, source_line
 from .._policies.classes import CLASSES
 from .._policies.dictionary import (
     AMP_DEFAULT,
@@ -18,9 +16,6 @@ from .._policies.dictionary import (
     show_key,
 )
 from .._policies.frozen import EXPRESSION
-from .._quantised.delayed import NO_STATE
-from .._quantised.rule import MADE_OF_PARAMETERS, Quantising
-from .._rules import Rule
 from .plan import Plan, Step
 from .planner import Planner
 from .record import MARK
@@ -29,92 +24,16 @@ _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 
-def reports_of_unmatched_keys(planner: Planner, plan: Plan) -> Iterator[str]:
-    """What to say of each key that decided nothing in a plan."""
+def reports_of_unmatched_keys(
+    planner: Planner, plan: Plan, steps: list[Step]
+) -> Iterator[str]:
+    """What to say of each key that decided nothing in a plan of such steps."""
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
-    if not unmatched:
-        return
-    steps = list(steps_of(plan))
     for key in unmatched:
         yield (
             f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
             f"{_hint(key, steps)}"
         )
-
-
-def report_of_nothing_quantised(plan: Plan) -> str | None:
-    """What to say where rules that quantise have left all contractions alone."""
-    asked = [step for step in steps_of(plan) if _may_quantise(step)]
-    if not asked or any(step.decision.eight_bits for step in asked):
-        return None
-    whys = Counter(map(_why_not, asked))
-    listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
-    return (
-        f"No contraction is quantised. Of {len(asked)} that the policy would quantise, "
-        f"there are {listed}. `explain` shows each; the arguments `where`, `leave` and "
-        "`parameters_only` of the rule say which to leave alone: `float8(where=None)` "
-        "quantises small ones too."
-    )
-
-
-def report_of_few_quantised(plan: Plan) -> str | None:
-    """What to say where most parameters don't reach contractions as they came in."""
-    asked = [
-        step
-        for step in steps_of(plan)
-        if _may_quantise(step) and not names(step.eqn).backward
-    ]
-    made = sum(step.decision.eight_bits is not None for step in asked)
-    left = [s for s in asked if MADE_OF_PARAMETERS in s.decision.why]
-    if not made or len(left) <= 2 * made:
-        return None
-    return (
-        f"Only {made} of the contractions that the policy would quantise are, but of "
-        f"{len(left)} {MADE_OF_PARAMETERS}: in a loop that updates its parameters, or "
-        f"with weights that are normalised. The first is in "
-        f"{source_line(left[0].eqn)}. `parameters_only=False` of the rule quantises "
-        "such contractions too."
-    )
-
-
-def _may_quantise(step: Step) -> bool:
-    """Whether the policy has a rule that quantises for it, perhaps on a condition."""
-
-    def is_asked(rule: Rule) -> bool:
-        if isinstance(rule, Quantising):
-            return rule.is_for(step.eqn.primitive.name)
-        return any(map(is_asked, rule.parts))
-
-    return is_asked(step.found.rule)
-
-
-def _why_not(step: Step) -> str:
-    """Why a step is not quantised: what a rule says of it behind what it does instead.
-
-    Where a condition leads to another rule, all that is said."""
-    why = step.decision.why
-    return why.partition(": ")[2] or why
-
-
-def refuse_rules_with_state(plan: Plan) -> None:
-    """Raises where a contraction is scaled by what was seen before.
-
-    Nothing remembers that here."""
-    for step in steps_of(plan):
-        made = step.decision.eight_bits
-        if made is not None and made.needs_state:
-            raise AmpError(
-                f"{NO_STATE}\nThe first such contraction is in scope "
-                f"{'/'.join(authors_scope(step.scope))!r}, {source_line(step.eqn)}."
-            )
-
-
-def steps_of(plan: Plan) -> Iterator[Step]:
-    """The steps of a plan, at any depth."""
-    for step in plan.steps:
-        yield step
-        for inner in step.inner:
-            yield from steps_of(inner)
 
 
 def _hint(key: Key, steps: list[Step]) -> str:

@@ -59,21 +59,23 @@ def _follow(site: Site) -> Decision:
     if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
         return in_full(Mark.FULL, "an input must stay in full precision")
     if mark == Mark.FULL:
-        return in_full(Mark.LOW, "a full but smaller input")
+        return in_full(
+            Mark.LOW, "what it reads in full precision is smaller than the result"
+        )
     if carried:
-        return in_full(mark, "a carry adds up")
+        return in_full(mark, "a loop carry accumulates in it")
     if not low:
-        return in_full(mark, "no input is low yet")
+        return in_full(mark, "no input is in low precision")
     if Demand.LOW not in site.demand:
-        return in_full(mark, "nothing low reads the result")
+        return in_full(mark, "nothing that computes in low precision reads the result")
     narrow = widest(low)
     if bits(narrow) < bits(dtype):
         narrow = dtype
     if bits(narrow) >= 32:
-        return in_full(mark, "its inputs are low in other dtypes than this op may be")
+        return in_full(mark, "its inputs are in different low-precision dtypes")
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
     outs = outs_of(site, narrow, Mark.LOW, small=small)
-    return Decision(reads, site.params, outs, "an input is low")
+    return Decision(reads, site.params, outs, "an input is in low precision")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class KeepInputs(Rule):
             "carried": any(fact.carried for _, fact in floats),
         }
         outs = outs_of(site, dtype, **known)
-        return Decision(reads, site.params, outs, "moves data as it is")
+        return Decision(reads, site.params, outs, "moves data unchanged")
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         )
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
         outs.append(fact._replace(leaf=leaf, small=small, values=values))
-    return Decision(reads, site.params, tuple(outs), "moves data as it is")
+    return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 
 def view_of(leaf: Leaf) -> Leaf:

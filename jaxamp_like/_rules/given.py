@@ -1,6 +1,7 @@
 """What a user may write for a rule, and what is said of anything else."""
 
 import inspect
+import numbers
 import textwrap
 from typing import Any
 
@@ -45,8 +46,19 @@ def as_rule(value: Any, argument: str) -> Rule:
 
 def is_dtype(value: Any) -> bool:
     """Whether `value` is a dtype, `jnp.float32`, `np.float32`, `float` or the like."""
-    is_number = isinstance(value, type) and issubclass(value, np.generic | float | int)
-    return is_number or isinstance(value, np.dtype | type(jnp.float32))
+    if isinstance(value, np.dtype | type(jnp.float32)):
+        return True
+    return isinstance(value, type) and issubclass(value, np.generic | float | int)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number, of Python or NumPy: a Boolean is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer, of Python or NumPy: a Boolean is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_made_by_calling(value: Any) -> bool:

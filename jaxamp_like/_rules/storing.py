@@ -37,7 +37,12 @@ class ComputeInFull(Rule):
 
     def decide(self, site: Site) -> Decision:
         outs = outs_of(site, None, Mark.LOW, coarse=_coarseness(site))
-        return Decision(site.authors, site.params, outs, "computes in full")
+        return Decision(
+            site.authors,
+            site.params,
+            outs,
+            "computes in its author's dtype",
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class MoveExactly(Rule):
             return compute_in_full.decide(site)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
         outs = outs_of(site, dtype, _mark(fact for _, fact in floats))
-        return Decision(reads, site.params, outs, "moves data as it is")
+        return Decision(reads, site.params, outs, "moves data unchanged")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import cast, cast_all
-from .._errors import AmpError
+from .._errors import without_derivative
 from .._jax import (
     Eqn,
     SymbolicZero,
@@ -226,19 +226,11 @@ def _closed_over(x: Any) -> Any:
     return _undifferentiated(x) if _is_inexact(typeof(x)) else x
 
 
-@jax.custom_jvp
-def _undifferentiated(x: Any) -> Any:
-    return x
-
-
-@_undifferentiated.defjvp
-def _(primals, tangents):
-    raise AmpError(
-        "A `jax.custom_vjp` function was differentiated with respect to a value that "
-        "it closes over, for which its rule has no gradient. (Without `amp`, JAX "
-        "refuses it too.)\nPass the value as an argument, or "
-        "`jax.lax.stop_gradient` of it."
-    )
+_undifferentiated = without_derivative(
+    "A `jax.custom_vjp` function was differentiated with respect to a value that it "
+    "closes over, for which its rule has no gradient. (Without `amp`, JAX refuses it "
+    "too.)\nPass the value as an argument, or `jax.lax.stop_gradient` of it."
+)
 
 
 def _is_inexact(aval: Any) -> bool:

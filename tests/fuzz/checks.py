@@ -521,10 +521,9 @@ def _check_errors(
     suspect = [i for i in range(len(want)) if complaint(i)]
     if not suspect:
         return
-    if not case.is_placed:
-        # Neighbours of the oracle: is the program itself so easily turned?
-        for seed in range(DRAWS):
-            rounded += [written.rounded(*oracle, seed) for oracle in oracles]
+    # Neighbours of the oracle: is the program itself so easily turned?
+    for seed in range(DRAWS):
+        rounded += [written.rounded(*oracle, seed) for oracle in oracles]
     for i in suspect:
         if found := complaint(i):
             raise Broken(*found)

@@ -12,6 +12,8 @@ from jax import lax
 from .code import CONTRACTIONS, is_contraction
 from .oracle import scan_counts
 
+SOLVER = "solver"
+
 
 class Contents:
     """Every equation of a program, at any depth, and what there is among them."""
@@ -51,7 +53,21 @@ def _equations(jaxpr: Any, inside: tuple[str, ...]) -> Iterator[tuple[Any, Any]]
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, inside
         for program in _programs(eqn):
-            yield from _equations(program, (*inside, eqn.primitive.name))
+            yield from _equations(program, (*inside, _kind(eqn)))
+
+
+def _kind(eqn: Any) -> str:
+    """The primitive; of a scan that a `cond` may end early, and is said to, another."""
+    name = eqn.primitive.name
+    if name == "scan" and "amp_solver" in str(eqn.source_info.name_stack):
+        if any(inner.primitive.name == "cond" for inner, _ in _inner_equations(eqn)):
+            return SOLVER
+    return name
+
+
+def _inner_equations(eqn: Any) -> Iterator[tuple[Any, Any]]:
+    for program in _programs(eqn):
+        yield from _equations(program, ())
 
 
 def _programs(eqn: Any) -> list[Any]:
@@ -95,7 +111,7 @@ def lost(plain: Contents, mixed: Contents) -> str | None:
 
 # Their bodies are another's contract, or stay as written for the sake of their end.
 _AS_WRITTEN = frozenset(
-    """while custom_linear_solve linear_call custom_vmap_call pure_callback
+    f"""{SOLVER} while custom_linear_solve linear_call custom_vmap_call pure_callback
     custom_vjp_call reduce reduce_window""".split()
 )
 

@@ -17,9 +17,10 @@ from ..._jax import (
     Jaxpr,
     raw,
     run_jaxpr,
-    scan_arity,
+    scan_operands,
     shard_map_options,
     subjaxprs,
+    while_operands,
 )
 from ..._structural import CALLS
 from . import pairs as p
@@ -87,9 +88,8 @@ def _pinned(outs: Sequence[Pair], carry: Sequence[Pair]) -> list[Pair]:
 
 
 def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
-    num_consts, num_carry = scan_arity(eqn)
-    fixed, carry = operands[:num_consts], operands[num_consts:][:num_carry]
-    xs = operands[num_consts + num_carry :]
+    fixed, given, xs = scan_operands(eqn, operands)
+    num_carry = len(given)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
     loop = Loop(reverse, length, len(where.path))
 
@@ -106,7 +106,7 @@ def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
         outs, found = body(carry, slices)
         return outs[:num_carry], found
 
-    carry, found = _settled(self, one_step, carry)
+    carry, found = _settled(self, one_step, given)
 
     def step(state, slices):
         time, carry, found = state
@@ -122,9 +122,7 @@ def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
 
 def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     params = eqn.params
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, rest = operands[:num_cond], operands[num_cond:]
-    body_consts, carry = rest[:num_body], rest[num_body:]
+    cond_consts, body_consts, given = while_operands(eqn, operands)
     cond = params["cond_jaxpr"]
     loop = Loop(False, 0, len(where.path))
 
@@ -132,7 +130,7 @@ def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
         args = [*body_consts, *carry]
         return self.body(params["body_jaxpr"], args, eqn, where, 1, loop)
 
-    carry, found = _settled(self, body, carry)
+    carry, found = _settled(self, body, given)
 
     def goes_on(state):
         args = [pair.run for pair in (*cond_consts, *state[1])]
@@ -223,10 +221,9 @@ def _scan_one_by_one(
     jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
     if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
         return None
-    num_consts, num_carry = scan_arity(eqn)
-    start = num_consts + num_carry
-    fixed, xs = operands[:num_consts], operands[start:]
-    carry = [self.joined(value) for value in operands[num_consts:start]]
+    fixed, given, xs = scan_operands(eqn, operands)
+    num_carry = len(given)
+    carry = [self.joined(value) for value in given]
     reverse = eqn.params["reverse"]
     loop = Loop(reverse, length, len(where.path))
     found: Found = {}
