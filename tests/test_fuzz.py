@@ -32,7 +32,9 @@ def test_cases(first):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["dropped_cast", "wrong_operand", "lost_carry"])
+@pytest.mark.parametrize(
+    "name", ["dropped_cast", "wrong_operand", "lost_carry", "lost_scale"]
+)
 def test_a_planted_fault_is_found(name):
     """The others take more cases: `python -m tests.fuzz --planted NAME`."""
     assert planted.find(name, most=20 * SHARED) is not None

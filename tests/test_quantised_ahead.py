@@ -1,13 +1,16 @@
 """Weights of 8 bits are rounded once, before the loops that read them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.measure import subjaxprs
-from jaxamp_like import amp, explain
+from jaxamp_like import AmpError, amp, explain
 from jaxamp_like._rewrite.bind import Frame
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
@@ -142,6 +145,49 @@ def test_gradients_read_the_same_numbers(fn, monkeypatch):
     monkeypatch.setattr(Frame, "of_loop", lambda *_: ({}, {}))
     then = [jax.jit(step)(w, x) for step in steps()]
     jax.tree.map(np.testing.assert_array_equal, now, then)
+
+
+def maxima(fn, *args):
+    """Shapes that a maximum is taken of, in loops."""
+    found = []
+
+    def walk(jaxpr, in_loop):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if in_loop and eqn.primitive.name == "reduce_max":
+                found.append(eqn.invars[0].aval.shape)
+            for sub in subjaxprs(eqn.params):
+                walk(sub, in_loop or eqn.primitive.name == "scan")
+
+    walk(jax.make_jaxpr(fn)(*args), False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy", (None, jax.checkpoint_policies.save_only_these_names("h"))
+)
+def test_checkpoints_keep_scales(policy):
+    def fn(ws, x):
+        @functools.partial(jax.checkpoint, policy=policy)
+        def block(x, w):
+            return jnp.tanh(checkpoint_name(x @ w, "h"))
+
+        x, _ = lax.scan(lambda x, w: (block(x, w), None), x, ws)
+        return jnp.mean(x**2)
+
+    step = jax.value_and_grad(low(fn, RULES[0]))
+    # Of what goes in, once; of the cotangent, for both gradients.
+    assert maxima(step, values(*WS), values(*X)) == [X, X, X]
+
+
+@pytest.mark.parametrize("fn", (recurrent, of_stack))
+def test_second_derivatives_are_refused(fn):
+    w, x = arguments(CASES[fn][0]), values(*X)
+    gradient = jax.grad(low(mean(fn), RULES[0]))
+    with pytest.raises(AmpError, match="second derivative"):
+        jax.jvp(lambda w: gradient(w, x), (w,), (w,))
+    by_input = jax.grad(low(mean(fn), RULES[0]), 1)
+    with pytest.raises(AmpError, match="second derivative"):
+        jax.jvp(lambda w: by_input(w, x), (w,), (w,))
 
 
 @pytest.mark.parametrize("side", (0, 1))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._jax import Zero, new_primitive, tangent_aval
+from .constant import constant
 from .formats import Format, Scaled, quantised
 from .integers import Integers, rounded
 
@@ -51,28 +51,9 @@ class Alone(NamedTuple):
     how: Rounding
 
     def __call__(self, x: Any) -> Any:
-        made = _made(CONSTANT.bind(x), self.how)
-        return jax.tree.map(CONSTANT.bind, made)
+        return jax.tree.map(constant, _made(constant(x), self.how))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _made(x: Any, how: Rounding) -> Any:
     return how(x)
-
-
-def _jvp(primals: Any, tangents: Any) -> Any:
-    del tangents
-    out = CONSTANT.bind(*primals)
-    return out, Zero(tangent_aval(out))
-
-
-CONSTANT = new_primitive(
-    "amp_constant",
-    compute=lambda x: x,
-    aval=lambda x: x,
-    jvp=_jvp,
-    # A transposed loop hands back 0 for its constants, but no symbol of it.
-    transpose=lambda ct, x: [Zero(x.aval)],
-    batch=lambda args, dims: (CONSTANT.bind(*args), dims[0]),
-)
-"""Its operand, of which no derivative is taken: around what has none."""

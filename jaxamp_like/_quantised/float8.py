@@ -16,7 +16,7 @@ from .alone import AsFloat8
 from .axes import axes_of, onto_result
 from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
-from .formats import Format, rescaled
+from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
 from .rule import NO_HEADS, PARAMETERS, Quantising, decided, low_of, result_of
 from .said import (
@@ -114,7 +114,7 @@ class Float8(Quantising):
 
         bind = with_passes(forward, gradients, roundings)
         scales = f"{self.granularity} x {self.granularity}"
-        eight_bits = EightBits(scales, _RUNS)
+        eight_bits = EightBits(scales, _RUNS, kept=None if by_row else SCALE_NAME)
         return decided(site, self._why(site, kinds), bind, eight_bits, roundings)
 
     def _format(self, dtype: DType) -> Format:

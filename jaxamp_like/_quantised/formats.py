@@ -4,16 +4,15 @@
 row of it. A float8 format holds few magnitudes, so that its scale follows the largest
 one of the array; by default it is a power of two, which no product with it rounds."""
 
-import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from .._dtypes import DType
-from .._jax import zeros_like_aval
+from .constant import constant
 
 _FLOAT32 = jnp.dtype("float32")
 
@@ -22,6 +21,11 @@ _FLOAT32 = jnp.dtype("float32")
 # up to 0.027, and float8 holds numbers below it by its own exponents. Above there is no
 # bound to need: that of the largest float32 is 2^120.
 LEAST, MOST = 2.0**-112, 2.0**126
+
+
+SCALE_NAME = "amp_scale"
+"""The name of scalar scales, by which checkpoints keep them: what is run again need not
+look for the maximum of a tensor again."""
 
 
 class Format(NamedTuple):
@@ -105,18 +109,13 @@ def rescaled(x: Any, one: Any, other: Any) -> Any:
     return (x.astype(_FLOAT32) * low * high).astype(x.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def quantised(x: Any, fmt: Format) -> Scaled:
     """`x` in a format, by scales from its own maxima.
 
     Nothing is differentiated through it: what reads the result has a derivative by `x`
     of its own."""
+    x = constant(x)
     scale = scale_of(largest_of(x, fmt.axes), fmt.largest, fmt.power_of_two)
+    if scale.ndim == 0:
+        scale = checkpoint_name(scale, SCALE_NAME)
     return Scaled(to_float8(x, scale, fmt), scale)
-
-
-@quantised.defjvp
-def _quantised_jvp(fmt: Format, primals: Any, tangents: Any) -> Any:
-    del tangents
-    made = quantised(*primals, fmt)
-    return made, jax.tree.map(lambda x: zeros_like_aval(jax.typeof(x)), made)

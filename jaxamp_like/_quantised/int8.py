@@ -102,7 +102,7 @@ class Int8(Quantising):
             made = alone[weight]
             values = [cast(lhs, low), cast(rhs, low)]
             values[weight] = made.values.astype(low)
-            sums = fn(*values, as_it_is(_FLOAT32))
+            sums = fn(values[0], values[1], as_it_is(_FLOAT32))
             multiplier = onto_result(made.multiplier, axes[weight], sums.ndim)
             return cast(sums / multiplier, out)
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from .bilinear import (
     swapped,
     transposed,
 )
+from .constant import tied
 from .formats import Format, quantised, rescaled, round_up_to_power_of_two
 from .linear import transposable
 
@@ -68,7 +69,7 @@ class Pass:
             # By what is left of each scale, which only makes numbers smaller.
             top = round_up_to_power_of_two(jnp.max(scale))
             moving, scale = moving.astype(scale.dtype) * (scale / top), top
-        values, own = quantised(moving, self.formats[0])
+        values, own = quantised(_LAST.bind(moving), self.formats[0])
         out = self.fn(values, other, as_it_is(self.result))
         return rescaled(out, own, scale)
 
@@ -123,7 +124,10 @@ def with_passes(
         for i, made in enumerate(gradients):
             if isinstance(tangents[i], SymbolicZero):
                 continue
-            others = alone[1 - i] if made.kind == "kept" else both[1 - i : 2 - i]
+            others = both[1 - i : 2 - i]
+            if made.kind == "kept":
+                numbers: Any = alone[1 - i]
+                others = numbers._replace(scale=tied(numbers.scale, *others))
             move = _move_p.bind(tangents[i], *others, made=made)
             moves.append(cast(move, out.dtype))
         return out, functools.reduce(lax.add, moves)
@@ -163,18 +167,22 @@ def _jvp(primals: Any, tangents: Any, *, made: Pass) -> Any:
     return out, _tangent(primals, tangents, made, lambda t: isinstance(t, Zero))
 
 
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AmpError(
+        "The contractions of a `float8` rule keep their operands in 8 bits, which "
+        "can't be differentiated again, and this is a second derivative. Say "
+        "`float8(keep='compute')`, which keeps them in the compute dtype, or put what "
+        "is differentiated twice under `amp_stop`."
+    )
+
+
 def _tangent(primals: Any, tangents: Any, made: Pass, is_zero: Any) -> Any:
     moves = []
     if not is_zero(tangents[0]):
         moves.append(_move_p.bind(tangents[0], *primals[1:], made=made))
-    if not is_zero(tangents[1]):
+    if not all(map(is_zero, tangents[1:])):
         if made.kind == "kept":
-            raise AmpError(
-                "The contractions of a `float8` rule keep their operands in 8 bits, "
-                "which can't be differentiated again, and this is a second derivative. "
-                "Say `float8(keep='compute')`, which keeps them in the compute dtype, "
-                "or put what is differentiated twice under `amp_stop`."
-            )
+            _refuse()
         moves.append(_move_p.bind(tangents[1], primals[0], made=made.swapped))
     return functools.reduce(lax.add, moves)
 
@@ -261,3 +269,16 @@ _move_p = new_primitive(
     transpose=_transpose,
     batch=_batch,
 )
+
+_LAST = new_primitive(
+    "amp_last_derivative",
+    compute=lambda x: x,
+    aval=lambda x: x,
+    jvp=_refuse,
+    transpose=lambda ct, x: [Zero(x.aval)],
+    batch=lambda args, dims: (_LAST.bind(*args), dims[0]),
+)
+"""Its operand, which a derivative is made of that has none.
+
+In the backward pass of a loop or a branch, JAX may differentiate what `_straight` made
+as the code that it is; of a rounding that would be 0."""

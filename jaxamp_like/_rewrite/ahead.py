@@ -12,6 +12,7 @@ import jax
 
 from .._jax import Literal, eqn_context, scan_arity
 from .._primitives import VIEWS
+from .._rules import Fact
 from .plan import Plan, Step
 from .record import marked
 
@@ -57,7 +58,7 @@ def _of_loop(
 ) -> Rounded:
     made = _of_program(frame, plan, fixed, inside(done, False))
     found = {(False, *path): x for path, x in made.items()}
-    slices = {v: x for v, x in slices.items() if plan.facts[v] and plan.facts[v].leaf}
+    slices = {v: x for v, x in slices.items() if _is_parameter(plan.facts[v])}
     if not slices:
         return found
     known = inside(done, False) | inside(done, True) | made
@@ -71,6 +72,10 @@ def _of_loop(
 
     stacks = jax.vmap(one)(list(slices.values()))
     return found | {(True, *p): x for p, x in zip(paths, stacks, strict=True)}
+
+
+def _is_parameter(fact: Fact | None) -> bool:
+    return fact is not None and bool(fact.leaf)
 
 
 def _of_program(

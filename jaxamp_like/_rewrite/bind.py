@@ -223,8 +223,8 @@ class Frame:
         self.views.remember(step)
         if decision.bind is not None:
             alone = tuple(self.rounded.get((step, i)) for i in range(len(operands)))
-            given = {"alone": alone} if any(x is not None for x in alone) else {}
-            outs = decision.bind(*operands, **given)
+            known = {"alone": alone} if any(x is not None for x in alone) else {}
+            outs = decision.bind(*operands, **known)
         else:
             is_low = any(
                 read is not None and read != v.aval.dtype

@@ -139,6 +139,7 @@ class EightBits(NamedTuple):
     scales: str  # what shares one
     runs: str  # where there are kernels of it, and what runs elsewhere
     needs_state: bool = False  # whether scales follow from what was seen before
+    kept: str | None = None  # the name of scales that checkpoints are to keep
 
 
 class Decision(NamedTuple):

@@ -35,6 +35,7 @@ from .base import (
     now,
     outside,
 )
+from .kept import KeepingToo
 from .pinned import decide_pinned
 
 
@@ -153,6 +154,8 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
     if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
         prevent_cse = (any(prevent_cse),) * len(values) + prevent_cse
     params = eqn.params | {"jaxpr": body, "prevent_cse": prevent_cse}
+    if names := _names_kept(inner):
+        params["policy"] = KeepingToo(names, params["policy"])
     if keeps:
         # Only what is run again must not be merged with the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
@@ -167,6 +170,15 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
         call = functools.partial(eqn.primitive.bind, **params)
     with eqn_context(eqn):
         return call(*values, *operands)
+
+
+def _names_kept(plan: Any) -> frozenset[str]:
+    """Names of scalars that rules make and would have to reduce arrays for again."""
+    made = (step.decision.eight_bits for step in plan.steps)
+    own = {one.kept for one in made if one is not None and one.kept is not None}
+    return frozenset(own).union(
+        *(_names_kept(inner) for step in plan.steps for inner in step.inner)
+    )
 
 
 def bind_inline(frame: Any, step: Any, operands: list[Any]):

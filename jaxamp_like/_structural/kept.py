@@ -1,5 +1,8 @@
 """Marks on values that the backward pass keeps, and the policies that read them."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
@@ -29,3 +32,24 @@ def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
     all iterations of a loop."""
     del avals, params
     return is_kept(primitive) or primitive.name not in (*CHEAP, "name")
+
+
+@dataclass(unsafe_hash=True)
+class KeepingToo:
+    """A policy that keeps values of some names beside what another keeps.
+
+    Args:
+        names: as `checkpoint_name` gave them.
+        policy: the other; `None` keeps nothing."""
+
+    names: frozenset[str]
+    policy: Callable[..., Any] | None
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            functools.update_wrapper(self, self.policy)
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] in self.names:
+            return True
+        return self.policy is not None and self.policy(primitive, *avals, **params)

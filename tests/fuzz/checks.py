@@ -529,10 +529,15 @@ def _check_errors(
             raise Broken(*found)
 
 
+# Transforms of a case, and what programs hold of them.
+_DERIVES = re.compile("grad|vjp|jvp|linearize|jac|hvp|jet|transpose|root|solve")
+
+
 def _oracles(case: Case) -> list[tuple[type[Rounding], str]]:
     kind = case.oracle
     if kind == "quantised":
-        others = quantised.oracles(case.policy, case.dtype)
+        is_derived = bool(_DERIVES.search(case.source()))
+        others = quantised.oracles(case.policy, case.dtype, is_derived)
         return [*others, (RoundingProducts, case.dtype)]
     if kind == "default" and case.outer:
         # The derivative of a contraction is low, even where it is a product.

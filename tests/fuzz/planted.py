@@ -4,6 +4,7 @@ A fault is planted in the modules that are loaded, for as long as a context last
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxamp_like import _amp
 from jaxamp_like._dtypes import bits
+from jaxamp_like._quantised import formats as _formats
 from jaxamp_like._rewrite import (
     bind as _bind,
     carries as _carries,
@@ -21,8 +23,12 @@ from jaxamp_like._rewrite import (
 )
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
-from .cases import make_case
+from .cases import Case, make_case
 from .checks import Failure, check, forget
+
+# Their names are those of functions in the package.
+_float8 = sys.modules["jaxamp_like._quantised.float8"]
+_int8 = sys.modules["jaxamp_like._quantised.int8"]
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
 FAULTS: dict[str, Fault] = {}
@@ -54,7 +60,7 @@ def find(name: str, seed: int = 0, most: int = 20_000) -> tuple[int, Failure] | 
     seeds = iter(range(seed, seed + most))
     while (found := _failing(name, seeds)) is not None:
         at, failure = found
-        if check(make_case(at)).failure is None:
+        if check(_case(name, at)).failure is None:
             return at - seed + 1, failure
     return None
 
@@ -62,10 +68,14 @@ def find(name: str, seed: int = 0, most: int = 20_000) -> tuple[int, Failure] | 
 def _failing(name: str, seeds: Iterator[int]) -> tuple[int, Failure] | None:
     with plant(name):
         for seed in seeds:
-            failure = check(make_case(seed)).failure
+            failure = check(_case(name, seed)).failure
             if failure is not None:
                 return seed, failure
     return None
+
+
+def _case(name: str, seed: int) -> Case:
+    return make_case(seed, quantises=name in OF_QUANTISED)
 
 
 def _handler(name: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
@@ -249,3 +259,50 @@ def shifted_index():
 def low_accumulator():
     """Carries that add up are held low."""
     return mock.patch.object(_carries.Carries, "must_stay_full", lambda *_: set())
+
+
+OF_QUANTISED = ("lost_scale", "clipped", "wrong_row", "slices_of_others")
+"""Those that policies that quantise find."""
+
+
+@fault
+def lost_scale():
+    """The result of a float8 contraction is multiplied by one of both scales."""
+    return mock.patch.object(_float8, "rescaled", lambda x, one, other: x * one)
+
+
+@fault
+def clipped():
+    """Scales are too small for the largest numbers."""
+    original = _formats.scale_of
+    return mock.patch.object(
+        _formats, "scale_of", lambda *args, **kwargs: original(*args, **kwargs) / 4
+    )
+
+
+@fault
+def wrong_row():
+    """Rows of an int8 contraction are scaled as the first one."""
+    original = _int8.onto_result
+
+    def onto_result(scale, axes, ndim):
+        made = original(scale, axes, ndim)
+        return jnp.broadcast_to(made.ravel()[0], made.shape)
+
+    return mock.patch.object(_int8, "onto_result", onto_result)
+
+
+@fault
+def slices_of_others():
+    """In a loop, each slice of a weight is read as rounded from another."""
+    original = _bind.Frame.of_loop
+
+    def of_loop(self, *args):
+        fixed, slices = original(self, *args)
+        moved = {
+            path: type(made)(*(jnp.roll(x, 1, axis=0) for x in made))
+            for path, made in slices.items()
+        }
+        return fixed, moved
+
+    return mock.patch.object(_bind.Frame, "of_loop", of_loop)

@@ -46,16 +46,18 @@ def make_policy(rng: random.Random, scopes: list[str]) -> str:
     return f"{base} | {{{', '.join(rows)}}}"
 
 
-def oracles(settings: str, dtype: str) -> list[tuple[type[Rounding], str]]:
+def oracles(
+    settings: str, dtype: str, is_derived: bool
+) -> list[tuple[type[Rounding], str]]:
     """The oracles of a policy, by the rules in its code.
 
-    The backward pass has a format of its own, and JAX has no name for it in forward
-    mode, so there is one for each format."""
+    Derivatives have a format of their own. Where there are any, it is not told which
+    contraction is of one, so there is an oracle for each format."""
     kinds: list[type[Rounding]] = []
     if "float8(" in settings:
-        kinds += [E4M3ByTensor, E5M2ByTensor]
+        kinds += [E4M3ByTensor, *[E5M2ByTensor] * is_derived]
         if 'granularity="row"' in settings:
-            kinds += [E4M3ByRow, E5M2ByRow]
+            kinds += [E4M3ByRow, *[E5M2ByRow] * is_derived]
     if "int8(" in settings:
         kinds += [Int8]
         if "migration" in settings:
@@ -126,10 +128,10 @@ class Quantising(Rounding):
         outs = super(Rounding, self).apply(step, made)
         return [self.round(self._bfloat16(x)) for x in outs]
 
-    size = 0.0  # of a unit in the last place, by the number or the largest
+    size = 0.0  # of half a unit in the last place, by the number
 
     def moved(self, x: Any) -> Any:
-        """`x`, if there is a seed by up to a unit of 8 bits."""
+        """`x`, if there is a seed by up to half a unit of 8 bits, as by a rounding."""
         if self.rng is None or isinstance(x, jax.core.Tracer):
             return x
         shift = self.rng.uniform(-self.size, self.size, np.shape(x))
@@ -145,7 +147,7 @@ class Quantising(Rounding):
 
 
 class E4M3ByTensor(Quantising):
-    format, by_row, size = E4M3, False, 2.0**-3
+    format, by_row, size = E4M3, False, 2.0**-4
 
     def quantised(self, step: Step, args: list[Any]) -> list[Any]:
         axes = summed(step) if self.by_row else (None, None)
@@ -153,7 +155,7 @@ class E4M3ByTensor(Quantising):
 
 
 class E5M2ByTensor(E4M3ByTensor):
-    format, size = E5M2, 2.0**-2
+    format, size = E5M2, 2.0**-3
 
 
 class E4M3ByRow(E4M3ByTensor):
@@ -165,7 +167,7 @@ class E5M2ByRow(E5M2ByTensor):
 
 
 class Int8(Quantising):
-    size = 2.0**-7
+    size = 2.0**-8
 
     def quantised(self, step: Step, args: list[Any]) -> list[Any]:
         return [as_int8(x, a) for x, a in zip(args, summed(step), strict=True)]

@@ -119,7 +119,8 @@ def _as_written(atom: Any, at: walk.Around) -> float | None:
 _MOVES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p rev name "
     "stop_gradient optimization_barrier sharding_constraint device_put pvary "
-    "pcast amp_constant".split()
+    "pcast amp_constant amp_tied "
+    "amp_last_derivative".split()
 )
 
 
