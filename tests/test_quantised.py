@@ -475,6 +475,15 @@ def test_second_derivatives():
         assert error(derivatives(low(loss, rule))(ws), exact) < 0.3
 
 
+def test_a_gradient_of_a_gradient_of_what_is_kept_is_refused():
+    """In reverse over reverse too, where a derivative of 0 would go unseen."""
+    ws, x = values(2, 8, 8), values(4, 8)
+    for fn in (net, scanned):
+        grad = jax.grad(low(lambda ws, fn=fn: jnp.sum(jnp.sin(fn(ws, x)))))
+        with pytest.raises(AmpError, match="second derivative"):
+            jax.make_jaxpr(jax.grad(lambda ws, grad=grad: jnp.sum(grad(ws) ** 2)))(ws)
+
+
 def test_second_derivatives_by_what_is_not_kept():
     """By an input alone: nothing that is kept depends on it."""
     w, x = values(8, 6), values(5, 8)

@@ -2,12 +2,14 @@
 
 What is rounded has no derivative: the contraction that reads it has. Where one that
 keeps rounded operands is differentiated twice, that would go unseen, so what it keeps
-is tied to the operand: of that, a derivative is an array of zeros, no symbol of zero,
+is tied to the operand: its derivative is a function of the operand's, if only 0 of it,
 and is refused."""
 
 from typing import Any
 
-from .._jax import Zero, new_primitive, tangent_aval, zeros_like_aval
+import jax.numpy as jnp
+
+from .._jax import Zero, is_linear_operand, new_primitive, tangent_aval
 
 
 def constant(x: Any) -> Any:
@@ -28,9 +30,21 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
 
 def _tied_jvp(primals: Any, tangents: Any) -> Any:
     out = tied(*primals)
-    aval = tangent_aval(out)
-    is_zero = all(isinstance(t, Zero) for t in tangents)
-    return out, Zero(aval) if is_zero else zeros_like_aval(aval)
+    moves = [t for t in tangents if not isinstance(t, Zero)]
+    # Of a constant 0, reverse mode would know that it depends on nothing.
+    return out, _NOTHING.bind(moves[0], out) if moves else Zero(tangent_aval(out))
+
+
+def _nothing_jvp(primals: Any, tangents: Any) -> Any:
+    out = _NOTHING.bind(*primals)
+    if isinstance(tangents[0], Zero):
+        return out, Zero(tangent_aval(out))
+    return out, _NOTHING.bind(tangents[0], primals[1])
+
+
+def _nothing_batch(args: Any, dims: Any) -> Any:
+    """Zeros of the scale, which has an axis for the examples if it is mapped."""
+    return _NOTHING.bind(*args), dims[1]
 
 
 _CONSTANT = new_primitive(
@@ -53,3 +67,15 @@ _TIED = new_primitive(
     batch=lambda args, dims: (tied(*args), dims[0]),
 )
 """Its first operand."""
+
+_NOTHING = new_primitive(
+    "amp_no_derivative",
+    compute=lambda tangent, scale: jnp.zeros_like(scale),
+    aval=lambda tangent, scale: scale,
+    jvp=_nothing_jvp,
+    transpose=lambda ct, tangent, scale: [
+        Zero(x.aval) if is_linear_operand(x) else None for x in (tangent, scale)
+    ],
+    batch=_nothing_batch,
+)
+"""Zeros like its second operand, as a linear function of the first."""
