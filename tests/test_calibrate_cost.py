@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import AmpWarning, Budget, Policy
 from jaxamp_like._calibrate.budget import Errors
-from jaxamp_like._calibrate.costs import H200, Found, Work
+from jaxamp_like._calibrate.candidates import as_candidates
+from jaxamp_like._calibrate.costs import H200, Found, Run, Work
 from jaxamp_like._calibrate.deciding import Deciding
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
@@ -29,13 +30,19 @@ class Imagined(Runs):
 
     def __init__(self, errors: list[float], noise: float, seed: int):
         unknown: Any = SimpleNamespace(has_loss=True)
-        low: Any = SimpleNamespace(name="bfloat16")
         super().__init__(
-            unknown, unknown, None, unknown, "scope", (low,), State(None, {}), print
+            unknown,
+            unknown,
+            None,
+            unknown,
+            "scope",
+            as_candidates("bfloat16"),
+            State(None, {}),
+            print,
         )
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
-        self.found = Found({one: Work(1.0, 1, [(1.0, 1)]) for one in found}, 0.0)
+        self.found = Found({one: Work([Run(1.0, 1, 0, 1)]) for one in found}, 0.0)
         self.groups = grouped(found, "scope")
         self.compilations, self._last = 1, ""
 
