@@ -58,9 +58,14 @@ def calibrate(
         budget: the allowed error: a `Budget`, or a number for the relative error of
             the gradient (of a loss) or of the results (of any other function). It is
             to be met on each batch.
-        candidates: low dtypes, of which each group gets one or none.
-        objective: what is to be saved: "flops" (of contractions, in full precision),
-            "bytes" (that are kept for the backward pass) or "time" (on `device`).
+        candidates: low precisions, of which each group gets one or none: "bfloat16",
+            "float16", "float8" and "int8". The last two are the rules
+            `float8(where=None)` and `int8(where=None)`, beside the first 16-bit
+            candidate as compute dtype (bfloat16, if there is none); what these rules
+            leave alone never gets them.
+        objective: what is to be saved: "flops" (of contractions, by the bits of their
+            operands), "bytes" (that are kept for the backward pass) or "time" (on
+            `device`).
         granularity: what is decided together: the contractions in one "scope" (the
             path of `jax.named_scope`s), of one "primitive", or an "equation": those
             of one scope, primitive and shape of operands, where sizes that come of
@@ -69,7 +74,7 @@ def calibrate(
             `batches`; of a single batch, this one.
         argnums: the arguments that hold parameters, by which `fn` is differentiated.
         device: for the objective "time", a `Device` (by default an H200), or measured
-            seconds by group and dtype.
+            seconds by group and dtype (or "float8", "int8").
         loss_scale: what the loss is multiplied by before the backward pass, as by loss
             scaling in float16. Gradients are divided by it.
         perturbation: parameters are moved by about this share of themselves in all
