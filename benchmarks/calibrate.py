@@ -339,7 +339,9 @@ def cost(args: argparse.Namespace, console: Console) -> int:
         return (time.perf_counter() - began) / len(batches)
 
     before = plain()
-    found = calibrate(deep_loss, batches, budget=args.budget, candidates=args.candidates)
+    found = calibrate(
+        deep_loss, batches, budget=args.budget, candidates=args.candidates
+    )
     one_pass = (before + plain()) / 2
     console.print(str(found), highlight=False)
     console.print(

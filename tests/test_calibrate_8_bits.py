@@ -267,7 +267,9 @@ def test_a_batch_of_arrays_is_rounded_one_by_one(eight):
 
 
 def test_prices_of_8_bits():
-    run = Run(1e6, read=400, made=100, kept_read=30, kept_made=10, eight={"float8"})
+    run = Run(
+        1e6, read=400, made=100, kept_read=30, kept_made=10, eight=frozenset(["float8"])
+    )
     assert [run.bits(n) for n in ("float32", "float16", "float8", "int8")] == [
         32,
         16,
@@ -275,7 +277,7 @@ def test_prices_of_8_bits():
         16,  # which its rule leaves
     ]
     assert run.kept_bytes("float8") == 30 + 2 * 10
-    assert run._replace(eight={"int8"}).kept_bytes("int8") == 2 * 40
+    assert run._replace(eight=frozenset(["int8"])).kept_bytes("int8") == 2 * 40
     device = Device({"float32": 1e3, "float16": 2e3, "float8": 4e3}, bandwidth=1e3)
     assert run.seconds("float8", device) == pytest.approx(1e6 / 4e3 + 5 * 400 / 1e3)
     assert run.seconds("int8", device) == pytest.approx(1e6 / 2e3)

@@ -49,7 +49,9 @@ class Imagined(Runs):
         )
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
-        self.found = Found({one: Work([Run(1.0, 1, 0, 1, 0, EIGHT)]) for one in found}, 0.0)
+        self.found = Found(
+            {one: Work([Run(1.0, 1, 0, 1, 0, EIGHT)]) for one in found}, 0.0
+        )
         self.groups = grouped(found, "scope")
         self.compilations, self._last = 1, ""
 

@@ -1,4 +1,4 @@
-"""From measurements to a policy: what is tried, in which order, and what is said."""
+"""From measurements to a policy: what is tried, and in which order."""
 
 import math
 from collections.abc import Mapping, Sequence
