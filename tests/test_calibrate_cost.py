@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from jaxamp_like import AmpWarning, Budget, Policy
 from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import H200, Found, Run, Work
+from jaxamp_like._calibrate.costs import H200, Run, Work
 from jaxamp_like._calibrate.deciding import Deciding
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
@@ -19,6 +19,7 @@ from jaxamp_like._calibrate.runs import KEPT, Runs
 from jaxamp_like._calibrate.search import Choices
 from jaxamp_like._calibrate.state import State
 from jaxamp_like._calibrate.subject import Point
+from jaxamp_like._calibrate.survey import Found
 from jaxamp_like.reports import Calibration
 
 BUDGET = 0.01

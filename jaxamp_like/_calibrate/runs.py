@@ -17,12 +17,12 @@ from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
 from .candidates import Candidate
-from .costs import Found, survey
 from .groups import Group, grouped
 from .marks import Contraction, shadow
 from .search import Choices
 from .state import State
 from .subject import Point, Results, Subject
+from .survey import Found, survey
 from .threaded import Threaded
 
 KEPT = 3  # references held at a time: each is as large as the parameters
