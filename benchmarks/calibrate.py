@@ -339,7 +339,9 @@ def cost(args: argparse.Namespace, console: Console) -> int:
         return (time.perf_counter() - began) / len(batches)
 
     before = plain()
-    found = calibrate(deep_loss, batches, budget=args.budget, candidates=(DTYPE,))
+    found = calibrate(
+        deep_loss, batches, budget=args.budget, candidates=args.candidates
+    )
     one_pass = (before + plain()) / 2
     console.print(str(found), highlight=False)
     console.print(
@@ -361,7 +363,8 @@ def passes(args: argparse.Namespace, console: Console) -> int:
     Beside the model, small programs that compare two arrays are compiled, one for each
     shape of a parameter."""
     columns = ("budget", "groups", "low", "held out", "passes", "compilations")
-    table = make_table(f"{args.depth} layers, {DTYPE}", columns)
+    names = " or ".join(args.candidates)
+    table = make_table(f"{args.depth} layers, {names}", columns)
     too_many = False
     batches = deep_batches(args, 2)
     for granularity in args.granularity:
@@ -372,7 +375,7 @@ def passes(args: argparse.Namespace, console: Console) -> int:
                     deep_loss,
                     batches,
                     budget=budget,
-                    candidates=(DTYPE,),
+                    candidates=args.candidates,
                     granularity=granularity,
                 )
             too_many |= found.passes > MOST_PASSES
@@ -439,6 +442,8 @@ def main(argv: list[str] | None = None) -> int:
     one.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.005, 0.001])
     one.add_argument("--granularity", nargs="+", default=["scope", "equation"])
     one.set_defaults(run=passes)
+    for one in (commands.choices["cost"], commands.choices["passes"]):
+        one.add_argument("--candidates", nargs="+", default=[DTYPE])
     one = commands.add_parser("planted")
     one.add_argument("--count", type=int, default=30)
     one.set_defaults(run=planted)

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import AmpWarning, Budget, Policy
 from jaxamp_like._calibrate.budget import Errors
-from jaxamp_like._calibrate.costs import H200, Found, Work
+from jaxamp_like._calibrate.candidates import as_candidates
+from jaxamp_like._calibrate.costs import H200, Run, Work
 from jaxamp_like._calibrate.deciding import Deciding
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
@@ -18,24 +19,40 @@ from jaxamp_like._calibrate.runs import KEPT, Runs
 from jaxamp_like._calibrate.search import Choices
 from jaxamp_like._calibrate.state import State
 from jaxamp_like._calibrate.subject import Point
+from jaxamp_like._calibrate.survey import Found
 from jaxamp_like.reports import Calibration
 
 BUDGET = 0.01
+EIGHT = frozenset(["float8", "int8"])
 MAX_PASSES = 26
 
 
 class Imagined(Runs):
     """Passes of a function whose errors are roots of sums of squares, and noise."""
 
-    def __init__(self, errors: list[float], noise: float, seed: int):
+    def __init__(
+        self,
+        errors: list[float],
+        noise: float,
+        seed: int,
+        candidates: tuple[str, ...] = ("bfloat16",),
+    ):
         unknown: Any = SimpleNamespace(has_loss=True)
-        low: Any = SimpleNamespace(name="bfloat16")
         super().__init__(
-            unknown, unknown, None, unknown, "scope", (low,), State(None, {}), print
+            unknown,
+            unknown,
+            None,
+            unknown,
+            "scope",
+            as_candidates(candidates),
+            State(None, {}),
+            print,
         )
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
-        self.found = Found({one: Work(1.0, 1, [(1.0, 1)]) for one in found}, 0.0)
+        self.found = Found(
+            {one: Work([Run(1.0, 1, 0, 1, 0, EIGHT)]) for one in found}, 0.0
+        )
         self.groups = grouped(found, "scope")
         self.compilations, self._last = 1, ""
 
@@ -59,7 +76,8 @@ class Imagined(Runs):
 
     def _error(self, choices: Choices) -> float:
         pairs = zip(self.errors, choices, strict=True)
-        return BUDGET * math.hypot(*(e for e, choice in pairs if choice))
+        # Each candidate errs more than those that are named before it.
+        return BUDGET * math.hypot(*(e * 4 ** (c - 1) for e, c in pairs if c))
 
     def _measured(self, key: str, point: Point, error: float) -> Errors:
         if key not in self._asked:
@@ -77,10 +95,16 @@ class ImaginedDeciding(Deciding):
         return Policy("bfloat16")
 
 
-def run(errors: list[float], noise: float, seed: int, batches: int = 2) -> Calibration:
+def run(
+    errors: list[float],
+    noise: float,
+    seed: int,
+    batches: int = 2,
+    candidates: tuple[str, ...] = ("bfloat16",),
+) -> Calibration:
     points = [Point(i, i, (), i, 0.01 * (i > 0), False) for i in range(batches)]
     checks = [Point(9 + i, 9, (), 9, 0.01 * (i == 1), True) for i in range(batches + 1)]
-    runs = Imagined(errors, noise, seed)
+    runs = Imagined(errors, noise, seed, candidates)
     limit = Budget(gradients=BUDGET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AmpWarning)
@@ -89,16 +113,24 @@ def run(errors: list[float], noise: float, seed: int, batches: int = 2) -> Calib
         ).run()
 
 
+several = st.sampled_from(
+    [
+        ("bfloat16",),
+        ("bfloat16", "float8"),
+        ("float16", "bfloat16", "int8"),
+        ("float16", "bfloat16", "float8", "int8"),
+    ]
+)
 groups = st.lists(
     st.floats(0.001, 3) | st.sampled_from((0.01, 30.0)), min_size=1, max_size=120
 )
 
 
-@given(groups, st.floats(0, 0.3), st.integers(0, 99))
-@settings(max_examples=60)
+@given(groups, st.floats(0, 0.3), st.integers(0, 99), several)
+@settings(max_examples=120)
 def test_a_calibration_makes_at_most_forty_passes_and_five_compilations(
-    errors, noise, seed
+    errors, noise, seed, candidates
 ):
-    found = run(errors, noise, seed)
+    found = run(errors, noise, seed, candidates=candidates)
     assert found.passes <= 40 and found.compilations <= 5
     assert found.met

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._dtypes import DType, as_compute_dtype, bits
 from .._errors import AmpError
 from .._reports.versions import versions
 from .._rules.given import is_integer, is_number
 from .budget import Budget, as_budget
+from .candidates import Candidate, as_candidates
 from .costs import H200, OBJECTIVES, Device, Objective
 from .deciding import Deciding
 from .fingerprint import of_points, of_program
@@ -58,9 +58,14 @@ def calibrate(
         budget: the allowed error: a `Budget`, or a number for the relative error of
             the gradient (of a loss) or of the results (of any other function). It is
             to be met on each batch.
-        candidates: low dtypes, of which each group gets one or none.
-        objective: what is to be saved: "flops" (of contractions, in full precision),
-            "bytes" (that are kept for the backward pass) or "time" (on `device`).
+        candidates: low precisions, of which each group gets one or none: "bfloat16",
+            "float16", "float8" and "int8". The last two are the rules
+            `float8(where=None)` and `int8(where=None)`, beside the first 16-bit
+            candidate as compute dtype (bfloat16, if there is none); what these rules
+            leave alone never gets them.
+        objective: what is to be saved: "flops" (of contractions, by the bits of their
+            operands), "bytes" (that are kept for the backward pass) or "time" (on
+            `device`).
         granularity: what is decided together: the contractions in one "scope" (the
             path of `jax.named_scope`s), of one "primitive", or an "equation": those
             of one scope, primitive and shape of operands, where sizes that come of
@@ -69,7 +74,7 @@ def calibrate(
             `batches`; of a single batch, this one.
         argnums: the arguments that hold parameters, by which `fn` is differentiated.
         device: for the objective "time", a `Device` (by default an H200), or measured
-            seconds by group and dtype.
+            seconds by group and dtype (or "float8", "int8").
         loss_scale: what the loss is multiplied by before the backward pass, as by loss
             scaling in float16. Gradients are divided by it.
         perturbation: parameters are moved by about this share of themselves in all
@@ -106,7 +111,7 @@ def calibrate(
     Sensitivities of single parts, measured by switching them to low precision one at a
     time, are due to Dong et al., "HAWQ" (arXiv:1905.03696), and Micikevicius et al.,
     "Mixed Precision Training" (arXiv:1710.03740), section 3."""
-    dtypes = _checked(
+    lows = _checked(
         candidates, objective, granularity, loss_scale, perturbation, max_passes, seed
     )
     loss_scale, perturbation = float(loss_scale), float(perturbation)
@@ -126,16 +131,16 @@ def calibrate(
     points, checks = points_of(subject.call, tuples, checks, perturbation, seed)
     settings = {
         "budget": repr(wanted[0]),
-        "candidates": [dtype.name for dtype in dtypes],
+        "candidates": [one.name for one in lows],
         "objective": objective,
         "granularity": granularity,
         "loss_scale": loss_scale,
         "max_passes": max_passes,
     }
     with telling(progress) as tell:
-        jaxpr, tree = traced(subject, points[0], dtypes[0])
+        jaxpr, tree = traced(subject, points[0], lows)
         by_shapes = granularity == "equation"
-        of_shapes = patterns(subject, jaxpr, points[0], dtypes[0]) if by_shapes else {}
+        of_shapes = patterns(subject, jaxpr, points[0], lows) if by_shapes else {}
         if state is not None:
             settings["function"] = of_program(jaxpr)
             settings["batches"] = of_points([*points, *checks])
@@ -147,7 +152,7 @@ def calibrate(
             tree,
             points[0],
             granularity,
-            dtypes,
+            lows,
             remembered,
             tell,
             of_shapes,
@@ -178,7 +183,7 @@ def _checked(
     perturbation: Any,
     max_passes: Any,
     seed: Any,
-) -> tuple[DType, ...]:
+) -> tuple[Candidate, ...]:
     for name, value, known in (
         ("objective", objective, OBJECTIVES),
         ("granularity", granularity, GRANULARITIES),
@@ -202,18 +207,4 @@ def _checked(
             f"`max_passes` must be an integer of at least 8, but got {max_passes!r}: "
             "the function as written twice, all of it low, and a few sets of groups."
         )
-    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        candidates = (candidates,)
-    dtypes = tuple(as_compute_dtype(one, "candidates") for one in candidates)
-    if not dtypes or len(set(dtypes)) < len(dtypes):
-        raise ValueError(
-            "`candidates` must name low dtypes, each once, such as ('bfloat16', "
-            f"'float16'), but got {candidates!r}."
-        )
-    wide = [dtype.name for dtype in dtypes if bits(dtype) > 16]
-    if wide:
-        raise ValueError(
-            f"`candidates` names {wide[0]}, which is no low precision: what stays as "
-            "written is considered anyway. Name 'bfloat16' or 'float16'."
-        )
-    return dtypes
+    return as_candidates(candidates)

@@ -1,20 +1,14 @@
-"""What a contraction costs in a dtype: FLOPs, bytes kept, or seconds on a device.
+"""What a contraction costs: FLOPs, bytes kept, or seconds on a device."""
 
-Read off a program with marks: every contraction that may be rounded reads one, in the
-forward as in the backward pass."""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from .._dtypes import DType, bits
-from .._jax import Eqn, Jaxpr, Literal as JaxprLiteral, names, raw, subjaxprs
-from .._primitives import CONTRACTIONS
-from .._reports.walk import flops, size_of
+from .candidates import EIGHT_BITS, Candidate
 from .groups import Group
-from .marks import MARK, Contraction, is_read_by_its_contraction
+from .marks import Contraction
 
 Objective = Literal["flops", "bytes", "time"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -28,8 +22,9 @@ class Device:
     Williams, Waterman and Patterson (2009).
 
     Args:
-        flops: operations a second by the name of a dtype; of one that is not named,
-            those of the narrowest named dtype that is at least as wide.
+        flops: operations a second by the name of a dtype, or "float8"; of one that is
+            not named, those of the narrowest named dtype of 16 bits or more that is at
+            least as wide.
         bandwidth: bytes a second.
     Raises:
         ValueError: a speed is not positive, or float32's is missing.
@@ -57,96 +52,88 @@ class Device:
         """Operations a second in a dtype."""
         if dtype in self.flops:
             return self.flops[dtype]
-        width = bits(jnp.dtype(dtype))
-        wide = [name for name in self.flops if bits(jnp.dtype(name)) >= width]
-        return self.flops[min(wide, key=lambda name: bits(jnp.dtype(name)))]
+        width = max(_width(dtype), 16)
+        wide = [name for name in self.flops if _width(name) >= width]
+        return self.flops[min(wide, key=_width)]
 
 
-H200 = Device({"float32": 395e12, "float16": 790e12}, 4.3e12)
-"""An NVIDIA H200 as measured; its float32 is TF32."""
+def _width(name: str) -> int:
+    """Bits of a dtype, or of a candidate."""
+    return 8 if name in EIGHT_BITS else 8 * jnp.dtype(name).itemsize
+
+
+H200 = Device(
+    {"float32": 395e12, "float16": 790e12, "float8": 1580e12, "int8": 1580e12}, 4.3e12
+)
+"""An NVIDIA H200: 32 and 16 bits as measured, 8 bits as twice of that; its float32 is
+TF32."""
+
+
+class Run(NamedTuple):
+    """One contraction, in numbers that don't depend on a precision.
+
+    Args:
+        flops: multiply-adds, times two, of all iterations.
+        read: elements of its operands.
+        made: elements of its result.
+        kept_read: elements that it reads and that are kept for the backward pass.
+        kept_made: the same of its result.
+        eight: the 8-bit candidates in which it has operands of 8 bits."""
+
+    flops: float
+    read: int
+    made: int
+    kept_read: int = 0
+    kept_made: int = 0
+    eight: frozenset[str] = frozenset()
+
+    def bits(self, name: str) -> int:
+        """Of its operands in a candidate, or as written."""
+        if name in EIGHT_BITS:
+            return 8 if name in self.eight else 16
+        return _width(name)
+
+    def kept_bytes(self, name: str) -> float:
+        """What is kept: only what is differentiated in 8 bits is kept so."""
+        rest = max(self.bits(name), 16)
+        read = self.bits(name) if name in KEPT_SO else rest
+        return (self.kept_read * read + self.kept_made * rest) / 8
+
+    def seconds(self, name: str, device: Device) -> float:
+        """By a roofline. To quantise, operands are read twice, and written."""
+        own, rest = self.bits(name), max(self.bits(name), 16)
+        runs_in = name if own == 8 or name not in EIGHT_BITS else "float16"
+        moved = (self.read * own + self.made * rest) / 8
+        more = self.read * (2 * rest + own) / 8 if own == 8 else 0.0
+        time = max(self.flops / device.speed(runs_in), moved / device.bandwidth)
+        return time + more / device.bandwidth
+
+
+KEPT_SO = frozenset(["float8"])
 
 
 @dataclass
 class Work:
-    """What the contractions of a group do, in numbers that don't depend on a dtype.
+    """What the contractions of a group do."""
 
-    Args:
-        flops: multiply-adds, times two, forward and backward.
-        kept: elements that the forward contractions read and make, parameters aside:
-            what is kept for the backward pass.
-        runs: FLOPs and elements moved of each contraction, for a roofline."""
+    runs: list[Run] = field(default_factory=list)
 
-    flops: float = 0.0
-    kept: int = 0
-    runs: list[tuple[float, int]] = field(default_factory=list)
+    @property
+    def flops(self) -> float:
+        """Multiply-adds, times two, forward and backward."""
+        return sum(run.flops for run in self.runs)
 
+    @property
+    def kept(self) -> int:
+        """Elements that the forward contractions read and make, parameters aside.
 
-class Found(NamedTuple):
-    """The contractions of a program, in order, and what each does."""
+        That is what is kept for the backward pass."""
+        return sum(run.kept_read + run.kept_made for run in self.runs)
 
-    work: dict[Contraction, Work]
-    fixed_flops: float  # of contractions that `amp` leaves as written
-
-
-def survey(jaxpr: Jaxpr) -> Found:
-    """The contractions of a program with marks."""
-    work: dict[Contraction, Work] = {}
-    fixed = 0.0
-    given = frozenset([*raw(jaxpr).invars, *raw(jaxpr).constvars])
-    for eqn, of, times, kept in _contractions(jaxpr, 1, given):
-        if of is None:
-            fixed += times * flops(eqn)
-            continue
-        one = work.setdefault(of, Work())
-        one.flops += times * flops(eqn)
-        one.kept += times * kept
-        moved = sum(size_of(v.aval) for v in (*eqn.invars[:2], *eqn.outvars))
-        one.runs.append((times * flops(eqn), times * moved))
-    return Found(work, fixed)
-
-
-_VIEWS = frozenset("reshape transpose broadcast_in_dim squeeze slice".split())
-
-
-def _contractions(
-    jaxpr: Jaxpr, times: int, given: frozenset[Any]
-) -> Iterator[tuple[Eqn, Contraction | None, int, int]]:
-    """Contractions with their mark, how often they run, and what they keep.
-
-    `given` are parameters and batches, which are live anyway."""
-    eqns = raw(jaxpr).eqns
-    marked = {e.outvars[0]: e for e in eqns if e.primitive is MARK}
-    known, seen = set(given), set()
-    for eqn in eqns:
-        operands = [v for v in eqn.invars if not _is_literal(v)]
-        if eqn.primitive.name in _VIEWS and operands and operands[0] in known:
-            known.update(eqn.outvars)
-        if eqn.primitive.name in CONTRACTIONS:
-            made = (marked[v] for v in operands if v in marked)
-            before = [e for e in made if is_read_by_its_contraction(e)]
-            of = before[0].params["of"] if before else None
-            kept = 0
-            if not _is_backward(eqn):
-                values = [e.invars[0] for e in before] + list(eqn.outvars)
-                new = {v for v in values if v not in known and v not in seen}
-                seen |= new
-                kept = sum(size_of(v.aval) for v in new)
-            yield eqn, of, times, kept
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for sub in subjaxprs(eqn.params):
-            # Conditions and indices come first in an equation, and are no operands.
-            outer = zip(reversed(raw(sub).invars), reversed(eqn.invars), strict=False)
-            inner = frozenset(v for v, x in outer if not _is_literal(x) and x in known)
-            yield from _contractions(sub, times * length, inner)
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, JaxprLiteral)
-
-
-def _is_backward(eqn: Eqn) -> bool:
-    told = names(eqn)
-    return told.backward or told.recomputed
+    @property
+    def eight(self) -> frozenset[str]:
+        """The 8-bit candidates in which any of it is of 8 bits."""
+        return frozenset().union(*(run.eight for run in self.runs))
 
 
 class Prices(NamedTuple):
@@ -164,33 +151,26 @@ class Prices(NamedTuple):
 def prices(
     groups: Sequence[Group],
     work: Mapping[Contraction, Work],
-    candidates: Sequence[DType],
+    candidates: Sequence[Candidate],
     objective: str,
     device: Device | Mapping[str, Mapping[str, float]],
 ) -> Prices:
-    """Prices of groups: FLOPs in full, bytes kept, or seconds.
+    """Prices of groups: FLOPs by the bits of operands, bytes kept, or seconds.
 
     Raises:
-        ValueError: a measured profile lacks a group or a dtype."""
+        ValueError: a measured profile lacks a group or a precision."""
 
-    def price(group: Group, dtype: str) -> float:
-        works = [work[one] for one in group.contractions]
+    def price(group: Group, name: str) -> float:
+        runs = [run for one in group.contractions for run in work[one].runs]
         if objective == "flops":
-            is_full = dtype == "float32"
-            return sum(one.flops for one in works) if is_full else 0.0
-        size = bits(jnp.dtype(dtype)) / 8
+            return sum(run.flops * run.bits(name) / 32 for run in runs)
         if objective == "bytes":
-            return size * sum(one.kept for one in works)
+            return sum(run.kept_bytes(name) for run in runs)
         if not isinstance(device, Device):
-            return _measured(device, group.name, dtype)
-        speed = device.speed(dtype)
-        return sum(
-            max(n / speed, size * moved / device.bandwidth)
-            for one in works
-            for n, moved in one.runs
-        )
+            return _measured(device, group.name, name)
+        return sum(run.seconds(name, device) for run in runs)
 
-    lows = [dtype.name for dtype in candidates]
+    lows = [one.name for one in candidates]
     full = [price(group, "float32") for group in groups]
     return Prices(full, [[price(group, name) for name in lows] for group in groups])
 

@@ -1,23 +1,22 @@
-"""From measurements to a policy: what is tried, in which order, and what is said."""
+"""From measurements to a policy: what is tried, and in which order."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax
-
-from .._dtypes import DType
-from .._errors import AmpError, warn_or_raise
+from .._errors import AmpError
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .._reports.versions import versions
-from .budget import Budget, Errors
+from .account import Account
+from .budget import Budget
+from .candidates import Candidate
 from .costs import Device, Prices, prices
-from .evidence import Decided, Tried, show_error, show_errors
-from .policies import FULL, dtypes_of, policy_of, primitives_in
+from .evidence import show_error, show_errors
+from .options import Options
+from .policies import FULL, Writer, names_of, primitives_in
 from .result import Calibration
 from .runs import Runs, worst
-from .search import Choices, Ranking, search, sensitivities
+from .search import Choices, Ranking, only, search, sensitivities
 from .subject import Point
 
 ATTEMPTS = 3  # policies that are compiled and checked
@@ -49,15 +48,15 @@ class Deciding:
     objective: str
     device: Device | Mapping[str, Mapping[str, float]]
     max_passes: int
-    tried: list[Tried] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    ranking: Ranking | None = None
     searched: dict[Choices, float] = field(default_factory=dict)
     scale: float = 1.0  # what roundings alone leave out of the error of a policy
 
+    def __post_init__(self) -> None:
+        self.account = Account(self.runs, self.budget, self.objective)
+
     @property
-    def candidates(self) -> tuple[DType, ...]:
-        return self.runs.candidates
+    def options(self) -> Options:
+        return self.account.options
 
     def run(self) -> Calibration:
         """Finds a policy.
@@ -68,17 +67,16 @@ class Deciding:
         groups = self.runs.groups
         if not groups:
             return self._nothing_to_decide()
-        found = self.runs.found.work
-        self.prices: Prices = prices(
-            groups, found, self.candidates, self.objective, self.device
-        )
+        work, lows = self.runs.found.work, self.runs.candidates
+        self.prices: Prices = prices(groups, work, lows, self.objective, self.device)
+        self.account.prices = self.prices
         if len(groups) == 1 and self.runs.granularity != "equation":
-            self.notes.append(
+            self.account.notes.append(
                 f"all contractions are in one group, {groups[0].name!r}: name parts of "
                 "the function by `jax.named_scope`, or use granularity='equation'"
             )
         if len(self.points) > MOST_POINTS:
-            self.notes.append(
+            self.account.notes.append(
                 f"sets of groups were measured on the first {MOST_POINTS} batches of "
                 f"{len(self.points)}"
             )
@@ -111,64 +109,78 @@ class Deciding:
             )
 
     def _nothing_to_decide(self) -> Calibration:
-        self._warn(
+        self.account.warn(
             "`calibrate` found nothing to decide: the function has no contraction that "
             "`amp` would lower. Contractions of integers or float64, in solvers, with "
             "a `precision=` of their author's, under `amp_stop` or in an `amp` already "
             "are left as written."
         )
         noise = self.runs.repeated(self.points[0])
-        return self._result((), Policy(FULL), noise)
+        return self.account.result((), Policy(FULL), noise)
 
     # All groups low: the policy that most budgets end in.
 
     def _all_low(self) -> Calibration | None:
-        num = len(self.runs.groups)
-        errors = []
-        for c in range(1, len(self.candidates) + 1):
-            errors.append(self._measure((c,) * num))
-        c = min(range(len(errors)), key=errors.__getitem__)
-        if errors[c] > NEAR:
+        """The lowest candidate for all, if that meets the budget."""
+        tried = [self.options.all_in(one) for one in self.runs.candidates]
+        errors = {choices: self._measure(choices) for choices in tried if any(choices)}
+        if not errors:
             return None
-        choices = (c + 1,) * num
+        # Of two that cost the same, the one that is nearer.
+        choices = min(errors, key=lambda one: (self.prices.of(one), errors[one]))
+        if errors[choices] > NEAR:
+            return None
         policy = self._policy(choices)
         first = self.runs.mixed(policy, _name(choices), self.points[0])
         error = first.over(self.budget)
-        if math.isfinite(error) and errors[c] > 0:
-            self.scale = min(max(error / errors[c], 0.5), 2.0)
+        if math.isfinite(error) and errors[choices] > 0:
+            self.scale = min(max(error / errors[choices], 0.5), 2.0)
         return self._certified(choices, policy) if error <= 1 else None
 
     # Some of them.
 
     def _some_low(self) -> Calibration:
-        self.ranking = ranking = Ranking(self._sensitivities(), self.prices)
+        ranking = Ranking(self._sensitivities(), self.prices)
         limit = 1 / max(self.scale, 1.0)
         for _ in range(ATTEMPTS):
             choices, limit = self._joint(ranking, limit)
             if not any(choices):
                 break
             policy = self._policy(choices)
-            found = self._certified(choices, policy)
+            found = self._certified(choices, policy, ranking)
             if found is not None:
                 return found
-            missed = self.tried[-1].error
+            missed = self.account.tried[-1].error
             limit *= MARGIN / missed if math.isfinite(missed) else 0.5
         return self._nothing_low(ranking)
 
     def _sensitivities(self) -> list[list[float]]:
+        """By group, then by candidate; infinite where a group may not have it."""
         num = len(self.runs.groups)
-        each = (self.max_passes - FOR_SETS) // len(self.candidates)
+        each = (self.max_passes - FOR_SETS) // len(self.runs.candidates)
         each = max(each, 3)
         if num > each:
-            self.notes.append(
+            self.account.notes.append(
                 f"{num} groups in {each} passes: neighbours of small error were "
                 "measured together; a larger `max_passes` tells them apart"
             )
-        columns = [
-            sensitivities(self._measure, num, c, each)
-            for c in range(1, len(self.candidates) + 1)
-        ]
+        columns = [self._alone(one, each) for one in self.runs.candidates]
         return [list(row) for row in zip(*columns, strict=True)]
+
+    def _alone(self, candidate: Candidate, at_most: int) -> list[float]:
+        takers, num = self.options.takers(candidate), len(self.runs.groups)
+        number = 1 + self.runs.candidates.index(candidate)
+
+        def measure(some: Choices) -> float:
+            which = [i for i, choice in zip(takers, some, strict=True) if choice]
+            return self._measure(only(which, number, num))
+
+        found = [math.inf] * num
+        if takers:
+            errors = sensitivities(measure, len(takers), 1, at_most)
+            for i, error in zip(takers, errors, strict=True):
+                found[i] = error
+        return found
 
     def _joint(self, ranking: Ranking, limit: float) -> tuple[Choices, float]:
         """What fits into `limit` budgets on all batches, and the limit that it took."""
@@ -188,16 +200,27 @@ class Deciding:
     def _nothing_low(self, ranking: Ranking) -> Calibration:
         errors = [ranking.error(i) for i in range(len(self.runs.groups))]
         i = min(range(len(errors)), key=errors.__getitem__)
-        self._warn(
+        if not any(map(self.options.takers, self.runs.candidates)):
+            names = " and ".join(one.name for one in self.runs.candidates)
+            self.account.warn(
+                f"`calibrate` left everything as written: the rules of {names} leave "
+                "all of its contractions to 16 bits: heads, embeddings, and those of "
+                "which no operand is a parameter. Name 'bfloat16' as a candidate too."
+            )
+            return self._as_written(ranking)
+        self.account.warn(
             f"`calibrate` left everything as written: no set of groups meets "
             f"{self.budget!r}. The least sensitive one, {self.runs.groups[i].name!r}, "
             f"gives {show_error(errors[i])} times the budget alone"
             + (" on one batch, and more on others" if errors[i] <= 1 else "")
             + ". Allow more, or divide the function into smaller groups."
         )
-        nothing = (0,) * len(errors)
+        return self._as_written(ranking)
+
+    def _as_written(self, ranking: Ranking) -> Calibration:
+        nothing = (0,) * len(self.runs.groups)
         noise = self.runs.repeated(self.points[0])
-        return self._result(nothing, Policy(FULL), noise)
+        return self.account.result(nothing, Policy(FULL), noise, ranking)
 
     # Measuring.
 
@@ -207,11 +230,14 @@ class Deciding:
         error = self.runs.chosen(choices, point).over(self.budget)
         if point is self.points[0]:
             self.searched[choices] = error
-        self._remember(choices, error, is_real=False)
+        self.account.remember(choices, error, is_real=False)
         return error
 
     def _certified(
-        self, choices: Choices, policy: Policy | PolicyMap
+        self,
+        choices: Choices,
+        policy: Policy | PolicyMap,
+        ranking: Ranking | None = None,
     ) -> Calibration | None:
         """The result, if the policy meets the budget on what was held out."""
         found, error = [], 0.0
@@ -223,102 +249,22 @@ class Deciding:
                 self.checks.remove(point)
                 self.checks.insert(0, point)
                 break
-        self._remember(choices, error, is_real=True)
+        self.account.remember(choices, error, is_real=True)
         if error > FAR:
             self._check_own_rounding()
         if error > 1:
-            self.notes.append(
-                f"{self._what(choices)} missed the budget on held-out batches: "
+            self.account.notes.append(
+                f"{self.account.what(choices)} missed the budget on held-out batches: "
                 f"{show_error(error)} times"
             )
             return None
-        return self._result(choices, policy, worst(found))
+        return self.account.result(choices, policy, worst(found), ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
-        dtypes = dtypes_of(self.runs.groups, choices, self.candidates)
-        return policy_of(dtypes, primitives_in(self.runs.jaxpr), self.runs.patterns)
-
-    def _remember(self, choices: Choices, error: float, is_real: bool) -> None:
-        full = sum(self.prices.full)
-        cost = self.prices.of(choices) / full if full else 0.0
-        one = Tried(self._what(choices), cost, error, is_real)
-        if one not in self.tried:
-            self.tried.append(one)
-
-    def _what(self, choices: Choices) -> str:
-        """A set of groups in words."""
-        names = [group.name for group in self.runs.groups]
-        low = [n for n, c in zip(names, choices, strict=True) if c]
-        full = [n for n, c in zip(names, choices, strict=True) if not c]
-        if not full:
-            return "everything in low precision"
-        some = low if len(low) <= len(full) else full
-        shown = ", ".join(some[:3]) + (f" and {len(some) - 3} more" * (len(some) > 3))
-        if some is full:
-            shown += " as written, the rest"
-        return f"{shown} in low precision"
-
-    # The result.
-
-    def _result(
-        self, choices: Choices, policy: Policy | PolicyMap, held_out: Errors
-    ) -> Calibration:
-        groups = self.runs.groups
-        found = self.runs.found
-        total = found.fixed_flops + sum(one.flops for one in found.work.values())
-        decided = tuple(self._decided(i, choices) for i in range(len(groups)))
-        low = sum(one.flops for one, c in zip(decided, choices, strict=True) if c)
-        return Calibration(
-            policy=policy,
-            budget=self.budget,
-            held_out=held_out,
-            met=held_out.over(self.budget) <= 1,
-            low_share=low / total if total else 0.0,
-            groups=decided,
-            tried=tuple(self.tried),
-            objective=self.objective,
-            granularity=self.runs.granularity,
-            candidates=tuple(dtype.name for dtype in self.candidates),
-            notes=tuple(dict.fromkeys(self.notes)),
-            passes=self.runs.passes,
-            compilations=self.runs.compilations,
-            versions=versions() | {"device": jax.devices()[0].device_kind},
-            seconds=self.runs.seconds,
-        )
-
-    def _decided(self, i: int, choices: Choices) -> Decided:
-        group = self.runs.groups[i]
-        works = [self.runs.found.work[one] for one in group.contractions]
-        names = [FULL, *(dtype.name for dtype in self.candidates)]
-        errors = None
-        if self.ranking is not None:
-            errors = dict(zip(names[1:], self.ranking.errors[i], strict=True))
-        return Decided(
-            name=group.name,
-            dtype=names[choices[i]],
-            sensitivity=errors,
-            flops=sum(one.flops for one in works),
-            kept=4 * sum(one.kept for one in works),
-            price=self.prices.full[i],
-            why=_why(choices[i], errors),
-        )
-
-    def _warn(self, message: str) -> None:
-        self.notes.append(message)
-        warn_or_raise(message, strict=False)
-
-
-def _why(choice: int, errors: dict[str, float] | None) -> str:
-    if errors is None:
-        return "everything in low precision meets the budget"
-    least = min(errors.values())
-    if choice:
-        return f"alone, {show_error([*errors.values()][choice - 1])} of the budget"
-    if least == math.inf:
-        return "overflows in low precision"
-    if least > 1:
-        return f"alone, {show_error(least)} times the budget"
-    return f"does not fit beside the others: alone, {show_error(least)} of the budget"
+        names = names_of(self.runs.groups, choices, self.runs.candidates)
+        primitives = primitives_in(self.runs.jaxpr)
+        writer = Writer(primitives, self.runs.patterns, self.runs.candidates)
+        return writer.policy(names)
 
 
 def _name(choices: Choices) -> str:

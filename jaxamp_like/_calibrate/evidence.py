@@ -1,5 +1,6 @@
 """What a calibration found, as data: all that its views are made of."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -16,9 +17,9 @@ class Decided:
 
     Args:
         name: its path, its primitive, or both with shapes.
-        dtype: what its contractions compute in.
-        sensitivity: the error, in budgets, when it alone is low; by candidate. `None`
-            where that did not have to be measured.
+        dtype: what its contractions compute in: a dtype, or an 8-bit candidate.
+        sensitivity: the error, in budgets, when it alone is low; by candidate that it
+            may have. `None` where that did not have to be measured.
         flops: of its contractions, forward and backward.
         kept: bytes that are kept for the backward pass if it stays as written.
         price: what it costs as written, by the objective.
@@ -116,6 +117,10 @@ def lines(one: Evidence) -> list[str]:
         f"held out: {found}; {met} {one.budget!r}",
         f"{one.passes} passes, {one.compilations} compilations",
     ]
+    if len(one.candidates) > 1:
+        count = Counter(group.dtype for group in one.groups)
+        low_ones = [f"{n} in {dtype}" for dtype, n in count.most_common()]
+        rows.insert(1, "groups by precision: " + ", ".join(low_ones))
     if one.kept_full:
         rows.append("as written:")
         rows += [f"  {group.name}: {group.why}" for group in one.kept_full]

@@ -2,21 +2,27 @@
 
 A contraction that `amp` would lower reads and makes marked values. The cotangent of a
 marked value is marked too, so that the backward pass is rounded where that of the mixed
-function is. Whether `amp` would lower it (not in a solver, nor where the author asked
-for more) is decided by `amp` itself: marks are put in by a rule of a policy."""
+function is. Each mark says to what each candidate rounds there. Whether `amp` would
+lower it (not in a solver, nor where the author asked for more) is decided by `amp`
+itself: marks are put in by a rule of a policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
+
 from .._amp import amp
-from .._dtypes import DType
-from .._jax import Eqn, Zero, new_primitive
+from .._dtypes import widest
+from .._jax import Eqn, Zero, new_primitive, tangent_aval
 from .._policies.classes import CLASSES
 from .._policies.dictionary import policy_by_name
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import is_contraction
 from .._primitives.matmul_precision import settled_bind
+from .._quantised.bilinear import bilinear
+from .._quantised.linear import RESULT_OF
+from .._quantised.passes import Pass
 from .._rewrite.solvers import told
 from .._rules import (
     Decision,
@@ -29,6 +35,9 @@ from .._rules import (
     use_original_precision,
 )
 from .._rules.by_shapes import shapes_of
+from .candidates import Candidate
+from .places import Places, places_of
+from .rounding import AS_IT_IS, Rounding
 
 
 class Contraction(NamedTuple):
@@ -39,7 +48,8 @@ class Contraction(NamedTuple):
     shapes: str
 
 
-Role = Literal["operand", "result"]
+Role = Literal["read", "operand", "result"]
+"""Of an operand that is read by the forward pass only; of any other; of a result."""
 
 
 def _identity(x: Any, **told: Any) -> Any:
@@ -48,15 +58,22 @@ def _identity(x: Any, **told: Any) -> Any:
 
 def _jvp(primals: Any, tangents: Any, **told: Any) -> Any:
     (x,), (t,) = primals, tangents
-    return MARK.bind(x, **told), t if isinstance(t, Zero) else MARK.bind(t, **told)
+    out = MARK.bind(x, **told)
+    if told["role"] == "read":  # the contraction's derivative reads other marks
+        return out, Zero(tangent_aval(out))
+    return out, t if isinstance(t, Zero) else MARK.bind(t, **told)
 
 
-def _transpose(ct: Any, x: Any, *, back: bool, **told: Any) -> Any:
-    return [ct if isinstance(ct, Zero) else MARK.bind(ct, back=not back, **told)]
+def _transpose(ct: Any, x: Any, *, back: bool, to: Any, then: Any, **told: Any) -> Any:
+    if isinstance(ct, Zero):
+        return [ct]
+    return [MARK.bind(ct, back=not back, to=then, then=to, **told)]
 
 
-def _batch(args: Any, dims: Any, **told: Any) -> Any:
-    return MARK.bind(args[0], **told), dims[0]
+def _batch(args: Any, dims: Any, *, to: Any, then: Any, **told: Any) -> Any:
+    x = jnp.moveaxis(args[0], dims[0], 0)
+    to, then = (tuple(one.batched(x.ndim - 1) for one in some) for some in (to, then))
+    return MARK.bind(x, to=to, then=then, **told), 0
 
 
 # No primitive of JAX's is an identity that carries a name into its own transpose.
@@ -70,21 +87,37 @@ MARK = new_primitive(
 )
 
 
-def mark(x: Any, of: Contraction, role: Role) -> Any:
-    """`x`, marked as what a contraction reads or makes."""
-    return MARK.bind(x, of=of, role=role, back=False)
+def mark(
+    x: Any,
+    of: Contraction,
+    role: Role,
+    to: Sequence[Rounding],
+    then: Sequence[Rounding] | None = None,
+) -> Any:
+    """`x`, marked as what a contraction reads or makes.
+
+    `to` is what each candidate rounds it to, and `then` its cotangent."""
+    then = (AS_IT_IS,) * len(to) if then is None else then
+    if all(one == AS_IT_IS for one in (*to, *then)):
+        return x
+    return MARK.bind(x, of=of, role=role, back=False, to=tuple(to), then=tuple(then))
 
 
 def is_read_by_its_contraction(eqn: Eqn) -> bool:
     """Whether what a mark makes is read by the contraction that it is of, and no other.
 
     That is an operand in the forward pass, and the cotangent of the result."""
-    return (eqn.params["role"] == "operand") != eqn.params["back"]
+    return (eqn.params["role"] != "result") != eqn.params["back"]
 
 
 @dataclass(frozen=True)
 class Shadow(Rule):
-    """Computes as written, with marks where `use_compute_precision` would round."""
+    """Computes as written, with marks where `use_compute_precision` would round.
+
+    Args:
+        candidates: which say to what."""
+
+    candidates: tuple[Candidate, ...]
 
     @property
     def is_compute(self) -> bool:
@@ -104,30 +137,53 @@ class Shadow(Rule):
         of = Contraction(
             told(site.scope), site.primitive.name, shapes_of(site.params, site.avals)
         )
-        bind = settled_bind(site.primitive, site.params, is_low=False)
         read_low = [a != b for a, b in zip(low.reads, site.authors, strict=True)]
-        made_low = [
-            fact is not None and fact.dtype != author
-            for fact, author in zip(low.outs, site.out_authors, strict=True)
-        ]
-
-        def marked(*operands):
-            out = bind(*_marked(operands, read_low, of, "operand"))
-            return _marked([out], made_low, of, "result")[0]
-
+        ((fact,), (author,)) = low.outs, site.out_authors
+        makes_low = fact is not None and fact.dtype != author
+        places = [places_of(one, site, read_low, makes_low) for one in self.candidates]
         outs = outs_of(site, None, Mark.LOW)
-        return Decision(site.authors, site.params, outs, "may be rounded", marked)
+        bind = _marked(site, of, places)
+        return Decision(site.authors, site.params, outs, "may be rounded", bind)
 
 
-def _marked(
-    values: Sequence[Any], which: Sequence[bool], of: Contraction, role: Role
-) -> list[Any]:
-    pairs = zip(values, which, strict=True)
-    return [mark(x, of, role) if is_marked else x for x, is_marked in pairs]
+def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., Any]:
+    """The contraction of marked operands, with its result marked."""
+    bind = settled_bind(site.primitive, site.params, is_low=False)
+    reads, kept, gradients = (
+        [[*column] for column in zip(*(one[i] for one in places), strict=True)]
+        for i in range(3)
+    )
+    result = [one.result for one in places]
+    cotangent = [one.cotangent for one in places]
+
+    def marked(*operands):
+        columns = zip(operands, kept, gradients, strict=True)
+        some = [mark(x, of, "operand", to, then) for x, to, then in columns]
+        if reads == kept:
+            out = bind(*some)
+        else:
+            pairs = zip(operands, reads, strict=True)
+            out = bind(*(mark(x, of, "read", to) for x, to in pairs))
+            out = RESULT_OF.bind(out, *some, passes=_passes(site))
+        return mark(out, of, "result", result, cotangent)
+
+    return marked
 
 
-def shadow(fn: Callable[..., Any], dtype: DType) -> Callable[..., Any]:
-    """`fn` as written, with a mark wherever `amp` would round to `dtype`."""
+def _passes(site: Site) -> tuple[Pass, ...]:
+    """The derivative of a contraction as it is written, by each operand."""
+    dtype = widest([a for a in site.authors[:2] if a is not None])
+    return tuple(
+        Pass(bilinear(site.primitive, site.params, moving=i), "compute", dtype)
+        for i in (0, 1)
+    )
+
+
+def shadow(
+    fn: Callable[..., Any], candidates: tuple[Candidate, ...]
+) -> Callable[..., Any]:
+    """`fn` as written, with a mark wherever `amp` would round to a candidate."""
     table = dict.fromkeys(CLASSES, use_original_precision)
-    table |= dict.fromkeys(CONTRACTIONS, Shadow())
-    return amp(fn, compute_dtype=dtype, amp_policy=policy_by_name(table))
+    table |= dict.fromkeys(CONTRACTIONS, Shadow(candidates))
+    low = candidates[0].compute
+    return amp(fn, compute_dtype=low, amp_policy=policy_by_name(table))

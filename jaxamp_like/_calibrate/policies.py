@@ -1,20 +1,23 @@
 """Choices of precision as a policy."""
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .._dtypes import DType
 from .._jax import Jaxpr, Primitive, raw, subjaxprs
 from .._policies.dictionary import default_amp_policy
 from .._policies.frozen import normal_key
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._primitives import CONTRACTIONS
+from .._quantised.rule import QUANTISING
 from .._rules import Rule, use_precision
 from .._rules.by_shapes import ByShapes
 from .._rules.contracting import Contract
 from .._rules.storing import compute_in_full
+from .candidates import EIGHT_BITS, Candidate
 from .groups import Group
 from .marks import Contraction
 from .search import Choices
@@ -22,11 +25,11 @@ from .search import Choices
 FULL = "float32"
 
 
-def dtypes_of(
-    groups: Sequence[Group], choices: Choices, candidates: Sequence[DType]
+def names_of(
+    groups: Sequence[Group], choices: Choices, candidates: Sequence[Candidate]
 ) -> dict[Contraction, str]:
-    """The name of the dtype of every contraction."""
-    names = [FULL, *(dtype.name for dtype in candidates)]
+    """The name of the precision of every contraction."""
+    names = [FULL, *(one.name for one in candidates)]
     return {
         one: names[choice]
         for group, choice in zip(groups, choices, strict=True)
@@ -34,98 +37,103 @@ def dtypes_of(
     }
 
 
-def policy_of(
-    dtypes: Mapping[Contraction, str],
-    primitives: Mapping[str, Primitive],
-    patterns: Mapping[Contraction, str],
-) -> Policy | PolicyMap:
-    """The policy that gives each contraction its dtype, as short as it can be.
+@dataclass(frozen=True)
+class Writer:
+    """Writes policies, as short as they can be.
 
-    `patterns` are what the shapes of contractions are of, by which those of one scope
-    are told apart.
+    Args:
+        primitives: the contractions' primitives, by name.
+        patterns: what the shapes of contractions are of, by which those of one scope
+            are told apart.
+        candidates: the low precisions."""
 
-    The default's rules everywhere: a scope that stays in full computes its
-    contractions in float32, and keeps as little for the backward pass as elsewhere."""
-    scopes: dict[tuple[str, ...], dict[Contraction, str]] = {}
-    for one, dtype in dtypes.items():
-        scopes.setdefault(one.scope, {})[one] = dtype
-    usual = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else FULL
-    by_primitive = _by_primitive(dtypes, primitives, usual)
-    if by_primitive is not None:
-        return by_primitive
-    of_shapes = {one: patterns.get(one, one.shapes) for one in dtypes}
-    default = _policy(scopes.pop((), {}), primitives, of_shapes, usual)
-    wanted = {
-        scope: _policy(some, primitives, of_shapes, None)
-        for scope, some in scopes.items()
-    }
-    entries: dict[Any, Policy] = {}
-    while True:
-        policies = PolicyMap(default, entries)
-        wrong = [
-            scope
-            for scope, policy in wanted.items()
-            if policies[scope] != policy and _key(scope) not in entries
-        ]
-        if not wrong:
-            return policies if entries else default
-        # The outermost first: it may hold for those that are inside.
-        scope = min(wrong, key=len)
-        entries[_key(scope)] = wanted[scope]
+    primitives: Mapping[str, Primitive]
+    patterns: Mapping[Contraction, str]
+    candidates: Sequence[Candidate]
+
+    def policy(self, names: Mapping[Contraction, str]) -> Policy | PolicyMap:
+        """The policy that gives each contraction its precision.
+
+        The default's rules everywhere: a scope that stays in full computes its
+        contractions in float32, and keeps as little for the backward pass as
+        elsewhere."""
+        scopes: dict[tuple[str, ...], dict[Contraction, str]] = {}
+        for one, name in names.items():
+            scopes.setdefault(one.scope, {})[one] = name
+        usual = Counter(names.values()).most_common(1)[0][0] if names else FULL
+        kinds = {(one.primitive, name) for one, name in names.items()}
+        if len(kinds) == len({primitive for primitive, _ in kinds}):
+            return self._of_scope(names, usual)
+        default = self._of_scope(scopes.pop((), {}), usual)
+        wanted = {scope: self._of_scope(some, None) for scope, some in scopes.items()}
+        entries: dict[Any, Policy] = {}
+        while True:
+            policies = PolicyMap(default, entries)
+            wrong = [
+                scope
+                for scope, policy in wanted.items()
+                if policies[scope] != policy and _key(scope) not in entries
+            ]
+            if not wrong:
+                return policies if entries else default
+            # The outermost first: it may hold for those that are inside.
+            scope = min(wrong, key=len)
+            entries[_key(scope)] = wanted[scope]
+
+    def _of_scope(self, names: Mapping[Contraction, str], usual: str | None) -> Policy:
+        """The policy of one scope, or of all if each primitive has one precision."""
+        count = Counter(names.values())
+        if usual is None or (count and usual not in count):
+            usual = count.most_common(1)[0][0]
+        computes = [self._by_name[name].compute for name in count if name in EIGHT_BITS]
+        if usual == FULL and computes:
+            usual = computes[0].name  # 8 bits stand beside a low compute dtype
+        rules: dict[Any, Rule] = {}
+        if usual in EIGHT_BITS:
+            known = [self.primitives[n] for n in QUANTISING if n in self.primitives]
+            rules = {primitive: EIGHT_BITS[usual] for primitive in known}
+        for name in dict.fromkeys(one.primitive for one in names):
+            some = {one: n for one, n in names.items() if one.primitive == name}
+            if (rule := self._of_primitive(some, usual)) is not None:
+                rules[self.primitives[name]] = rule
+        compute = self._by_name[usual].compute.name if usual in EIGHT_BITS else usual
+        if not rules:
+            return Policy(compute)
+        return Policy(compute, rules=default_amp_policy | rules)
+
+    def _of_primitive(
+        self, names: Mapping[Contraction, str], usual: str
+    ) -> Rule | None:
+        """The rule of a primitive in one scope, if it is not as usual."""
+        found = set(names.values())
+        if found == {usual}:
+            return None
+        if len(found) == 1:
+            return _rule(*found)
+        primitive = self.primitives[next(iter(names)).primitive]
+        as_default = default_amp_policy[primitive]
+        rows = {
+            self.patterns.get(one, one.shapes): as_default
+            if n == usual and n not in EIGHT_BITS
+            else _rule(n)
+            for one, n in names.items()
+        }
+        return ByShapes(tuple(rows.items()), _rule(FULL))
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Candidate]:
+        return {one.name: one for one in self.candidates}
 
 
-def _by_primitive(
-    dtypes: Mapping[Contraction, str], primitives: Mapping[str, Primitive], usual: str
-) -> Policy | None:
-    """One policy for all scopes, if each primitive has one dtype everywhere."""
-    found: dict[str, set[str]] = {}
-    for one, dtype in dtypes.items():
-        found.setdefault(one.primitive, set()).add(dtype)
-    if any(len(some) > 1 for some in found.values()):
-        return None
-    rules = {
-        primitives[name]: _rule(dtype)
-        for name, (dtype,) in found.items()
-        if dtype != usual
-    }
-    return Policy(usual, rules=default_amp_policy | rules) if rules else Policy(usual)
-
-
-def _rule(dtype: str) -> Rule:
-    return Contract(use_precision(dtype), compute_in_full)
+def _rule(name: str) -> Rule:
+    if name in EIGHT_BITS:
+        return EIGHT_BITS[name]
+    return Contract(use_precision(name), compute_in_full)
 
 
 def _key(scope: tuple[str, ...]) -> Any:
     # As a string a name with brackets is an expression too, which may match others.
     return normal_key(scope)
-
-
-def _policy(
-    dtypes: Mapping[Contraction, str],
-    primitives: Mapping[str, Primitive],
-    patterns: Mapping[Contraction, str],
-    usual: str | None,
-) -> Policy:
-    """The policy of one scope."""
-    count = Counter(dtypes.values())
-    if usual is None or (count and usual not in count):
-        usual = count.most_common(1)[0][0]
-    if set(count) <= {usual}:
-        return Policy(usual)
-    rules = {}
-    for name in dict.fromkeys(one.primitive for one in dtypes):
-        some = {one: d for one, d in dtypes.items() if one.primitive == name}
-        found = set(some.values())
-        if len(found) == 1 and found != {usual}:
-            rules[primitives[name]] = _rule(*found)
-        elif len(found) > 1:
-            as_usual = default_amp_policy[primitives[name]]
-            rows = {
-                patterns[one]: as_usual if d == usual else _rule(d)
-                for one, d in some.items()
-            }
-            rules[primitives[name]] = ByShapes(tuple(rows.items()), _rule(FULL))
-    return Policy(usual, rules=default_amp_policy | rules)
 
 
 def primitives_in(jaxpr: Jaxpr) -> dict[str, Primitive]:

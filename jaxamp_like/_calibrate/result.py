@@ -29,7 +29,7 @@ class Calibration(Evidence):
         tried: the sets that were measured, from which the front is drawn.
         objective: what was to be saved.
         granularity: what was decided together.
-        candidates: the low dtypes.
+        candidates: the low precisions, by name.
         notes: what the user should know.
         passes: how often the function was run.
         compilations: how many programs were compiled for that.

@@ -1,11 +1,58 @@
-"""Rounding to a low dtype and back, which no compiler leaves out."""
+"""Rounding to a low precision and back, which no compiler leaves out."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType
+from .._quantised.alone import AsFloat8, AsInt8
+
+
+class Rounding(NamedTuple):
+    """What an array is rounded to: to dtypes in turn, and then to 8 bits with scales.
+
+    Of neither, it stays as it is."""
+
+    dtypes: tuple[DType, ...] = ()
+    eight: AsFloat8 | AsInt8 | None = None
+
+    def __call__(self, x: Any) -> Any:
+        """`x` as it comes back, in its own dtype."""
+        for dtype in self.dtypes:
+            x = rounded(x, dtype)
+        return x if self.eight is None else _quantised(x, self.eight)
+
+    @property
+    def eight_bits(self) -> str | None:
+        """The candidate that it is of, if that is one of 8 bits."""
+        return None if self.eight is None else _NAMES[type(self.eight)]
+
+    def batched(self, ndim: int) -> "Rounding":
+        """That of a batch of arrays, along the first axis, each of `ndim` axes."""
+        match self.eight:
+            case None:
+                return self
+            case AsFloat8(fmt):
+                axes = range(ndim) if fmt.axes is None else fmt.axes
+                fmt = fmt._replace(axes=tuple(axis + 1 for axis in axes))
+                return self._replace(eight=AsFloat8(fmt))
+            case AsInt8(axes):
+                inner = tuple(axis + 1 for axis in axes)
+                return self._replace(eight=self.eight._replace(axes=inner))
+
+
+_NAMES: dict[type, str] = {AsFloat8: "float8", AsInt8: "int8"}
+AS_IT_IS = Rounding()
+
+
+def _quantised(x: Any, how: AsFloat8 | AsInt8) -> Any:
+    values, scale = how(x)
+    # A cast to float8 and back is one that XLA might leave out.
+    values = lax.optimization_barrier(values).astype(jnp.float32)
+    is_factor = isinstance(how, AsFloat8)
+    return (values * scale if is_factor else values / scale).astype(x.dtype)
 
 
 def rounded(x: Any, dtype: DType) -> Any:
@@ -25,8 +72,10 @@ def rounded(x: Any, dtype: DType) -> Any:
     return jnp.where(jnp.abs(x) < float(info.tiny), on_grid, low)
 
 
-def chosen(x: Any, choice: Any, dtypes: tuple[DType, ...]) -> Any:
-    """`x` as it is for a `choice` of 0, else rounded to the dtype of that number."""
-    for number, dtype in enumerate(dtypes, 1):
-        x = jnp.where(choice == number, rounded(x, dtype), x)
+def chosen(x: Any, choice: Any, roundings: Sequence[Rounding]) -> Any:
+    """`x` as it is for a `choice` of 0, else rounded by the one of that number."""
+    same = x
+    for number, how in enumerate(roundings, 1):
+        if how != AS_IT_IS:
+            x = jnp.where(choice == number, how(same), x)
     return x

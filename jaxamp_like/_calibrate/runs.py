@@ -10,26 +10,29 @@ import jax
 import numpy as np
 
 from .._amp import amp
-from .._dtypes import DType, is_float
+from .._dtypes import is_float
 from .._errors import AmpError
 from .._jax import Jaxpr
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
-from .costs import Found, survey
+from .candidates import Candidate
 from .groups import Group, grouped
 from .marks import Contraction, shadow
 from .search import Choices
 from .state import State
 from .subject import Point, Results, Subject
+from .survey import Found, survey
 from .threaded import Threaded
 
 KEPT = 3  # references held at a time: each is as large as the parameters
 
 
-def traced(subject: Subject, point: Point, dtype: DType) -> tuple[Jaxpr, Any]:
+def traced(
+    subject: Subject, point: Point, candidates: tuple[Candidate, ...]
+) -> tuple[Jaxpr, Any]:
     """The program of a pass, with marks, and the structure of its results."""
-    program = subject.program(lambda fn: shadow(fn, dtype))
+    program = subject.program(lambda fn: shadow(fn, candidates))
 
     def flat(*arrays):
         return program(arrays)
@@ -48,7 +51,7 @@ class Runs:
         tree: the structure of the program's results.
         first: a point, for the types of arguments.
         granularity: what is decided together.
-        candidates: the low dtypes.
+        candidates: the low precisions.
         state: where measurements are remembered.
         tell: is called with a line about each pass.
         patterns: what shapes contractions are of, where these count."""
@@ -58,7 +61,7 @@ class Runs:
     tree: Any
     first: Point
     granularity: str
-    candidates: tuple[DType, ...]
+    candidates: tuple[Candidate, ...]
     state: State
     tell: Callable[[str], None]
     patterns: Mapping[Contraction, str] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class Runs:
         numbers = {
             one: i for i, group in enumerate(self.groups) for one in group.contractions
         }
-        threaded = Threaded(numbers, self.candidates)
+        threaded = Threaded(numbers)
 
         def run(choices, seed, spread, arrays):
             arrays = self.subject.moved(seed, spread, arrays)

@@ -6,7 +6,8 @@ budgets: 1 is what is allowed."""
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from .costs import Prices
 
@@ -54,58 +55,74 @@ def sensitivities(
     return found
 
 
+class Step(NamedTuple):
+    """One group, lowered by one level: from `before` to `after`, as in `Choices`."""
+
+    group: int
+    before: int
+    after: int
+    slope: float  # squared error for what it saves
+
+
 class Ranking:
-    """Groups in the order in which they should be lowered.
+    """The order in which groups should be lowered, each perhaps in several steps.
 
     Args:
-        errors: by group, then by candidate, of the group alone.
+        errors: by group, then by candidate, of the group alone; infinite where it may
+            not have the candidate.
         prices: what the groups cost."""
 
     def __init__(self, errors: Sequence[Sequence[float]], prices: Prices):
         self.errors = errors
         self.prices = prices
-        self.candidate = [
-            min(range(len(row)), key=lambda c, i=i, row=row: (prices.low[i][c], row[c]))
-            if min(row) < math.inf
-            else 0
-            for i, row in enumerate(errors)
-        ]
-        # One that can't be lowered without an overflow gives way to one that can.
-        for i, row in enumerate(errors):
-            if row[self.candidate[i]] == math.inf:
-                self.candidate[i] = min(range(len(row)), key=row.__getitem__)
-        self.order = sorted(range(len(errors)), key=self._price_of_error)
+        self._least = 1e-30 * (sum(prices.full) or 1.0)
+        steps = [step for i in range(len(errors)) for step in self._steps(i)]
+        self.steps = sorted(steps, key=lambda one: (one.slope, one.group))
 
     def error(self, i: int) -> float:
-        """The error of a group alone, in the candidate that it would be lowered to."""
-        return self.errors[i][self.candidate[i]]
+        """The least error of a group alone."""
+        return min(self.errors[i])
 
-    def gain(self, i: int) -> float:
-        """What is saved when a group is lowered."""
-        return self.prices.full[i] - self.prices.low[i][self.candidate[i]]
+    def _steps(self, i: int) -> Iterator[Step]:
+        """The levels of a group that save most for their error: a convex hull."""
+        now, low = 0, self.prices.low[i]
+        while True:
+            finite = [c for c, e in enumerate(self.errors[i], 1) if e < math.inf]
+            lower = [c for c in finite if self._gain(i, now, c) > 0]
+            if not lower and now == 0 and finite:  # it saves nothing: last of all
+                lower = [min(finite, key=lambda c: (low[c - 1], self._square(i, c)))]
+            if not lower:
+                return
+            slopes = [(self._slope(i, now, c), low[c - 1], c) for c in lower]
+            slope, _, after = min(slopes)
+            yield Step(i, now, after, slope)
+            now = after
 
-    def _price_of_error(self, i: int) -> tuple[float, int]:
-        gain = max(self.gain(i), 1e-30 * (sum(self.prices.full) or 1.0))
-        return self.error(i) ** 2 / gain, i
+    def _slope(self, i: int, before: int, after: int) -> float:
+        more = self._square(i, after) - self._square(i, before)
+        return more / max(self._gain(i, before, after), self._least)
+
+    def _square(self, i: int, choice: int) -> float:
+        return self.errors[i][choice - 1] ** 2 if choice else 0.0
+
+    def _gain(self, i: int, before: int, after: int) -> float:
+        prices = [self.prices.full[i], *self.prices.low[i]]
+        return prices[before] - prices[after]
 
     def choose(self, budget: float) -> Choices:
         """As much as fits into a `budget`, if the squares of errors add up."""
         left = budget**2
         chosen = [0] * len(self.errors)
-        for i in self.order:
-            square = self.error(i) ** 2
-            if square <= left:
-                left -= square
-                chosen[i] = self.candidate[i] + 1
+        for i, before, after, _ in self.steps:
+            more = self._square(i, after) - self._square(i, before)
+            if chosen[i] == before and more <= left:
+                left -= more
+                chosen[i] = after
         return tuple(chosen)
 
-    def could_choose(self, choices: Choices) -> bool:
-        """Whether groups are lowered to their candidates only."""
-        pairs = zip(choices, self.candidate, strict=True)
-        return all(choice in (0, one + 1) for choice, one in pairs)
-
     def total_gain(self, choices: Choices) -> float:
-        return sum(self.gain(i) for i, choice in enumerate(choices) if choice)
+        """What is saved."""
+        return sum(self._gain(i, 0, choice) for i, choice in enumerate(choices))
 
 
 def search(
@@ -124,8 +141,12 @@ def search(
     tried = {} if tried is None else tried
     tried[nothing] = 0.0
     before = len(tried)
-    within = (one for one, error in tried.items() if error <= limit)
-    best = max(filter(ranking.could_choose, within), key=ranking.total_gain)
+
+    def worth(choices: Choices) -> tuple[float, float]:
+        return ranking.total_gain(choices), -tried[choices]
+
+    best = max((one for one, error in tried.items() if error <= limit), key=worth)
+    lowest = ranking.choose(math.inf)
     fine, bad, guess = 0.0, math.inf, limit
     for _ in range(4 * at_most):
         choices = ranking.choose(guess)
@@ -136,9 +157,8 @@ def search(
         error = tried[choices]
         if error <= limit:
             fine = max(fine, guess)
-            if ranking.total_gain(choices) > ranking.total_gain(best):
-                best = choices
-            if all(choices):
+            best = max(best, choices, key=worth)
+            if choices == lowest:
                 break
         else:
             bad = min(bad, guess)

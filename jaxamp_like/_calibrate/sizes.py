@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from .._dtypes import DType
 from .._jax import Jaxpr, raw, subjaxprs
 from .._rules.by_shapes import Dims, as_dims, as_text, overlap, widened
+from .candidates import Candidate
 from .marks import MARK, Contraction
 from .runs import traced
 from .subject import Point, Subject
@@ -21,7 +21,10 @@ Place = tuple[int, int]  # an array among the arguments, and one of its axes
 
 
 def patterns(
-    subject: Subject, jaxpr: Jaxpr, point: Point, dtype: DType
+    subject: Subject,
+    jaxpr: Jaxpr,
+    point: Point,
+    candidates: tuple[Candidate, ...],
 ) -> dict[Contraction, str]:
     """The shapes of each contraction of a program with marks, free sizes as "*".
 
@@ -32,13 +35,13 @@ def patterns(
         subject: what is measured.
         jaxpr: its program.
         point: what it was traced with.
-        dtype: what the marks are for."""
+        candidates: what the marks are for."""
     before = [*_marked(jaxpr)]
     dims = {of: as_dims(of.shapes) for of in before}
     done: set[Place] = set()
     for places in _alike(subject, point):
         if not places <= done:
-            after = _traced_otherwise(subject, point, dtype, places, before)
+            after = _traced_otherwise(subject, point, candidates, places, before)
             done |= places if after else set()
             for of, other in zip(before, after, strict=False):
                 dims[of] = _free(dims[of], as_dims(of.shapes), as_dims(other.shapes))
@@ -75,7 +78,7 @@ def _alike(subject: Subject, point: Point) -> Iterator[set[Place]]:
 def _traced_otherwise(
     subject: Subject,
     point: Point,
-    dtype: DType,
+    candidates: tuple[Candidate, ...],
     places: set[Place],
     before: Sequence[Contraction],
 ) -> list[Contraction]:
@@ -90,7 +93,8 @@ def _traced_otherwise(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                jaxpr, _ = traced(subject, point._replace(arrays=tuple(arrays)), dtype)
+                moved = point._replace(arrays=tuple(arrays))
+                jaxpr, _ = traced(subject, moved, candidates)
         except Exception:  # whatever a function says to what it can't be given
             continue
         after = [*_marked(jaxpr)]

@@ -11,7 +11,6 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .._dtypes import DType
 from .._errors import AmpError
 from .._jax import (
     Eqn,
@@ -39,12 +38,11 @@ class Threaded:
     """Evaluates programs with marks.
 
     Args:
-        numbers: which of the choices is a contraction's.
-        dtypes: what a choice of 1, 2, ... rounds to; 0 rounds nothing."""
+        numbers: which of the choices is a contraction's. A choice of 0 rounds nothing,
+            n as a mark has it of the n-th candidate."""
 
-    def __init__(self, numbers: Mapping[Contraction, int], dtypes: tuple[DType, ...]):
+    def __init__(self, numbers: Mapping[Contraction, int]):
         self.numbers = numbers
-        self.dtypes = dtypes
 
     def run(self, jaxpr: Jaxpr, choices: Any, args: Sequence[Any]) -> list[Any]:
         """What `jaxpr` gives for `args` if it rounds by `choices`, an int array."""
@@ -63,7 +61,7 @@ class Threaded:
     def _eqn(self, eqn: Eqn, choices: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is MARK:
             choice = choices[self.numbers[eqn.params["of"]]]
-            return [chosen(values[0], choice, self.dtypes)]
+            return [chosen(values[0], choice, eqn.params["to"])]
         if not any(holds(inner, MARK) for inner in subjaxprs(eqn.params)):
             return reemit(eqn, values)
         name = eqn.primitive.name

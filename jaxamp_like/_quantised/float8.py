@@ -97,10 +97,7 @@ class Float8(Quantising):
         fn = bilinear(site.primitive, site.params, moving=0)
         result = _product_dtype(out)
         axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
-        roundings = tuple(
-            AsFloat8(fmt._replace(axes=one.summed if by_row else None))
-            for fmt, one in zip(formats, axes, strict=True)
-        )
+        roundings = self.roundings(site)
 
         def forward(lhs, rhs, *alone):
             del lhs, rhs
@@ -116,6 +113,22 @@ class Float8(Quantising):
         scales = f"{self.granularity} x {self.granularity}"
         eight_bits = EightBits(scales, _RUNS, kept=None if by_row else SCALE_NAME)
         return decided(site, self._why(site, kinds), bind, eight_bits, roundings)
+
+    def roundings(self, site: Site) -> tuple[AsFloat8, AsFloat8]:
+        by_row = self.granularity == "row"
+        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        lhs, rhs = (
+            AsFloat8(fmt._replace(axes=one.summed if by_row else None))
+            for fmt, one in zip(self._formats(site), axes, strict=True)
+        )
+        return lhs, rhs
+
+    def rounding_of_cotangents(self, site: Site) -> AsFloat8 | None:
+        is_rounded = self._kinds(site) != ["compute", "compute"]
+        return AsFloat8(self._format(self.grad_dtype)) if is_rounded else None
+
+    def product_dtype(self, dtype: DType) -> DType:
+        return _product_dtype(dtype)
 
     def _format(self, dtype: DType) -> Format:
         return Format(dtype, power_of_two=self.power_of_two)

@@ -59,15 +59,7 @@ class Int8(Quantising):
         ]
         axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
         weight = weight_side(site)
-        both = [
-            AsInt8(
-                axes[i].summed,
-                self.epsilon,
-                None if i == weight else self.activation_max,
-                is_weight=i == weight,
-            )
-            for i in (0, 1)
-        ]
+        both = self.roundings(site)
         migrates = self.migration is not None and pairs_of(site.params) is not None
         alone: list[AsInt8 | None] = [
             None if migrates or (self.weight_only and i != weight) else both[i]
@@ -81,6 +73,23 @@ class Int8(Quantising):
             forward = _integers(site, axes)
         bind = with_passes(forward, gradients, alone)
         return decided(site, self._why(site), bind, self._eight_bits(site), alone)
+
+    def roundings(self, site: Site) -> tuple[AsInt8, AsInt8]:
+        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        weight = weight_side(site)
+        lhs, rhs = (
+            AsInt8(
+                axes[i].summed,
+                self.epsilon,
+                None if i == weight else self.activation_max,
+                is_weight=i == weight,
+            )
+            for i in (0, 1)
+        )
+        return lhs, rhs
+
+    def rounding_of_cotangents(self, site: Site) -> None:
+        return None
 
     def _migrated(
         self, site: Site, axes: Sequence[Axes], roundings: Sequence[AsInt8]

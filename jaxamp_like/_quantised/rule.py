@@ -107,6 +107,20 @@ class Quantising(Rule):
     def quantise(self, site: Site) -> Decision:
         raise NotImplementedError
 
+    def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
+        """How both operands of a contraction that is quantised are rounded."""
+        raise NotImplementedError
+
+    def rounding_of_cotangents(self, site: Site) -> Rounding | None:
+        """How the cotangent of its result is, for gradients of rounded operands.
+
+        `None` where gradients are made in the compute dtype."""
+        raise NotImplementedError
+
+    def product_dtype(self, dtype: DType) -> DType:
+        """What products of 8-bit operands are made in, to be returned in a dtype."""
+        return dtype
+
     def why_not(self, site: Site) -> str | None:
         """Why a contraction is not quantised, if it is not."""
         name = site.primitive.name

@@ -1,0 +1,143 @@
+"""What was tried and found, in words and as a result."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import jax
+
+from .._errors import warn_or_raise
+from .._policies.named import Policy
+from .._policies.policy_map import PolicyMap
+from .._reports.versions import versions
+from .budget import Budget, Errors
+from .costs import Prices
+from .evidence import Decided, Tried, show_error
+from .options import Options
+from .policies import FULL
+from .result import Calibration
+from .runs import Runs
+from .search import Choices, Ranking
+
+NONE_FOR_IT = "no candidate is for it: `explain` says why rules of 8 bits leave it"
+
+
+@dataclass
+class Account:
+    """Keeps what was tried, and says what came of it.
+
+    Args:
+        runs: what makes the passes.
+        budget: what is allowed.
+        objective: what is to be saved."""
+
+    runs: Runs
+    budget: Budget
+    objective: str
+    prices: Prices = field(default_factory=lambda: Prices([], []))
+    tried: list[Tried] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def options(self) -> Options:
+        return Options(self.runs.groups, self.runs.found.work, self.runs.candidates)
+
+    def remember(self, choices: Choices, error: float, is_real: bool) -> None:
+        full = sum(self.prices.full)
+        cost = self.prices.of(choices) / full if full else 0.0
+        one = Tried(self.what(choices), cost, error, is_real)
+        if one not in self.tried:
+            self.tried.append(one)
+
+    def warn(self, message: str) -> None:
+        self.notes.append(message)
+        warn_or_raise(message, strict=False)
+
+    def what(self, choices: Choices) -> str:
+        """A set of groups in words."""
+        names = [group.name for group in self.runs.groups]
+        low = [n for n, c in zip(names, choices, strict=True) if c]
+        full = [n for n, c in zip(names, choices, strict=True) if not c]
+        precision = self._precision(choices)
+        if not full:
+            return f"everything in {precision}"
+        some = low if len(low) <= len(full) else full
+        shown = ", ".join(some[:3]) + (f" and {len(some) - 3} more" * (len(some) > 3))
+        if some is full:
+            shown += " as written, the rest"
+        return f"{shown} in {precision}"
+
+    def _precision(self, choices: Choices) -> str:
+        if len(self.runs.candidates) == 1:
+            return "low precision"
+        found = Counter(name for name in self.options.names(choices) if name)
+        if len(found) == 1:
+            return next(iter(found))
+        return " and ".join(f"{name} ({n})" for name, n in sorted(found.items()))
+
+    def result(
+        self,
+        choices: Choices,
+        policy: Policy | PolicyMap,
+        held_out: Errors,
+        ranking: Ranking | None = None,
+    ) -> Calibration:
+        """What is returned to the user."""
+        found = self.runs.found
+        total = found.fixed_flops + sum(one.flops for one in found.work.values())
+        decided = tuple(self._decided(i, choices, ranking) for i in range(len(choices)))
+        low = sum(one.flops for one, c in zip(decided, choices, strict=True) if c)
+        return Calibration(
+            policy=policy,
+            budget=self.budget,
+            held_out=held_out,
+            met=held_out.over(self.budget) <= 1,
+            low_share=low / total if total else 0.0,
+            groups=decided,
+            tried=tuple(self.tried),
+            objective=self.objective,
+            granularity=self.runs.granularity,
+            candidates=tuple(one.name for one in self.runs.candidates),
+            notes=tuple(dict.fromkeys(self.notes)),
+            passes=self.runs.passes,
+            compilations=self.runs.compilations,
+            versions=versions() | {"device": jax.devices()[0].device_kind},
+            seconds=self.runs.seconds,
+        )
+
+    def _decided(self, i: int, choices: Choices, ranking: Ranking | None) -> Decided:
+        group = self.runs.groups[i]
+        works = [self.runs.found.work[one] for one in group.contractions]
+        names = [one.name for one in self.runs.candidates if self.options.has(i, one)]
+        errors = None
+        if ranking is not None:
+            row = zip(self.runs.candidates, ranking.errors[i], strict=True)
+            errors = {one.name: error for one, error in row if one.name in names}
+        every = self.options.names(choices)
+        chosen = every[i]
+        return Decided(
+            name=group.name,
+            dtype=chosen or FULL,
+            sensitivity=errors,
+            flops=sum(one.flops for one in works),
+            kept=4 * sum(one.kept for one in works),
+            price=self.prices.full[i],
+            why=_why(chosen, errors, len({*every}) == 1) if names else NONE_FOR_IT,
+        )
+
+
+def _why(chosen: str | None, errors: dict[str, float] | None, is_uniform: bool) -> str:
+    if errors is None and is_uniform:
+        return f"everything in {chosen} meets the budget"
+    if errors is None:
+        return "everything as low as it may be meets the budget"
+    if chosen is not None:
+        others = (f", {show_error(e)} in {n}" for n, e in errors.items() if n != chosen)
+        alone = f"alone, {show_error(errors[chosen])} of the budget"
+        return alone + "".join(others)
+    least = min(errors.values())
+    if least == math.inf:
+        return "overflows in low precision"
+    if least > 1:
+        return f"alone, {show_error(least)} times the budget"
+    return f"does not fit beside the others: alone, {show_error(least)} of the budget"

@@ -1,0 +1,109 @@
+"""Candidates: the low precisions that a group of contractions may get."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from .._dtypes import DType, as_compute_dtype, bits, did_you_mean
+from .._quantised import float8, int8
+from .._quantised.rule import Quantising
+from .._rules import Site, why_as_written
+
+# Sizes don't count: what it gains is priced, and what it costs measured.
+EIGHT_BITS: dict[str, Any] = {"float8": float8(where=None), "int8": int8(where=None)}
+_NAMES = ("bfloat16", "float16", *EIGHT_BITS)
+
+
+class Candidate(NamedTuple):
+    """A low precision.
+
+    Args:
+        name: how users, tables and prices call it.
+        compute: the compute dtype of a policy that it is in.
+        rule: that of contractions of 8 bits; `None` of a dtype."""
+
+    name: str
+    compute: DType
+    rule: Quantising | None = None
+
+    def takes(self, site: Site) -> bool:
+        """Whether a contraction has operands of 8 bits in it."""
+        if self.rule is None or why_as_written(site):
+            return False
+        return self.rule.why_not(self.seen(site)) is None
+
+    def seen(self, site: Site) -> Site:
+        """`site` in a policy that this candidate is in."""
+        return site._replace(compute_dtype=self.compute)
+
+
+def as_candidates(given: Any) -> tuple[Candidate, ...]:
+    """The argument `candidates`.
+
+    Raises:
+        TypeError, ValueError: one is no low precision, or there are none, or twice."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        given = (given,)
+    named = [_known(one) for one in given]
+    dtypes = [one for one in named if not isinstance(one, str)]
+    compute = dtypes[0] if dtypes else jnp.dtype(jnp.bfloat16)
+    found = tuple(
+        Candidate(one, compute, EIGHT_BITS[one])
+        if isinstance(one, str)
+        else Candidate(one.name, one)
+        for one in named
+    )
+    if not found or len(set(found)) < len(found):
+        raise ValueError(
+            "`candidates` must name low precisions, each once, such as ('bfloat16', "
+            f"'float8'), but got {given!r}."
+        )
+    return found
+
+
+def _known(one: Any) -> str | DType:
+    """An 8-bit candidate by its name, or a dtype.
+
+    Raises:
+        TypeError: it is a rule, or no dtype.
+        ValueError: it is a dtype of 8 bits, a wide one, or misspelt."""
+    if isinstance(one, Quantising):
+        raise TypeError(
+            f"`candidates` holds the rule `{one!r}`. Name it: 'float8' stands for "
+            "`float8(where=None)`, 'int8' for `int8(where=None)`."
+        )
+    name = _name_of(one)
+    if name in EIGHT_BITS:
+        return name
+    if name is not None and name.startswith("float8"):
+        raise ValueError(
+            f"`candidates` names {name!r}, a format for one tensor. Write 'float8': "
+            "operands in float8_e4m3fn, cotangents in float8_e5m2, with a scale for "
+            "each tensor."
+        )
+    if name is None and isinstance(one, str) and (hint := did_you_mean(one, _NAMES)):
+        raise ValueError(
+            f"`candidates` names {one!r}, which is no precision.{hint} Known are "
+            f"{', '.join(map(repr, _NAMES))}."
+        )
+    return _low_dtype(one)
+
+
+def _name_of(one: Any) -> str | None:
+    if isinstance(one, str) and one in EIGHT_BITS:
+        return one
+    try:
+        return jnp.dtype(one).name
+    except (TypeError, ValueError):
+        return None
+
+
+def _low_dtype(one: Any) -> DType:
+    dtype = as_compute_dtype(one, "candidates")
+    if bits(dtype) > 16:
+        raise ValueError(
+            f"`candidates` names {dtype.name}, which is no low precision: what stays "
+            "as written is considered anyway. Name 'bfloat16' or 'float16'."
+        )
+    return dtype

@@ -1,0 +1,65 @@
+"""What each candidate rounds at a contraction: operands, result, and cotangents."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._dtypes import DType
+from .._quantised.rule import PARAMETERS, low_of, result_of
+from .._quantised.weights import weight_side
+from .._rules import Site
+from .candidates import Candidate
+from .rounding import AS_IT_IS, Rounding
+
+
+class Places(NamedTuple):
+    """What is rounded at a contraction, and to what.
+
+    Args:
+        reads: operands, for the forward pass.
+        kept: the same operands, for the backward pass.
+        gradients: those of the operands, by the same order.
+        result: its result.
+        cotangent: that of the result."""
+
+    reads: tuple[Rounding, ...]
+    kept: tuple[Rounding, ...]
+    gradients: tuple[Rounding, ...]
+    result: Rounding
+    cotangent: Rounding
+
+
+def places_of(
+    candidate: Candidate, site: Site, read_low: Sequence[bool], makes_low: bool
+) -> Places:
+    """What a candidate rounds at a contraction that `amp` would lower.
+
+    `read_low` are the operands that it would then read low, and `makes_low` is whether
+    its result would be."""
+    low = Rounding((candidate.compute,))
+    read = tuple(low if is_low else AS_IT_IS for is_low in read_low)
+    made = low if makes_low else AS_IT_IS
+    if candidate.rule is None or not candidate.takes(site):
+        return Places(read, read, read, made, made)
+    rule, site = candidate.rule, candidate.seen(site)
+    reads = tuple(
+        Rounding(() if _is_weight(site, i) else read[i].dtypes, eight)
+        for i, eight in enumerate(rule.roundings(site))
+    )
+    out = rule.product_dtype(result_of(site))
+    result = made if not makes_low else Rounding(_both(out, candidate.compute))
+    eight = rule.rounding_of_cotangents(site)
+    if eight is None:
+        return Places(reads, read, read, result, made)
+    gradient = _both(rule.product_dtype(low_of(site)), candidate.compute)
+    gradients = tuple(Rounding(gradient) if one.dtypes else AS_IT_IS for one in read)
+    return Places(reads, reads, gradients, result, Rounding(made.dtypes, eight))
+
+
+def _is_weight(site: Site, i: int) -> bool:
+    """Whether an operand is a parameter, which is not cast before it is quantised."""
+    fact = site.facts[i]
+    return i == weight_side(site) and fact is not None and fact.leaf in PARAMETERS
+
+
+def _both(product: DType, low: DType) -> tuple[DType, ...]:
+    return tuple(dict.fromkeys((product, low)))
