@@ -27,6 +27,8 @@ from jaxamp_like._reports.walk import CONTRACTIONS, walk
 from jaxamp_like.reports import Calibration, Device
 from jaxamp_like.rules import float8
 
+pytestmark = pytest.mark.sample(2)
+
 DIM = 16
 LOUD = np.ones(DIM, "float32")
 LOUD[0] = 2.0**20  # beside it, all else is nothing in 8 bits with one scale

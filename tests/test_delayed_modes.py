@@ -13,6 +13,8 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import values
 
+pytestmark = pytest.mark.sample(2)
+
 
 @contextlib.contextmanager
 def x64():

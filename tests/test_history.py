@@ -81,7 +81,7 @@ def test_views(tmp_path):
 def test_bad_input(tmp_path):
     with pytest.raises(TypeError, match="DynamicScalerState"):
         ScalerHistory().record(1024.0)
-    with pytest.raises(TypeError, match="not inside of the step"):
+    with pytest.raises(TypeError, match="read it outside"):
         jax.jit(ScalerHistory().record)(DynamicScalerState())
     for every, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="every"):

@@ -27,6 +27,8 @@ from jaxamp_like.rules import (
 )
 from tests.programs import eps, error
 
+pytestmark = pytest.mark.sample(2)
+
 N, VOCABULARY, DIM, HIDDEN = 8, 64, 32, 128
 DTYPES = ("bfloat16", "float16")
 

@@ -10,6 +10,8 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 from tests.programs import values
 
+pytestmark = pytest.mark.sample(2)
+
 
 def product(w, x):
     with jax.named_scope("mlp"):

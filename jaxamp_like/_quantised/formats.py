@@ -93,7 +93,7 @@ def to_float8(x: Any, scale: Any, fmt: Format) -> Any:
 
 def clipped(x: Any, fmt: Format) -> Any:
     """`x` within the range of the format; NaN where it is infinite."""
-    largest = jnp.asarray(fmt.largest, x.dtype)
+    largest = x.dtype.type(fmt.largest)
     # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
     return lax.clamp(-largest, x, largest) + 0 * x
 
