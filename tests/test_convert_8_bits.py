@@ -15,7 +15,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import int8
 from tests.test_convert import BF16, ONE, carried, check, randoms, same_bits
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 EIGHT = quantised(int8(weight_only=True, where=None))
 INT8 = {"weights alone": EIGHT, "both": quantised(int8(where=None))}

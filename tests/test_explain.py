@@ -33,7 +33,7 @@ from jaxamp_like import (
 from jaxamp_like._reports.data.records import scope_tree
 from jaxamp_like.rules import smaller_than
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 BF16 = {"compute_dtype": "bfloat16"}
 

@@ -18,7 +18,7 @@ from jaxamp_like import amp
 
 from .following import FOLLOWING
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 BF16 = "bfloat16"
 REGIONS = ("checkpoint", "remat2", "custom_jvp_call")  # this one keeps its inputs low

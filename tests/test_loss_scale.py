@@ -27,7 +27,7 @@ from jaxamp_like.scaling import check_scaler
 
 from .scalers import GREATEST, LEAST, plain_scalers
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 relaxed = settings(deadline=None, max_examples=60)
 # Early versions of JAX have it as an experiment only.

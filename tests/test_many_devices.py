@@ -27,7 +27,7 @@ from jaxamp_like.rules import (
 )
 from tests.programs import eps, error
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 N, VOCABULARY, DIM, HIDDEN = 8, 64, 32, 128
 DTYPES = ("bfloat16", "float16")

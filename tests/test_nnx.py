@@ -21,7 +21,7 @@ from jaxamp_like import (
     scope_modules,
 )
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 same = functools.partial(amp, amp_policy={})  # changes no bit

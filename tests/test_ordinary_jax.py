@@ -20,7 +20,7 @@ from jaxamp_like import AmpError, amp
 from .constructs import CONSTRUCTS, identity
 from .test_structure import loss
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 W = jr.normal(jr.key(0), (8, 8)) / 4
 X = jr.normal(jr.key(1), (16, 8))

@@ -16,7 +16,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 from tests.programs import values
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 ROUNDS = {"float8_e4m3fn", "float8_e5m2", "int8"}
 

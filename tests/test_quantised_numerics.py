@@ -10,7 +10,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 from tests.programs import values
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 
 def product(w, x):

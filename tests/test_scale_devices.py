@@ -19,7 +19,7 @@ from jaxamp_like import (
     loss_scale_optimizer,
 )
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 N = 8
 

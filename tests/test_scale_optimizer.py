@@ -33,7 +33,7 @@ from jaxamp_like.scaling import (
     unscale_grads,
 )
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 
 def half_loss(w, x):

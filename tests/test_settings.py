@@ -24,7 +24,7 @@ from jaxamp_like.rules import (
 from .constructs import CONSTRUCTS, IS_ROOT_OPAQUE, identity, named
 from .test_structure import is_contraction, left_behind, run_and_differentiate
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)

@@ -21,7 +21,7 @@ from jaxamp_like import amp, amp_stop, default_amp_policy, explain
 from jaxamp_like.presets import jmp
 from jaxamp_like.rules import use_compute_precision, use_dot_algorithm
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 DTYPES = ("float16", "bfloat16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

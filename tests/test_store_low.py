@@ -31,7 +31,7 @@ from .programs import (
     values,
 )
 
-pytestmark = pytest.mark.sample(2)
+pytestmark = pytest.mark.sample(3)
 
 
 class Low(Evaluator):
