@@ -305,6 +305,14 @@ def reemit(
     return jax.core.eval_jaxpr(jaxpr, [], *env.values())
 
 
+def bind_flat(
+    primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Binds a primitive; a list of its results, if there is one as well."""
+    outs = primitive.bind(*values, **params)
+    return list(outs) if primitive.multiple_results else [outs]
+
+
 def without_scopes(eqn: Eqn) -> Eqn:
     """`eqn` without its name scopes, for when these are in force already."""
     info = eqn.source_info.replace(name_stack=source_info.new_name_stack())

@@ -15,6 +15,7 @@ from .._jax import (
     Eqn,
     Jaxpr,
     Literal,
+    bind_flat,
     consts,
     eqn_context,
     open_jaxpr,
@@ -77,8 +78,7 @@ class _Rewriter:
             params = eqn.params
             if eqn.primitive.name == "convert_element_type":  # of a weak type
                 return operands
-            outs = eqn.primitive.bind(*operands, **params)
-        return outs if eqn.primitive.multiple_results else [outs]
+            return bind_flat(eqn.primitive, operands, params)
 
     def close(self, jaxpr: Jaxpr, dtypes: _Dtypes, outs: _Dtypes | None = None):
         """The program for inputs of other dtypes, closed; results cast to `outs`."""

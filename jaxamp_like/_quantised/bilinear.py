@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from .._dtypes import DType, cast
-from .._jax import Literal, consts, raw, subjaxprs, trace
+from .._jax import Literal, bind_flat, consts, raw, subjaxprs, trace
 from .._primitives import CONTRACTIONS
 from .._primitives.matmul_precision import settled
 from .axes import axes_of, onto_result
@@ -157,8 +157,7 @@ def _evaluate(jaxpr: Any, constants: Any, args: Any, hook: Hook) -> list[Any]:
                 x if name in _MOVES else cast(x, atom.aval.dtype)
                 for (x, _), atom in zip(pairs, eqn.invars, strict=True)
             ]
-            made = eqn.primitive.bind(*values, **params)
-            made = made if isinstance(made, list | tuple) else [made]
+            made = bind_flat(eqn.primitive, values, params)
             outs = [(x, which) for x in made]
         env |= zip(eqn.outvars, outs, strict=True)
     return list(map(read, jaxpr.outvars))

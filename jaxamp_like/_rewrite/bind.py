@@ -13,6 +13,7 @@ from .._jax import (
     Atom,
     Jaxpr,
     Literal,
+    bind_flat,
     consts,
     eqn_context,
     raw,
@@ -275,8 +276,7 @@ class Frame:
             env = dict.fromkeys(roots, t)
             for view in chain:
                 (operand,), outs = view.eqn.invars, view.eqn.outvars
-                made = view.eqn.primitive.bind(env[operand], **view.eqn.params)
-                made = made if isinstance(made, tuple | list) else [made]
+                made = bind_flat(view.eqn.primitive, [env[operand]], view.eqn.params)
                 env |= zip(outs, made, strict=True)
             return env[atom]
 
@@ -293,8 +293,9 @@ class Frame:
         (source,) = view.eqn.invars
         if not has_range(dtype, value.dtype) or source not in self.env:
             return cast(value, dtype)
-        low = view.eqn.primitive.bind(self._cast_once(source, dtype), **view.eqn.params)
-        return low[0] if isinstance(low, tuple | list) else low
+        once = [self._cast_once(source, dtype)]
+        (low,) = bind_flat(view.eqn.primitive, once, view.eqn.params)
+        return low
 
     def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""
@@ -319,8 +320,7 @@ class Frame:
                 self.casts[atom, dtype] = cast(self.env[atom], dtype)
             else:
                 operands = [self._cast_ahead(x, dtype) for x in view.eqn.invars]
-                low = view.eqn.primitive.bind(*operands, **view.eqn.params)
-                lows = low if isinstance(low, tuple | list) else [low]
+                lows = bind_flat(view.eqn.primitive, operands, view.eqn.params)
                 for v, x in zip(view.eqn.outvars, lows, strict=True):
                     self.casts[v, dtype] = cast(x, dtype)
         return self.casts[atom, dtype]

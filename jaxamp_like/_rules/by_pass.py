@@ -20,6 +20,7 @@ from .._jax import (
     Literal as JaxprLiteral,
     SymbolicZero,
     Zero,
+    bind_flat,
     consts,
     is_linear_operand,
     new_primitive,
@@ -384,9 +385,8 @@ def _evaluate_wide(jaxpr: Any, constants: Any, args: Any, dtype: DType) -> list[
         if name in ("jit", "pjit") and len(inner) == 1:
             outs = _evaluate_wide(raw(inner[0]), consts(inner[0]), values, dtype)
         elif name in CONTRACTIONS:
-            outs = wide_contraction(eqn.primitive, params, dtype)(*values)
+            outs = [wide_contraction(eqn.primitive, params, dtype)(*values)]
         else:
-            outs = eqn.primitive.bind(*values, **params)
-        outs = outs if isinstance(outs, list | tuple) else [outs]
+            outs = bind_flat(eqn.primitive, values, params)
         env |= zip(eqn.outvars, outs, strict=True)
     return list(read(jaxpr.outvars, as_traced=False))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from .._dtypes import DType, cast, has_range, lowered
+from .._jax import bind_flat
 from .base import Decision, Demand, Fact, Leaf, Mark, Site
 from .following import PLACING, KeepEachInput
 
@@ -53,8 +54,8 @@ def _sent_in(site: Site) -> DType | None:
 
 def _low_there_full_back(site: Site, low: DType, held: DType) -> Callable[..., Any]:
     def send(x: Any) -> Any:
-        out = site.primitive.bind(x, **site.params)
-        return out[0] if isinstance(out, list | tuple) else out
+        (out,) = bind_flat(site.primitive, [x], site.params)
+        return out
 
     @jax.custom_jvp
     def there(x):

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..._dtypes import DType, bits, cast, holds, is_float
-from ..._jax import Eqn, Literal, eqn_context, has_effect, reemit, subjaxprs
+from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, reemit, subjaxprs
 from .. import walk
 
 
@@ -216,8 +216,7 @@ def _bind_on(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
 
 def _bind(eqn: Eqn, values: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     with eqn_context(eqn):
-        outs = eqn.primitive.bind(*values, **params)
-    return outs if eqn.primitive.multiple_results else [outs]
+        return bind_flat(eqn.primitive, values, params)
 
 
 def _bind_wider(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
