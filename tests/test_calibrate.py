@@ -142,6 +142,7 @@ def test_the_front_falls(found):
     assert list(costs) == sorted(costs) and list(errors) == sorted(errors)[::-1]
 
 
+@pytest.mark.rest
 def test_the_page_shows_the_groups(found, tmp_path):
     page = found.save_html(tmp_path / "new" / "page.html").read_text()
     assert all(name in page for name in NAMES) and "alone, " in page

@@ -100,6 +100,7 @@ def drawn(x):
     return jax.device_put(values, x.sharding)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", SPLITS)
 def test_models_that_split_their_work_run_in_both_styles(name, monkeypatch):
     for constant, value in SMALL.items():

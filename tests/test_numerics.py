@@ -268,6 +268,7 @@ def test_a_rounded_literal_is_an_error_too():
     assert scaled.error == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.rest
 def test_a_sum_that_is_nothing_but_rounding_is_not_blamed(getkey):
     def fn(w, x, bias):
         x = x @ w
@@ -328,6 +329,7 @@ def test_tables_of_many_equations_are_made_in_parts():
 # Loops.
 
 
+@pytest.mark.rest
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reverse", (False, True))
 @pytest.mark.parametrize("length", (6, 40_000))  # one by one, and compiled as a whole

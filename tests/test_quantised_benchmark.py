@@ -31,6 +31,7 @@ def test_what_is_missed(name, found, missed):
     assert all(part in text for part, text in zip(missed, said, strict=True))
 
 
+@pytest.mark.rest
 def test_contenders_by_hand_compute_the_same(monkeypatch):
     for name, value in {"TOKENS": 16, "WIDTH": 8, "LAYERS": 2}.items():
         monkeypatch.setattr(quantised, name, value)

@@ -171,7 +171,7 @@ def test_constructs_are_what_the_table_says(case):
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.cross("case", placement=3, dtype=2)
 @every_placement
 @every_dtype
