@@ -1,10 +1,10 @@
 """One of the processes that `test_sharded_resume.py` starts: see there.
 
-    python tests/sharded_process.py PORT PROCESS NUM_PROCESSES FOLDER KILLED_AT
+    python tests/sharded_process.py PORT PROCESS NUM_PROCESSES SAID FOLDER KILLED_AT
 
 Trains a model whose parameters, moments and batch lie in parts on the devices of all
-processes, from the last checkpoint in the folder on, and prints the loss of each step.
-Before the step `KILLED_AT` the last process is killed."""
+processes, from the last checkpoint in the folder on, and writes the loss of each step
+to the file `SAID`. Before the step `KILLED_AT` the last process is killed."""
 # ruff: noqa: E402  (JAX's platform and XLA's flags must be set before they are imported)
 
 import os
@@ -12,7 +12,7 @@ import pathlib
 import signal
 import sys
 
-port, index, count, folder, killed_at = sys.argv[1:]
+port, index, count, said, folder, killed_at = sys.argv[1:]
 index, count, killed_at = int(index), int(count), int(killed_at)
 folder = pathlib.Path(folder)
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -80,18 +80,23 @@ def last_step():
     return max(saved, default=0)
 
 
+def say(line):
+    with open(said, "a") as file:
+        print(line, file=file)
+
+
 carry, first = start(), last_step()
 where = jax.tree.map(lambda x: x.sharding, carry)
 with ocp.StandardCheckpointer() as checkpointer:
     if first:
         carry = checkpointer.restore(folder / str(first), carry)
-    print(f"from {first}", flush=True)
+    say(f"from {first}")
     for step in range(first, STEPS):
         if step == killed_at and index == count - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         carry, loss = train(*carry, batch(step))
         carry = jax.device_put(carry, where)
-        print(f"{step} {float(loss).hex()} {float(carry[2].scaler)}", flush=True)
+        say(f"{step} {float(loss).hex()} {float(carry[2].scaler)}")
         if (step + 1) % EVERY == 0:
             checkpointer.save(folder / str(step + 1), carry)
             checkpointer.wait_until_finished()

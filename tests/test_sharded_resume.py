@@ -2,60 +2,22 @@
 
 Both run `sharded_process.py`, with four devices each, over Gloo; Orbax saves parts."""
 
-import contextlib
-import os
 import pathlib
-import subprocess
-import sys
-import time
 from itertools import pairwise
 
 import pytest
 
-from tests.test_scale_processes import free_port
+from tests.processes import run_all
 
 SCRIPT = pathlib.Path(__file__).with_name("sharded_process.py")
-SECONDS = 240  # far more than it takes, also on a busy machine
 NEVER, KILLED_AT = -1, 5
 
 
 def run_two(folder, killed_at=NEVER):
-    """What each of two processes printed; if one is killed, the other is then, too."""
-    port = free_port()
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    environment.pop("XLA_FLAGS", None)
-    given = [str(folder), str(killed_at)]
-    logs = [folder.parent / f"{folder.name}-{killed_at}-{i}.txt" for i in (0, 1)]
-    with contextlib.ExitStack() as files:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, SCRIPT, str(port), str(i), "2", *given],
-                stdout=files.enter_context(log.open("w")),
-                stderr=files.enter_context(log.with_suffix(".err").open("w")),
-                env=environment,
-            )
-            for i, log in enumerate(logs)
-        ]
-    try:
-        last = processes[-1].wait(SECONDS)
-        if killed_at == NEVER:
-            assert processes[0].wait(SECONDS) == last == 0, errors(logs)
-        else:
-            assert last < 0, errors(logs)
-            time.sleep(1)  # so that the other waits for what never comes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [list(filter(is_ours, log.read_text().splitlines())) for log in logs]
-
-
-def is_ours(line):
-    return not line.startswith("[Gloo]")
-
-
-def errors(logs):
-    return "\n".join(log.with_suffix(".err").read_text()[-2000:] for log in logs)
+    """The lines that each of two processes wrote."""
+    killed = killed_at != NEVER
+    said = run_all(SCRIPT, 2, folder, killed_at, killed=killed)
+    return [text.splitlines() for text in said]
 
 
 @pytest.mark.rest

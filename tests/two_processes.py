@@ -1,9 +1,9 @@
 """One of the processes that `test_scale_processes.py` starts: see there.
 
-    python tests/two_processes.py PORT PROCESS NUM_PROCESSES FOLDER
+    python tests/two_processes.py PORT PROCESS NUM_PROCESSES SAID FOLDER
 
-It prints one JSON object. Every process trains the same model on its own data, over
-Gloo, and what overflows does so in the last process only."""
+It writes one JSON object to the file `SAID`. Every process trains the same model on its
+own data, over Gloo, and what overflows does so in the last process only."""
 # ruff: noqa: E402  (JAX's platform and XLA's flags must be set before they are imported)
 
 import json
@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 
-port, index, count, folder = sys.argv[1:]
+port, index, count, said, folder = sys.argv[1:]
 index, count = int(index), int(count)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // count}"
@@ -156,6 +156,6 @@ tx, train = optimizer_step()
 start = replicated((w, tx.init(w)))
 end, scales = run(train, start, steps, lambda carry: carry[1].scaler)
 results["optimizer"] = {"scales": scales, "digest": digest(end)}
-print(json.dumps(results), flush=True)
+pathlib.Path(said).write_text(json.dumps(results))
 if count > 1:
     jax.distributed.shutdown()
