@@ -40,7 +40,7 @@ from .roofline import (
     figures,
     parse,
     plugin_versions,
-    trip_count,
+    walk,
 )
 from .split_models import SPLITS, Split, in_style
 from .workloads import GPT_SIZES, WORKLOADS, Workload
@@ -108,27 +108,15 @@ def sent_by(kind: str, left: float, n: int) -> float:
     }[kind]
 
 
-def collectives(
-    module: Module, devices: int, name: str = "", times: int = 1
-) -> list[Collective]:
+def collectives(module: Module, devices: int) -> list[Collective]:
     """All collectives of a module; of the branches of a conditional, the dearest."""
-    found: list[Collective] = []
-    for one in module.computations[name or module.entry].values():
+
+    def leaf(one: Instruction, scope: Any, times: int) -> Iterator[Collective]:
         kind = one.opcode.removesuffix("-start")
         if kind in KINDS:
-            found += collective(one, kind, devices, times)
-        elif one.opcode == "while":
-            (body,) = one.called("body")
-            found += collectives(module, devices, body, times * trip_count(one))
-        elif one.opcode == "conditional":
-            names = one.called("branch_computations")
-            names += one.called("true_computation") + one.called("false_computation")
-            branches = [collectives(module, devices, name, times) for name in names]
-            found += max(branches, key=total_sent)
-        elif one.opcode in ("call", "async-start"):
-            (body,) = one.called("to_apply", "calls")
-            found += collectives(module, devices, body, times)
-    return found
+            yield from collective(one, kind, devices, times)
+
+    return walk(module, leaf, total_sent)
 
 
 def collective(

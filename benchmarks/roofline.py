@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import topologies
@@ -393,38 +393,58 @@ def total_seconds(found: Iterable[Kernel]) -> float:
     return sum(one.times * one.seconds for one in found)
 
 
-def kernels(
-    module: Module,
-    computation: str = "",
-    times: int = 1,
-    unknown_trips: int | None = None,
-) -> list[Kernel]:
-    """All kernels of a module; of the branches of a conditional, the slowest.
+T = TypeVar("T")
 
-    A loop whose trip count XLA does not know is an error, unless it is given."""
-    found: list[Kernel] = []
-    scope = module.computations[computation or module.entry]
-    for one in scope.values():
-        if one.opcode in FREE or one.opcode.endswith(("-update", "-done")):
-            continue
-        if one.opcode == "while":
-            (body,) = one.called("body")
-            trips = trip_count(one, unknown_trips)
-            found += kernels(module, body, times * trips, unknown_trips)
-        elif one.opcode == "conditional":
-            names = one.called("branch_computations")
-            names += one.called("true_computation") + one.called("false_computation")
-            branches = [kernels(module, name, times, unknown_trips) for name in names]
-            found += max(branches, key=total_seconds)
-        elif one.opcode in ("call", "async-start"):
-            (body,) = one.called("to_apply", "calls")
-            found += kernels(module, body, times, unknown_trips)
-        elif one.opcode in ("fusion", "fusion-start"):
-            (body,) = one.called("calls")
-            found.append(kernel(module, module.computations[body], one.name, times))
-        else:
-            found.append(kernel(module, alone(one, scope), one.name, times))
-    return found
+
+def walk(
+    module: Module,
+    leaf: Callable[[Instruction, Computation, int], Iterable[T]],
+    cost: Callable[[Iterable[T]], float],
+    unknown_trips: int | None = None,
+) -> list[T]:
+    """What `leaf` makes of every instruction that holds no others.
+
+    Args:
+        leaf: of an instruction, the computation that it stands in, and how often it
+            runs in one step.
+        cost: of the branches of a conditional, the dearest is taken.
+        unknown_trips: how often a loop runs of which XLA does not know it; without, it
+            is an error."""
+
+    def inside(name: str, times: int) -> list[T]:
+        found: list[T] = []
+        scope = module.computations[name]
+        for one in scope.values():
+            if one.opcode == "while":
+                (body,) = one.called("body")
+                found += inside(body, times * trip_count(one, unknown_trips))
+            elif one.opcode == "conditional":
+                names = one.called("branch_computations")
+                names += one.called("true_computation") + one.called(
+                    "false_computation"
+                )
+                found += max((inside(name, times) for name in names), key=cost)
+            elif one.opcode in ("call", "async-start"):
+                (body,) = one.called("to_apply", "calls")
+                found += inside(body, times)
+            else:
+                found += leaf(one, scope, times)
+        return found
+
+    return inside(module.entry, 1)
+
+
+def kernels(module: Module, unknown_trips: int | None = None) -> list[Kernel]:
+    """All kernels of a module; of the branches of a conditional, the slowest."""
+
+    def leaf(one: Instruction, scope: Computation, times: int) -> Iterator[Kernel]:
+        if one.opcode in ("fusion", "fusion-start"):
+            for body in one.called("calls"):
+                yield kernel(module, module.computations[body], one.name, times)
+        elif one.opcode not in FREE and not one.opcode.endswith(("-update", "-done")):
+            yield kernel(module, alone(one, scope), one.name, times)
+
+    return walk(module, leaf, total_seconds, unknown_trips)
 
 
 # ------------------------------------------------------------------------- compiling
