@@ -21,10 +21,6 @@ class AsFloat8(NamedTuple):
     def __call__(self, x: Any) -> Scaled:
         return quantised(x, self.fmt)
 
-    @property
-    def makes(self) -> type[Scaled]:
-        return Scaled
-
 
 class AsInt8(NamedTuple):
     """Integers, and the multipliers of their rows; see `rounded`."""
@@ -36,10 +32,6 @@ class AsInt8(NamedTuple):
 
     def __call__(self, x: Any) -> Integers:
         return rounded(x, *self)
-
-    @property
-    def makes(self) -> type[Integers]:
-        return Integers
 
 
 Rounding = AsFloat8 | AsInt8

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .._primitives.contractions import at, dot_numbers, rest
+from .._rules import Site
 
 
 class Axes(NamedTuple):
@@ -40,6 +41,11 @@ def axes_of(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]
         for i in range(2)
     )
     return lhs, rhs
+
+
+def axes_at(site: Site) -> tuple[Axes, Axes]:
+    """The axes of both operands of the contraction at hand."""
+    return axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
 
 
 def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:

@@ -13,7 +13,7 @@ from .._primitives.contractions import dot_numbers
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.by_pass import weight_side
 from .alone import AsFloat8
-from .axes import axes_of, onto_result
+from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
 from .formats import SCALE_NAME, Format, rescaled
@@ -96,7 +96,7 @@ class Float8(Quantising):
         ]
         fn = bilinear(site.primitive, site.params, moving=0)
         result = _product_dtype(out)
-        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        axes = axes_at(site)
         roundings = self.roundings(site)
 
         def forward(lhs, rhs, *alone):
@@ -116,7 +116,7 @@ class Float8(Quantising):
 
     def roundings(self, site: Site) -> tuple[AsFloat8, AsFloat8]:
         by_row = self.granularity == "row"
-        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        axes = axes_at(site)
         lhs, rhs = (
             AsFloat8(fmt._replace(axes=one.summed if by_row else None))
             for fmt, one in zip(self._formats(site), axes, strict=True)

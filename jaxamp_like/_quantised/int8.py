@@ -11,7 +11,7 @@ from .._dtypes import cast
 from .._primitives.contractions import summed_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .alone import AsInt8
-from .axes import Axes, axes_of, onto_result
+from .axes import Axes, axes_at, onto_result
 from .bilinear import as_it_is, bilinear
 from .integers import MOST_TERMS
 from .migration import migrated, pairs_of
@@ -57,7 +57,7 @@ class Int8(Quantising):
             Pass(bilinear(site.primitive, site.params, moving=i), "compute", low)
             for i in (0, 1)
         ]
-        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        axes = axes_at(site)
         weight = weight_side(site)
         both = self.roundings(site)
         migrates = self.migration is not None and pairs_of(site.params) is not None
@@ -75,7 +75,7 @@ class Int8(Quantising):
         return decided(site, self._why(site), bind, self._eight_bits(site), alone)
 
     def roundings(self, site: Site) -> tuple[AsInt8, AsInt8]:
-        axes = axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+        axes = axes_at(site)
         weight = weight_side(site)
         lhs, rhs = (
             AsInt8(

@@ -14,6 +14,7 @@ from .._dtypes import DType, bits, lowered
 from .._errors import AmpError
 from .._primitives.contractions import dot_numbers, is_contraction
 from .._rules import (
+    INPUTS,
     Decision,
     Demand,
     EightBits,
@@ -36,7 +37,7 @@ QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
 
 # What a function closes over may be its parameters as well as an argument.
-PARAMETERS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED, Leaf.RERUN, Leaf.CONST)
+PARAMETERS = (*INPUTS, Leaf.RERUN, Leaf.CONST)
 
 NO_PARAMETER = "no operand is a parameter"
 MADE_OF_PARAMETERS = f"{NO_PARAMETER} as it came in, but made of some"

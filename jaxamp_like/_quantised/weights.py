@@ -3,9 +3,7 @@
 from collections.abc import Callable
 
 from .._primitives.contractions import dot_numbers, rest
-from .._rules import Leaf, Site
-
-_INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED, Leaf.CONST)
+from .._rules import INPUTS, Leaf, Site
 
 
 def weight_side(site: Site) -> int:
@@ -23,7 +21,7 @@ def weight_side(site: Site) -> int:
     free = [rest(axes[i], (*contracted[i], *batch[i])) for i in (0, 1)]
     leaves = [fact.leaf if fact else Leaf.NO for fact in site.facts[:2]]
     for holds in (
-        lambda i: leaves[i] in _INPUTS,
+        lambda i: leaves[i] in (*INPUTS, Leaf.CONST),
         lambda i: all(isinstance(d, int) for d in shapes[i]),
         lambda i: bool(free[i]),
     ):

@@ -112,15 +112,11 @@ class Frame:
             outs = self.run(plan, consts(jaxpr), args, rounded=rounded)
             return cast_all(outs, dtypes)
 
-        avals: list[Any] = [
-            v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
-            for v, fact in zip(plan.invars, plan.ins, strict=True)
-        ]
         if rounded:
-            return trace(rewritten, avals)
+            return trace(rewritten, _avals_of(plan))
         key = (dtypes, self.keeps, setting())
         if key not in plan.closed:
-            plan.closed[key] = trace(rewritten, avals)
+            plan.closed[key] = trace(rewritten, _avals_of(plan))
         return plan.closed[key]
 
     def rounded_in(self, step: Step) -> Rounded:
@@ -223,9 +219,7 @@ class Frame:
         ]
         self.views.remember(step)
         if decision.bind is not None:
-            alone = tuple(self.rounded.get((step, i)) for i in range(len(operands)))
-            known = {"alone": alone} if any(x is not None for x in alone) else {}
-            outs = decision.bind(*operands, **known)
+            outs = decision.bind(*operands, **self._rounded_alone(step))
         else:
             is_low = any(
                 read is not None and read != v.aval.dtype
@@ -241,6 +235,13 @@ class Frame:
             if not is_sum or has_range(low, outs[0].dtype):
                 outs = [settle(x, low) for x in outs]
         return _as_decided(step, outs)
+
+    def _rounded_alone(self, step: Step) -> dict[str, Any]:
+        """Operands that were rounded before a loop, as a rule's `bind` takes them."""
+        if not self.rounded or not step.decision.alone:
+            return {}
+        alone = tuple(self.rounded.get((step, i)) for i in range(len(step.eqn.invars)))
+        return {"alone": alone} if any(x is not None for x in alone) else {}
 
     def operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]
@@ -330,6 +331,14 @@ def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:
     """The results of a step, in the dtypes that they are held in."""
     facts = zip(outs, step.decision.outs, step.eqn.outvars, strict=True)
     return [x if fact is None else cast_of(v, x, fact.dtype) for x, fact, v in facts]
+
+
+def _avals_of(plan: Plan) -> list[Any]:
+    """The inputs of a plan, in the dtypes that they come in."""
+    return [
+        v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
+        for v, fact in zip(plan.invars, plan.ins, strict=True)
+    ]
 
 
 def _with_dtype(aval: Any, dtype: DType) -> Any:

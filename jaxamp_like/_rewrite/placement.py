@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._jax import is_on_mesh, is_split
-from .._rules import Fact, Leaf
-
-_INPUTS = (Leaf.ROOT, Leaf.VIEW)
+from .._rules import INPUTS, Fact, Leaf
 
 
 def leaf_of(aval: Any, gather_once: bool | None) -> Leaf:
@@ -30,7 +28,7 @@ def of_operands(
     given = params.get("in_shardings", ())
     for i, fact in enumerate(facts):
         split = i < len(given) and is_split(given[i]) and gather_once is not False
-        is_input = fact is not None and fact.leaf in _INPUTS
+        is_input = fact is not None and fact.leaf in INPUTS
         yield fact._replace(leaf=Leaf.SHARDED) if fact and split and is_input else fact
 
 

@@ -5,6 +5,7 @@ Rules that a function makes are in `by_pass`, `conditions`, `dot_algorithm` and
 here is known by its name to saved policies."""
 
 from .base import (
+    INPUTS as INPUTS,
     Decision as Decision,
     Demand as Demand,
     EightBits as EightBits,

@@ -51,6 +51,10 @@ class Leaf(enum.IntEnum):
     SHARDED = 5  # as `ROOT` and `VIEW`, but on several devices: dear to read once more
 
 
+INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
+"""What shows an input of the function."""
+
+
 class Demand(enum.Flag):
     """How a value is read, directly or through ops that follow their inputs."""
 

@@ -31,9 +31,9 @@ from .._jax import (
 from .._primitives import CONTRACTIONS
 from .._primitives.matmul_precision import settled_bind
 from . import (
+    INPUTS,
     Decision,
     Demand,
-    Leaf,
     Mark,
     Rule,
     Site,
@@ -211,11 +211,7 @@ def weight_side(site: Site, given: Literal["lhs", "rhs"] | None = None) -> int:
         return ("lhs", "rhs").index(given)
     if site.primitive.name != "dot_general":
         return 1  # a filter, or the matrices of the groups
-    inputs = [
-        i
-        for i, fact in enumerate(site.facts)
-        if fact and fact.leaf in (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
-    ]
+    inputs = [i for i, fact in enumerate(site.facts) if fact and fact.leaf in INPUTS]
     return inputs[0] if len(inputs) == 1 else 1
 
 

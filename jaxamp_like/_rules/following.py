@@ -17,6 +17,7 @@ from .._dtypes import (
 )
 from .._errors import AmpError
 from .base import (
+    INPUTS,
     Decision,
     Demand,
     Fact,
@@ -185,11 +186,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
         fans_out = name == "broadcast_in_dim" and grows
         is_view = name in _VIEWS and not fans_out
-        is_placed = name in PLACING and fact.leaf in (
-            Leaf.ROOT,
-            Leaf.VIEW,
-            Leaf.SHARDED,
-        )
+        is_placed = name in PLACING and fact.leaf in INPUTS
         small = fact.small or fans_out
         values = (
             fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None

@@ -8,10 +8,8 @@ import jax
 
 from .._dtypes import DType, cast, has_range, lowered
 from .._jax import bind_flat
-from .base import Decision, Demand, Fact, Leaf, Mark, Site
+from .base import INPUTS, Decision, Demand, Fact, Mark, Site
 from .following import PLACING, KeepEachInput
-
-_INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def _sent_in(site: Site) -> DType | None:
         return None
     if wanted & ~Demand.WIDE != Demand.LOW or fact.values or fact.carried:
         return None
-    if site.primitive.name in (*PLACING, "pvary") and fact.leaf in _INPUTS:
+    if site.primitive.name in (*PLACING, "pvary") and fact.leaf in INPUTS:
         return None  # a view, whose cast is made before it
     low = lowered(fact.dtype, site.compute_dtype)
     return low if low != fact.dtype else None

@@ -15,6 +15,8 @@ from .._jax import (
     raw,
     run_jaxpr,
     scan_arity,
+    scan_operands,
+    while_operands,
 )
 from .._primitives import VIEWS
 from .._rules import (
@@ -212,15 +214,15 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
     since there are new constants of its body. The policy of the checkpoint around casts
     would overrule the author's checkpoints inside: there they stay in the body."""
     (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
-    num_consts, num_carry = scan_arity(eqn)
-    first = num_consts + num_carry
-    places = {var: i for i, var in enumerate(inner.invars[:num_consts])}
+    all_fixed, _, all_slices = scan_operands(eqn, inner.invars)
+    places = {var: i for i, var in enumerate(all_fixed)}
     casts = frame.recast_roots(inner)
     ahead = [cast for cast in casts if cast[0] in places]
     if eqn.effects or _holds_remat(inner):
         ahead = []
-    fixed = dict(zip(places, operands[:num_consts], strict=True))
-    slices = dict(zip(inner.invars[first:], operands[first:], strict=True))
+    consts_given, _, xs_given = scan_operands(eqn, operands)
+    fixed = dict(zip(all_fixed, consts_given, strict=True))
+    slices = dict(zip(all_slices, xs_given, strict=True))
     rounded, stacks = ({}, {}) if eqn.effects else outer.of_loop(step, fixed, slices)
     if not ahead and not rounded and not stacks:
         return bind_closed(frame, step, operands)
@@ -228,7 +230,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
     dtypes = now(step.decision.outs)
 
     def loop(operands, rounded, stacks):
-        fixed, rest = operands[:num_consts], operands[num_consts:]
+        fixed, init, xs = scan_operands(eqn, operands)
         low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
 
         def body(carry, xs):
@@ -241,11 +243,11 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
             args = [*fixed, *carry, *xs]
             outs = frame.run(inner, consts(jaxpr), args, low, numbers)
             outs = cast_all(outs, dtypes)
-            return outs[:num_carry], outs[num_carry:]
+            return outs[: len(init)], outs[len(init) :]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        xs = rest[num_carry:], list(stacks.values())
-        carry, ys = lax.scan(body, rest[:num_carry], xs, **options)
+        xs = xs, list(stacks.values())
+        carry, ys = lax.scan(body, init, xs, **options)
         return [*carry, *ys]
 
     with eqn_context(eqn):
@@ -265,9 +267,8 @@ def bind_while(frame: Any, step: Any, operands: list[Any]):
     (cond, body), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
     params, dtypes = eqn.params, now(step.decision.outs)
     closed = frame.close(cond, params["cond_jaxpr"], (None,))
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    for_cond, rest = operands[:num_cond], operands[num_cond:]
-    fixed = dict(zip(body.invars, rest[:num_body], strict=False))
+    for_cond, for_body, init = while_operands(eqn, operands)
+    fixed = dict(zip(body.invars, for_body, strict=False))
     rounded = {} if eqn.effects else outer.of_loop(step, fixed, {})[0]
     if not rounded:
         jaxpr = frame.close(body, params["body_jaxpr"], dtypes)
@@ -279,9 +280,9 @@ def bind_while(frame: Any, step: Any, operands: list[Any]):
         return run_jaxpr(closed, [*for_cond, *carry])[0]
 
     def iterate(carry):
-        args = [*rest[:num_body], *carry]
+        args = [*for_body, *carry]
         outs = frame.run(body, consts(params["body_jaxpr"]), args, rounded=rounded)
         return cast_all(outs, dtypes)
 
     with eqn_context(eqn):
-        return lax.while_loop(goes_on, iterate, rest[num_body:])
+        return lax.while_loop(goes_on, iterate, init)
