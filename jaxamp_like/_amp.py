@@ -15,7 +15,6 @@ from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.mistakes import (
-    as_bool,
     explaining_tracing,
     is_lazy,
     lowers_nothing,
@@ -41,6 +40,7 @@ from ._rewrite.unquantised import (
     report_of_few_quantised,
     report_of_nothing_quantised,
 )
+from ._rules.given import as_bool
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 from .._amp import amp_by, run_by_plan
 from .._errors import warn_or_raise
 from .._jax import trace
-from .._policies.mistakes import as_bool, naming_mistakes
+from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
 from .._rewrite.planner import Planner
+from .._rules.given import as_bool
 from .state import (
     State,
     checked,

@@ -230,10 +230,3 @@ def explaining_tracing() -> Iterator[None]:
         if _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)
         raise
-
-
-def as_bool(value: Any, argument: str) -> bool:
-    """Returns `value`, which a string such as "no" is not."""
-    if not isinstance(value, bool):
-        raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
-    return value

@@ -12,6 +12,7 @@ from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.by_pass import weight_side
+from .._rules.given import as_bool
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear
@@ -20,7 +21,6 @@ from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
 from .rule import NO_HEADS, PARAMETERS, Quantising, decided, low_of, result_of
 from .said import (
-    as_bool,
     as_length,
     float8_dtype,
     leave_alone,

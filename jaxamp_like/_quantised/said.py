@@ -6,7 +6,6 @@ from math import isfinite
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from .._dtypes import DType, did_you_mean
 from .._rules.given import called, is_integer, is_made_by_calling, is_number
@@ -22,12 +21,6 @@ def one_of(value: Any, known: Sequence[str], argument: str) -> Any:
             f"{value!r}.{hint}"
         )
     return value
-
-
-def as_bool(value: Any, argument: str) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
-    return bool(value)
 
 
 def as_length(value: Any, argument: str) -> int:

@@ -56,6 +56,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def as_bool(value: Any, argument: str) -> bool:
+    """Returns `value`, which a string such as "no" is not."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
+    return bool(value)
+
+
 def is_integer(value: Any) -> bool:
     """Whether `value` is an integer, of Python or NumPy: a Boolean is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
