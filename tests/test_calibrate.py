@@ -237,6 +237,7 @@ def test_each_group_gets_the_candidate_that_it_bears():
     assert isinstance(found.policy, PolicyMap) and found.low_share == 1
 
 
+@pytest.mark.rest
 def test_the_objective_decides_between_what_does_not_fit_together():
     # Alike but for size: much is computed here, much is kept there.
     def loss(w, x):

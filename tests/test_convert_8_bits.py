@@ -96,6 +96,7 @@ def test_keras_with_the_int8_rule(monkeypatch):
     check(model, None, x, amp_policy=EIGHT, share=0.27)
 
 
+@pytest.mark.rest
 def test_decoding_with_weights_in_8_bits(tmp_path):
     """The GPT-like model of the benchmark, its layers in a scan, with a cache."""
     c = inference.SIZES["toy"] | {"dim": 128, "vocabulary": 256}

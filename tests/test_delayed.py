@@ -577,6 +577,7 @@ def test_disable_amp_hands_the_state_through():
     assert state == after == {}
 
 
+@pytest.mark.rest
 def test_reports_of_a_step():
     step = amp_with_state(jax.value_and_grad(product), amp_policy=POLICY)
     state = init_amp_state(step, LAYERS[0], X)

@@ -142,6 +142,7 @@ RULES = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_under_strict_promotion_and_x64(rule):
     loss = lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x) @ w))  # noqa: E731

@@ -55,6 +55,7 @@ def test_in_a_loop_shares_are_those_of_all_iterations():
     )
 
 
+@pytest.mark.rest
 def test_a_delayed_scale_clips_what_has_grown():
     policy = quantised(float8(where=None, delayed=True, amax_history_length=2))
     step = amp_with_state(product, compute_dtype="bfloat16", amp_policy=policy)
