@@ -17,16 +17,12 @@ Shape = tuple[Any, ...]
 
 def is_contraction(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
     """Whether a `dot_general`, convolution or the like is one, by its parameters."""
-    if not _exceeds_one(summed_axes(params, shapes)):
+    if not exceeds_one(summed_axes(params, shapes)):
         return False
     numbers = dot_numbers(params)
     if numbers is None or "ragged_dot_dimension_numbers" in params:
         return True
-    contracted, batch = numbers
-    sides = (
-        rest(shape, (*contracted[i], *batch[i])) for i, shape in enumerate(shapes[:2])
-    )
-    return any(map(_exceeds_one, sides))
+    return any(map(exceeds_one, free_axes(numbers, shapes)))
 
 
 def summed_axes(params: dict[str, Any], shapes: Sequence[Shape]) -> Shape:
@@ -46,6 +42,17 @@ def dot_numbers(params: dict[str, Any]) -> Any:
     return numbers if is_dot else None
 
 
+def free_axes(numbers: Any, shapes: Sequence[Shape]) -> tuple[Shape, Shape]:
+    """The lengths of the axes of both operands that come up in the result once each.
+
+    The gradient of one operand sums over those of the other."""
+    contracted, batch = numbers
+    lhs, rhs = (
+        rest(shape, (*contracted[i], *batch[i])) for i, shape in enumerate(shapes[:2])
+    )
+    return lhs, rhs
+
+
 def at(shape: Shape, axes: Iterable[int]) -> Shape:
     return tuple(shape[axis] for axis in axes)
 
@@ -54,6 +61,6 @@ def rest(shape: Shape, axes: Iterable[int]) -> Shape:
     return tuple(d for axis, d in enumerate(shape) if axis not in tuple(axes))
 
 
-def _exceeds_one(axes: Shape) -> bool:
+def exceeds_one(axes: Shape) -> bool:
     """Whether there is more than one number along `axes`; a symbolic axis is long."""
     return not all(isinstance(d, int) for d in axes) or prod(axes) > 1

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .._dtypes import DType, cast, lowered
 from .._jax import RECOMPUTED
-from .._primitives.contractions import dot_numbers
+from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.by_pass import weight_side
 from .._rules.given import as_bool
@@ -147,7 +147,12 @@ class Float8(Quantising):
         kinds: list[Kind] = ["kept" if is_kept else "again"] * 2
         if self.weight_gradient == "compute":
             kinds[weight_side(site)] = "compute"
-        return kinds
+        shapes = [aval.shape for aval in site.avals]
+        free = free_axes(dot_numbers(site.params), shapes)
+        return [
+            kind if exceeds_one(summed) else "compute"
+            for kind, summed in zip(kinds, reversed(free), strict=True)
+        ]
 
     def _why(self, site: Site, kinds: list[Kind]) -> str:
         scales = f"one scale for each {self.granularity}"
@@ -157,7 +162,8 @@ class Float8(Quantising):
         if kinds == ["compute", "compute"]:
             return f"{text}; gradients in {low}"
         if "compute" in kinds:
-            text += f"; weight gradients in {low}"
+            of = "weight" if kinds[weight_side(site)] == "compute" else "input"
+            text += f"; {of} gradients in {low}"
         return f"{text}; cotangents in {self.grad_dtype.name}"
 
 
