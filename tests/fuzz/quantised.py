@@ -122,7 +122,9 @@ class Quantising(Rounding):
         if not (self.is_rounded(step) and in_8_bits and is_float):
             return super().apply(step, args)
         with np.errstate(all="ignore"):
-            moved = [self.moved(x.astype(np.float32)) for x in args]
+            # A rule may cast to the compute dtype first: what overflows there is lost.
+            low = [x.astype(self.dtype).astype(np.float32) for x in args]
+            moved = [self.moved(x) for x in low]
             made = self.quantised(step, moved)
             made = [x.astype(arg.dtype) for x, arg in zip(made, args, strict=True)]
         outs = super(Rounding, self).apply(step, made)
