@@ -372,3 +372,19 @@ def test_a_name_of_two_rules(outer, inner):
     name = f"{outer}_from_{inner}_from_mixed_bfloat16"
     with pytest.raises(ValueError, match=f"two rules.*'{outer}_from_mixed_bfloat16'"):
         get_policy(name)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("policy", ("everything_saveable", "dots_saveable"))
+def test_what_a_checkpoint_keeps_has_the_range_of_its_format(policy):
+    """JAX rounds it by formats with infinities, in which there is no 256 to 448."""
+    saved = getattr(jax.checkpoint_policies, policy)
+
+    def loss(ws, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), policy=saved)
+        return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+
+    # As numbers of 8 bits, up to 384.
+    ws, x = (x / abs(x).max() * 1.5 for x in (values(2, 16, 16), values(4, 16, seed=1)))
+    made = jax.jit(jax.grad(amp(loss, amp_policy=quantised(FLOAT8))))(ws, x)
+    assert error(made, jax.grad(loss)(ws, x)) < 0.15

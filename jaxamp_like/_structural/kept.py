@@ -1,14 +1,17 @@
 """Marks on values that the backward pass keeps, and the policies that read them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import is_float
-from .._primitives import CHEAP
+from .._primitives import CHEAP, CONTRACTIONS
+
+_E4M3FN = jnp.dtype("float8_e4m3fn")
 
 
 def keep(x: Any) -> Any:
@@ -38,6 +41,10 @@ def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
 class KeepingToo:
     """A policy that keeps values of some names beside what another keeps.
 
+    But no `float8_e4m3fn`, which is made again from what is kept: JAX passes what a
+    policy keeps through `reduce_precision`, which takes a format for one with
+    infinities. Of this one, which has none, it would make NaN of 256 to 448.
+
     Args:
         names: as `checkpoint_name` gave them.
         policy: the other; `None` keeps nothing."""
@@ -52,4 +59,14 @@ class KeepingToo:
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "name" and params["name"] in self.names:
             return True
-        return self.policy is not None and self.policy(primitive, *avals, **params)
+        if self.policy is None or _makes_e4m3fn(primitive, avals, params):
+            return False
+        return self.policy(primitive, *avals, **params)
+
+
+def _makes_e4m3fn(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> bool:
+    if "new_dtype" in params:
+        return params["new_dtype"] == _E4M3FN
+    if primitive.name in CONTRACTIONS:
+        return False
+    return any(getattr(aval, "dtype", None) == _E4M3FN for aval in avals)
