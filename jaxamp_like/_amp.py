@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,21 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-Run = Callable[[Planner, Any, Sequence[Any]], list[Any]]
+
+class Traced(NamedTuple):
+    """A call, traced.
+
+    Args:
+        jaxpr: its program.
+        arrays: what that takes.
+        held: for each array, whether its argument holds others, too."""
+
+    jaxpr: Any
+    arrays: list[Any]
+    held: list[bool]
+
+
+Run = Callable[[Planner, Traced], list[Any]]
 
 
 @overload
@@ -245,7 +259,10 @@ def _rewritten(
         with explaining_tracing(), without_setting():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        values = run(in_force, jaxpr, arrays)
+        held = [
+            h for h, is_dynamic in zip(_held(tree), dynamic, strict=True) if is_dynamic
+        ]
+        values = run(in_force, Traced(jaxpr, arrays, held))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -257,15 +274,24 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
     return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
-def run_by_plan(
-    planner: Planner, jaxpr: Any, arrays: Sequence[Any], has_state: bool = False
-) -> list[Any]:
+def _held(tree: Any) -> list[bool]:
+    """For each leaf of `(args, kwargs)`, whether its argument holds others, too."""
+    arguments = [one for group in tree.children() for one in group.children()]
+    return [
+        is_held
+        for one in arguments
+        for is_held in [not jax.tree_util.treedef_is_leaf(one)] * one.num_leaves
+    ]
+
+
+def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
     With rules that need a state only where there is one, or where nothing is run."""
-    jaxpr = planner.solvers.mark(jaxpr)
+    jaxpr = planner.solvers.mark(call.jaxpr)
     inner = raw(jaxpr)
-    plan = planner.plan(jaxpr, tuple(planner.input_fact(v.aval) for v in inner.invars))
+    avals = (v.aval for v in inner.invars)
+    plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.held)))
     steps = list(steps_of(plan))
     _report_unused(planner, plan, steps)
     record_plan(planner, plan)
@@ -273,7 +299,7 @@ def run_by_plan(
         refuse_rules_with_state(steps)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), arrays)
+        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), call.arrays)
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 

@@ -352,6 +352,28 @@ def test_which_operand_is_the_weight(case):
     assert rounded == {(6, 8)}
 
 
+HELD = {
+    "left": (lambda p, x: p["w"].T @ x.T, (8, 6)),
+    "scaled": (lambda p, x: x @ (p["w"] * p["scale"]), (8, 6)),
+    "transposed, in a jit": (lambda p, x: jax.jit(jnp.dot)(x, p["w"].T), (6, 8)),
+    "of a stack, in a checkpoint": (
+        lambda p, x: jax.checkpoint(jnp.dot)(x, p["w"][1]),
+        (3, 8, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_the_weight_is_what_an_argument_holds_among_others(case):
+    """Where both operands are inputs, and the order tells nothing."""
+    fn, shape = HELD[case]
+    params = {"w": values(*shape, seed=1) / 100, "scale": values(6) + 3.0}
+    x = values(4, 8) * 10
+    # A weight that was taken for an activation would be rounded to zeros.
+    model = low(fn, int8(where=None, activation_max=100.0), "float32")
+    assert error(model(params, x), fn(params, x)) < 0.05
+
+
 def test_weights_alone():
     def loss(w, x):
         return jnp.sum(jnp.sin(jnp.cos(x) @ w))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._dtypes import DType
-from .._quantised.rule import PARAMETERS, low_of, result_of
+from .._quantised.rule import is_parameter, low_of, result_of
 from .._quantised.weights import weight_side
 from .._rules import Site
 from .candidates import Candidate
@@ -57,8 +57,7 @@ def places_of(
 
 def _is_weight(site: Site, i: int) -> bool:
     """Whether an operand is a parameter, which is not cast before it is quantised."""
-    fact = site.facts[i]
-    return i == weight_side(site) and fact is not None and fact.leaf in PARAMETERS
+    return i == weight_side(site) and is_parameter(site.facts[i])
 
 
 def _both(product: DType, low: DType) -> tuple[DType, ...]:

@@ -2,12 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax.typing import DTypeLike
 
-from .._amp import amp_by, run_by_plan
+from .._amp import Traced, amp_by, run_by_plan
 from .._errors import warn_or_raise
 from .._jax import trace
 from .._policies.mistakes import naming_mistakes
@@ -178,11 +178,12 @@ class Step:
         self.strict = strict
         self.tensors: dict[str, Tensor] = {}
 
-    def run(self, planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    def run(self, planner: Planner, call: Traced) -> list[Any]:
         def rewritten(*arrays):
-            return run_by_plan(planner, jaxpr, arrays, has_state=True)
+            again = call._replace(arrays=list(arrays))
+            return run_by_plan(planner, again, has_state=True)
 
-        made = trace(rewritten, arrays)
+        made = trace(rewritten, call.arrays)
         finder = Finder()
         sites = finder.sites(made)
         self.tensors = finder.tensors
@@ -192,7 +193,7 @@ class Step:
         state = first_state(self.tensors) if given is None else given
         state = checked(state, self.tensors)
         scales = scales_of(self.tensors, state)
-        outs, maxima = Threaded(self.tensors).run(made, sites, scales, arrays)
+        outs, maxima = Threaded(self.tensors).run(made, sites, scales, call.arrays)
         self.state = next_state(state, scales, maxima)
         return outs
 

@@ -19,7 +19,7 @@ from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
 from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
-from .rule import NO_HEADS, PARAMETERS, Quantising, decided, low_of, result_of
+from .rule import NO_HEADS, Quantising, decided, is_parameter, low_of, result_of
 from .said import (
     as_length,
     float8_dtype,
@@ -177,8 +177,7 @@ def _is_weight_gradient(site: Site) -> bool:
     if not site.backward or numbers is None:
         return False
     (summed, _), (batch, _) = numbers
-    fact = site.facts[1]
-    if fact is None or fact.leaf not in PARAMETERS:
+    if not is_parameter(site.facts[1]):
         return True
     own = [axis for axis in range(len(site.avals[0].shape)) if axis not in batch]
     return own[0] in summed and own[-1] not in summed

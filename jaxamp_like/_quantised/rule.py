@@ -14,13 +14,13 @@ from .._dtypes import DType, bits, lowered
 from .._errors import AmpError
 from .._primitives.contractions import dot_numbers, is_contraction
 from .._rules import (
-    INPUTS,
     Decision,
     Demand,
     EightBits,
-    Leaf,
+    Fact,
     Mark,
     Rule,
+    Shown,
     Site,
     contract,
     outs_of,
@@ -35,9 +35,6 @@ from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
-
-# What a function closes over may be its parameters as well as an argument.
-PARAMETERS = (*INPUTS, Leaf.RERUN, Leaf.CONST)
 
 NO_PARAMETER = "no operand is a parameter"
 MADE_OF_PARAMETERS = f"{NO_PARAMETER} as it came in, but made of some"
@@ -150,13 +147,18 @@ class Quantising(Rule):
         return None
 
 
+def is_parameter(fact: Fact | None) -> bool:
+    """Whether a value shows an input, or what a function closes over."""
+    return fact is not None and fact.shown in (Shown.ALONE, Shown.HELD)
+
+
 def _reads_parameter(site: Site) -> bool:
     """Whether an operand is an input or a constant, or the result its gradient.
 
     In a backward pass, neither operand of a weight's gradient is one, and what is made
     again there reads what the forward pass has kept; attention's are batches of
     products."""
-    if any(fact is not None and fact.leaf in PARAMETERS for fact in site.facts[:2]):
+    if any(map(is_parameter, site.facts[:2])):
         return True
     numbers = dot_numbers(site.params)
     is_later = site.backward or site.recomputed
@@ -193,12 +195,10 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
 
     What else is an input is treated as activations further on are: else the first
     iteration of a loop would be rounded unlike the others."""
-    low, weight, fact = low_of(site), weight_side(site), site.facts[weight_side(site)]
-    is_parameter = fact is not None and fact.leaf in PARAMETERS
+    low, weight = low_of(site), weight_side(site)
+    is_read = is_parameter(site.facts[weight])
     return tuple(
-        None
-        if author is None or (is_parameter and i == weight)
-        else lowered(author, low)
+        None if author is None or (is_read and i == weight) else lowered(author, low)
         for i, author in enumerate(site.authors)
     )
 

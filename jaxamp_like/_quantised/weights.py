@@ -3,25 +3,26 @@
 from collections.abc import Callable
 
 from .._primitives.contractions import dot_numbers, rest
-from .._rules import INPUTS, Leaf, Site
+from .._rules import Shown, Site
 
 
 def weight_side(site: Site) -> int:
     """Which operand of a contraction is the weight: 0 or 1.
 
-    The one that is an input, or that the function closes over. In a first layer both
-    are: then it is the one without a symbolic batch, or that is no vector; else the
-    right one, as in `x @ w`. Where both sum over their last axis, as an Equinox layer
-    under `vmap` does, the order tells nothing: then it is the larger."""
+    The one that shows an input, or what the function closes over. In a first layer both
+    do: then it is the one of an argument that holds many arrays, as parameters do and
+    data seldom; without a symbolic batch; or that is no vector; else the right one, as
+    in `x @ w`. Where both sum over their last axis, as an Equinox layer under `vmap`
+    does, the order tells nothing: then it is the larger."""
     if (numbers := dot_numbers(site.params)) is None:
         return 1  # a filter
     contracted, batch = numbers
     shapes = [aval.shape for aval in site.avals[:2]]
     axes = [tuple(range(len(shape))) for shape in shapes]
     free = [rest(axes[i], (*contracted[i], *batch[i])) for i in (0, 1)]
-    leaves = [fact.leaf if fact else Leaf.NO for fact in site.facts[:2]]
+    shown = [fact.shown if fact else Shown.NONE for fact in site.facts[:2]]
     for holds in (
-        lambda i: leaves[i] in (*INPUTS, Leaf.CONST),
+        lambda i: shown[i] > shown[1 - i],
         lambda i: all(isinstance(d, int) for d in shapes[i]),
         lambda i: bool(free[i]),
     ):

@@ -18,11 +18,19 @@ from .._policies.classes import CLASSES
 from .._policies.dictionary import Found, Lookup
 from .._primitives import FIXED
 from .._primitives.matmul_precision import holds_rule, setting
-from .._rules import Demand, Fact, Rule, Site, author_dtype, use_original_precision
+from .._rules import (
+    Demand,
+    Fact,
+    Rule,
+    Shown,
+    Site,
+    author_dtype,
+    use_original_precision,
+)
 from .._structural import STRUCTURAL
 from .carries import Carries
 from .demands import Demands
-from .facts import const_fact, fact_of, input_fact, upcast_early
+from .facts import const_fact, fact_of, input_fact, made_of, upcast_early
 from .matching import Matching, stops
 from .memo import Memo
 from .placement import as_asked, leaf_of, of_operands
@@ -58,9 +66,12 @@ class Planner:
         settings = self.policy, self.compute_dtype, self.strict, self.lean
         return Planner(*settings, self.gather_once)
 
-    def input_fact(self, aval: Any) -> Fact | None:
-        """The fact of an input of the rewritten function."""
-        return input_fact(aval, leaf=leaf_of(aval, self.gather_once))
+    def input_fact(self, aval: Any, is_held: bool = False) -> Fact | None:
+        """The fact of an input of the rewritten function.
+
+        `is_held` if its argument holds others, too."""
+        shown = Shown.HELD if is_held else Shown.ALONE
+        return input_fact(aval, leaf=leaf_of(aval, self.gather_once), shown=shown)
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
         """The facts of a call's operands, knowing how it has them placed."""
@@ -134,7 +145,7 @@ class Planner:
             )
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
-        outs = as_asked(decision.outs, self.gather_once)
+        outs = as_asked(made_of(facts, decision.outs), self.gather_once)
         decision = decision._replace(outs=outs)
         if not self.lean:  # lean islands are better handed what is low
             decision = decision._replace(outs=upcast_early(site, decision.outs))

@@ -13,6 +13,7 @@ from .base import (
     Leaf as Leaf,
     Mark as Mark,
     Rule as Rule,
+    Shown as Shown,
     Site as Site,
     author_dtype as author_dtype,
     demand_in as demand_in,

@@ -55,6 +55,17 @@ INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
 """What shows an input of the function."""
 
 
+class Shown(enum.IntEnum):
+    """Which input of the function a float value shows, the whole of it or a part.
+
+    In any code inside, unlike `Leaf`: whether it may be read again is not asked."""
+
+    NONE = 0
+    ALONE = 1  # an argument that is a single array, or what is closed over
+    MADE = 2  # none as it came in, but made of such as are `HELD` alone
+    HELD = 3  # one of an argument's many: a parameter, mostly
+
+
 class Demand(enum.Flag):
     """How a value is read, directly or through ops that follow their inputs."""
 
@@ -95,6 +106,7 @@ class Fact(NamedTuple):
     carried: bool = False  # made from a carry that adds up in full
     coarse: DType | None = None  # what a summand of its size was rounded to
     sampled: bool = False  # `values` are not all of them
+    shown: Shown = Shown.NONE
 
 
 class Site(NamedTuple):

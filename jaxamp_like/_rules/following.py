@@ -24,6 +24,7 @@ from .base import (
     Leaf,
     Mark,
     Rule,
+    Shown,
     Site,
     author_dtype,
     outs_of,
@@ -194,7 +195,8 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
         if is_placed:  # also if it is to be whole: that is a gather
             leaf = Leaf.SHARDED
-        outs.append(fact._replace(leaf=leaf, small=small, values=values))
+        shown = fact.shown if is_view or is_placed else Shown.NONE
+        outs.append(fact._replace(leaf=leaf, small=small, values=values, shown=shown))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 

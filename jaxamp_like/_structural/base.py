@@ -19,6 +19,7 @@ from .._rules import (
     Decision,
     Fact,
     Leaf,
+    Shown,
     Site,
     author_dtype,
 )
@@ -97,8 +98,15 @@ def inside(
         Leaf.CONST: Leaf.CONST,
         Leaf.RERUN: Leaf.RERUN,
     }
+    # What is made of parameters is not told apart there: the same code with other
+    # values is to be the same program.
+    made = {Shown.MADE: Shown.NONE}
     return tuple(
-        fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
+        fact
+        and fact._replace(
+            leaf=inside.get(fact.leaf, Leaf.NO), shown=made.get(fact.shown, fact.shown)
+        )
+        for fact in facts
     )
 
 
