@@ -21,7 +21,7 @@ from .subject import Point
 
 ATTEMPTS = 3  # policies that are compiled and checked
 MARGIN = 0.9  # of what is left after a policy missed the budget
-NEAR = 1.5  # budgets: so far from being met, all groups low are not tried as a policy
+NEAR = 2.0  # budgets: so far from being met, all groups low are not tried as a policy
 FAR = 2.0  # budgets: by so much a policy is missed for reasons of its own
 FOR_SETS = 12  # passes that are left for what is measured together
 FOR_A_SEARCH = 6  # of these
