@@ -117,6 +117,8 @@ def test_a_policy_is_checked_at_the_parameters_as_given(count, monkeypatch):
     calibrate(branches, BATCHES[:count], budget=0.02)
     held_out = [(0, 0.0), (1, 0.01)] if count == 1 else [(2, 0.0), (2, 0.01), (3, 0.0)]
     assert checked[-len(held_out) :] == held_out
+    chosen_on = [(0, 0.0)] if count == 1 else [(0, 0.0), (1, 0.01)]
+    assert {*chosen_on} <= {*checked}
 
 
 def test_few_passes_and_compilations(found):

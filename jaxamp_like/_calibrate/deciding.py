@@ -21,7 +21,7 @@ from .subject import Point
 
 ATTEMPTS = 3  # policies that are compiled and checked
 MARGIN = 0.9  # of what is left after a policy missed the budget
-NEAR = 1.5  # budgets: so far from being met, all groups low are not tried as a policy
+NEAR = 2.0  # budgets: so far from being met, all groups low are not tried as a policy
 FAR = 2.0  # budgets: by so much a policy is missed for reasons of its own
 FOR_SETS = 12  # passes that are left for what is measured together
 FOR_A_SEARCH = 6  # of these
@@ -35,7 +35,7 @@ class Deciding:
     Args:
         runs: what makes the passes.
         points: where to measure.
-        checks: where to check.
+        checks: where to check: what is held out.
         budget: what is allowed.
         objective: what is to be saved.
         device: what it is saved on, for the objective "time".
@@ -43,16 +43,20 @@ class Deciding:
 
     runs: Runs
     points: Sequence[Point]
-    checks: list[Point]
+    checks: Sequence[Point]
     budget: Budget
     objective: str
     device: Device | Mapping[str, Mapping[str, float]]
     max_passes: int
     searched: dict[Choices, float] = field(default_factory=dict)
     scale: float = 1.0  # what roundings alone leave out of the error of a policy
+    first: float = 1.0  # of what is allowed on all batches: so much on the first
 
     def __post_init__(self) -> None:
         self.account = Account(self.runs, self.budget, self.objective)
+        held_out = {point.number for point in self.checks}
+        some = [p for p in self.points[:MOST_POINTS] if p.number not in held_out]
+        self.certified_on = [*self.checks, *some]
 
     @property
     def options(self) -> Options:
@@ -133,6 +137,7 @@ class Deciding:
         policy = self._policy(choices)
         first = self.runs.mixed(policy, _name(choices), self.points[0])
         error = first.over(self.budget)
+        self._remember(choices, error)
         if math.isfinite(error) and errors[choices] > 0:
             self.scale = min(max(error / errors[choices], 0.5), 2.0)
         return self._certified(choices, policy) if error <= 1 else None
@@ -143,15 +148,14 @@ class Deciding:
         ranking = Ranking(self._sensitivities(), self.prices)
         limit = 1 / max(self.scale, 1.0)
         for _ in range(ATTEMPTS):
-            choices, limit = self._joint(ranking, limit)
+            choices, error = self._joint(ranking, limit)
             if not any(choices):
                 break
             policy = self._policy(choices)
             found = self._certified(choices, policy, ranking)
             if found is not None:
                 return found
-            missed = self.account.tried[-1].error
-            limit *= MARGIN / missed if math.isfinite(missed) else 0.5
+            limit = _within(limit, error, self.account.tried[-1].error)
         return self._nothing_low(ranking)
 
     def _sensitivities(self) -> list[list[float]]:
@@ -183,18 +187,22 @@ class Deciding:
         return found
 
     def _joint(self, ranking: Ranking, limit: float) -> tuple[Choices, float]:
-        """What fits into `limit` budgets on all batches, and the limit that it took."""
+        """What fits into `limit` budgets on all batches, and its worst error there."""
         for _ in range(ATTEMPTS):
             left = self.max_passes - self.runs.spent - 2 * (len(self.points) > 1)
             at_most = max(0, min(FOR_A_SEARCH, left))
-            choices = search(self._measure, ranking, limit, at_most, self.searched)
-            rest = self.points[1:MOST_POINTS]
+            choices = search(
+                self._measure, ranking, limit * self.first, at_most, self.searched
+            )
             if not any(choices):
-                return choices, limit
+                break
+            here = self.searched[choices]
+            rest = self.points[1:MOST_POINTS]
             error = max((self._measure(choices, p) for p in rest), default=0.0)
             if error <= limit:
-                return choices, limit
-            limit *= MARGIN * limit / error if math.isfinite(error) else 0.5
+                return choices, max(here, error)
+            self._remember(choices, error)
+            self.first = _within(self.first, here, error)
         return (0,) * len(self.runs.groups), limit
 
     def _nothing_low(self, ranking: Ranking) -> Calibration:
@@ -229,9 +237,13 @@ class Deciding:
         point = point or self.points[0]
         error = self.runs.chosen(choices, point).over(self.budget)
         if point is self.points[0]:
-            self.searched[choices] = error
+            self._remember(choices, error)
         self.account.remember(choices, error, is_real=False)
         return error
+
+    def _remember(self, choices: Choices, error: float) -> None:
+        """The worst error of these choices: what missed anywhere is not found again."""
+        self.searched[choices] = max(error, self.searched.get(choices, 0.0))
 
     def _certified(
         self,
@@ -239,32 +251,40 @@ class Deciding:
         policy: Policy | PolicyMap,
         ranking: Ranking | None = None,
     ) -> Calibration | None:
-        """The result, if the policy meets the budget on what was held out."""
-        found, error = [], 0.0
-        for point in [*self.checks]:
-            found.append(self.runs.mixed(policy, _name(choices), point))
-            error = max(error, found[-1].over(self.budget))
+        """The result, if the policy meets the budget on all batches that count."""
+        error = 0.0
+        for point in [*self.certified_on]:
+            found = self.runs.mixed(policy, _name(choices), point)
+            error = max(error, found.over(self.budget))
             if error > 1:
                 # The next policy is measured here first: most that miss do so here.
-                self.checks.remove(point)
-                self.checks.insert(0, point)
+                self.certified_on.remove(point)
+                self.certified_on.insert(0, point)
                 break
         self.account.remember(choices, error, is_real=True)
+        self._remember(choices, error)
         if error > FAR:
             self._check_own_rounding()
         if error > 1:
             self.account.notes.append(
-                f"{self.account.what(choices)} missed the budget on held-out batches: "
-                f"{show_error(error)} times"
+                f"{self.account.what(choices)} missed the budget on "
+                f"{self.certified_on[0].name}: {show_error(error)} times"
             )
             return None
-        return self.account.result(choices, policy, worst(found), ranking)
+        held_out = [self.runs.mixed(policy, _name(choices), p) for p in self.checks]
+        return self.account.result(choices, policy, worst(held_out), ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
         names = names_of(self.runs.groups, choices, self.runs.candidates)
         primitives = primitives_in(self.runs.jaxpr)
         writer = Writer(primitives, self.runs.patterns, self.runs.candidates)
         return writer.policy(names)
+
+
+def _within(limit: float, seen: float, missed: float) -> float:
+    """The next limit, where what was `seen` within one came out as `missed`."""
+    known = seen > 0 and math.isfinite(missed)
+    return MARGIN * seen / missed if known else limit / 2
 
 
 def _name(choices: Choices) -> str:

@@ -58,7 +58,7 @@ class Tried:
     @property
     def measured(self) -> Annotated[str, Column("measured")]:
         """What was measured, in words."""
-        return "the policy, held out" if self.is_real else "roundings"
+        return "the policy" if self.is_real else "roundings"
 
 
 @dataclass(frozen=True)
