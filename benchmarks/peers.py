@@ -42,7 +42,9 @@ from .rewrite import (
 )
 from .workloads import WORKLOADS, Loss, Style, Workload
 
+RECORD = Path(__file__).parent / "results" / "peers-bfloat16.json"
 BESIDE = ("float32", "hand", "amp")
+TRACING = 2.0  # times float32's is what it may take
 ROUNDS = 0.05  # what two errors may differ by and still be the same
 
 # --------------------------------------------------------------------------- the peers
@@ -124,7 +126,7 @@ def contenders(
     return losses, failed
 
 
-def errors(loss: Loss, samples: list[Sample], scale: float) -> dict[str, float]:
+def errors(loss: Loss, samples: list[Sample], scale: float) -> dict[str, Any]:
     # What XLA rounds is settled before its backend; that one is spared the work.
     found = errors_by_sample(loss, samples, scale, AS_WRITTEN | UNOPTIMISED)
     names = ("loss_error", "gradient_error")
@@ -150,17 +152,22 @@ def compare(
     return Rows(figures, failed)
 
 
-def ahead(rows: Rows) -> list[str]:
-    """In what peers are better than `amp`, of those with no larger gradient error."""
+def behind(rows: Rows) -> list[str]:
+    """In what peers of no larger gradient error beat `amp`, and what takes too long."""
     one, found = rows.figures["amp"], []
     for name in PEERS:
         peer = rows.figures.get(name)
         if peer is None or peer.gradient_error > (1 + ROUNDS) * one.gradient_error:
             continue
         if peer.saved_bytes < one.saved_bytes:
-            found.append(f"{name} saves {ratio(peer.saved_bytes, one.saved_bytes)}")
+            less = 1 - peer.saved_bytes / one.saved_bytes
+            found.append(f"{name} saves {less:.2%} fewer bytes")
         if peer.low_share > one.low_share:
             found.append(f"{name} has {peer.low_share:.3f} low")
+    plain = rows.figures["float32"]
+    if one.trace_seconds > TRACING * plain.trace_seconds:
+        times = ratio(one.trace_seconds, plain.trace_seconds)
+        found.append(f"tracing takes {times} times as long as float32's")
     return found
 
 
@@ -198,8 +205,42 @@ def show(console: Console, results: dict[str, Rows], note: str) -> None:
     for workload, rows in results.items():
         for name, why in rows.failed.items():
             console.print(f"{workload}: {name} does not run: {why}", highlight=False)
-        for line in ahead(rows):
+        for line in behind(rows):
             console.print(f"{workload}: amp is behind: {line}", highlight=False)
+
+
+def read(path: Path = RECORD) -> dict[str, Rows]:
+    """The figures of a record."""
+    return {
+        workload: Rows(
+            {name: Figures(**one) for name, one in rows["figures"].items()},
+            rows["failed"],
+        )
+        for workload, rows in json.loads(path.read_text())["workloads"].items()
+    }
+
+
+def markdown(results: dict[str, Rows]) -> str:
+    """The table of `benchmarks/README.md`: in a cell `amp`, then the peers that run."""
+    names = [name for name in PEERS if any(name in r.figures for r in results.values())]
+    lines = [
+        f"| `amp` / {' / '.join(names)} | low share | saved, of float32's "
+        "| gradient error, of hand's | tracing, of float32's |",
+        "|---|---|---|---|---|",
+    ]
+    for workload, rows in results.items():
+        plain, hand = rows.figures["float32"], rows.figures["hand"]
+        shown = [rows.figures.get(name) for name in ("amp", *names)]
+        columns = zip(*(row(one, plain, hand) for one in shown), strict=True)
+        lines.append(f"| {workload} | {' | '.join(map(' / '.join, columns))} |")
+    return "\n".join(lines)
+
+
+def row(one: Figures | None, plain: Figures, hand: Figures) -> list[str]:
+    if one is None:
+        return ["-"] * 4
+    share, saved, error, _, tracing = cells(one, plain, hand)
+    return [f"{float(share):.2f}", saved, error, tracing]
 
 
 # ------------------------------------------------------------------------- the command
@@ -219,6 +260,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="of each timed trace")
     parser.add_argument("--seeds", type=int, default=64, help="for the errors")
     parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument(
+        "--read", type=Path, help="a record to show, also as Markdown; measures nothing"
+    )
     return parser.parse_args(argv)
 
 
@@ -236,6 +280,10 @@ def record(args: argparse.Namespace, results: dict[str, Rows]) -> dict[str, Any]
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     console = Console(width=max(Console().width, 120))
+    if args.read is not None:
+        show(console, read(args.read), str(args.read))
+        print(markdown(read(args.read)))
+        return 0
     results: dict[str, Rows] = {}
     for name in args.workloads:
         console.print(f"{name} ...", highlight=False)

@@ -68,21 +68,23 @@ def test_a_package_that_fails_is_told_with_its_reason(monkeypatch):
 @pytest.mark.parametrize(
     "better, told",
     [
-        ({"saved_bytes": 900}, ["other saves 0.90"]),
+        ({"saved_bytes": 900}, ["other saves 10.00% fewer bytes"]),
         ({"saved_bytes": 900, "gradient_error": 2e-2}, []),
         ({"saved_bytes": 1000}, []),
         ({"low_share": 0.9}, []),
     ],
 )
 def test_who_leads_at_no_larger_error(better, told, other):
-    rows = {"amp": ONE, "other": dataclasses.replace(ONE, **better)}
-    assert peers.ahead(peers.Rows(rows, {})) == told
+    rows = {"float32": ONE, "amp": ONE, "other": dataclasses.replace(ONE, **better)}
+    assert peers.behind(peers.Rows(rows, {})) == told
 
 
 @pytest.mark.quick
-def test_a_lower_share_is_told(other):
-    rows = {"amp": dataclasses.replace(ONE, low_share=0.5), "other": ONE}
-    assert peers.ahead(peers.Rows(rows, {})) == ["other has 1.000 low"]
+def test_a_lower_share_and_slow_tracing_are_told(other):
+    ours = dataclasses.replace(ONE, low_share=0.5, trace_seconds=0.25)
+    rows = peers.Rows({"float32": ONE, "amp": ours, "other": ONE}, {})
+    slow = "tracing takes 2.50 times as long as float32's"
+    assert peers.behind(rows) == ["other has 1.000 low", slow]
 
 
 @pytest.mark.rest
@@ -109,3 +111,11 @@ def test_steps_are_timed_in_turns(other, tmp_path, capsys):
     assert all(one["seconds"] > 0 for one in rows["figures"].values())
     assert list(rows["figures"]) == ["hand", "amp"]
     assert "MLP" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_the_table_of_the_guide_is_that_of_the_record(capsys):
+    guide = peers.RECORD.parents[1] / "README.md"
+    assert peers.markdown(peers.read()) in guide.read_text()
+    assert peers.main(["--read", str(peers.RECORD)]) == 0
+    assert peers.markdown(peers.read()) in capsys.readouterr().out
