@@ -12,6 +12,7 @@ benchmarks/results, which the pages show, or with `--quick` or `--gpu`
 build/benchmarks."""
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -230,13 +231,16 @@ def listed(jobs: dict[str, Job]) -> Table:
     return table
 
 
-def run(job: Job, out: Path, quick: bool) -> int:
+def run(job: Job, out: Path, quick: bool, gpu: bool = False) -> int:
     """Runs a job, shows what it prints and keeps it if that is asked for."""
+    # The records are of a CPU, and of a GPU that is described, also where there is one.
+    platform = {} if gpu else {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", f"benchmarks.{job.module}"]
     lines = []
     with subprocess.Popen(
         [*command, *job.arguments(out, quick)],
         cwd=ROOT,
+        env=os.environ | platform,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -281,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, job in jobs.items():
         console.rule(name)
         start = time.monotonic()
-        code = run(job, out, args.quick)
+        code = run(job, out, args.quick, args.gpu)
         minutes = (time.monotonic() - start) / 60
         ended[name] = f"{minutes:.1f} min" if code == 0 else f"FAILED with {code}"
     console.rule(str(out))
