@@ -240,9 +240,9 @@ def compare(
     }
 
 
-def versions() -> dict[str, str]:
+def versions(others: Iterable[str] = ()) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *others):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -109,10 +109,12 @@ class Workload(Model):
             activations and residual stream low; norm, softmax, gates and loss full.
         lean: given a dtype, the same with `jax.checkpoint` around norm, softmax,
             activation, gates and loss; None where there is little to gain, or where the
-            model checkpoints whole blocks."""
+            model checkpoints whole blocks.
+        styled: the loss in any style."""
 
     hand: Callable[[DTypeLike], Loss]
     lean: Callable[[DTypeLike], Loss] | None
+    styled: Callable[[Style], Loss]
 
 
 # ---------------------------------------------------------------------------- layers
@@ -513,6 +515,7 @@ def make_workload(
         loss=styled(FLOAT32),
         hand=lambda dtype: styled(Style(dtype)),
         lean=(lambda dtype: styled(Style(dtype, lean=True))) if lean else None,
+        styled=styled,
         init=init,
         batch=batch,
     )

@@ -1,16 +1,16 @@
 """The HTML page, in a real browser: it opens from disk, sorts, filters and compares."""
 
 import dataclasses
-import os
-import shutil
 
 import jax
 import jax.numpy as jnp
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from jaxamp_like import amp, convert, default_amp_policy, explain, trace_numerics
 from jaxamp_like._reports.data.records import CastRecord, OpRecord, Place, Program
+
+from .browsing import chromium, listen
 
 BF16 = {"compute_dtype": "bfloat16"}
 
@@ -42,22 +42,15 @@ def page_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    executable = shutil.which("chromium") or shutil.which("google-chrome")
-    assert executable, "The page is tested in Chromium: `.ci/browser` installs it."
-    with sync_playwright() as playwright:
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=executable, args=options)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(params=(1280, 400))
 def page(request, browser, page_path):
     """The page, opened; nothing may be asked of a network nor said on the console."""
     page = browser.new_page(viewport={"width": request.param, "height": 900})
-    heard = []
-    page.on("console", lambda message: heard.append(message.text))
-    page.on("pageerror", lambda error: heard.append(str(error)))
+    heard = listen(page)
     page.on("request", lambda request: heard.append(request.url))
     page.goto(page_path.as_uri())
     page.wait_for_selector("body[data-ready]")

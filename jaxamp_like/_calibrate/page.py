@@ -93,6 +93,7 @@ def _front(one: Evidence) -> dict[str, Any]:
     return {
         "width": "container",
         "height": 320,
+        "description": "error against cost of sets of groups",
         "background": "transparent",
         "autosize": {"type": "fit-x", "contains": "padding"},
         "data": {"values": [point(t) for t in one.tried]},

@@ -45,6 +45,7 @@ def _colour(names: set[str]) -> dict[str, Any]:
 def _bars(values: list[dict[str, Any]], title: str, unit: str) -> dict[str, Any]:
     return _spec(
         values,
+        description=f"{title}, by dtype",  # what a screen reader says
         height=24 * len({row["what"] for row in values}),
         mark={"type": "bar", "tooltip": True},
         encoding={
@@ -141,7 +142,8 @@ def of_numerics(report: Numbers) -> dict[str, Any]:
             },
         },
     }
-    spec = _spec(values, height=15 * len(shown), layer=[heat, lines])
+    told = "binary exponents in the equations with the largest errors"
+    spec = _spec(values, description=told, height=15 * len(shown), layer=[heat, lines])
     return {"exponents": spec | {"resolve": {"scale": {"color": "independent"}}}}
 
 

@@ -188,5 +188,5 @@ def _html_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in rows
     ]
-    titles = "".join(f"<th>{title}</th>" for title in head)
+    titles = "".join(f'<th scope="col">{title}</th>' for title in head)
     return f"<table><tr>{titles}</tr>{''.join(cells)}</table>"

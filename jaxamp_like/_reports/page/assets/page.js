@@ -21,6 +21,12 @@ const share = (x) => (x ? `${+(100 * x).toPrecision(3)} %` : "");
 const short = (x) => (typeof x === "number" ? (x ? String(+x.toPrecision(3)) : "0") : x);
 const total = (count) => Object.values(count).reduce((a, b) => a + b, 0);
 
+// Where the keyboard goes on from, as what it was on has gone.
+function focusOn(place) {
+  place.tabIndex = -1;
+  place.focus();
+}
+
 // ------------------------------------------------------------------- sorted tables
 
 // How each kind of column is written, and whether it is a number.
@@ -44,7 +50,7 @@ function compare(a, b) {
 
 function sortedTable(place, columns, rows) {
   const body = element("tbody");
-  const note = element("span", { className: "muted" });
+  const note = element("span", { className: "muted", role: "status" });
   const more = element("button", { className: "more", textContent: "Show all" });
   const filter = element("input", { type: "search", placeholder: "Filter", ariaLabel: "Filter rows" });
   let by = null, falling = false, limit = FIRST;
@@ -65,7 +71,7 @@ function sortedTable(place, columns, rows) {
 
   const heads = columns.map((column, i) => {
     const button = element("button", { textContent: column.title });
-    const head = element("th", { className: column.number ? "number" : "" }, button);
+    const head = element("th", { className: column.number ? "number" : "", scope: "col" }, button);
     button.onclick = () => {
       falling = by === i ? !falling : Boolean(column.number);
       by = i;
@@ -76,9 +82,15 @@ function sortedTable(place, columns, rows) {
     return head;
   });
   filter.oninput = show;
-  more.onclick = () => { limit = Infinity; show(); };
   const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body);
-  place.append(element("div", { className: "tools" }, filter, note), element("div", { className: "scroll" }, table), more);
+  const scroll = element("div", { className: "scroll" }, table);
+  more.onclick = () => {
+    const first = body.rows.length;
+    limit = Infinity;
+    show();
+    focusOn(body.rows[first]);
+  };
+  place.append(element("div", { className: "tools" }, filter, note), scroll, more);
   show();
 }
 
@@ -90,13 +102,15 @@ for (const place of document.querySelectorAll("[data-table]")) {
 // ------------------------------------------------------------------- tree of scopes
 
 function bar(count, whole) {
+  const told = (dtype, n) => `${dtype} ${share(n / Math.max(total(count), 1))}`;
   const parts = Object.entries(count).map(([dtype, n]) => {
-    const part = element("i", { title: `${dtype} ${share(n / Math.max(total(count), 1))}` });
+    const part = element("i", { title: told(dtype, n) });
     part.style.width = `${(100 * n) / Math.max(whole, 1)}%`;
     part.style.background = COLOURS[dtype] ?? "#d55e00";
     return part;
   });
-  return element("div", { className: "bar" }, ...parts);
+  const ariaLabel = Object.entries(count).map((pair) => told(...pair)).join(", ") || "none";
+  return element("div", { className: "bar", role: "img", ariaLabel }, ...parts);
 }
 
 function scopeTree(place, root) {
@@ -104,7 +118,7 @@ function scopeTree(place, root) {
   const columns = data.treeColumns.map(known);
   const value = (node, i) => (typeof node.values[i] === "object" ? total(node.values[i]) : node.values[i]);
   const whole = columns.map((column, i) => value(root, i));
-  const open = new Set([root]);
+  const open = new Set([root]), names = new Map(); // of nodes; their buttons
   const body = element("tbody");
   let by = null, falling = true;
 
@@ -113,7 +127,13 @@ function scopeTree(place, root) {
     const name = element("button", { className: "name", disabled: !inner,
       textContent: `${inner ? (open.has(node) ? "▾ " : "▸ ") : "\u2003"}${node.values[0]}` });
     name.style.paddingLeft = `${14 * level}px`;
-    name.onclick = () => { open.has(node) ? open.delete(node) : open.add(node); show(); };
+    if (inner) name.ariaExpanded = open.has(node);
+    name.onclick = () => {
+      open.has(node) ? open.delete(node) : open.add(node);
+      show();
+      names.get(node).focus();
+    };
+    names.set(node, name);
     const cells = columns.slice(1).map((column, j) => {
       const i = j + 1, parts = node.values[i];
       const cell = element("td", {}, column.show(value(node, i)));
@@ -139,7 +159,7 @@ function scopeTree(place, root) {
   const show = () => body.replaceChildren(...rows(root, 0));
   const heads = columns.map((column, i) => {
     const button = element("button", { textContent: column.title });
-    const head = element("th", { className: typeof root.values[i] === "number" ? "number" : "" }, button);
+    const head = element("th", { className: typeof root.values[i] === "number" ? "number" : "", scope: "col" }, button);
     button.onclick = () => {
       falling = by === i ? !falling : i > 0;
       by = i;

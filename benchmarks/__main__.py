@@ -1,0 +1,300 @@
+"""Runs the benchmarks one after the other, and says which record belongs to which page.
+
+    python -m benchmarks --list         # jobs, their records, pages, what they need
+    python -m benchmarks --quick        # everything at small settings
+    python -m benchmarks                # everything as it was recorded
+    python -m benchmarks --gpu          # what is measured on the GPU that is here
+    python -m benchmarks --only peers front
+
+Each job is a command of its own, in a process of its own: one that fails or lacks what
+it needs stops no other, and is told at the end. Records are written to `--out`:
+benchmarks/results, which the pages show, or with `--quick` or `--gpu`
+build/benchmarks."""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+FIGURES = "benchmarks/README.md"
+TOY = "--size toy"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command with its settings, and where its figures are shown.
+
+    Args:
+        module: of this package.
+        settings: with which the figures of the pages were made.
+        quick: instead of them, for a short run.
+        record: the file that it writes, "" for none; `--out` names its folder if there
+            are `more`.
+        pages: that show its figures.
+        printed: the file that what it prints is kept in.
+        more: files that it writes beside the record.
+        needs: what must be installed or there, beside the extra `benchmarks`."""
+
+    module: str
+    settings: str
+    quick: str
+    record: str
+    pages: tuple[str, ...]
+    printed: str = ""
+    more: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.record, self.printed, *self.more)))
+
+    def arguments(self, out: Path, quick: bool) -> list[str]:
+        where: list[str] = []
+        if self.more:
+            where = ["--out", str(out)]
+        elif self.record:
+            where = ["--json", str(out / self.record)]
+        return [*shlex.split(self.quick if quick else self.settings), *where]
+
+
+COMPILER = "XLA's compiler for NVIDIA GPUs (extra gpu-compile)"
+PEERS = "extra peers"
+
+
+def both(module: str, settings: str, quick: str, needs: str = "") -> dict[str, Job]:
+    """A job for each of the two formats of 16 bits, with a table as it was printed."""
+    return {
+        f"{module}-{dtype}": Job(
+            module,
+            f"--dtype {dtype} {settings}",
+            f"--dtype {dtype} {quick}",
+            f"{module}-{dtype}.json",
+            (FIGURES,),
+            printed=f"{module}-{dtype}.txt",
+            needs=needs,
+        )
+        for dtype in ("bfloat16", "float16")
+    }
+
+
+FRONT = (
+    '--workloads "GPT scanned" LSTM ViT CNN --policies hand "hand lean" default '
+    "pytorch_autocast jmp jaxamp"
+)
+SPLITS = '--splits "fully sharded, by types" "fully sharded, shard_map"'
+
+JOBS = {
+    "front": Job(
+        "front",
+        f"{FRONT} --seeds 8 --repeats 1",
+        f"{FRONT} --seeds 2 --repeats 1 {TOY}",
+        "front-bfloat16.json",
+        ("README.md", FIGURES),
+        needs=COMPILER,
+    ),
+    "first_screen": Job("first_screen", "", "", "", ("README.md",)),
+    **both("rewrite", "", f"{TOY} --seeds 16 --repeats 1"),
+    "peers": Job(
+        "peers",
+        "--seeds 32 --repeats 3",
+        f"{TOY} --seeds 4 --repeats 1",
+        "peers-bfloat16.json",
+        (FIGURES,),
+        printed="peers-bfloat16.txt",
+        needs=PEERS,
+    ),
+    **both("roofline", "", TOY, needs=COMPILER),
+    "collectives": Job(
+        "collectives",
+        "--depth 2",
+        f'--models "GPT scanned" --depth 1 {SPLITS} {TOY}',
+        "collectives.json",
+        (FIGURES, "docs/many_devices.md"),
+        needs=COMPILER,
+    ),
+    "collectives-64": Job(
+        "collectives",
+        f'--devices 64 --models {SPLITS} "tensor parallel, shard_map"',
+        f"--devices 16 --models {SPLITS} {TOY}",
+        "collectives-64.json",
+        (FIGURES,),
+        needs=COMPILER,
+    ),
+    "reduction": Job(
+        "reduction", "", "--devices 8", "reduction.json", ("docs/many_devices.md",)
+    ),
+    "inference": Job(
+        "inference",
+        "",
+        TOY,
+        "inference-bfloat16.json",
+        ("docs/inference.md",),
+        needs=COMPILER,
+    ),
+    "loss_scaling": Job(
+        "loss_scaling",
+        "--rounds 21",
+        f"{TOY} --timed-size toy --rounds 3",
+        "loss_scaling.json",
+        (FIGURES, "docs/loss_scaling.md"),
+        needs=f"{PEERS}; {COMPILER}",
+    ),
+    "quantised": Job(
+        "quantised",
+        "",
+        "--sizes 1024 4096 --no-blocks",
+        "quantised.json",
+        (FIGURES, "docs/quantised.md"),
+        needs=COMPILER,
+    ),
+    "reports": Job(
+        "reports",
+        '--workloads "GPT unrolled" "GPT scanned"',
+        f'{TOY} --depth 2 --repeats 1 --workloads "GPT scanned"',
+        "reports.json",
+        (FIGURES,),
+        needs="extra report",
+    ),
+    "tracing": Job(
+        "tracing",
+        "",
+        '--largest 24 --repeats 1 --cases "GPT unrolled" "GPT scanned"',
+        "tracing.json",
+        ("docs/faq.md",),
+    ),
+    "calibrate": Job(
+        "calibrate",
+        "models",
+        "models --models MLP",
+        "calibrate.json",
+        ("docs/calibrate.md",),
+    ),
+    "curves": Job(
+        "curves",
+        "",
+        "--steps 20 --seeds 2",
+        "curves.json",
+        ("README.md", FIGURES),
+        more=("curves.md", "curves.png"),
+    ),
+    "curves_float8": Job(
+        "curves_float8",
+        "",
+        "--steps 20 --seeds 1",
+        "curves_float8.json",
+        ("docs/quantised.md",),
+        more=("curves_float8.png",),
+    ),
+}
+
+# Of the same models and products, but timed.
+GPU = {
+    "steps": Job("steps", "", f"{TOY} --rounds 3", "steps-gpu.json", (), needs="a GPU"),
+    "quantised": Job(
+        "quantised",
+        "--run",
+        "--run --sizes 1024 --no-blocks",
+        "quantised-gpu.json",
+        (),
+        needs="a GPU",
+    ),
+    "curves": Job(
+        "curves",
+        "",
+        "--steps 20 --seeds 2",
+        "curves.json",
+        (),
+        more=("curves.md", "curves.png"),
+        needs="a GPU",
+    ),
+}
+
+
+def listed(jobs: dict[str, Job]) -> Table:
+    table = Table(box=box.SIMPLE)
+    for column in ("job", "writes", "shown in", "needs"):
+        table.add_column(column, overflow="fold")
+    for name, job in jobs.items():
+        table.add_row(name, "\n".join(job.files), "\n".join(job.pages), job.needs)
+    return table
+
+
+def run(job: Job, out: Path, quick: bool, gpu: bool = False) -> int:
+    """Runs a job, shows what it prints and keeps it if that is asked for."""
+    # The records are of a CPU, and of a GPU that is described, also where there is one.
+    platform = {} if gpu else {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"benchmarks.{job.module}"]
+    lines = []
+    with subprocess.Popen(
+        [*command, *job.arguments(out, quick)],
+        cwd=ROOT,
+        env=os.environ | platform,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if job.printed and process.returncode == 0:
+        (out / job.printed).write_text("".join(lines))
+    return process.returncode
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = list(dict.fromkeys([*JOBS, *GPU]))
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--quick", action="store_true", help="at small settings")
+    parser.add_argument("--gpu", action="store_true", help="on the GPU that is here")
+    parser.add_argument("--only", nargs="+", choices=names, help="these jobs")
+    parser.add_argument("--out", type=Path, help="a folder for the records")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    console = Console(width=max(Console().width, 100))
+    jobs = GPU if args.gpu else JOBS
+    if args.only:
+        jobs = {name: job for name, job in jobs.items() if name in args.only}
+    if args.list:
+        console.print(listed(jobs))
+        return 0
+    aside = ROOT / "build" / "benchmarks" / ("gpu" if args.gpu else "")
+    out = args.out or (aside if args.quick or args.gpu else RESULTS)
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    ended = {}
+    for name, job in jobs.items():
+        console.rule(name)
+        start = time.monotonic()
+        code = run(job, out, args.quick, args.gpu)
+        minutes = (time.monotonic() - start) / 60
+        ended[name] = f"{minutes:.1f} min" if code == 0 else f"FAILED with {code}"
+    console.rule(str(out))
+    for name, how in ended.items():
+        needs = jobs[name].needs
+        note = f"; it needs {needs}" if "FAILED" in how and needs else ""
+        console.print(f"{name}: {how}{note}", highlight=False)
+    return int(any("FAILED" in how for how in ended.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Opens the pages of the built site in Chromium, and looks for barriers.
+
+    python -m tests.site_pages FOLDER [--all]
+
+Those of KINDS narrow and wide, light and dark; of the other pages one in each folder,
+or all of them, in one of these looks, in turn. Prints what axe-core finds, what a page
+says on the console, whether it is too wide and what the keyboard doesn't reach, and
+then ends with 1. `.ci/docs` calls it."""
+
+import argparse
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from playwright.sync_api import Browser
+
+from .browsing import LOOKS, SCHEMES, barriers, chromium, listen, out_of_reach
+
+# A page of each kind: texts, tables and figures, what doctests and docstrings make.
+KINDS = ("index.html", "reports/index.html", "api/main/index.html")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address under which a folder can be read; the site's scripts need one."""
+    handler = functools.partial(Quiet, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def asked(folder: Path, every: bool) -> list[tuple[str, tuple[int, str]]]:
+    """Pages, each with the width and the scheme that it is looked at in."""
+    pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.html")}
+    rest = sorted(pages - {*KINDS})
+    if not every:
+        rest = list({Path(page).parent.parent: page for page in rest}.values())
+    turns = [(page, LOOKS[i % len(LOOKS)]) for i, page in enumerate(rest)]
+    return [(page, look) for page in KINDS for look in LOOKS] + turns
+
+
+def findings(
+    browser: Browser, address: str, look: tuple[int, str], keyboard: bool
+) -> list[str]:
+    width, scheme = look
+    page = browser.new_page(
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,
+        reduced_motion="reduce",
+    )
+    heard = listen(page)
+    page.goto(address, wait_until="load")
+    page.wait_for_selector(".md-search[aria-label]", state="attached")
+    found = barriers(page) + [f"console: {line}" for line in heard]
+    overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    if overflow > 0:
+        found.append(f"is {overflow} px wider than the window")
+    if keyboard:
+        found += [f"no Tab leads to {one}" for one in out_of_reach(page)]
+    page.close()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m tests.site_pages")
+    parser.add_argument("folder", type=Path, help="the built site")
+    parser.add_argument("--all", action="store_true", help="look at every page")
+    args = parser.parse_args()
+    failed = False
+    with served(args.folder) as address, chromium() as browser:
+        for page, look in asked(args.folder, args.all):
+            keyboard = page in KINDS and look[1] == SCHEMES[0]
+            for line in findings(browser, f"{address}/{page}", look, keyboard):
+                print(f"{page}, {look[0]} px, {look[1]}: {line}")
+                failed = True
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
