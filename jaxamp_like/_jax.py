@@ -29,6 +29,7 @@ import jax
 import jax.core
 import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
@@ -422,6 +423,21 @@ def scan_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]
     num_consts, num_carry = scan_arity(eqn)
     first = num_consts + num_carry
     return values[:num_consts], values[num_consts:first], values[first:]
+
+
+def scan_like(eqn: Eqn, body: Callable[..., Any], init: Any, xs: Any) -> Any:
+    """`lax.scan` as long, as often unrolled and in the direction of a scan `eqn`.
+
+    A length that is symbolic it takes from what it goes through, and from there alone:
+    so it goes through numbers too, which nothing reads."""
+    options = {name: eqn.params[name] for name in ("reverse", "unroll")}
+    if isinstance(length := eqn.params["length"], int):
+        return jax.lax.scan(body, init, xs, length, **options)
+
+    def without_number(carry: Any, x: Any) -> Any:
+        return body(carry, x[0])
+
+    return jax.lax.scan(without_number, init, (xs, jnp.arange(length)), **options)
 
 
 def while_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]:
