@@ -35,7 +35,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.ad import Zero, zeros_like_aval
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -123,6 +123,30 @@ def is_on_mesh(aval: Any) -> bool:
         and (kind == AxisType.Auto or (kind == AxisType.Explicit and axis in named))
         for axis, kind in kinds.items()
     )
+
+
+def laid_as(x: Any, other: Any) -> Any:
+    """`x`, which multiplies `other`, laid along `Explicit` axes of the mesh as that is.
+
+    So that the product lies as `other`, too. Axes of length 1 are not split."""
+    now, sharding = jax.typeof(x).sharding, jax.typeof(other).sharding
+    if not any((*now.spec, *sharding.spec)):
+        return x
+    lengths = zip(sharding.spec, x.shape, strict=True)
+    spec = PartitionSpec(*(None if n == 1 else part for part, n in lengths))
+    if tuple(spec) == tuple(now.spec):
+        return x
+    mesh = now.mesh if sharding.mesh.empty else sharding.mesh
+    return _reshard(x, NamedSharding(mesh, spec))
+
+
+def _reshard(x: Any, sharding: NamedSharding) -> Any:
+    if hasattr(jax.sharding, "reshard"):
+        return jax.sharding.reshard(x, sharding)
+    # JAX < 0.7.
+    from jax.experimental.shard import reshard  # pyright: ignore
+
+    return reshard(x, sharding)
 
 
 def is_split(sharding: Any) -> bool:
