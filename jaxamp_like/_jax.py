@@ -29,12 +29,13 @@ import jax
 import jax.core
 import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.ad import Zero, zeros_like_aval
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -122,6 +123,30 @@ def is_on_mesh(aval: Any) -> bool:
         and (kind == AxisType.Auto or (kind == AxisType.Explicit and axis in named))
         for axis, kind in kinds.items()
     )
+
+
+def laid_as(x: Any, other: Any) -> Any:
+    """`x`, which multiplies `other`, laid along `Explicit` axes of the mesh as that is.
+
+    So that the product lies as `other`, too. Axes of length 1 are not split."""
+    now, sharding = jax.typeof(x).sharding, jax.typeof(other).sharding
+    if not any((*now.spec, *sharding.spec)):
+        return x
+    lengths = zip(sharding.spec, x.shape, strict=True)
+    spec = PartitionSpec(*(None if n == 1 else part for part, n in lengths))
+    if tuple(spec) == tuple(now.spec):
+        return x
+    mesh = now.mesh if sharding.mesh.empty else sharding.mesh
+    return _reshard(x, NamedSharding(mesh, spec))
+
+
+def _reshard(x: Any, sharding: NamedSharding) -> Any:
+    if hasattr(jax.sharding, "reshard"):
+        return jax.sharding.reshard(x, sharding)
+    # JAX < 0.7.
+    from jax.experimental.shard import reshard  # pyright: ignore
+
+    return reshard(x, sharding)
 
 
 def is_split(sharding: Any) -> bool:
@@ -422,6 +447,21 @@ def scan_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]
     num_consts, num_carry = scan_arity(eqn)
     first = num_consts + num_carry
     return values[:num_consts], values[num_consts:first], values[first:]
+
+
+def scan_like(eqn: Eqn, body: Callable[..., Any], init: Any, xs: Any) -> Any:
+    """`lax.scan` as long, as often unrolled and in the direction of a scan `eqn`.
+
+    A length that is symbolic it takes from what it goes through, and from there alone:
+    so it goes through numbers too, which nothing reads."""
+    options = {name: eqn.params[name] for name in ("reverse", "unroll")}
+    if isinstance(length := eqn.params["length"], int):
+        return jax.lax.scan(body, init, xs, length, **options)
+
+    def without_number(carry: Any, x: Any) -> Any:
+        return body(carry, x[0])
+
+    return jax.lax.scan(without_number, init, (xs, jnp.arange(length)), **options)
 
 
 def while_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]:

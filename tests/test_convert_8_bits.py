@@ -5,6 +5,7 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import export, lax
@@ -13,6 +14,7 @@ from benchmarks import inference
 from jaxamp_like import AmpError, AmpWarning, amp, convert, load
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import int8
+from tests.programs import eps
 from tests.test_convert import BF16, ONE, carried, check, randoms, same_bits
 
 pytestmark = pytest.mark.sample(3)
@@ -124,6 +126,22 @@ def test_8_bits_for_any_number_of_rows(tmp_path):
     low.save(tmp_path / "a")
     mixed = jax.jit(amp(ONE["plain"], amp_policy=INT8["both"], **BF16))
     assert same_bits(load(tmp_path / "a")(x), mixed(w, x))
+
+
+@pytest.mark.parametrize("rule", INT8)
+def test_8_bits_for_any_number_of_steps(rule):
+    def recurrent(w, xs):
+        h = jnp.zeros((4, 64))
+        return lax.scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, h, xs)[1]
+
+    steps = jax.ShapeDtypeStruct(export.symbolic_shape("n, 4, 64"), "float32")
+    w, xs = randoms((64, 64), (3, 4, 64))
+    w = w / 8  # so that steps don't enlarge what differs
+    low = convert(recurrent, w, steps, amp_policy=INT8[rule])
+    assert low.summary.share < 0.27
+    mixed = jax.jit(amp(recurrent, amp_policy=INT8[rule], **BF16))(w, xs)
+    atol = 3 * eps("bfloat16")  # a rounding in each step, which XLA may leave out
+    np.testing.assert_allclose(low(xs), mixed, atol=atol)
 
 
 def test_tied_arrays_are_stored_once(tmp_path):

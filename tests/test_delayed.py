@@ -218,6 +218,39 @@ def test_what_is_made_again_counts_once(block, loop):
     assert_equal(again, plain)
 
 
+def loop_made_again(block, x, ws):
+    return jax.checkpoint(functools.partial(jax.lax.scan, block))(x, ws)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("block", (layer, two))
+def test_a_loop_that_is_made_again_counts_once(block):
+    plain = train(through(block, jax.lax.scan), LAYERS, X)
+    again = train(through(block, loop_made_again), LAYERS, X)
+    assert again[1].keys() == plain[1].keys()
+    assert_equal(again, plain)
+
+
+def test_loops_that_do_the_same_have_one_history():
+    def loop(x, ws, then=jnp.tanh, **options):
+        body = lambda x, w: (then(x @ w), None)  # noqa: E731
+        return jax.lax.scan(body, x, ws, **options)[0]
+
+    def names(*loops):
+        fn = amp_with_state(lambda ws: [loop(ws) for loop in loops], amp_policy=POLICY)
+        return [key.rpartition("/")[2] for key in init_amp_state(fn, LAYERS)]
+
+    once = functools.partial(loop, X)
+    assert sorted(names(once, once)) == ["lhs", "rhs"]
+    others = {
+        "body": functools.partial(once, then=jnp.sin),
+        "start": functools.partial(loop, 2 * X),
+        "direction": functools.partial(once, reverse=True),
+    }
+    for what, other in others.items():
+        assert sorted(names(once, other)) == ["lhs", "lhs", "rhs"], what
+
+
 def test_iterations_that_share_an_operand_share_a_history():
     def recurrent(wx, wh, xs):
         def step(h, x):

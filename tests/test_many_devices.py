@@ -20,7 +20,10 @@ from benchmarks.measure import low_share
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
+from jaxamp_like.presets import quantised
 from jaxamp_like.rules import (
+    float8,
+    int8,
     use_compute_precision,
     use_precision_by_pass,
     wide,
@@ -181,6 +184,47 @@ def test_one_that_shows_its_type_as_whole_is_not_sharded():
     with in_mesh(mesh):
         assert not cast_once(product, placed(mesh))
         assert cast_once(product, placed(mesh, "data", None))
+
+
+# Weights, inputs, result: split along what is summed over, or one of them gathered.
+SPLIT = {
+    "rows of weights": (P("data"), P(), None),
+    "columns of inputs": (P(), P(None, "data"), None),
+    "both, gathered": (P(None, "data"), P("data"), P("data")),
+}
+
+
+def in_layers(for_x=None, for_result=None):
+    def layers(ws, x):
+        def layer(x, w):
+            y = jnp.tanh(jnp.dot(x, w, out_sharding=for_result))
+            return y if for_x is None else reshard(y, for_x), None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, ws)[0]))
+
+    return layers
+
+
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.parametrize("rule", [float8, int8], ids=["float8", "int8"])
+def test_scales_of_rows_leave_a_product_where_it_lies(rule, split):
+    options = {"granularity": "row"} if rule is float8 else {"migration": 0.5}
+    policy = quantised(rule(where=None, **options))
+
+    def gradients(fn, args):
+        low = amp(fn, compute_dtype="bfloat16", amp_policy=policy)
+        return jax.jit(jax.value_and_grad(low, argnums=(0, 1)))(*args)
+
+    args = normal(0, 2, DIM, DIM), normal(1, DIM, DIM)
+    alone = gradients(in_layers(), args)
+    (for_w, for_x, for_result), mesh = SPLIT[split], make_mesh(AxisType.Explicit)
+    with in_mesh(mesh):
+        places = NamedSharding(mesh, P(None, *for_w)), NamedSharding(mesh, for_x)
+        args = jax.device_put(args, places)
+        value, grads = gradients(in_layers(for_x, for_result), args)
+    for grad, place in zip(grads, places, strict=True):
+        assert grad.sharding.is_equivalent_to(place, grad.ndim)
+    assert error(jax.device_get((value, grads)), alone) < eps("bfloat16")
 
 
 def test_a_sharding_constraint_is_known():

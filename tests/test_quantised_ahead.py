@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.measure import subjaxprs
@@ -225,6 +225,28 @@ def test_where_the_body_may_not_run_the_weight_is_rounded_there():
 
     args = values(*W), values(*X)
     assert roundings(low(fn, RULES[0]), *args) == ([], [X, W])
+
+
+def as_long_as(w, steps, x):
+    """Steps of which the loop reads nothing, but how many there are."""
+    return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, steps)[0]
+
+
+@pytest.mark.parametrize("rule", [float8(where=None), int8(where=None)], ids=str)
+def test_a_loop_of_symbolic_length(rule):
+    def loss(w, ws, steps, x):
+        return of_stack(ws, jax.checkpoint(as_long_as)(w, steps, x)).sum()
+
+    fn = jax.jit(low(jax.value_and_grad(loss, argnums=(0, 1)), rule))
+    args = values(*W), values(3, *W), jnp.zeros(2), values(*X)
+    n, m = export.symbolic_shape("n, m")
+    shapes = W, (n, *W), (m,), X
+    exported = export.export(fn)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),
+        exported.call(*args),
+        fn(*args),
+    )
 
 
 def test_what_explain_counts_stays():

@@ -16,7 +16,16 @@ import jax
 from jax import lax
 
 from .._errors import AmpError, without_derivative
-from .._jax import Eqn, Jaxpr, Literal, eqn_context, raw, reemit, scan_operands
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    eqn_context,
+    raw,
+    reemit,
+    scan_like,
+    scan_operands,
+)
 from .models import is_parameter
 from .splitting import (
     CONSTANT,
@@ -159,8 +168,7 @@ def _run_scan(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Par
         outs = run(body, bind, [*fixed, *carry, *slices], mine)
         return outs[:num_carry], outs[num_carry:]
 
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, made = lax.scan(step, list(carry), (slices, moving), **options)
+    carry, made = scan_like(eqn, step, list(carry), (slices, moving))
     return [*carry, *made]
 
 

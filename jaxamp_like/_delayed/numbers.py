@@ -91,6 +91,22 @@ class Numbers:
         """What a scan makes of the values of its iterations."""
         return self.of(("stacked", depth, number), self.varies[number] - {depth})
 
+    def carried(
+        self, how: tuple[Any, ...], init: Sequence[int], made: Sequence[int] = ()
+    ) -> list[int]:
+        """What each iteration sees of carries that begin as `init`.
+
+        Equal are those of loops that go on in the same way: `how` is the depth, length,
+        direction and what the loop varies by, and `made` what an iteration makes of
+        carries, in numbers of such as `carried` gives without it."""
+        depth, *_, varies = how
+        loop = "carried", *how, tuple(init), tuple(made)
+        return [self.of((*loop, i), varies | {depth}) for i in range(len(init))]
+
+    def last(self, number: int, depth: int) -> int:
+        """What a scan makes of a carry."""
+        return self.of(("last", number), self.varies[number] - {depth})
+
     def in_branch(self, number: int, index: int, branch: int) -> int:
         """What a branch gets if it is given `number`."""
         if self._is("chosen", number) and self._made[number][1] == index:

@@ -211,14 +211,19 @@ def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
     num_carry = len(carry)
     around = around._replace(lengths=(*around.lengths, eqn.params["length"]))
     depth = len(around.lengths)
-    anything = numbers.all_varies(ins)
-    inner = [
-        *fixed,
-        *(numbers.new(anything | {depth}) for _ in range(num_carry)),
-        *(numbers.sliced(n, depth) for n in xs),
-    ]
-    outs, sites = self._walk(eqn.params["jaxpr"], inner, around)
-    last = [numbers.new(anything) for _ in range(num_carry)]
+    slices = [numbers.sliced(n, depth) for n in xs]
+
+    def walk(finder: Finder, carry: Sequence[int]) -> tuple[list[int], Sites]:
+        given = [*fixed, *carry, *slices]
+        return finder._walk(eqn.params["jaxpr"], given, around)
+
+    how = depth, eqn.params["length"], eqn.params["reverse"], numbers.all_varies(ins)
+    # What an iteration makes of its carry, found out by one that leaves no trace.
+    entering = numbers.carried(how, carry)
+    made, _ = walk(Finder(numbers=numbers), entering)
+    now = numbers.carried(how, entering, made[:num_carry])
+    outs, sites = walk(self, now)
+    last = [numbers.last(n, depth) for n in now]
     return [*last, *(numbers.stacked(n, depth) for n in outs[num_carry:])], (sites,)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from .._jax import laid_as
 from .._primitives.contractions import at, dot_numbers, rest
 from .._rules import Site
 
@@ -57,16 +58,17 @@ def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
     )
 
 
-def onto_result(scale: Any, axes: Axes, ndim: int) -> Any:
-    """Scales of an operand's rows, as they multiply a result of `ndim` axes."""
+def onto_result(scale: Any, axes: Axes, result: Any) -> Any:
+    """Scales of an operand's rows, as they multiply a result, and lie where it does."""
     if scale.ndim == 0:
         return scale
     kept = sorted(axes.kept, key=lambda pair: pair[1])
     order = [axis for axis, _ in kept]
-    shape = [1] * ndim
+    shape = [1] * result.ndim
     for axis, to in kept:
         shape[to] = scale.shape[axis]
-    return jnp.transpose(scale, [*order, *axes.summed]).reshape(shape)
+    scale = jnp.transpose(scale, [*order, *axes.summed]).reshape(shape)
+    return laid_as(scale, result)
 
 
 def sides(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | None:

@@ -115,7 +115,7 @@ def by_scales(formats: Sequence[Format], by_row: bool, result: DType) -> Hook:
         (lhs, lhs_scale), (rhs, rhs_scale) = made
         out = _bind(primitive, params, [lhs, rhs], result)
         scales = (
-            onto_result(scale, axes[i], out.ndim)
+            onto_result(scale, axes[i], out)
             for i, scale in enumerate((lhs_scale, rhs_scale))
         )
         return rescaled(out, *scales)

@@ -104,7 +104,7 @@ class Float8(Quantising):
             left, right = alone
             made = fn(left.values, right.values, as_it_is(result))
             scales = (
-                onto_result(x.scale, one, made.ndim)
+                onto_result(x.scale, one, made)
                 for x, one in zip(alone, axes, strict=True)
             )
             return cast(rescaled(made, *scales), out)

@@ -113,7 +113,7 @@ class Int8(Quantising):
             values = [cast(lhs, low), cast(rhs, low)]
             values[weight] = made.values.astype(low)
             sums = fn(values[0], values[1], as_it_is(_FLOAT32))
-            multiplier = onto_result(made.multiplier, axes[weight], sums.ndim)
+            multiplier = onto_result(made.multiplier, axes[weight], sums)
             return cast(sums / multiplier, out)
 
         return forward
@@ -150,7 +150,7 @@ def _integers(site: Site, axes: Sequence[Axes]) -> Callable[..., Any]:
         del lhs, rhs
         sums = fn(alone[0].values, alone[1].values, as_it_is(_INT32))
         left, right = (
-            onto_result(x.multiplier, one, sums.ndim)
+            onto_result(x.multiplier, one, sums)
             for x, one in zip(alone, axes, strict=True)
         )
         # To float32 first: of integers as such, a GPU has no convolution.

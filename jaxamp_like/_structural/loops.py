@@ -15,6 +15,7 @@ from .._jax import (
     raw,
     run_jaxpr,
     scan_arity,
+    scan_like,
     scan_operands,
     while_operands,
 )
@@ -245,9 +246,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
             outs = cast_all(outs, dtypes)
             return outs[: len(init)], outs[len(init) :]
 
-        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        xs = xs, list(stacks.values())
-        carry, ys = lax.scan(body, init, xs, **options)
+        carry, ys = scan_like(eqn, body, init, (xs, list(stacks.values())))
         return [*carry, *ys]
 
     with eqn_context(eqn):
