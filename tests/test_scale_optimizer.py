@@ -21,6 +21,7 @@ from jaxamp_like import (
     amp,
     disable_amp,
     enable_amp,
+    guard_step,
     loss_scale_optimizer,
 )
 from jaxamp_like.scaling import (
@@ -517,3 +518,66 @@ def test_each_run_has_arrays_of_its_own():
     first, second = tx.init(W), tx.init(W)
     jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(first)
     assert float(second.scaler.scaler) == float(tx.init(W).scaler.scaler)
+
+
+def apart(tx, name):
+    """`tx` for the parameters called `name`, and another optimizer for the others."""
+    only = {key: key == name for key in PARTS}
+    others = {key: key != name for key in PARTS}
+    return optax.chain(optax.masked(tx, only), optax.masked(optax.sgd(0.1), others))
+
+
+HIDING = {
+    "masked": lambda tx: apart(tx, "c"),
+    "partition": lambda tx: optax.partition(
+        {"plain": optax.sgd(0.1), "scaled": tx}, {"w": "plain", "c": "scaled"}
+    ),
+    "clip": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "sign": lambda tx: optax.chain(
+        optax.stateless(lambda g, _: jax.tree.map(jnp.sign, g)), tx
+    ),
+    "clip, then masked": lambda tx: optax.chain(optax.clip(1.0), apart(tx, "c")),
+}
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["grad", "by hand"])
+@pytest.mark.parametrize("around", HIDING.values(), ids=HIDING)
+def test_an_overflow_that_update_is_not_shown_is_noticed(around, by_hand):
+    """The gradient of `w` overflows, and that of `c` does not."""
+    scaled = loss_scale_optimizer(optax.sgd(0.1), DynamicScalerState(scaler=2.0**10))
+    tx = around(scaled)
+
+    def loss(p, x):
+        return half_loss(p["w"], x) + p["c"] ** 2
+
+    @jax.jit
+    @guard_step
+    def step(state, x):
+        p, opt_state = state
+        if by_hand:
+            grads = jax.grad(lambda p: scale_loss(loss(p, x), opt_state))(p)
+            grads = unscale_grads(grads, opt_state)
+        else:
+            grads = scaled.grad(loss, opt_state)(p, x)
+        updates, opt_state = tx.update(grads, opt_state, p)
+        return (optax.apply_updates(p, updates), opt_state), None
+
+    start = PARTS, tx.init(PARTS)
+    (p, opt_state), _ = step(start, jnp.array([100.0, 0.5]))
+    assert bits(p) == bits(PARTS)
+    assert scale_loss(1.0, opt_state) == 2.0**9
+    (p, opt_state), _ = step(start, jnp.array([1.0, 0.5]))
+    assert all(jnp.all(p[key] != PARTS[key]) for key in PARTS)
+    assert scale_loss(1.0, opt_state) == 2.0**10
+
+
+def test_gradients_of_a_step_that_overflowed_are_nan():
+    tx = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    opt_state = tx.init(PARTS)
+    grad = jax.jit(tx.grad(parts_loss, opt_state))
+    bad = grad(PARTS, jnp.array([jnp.inf, 0.5]))
+    assert all(jnp.isnan(g).all() for g in jax.tree.leaves(bad))
+    for some in (bad, {"w": None, "c": bad["c"]}, jax.tree.map(jnp.sign, bad)):
+        updates, following = tx.update(some, tx.init(some))
+        assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+        assert following.scaler.overflows == 1

@@ -99,7 +99,9 @@ def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
 
     Args:
         grads: any pytree of arrays outside `jax.jit`; gradients, as a rule. If they are
-            spread over several hosts, all must ask.
+            spread over several hosts, all must ask. Those of an optimizer's
+            `value_and_grad` are all NaN if one overflowed; those of
+            `dynamic_scale_value_and_grad` are as they came.
     Returns:
         One record for each such leaf, in the order of the tree.
 

@@ -3,13 +3,27 @@
 A factor leaves no trace in an array: an optimizer that must not be given gradients of
 an unscaled loss can't tell them by their values. So each gradient is marked, in the
 structure of its tree, where `jax.jit`, `jax.lax.scan`, `jax.tree.map` and the states of
-frameworks keep it, and where it can be looked for while a step is traced."""
+frameworks keep it, and where it can be looked for while a step is traced.
 
-from typing import Any
+Whether all of them are finite is decided where they are unscaled, and travels on in
+their values: if one is not, all become NaN. An optimizer may be given only some of them
+(`optax.masked`), or the finite number that clipping has made of an infinity."""
+
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array
+
+from .agree import AxisName
+
+
+class Verdict(NamedTuple):
+    """Whether all gradients of a step are finite, and what devices agreed on that."""
+
+    finite: Array
+    axis_name: AxisName
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -24,7 +38,8 @@ class Unscaled:
     A pytree of one leaf, which functions of `jax.numpy` read as an array.
 
     Args:
-        value: the gradient.
+        value: the gradient. Where `value_and_grad` or `unscale_grads` have made it, it
+            is NaN if any number in any gradient of that step was not finite.
 
     >>> import jax.numpy as jnp
     >>> grads = {"w": Unscaled(jnp.ones(2))}
@@ -34,10 +49,19 @@ class Unscaled:
     2.0
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("_raw", "_value", "_verdict")
 
     def __init__(self, value: Any):
-        self.value = value
+        self._value = value
+        # Known of this very object: the array as it came, and what was decided. What
+        # has gone through `jax.tree.map`, or has left a jitted function, is another.
+        self._raw = value
+        self._verdict: Verdict | None = None
+
+    @property
+    def value(self) -> Any:
+        """The gradient."""
+        return self._value
 
     def __jax_array__(self) -> Array:
         return self.value
@@ -75,9 +99,19 @@ def _is_marked(x: Any) -> bool:
     return isinstance(x, Unscaled)
 
 
-def marked(grads: Any) -> Any:
-    """A tree of gradients with each of its numbers marked."""
-    return jax.tree.map(lambda g: Unscaled(g) if eqx.is_inexact_array(g) else g, grads)
+def marked(grads: Any, verdict: Verdict | None) -> Any:
+    """A tree of gradients with each of its numbers marked; all NaN if one is bad."""
+
+    def mark(g: Any) -> Any:
+        if not eqx.is_inexact_array(g):
+            return g
+        if verdict is None:
+            return Unscaled(g)
+        one = Unscaled(jnp.where(verdict.finite, g, jnp.asarray(jnp.nan, g.dtype)))
+        one._raw, one._verdict = g, verdict
+        return one
+
+    return jax.tree.map(mark, grads)
 
 
 def unmarked(grads: Any) -> Any:
@@ -85,6 +119,22 @@ def unmarked(grads: Any) -> Any:
     return jax.tree.map(
         lambda g: g.value if _is_marked(g) else g, grads, is_leaf=_is_marked
     )
+
+
+def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
+    """The arrays themselves, and whether they are all finite where that is known.
+
+    It is of gradients straight from one `value_and_grad`. These are then as they came:
+    who knows the verdict needs no NaN, and no second look at them."""
+    leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
+    verdicts = {id(g._verdict): g._verdict for g in leaves if _is_marked(g)}
+    verdict = next(iter(verdicts.values()), None)
+    if len(verdicts) > 1 or verdict is None or verdict.axis_name != axis_name:
+        return unmarked(grads), None
+    as_they_came = jax.tree.map(
+        lambda g: g._raw if _is_marked(g) else g, grads, is_leaf=_is_marked
+    )
+    return as_they_came, verdict.finite
 
 
 def without_mark(grads: Any) -> list[str]:

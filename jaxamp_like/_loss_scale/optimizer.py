@@ -15,7 +15,7 @@ from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
-from .marks import marked, unmarked, without_mark
+from .marks import Verdict, marked, read, without_mark
 from .numbers import all_finite, checked_loss, select
 from .state import (
     DynamicScalerState,
@@ -57,8 +57,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """Like `jax.value_and_grad`, with the loss scaled by what `opt_state` says.
 
         Value and gradients are true ones: the loss as `fun` computed it, and its
-        gradients unscaled, each in its own dtype. What `fun` changes in NNX objects
-        among its arguments is kept, unless gradients overflowed.
+        gradients unscaled, each in its own dtype. If any number in any of them is not
+        finite, all are NaN, so that whichever of them `update` is given, and whatever
+        clipping was before, it skips the step. What `fun` changes in NNX objects among
+        its arguments is kept, unless gradients overflowed.
 
         Args:
             fun: returns a scalar loss, or `(loss, aux)` if `has_aux`.
@@ -88,8 +90,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         @functools.wraps(fun, updated=())
         def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-            value, grads = step(*args, **kwargs)
-            return value, marked(grads)
+            verdict, (value, grads) = step(*args, **kwargs)
+            return value, marked(grads, verdict)
 
         return value_and_grad
 
@@ -122,11 +124,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         @functools.wraps(fun, updated=())
         def grad(*args: Any, **kwargs: Any) -> Any:
-            results = step(*args, **kwargs)
+            verdict, results = step(*args, **kwargs)
             if not has_aux:
-                return marked(results)
+                return marked(results, verdict)
             grads, aux = results
-            return marked(grads), aux
+            return marked(grads, verdict), aux
 
         return grad
 
@@ -141,10 +143,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         scaler = _scaler_of(opt_state)
         scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
         step = scaled(fun, has_aux=has_aux, **options)
-        # `update` asks the gradients again, and makes the next state.
-        return lambda *args, **kwargs: step(
-            *args, dynamic_scaler_state=scaler, **kwargs
-        )[1]
+
+        def judged(*args: Any, **kwargs: Any) -> tuple[Verdict | None, Any]:
+            # `update` makes the next state; of this one only the verdict is wanted.
+            following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
+            return _verdict(following, self.axis_name), out
+
+        return judged
 
 
 @written_so("loss_scale_optimizer(optax.adam(1e-3), scaler='dynamic')")
@@ -219,11 +224,12 @@ def loss_scale_optimizer(
         scaler, inner_state = _checked_state(state)
         if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
             raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
-        grads = unmarked(grads)
+        grads, finite = read(grads, axis_name)
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
-        finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
+        if finite is None:
+            finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
         following = scaler.update(finite)
         # Selected and not branched: a branch would have to wait with all gradients
         # written out, while these selections are part of the update itself. They ask
@@ -272,7 +278,8 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
         grads: any pytree.
         opt_state: the state that the loss was scaled by.
     Returns:
-        The gradients over the scale, each in its own dtype, marked as `Unscaled`.
+        The gradients over the scale, each in its own dtype, marked as `Unscaled`. If
+        any is not finite, all are NaN.
     Raises:
         ValueError: `opt_state` holds no scale, several, or one in the wrong place.
 
@@ -282,7 +289,20 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     >>> unscale_grads(grads, opt_state)
     Unscaled(6.0)
     """
-    return marked(_scaler_of(opt_state).unscale(grads))
+    scaler = _scaler_of(opt_state)
+    grads = scaler.unscale(grads)
+    if isinstance(scaler, NoScaler):
+        return marked(grads, None)
+    finite = agreed(all_finite(grads), like=scaler.scaler)
+    return marked(grads, _verdict(scaler.update(finite), None))
+
+
+def _verdict(following: Scaler, axis_name: AxisName) -> Verdict | None:
+    """What the state after a step says of its gradients; None if it tests nothing."""
+    if isinstance(following, NoScaler):
+        return None
+    # Not the flag itself, for the reason that `update` gives.
+    return Verdict(following.overflows == 0, axis_name)
 
 
 def _scaler_of(opt_state: Any) -> Scaler:
