@@ -610,7 +610,7 @@ BAD_INPUT = {
     "argnums with filter": (
         lambda: dynamic_scale_grad(scalar, argnums=(0, 1)),
         ValueError,
-        r"`argnums` should not be passed",
+        r"`argnums` was given as \(0, 1\).*\nPass `filter=False`",
     ),
     "loss with a shape": (
         lambda: dynamic_scale_grad(scalar)(jnp.ones(2), dynamic_scaler_state=STATE),

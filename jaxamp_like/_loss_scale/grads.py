@@ -107,6 +107,8 @@ def dynamic_scale_tx(
         fun: Callable, *, has_aux: bool = False, **kwargs: Any
     ) -> Callable:
         _check_callable("fun", fun)
+        if transform in _FILTERED and kwargs.get("argnums") is not None:
+            raise ValueError(_ARGNUMS.format(kwargs["argnums"]))
         transform(fun, has_aux=True, **kwargs)  # a wrong keyword fails now, not later
 
         @functools.wraps(fun, updated=())
@@ -224,6 +226,14 @@ def dynamic_scale_value_and_grad(
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
     scaled = dynamic_scale_tx(transform, redo_on_nan, axis_name=axis_name)
     return scaled(fun, has_aux=has_aux, **kwargs)
+
+
+_FILTERED = eqx.filter_grad, eqx.filter_value_and_grad
+_ARGNUMS = (
+    "`argnums` was given as {}, but with `filter=True` the derivative is taken by the "
+    "first argument.\nPass `filter=False` (to `dynamic_scale_tx`, give `jax.grad`), or "
+    "put what to differentiate by into one tuple, the first argument."
+)
 
 
 def _step_signature(fun: Callable) -> inspect.Signature:
