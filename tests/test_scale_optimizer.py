@@ -318,7 +318,22 @@ BAD_INPUT = {
     "two scales": (
         lambda: scale_loss(1.0, optax.chain(TX, TX).init(W)),
         ValueError,
-        "must hold one loss scale, but holds 2",
+        r"must hold one loss scale, but holds 2.\nA loss has one.*optax.partition",
+    ),
+    "changed places": (
+        lambda: TX.value_and_grad(TX.init(W), sum),
+        TypeError,
+        "changed places: the loss comes first",
+    ),
+    "argnums": (
+        lambda: TX.grad(sum, TX.init(W), argnums=(0, 1)),
+        ValueError,
+        r"as \(0, 1\).*Pass `filter=False`",
+    ),
+    "zero_nans": (
+        lambda: scale_loss(1.0, optax.chain(optax.zero_nans(), TX).init(W)),
+        ValueError,
+        "`optax.zero_nans` is beside .*\nPut it within",
     ),
     "loss": (lambda: scale_loss(W, TX.init(W)), TypeError, r"given float32\[2\]"),
     "integer loss": (lambda: scale_loss(3, TX.init(W)), TypeError, r"given int32\[\]"),
@@ -426,6 +441,31 @@ def test_plain_gradients_are_refused_and_its_own_are_not(around, wrap):
     updates, _ = wrap(lambda g, s: tx.update(g, s, PARTS))(grads, opt_state)
     wanted = jax.tree.map(lambda g: -0.1 * g, jax.grad(parts_loss)(PARTS, x))
     assert np.allclose(updates["w"], wanted["w"], rtol=1e-3)
+
+
+BELONGS_WITHIN = {
+    "ema": optax.ema(0.9),
+    "trace": optax.trace(0.9),
+    "scale_by_adam": optax.scale_by_adam(),
+    "add_decayed_weights": optax.add_decayed_weights(0.1),
+}
+
+
+@pytest.mark.parametrize("transform", BELONGS_WITHIN.values(), ids=BELONGS_WITHIN)
+def test_what_reads_another_tree_is_told_to_stand_within(transform):
+    tx = optax.chain(transform, TX)
+    opt_state = tx.init(PARTS)
+    grads = TX.grad(parts_loss, opt_state)(PARTS, W)
+    with pytest.raises(ValueError, match=r"put it within `loss_scale_optimizer\("):
+        tx.update(grads, opt_state, PARTS)
+
+
+def test_what_takes_gradients_apart_is_told_to_stand_within():
+    tx = optax.flatten(TX)
+    opt_state = tx.init(PARTS)
+    grads = TX.grad(parts_loss, opt_state)(PARTS, W)
+    with pytest.raises(TypeError, match="put that within: `loss_scale_optimizer"):
+        tx.update(grads, opt_state, PARTS)
 
 
 def test_train_state_and_nnx_optimizer():

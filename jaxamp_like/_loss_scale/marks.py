@@ -26,8 +26,23 @@ class Verdict(NamedTuple):
     axis_name: AxisName
 
 
+class _Told(type):
+    """A class that says in JAX's errors what to do.
+
+    A transform that maps over gradients and another tree (a state that it keeps of
+    them, parameters) is told by JAX, and by nobody before, that the two differ."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class 'jaxamp_like.scaling.{cls.__name__}'> (a gradient of a "
+            "`loss_scale_optimizer`; a transform that keeps a state of gradients, or "
+            "reads parameters beside them, sees plain arrays within it: put it within "
+            "`loss_scale_optimizer(...)`)"
+        )
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class Unscaled:
+class Unscaled(metaclass=_Told):
     """Marks a true gradient of a loss that was scaled to compute it.
 
     `value_and_grad` of a `loss_scale_optimizer` returns a tree of these in the place of

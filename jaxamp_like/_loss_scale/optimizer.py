@@ -77,7 +77,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             it; the derivative by an NNX object is a state of its `nnx.Param`s.
         Raises:
             TypeError: `fun` is not callable, or its loss no floating-point scalar.
-            ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+            ValueError: `opt_state` holds no scale, several, or one in the wrong place;
+                `argnums` is given with `filter`.
 
         >>> tx = loss_scale_optimizer(optax.sgd(0.5))
         >>> w = {"a": jnp.array(3.0)}
@@ -140,6 +141,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         has_aux: bool,
         options: dict[str, Any],
     ) -> Callable:
+        if not callable(fun) and callable(opt_state) and _scale_states(fun):
+            raise TypeError(
+                "`fun` and `opt_state` have changed places: the loss comes first.\n"
+                "Write `tx.value_and_grad(loss_fn, opt_state)(params, batch)`, and "
+                "`tx.grad` likewise."
+            )
         scaler = _scaler_of(opt_state)
         scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
         step = scaled(fun, has_aux=has_aux, **options)
@@ -167,10 +174,11 @@ def loss_scale_optimizer(
     whatever else the step changes there is `guard_step`. Gradients that come from
     elsewhere, and may have underflown, are refused when the step is traced.
 
-    Clipping and the like may stand within or before it. `optax.MultiSteps` and
-    `optax.apply_if_finite` stand within: around it, they would hide overflows or keep a
-    NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers the scale
-    at once; otherwise the scale changes at the end of an optimizer step only.
+    Clipping and the like may stand within or before it; what keeps a state of gradients
+    (`optax.ema`, `optax.trace`) stands within. So do `optax.MultiSteps`,
+    `optax.apply_if_finite` and `optax.zero_nans`: outside, they would hide overflows or
+    keep a NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers
+    the scale at once; otherwise the scale changes at the end of an optimizer step only.
 
     Args:
         optimizer: any Optax optimizer; extra arguments of `update` are handed on.
@@ -309,8 +317,8 @@ def _scaler_of(opt_state: Any) -> Scaler:
     found = _scale_states(opt_state)
     if len(found) != 1:
         raise ValueError(
-            f"`opt_state` must hold one loss scale, but holds {len(found)}.\nGive the "
-            "state of the optimizer that `loss_scale_optimizer` made."
+            f"`opt_state` must hold one loss scale, but holds {len(found)}.\n"
+            + (_SEVERAL if found else _NO_SCALE)
         )
     for wrapper, name in _OUTSIDE.items():
         if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
@@ -319,16 +327,33 @@ def _scaler_of(opt_state: Any) -> Scaler:
                 "overflows from it, or a NaN in its own state for good.\nPut it "
                 f"within: `loss_scale_optimizer(optax.{name}(...))`."
             )
+    beside = instances_in(opt_state, (optax.ZeroNansState, LossScaleState))
+    if len(beside) > 1:
+        raise ValueError(
+            "`optax.zero_nans` is beside `loss_scale_optimizer`, and before it would "
+            "keep overflows from it.\nPut it within: `loss_scale_optimizer(optax.chain("
+            "optax.zero_nans(), ...))`; overflows alone need none."
+        )
     return as_arrays(found[0].scaler)
 
 
 _UNMARKED = (
-    "`update` of a `loss_scale_optimizer` was given gradients ({}) that nobody says "
-    "come from a scaled loss: in float16 they may have become zero.\nTake them from "
-    "`tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
+    "`update` of a `loss_scale_optimizer` was given gradients ({}) without a mark "
+    "that they come from a scaled loss: in float16 they may have become zero.\nTake "
+    "them from `tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
     "`jax.value_and_grad(loss_fn)(...)`. By hand, scale by `scale_loss(loss, "
     "opt_state)` and unscale by `unscale_grads(grads, opt_state)`; gradients that you "
-    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`."
+    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`. If a "
+    "transform around it has lost the marks, as `optax.flatten` does, put that within: "
+    "`loss_scale_optimizer(optax.flatten(...))`."
+)
+
+
+_NO_SCALE = "Give the state of the optimizer that `loss_scale_optimizer` made."
+_SEVERAL = (
+    "A loss has one scale. Put what gives each part of the parameters an optimizer of "
+    "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
+    "several losses, give the state of the one optimizer that is to update."
 )
 
 
