@@ -75,7 +75,8 @@ def dynamic_scale_tx(
             which then differentiate by an object's `nnx.Param`s.
         redo_on_nan: how many times a step with non-finite gradients is repeated with a
             smaller scale. If none of them helps, the last results are returned and the
-            scale falls by one step only. The gradient code is compiled once.
+            scale falls by one step only. The gradient code is compiled once; callbacks,
+            ordered ones too, are called at every attempt.
         axis_name: axes of `jax.shard_map` or `jax.pmap` over which all devices take,
             repeat or skip a step together. Where `shard_map` keeps track of what varies
             (`check_vma=True`), the axes need not be named. Under plain `jax.jit`
@@ -90,7 +91,8 @@ def dynamic_scale_tx(
         TypeError: `transform` or `fun` is not callable, `redo_on_nan` not an integer,
             the state missing or of another type, the loss not a floating-point scalar.
         ValueError: `redo_on_nan` is negative, an axis is not bound, a tree of states is
-            no prefix of the gradients, or a retry would make devices wait for others.
+            no prefix of the gradients, or a retry would make devices wait for others
+            or write to a `jax.Ref` again.
         AmpError: `transform` loses what the function changes in NNX objects.
 
     >>> grad = dynamic_scale_tx(jax.grad)(lambda x, y: x * y, argnums=(0, 1))
