@@ -29,6 +29,7 @@ from jaxamp_like.scaling import (
     NoScaler,
     Unscaled,
     check_scaler,
+    overflowed_leaves,
     scale_loss,
     static_scaler,
     unscale_grads,
@@ -621,3 +622,15 @@ def test_gradients_of_a_step_that_overflowed_are_nan():
         updates, following = tx.update(some, tx.init(some))
         assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
         assert following.scaler.overflows == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_which_leaves_overflowed_is_still_told(dtype):
+    tx = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    p = jax.tree.map(lambda x: x.astype(dtype), PARTS)
+    grad = jax.jit(tx.grad(parts_loss, tx.init(p)))
+    bad = grad(p, jnp.array([jnp.inf, 0.5]))
+    assert all(jnp.isnan(g).all() for g in jax.tree.leaves(bad))
+    (leaf,) = overflowed_leaves(bad)
+    assert leaf.path == "['w']" and leaf.size == 2
+    assert overflowed_leaves(grad(p, jnp.array([0.25, 0.5]))) == []

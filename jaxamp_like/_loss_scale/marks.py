@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from .agree import AxisName
 
@@ -114,6 +115,31 @@ def _is_marked(x: Any) -> bool:
     return isinstance(x, Unscaled)
 
 
+def _nan(dtype: Any) -> np.ndarray:
+    return np.array(np.nan, dtype)
+
+
+def _elsewhere(dtype: Any) -> np.ndarray:
+    """A NaN for numbers that were finite, told from others by its lowest bit.
+
+    It is but a NaN to all who compute. Where a format has no second one, or a backend
+    does not keep it (bfloat16 by way of float32), no difference is told any more."""
+    dtype = np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return _nan(dtype)
+    other = (_nan(dtype).view(f"u{dtype.itemsize}") | 1).view(dtype)
+    return other if np.isnan(other) else _nan(dtype)
+
+
+def came_from_elsewhere(x: Array) -> Array:
+    """Which numbers of a gradient are NaN for an overflow that was not their own."""
+    other = _elsewhere(x.dtype)
+    if jnp.iscomplexobj(x) or other.tobytes() == _nan(x.dtype).tobytes():
+        return jnp.zeros(x.shape, bool)
+    unsigned = np.dtype(f"u{other.itemsize}")
+    return lax.bitcast_convert_type(x, unsigned) == other.view(unsigned)
+
+
 def marked(grads: Any, verdict: Verdict | None) -> Any:
     """A tree of gradients with each of its numbers marked; all NaN if one is bad."""
 
@@ -122,7 +148,8 @@ def marked(grads: Any, verdict: Verdict | None) -> Any:
             return g
         if verdict is None:
             return Unscaled(g)
-        one = Unscaled(jnp.where(verdict.finite, g, jnp.asarray(jnp.nan, g.dtype)))
+        spoilt = jnp.where(jnp.isfinite(g), _elsewhere(g.dtype), _nan(g.dtype))
+        one = Unscaled(jnp.where(verdict.finite, g, spoilt))
         one._raw, one._verdict = g, verdict
         return one
 
