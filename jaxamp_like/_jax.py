@@ -416,6 +416,15 @@ def has_effect(eqn: Eqn) -> bool:
     return any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects)
 
 
+def writes_references(jaxpr: Jaxpr) -> bool:
+    """Whether a program writes to a `jax.Ref` that it was given or closes over.
+
+    The classes of these effects are private; one that it makes itself has another."""
+    return any(
+        type(e).__name__ in ("WriteEffect", "AccumEffect") for e in jaxpr.effects
+    )
+
+
 def source_line(eqn: Eqn) -> str:
     """Where the author wrote `eqn`: file, line and function."""
     return source_info.summarize(eqn.source_info)

@@ -19,12 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxamp_like import (
     DynamicScalerState,
     all_finite,
+    amp,
     dynamic_scale_grad,
     dynamic_scale_tx,
     dynamic_scale_value_and_grad,
 )
 from jaxamp_like.scaling import check_scaler
 
+from .constructs import new_ref
 from .scalers import GREATEST, LEAST, plain_scalers
 
 pytestmark = pytest.mark.sample(3)
@@ -170,6 +172,33 @@ def test_no_attempt_is_repeated_at_the_minimum():
         jax.effects_barrier()
         assert len(calls) == total
     assert state.stuck == 2
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, amp], ids=["", "jit", "amp"])
+def test_retry_of_what_writes_to_a_reference_is_refused(wrap):
+    count = new_ref(jnp.array(0.0))
+
+    def counted(w):
+        count[...] = count[...] + 1
+        return w**2
+
+    def reads(w):
+        own = new_ref(jnp.array(2.0))
+        own[...] = own[...] + count[...]
+        return w * own[...]
+
+    state = DynamicScalerState(scaler=2.0**10)
+    with pytest.raises(ValueError, match=r"(?s)`jax.Ref`.*`aux` \(`has_aux=True`\)"):
+        dynamic_scale_grad(wrap(counted), redo_on_nan=2)(
+            jnp.array(1.0), dynamic_scaler_state=state
+        )
+    count[...] = 0.0
+    dynamic_scale_grad(wrap(counted))(jnp.array(1.0), dynamic_scaler_state=state)
+    assert count[...] == 1
+    _, grad = dynamic_scale_grad(wrap(reads), redo_on_nan=2)(
+        jnp.array(1.0), dynamic_scaler_state=state
+    )
+    assert grad == 3
 
 
 def test_retry_has_one_copy_of_the_gradient_code():
@@ -610,7 +639,7 @@ BAD_INPUT = {
     "argnums with filter": (
         lambda: dynamic_scale_grad(scalar, argnums=(0, 1)),
         ValueError,
-        r"`argnums` should not be passed",
+        r"`argnums` was given as \(0, 1\).*\nPass `filter=False`",
     ),
     "loss with a shape": (
         lambda: dynamic_scale_grad(scalar)(jnp.ones(2), dynamic_scaler_state=STATE),

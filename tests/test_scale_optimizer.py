@@ -21,6 +21,7 @@ from jaxamp_like import (
     amp,
     disable_amp,
     enable_amp,
+    guard_step,
     loss_scale_optimizer,
 )
 from jaxamp_like.scaling import (
@@ -28,6 +29,7 @@ from jaxamp_like.scaling import (
     NoScaler,
     Unscaled,
     check_scaler,
+    overflowed_leaves,
     scale_loss,
     static_scaler,
     unscale_grads,
@@ -317,7 +319,22 @@ BAD_INPUT = {
     "two scales": (
         lambda: scale_loss(1.0, optax.chain(TX, TX).init(W)),
         ValueError,
-        "must hold one loss scale, but holds 2",
+        r"must hold one loss scale, but holds 2.\nA loss has one.*optax.partition",
+    ),
+    "changed places": (
+        lambda: TX.value_and_grad(TX.init(W), sum),
+        TypeError,
+        "changed places: the loss comes first",
+    ),
+    "argnums": (
+        lambda: TX.grad(sum, TX.init(W), argnums=(0, 1)),
+        ValueError,
+        r"as \(0, 1\).*Pass `filter=False`",
+    ),
+    "zero_nans": (
+        lambda: scale_loss(1.0, optax.chain(optax.zero_nans(), TX).init(W)),
+        ValueError,
+        "`optax.zero_nans` is beside .*\nPut it within",
     ),
     "loss": (lambda: scale_loss(W, TX.init(W)), TypeError, r"given float32\[2\]"),
     "integer loss": (lambda: scale_loss(3, TX.init(W)), TypeError, r"given int32\[\]"),
@@ -427,6 +444,31 @@ def test_plain_gradients_are_refused_and_its_own_are_not(around, wrap):
     assert np.allclose(updates["w"], wanted["w"], rtol=1e-3)
 
 
+BELONGS_WITHIN = {
+    "ema": optax.ema(0.9),
+    "trace": optax.trace(0.9),
+    "scale_by_adam": optax.scale_by_adam(),
+    "add_decayed_weights": optax.add_decayed_weights(0.1),
+}
+
+
+@pytest.mark.parametrize("transform", BELONGS_WITHIN.values(), ids=BELONGS_WITHIN)
+def test_what_reads_another_tree_is_told_to_stand_within(transform):
+    tx = optax.chain(transform, TX)
+    opt_state = tx.init(PARTS)
+    grads = TX.grad(parts_loss, opt_state)(PARTS, W)
+    with pytest.raises(ValueError, match=r"put it within `loss_scale_optimizer\("):
+        tx.update(grads, opt_state, PARTS)
+
+
+def test_what_takes_gradients_apart_is_told_to_stand_within():
+    tx = optax.flatten(TX)
+    opt_state = tx.init(PARTS)
+    grads = TX.grad(parts_loss, opt_state)(PARTS, W)
+    with pytest.raises(TypeError, match="put that within: `loss_scale_optimizer"):
+        tx.update(grads, opt_state, PARTS)
+
+
 def test_train_state_and_nnx_optimizer():
     scaled = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
     x = jnp.array([0.5, 0.25])
@@ -517,3 +559,78 @@ def test_each_run_has_arrays_of_its_own():
     first, second = tx.init(W), tx.init(W)
     jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)(first)
     assert float(second.scaler.scaler) == float(tx.init(W).scaler.scaler)
+
+
+def apart(tx, name):
+    """`tx` for the parameters called `name`, and another optimizer for the others."""
+    only = {key: key == name for key in PARTS}
+    others = {key: key != name for key in PARTS}
+    return optax.chain(optax.masked(tx, only), optax.masked(optax.sgd(0.1), others))
+
+
+HIDING = {
+    "masked": lambda tx: apart(tx, "c"),
+    "partition": lambda tx: optax.partition(
+        {"plain": optax.sgd(0.1), "scaled": tx}, {"w": "plain", "c": "scaled"}
+    ),
+    "clip": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "sign": lambda tx: optax.chain(
+        optax.stateless(lambda g, _: jax.tree.map(jnp.sign, g)), tx
+    ),
+    "clip, then masked": lambda tx: optax.chain(optax.clip(1.0), apart(tx, "c")),
+}
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["grad", "by hand"])
+@pytest.mark.parametrize("around", HIDING.values(), ids=HIDING)
+def test_an_overflow_that_update_is_not_shown_is_noticed(around, by_hand):
+    """The gradient of `w` overflows, and that of `c` does not."""
+    scaled = loss_scale_optimizer(optax.sgd(0.1), DynamicScalerState(scaler=2.0**10))
+    tx = around(scaled)
+
+    def loss(p, x):
+        return half_loss(p["w"], x) + p["c"] ** 2
+
+    @jax.jit
+    @guard_step
+    def step(state, x):
+        p, opt_state = state
+        if by_hand:
+            grads = jax.grad(lambda p: scale_loss(loss(p, x), opt_state))(p)
+            grads = unscale_grads(grads, opt_state)
+        else:
+            grads = scaled.grad(loss, opt_state)(p, x)
+        updates, opt_state = tx.update(grads, opt_state, p)
+        return (optax.apply_updates(p, updates), opt_state), None
+
+    start = PARTS, tx.init(PARTS)
+    (p, opt_state), _ = step(start, jnp.array([100.0, 0.5]))
+    assert bits(p) == bits(PARTS)
+    assert scale_loss(1.0, opt_state) == 2.0**9
+    (p, opt_state), _ = step(start, jnp.array([1.0, 0.5]))
+    assert all(jnp.all(p[key] != PARTS[key]) for key in PARTS)
+    assert scale_loss(1.0, opt_state) == 2.0**10
+
+
+def test_gradients_of_a_step_that_overflowed_are_nan():
+    tx = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    opt_state = tx.init(PARTS)
+    grad = jax.jit(tx.grad(parts_loss, opt_state))
+    bad = grad(PARTS, jnp.array([jnp.inf, 0.5]))
+    assert all(jnp.isnan(g).all() for g in jax.tree.leaves(bad))
+    for some in (bad, {"w": None, "c": bad["c"]}, jax.tree.map(jnp.sign, bad)):
+        updates, following = tx.update(some, tx.init(some))
+        assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
+        assert following.scaler.overflows == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_which_leaves_overflowed_is_still_told(dtype):
+    tx = loss_scale_optimizer(optax.sgd(0.1), 2.0**10)
+    p = jax.tree.map(lambda x: x.astype(dtype), PARTS)
+    grad = jax.jit(tx.grad(parts_loss, tx.init(p)))
+    bad = grad(p, jnp.array([jnp.inf, 0.5]))
+    assert all(jnp.isnan(g).all() for g in jax.tree.leaves(bad))
+    (leaf,) = overflowed_leaves(bad)
+    assert leaf.path == "['w']" and leaf.size == 2
+    assert overflowed_leaves(grad(p, jnp.array([0.25, 0.5]))) == []

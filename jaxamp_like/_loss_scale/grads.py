@@ -75,7 +75,8 @@ def dynamic_scale_tx(
             which then differentiate by an object's `nnx.Param`s.
         redo_on_nan: how many times a step with non-finite gradients is repeated with a
             smaller scale. If none of them helps, the last results are returned and the
-            scale falls by one step only. The gradient code is compiled once.
+            scale falls by one step only. The gradient code is compiled once; callbacks,
+            ordered ones too, are called at every attempt.
         axis_name: axes of `jax.shard_map` or `jax.pmap` over which all devices take,
             repeat or skip a step together. Where `shard_map` keeps track of what varies
             (`check_vma=True`), the axes need not be named. Under plain `jax.jit`
@@ -90,7 +91,8 @@ def dynamic_scale_tx(
         TypeError: `transform` or `fun` is not callable, `redo_on_nan` not an integer,
             the state missing or of another type, the loss not a floating-point scalar.
         ValueError: `redo_on_nan` is negative, an axis is not bound, a tree of states is
-            no prefix of the gradients, or a retry would make devices wait for others.
+            no prefix of the gradients, or a retry would make devices wait for others
+            or write to a `jax.Ref` again.
         AmpError: `transform` loses what the function changes in NNX objects.
 
     >>> grad = dynamic_scale_tx(jax.grad)(lambda x, y: x * y, argnums=(0, 1))
@@ -107,6 +109,8 @@ def dynamic_scale_tx(
         fun: Callable, *, has_aux: bool = False, **kwargs: Any
     ) -> Callable:
         _check_callable("fun", fun)
+        if transform in _FILTERED and kwargs.get("argnums") is not None:
+            raise ValueError(_ARGNUMS.format(kwargs["argnums"]))
         transform(fun, has_aux=True, **kwargs)  # a wrong keyword fails now, not later
 
         @functools.wraps(fun, updated=())
@@ -224,6 +228,14 @@ def dynamic_scale_value_and_grad(
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
     scaled = dynamic_scale_tx(transform, redo_on_nan, axis_name=axis_name)
     return scaled(fun, has_aux=has_aux, **kwargs)
+
+
+_FILTERED = eqx.filter_grad, eqx.filter_value_and_grad
+_ARGNUMS = (
+    "`argnums` was given as {}, but with `filter=True` the derivative is taken by the "
+    "first argument.\nPass `filter=False` (to `dynamic_scale_tx`, give `jax.grad`), or "
+    "put what to differentiate by into one tuple, the first argument."
+)
 
 
 def _step_signature(fun: Callable) -> inspect.Signature:

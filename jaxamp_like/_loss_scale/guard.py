@@ -23,6 +23,9 @@ def guard_step(step: _Step) -> _Step:
     loss scale alone goes on. A skipped optimizer step keeps no more than parameters and
     moments by itself; the statistics of the batch would be inf or NaN for good.
 
+    What the step does beside returning a state can't be taken back: what it writes to a
+    `jax.Ref`, in its state or closed over, stays written, and callbacks have been run.
+
     Args:
         step: takes the state first, then anything else (a batch), and returns the next
             state, or a tuple that begins with it, as the body of `jax.lax.scan` does.

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._frameworks.nnx import as_arrays
 from .._jax import is_tracer
-from .marks import unmarked
+from .marks import came_from_elsewhere, unmarked
 from .state import DynamicScalerState, is_scaler
 
 
@@ -99,7 +99,10 @@ def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
 
     Args:
         grads: any pytree of arrays outside `jax.jit`; gradients, as a rule. If they are
-            spread over several hosts, all must ask.
+            spread over several hosts, all must ask. An optimizer's `value_and_grad`
+            makes all of them NaN if one overflowed; as they come from there, those that
+            were finite are not counted (in float32, float64 and float16; in other
+            dtypes they may be).
     Returns:
         One record for each such leaf, in the order of the tree.
 
@@ -107,16 +110,16 @@ def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
     [NonFiniteLeaf(path="['w']", nans=1, infs=1, size=3)]
     """
     found = [
-        NonFiniteLeaf(
-            jax.tree_util.keystr(path),
-            int(jnp.isnan(x).sum()),
-            int(jnp.isinf(x).sum()),
-            x.size,
-        )
+        _counted(jax.tree_util.keystr(path), jnp.asarray(x))
         for path, x in jax.tree_util.tree_leaves_with_path(unmarked(grads))
         if eqx.is_inexact_array(x)
     ]
     return [leaf for leaf in found if leaf.nans or leaf.infs]
+
+
+def _counted(path: str, x: jax.Array) -> NonFiniteLeaf:
+    nans = jnp.isnan(x) & ~came_from_elsewhere(x)
+    return NonFiniteLeaf(path, int(nans.sum()), int(jnp.isinf(x).sum()), x.size)
 
 
 class ScalerEvent(NamedTuple):

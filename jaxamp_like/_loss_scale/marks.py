@@ -3,17 +3,47 @@
 A factor leaves no trace in an array: an optimizer that must not be given gradients of
 an unscaled loss can't tell them by their values. So each gradient is marked, in the
 structure of its tree, where `jax.jit`, `jax.lax.scan`, `jax.tree.map` and the states of
-frameworks keep it, and where it can be looked for while a step is traced."""
+frameworks keep it, and where it can be looked for while a step is traced.
 
-from typing import Any
+Whether all of them are finite is decided where they are unscaled, and travels on in
+their values: if one is not, all become NaN. An optimizer may be given only some of them
+(`optax.masked`), or the finite number that clipping has made of an infinity."""
+
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .agree import AxisName
+
+
+class Verdict(NamedTuple):
+    """Whether all gradients of a step are finite, and what devices agreed on that."""
+
+    finite: Array
+    axis_name: AxisName
+
+
+class _Told(type):
+    """A class that says in JAX's errors what to do.
+
+    A transform that maps over gradients and another tree (a state that it keeps of
+    them, parameters) is told by JAX, and by nobody before, that the two differ."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class 'jaxamp_like.scaling.{cls.__name__}'> (a gradient of a "
+            "`loss_scale_optimizer`; a transform that keeps a state of gradients, or "
+            "reads parameters beside them, sees plain arrays within it: put it within "
+            "`loss_scale_optimizer(...)`)"
+        )
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Unscaled:
+class Unscaled(metaclass=_Told):
     """Marks a true gradient of a loss that was scaled to compute it.
 
     `value_and_grad` of a `loss_scale_optimizer` returns a tree of these in the place of
@@ -24,7 +54,8 @@ class Unscaled:
     A pytree of one leaf, which functions of `jax.numpy` read as an array.
 
     Args:
-        value: the gradient.
+        value: the gradient. Where `value_and_grad` or `unscale_grads` have made it, it
+            is NaN if any number in any gradient of that step was not finite.
 
     >>> import jax.numpy as jnp
     >>> grads = {"w": Unscaled(jnp.ones(2))}
@@ -34,10 +65,19 @@ class Unscaled:
     2.0
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("_raw", "_value", "_verdict")
 
     def __init__(self, value: Any):
-        self.value = value
+        self._value = value
+        # Known of this very object: the array as it came, and what was decided. What
+        # has gone through `jax.tree.map`, or has left a jitted function, is another.
+        self._raw = value
+        self._verdict: Verdict | None = None
+
+    @property
+    def value(self) -> Any:
+        """The gradient."""
+        return self._value
 
     def __jax_array__(self) -> Array:
         return self.value
@@ -75,9 +115,45 @@ def _is_marked(x: Any) -> bool:
     return isinstance(x, Unscaled)
 
 
-def marked(grads: Any) -> Any:
-    """A tree of gradients with each of its numbers marked."""
-    return jax.tree.map(lambda g: Unscaled(g) if eqx.is_inexact_array(g) else g, grads)
+def _nan(dtype: Any) -> np.ndarray:
+    return np.array(np.nan, dtype)
+
+
+def _elsewhere(dtype: Any) -> np.ndarray:
+    """A NaN for numbers that were finite, told from others by its lowest bit.
+
+    It is but a NaN to all who compute. Where a format has no second one, or a backend
+    does not keep it (bfloat16 by way of float32), no difference is told any more."""
+    dtype = np.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return _nan(dtype)
+    other = (_nan(dtype).view(f"u{dtype.itemsize}") | 1).view(dtype)
+    return other if np.isnan(other) else _nan(dtype)
+
+
+def came_from_elsewhere(x: Array) -> Array:
+    """Which numbers of a gradient are NaN for an overflow that was not their own."""
+    other = _elsewhere(x.dtype)
+    if jnp.iscomplexobj(x) or other.tobytes() == _nan(x.dtype).tobytes():
+        return jnp.zeros(x.shape, bool)
+    unsigned = np.dtype(f"u{other.itemsize}")
+    return lax.bitcast_convert_type(x, unsigned) == other.view(unsigned)
+
+
+def marked(grads: Any, verdict: Verdict | None) -> Any:
+    """A tree of gradients with each of its numbers marked; all NaN if one is bad."""
+
+    def mark(g: Any) -> Any:
+        if not eqx.is_inexact_array(g):
+            return g
+        if verdict is None:
+            return Unscaled(g)
+        spoilt = jnp.where(jnp.isfinite(g), _elsewhere(g.dtype), _nan(g.dtype))
+        one = Unscaled(jnp.where(verdict.finite, g, spoilt))
+        one._raw, one._verdict = g, verdict
+        return one
+
+    return jax.tree.map(mark, grads)
 
 
 def unmarked(grads: Any) -> Any:
@@ -85,6 +161,22 @@ def unmarked(grads: Any) -> Any:
     return jax.tree.map(
         lambda g: g.value if _is_marked(g) else g, grads, is_leaf=_is_marked
     )
+
+
+def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
+    """The arrays themselves, and whether they are all finite where that is known.
+
+    It is of gradients straight from one `value_and_grad`. These are then as they came:
+    who knows the verdict needs no NaN, and no second look at them."""
+    leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
+    verdicts = {id(g._verdict): g._verdict for g in leaves if _is_marked(g)}
+    verdict = next(iter(verdicts.values()), None)
+    if len(verdicts) > 1 or verdict is None or verdict.axis_name != axis_name:
+        return unmarked(grads), None
+    as_they_came = jax.tree.map(
+        lambda g: g._raw if _is_marked(g) else g, grads, is_leaf=_is_marked
+    )
+    return as_they_came, verdict.finite
 
 
 def without_mark(grads: Any) -> list[str]:

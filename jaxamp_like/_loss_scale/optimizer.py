@@ -15,7 +15,7 @@ from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
-from .marks import marked, unmarked, without_mark
+from .marks import Verdict, marked, read, without_mark
 from .numbers import all_finite, checked_loss, select
 from .state import (
     DynamicScalerState,
@@ -57,8 +57,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """Like `jax.value_and_grad`, with the loss scaled by what `opt_state` says.
 
         Value and gradients are true ones: the loss as `fun` computed it, and its
-        gradients unscaled, each in its own dtype. What `fun` changes in NNX objects
-        among its arguments is kept, unless gradients overflowed.
+        gradients unscaled, each in its own dtype. If any number in any of them is not
+        finite, all are NaN, so that whichever of them `update` is given, and whatever
+        clipping was before, it skips the step. What `fun` changes in NNX objects among
+        its arguments is kept, unless gradients overflowed.
 
         Args:
             fun: returns a scalar loss, or `(loss, aux)` if `has_aux`.
@@ -75,7 +77,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             it; the derivative by an NNX object is a state of its `nnx.Param`s.
         Raises:
             TypeError: `fun` is not callable, or its loss no floating-point scalar.
-            ValueError: `opt_state` holds no scale, several, or one in the wrong place.
+            ValueError: `opt_state` holds no scale, several, or one in the wrong place;
+                `argnums` is given with `filter`.
 
         >>> tx = loss_scale_optimizer(optax.sgd(0.5))
         >>> w = {"a": jnp.array(3.0)}
@@ -88,8 +91,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         @functools.wraps(fun, updated=())
         def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-            value, grads = step(*args, **kwargs)
-            return value, marked(grads)
+            verdict, (value, grads) = step(*args, **kwargs)
+            return value, marked(grads, verdict)
 
         return value_and_grad
 
@@ -122,11 +125,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         @functools.wraps(fun, updated=())
         def grad(*args: Any, **kwargs: Any) -> Any:
-            results = step(*args, **kwargs)
+            verdict, results = step(*args, **kwargs)
             if not has_aux:
-                return marked(results)
+                return marked(results, verdict)
             grads, aux = results
-            return marked(grads), aux
+            return marked(grads, verdict), aux
 
         return grad
 
@@ -138,13 +141,22 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         has_aux: bool,
         options: dict[str, Any],
     ) -> Callable:
+        if not callable(fun) and callable(opt_state) and _scale_states(fun):
+            raise TypeError(
+                "`fun` and `opt_state` have changed places: the loss comes first.\n"
+                "Write `tx.value_and_grad(loss_fn, opt_state)(params, batch)`, and "
+                "`tx.grad` likewise."
+            )
         scaler = _scaler_of(opt_state)
         scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
         step = scaled(fun, has_aux=has_aux, **options)
-        # `update` asks the gradients again, and makes the next state.
-        return lambda *args, **kwargs: step(
-            *args, dynamic_scaler_state=scaler, **kwargs
-        )[1]
+
+        def judged(*args: Any, **kwargs: Any) -> tuple[Verdict | None, Any]:
+            # `update` makes the next state; of this one only the verdict is wanted.
+            following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
+            return _verdict(following, self.axis_name), out
+
+        return judged
 
 
 @written_so("loss_scale_optimizer(optax.adam(1e-3), scaler='dynamic')")
@@ -162,10 +174,11 @@ def loss_scale_optimizer(
     whatever else the step changes there is `guard_step`. Gradients that come from
     elsewhere, and may have underflown, are refused when the step is traced.
 
-    Clipping and the like may stand within or before it. `optax.MultiSteps` and
-    `optax.apply_if_finite` stand within: around it, they would hide overflows or keep a
-    NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers the scale
-    at once; otherwise the scale changes at the end of an optimizer step only.
+    Clipping and the like may stand within or before it; what keeps a state of gradients
+    (`optax.ema`, `optax.trace`) stands within. So do `optax.MultiSteps`,
+    `optax.apply_if_finite` and `optax.zero_nans`: outside, they would hide overflows or
+    keep a NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers
+    the scale at once; otherwise the scale changes at the end of an optimizer step only.
 
     Args:
         optimizer: any Optax optimizer; extra arguments of `update` are handed on.
@@ -219,11 +232,12 @@ def loss_scale_optimizer(
         scaler, inner_state = _checked_state(state)
         if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
             raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
-        grads = unmarked(grads)
+        grads, finite = read(grads, axis_name)
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
-        finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
+        if finite is None:
+            finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
         following = scaler.update(finite)
         # Selected and not branched: a branch would have to wait with all gradients
         # written out, while these selections are part of the update itself. They ask
@@ -272,7 +286,8 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
         grads: any pytree.
         opt_state: the state that the loss was scaled by.
     Returns:
-        The gradients over the scale, each in its own dtype, marked as `Unscaled`.
+        The gradients over the scale, each in its own dtype, marked as `Unscaled`. If
+        any is not finite, all are NaN.
     Raises:
         ValueError: `opt_state` holds no scale, several, or one in the wrong place.
 
@@ -282,15 +297,28 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     >>> unscale_grads(grads, opt_state)
     Unscaled(6.0)
     """
-    return marked(_scaler_of(opt_state).unscale(grads))
+    scaler = _scaler_of(opt_state)
+    grads = scaler.unscale(grads)
+    if isinstance(scaler, NoScaler):
+        return marked(grads, None)
+    finite = agreed(all_finite(grads), like=scaler.scaler)
+    return marked(grads, _verdict(scaler.update(finite), None))
+
+
+def _verdict(following: Scaler, axis_name: AxisName) -> Verdict | None:
+    """What the state after a step says of its gradients; None if it tests nothing."""
+    if isinstance(following, NoScaler):
+        return None
+    # Not the flag itself, for the reason that `update` gives.
+    return Verdict(following.overflows == 0, axis_name)
 
 
 def _scaler_of(opt_state: Any) -> Scaler:
     found = _scale_states(opt_state)
     if len(found) != 1:
         raise ValueError(
-            f"`opt_state` must hold one loss scale, but holds {len(found)}.\nGive the "
-            "state of the optimizer that `loss_scale_optimizer` made."
+            f"`opt_state` must hold one loss scale, but holds {len(found)}.\n"
+            + (_SEVERAL if found else _NO_SCALE)
         )
     for wrapper, name in _OUTSIDE.items():
         if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
@@ -299,16 +327,33 @@ def _scaler_of(opt_state: Any) -> Scaler:
                 "overflows from it, or a NaN in its own state for good.\nPut it "
                 f"within: `loss_scale_optimizer(optax.{name}(...))`."
             )
+    beside = instances_in(opt_state, (optax.ZeroNansState, LossScaleState))
+    if len(beside) > 1:
+        raise ValueError(
+            "`optax.zero_nans` is beside `loss_scale_optimizer`, and before it would "
+            "keep overflows from it.\nPut it within: `loss_scale_optimizer(optax.chain("
+            "optax.zero_nans(), ...))`; overflows alone need none."
+        )
     return as_arrays(found[0].scaler)
 
 
 _UNMARKED = (
-    "`update` of a `loss_scale_optimizer` was given gradients ({}) that nobody says "
-    "come from a scaled loss: in float16 they may have become zero.\nTake them from "
-    "`tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
+    "`update` of a `loss_scale_optimizer` was given gradients ({}) without a mark "
+    "that they come from a scaled loss: in float16 they may have become zero.\nTake "
+    "them from `tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
     "`jax.value_and_grad(loss_fn)(...)`. By hand, scale by `scale_loss(loss, "
     "opt_state)` and unscale by `unscale_grads(grads, opt_state)`; gradients that you "
-    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`."
+    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`. If a "
+    "transform around it has lost the marks, as `optax.flatten` does, put that within: "
+    "`loss_scale_optimizer(optax.flatten(...))`."
+)
+
+
+_NO_SCALE = "Give the state of the optimizer that `loss_scale_optimizer` made."
+_SEVERAL = (
+    "A loss has one scale. Put what gives each part of the parameters an optimizer of "
+    "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
+    "several losses, give the state of the one optimizer that is to update."
 )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jax import jaxpr_as_fun, zeros_like_aval
+from .._jax import jaxpr_as_fun, writes_references, zeros_like_aval
 from .agree import AxisName, check_uniform
 from .numbers import select
 from .packing import Static, pack, unpack
@@ -29,7 +29,9 @@ def retry(
         redo: how often the step may be repeated.
         axis_name: the axes over which `attempt` agrees.
     Returns:
-        The next states, and the results of the last attempt."""
+        The next states, and the results of the last attempt.
+    Raises:
+        ValueError: an attempt would undo or add to what another has done."""
 
     def packed_attempt(states: list[Scaler]) -> tuple[list[Array], Any, Static]:
         finite, results = attempt(states)
@@ -37,6 +39,13 @@ def retry(
 
     # Traced ahead of the loop, which wants to know the types of what it carries.
     program, outs = jax.make_jaxpr(packed_attempt, return_shape=True)(states)
+    if writes_references(program):
+        raise ValueError(
+            "The loss writes to a `jax.Ref` that it did not make, and with "
+            "`redo_on_nan` every attempt would write to it again.\nReturn what is to "
+            "be written as `aux` (`has_aux=True`), and write that of the step; or "
+            "leave out `redo_on_nan`."
+        )
     unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(outs))
     blank = unflatten(map(_zeros, program.out_avals))
 
