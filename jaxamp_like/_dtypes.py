@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ._errors import AmpError
+from ._jax import where_it_lies
 
 DType = np.dtype
 
@@ -153,7 +154,10 @@ def exact_in(value: float, dtype: DType) -> bool:
 
 def cast(x: Any, dtype: DType) -> Any:
     """Casts a float array to `dtype`, and leaves it alone if that is what it has."""
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+    if x.dtype == dtype:
+        return x
+    with where_it_lies(x):
+        return lax.convert_element_type(x, dtype)
 
 
 def cast_as(x: Any, aval: Any) -> Any:
@@ -162,9 +166,10 @@ def cast_as(x: Any, aval: Any) -> Any:
     if (now.dtype, now.weak_type) == (aval.dtype, aval.weak_type):
         return x
     # No function of JAX's makes a weak type but of the default dtype.
-    return lax.convert_element_type_p.bind(
-        x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
-    )
+    with where_it_lies(x):
+        return lax.convert_element_type_p.bind(
+            x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
+        )
 
 
 def cast_all(values: Iterable[Any], dtypes: Iterable[DType | None]) -> list[Any]:

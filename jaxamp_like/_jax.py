@@ -9,6 +9,8 @@ the documented API, and why:
   gave it, and one that is found to be a solver is marked by a name scope;
 - the parameters of structural primitives, where their names changed between versions;
 - the class names of references and of symbolic zeros, where they moved;
+- `use_abstract_mesh` (JAX 0.6 does not export it): a cast of what lies in another mesh
+  than the context's, as JAX's own `auto_axes` enters it;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
   be changed without changing the trace (later, `jax.make_user_context` is for that);
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
@@ -36,6 +38,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.ad import Zero, zeros_like_aval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+try:
+    from jax.sharding import use_abstract_mesh as _use_abstract_mesh
+except ImportError:  # JAX 0.6
+    from jax._src.mesh import (  # pyright: ignore[reportMissingImports]
+        use_abstract_mesh as _use_abstract_mesh,
+    )
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -147,6 +156,21 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
     from jax.experimental.shard import reshard  # pyright: ignore
 
     return reshard(x, sharding)
+
+
+def where_it_lies(x: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mesh that the type of `x` names, for what is bound on `x` alone.
+
+    What enters or leaves `jax.sharding.auto_axes` is read in the context of one mesh
+    and has the type of another: the same devices, along axes of another kind."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh = None if sharding is None else sharding.mesh
+    here = jax.sharding.get_abstract_mesh()
+    if mesh is None or mesh.empty or here.empty or mesh == here:
+        return contextlib.nullcontext()
+    if {*mesh.axis_types, *here.axis_types} == {AxisType.Auto}:
+        return contextlib.nullcontext()
+    return _use_abstract_mesh(mesh)
 
 
 def is_split(sharding: Any) -> bool:

@@ -91,6 +91,15 @@ def reshard(x, spec):
     return reshard(x, spec)
 
 
+def in_auto_axes(fn):
+    """`fn` where XLA decides how arrays are split; its result is so by rows."""
+    if hasattr(jax.sharding, "auto_axes"):
+        return jax.sharding.auto_axes(fn, out_sharding=P("data"))
+    from jax.experimental.shard import auto_axes  # JAX < 0.7
+
+    return auto_axes(fn, out_sharding=P("data"))
+
+
 def along_longest(x):
     axis = int(np.argmax(x.shape))
     return P(*("data" if i == axis else None for i in range(x.ndim)))
@@ -459,6 +468,57 @@ def test_as_on_one_device(name, dtype, where):
         out = jax.device_get(ours(*form.args))
     alone = jax.jit(jax.value_and_grad(mixed(mlp)))(*mlp_args())
     assert error(out, jax.device_get(alone)) < 4 * eps(dtype)
+
+
+# ------------------------------------------- values of one mesh, read in another
+
+
+def looked_up(w, v):
+    ids = reshard(jnp.arange(N), P("data"))
+    return w.at[ids].get(out_sharding=P("data")) @ v
+
+
+def made_inside(w, v):
+    return in_auto_axes(lambda w: w + 1)(w) @ v
+
+
+def read_inside(w, v):
+    return in_auto_axes(lambda w, v: w @ v)(w, v.T)
+
+
+def there_and_back(w, v):
+    h = in_auto_axes(lambda h: jnp.tanh(h) * h)(w @ v)
+    return jnp.tanh(h) @ v
+
+
+@pytest.mark.cross("fn", dtype=2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "fn",
+    (looked_up, made_inside, read_inside, there_and_back),
+    ids=lambda f: f.__name__,
+)
+def test_axes_may_be_automatic_for_a_part_of_the_function(fn, dtype):
+    mesh, mixed = make_mesh(AxisType.Explicit), partial(amp, compute_dtype=dtype)
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    w = jax.device_put(normal(0, VOCABULARY, DIM), rows)
+    v = jax.device_put(normal(1, DIM, DIM), whole)
+
+    def loss(w, v):
+        return jnp.mean(jnp.square(fn(w, v)))
+
+    with in_mesh(mesh):
+        for once in (None, False):
+            out = mixed(fn, gather_once=once)
+            inside = jax.value_and_grad(mixed(loss, gather_once=once), argnums=(0, 1))
+            outside = mixed(jax.value_and_grad(loss, argnums=(0, 1)), gather_once=once)
+            assert low_share(jax.make_jaxpr(out)(w, v)) == 1
+            assert jax.eval_shape(out, w, v) == jax.eval_shape(fn, w, v)
+            jax.eval_shape(outside, w, v)
+            jax.eval_shape(inside, w, v)
+        ours = jax.device_get(jax.jit(lambda w, v: (inside(w, v), outside(w, v)))(w, v))
+        plain = jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(w, v))
+    assert all(error(x, plain) < 4 * eps(dtype) for x in ours)
 
 
 # ------------------------------------------------------- what is sent in a shard_map

@@ -217,12 +217,102 @@ def ended_by_cond(kind: str, w, x):
     return z, n
 
 
+def bounded(decide, w, x, state):
+    """A loop of as many steps, of which the last ones are to change nothing."""
+
+    def body(carry, _):
+        z, state, n = carry
+        new, state = decide(lambda z: jnp.tanh(z @ w + x), z, state)
+        return (new, state, n + jnp.any(new != z)), None
+
+    first = jnp.zeros_like(x), state, jnp.array(0)
+    (z, _, n), _ = lax.scan(body, first, length=64)
+    return z, n
+
+
+def change(new, z, axis=None):
+    return jnp.max(jnp.abs(new - z), axis)
+
+
+def decided_beside_the_cond(w, x):
+    def decide(step, z, done):
+        new = lax.cond(done, lambda z: z, step, z)
+        return new, change(new, z) < TOLERANCE
+
+    return bounded(decide, w, x, False)
+
+
+def done_by_where(w, x):
+    def decide(step, z, done):
+        new = jnp.where(done, z, step(z))
+        return new, done | (change(new, z) < TOLERANCE)
+
+    return bounded(decide, w, x, False)
+
+
+def running_rows(w, x):
+    def decide(step, z, running):
+        new = jnp.where(running[:, None], step(z), z)
+        return new, running & (change(new, z, 1) >= TOLERANCE)
+
+    return bounded(decide, w, x, jnp.ones(4, bool))
+
+
+def error_carried(w, x):
+    def decide(step, z, error):
+        new = lax.cond(error < TOLERANCE, lambda z: z, step, z)
+        return new, jnp.where(error < TOLERANCE, error, change(new, z))
+
+    return bounded(decide, w, x, jnp.inf)
+
+
+def steps_counted_too(w, x):
+    def decide(step, z, state):
+        error, n = state
+        stop = (error < TOLERANCE) | (n >= 1000)
+        new = lax.cond(stop, lambda z: z, step, z)
+        return new, (jnp.where(stop, error, change(new, z)), n + 1)
+
+    return bounded(decide, w, x, (jnp.inf, 0))
+
+
+def cond_in_vmap(w, x):
+    return jax.vmap(lambda x: decided_beside_the_cond(w, x))(x)
+
+
+def damped_less_and_less(w, x):
+    """Each step reads something else, but none does any more when it is done."""
+
+    def body(carry, rate):
+        z, done = carry
+        new = jnp.where(done, z, z + rate * (jnp.tanh(z @ w + x) - z))
+        done |= change(new, z) < TOLERANCE
+        return (new, done), jnp.any(new != z)
+
+    first = jnp.zeros_like(x), False
+    (z, _), moved = lax.scan(body, first, jnp.linspace(0.5, 1, 64))
+    return z, jnp.sum(moved)
+
+
+def steps_known_at_run_time(w, x):
+    def body(_, carry):
+        z, done, n = carry
+        new = jnp.where(done, z, jnp.tanh(z @ w + x))
+        return new, done | (change(new, z) < TOLERANCE), n + jnp.any(new != z)
+
+    first = jnp.zeros_like(x), False, jnp.array(0)
+    z, _, n = jax.jit(lambda n: lax.fori_loop(0, n, body, first))(64)
+    return z, n
+
+
 SOLVERS = {
     fn.__name__: fn
     for fn in (
         equilibrium, gradient_descent, bisection, line_search, counted_too, centres,
         by_callback, in_jit, in_scan, in_vmap, in_checkpoint, in_branch, in_custom_jvp,
-        in_custom_vjp, nested,
+        in_custom_vjp, nested, decided_beside_the_cond, done_by_where, running_rows,
+        error_carried, steps_counted_too, cond_in_vmap, damped_less_and_less,
+        steps_known_at_run_time,
     )
 }  # fmt: skip
 SOLVERS |= {
@@ -324,9 +414,75 @@ def early_layers(w, x):
     return lax.scan(body, x, jnp.arange(4))[0]
 
 
+def masked(w, x):
+    """A recurrent network: the mask is given, or told by the lengths of sequences."""
+    lengths = jnp.array([1, 2, 3, 3])
+
+    def body(carry, given):
+        h, t = carry
+        h = jnp.where(given[:, None], jnp.tanh(h @ w + x), h)
+        h = jnp.where((t < lengths)[:, None], jnp.tanh(h @ w), h)
+        return (h, t + 1), None
+
+    given = jnp.ones((3, 4), bool).at[1, 2].set(False)
+    return lax.scan(body, (x, 0), given)[0][0]
+
+
+def clipped(w, x):
+    def body(h, _):
+        h = jax.nn.leaky_relu(h) @ w + x
+        norm = jnp.linalg.norm(h)
+        return jnp.where(norm > 5, 5 * h / norm, h), None
+
+    return lax.scan(body, x, length=3)[0]
+
+
+def best_so_far(w, x):
+    """What is found on the way is kept; the way goes on."""
+
+    def body(carry, _):
+        h, best, first = carry
+        h = jnp.tanh(h @ w + x)
+        score = jnp.sum(h)
+        best = jnp.where(score > best, score, best)
+        first = jnp.where((first == 0) & (score < 9), score, first)
+        return (h, best, first), None
+
+    return lax.scan(body, (x, -jnp.inf, 0.0), length=3)[0][1]
+
+
+def own_batches(w, x):
+    """Skipped steps, with another batch in each: by a key, by a counter."""
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+        return jnp.where(jnp.linalg.norm(gradient) < 100, w - 1e-3 * gradient, w)
+
+    def body(carry, _):
+        w, key = carry
+        key, now = jr.split(key)
+        return (step(w, jr.normal(now, x.shape)), key), None
+
+    (w, _), _ = lax.scan(body, (w, jr.key(0)), length=2)
+    batches = jnp.stack([x, -x])
+    return lax.fori_loop(0, 2, lambda i, w: step(w, batches[i]), w)
+
+
+def ended_texts(w, x):
+    """A text that has ended stays as it is; what is next is chosen by rank."""
+
+    def body(carry, _):
+        h, done = carry
+        new = jnp.tanh(h @ w + x)
+        done |= jnp.argmax(new, 1) == 17
+        return (jnp.where(done[:, None], h, new), done), None
+
+    return lax.scan(body, (x, jnp.zeros(4, bool)), length=3)[0][0]
+
+
 LOOPS = (
     counted, counted_at_run_time, generation, tried_again, not_a_number, skipped_steps,
-    early_layers,
+    early_layers, masked, clipped, best_so_far, own_batches, ended_texts,
 )  # fmt: skip
 
 

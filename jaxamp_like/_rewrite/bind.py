@@ -13,7 +13,6 @@ from .._jax import (
     Atom,
     Jaxpr,
     Literal,
-    bind_flat,
     consts,
     eqn_context,
     raw,
@@ -37,7 +36,7 @@ from .plan import Facts, Plan, Scope, Step
 from .planner import Planner
 from .recompute import bind_region, casts_again, recast
 from .record import marked
-from .views import Views, recast_roots
+from .views import Views, bind_again, recast_roots
 
 # Ops that broadcast size-1 axes of their operands by themselves.
 _BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
@@ -277,8 +276,7 @@ class Frame:
             env = dict.fromkeys(roots, t)
             for view in chain:
                 (operand,), outs = view.eqn.invars, view.eqn.outvars
-                made = bind_flat(view.eqn.primitive, [env[operand]], view.eqn.params)
-                env |= zip(outs, made, strict=True)
+                env |= zip(outs, bind_again(view, [env[operand]]), strict=True)
             return env[atom]
 
         return attach_moved(self.env[roots[0]], low, move)
@@ -295,7 +293,7 @@ class Frame:
         if not has_range(dtype, value.dtype) or source not in self.env:
             return cast(value, dtype)
         once = [self._cast_once(source, dtype)]
-        (low,) = bind_flat(view.eqn.primitive, once, view.eqn.params)
+        (low,) = bind_again(view, once)
         return low
 
     def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
@@ -321,7 +319,7 @@ class Frame:
                 self.casts[atom, dtype] = cast(self.env[atom], dtype)
             else:
                 operands = [self._cast_ahead(x, dtype) for x in view.eqn.invars]
-                lows = bind_flat(view.eqn.primitive, operands, view.eqn.params)
+                lows = bind_again(view, operands)
                 for v, x in zip(view.eqn.outvars, lows, strict=True):
                     self.casts[v, dtype] = cast(x, dtype)
         return self.casts[atom, dtype]

@@ -12,7 +12,8 @@ They are found before anything is planned, by the flow of data:
 - a `while` whose condition reads, through any number of iterations, what a contraction
   in the loop makes (or another op that the policy computes low by itself);
 - a `while` that counts the steps of a solver before it: it runs that one again;
-- a `scan` that a `cond` ends early, as such a `while` with a bound is written;
+- a loop that hands its carries on from then on, by a `cond` or a `where`, as such a
+  `while` with a bound is written (see `latches`);
 - a custom derivative rule whose function holds one of these: forward, backward and
   what is run again in between then take the same steps.
 
@@ -24,9 +25,9 @@ Whatever stands in a solver is in one more name scope, `SOLVER`: so the mark rea
 all that it holds, derivative rules included, as `amp_stop` does."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -48,7 +49,8 @@ from .._policies.dictionary import Found
 from .._primitives import RANKING
 from .._rules import UseOriginalPrecision, in_solver
 from .._structural import SOLVER, Body, Handler
-from .flow import NONE, Flow, Flows, Indices, Scope, read_outside, variables
+from .flow import NONE, Flows, Indices, Scope, read_outside
+from .latches import stops
 
 
 def find_rule(find: Callable[[Any, Scope], Found], eqn: Eqn, scope: Scope) -> Found:
@@ -150,14 +152,18 @@ class Solvers:
         self, eqn: Eqn, bodies: list[Body], scope: Scope, counts: Indices
     ) -> bool:
         if eqn.primitive.name == "scan" and bodies:
-            return self._ends_early(eqn, bodies[0], scope)
+            num_consts, _ = scan_arity(eqn)
+            return self._stops(bodies[0], scope, range(num_consts))
         if eqn.primitive.name != "while" or not bodies:
             return False
         by_size = self._is_bounded(bodies, scope)
         flows = self._flows_by_size if by_size else self._flows
         condition = flows.through(bodies, scope)
         reruns = bool(condition.inputs & counts)
-        return condition.is_low or (reruns and self._is_low(eqn, scope))
+        if condition.is_low or (reruns and self._is_low(eqn, scope)):
+            return True
+        num_consts = eqn.params["body_nconsts"]
+        return self._stops(bodies[1], scope, range(num_consts))
 
     def _has_low(self, jaxpr: Jaxpr, scope: Scope) -> bool:
         return any(self._is_low(eqn, scope + scopes(eqn)) for eqn in raw(jaxpr).eqns)
@@ -177,67 +183,9 @@ class Solvers:
         flows = (through(loop, scope, part) for part in parts)
         return any(flow.inputs & carries and not flow.is_low for flow in flows)
 
-    def _ends_early(self, eqn: Eqn, body: Body, scope: Scope) -> bool:
-        """Whether a `cond` ends a scan: what it reads, it hands on from then on."""
-        num_consts, num_carry = scan_arity(eqn)
-        inner = raw(body.jaxpr)
-        for end in self._ends(body.jaxpr, scope):
-            first = self._flows_by_size.of(body, scope, end.reads)
-            flow = self._flows_by_size.through([body], scope, first)
-            carries = {i - num_consts for i in flow.inputs if i >= num_consts}
-            if not (end.is_low or flow.is_low) or not carries:
-                continue
-            if all(
-                i < num_carry
-                and end.hands_on.get(inner.outvars[i]) is inner.invars[num_consts + i]
-                for i in carries
-            ):
-                return True
-        return False
-
-    def _ends(self, jaxpr: Jaxpr, scope: Scope) -> Iterator["_End"]:
-        """The ways in which a `cond` of a program, or of a call in it, hands on."""
-        for eqn in raw(jaxpr).eqns:
-            inner = scope + scopes(eqn)
-            bodies = self._bodies(eqn, inner)
-            if eqn.primitive.name == "cond":
-                yield from (_end(eqn, body) for body in bodies)
-            elif len(bodies) == 1 and not bodies[0].loop:
-                (body,) = bodies
-                for end in self._ends(body.jaxpr, inner):
-                    reads = self._flows_by_size.of(body, inner, end.reads)
-                    yield end.outside(eqn, body, reads)
-
-
-class _End(NamedTuple):
-    """A `cond` of which one branch hands on what it is given."""
-
-    reads: set[Any]  # variables that decide
-    hands_on: dict[Any, Any]  # results, with what they are in this branch
-    is_low: bool = False  # whether anything low was on the way to `reads`
-
-    def outside(self, eqn: Eqn, body: Body, reads: Flow) -> "_End":
-        """The same for the equation of a call."""
-        inner = raw(body.jaxpr)
-        place = {v: body.ins[i] for i, v in enumerate(inner.invars)}
-        hands_on = {}
-        for atom, i in zip(inner.outvars, body.outs, strict=True):
-            given = None if isinstance(atom, Literal) else self.hands_on.get(atom)
-            if i is not None and given in place:
-                hands_on[eqn.outvars[i]] = eqn.invars[place[given]]
-        atoms = set(variables(eqn.invars[i] for i in reads.inputs))
-        return _End(atoms, hands_on, self.is_low or reads.is_low)
-
-
-def _end(eqn: Eqn, branch: Body) -> _End:
-    inner = raw(branch.jaxpr)
-    place = {v: branch.ins[i] for i, v in enumerate(inner.invars)}
-    hands_on = {
-        out: eqn.invars[place[atom]]
-        for out, atom in zip(eqn.outvars, inner.outvars, strict=True)
-        if not isinstance(atom, Literal) and atom in place
-    }
-    return _End(set(variables(eqn.invars[:1])), hands_on)
+    def _stops(self, body: Body, scope: Scope, fixed: Iterable[int]) -> bool:
+        """Whether a loop hands its carries on from some iteration on."""
+        return stops(self._flows_by_size, body, scope, frozenset(fixed))
 
 
 def _places(atoms: Sequence[Any], chosen: set[Any]) -> Indices:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._dtypes import DType
-from .._jax import Atom, Literal
+from .._jax import Atom, Literal, bind_flat, eqn_context, without_scopes
 from .._rules import author_dtype
 from .plan import Plan, Step
 
@@ -51,6 +51,12 @@ class Views:
         for atom in atoms:
             visit(atom)
         return list(roots), list(chain)
+
+
+def bind_again(view: Step, operands: list[Any]) -> list[Any]:
+    """Makes a view of other values, for what is bound now: in the scopes of that."""
+    with eqn_context(without_scopes(view.eqn)):
+        return bind_flat(view.eqn.primitive, operands, view.eqn.params)
 
 
 def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
