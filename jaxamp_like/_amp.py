@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._dtypes import DType, cast_as
-from ._errors import warn_or_raise
+from ._errors import place_of, warn_or_raise
 from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
@@ -46,7 +46,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-Run = Callable[[Planner, Any, Sequence[Any]], list[Any]]
+Run = Callable[[Callable[..., Any], Planner, Any, Sequence[Any]], list[Any]]
 
 
 @overload
@@ -166,7 +166,8 @@ def amp_by(
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
 
-    `run` evaluates the program that is made of a traced one, if that needs a state."""
+    `run` evaluates the program that is made of a traced one (told of which function),
+    if that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
@@ -174,6 +175,7 @@ def amp_by(
         warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
+    of_fn = functools.partial(run or run_by_plan, fn)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -184,11 +186,7 @@ def amp_by(
                 strict=False,
             )
         is_off = amp_is_off()
-        rewrite = (
-            _as_it_is
-            if is_off
-            else functools.partial(_rewritten, planner, run or run_by_plan)
-        )
+        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner, of_fn)
         out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
@@ -215,7 +213,7 @@ def _planner(
 
 
 def _rewritten(
-    planner: Planner, run: Run, fn: Callable[..., Any]
+    planner: Planner, run: Callable[..., list[Any]], fn: Callable[..., Any]
 ) -> Callable[..., Any]:
     def call(*args, **kwargs):
         teach_checkpoint()
@@ -258,16 +256,20 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
 
 
 def run_by_plan(
-    planner: Planner, jaxpr: Any, arrays: Sequence[Any], has_state: bool = False
+    fn: Callable[..., Any],
+    planner: Planner,
+    jaxpr: Any,
+    arrays: Sequence[Any],
+    has_state: bool = False,
 ) -> list[Any]:
-    """Plans a freshly traced jaxpr and binds it on the arguments.
+    """Plans a jaxpr, freshly traced of `fn`, and binds it on the arguments.
 
     With rules that need a state only where there is one, or where nothing is run."""
     jaxpr = planner.solvers.mark(jaxpr)
     inner = raw(jaxpr)
     plan = planner.plan(jaxpr, tuple(planner.input_fact(v.aval) for v in inner.invars))
     steps = list(steps_of(plan))
-    _report_unused(planner, plan, steps)
+    _report_unused(fn, planner, plan, steps)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
@@ -283,7 +285,9 @@ def _as_author(x: Any, aval: Any) -> Any:
     return cast_as(x, aval) if is_array_aval(aval) else x
 
 
-def _report_unused(planner: Planner, plan: Plan, steps: list[Step]) -> None:
+def _report_unused(
+    fn: Callable[..., Any], planner: Planner, plan: Plan, steps: list[Step]
+) -> None:
     for report in (
         *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_unknown_shapes(planner, steps),
@@ -291,7 +295,7 @@ def _report_unused(planner: Planner, plan: Plan, steps: list[Step]) -> None:
         report_of_few_quantised(steps),
     ):
         if report is not None:
-            warn_or_raise(report, planner.strict)
+            warn_or_raise(f"{report} This is of {place_of(fn)}.", planner.strict)
 
 
 @overload

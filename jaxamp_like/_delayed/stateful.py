@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from .._amp import amp_by, run_by_plan
-from .._errors import warn_or_raise
+from .._errors import place_of, warn_or_raise
 from .._jax import trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
@@ -178,16 +178,22 @@ class Step:
         self.strict = strict
         self.tensors: dict[str, Tensor] = {}
 
-    def run(self, planner: Planner, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        planner: Planner,
+        jaxpr: Any,
+        arrays: Sequence[Any],
+    ) -> list[Any]:
         def rewritten(*arrays):
-            return run_by_plan(planner, jaxpr, arrays, has_state=True)
+            return run_by_plan(fn, planner, jaxpr, arrays, has_state=True)
 
         made = trace(rewritten, arrays)
         finder = Finder()
         sites = finder.sites(made)
         self.tensors = finder.tensors
         if not self.tensors:
-            warn_or_raise(_NOTHING, self.strict)
+            warn_or_raise(f"{_NOTHING} This is of {place_of(fn)}.", self.strict)
         given = self.state
         state = first_state(self.tensors) if given is None else given
         state = checked(state, self.tensors)
