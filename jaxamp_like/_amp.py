@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._dtypes import DType, cast_as
-from ._errors import warn_or_raise
+from ._errors import place_of, warn_or_raise
 from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
@@ -51,10 +51,12 @@ class Traced(NamedTuple):
     """A call, traced.
 
     Args:
+        fn: what is called.
         jaxpr: its program.
         arrays: what that takes.
         held: for each array, whether its argument holds others, too."""
 
+    fn: Callable[..., Any]
     jaxpr: Any
     arrays: list[Any]
     held: list[bool]
@@ -180,7 +182,8 @@ def amp_by(
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
 
-    `run` evaluates the program that is made of a traced one, if that needs a state."""
+    `run` evaluates the program that is made of a traced one (told of which function),
+    if that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
@@ -188,6 +191,7 @@ def amp_by(
         warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
+    of_fn = functools.partial(run or run_by_plan, fn)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -198,11 +202,7 @@ def amp_by(
                 strict=False,
             )
         is_off = amp_is_off()
-        rewrite = (
-            _as_it_is
-            if is_off
-            else functools.partial(_rewritten, planner, run or run_by_plan)
-        )
+        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner, of_fn)
         out = call_with_nodes(rewrite, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
@@ -229,7 +229,7 @@ def _planner(
 
 
 def _rewritten(
-    planner: Planner, run: Run, fn: Callable[..., Any]
+    planner: Planner, run: Callable[..., list[Any]], fn: Callable[..., Any]
 ) -> Callable[..., Any]:
     def call(*args, **kwargs):
         teach_checkpoint()
@@ -262,7 +262,7 @@ def _rewritten(
         held = [
             h for h, is_dynamic in zip(_held(tree), dynamic, strict=True) if is_dynamic
         ]
-        values = run(in_force, Traced(jaxpr, arrays, held))
+        values = run(in_force, Traced(fn, jaxpr, arrays, held))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -293,7 +293,7 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
     avals = (v.aval for v in inner.invars)
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.held)))
     steps = list(steps_of(plan))
-    _report_unused(planner, plan, steps)
+    _report_unused(call.fn, planner, plan, steps)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
@@ -309,7 +309,9 @@ def _as_author(x: Any, aval: Any) -> Any:
     return cast_as(x, aval) if is_array_aval(aval) else x
 
 
-def _report_unused(planner: Planner, plan: Plan, steps: list[Step]) -> None:
+def _report_unused(
+    fn: Callable[..., Any], planner: Planner, plan: Plan, steps: list[Step]
+) -> None:
     for report in (
         *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_unknown_shapes(planner, steps),
@@ -317,7 +319,7 @@ def _report_unused(planner: Planner, plan: Plan, steps: list[Step]) -> None:
         report_of_few_quantised(steps),
     ):
         if report is not None:
-            warn_or_raise(report, planner.strict)
+            warn_or_raise(f"{report} This is of {place_of(fn)}.", planner.strict)
 
 
 @overload

@@ -1,5 +1,7 @@
 """The errors and warnings of the package, and warnings that are given once."""
 
+import functools
+import inspect
 import os
 import sys
 import warnings
@@ -39,6 +41,22 @@ def warn_or_raise(message: str, strict: bool) -> None:
     if message not in _seen:
         _seen.add(message)
         warnings.warn(message, AmpWarning, _stack_level())
+
+
+def place_of(fn: Callable[..., Any]) -> str:
+    """The name of a function and where it is written, of what is within wrappers.
+
+    What is said of a whole function says which: else the next one would seem to have
+    been told of already."""
+    while isinstance(fn := inspect.unwrap(fn), functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", None)
+    is_named = isinstance(name, str)
+    code = getattr(fn if is_named else type(fn).__call__, "__code__", None)
+    where = (
+        f" ({code.co_filename}:{code.co_firstlineno})" if inspect.iscode(code) else ""
+    )
+    return f"`{name if is_named else type(fn).__name__}`{where}"
 
 
 def without_derivative(message: str) -> Callable[[Any], Any]:

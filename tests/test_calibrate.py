@@ -461,6 +461,8 @@ def test_a_function_that_is_not_deterministic_says_by_how_much():
         (BATCHES, {"budget": True}, TypeError, "relative error"),
         (BATCHES, {"loss_scale": 0}, ValueError, "`loss_scale` must be"),
         (BATCHES, {"argnums": 5}, ValueError, "has 2 arguments"),
+        (BATCHES, {"argnums": -3}, ValueError, "`argnums` is -3, but .* 2 arguments"),
+        (BATCHES, {"argnums": "w"}, TypeError, "`argnums` must be an integer"),
         ([*BATCHES, (BATCHES[0][0], np.ones((4, 8)))], {}, ValueError, "Batch 4"),
         (BATCHES, {"objective": "time", "device": {}}, ValueError, "has no time of"),
     ],
@@ -486,6 +488,10 @@ def test_numbers_of_numpy_are_numbers(found):
     same = calibrate(branches, BATCHES, budget=limit, **options)
     assert same == found and json.loads(same.to_json())
     assert repr(Budget(loss=np.float32(0.5))) == "Budget(loss=0.5)"
+
+
+def test_arguments_are_counted_from_the_end_too(found):
+    assert calibrate(branches, BATCHES, budget=0.02, argnums=-2) == found
 
 
 def test_the_last_seed_is_one():

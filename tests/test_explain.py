@@ -21,17 +21,21 @@ from benchmarks.workloads import WORKLOADS
 from jaxamp_like import (
     AmpError,
     AmpWarning,
+    Policy,
     PolicyMap,
     amp,
     amp_stop,
+    amp_with_state,
     default_amp_policy,
     explain,
     get_policy,
+    init_amp_state,
     scope_modules,
     trace_numerics,
 )
 from jaxamp_like._reports.data.records import scope_tree
-from jaxamp_like.rules import smaller_than
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import float8, smaller_than
 
 pytestmark = pytest.mark.sample(3)
 
@@ -386,7 +390,21 @@ def test_no_derivative_no_saved_bytes(x):
 
     report = explain(fn, **BF16)(x)
     assert report.now.totals.saved is None
-    assert "there is no derivative" in str(report)
+    said = "saved for backward: unknown, there is no derivative: "
+    assert f"{said}ValueError: Pure callbacks do not support JVP" in str(report)
+    of_integers = explain(fn, argnums=(), **BF16)(x)
+    assert f"{said}no argument that `argnums` names holds" in str(of_integers)
+
+
+def test_what_to_explain_under_delayed_scales(w, x):
+    rule = float8(delayed=True, where=None)
+    policy = Policy("bfloat16", rules=quantised(rule))
+    report = explain(loss, amp_policy=policy)(w, x)
+    assert "Put it around the gradient: `amp_with_state(" in str(report)
+    assert report.written.totals.saved and not report.written.why_unknown
+    step = amp_with_state(jax.grad(loss), amp_policy=policy)
+    known = explain(step)(init_amp_state(step, w, x), w, x)
+    assert "saved for backward: unknown" not in str(known)
 
 
 def test_a_function_that_fails_to_trace(x):

@@ -1,6 +1,8 @@
 """Contractions of quantised operands: their patterns, their numbers, their limits."""
 
 import json
+import warnings
+from functools import partial
 
 import hypothesis.strategies as st
 import jax
@@ -676,6 +678,32 @@ def test_nothing_quantised_is_told():
     strict = amp(attention, amp_policy="int8_from_float32", strict=True)
     with pytest.raises(AmpError, match="No contraction is quantised"):
         strict(*args)
+
+
+def test_each_function_and_rule_is_told_of_once():
+    def one(w, x):
+        return jnp.tanh(x @ w)
+
+    class Other:
+        def __call__(self, w, x):
+            return jnp.sin(x @ w)
+
+    def said(fn, policy="int8_from_float32"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            amp(fn, amp_policy=policy)(values(8, 8), values(8, 8))
+        return [str(warning.message) for warning in caught]
+
+    (told,) = said(one)
+    assert "that `int8()` would quantise" in told
+    assert f"`one` ({__file__}:{one.__code__.co_firstlineno})" in told
+    assert said(one) == said(jax.jit(one)) == said(partial(one)) == []
+    (told,) = said(Other())
+    assert f"`Other` ({__file__}:" in told
+    (told,) = said(one, "float8_from_float32")
+    assert "that `float8()` would quantise" in told
+    misspelt = default_amp_policy | {"attentoin": "bfloat16"}
+    assert [len(said(fn, misspelt)) for fn in (one, one, Other())] == [1, 0, 1]
 
 
 def test_what_its_author_gave_a_precision_stays():

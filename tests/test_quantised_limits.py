@@ -307,6 +307,28 @@ def test_a_condition_that_never_holds_is_told():
         amp(product, amp_policy=policy)(values(8, 8), values(4, 8))
 
 
+def says_nothing(site):
+    return None
+
+
+def divides_by_zero(site):
+    return 1 / 0
+
+
+@pytest.mark.parametrize("rule", (float8, int8))
+def test_where_must_say_yes_or_no(rule):
+    w, x = values(8, 8), values(4, 8)
+    name = rule.__name__
+    for where, what in (
+        (says_nothing, "must return a bool, but returned NoneType"),
+        (divides_by_zero, "failed. ZeroDivisionError: division"),
+    ):
+        said = rf"`{where.__name__}` of `{name}\(where=...\)` {what}"
+        with pytest.raises(AmpError, match=rf"{said}(.|\n)*test_quantised_limits.py"):
+            low(product, rule(where=where))(w, x)
+    low(product, rule(where=lambda site: np.bool_(site.avals[0].ndim == 2)))(w, x)
+
+
 # ------------------------------------------------------------------------ what is said
 
 

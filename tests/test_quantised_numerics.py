@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxamp_like import amp, amp_with_state, init_amp_state, trace_numerics
+from jaxamp_like._quantised.int8 import Int8
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 from tests.programs import values
@@ -43,6 +44,78 @@ def test_what_is_beyond_a_fixed_scale_is_clipped():
     clipped, flushed = shares(rule, product, jnp.ones((16, 16)), x)
     np.testing.assert_allclose(clipped, 2 / 16)
     assert flushed == 0
+
+
+def true_error(fn, low, w, x):
+    """As the report has it: the sum of deviations by that of magnitudes."""
+    exact = np.asarray(fn(w, x), "float64")
+    return np.abs(np.asarray(low(w, x), "float64") - exact).sum() / np.abs(exact).sum()
+
+
+COARSE = (
+    int8(where=None),
+    int8(where=None, epsilon=0.0, weight_only=True),
+    int8(where=None, activation_max=0.5),
+    int8(where=None, migration=0.5),
+    float8(where=None),
+    float8(where=None, granularity="row", power_of_two=False),
+)
+
+
+def in_a_scan(ws, x):
+    """By slices of a stack of weights, which are rounded before the loop."""
+    return jax.lax.scan(lambda x, w: (product(w, x), None), x, ws)[0]
+
+
+def in_a_while(w, x):
+    """By one weight, rounded before the loop, which is compiled as a whole."""
+
+    def body(state):
+        return state[0] + 1, product(w, state[1])
+
+    return jax.lax.while_loop(lambda state: state[0] < 1, body, (0, x))[1]
+
+
+@pytest.mark.cross("rule", fn=3)
+@pytest.mark.parametrize("rule", COARSE, ids=repr)
+@pytest.mark.parametrize("fn", (product, in_a_scan, in_a_while))
+def test_errors_are_those_against_operands_that_are_not_rounded(fn, rule):
+    x = values(8, 16).at[:, 0].set(50.0)
+    low = amp(fn, compute_dtype="float32", amp_policy=quantised(rule))
+    w = W[None] if fn is in_a_scan else W
+    report = trace_numerics(low)(w, x)
+    made = [op for op in report.ops if op.shape == (8, 16) and op.author]
+    expected = true_error(fn, low, w, x)
+    np.testing.assert_allclose(made[-1].error, expected, rtol=0.01)
+    (contraction,) = [op for op in made if op.primitive == "dot_general"]
+    if isinstance(rule, Int8) and not rule.weight_only:
+        assert contraction.dtype == "int32"
+    assert expected / 3 < contraction.error < 3 * expected  # its rows have no scale yet
+
+
+def test_what_is_flushed_and_clipped_is_printed():
+    x = jnp.ones((8, 16)).at[:, 0].set(1e3)
+    policy = quantised(int8(where=None))
+    flushed = trace_numerics(product, compute_dtype="float32", amp_policy=policy)(W, x)
+    assert "worst underflow, 93.8 % of the result: round (of dot_g" in str(flushed)
+    assert "clipped" not in str(flushed)
+    policy = quantised(int8(where=None, activation_max=0.5))
+    clipped = trace_numerics(product, compute_dtype="float32", amp_policy=policy)(W, x)
+    said = "most clipped to 8 bits, 100 % of an operand: clamp (of dot_general) in mlp"
+    assert said in str(clipped)
+    assert "largest error: 0.99, clamp (of dot_general) in mlp" in str(clipped)
+
+
+def test_the_first_step_by_delayed_scales_clips():
+    policy = quantised(float8(where=None, delayed=True, amax_history_length=2))
+    step = amp_with_state(product, compute_dtype="float32", amp_policy=policy)
+    x = 1e3 * values(8, 16)
+    state = init_amp_state(step, W, x)
+    report = trace_numerics(step)(state, W, x)
+    expected = true_error(product, lambda w, x: step(state, w, x)[0], W, x)
+    assert expected > 0.3 and "most clipped to 8 bits" in str(report)
+    (op,) = [op for op in report.ops if op.primitive == "dot_general"]
+    np.testing.assert_allclose(op.error, expected, rtol=0.01)
 
 
 def test_in_a_loop_shares_are_those_of_all_iterations():

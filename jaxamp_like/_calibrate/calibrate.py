@@ -72,7 +72,8 @@ def calibrate(
             the batch don't count.
         held_out: batches to check the policy on; by default the last half of
             `batches`; of a single batch, this one.
-        argnums: the arguments that hold parameters, by which `fn` is differentiated.
+        argnums: the arguments that hold parameters, by which `fn` is differentiated,
+            as of `jax.grad`.
         device: for the objective "time", a `Device` (by default an H200), or measured
             seconds by group and dtype (or "float8", "int8").
         loss_scale: what the loss is multiplied by before the backward pass, as by loss

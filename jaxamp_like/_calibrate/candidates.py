@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._dtypes import DType, as_compute_dtype, bits, did_you_mean
+from .._dtypes import DType, did_you_mean, full_name, is_float
 from .._quantised import float8, int8
 from .._quantised.rule import Quantising
 from .._rules import Site, why_as_written
@@ -66,8 +66,8 @@ def _known(one: Any) -> str | DType:
     """An 8-bit candidate by its name, or a dtype.
 
     Raises:
-        TypeError: it is a rule, or no dtype.
-        ValueError: it is a dtype of 8 bits, a wide one, or misspelt."""
+        TypeError: it is a rule, or no floating dtype of 16 bits or more.
+        ValueError: it is a float8 format, a wide dtype, or the name of nothing."""
     if isinstance(one, Quantising):
         raise TypeError(
             f"`candidates` holds the rule `{one!r}`. Name it: 'float8' stands for "
@@ -82,28 +82,29 @@ def _known(one: Any) -> str | DType:
             "operands in float8_e4m3fn, cotangents in float8_e5m2, with a scale for "
             "each tensor."
         )
-    if name is None and isinstance(one, str) and (hint := did_you_mean(one, _NAMES)):
-        raise ValueError(
-            f"`candidates` names {one!r}, which is no precision.{hint} Known are "
-            f"{', '.join(map(repr, _NAMES))}."
+    dtype = None if name is None else jnp.dtype(name)
+    if dtype is None or not is_float(dtype) or dtype.itemsize < 2:
+        is_unknown = isinstance(one, str) and dtype is None
+        hint = did_you_mean(one, _NAMES) if is_unknown else ""
+        raise (ValueError if is_unknown else TypeError)(
+            "Each of `candidates` must be a floating dtype of 16 bits, 'bfloat16' or "
+            f"'float16', or one of {' and '.join(map(repr, EIGHT_BITS))}, but got "
+            f"{one!r}.{hint}"
         )
-    return _low_dtype(one)
+    if dtype.itemsize > 2:
+        raise ValueError(
+            f"`candidates` names {name}, which is no low precision: what stays as "
+            "written is considered anyway. Name 'bfloat16' or 'float16'."
+        )
+    return dtype
 
 
 def _name_of(one: Any) -> str | None:
     if isinstance(one, str) and one in EIGHT_BITS:
         return one
+    if one is None:  # which NumPy takes for float64
+        return None
     try:
-        return jnp.dtype(one).name
+        return jnp.dtype(full_name(one) if isinstance(one, str) else one).name
     except (TypeError, ValueError):
         return None
-
-
-def _low_dtype(one: Any) -> DType:
-    dtype = as_compute_dtype(one, "candidates")
-    if bits(dtype) > 16:
-        raise ValueError(
-            f"`candidates` names {dtype.name}, which is no low precision: what stays "
-            "as written is considered anyway. Name 'bfloat16' or 'float16'."
-        )
-    return dtype

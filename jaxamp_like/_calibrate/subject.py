@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._dtypes import is_float
 from .._jax import is_array
 from .._reports.call import Call, call_of
+from .._reports.subject import as_argnums
 
 Flat = Callable[..., list[Any]]
 
@@ -127,13 +127,13 @@ def subject_of(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
             "`calibrate(fn, batches, ...)`, where `fn(*batch)` is the loss."
         )
-    is_one = isinstance(argnums, int | np.integer)
-    places: Any = (argnums,) if is_one else tuple(argnums)
-    if not all(isinstance(i, int | np.integer) and 0 <= i < len(args) for i in places):
+    numbers = as_argnums(argnums)
+    if not all(-len(args) <= i < len(args) for i in numbers):
         raise ValueError(
             f"`argnums` is {argnums}, but a batch has {len(args)} arguments. It says "
             "which of them are parameters: 0 in `(params, x, y)`."
         )
+    places = [range(len(args))[i] for i in numbers]
     call = call_of(fn, args, {}, places, getattr(fn, "__name__", type(fn).__name__))
     outs = jax.eval_shape(call.fn, *call.arrays)
     has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)

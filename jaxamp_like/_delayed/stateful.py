@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from .._amp import Traced, amp_by, run_by_plan
-from .._errors import warn_or_raise
+from .._errors import place_of, warn_or_raise
 from .._jax import trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
@@ -188,7 +188,7 @@ class Step:
         sites = finder.sites(made)
         self.tensors = finder.tensors
         if not self.tensors:
-            warn_or_raise(_NOTHING, self.strict)
+            warn_or_raise(f"{_NOTHING} This is of {place_of(call.fn)}.", self.strict)
         given = self.state
         state = first_state(self.tensors) if given is None else given
         state = checked(state, self.tensors)

@@ -242,8 +242,8 @@ def float8(
             ("delayed scaling"), not from the arrays at hand. Those are a state, which
             `amp_with_state` takes and returns; `amp` has none, and raises.
         amax_history_length: how many steps are remembered, if `delayed`.
-        where: tells of a contraction (a `Site`) whether to quantise it; `None` always
-            does.
+        where: tells by a bool whether to quantise a contraction (a `Site`); `None`
+            always does.
         leave: regular expressions of names of scopes that are left to the compute
             dtype: heads and embeddings, by names that they commonly have.
         parameters_only: whether contractions of which no operand is an input of the
@@ -253,6 +253,7 @@ def float8(
         A rule to put in a policy.
     Raises:
         TypeError, ValueError: an argument is none of those that it may be.
+        AmpError: when a function is traced, if `where` raises or returns no bool.
 
     >>> from jax import lax
     >>> from jaxamp_like import default_amp_policy

@@ -202,6 +202,7 @@ def int8(
         A rule to put in a policy.
     Raises:
         TypeError, ValueError: an argument is none of those that it may be.
+        AmpError: when a function is traced, if `where` raises or returns no bool.
 
     >>> from jax import lax
     >>> from jaxamp_like import default_amp_policy

@@ -28,6 +28,7 @@ from .._rules import (
     why_as_written,
 )
 from .._rules.computing import asks_for_wider_result
+from .._rules.conditions import asked, name_of
 from .alone import Alone, Rounding
 from .axes import sides
 from .weights import weight_side
@@ -136,15 +137,18 @@ class Quantising(Rule):
         if self.parameters_only and not _reads_parameter(site):
             numbers = dot_numbers(site.params)
             is_batch = numbers is not None and bool(numbers[1][0])
-            is_small = self.where is not None and not self.where(site)
-            if is_batch or is_small:
+            if is_batch or not self._is_wanted(site):
                 return f"{NO_PARAMETER}, as of attention's scores"
             return MADE_OF_PARAMETERS
-        if self.where is not None and not self.where(site):
+        if not self._is_wanted(site):
             lengths = sides(site.params, shapes)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
-            return f"{size}not {_name(self.where)}"
+            return f"{size}not {name_of(self.where)}"
         return None
+
+    def _is_wanted(self, site: Site) -> bool:
+        name = type(self).__name__.lower()
+        return self.where is None or asked(self.where, site, f"`{name}(where=...)`")
 
 
 def is_parameter(fact: Fact | None) -> bool:
@@ -230,7 +234,3 @@ def decided(
 
 def _shown(value: Any) -> str:
     return repr(value.name if isinstance(value, np.dtype) else value)
-
-
-def _name(predicate: Any) -> str:
-    return getattr(predicate, "__name__", None) or repr(predicate)

@@ -21,10 +21,10 @@ def report_of_nothing_quantised(steps: list[Step]) -> str | None:
     whys = Counter(map(_why_not, asked))
     listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
     return (
-        f"No contraction is quantised. Of {len(asked)} that the policy would quantise, "
-        f"there are {listed}. `explain` shows each; the arguments `where`, `leave` and "
-        "`parameters_only` of the rule say which to leave alone: `float8(where=None)` "
-        "quantises small ones too."
+        f"No contraction is quantised. Of {len(asked)} that {_rules_of(asked)} would "
+        f"quantise, there are {listed}. `explain` shows each; the arguments `where`, "
+        "`leave` and `parameters_only` of the rule say which to leave alone: "
+        "`float8(where=None)` quantises small ones too."
     )
 
 
@@ -38,23 +38,34 @@ def report_of_few_quantised(steps: list[Step]) -> str | None:
     if not made or len(left) <= 2 * made:
         return None
     return (
-        f"Only {made} of the contractions that the policy would quantise are, but of "
-        f"{len(left)} {MADE_OF_PARAMETERS}: in a loop that updates its parameters, or "
-        f"with weights that are normalised. The first is in "
+        f"Only {made} of the contractions that {_rules_of(asked)} would quantise are, "
+        f"but of {len(left)} {MADE_OF_PARAMETERS}: in a loop that updates its "
+        "parameters, or with weights that are normalised. The first is in "
         f"{source_line(left[0].eqn)}. `parameters_only=False` of the rule quantises "
         "such contractions too."
     )
 
 
 def _may_quantise(step: Step) -> bool:
-    """Whether the policy has a rule that quantises for it, perhaps on a condition."""
+    return bool(_asked_of(step))
 
-    def is_asked(rule: Rule) -> bool:
+
+def _asked_of(step: Step) -> list[Rule]:
+    """The rules of the policy that quantise for it, perhaps on a condition."""
+
+    def asked(rule: Rule) -> list[Rule]:
         if isinstance(rule, Quantising):
-            return rule.is_for(step.eqn.primitive.name)
-        return any(map(is_asked, rule.parts))
+            return [rule] * rule.is_for(step.eqn.primitive.name)
+        return [one for part in rule.parts for one in asked(part)]
 
-    return is_asked(step.found.rule)
+    return asked(step.found.rule)
+
+
+def _rules_of(steps: list[Step]) -> str:
+    return " or ".join(
+        f"`{rule!r}`"
+        for rule in dict.fromkeys(rule for step in steps for rule in _asked_of(step))
+    )
 
 
 def _why_not(step: Step) -> str:

@@ -57,24 +57,29 @@ class When(Rule):
             ):
                 if not one.is_for(site.primitive.name):
                     return other.decide(site)
-        holds = self._holds(site)
+        holds = asked(self.predicate, site, "a `when` rule")
         decision = (self.rule if holds else self.otherwise).decide(site)
-        why = f"{decision.why} ({'' if holds else 'not '}{_name(self.predicate)})"
+        why = f"{decision.why} ({'' if holds else 'not '}{name_of(self.predicate)})"
         return decision._replace(why=why)
 
-    def _holds(self, site: Site) -> bool:
-        where = f"The predicate `{_name(self.predicate)}` of a `when` rule"
-        try:
-            answer = self.predicate(site)
-        except Exception as e:
-            what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
-            raise AmpError(f"{where} failed. {what}") from e
-        if not isinstance(answer, bool | np.bool_):
-            raise AmpError(
-                f"{where} must return a bool, but returned "
-                f"{type(answer).__name__}: {answer!r}."
-            )
-        return bool(answer)
+
+def asked(predicate: Callable[[Site], Any], site: Site, of: str) -> bool:
+    """What a predicate of a user says of a site; `of` is whose it is, in words.
+
+    Raises:
+        AmpError: it raises, or returns no bool."""
+    where = f"The predicate `{name_of(predicate)}` of {of}"
+    try:
+        answer = predicate(site)
+    except Exception as e:
+        what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
+        raise AmpError(f"{where} failed. {what}") from e
+    if not isinstance(answer, bool | np.bool_):
+        raise AmpError(
+            f"{where} must return a bool, but returned "
+            f"{type(answer).__name__}: {answer!r}."
+        )
+    return bool(answer)
 
 
 def when(
@@ -304,5 +309,5 @@ def positive(value: Any, argument: str) -> int:
     return value
 
 
-def _name(predicate: Any) -> str:
+def name_of(predicate: Any) -> str:
     return getattr(predicate, "__name__", None) or repr(predicate)

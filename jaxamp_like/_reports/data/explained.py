@@ -76,8 +76,11 @@ def summary(report: Explained) -> list[str]:
         f" (as written: {written.casts})",
     ]
     if now.saved is None or written.saved is None:
-        why = "there is no derivative by the arguments that `argnums` names"
-        return [*lines, f"  saved for backward: unknown, {why}"]
+        why = report.now.why_unknown or report.written.why_unknown
+        return [
+            *lines,
+            f"  saved for backward: unknown, there is no derivative: {why}",
+        ]
     return [
         *lines,
         f"  saved for backward: {human_bytes(sum(now.saved.values()))}"

@@ -262,6 +262,10 @@ class Numbers:
             lines += self._first(f"worst underflow, {share}", op, op.vanished_event)
         if not lossy:
             lines.append("  no underflow of more than 1 % of a result")
+        most = max(self.ops, key=lambda op: op.clipped)
+        if most.clipped:
+            share = f"{100 * most.clipped:.3g} % of an operand"
+            lines.append(f"  most clipped to 8 bits, {share}: {most.describe()}")
         (worst,) = self.worst(1)
         return [*lines, f"  largest error: {worst.error:.2g}, {worst.describe()}"]
 

@@ -240,11 +240,15 @@ class Totals:
 
 @dataclass(frozen=True)
 class Program:
-    """What a traced program holds: the function as written, or as rewritten."""
+    """What a traced program holds: the function as written, or as rewritten.
+
+    Where there is no derivative, it is not known what one would keep: `saved` is
+    `None`, and `why_unknown` says why there is none."""
 
     ops: tuple[OpRecord, ...]
     casts: tuple[CastRecord, ...]
     saved: tuple[SavedRecord, ...] | None
+    why_unknown: str = ""
 
     @property
     def totals(self) -> Totals:

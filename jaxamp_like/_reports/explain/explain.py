@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
+from ..._errors import AmpError
 from ..._jax import Eqn, Jaxpr
 from ..._policies.dictionary import Found
 from ..._policies.mistakes import naming_mistakes
@@ -102,25 +103,26 @@ def _program(call: Call, jaxpr: Jaxpr, recorder: Recorder) -> Program:
         if not is_structural:
             ops.append(_op(eqn, at))
     if is_step:
-        saved = walk.kept(jaxpr, recorder.steps)
-    else:
-        saved = _saved_by_derivative(call, recorder.as_written)
-    return Program(tuple(ops), tuple(casts), saved)
+        return Program(tuple(ops), tuple(casts), walk.kept(jaxpr, recorder.steps))
+    saved, why = _saved_by_derivative(call, recorder.as_written)
+    return Program(tuple(ops), tuple(casts), saved, why)
 
 
 def _saved_by_derivative(
     call: Call, as_written: bool
-) -> tuple[SavedRecord, ...] | None:
+) -> tuple[tuple[SavedRecord, ...] | None, str]:
+    """What the derivative keeps, or why there is none."""
     if not call.live:
-        return None
+        return None, "no argument that `argnums` names holds floating arrays"
     recorder = Recorder(as_written)
     try:
         jaxpr, num_outs = call.trace_residuals(recorder)
-    except Exception:
+    except Exception as e:
         # The function has been traced before: it is its derivative that there is none
         # of, as of host callbacks.
-        return None
-    return walk.residuals(jaxpr, num_outs, recorder.steps)
+        what = "" if isinstance(e, AmpError) else f"{type(e).__name__}: "
+        return None, what + next(iter(str(e).splitlines()), "")
+    return walk.residuals(jaxpr, num_outs, recorder.steps), ""
 
 
 def _op(eqn: Eqn, at: walk.Around) -> OpRecord:

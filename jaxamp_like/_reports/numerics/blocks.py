@@ -45,14 +45,21 @@ class Seen:
             program within that.
         loops: the loops around it, outermost first.
         written: the dtypes that its float results have as written.
-        sizes: their numbers of elements."""
+        made: these results; here some may be integers, of contractions of int8.
+        reads: its operands that are floats as written."""
 
     eqn: Eqn
     at: walk.Around
     path: Path
     loops: Loops
     written: tuple[str, ...]
-    sizes: tuple[int, ...]
+    made: tuple[Any, ...]
+    reads: tuple[Any, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many elements the results have."""
+        return tuple(v.aval.size for v in self.made)
 
 
 @dataclass(eq=False)

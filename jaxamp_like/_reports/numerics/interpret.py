@@ -183,9 +183,14 @@ class Interpreter:
         if shares is not None:
             floats = [rounding.told(out, shares) for out in floats]
         if floats:
-            sizes = tuple(int(out.run.size) for out in floats)
             written = walk.dtype_names_of(out.exact for out in floats)
-            seen = Seen(eqn, where.at, where.path, block.loops, written, sizes)
+            made = tuple(
+                v for v, out in zip(eqn.outvars, outs, strict=True) if out.is_float
+            )
+            reads = tuple(
+                a for a, x in zip(eqn.invars, operands, strict=True) if x.is_float
+            )
+            seen = Seen(eqn, where.at, where.path, block.loops, written, made, reads)
             block.add(seen, floats, [pair for pair in operands if pair.is_float])
         return outs
 

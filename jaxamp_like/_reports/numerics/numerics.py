@@ -175,16 +175,15 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         most, least = limits(name)
         over[name] = _share(counts, _EDGES >= most, largest >= most, elements)
         under[name] = _share(counts, _EDGES < least, 0 < smallest <= least, elements)
-    floats = [v for v in eqn.outvars if walk.dtype_names([v])]
     made = int(one.made_nonfinite) > 0
     vanished = float(one.vanished)
     return OpNumerics(
         place=at.place(eqn),
         primitive=eqn.primitive.name,
         author=at.step.eqn.primitive.name if at.step else "",
-        dtype=walk.dtype_names(floats)[0],
+        dtype=seen.made[0].aval.dtype.name,
         written=seen.written[0],
-        shape=tuple(floats[0].aval.shape),
+        shape=tuple(seen.made[0].aval.shape),
         runs=runs,
         largest=row.largest,
         smallest=_smallest(row.smallest),
@@ -200,10 +199,10 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         error=float(one.error),
         read_error=float(one.read_error),
         worst=tuple(map(int, one.worst)),
-        made_nonfinite=_event(eqn, one.first, one.inputs) if made else None,
+        made_nonfinite=_event(seen, one.first, one.inputs) if made else None,
         nonfinite_as_written=row.exact_nonfinite > 0,
         vanished=vanished,
-        vanished_event=_event(eqn, one.vanished_at, one.vanished_inputs)
+        vanished_event=_event(seen, one.vanished_at, one.vanished_inputs)
         if vanished
         else None,
         order=_order(seen, one.first if made else one.worst),
@@ -235,8 +234,7 @@ def _share(
     return max(float(counts[bins].sum() / max(counts.sum(), 1)), 1 / elements)
 
 
-def _event(eqn: Eqn, iteration: Any, ranges: Any) -> Event:
-    floats = [a for a in eqn.invars if walk.dtype_names([a])]
+def _event(seen: Seen, iteration: Any, ranges: Any) -> Event:
     return Event(
         iteration=tuple(map(int, iteration)),
         inputs=tuple(
@@ -249,7 +247,7 @@ def _event(eqn: Eqn, iteration: Any, ranges: Any) -> Event:
                 zero=float(row[4]),
                 is_literal=isinstance(atom, Literal),
             )
-            for atom, row in zip(floats, ranges, strict=False)  # padded
+            for atom, row in zip(seen.reads, ranges, strict=False)  # padded
         ),
     )
 

@@ -2,10 +2,10 @@
 
 An interpreter of jaxprs. Every value is a `Pair`: as the program computes it, and as it
 would be had nothing been cast, at the same inputs. The second follows from the first
-program alone: the casts that `amp` inserted do nothing to it, and every other equation
-is evaluated again, in the dtypes that its operands then have. So both runs stay in
-step through loops, remat and the backward pass, and can be compared value by value.
-Control flow follows the program that runs."""
+program alone: casts and roundings that `amp` inserted do nothing to it, and every other
+equation is evaluated again, in the dtypes that its operands then have. So both runs
+stay in step through loops, remat and the backward pass, and can be compared value by
+value. Control flow follows the program that runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from .. import walk
 class Pair(NamedTuple):
     """A value as the program computes it, and in the author's dtypes.
 
-    `true` is `None` where it is the same; `measured` is what `measure` found,
-    if it was asked."""
+    `true` is `None` where it is the same, and a float of what is an integer of 8 bits
+    here; `measured` is what `measure` found, if it was asked."""
 
     run: Any
     true: Any = None
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        return is_float(getattr(self.run, "dtype", None))
+        return is_float(getattr(self.exact, "dtype", None))
 
     @property
     def arrays(self) -> list[Any]:
@@ -71,12 +71,13 @@ class Role:
     """What is known of an equation beside itself, from the step that it was bound for.
 
     Args:
-        inserted: it is a cast that `amp` put there, or a rounding that goes with one.
+        inserted: it is a cast that `amp` put there, or a rounding that goes with one;
+            as written, the operand of this number stays as it is.
         target: it is a cast that the author wrote, to this dtype.
         literals: for each operand, the literal as the author wrote it, if that differs.
     """
 
-    inserted: bool = False
+    inserted: int | None = None
     target: str | None = None
     literals: tuple[float | None, ...] = ()
 
@@ -84,18 +85,43 @@ class Role:
 def role_of(eqn: Eqn, at: walk.Around) -> Role:
     literals = tuple(_as_written(atom, at) for atom in eqn.invars)
     name = eqn.primitive.name
+    if (rounded := rounded_operand(eqn, at)) is not None:
+        return Role(inserted=rounded, literals=literals)
     if name == "reduce_precision":
         # JAX puts one on what `jax.checkpoint` saves, in the dtype that it has now.
         is_ours = at.step is not None and at.step.eqn.primitive.name != name
-        return Role(inserted=is_ours, literals=literals)
+        return Role(inserted=0 if is_ours else None, literals=literals)
     if name != "convert_element_type":
         return Role(literals=literals)
     author = at.step and at.step.eqn
     if author is None or author.primitive.name != "convert_element_type":
-        is_ours = author is not None or at.in_amp
-        return Role(inserted=is_ours and walk.is_float_cast(eqn), literals=literals)
+        is_ours = (author is not None or at.in_amp) and walk.is_float_cast(eqn)
+        return Role(inserted=0 if is_ours else None, literals=literals)
     atom = author.invars[0] if at.phase == "backward" else author.outvars[0]
     return Role(target=atom.aval.dtype.name, literals=literals)
+
+
+def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
+    """Which operand an equation takes to 8 bits or back, if that is what it is for.
+
+    It clips it to their range, rounds it, or casts it: to float8, to int8, and from
+    there and the int32 of their sums."""
+    if at.step is None or at.step.decision.eight_bits is None:
+        return None
+    if eqn.primitive.name == "clamp":
+        least, _, most = eqn.invars
+        is_known = isinstance(least, Literal) and isinstance(most, Literal)
+        # Else it is a scale that is kept within bounds.
+        is_range = is_known and bool(np.asarray(least.val) == -np.asarray(most.val))
+        return 1 if is_range else None
+    if eqn.primitive.name != "convert_element_type":
+        return 0 if eqn.primitive.name == "round" else None
+    both = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    has_numbers = all(is_float(x) or x in _INTEGERS for x in both)
+    return 0 if has_numbers and any(map(is_float, both)) else None
+
+
+_INTEGERS = (jnp.dtype("int8"), jnp.dtype("int32"))
 
 
 def _as_written(atom: Any, at: walk.Around) -> float | None:
@@ -131,8 +157,9 @@ def is_move(eqn: Eqn) -> bool:
 
 def keeps_magnitudes(eqn: Eqn, role: Role) -> bool:
     """Whether what is known of the operand is true of the result."""
-    if role.inserted and eqn.primitive.name == "convert_element_type":
-        return holds(eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype)
+    if role.inserted is not None and eqn.primitive.name == "convert_element_type":
+        new, old = eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype
+        return is_float(new) and is_float(old) and holds(new, old)
     return is_move(eqn) or eqn.primitive.name in ("neg", "abs")
 
 
@@ -169,8 +196,8 @@ def _in_author_dtypes(
     eqn: Eqn, role: Role, pairs: Sequence[Pair], runs: Sequence[Any]
 ) -> list[Any]:
     """The results in the author's dtypes, `None` where they are the same."""
-    if role.inserted:
-        return [pairs[0].exact]
+    if role.inserted is not None and pairs[role.inserted].is_float:
+        return [pairs[role.inserted].exact]
     # What has an effect must have it once.
     if all(pair.true is None for pair in pairs) or has_effect(eqn):
         return [None] * len(runs)
@@ -234,7 +261,7 @@ def _bind_wider(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     wide = max((x.dtype for x in values if is_float(x.dtype)), key=bits)
     for key in ("preferred_element_type", "out_dtype"):
         asked = params.get(key)
-        if asked is not None and is_float(asked) and bits(asked) < bits(wide):
+        if asked is not None and not (is_float(asked) and bits(asked) >= bits(wide)):
             params = params | {key: wide}
     return _bind(eqn, values, params)
 
@@ -253,7 +280,7 @@ def joined(pair: Pair, like: Any) -> Pair:
     if like.true is None:
         return pair.bare()
     exact = pair.exact
-    return Pair(pair.run, exact.astype(like.true.dtype) if pair.is_float else exact)
+    return Pair(pair.run, exact.astype(like.true.dtype) if like.is_float else exact)
 
 
 def common(*pairs: Any) -> Any:
@@ -261,6 +288,6 @@ def common(*pairs: Any) -> Any:
     trues = [pair.true for pair in pairs if pair.true is not None]
     if not trues:
         return pairs[0].bare()
-    exacts = [pair.exact for pair in pairs]
-    floats = all(pair.is_float for pair in pairs)
-    return Pair(pairs[0].run, max(exacts, key=lambda x: bits(x.dtype) if floats else 0))
+    floats = [pair.exact for pair in pairs if pair.is_float]
+    widest = max(floats, key=lambda x: bits(x.dtype)) if floats else pairs[0].exact
+    return Pair(pairs[0].run, widest)

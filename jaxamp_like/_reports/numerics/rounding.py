@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ..._dtypes import bits, is_float
-from ..._jax import Eqn, Literal
+from ..._jax import Eqn
 from .. import walk
-from .pairs import Pair
+from .pairs import Pair, rounded_operand
 from .statistics import rounded
 
 Shares = tuple[Array | float, Array | float]
@@ -25,10 +24,10 @@ def shares(eqn: Eqn, at: walk.Around, operands: Sequence[Pair]) -> Shares | None
     """The shares of numbers that an equation clips and flushes.
 
     `None` of an equation that does not round an operand of a contraction."""
-    if at.step is None or at.step.decision.eight_bits is None:
+    if rounded_operand(eqn, at) is None:
         return None
     name, runs = eqn.primitive.name, [pair.run for pair in operands]
-    if name == "clamp" and _is_symmetric(eqn):
+    if name == "clamp":
         return _clipped(runs[1], runs[2]), 0.0
     if name == "convert_element_type" and _is_8_bits(eqn.params["new_dtype"]):
         # Integers are rounded before, as floats.
@@ -40,13 +39,6 @@ def told(made: Pair, both: Shares) -> Pair:
     """The result of that equation, with the shares among what is known of it."""
     row, codes = made.measured
     return made._replace(measured=(_rounded(row, *both), codes))
-
-
-def _is_symmetric(eqn: Eqn) -> bool:
-    """Whether an array is clipped, not a scale kept within bounds."""
-    least, _, most = eqn.invars
-    is_known = isinstance(least, Literal) and isinstance(most, Literal)
-    return is_known and bool(np.asarray(least.val) == -np.asarray(most.val))
 
 
 def _is_8_bits(dtype: Any) -> bool:

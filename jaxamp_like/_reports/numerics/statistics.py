@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..._dtypes import bits
+from ..._dtypes import bits, is_float
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -112,7 +112,8 @@ def measure(
     if run.size == 0:
         return no_row(), _codes(jnp.zeros(1)), []
     arrays = [run] if exact is None else [run, exact]
-    find = functools.partial(_of_elements, float(jnp.finfo(run.dtype).tiny))
+    tiny = float(jnp.finfo(run.dtype).tiny) if is_float(run.dtype) else 0.0
+    find = functools.partial(_of_elements, tiny)
     if chunk is None or not chunk <= run.size < 2**31:  # starts are of 32 bits
         reduced, scratch = _reduced(find(*arrays)), []
     else:
@@ -133,8 +134,12 @@ def measure(
 
 
 def rounded(row: Array, clipped: Any, flushed: Any) -> Array:
-    """A `Row` of what rounds its operand to 8 bits."""
-    return jnp.stack(Row(*row)._replace(clipped=clipped, flushed=flushed))
+    """A `Row` of what rounds its operand to 8 bits.
+
+    To an integer it is rounded as a float, whose range holds what is gone."""
+    one = Row(*row)
+    lost = jnp.where(flushed > 0, one.gone, one.lost)
+    return jnp.stack(one._replace(lost=lost, clipped=clipped, flushed=flushed))
 
 
 def _of_elements(tiny: float, run: Array, exact: Array | None = None) -> dict[str, Any]:
@@ -243,6 +248,8 @@ _MOST_COUNTED = 31  # six such counts fit into an integer
 
 
 def _as_bits(x: Array) -> Array:
+    if not is_float(x.dtype):
+        return x
     return lax.bitcast_convert_type(x, _BITS.get(bits(x.dtype), x.dtype))
 
 
