@@ -139,7 +139,10 @@ def compare(model: Model) -> Rows:
         loss = CONTENDERS[name](model, DTYPE)
         if loss is not None:
             rows[name] = measured(loss)
-    known = {Policy("float32"): rows["float32"], Policy(DTYPE): rows["default"]}
+    known: dict[Any, Any] = {
+        Policy("float32"): rows["float32"],
+        Policy(DTYPE): rows["default"],
+    }
     for name in ("default", "contractions"):
         budget = 1.0001 * rows[name]["error"]
         found = found_for(model, batches, budget, objective="bytes")

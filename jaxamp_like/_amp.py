@@ -51,7 +51,7 @@ class Traced(NamedTuple):
     """A call, traced.
 
     Args:
-        fn: what is called.
+        fn: what is called, as the user gave it.
         jaxpr: its program.
         arrays: what that takes.
         held: for each array, whether its argument holds others, too."""
@@ -191,7 +191,7 @@ def amp_by(
         warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
-    of_fn = functools.partial(run or run_by_plan, fn)
+    rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -202,8 +202,7 @@ def amp_by(
                 strict=False,
             )
         is_off = amp_is_off()
-        rewrite = _as_it_is if is_off else functools.partial(_rewritten, planner, of_fn)
-        out = call_with_nodes(rewrite, fn, args, kwargs)
+        out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
     return wrapped
@@ -229,8 +228,10 @@ def _planner(
 
 
 def _rewritten(
-    planner: Planner, run: Callable[..., list[Any]], fn: Callable[..., Any]
+    planner: Planner, run: Run, given: Callable[..., Any], fn: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """`fn`, rewritten when it is called; `given` is how the user knows it."""
+
     def call(*args, **kwargs):
         teach_checkpoint()
         in_force = planner_in_force(planner)
@@ -262,7 +263,7 @@ def _rewritten(
         held = [
             h for h, is_dynamic in zip(_held(tree), dynamic, strict=True) if is_dynamic
         ]
-        values = run(in_force, Traced(fn, jaxpr, arrays, held))
+        values = run(in_force, Traced(given, jaxpr, arrays, held))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
