@@ -17,7 +17,7 @@ from jaxamp_like._rules import Demand
 from jaxamp_like._rules.by_pass import PassPrecision
 from jaxamp_like.rules import use_dot_algorithm, use_precision_by_pass, wide
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(4)
 
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

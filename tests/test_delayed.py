@@ -409,6 +409,7 @@ def test_derivative_rules_of_an_author(fn):
     assert {*undifferentiated} == {"dot_general/lhs", "dot_general/rhs"}
 
 
+@pytest.mark.rest
 def test_examples_of_a_vmap():
     def fn(w, x):
         return jnp.tanh(x @ w)
@@ -420,6 +421,7 @@ def test_examples_of_a_vmap():
     assert_equal(jax.tree.map(lambda x: jnp.max(x, 0), each), together)
 
 
+@pytest.mark.rest
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_devices_of_a_shard_map_share_histories(check_vma):

@@ -47,7 +47,7 @@ from .programs import (
     waves,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(4)
 
 expect = functools.partial(programs.expect, policy=FOLLOWING)
 

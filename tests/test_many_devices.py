@@ -214,6 +214,7 @@ def in_layers(for_x=None, for_result=None):
     return layers
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("split", SPLIT)
 @pytest.mark.parametrize("rule", [float8, int8], ids=["float8", "int8"])
 def test_scales_of_rows_leave_a_product_where_it_lies(rule, split):

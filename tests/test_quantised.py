@@ -295,6 +295,7 @@ def test_errors_of_int8_are_within_its_steps(shape, seed, outlier):
     assert (abs(np.float64(y) - x @ w) <= 1.001 * bound).all()
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_int8_agrees_with_keras(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
@@ -495,6 +496,7 @@ def test_mapped_weights():
     assert error(grads, [np.stack([grad(w) for w in ws])]) < 2**-7
 
 
+@pytest.mark.rest
 def test_second_derivatives():
     x = values(5, 8)
 

@@ -55,6 +55,7 @@ def digits():
     return params, images[1200:], labels[1200:]
 
 
+@pytest.mark.rest
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("options", ({}, {"migration": 0.5}, {"weight_only": True}))
 def test_a_trained_model_loses_at_most_half_a_point(digits, options):

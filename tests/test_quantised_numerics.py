@@ -30,6 +30,7 @@ def shares(rule, fn, *args):
 W = values(16, 16)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("rule", (float8(where=None), int8(where=None)), ids=repr)
 def test_nothing_is_clipped_and_flushed_is_what_is_small(rule):
     x = jnp.ones((8, 16)).at[:, :4].set(1e-6).at[:, 4:6].set(0.0)
@@ -76,6 +77,7 @@ def in_a_while(w, x):
     return jax.lax.while_loop(lambda state: state[0] < 1, body, (0, x))[1]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.cross("rule", fn=3)
 @pytest.mark.parametrize("rule", COARSE, ids=repr)
 @pytest.mark.parametrize("fn", (product, in_a_scan, in_a_while))
@@ -106,6 +108,7 @@ def test_what_is_flushed_and_clipped_is_printed():
     assert "largest error: 0.99, clamp (of dot_general) in mlp" in str(clipped)
 
 
+@pytest.mark.rest
 def test_the_first_step_by_delayed_scales_clips():
     policy = quantised(float8(where=None, delayed=True, amax_history_length=2))
     step = amp_with_state(product, compute_dtype="float32", amp_policy=policy)

@@ -153,6 +153,7 @@ def test_nan_for_ever():
         check_scaler(last)
 
 
+@pytest.mark.rest
 def test_power_of_two_scale_changes_no_bit():
     keys = jr.split(jr.key(0), 3)
     model = eqx.nn.MLP(3, 2, 4, 1, key=keys[0])
