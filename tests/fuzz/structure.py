@@ -57,10 +57,12 @@ def _equations(jaxpr: Any, inside: tuple[str, ...]) -> Iterator[tuple[Any, Any]]
 
 
 def _kind(eqn: Any) -> str:
-    """The primitive; of a scan that a `cond` may end early, and is said to, another."""
+    """The primitive; of a scan that may end early, and is said to, another."""
     name = eqn.primitive.name
     if name == "scan" and "amp_solver" in str(eqn.source_info.name_stack):
-        if any(inner.primitive.name == "cond" for inner, _ in _inner_equations(eqn)):
+        if any(
+            e.primitive.name in ("cond", "select_n") for e, _ in _inner_equations(eqn)
+        ):
             return SOLVER
     return name
 
