@@ -96,6 +96,7 @@ def test_what_is_loaded_answers_the_same_for_any_batch(converted, saved):
     assert loaded.summary.share < 0.6
 
 
+@pytest.mark.rest
 def test_a_fresh_process_without_the_source_has_the_same_bits(
     converted, saved, tmp_path
 ):
@@ -423,6 +424,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_none(tmp_path):
     assert tries > 30 and {None, 1, 2} == set(outcomes)
 
 
+@pytest.mark.rest
 def test_a_process_that_is_killed_leaves_a_whole_artifact(tmp_path):
     """One hundred kills, of a process that saves in an endless loop."""
     code = textwrap.dedent(

@@ -18,7 +18,7 @@ from jaxamp_like._convert.models import take_apart
 from jaxamp_like._jax import Literal, raw, subjaxprs
 from jaxamp_like.presets import mxnet
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(4)
 
 BF16 = {"compute_dtype": "bfloat16"}
 

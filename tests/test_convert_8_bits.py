@@ -71,7 +71,7 @@ def test_parameters_that_steer_loops_and_branches():
     check(steered, p, x, amp_policy=EIGHT, share=0.3)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.rest
 @pytest.mark.parametrize("rule", INT8)
 def test_models_with_the_int8_rule(rule, monkeypatch):
     """At most 0.27 of float32's, and the bits of `amp`."""

@@ -36,7 +36,7 @@ from jaxamp_like.rules import float8
 from tests.programs import values
 from tests.test_quantised import contractions
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(4)
 
 LENGTH = 4
 

@@ -31,7 +31,7 @@ def test_cases(first):
     assert sum(x.numbers for x in outcomes.values()) > 0.75 * PER_TEST
 
 
-@pytest.mark.sample(3)
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "name", ["dropped_cast", "wrong_operand", "lost_carry", "lost_scale"]
 )

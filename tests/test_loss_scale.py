@@ -29,7 +29,7 @@ from jaxamp_like.scaling import check_scaler
 from .constructs import new_ref
 from .scalers import GREATEST, LEAST, plain_scalers
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(4)
 
 relaxed = settings(deadline=None, max_examples=60)
 # Early versions of JAX have it as an experiment only.

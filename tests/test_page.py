@@ -65,7 +65,7 @@ def column(page, table, name):
     return page.locator(f"{table} tbody tr td:nth-child({i + 1})").all_inner_texts()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 def test_it_shows_everything_and_fits(page):
     assert page.title() == "loss: precision report"
     for words in ("100.0 %", "saved for the backward pass", "layer_1: use_precision"):
@@ -82,7 +82,7 @@ def test_it_shows_everything_and_fits(page):
     assert page.locator("table.code tr.low").count() > 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 def test_the_tree_of_scopes_opens_and_sorts(page):
     tree = page.locator("[data-tree]")
     assert "layer_1" not in tree.inner_text()
@@ -97,7 +97,7 @@ def test_the_tree_of_scopes_opens_and_sorts(page):
     assert tree.locator("tbody tr").first.locator(".bar").count() == 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 def test_equations_are_sorted_and_filtered(page):
     table = "[data-table=ops]"
     place = page.locator(table)
@@ -114,7 +114,7 @@ def test_equations_are_sorted_and_filtered(page):
     assert place.locator("tbody tr").count() == 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 def test_a_long_table_shows_its_rest_when_asked(page):
     place = page.locator("[data-table=rules]")
     assert place.locator("tbody tr").count() == 25
@@ -122,7 +122,7 @@ def test_a_long_table_shows_its_rest_when_asked(page):
     assert place.locator("tbody tr").count() > 100
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 def test_the_comparison_shows_what_differs(page):
     table = "[data-table=differences]"
     page.locator(table).get_by_role("searchbox").fill("dot_general forward")
@@ -131,7 +131,7 @@ def test_the_comparison_shows_what_differs(page):
     assert column(page, table, "the other") == ["1 float32"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 def test_numerics_are_sorted_by_error(page):
     table = "[data-table=numerics]"
     page.locator(table).get_by_role("button", name="error").click()
@@ -142,6 +142,7 @@ def test_numerics_are_sorted_by_error(page):
     assert "no inf or NaN" in page.locator("#trouble").inner_text()
 
 
+@pytest.mark.rest
 def test_numerics_have_a_page_of_their_own(browser, tmp_path):
     report = trace_numerics(loss, amp_policy={})(*ARGS)
     page = browser.new_page()
@@ -190,6 +191,7 @@ def test_a_huge_program_has_a_page_of_ordinary_size(browser, tmp_path):
     page.close()
 
 
+@pytest.mark.rest
 def test_an_empty_function_has_a_page(browser, tmp_path):
     path = explain(lambda: None, **BF16)().save_html(tmp_path / "empty.html")
     page = browser.new_page()
@@ -216,6 +218,7 @@ def test_an_unwritable_path(tmp_path):
         assert info.value.filename == str(path)
 
 
+@pytest.mark.rest
 def test_the_page_of_a_conversion(browser, tmp_path):
     low = convert(loss, *ARGS, **BF16)
     page = browser.new_page()

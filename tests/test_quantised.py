@@ -28,7 +28,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8, worth_eight_bits
 from tests.programs import error, values
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(4)
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOAT8, INT8 = float8(where=None), int8(where=None)

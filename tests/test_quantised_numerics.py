@@ -39,6 +39,7 @@ def test_nothing_is_clipped_and_flushed_is_what_is_small(rule):
     np.testing.assert_allclose(flushed, 4 / 16)
 
 
+@pytest.mark.rest
 def test_what_is_beyond_a_fixed_scale_is_clipped():
     x = jnp.ones((8, 16)).at[:, :2].set(7.0)
     rule = int8(where=None, activation_max=6.0)

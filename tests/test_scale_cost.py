@@ -33,7 +33,7 @@ def compiled(small):
         return {n: loss_scaling.compiled(CONTENDERS[n], "toy") for n in names}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.rest
 @pytest.mark.parametrize("peer", ["jmp", "flax DynamicScale"])
 @pytest.mark.parametrize("name", OURS)
 def test_no_more_bytes_than_others(compiled, name, peer):
@@ -42,11 +42,13 @@ def test_no_more_bytes_than_others(compiled, name, peer):
     assert compiled[name].ops <= compiled[peer].ops
 
 
+@pytest.mark.rest
 def test_a_retry_has_one_copy_of_the_code(compiled):
     without = compiled["dynamic_scale_value_and_grad"].ops
     assert compiled["the same, redo_on_nan=2"].ops <= 1.1 * without
 
 
+@pytest.mark.rest
 def test_a_peer_that_fails_is_told_of():
     def broken(loss):
         raise RuntimeError("no such attribute\nand more")

@@ -554,7 +554,7 @@ AROUND = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["checkpointed", "bounded"])
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
 @pytest.mark.parametrize("inner", ["plain", "amp"])
