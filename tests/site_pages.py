@@ -2,10 +2,10 @@
 
     python -m tests.site_pages FOLDER [--all]
 
-Those of KINDS narrow and wide, light and dark; of the other pages one in each folder,
-or all of them, in one of these looks, in turn. Prints what axe-core finds, what a page
-says on the console, whether it is too wide and what the keyboard doesn't reach, and
-then ends with 1. `.ci/docs` calls it."""
+Those of KINDS wide and light, and narrow and dark; with `--all`, these in the other two
+looks, too, and each other page in one of the four, in turn. Prints what axe-core finds,
+what a page says on the console, whether it is too wide and what the keyboard doesn't
+reach, and then ends with 1. `.ci/docs` calls it."""
 
 import argparse
 import functools
@@ -41,12 +41,13 @@ def served(folder: Path) -> Iterator[str]:
 
 def asked(folder: Path, every: bool) -> list[tuple[str, tuple[int, str]]]:
     """Pages, each with the width and the scheme that it is looked at in."""
-    pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.html")}
-    rest = sorted(pages - {*KINDS})
-    if not every:
-        rest = list({Path(page).parent.parent: page for page in rest}.values())
-    turns = [(page, LOOKS[i % len(LOOKS)]) for i, page in enumerate(rest)]
-    return [(page, look) for page in KINDS for look in LOOKS] + turns
+    looks = LOOKS if every else [LOOKS[0], LOOKS[-1]]
+    found = [(page, look) for page in KINDS for look in looks]
+    if every:
+        pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.html")}
+        rest = sorted(pages - {*KINDS})
+        found += [(page, LOOKS[i % len(LOOKS)]) for i, page in enumerate(rest)]
+    return found
 
 
 def findings(
