@@ -190,6 +190,9 @@ def test_second_derivatives_are_refused(fn):
         jax.jvp(lambda w: by_input(w, x), (w,), (w,))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 7), reason="JAX 0.6 can't transpose the loop as written"
+)
 @pytest.mark.parametrize("side", (0, 1))
 def test_transposes_of_loops(side):
     args = [values(*W), values(*X)]
