@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from .._dtypes import DType
 from .._quantised.rule import is_parameter, low_of, result_of
-from .._quantised.weights import weight_side
 from .._rules import Site
+from .._rules.weights import weight_side
 from .candidates import Candidate
 from .rounding import AS_IT_IS, Rounding
 

@@ -11,8 +11,8 @@ from .._dtypes import DType, cast, lowered
 from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.by_pass import weight_side
 from .._rules.given import as_bool
+from .._rules.weights import weight_side
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear

@@ -11,6 +11,7 @@ from .._dtypes import cast
 from .._primitives.contractions import summed_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.given import as_bool
+from .._rules.weights import weight_side
 from .alone import AsInt8
 from .axes import Axes, axes_at, onto_result
 from .bilinear import as_it_is, bilinear
@@ -19,7 +20,6 @@ from .migration import migrated, pairs_of
 from .passes import Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import leave_alone, number, predicate_or_none
-from .weights import weight_side
 from .worth import WORTH_IT
 
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")

@@ -29,9 +29,9 @@ from .._rules import (
 )
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import asked, name_of
+from .._rules.weights import weight_side
 from .alone import Alone, Rounding
 from .axes import sides
-from .weights import weight_side
 from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")

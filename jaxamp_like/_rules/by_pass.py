@@ -31,7 +31,6 @@ from .._jax import (
 from .._primitives import CONTRACTIONS
 from .._primitives.matmul_precision import settled_bind
 from . import (
-    INPUTS,
     Decision,
     Demand,
     Mark,
@@ -43,6 +42,7 @@ from . import (
     why_as_written,
     wide_contraction,
 )
+from .weights import weight_side
 
 
 class PassPrecision(NamedTuple):
@@ -111,7 +111,7 @@ class UsePrecisionByPass(Rule):
             return original._replace(why=why)
         forward = _pass(site, self.forward)
         gradients = [_pass(site, self.input_gradient)] * 2
-        gradients[weight_side(site, self.weight)] = _pass(site, self.weight_gradient)
+        gradients[self._weight_side(site)] = _pass(site, self.weight_gradient)
         passes = [forward, *gradients]
         if all(made.reads == site.authors[:2] for made in passes):
             return original._replace(why="the author's dtype is no wider")
@@ -127,6 +127,11 @@ class UsePrecisionByPass(Rule):
             self._why(site),
             bind,
         )
+
+    def _weight_side(self, site: Site) -> int:
+        if self.weight is None:
+            return weight_side(site)
+        return ("lhs", "rhs").index(self.weight)
 
     def _why(self, site: Site) -> str:
         def show(choice):
@@ -162,8 +167,9 @@ def use_precision_by_pass(
     computed in the precision of that operand's gradient.
 
     Which operand of a `dot_general` is the weight: the one that is an input of the
-    function (or a view of one), if the other is not; else, such as in a first layer
-    that also reads an input, the right one. `weight` says otherwise. Convolutions and
+    function (or made of inputs alone), if the other is not. In a first layer both are:
+    then it is the one of an argument that holds many arrays, as parameters do; the one
+    that is no vector; else the right one. `weight` says otherwise. Convolutions and
     ragged contractions have theirs on the right.
 
     What the author gave a precision by hand is left as written, but under the key of a
@@ -203,16 +209,6 @@ def _choice(value: DTypeLike | PassPrecision | None, argument: str) -> PassPreci
     if value is wide:
         raise TypeError(f"`{argument}` is `wide`, which is called: write `wide()`.")
     return PassPrecision(None if value is None else as_float_dtype(value, argument))
-
-
-def weight_side(site: Site, given: Literal["lhs", "rhs"] | None = None) -> int:
-    """Which operand of a contraction is the weight, if the user has not said it."""
-    if given is not None:
-        return ("lhs", "rhs").index(given)
-    if site.primitive.name != "dot_general":
-        return 1  # a filter, or the matrices of the groups
-    inputs = [i for i, fact in enumerate(site.facts) if fact and fact.leaf in INPUTS]
-    return inputs[0] if len(inputs) == 1 else 1
 
 
 class _Pass(NamedTuple):

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from .._primitives.contractions import dot_numbers, rest
-from .._rules import Shown, Site
+from .._primitives.contractions import dot_numbers, free_axes
+from .base import Shown, Site
 
 
 def weight_side(site: Site) -> int:
@@ -14,12 +14,11 @@ def weight_side(site: Site) -> int:
     data seldom; without a symbolic batch; or that is no vector; else the right one, as
     in `x @ w`. Where both sum over their last axis, as an Equinox layer under `vmap`
     does, the order tells nothing: then it is the larger."""
-    if (numbers := dot_numbers(site.params)) is None:
-        return 1  # a filter
-    contracted, batch = numbers
-    shapes = [aval.shape for aval in site.avals[:2]]
-    axes = [tuple(range(len(shape))) for shape in shapes]
-    free = [rest(axes[i], (*contracted[i], *batch[i])) for i in (0, 1)]
+    if site.primitive.name != "dot_general":
+        return 1  # a filter, or the matrices of the groups
+    numbers = dot_numbers(site.params)
+    (contracted, _), shapes = numbers, [aval.shape for aval in site.avals[:2]]
+    free = free_axes(numbers, shapes)
     shown = [fact.shown if fact else Shown.NONE for fact in site.facts[:2]]
     for holds in (
         lambda i: shown[i] > shown[1 - i],
@@ -28,7 +27,7 @@ def weight_side(site: Site) -> int:
     ):
         if (side := _only(holds)) is not None:
             return side
-    is_last = all(tuple(contracted[i]) == axes[i][-1:] for i in (0, 1))
+    is_last = all(tuple(contracted[i]) == (len(shapes[i]) - 1,) for i in (0, 1))
     if is_last and all(isinstance(d, int) for shape in shapes for d in shape):
         return int(site.avals[1].size >= site.avals[0].size)
     return 1
