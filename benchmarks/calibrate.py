@@ -14,14 +14,12 @@ counts these, and what is compiled, for several budgets. `planted` counts the mo
 with a known answer for which it is found. All at toy size, on the CPU."""
 
 import argparse
-import importlib.metadata
 import json
 import math
-import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from rich.console import Console
 from jaxamp_like import AmpWarning, Budget, Policy, amp, calibrate
 from jaxamp_like.reports import Calibration
 
-from . import measure
+from . import measure, xla_flags
 from .front import CONTENDERS, MODELS, sources
 from .rewrite import as_vector, machine, make_table, relative_error, versions
 from .workloads import (
@@ -55,26 +53,11 @@ from .workloads import (
 
 DTYPE = "bfloat16"
 BATCHES = 4
-# Of programs that are compiled to be run a few times, and to be compared: XLA keeps
-# every rounding, and its backend, which rounds nothing, is spared most of its work.
-QUICK = (
-    "--xla_allow_excess_precision=false",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
 BESIDE = ("default", "contractions", "pytorch_autocast", "jmp")
 HARD = ("force field", "Mamba-2")
 
 
 # --------------------------------------------------------------------------- measuring
-
-
-def quick_emitters() -> Sequence[str]:
-    """XLA's older emitters, four times as quick; later jaxlibs don't have them."""
-    jaxlib = importlib.metadata.version("jaxlib")
-    is_old = tuple(map(int, jaxlib.split(".")[:2])) < (0, 11)
-    return ("--xla_cpu_use_fusion_emitters=false",) * is_old
 
 
 def samples(model: Model) -> list[Any]:
@@ -486,9 +469,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     if args.run is not cost:  # where seconds count
-        # Read when the first program is compiled.
-        given = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = " ".join((*QUICK, *quick_emitters(), given))
+        # Figures are compared: XLA keeps every rounding, and its backend, which rounds
+        # nothing, is spared most of its work.
+        xla_flags.add("--xla_allow_excess_precision=false", *xla_flags.QUICK)
     return args.run(args, Console(width=max(Console().width, 110)))
 
 

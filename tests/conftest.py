@@ -1,23 +1,9 @@
 """Eight CPU devices, quick compilation, a source of PRNG keys, a bound on memory."""
 # ruff: noqa: E402  (XLA's flags must be set before anything imports JAX)
 
-import os
-from importlib.metadata import version
+from benchmarks import xla_flags
 
-_FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    # Compiling takes most of the tests' time: thousands of small programs, run once.
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",  # each part would cost as much again
-]
-if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
-    # XLA's older emitters, four times as quick; later jaxlibs don't have them.
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-_given = os.environ.get("XLA_FLAGS", "").split()
-_known = {flag.split("=")[0] for flag in _given}
-_given += [flag for flag in _FLAGS if flag.split("=")[0] not in _known]
-os.environ["XLA_FLAGS"] = " ".join(_given)
+xla_flags.add("--xla_force_host_platform_device_count=8", *xla_flags.QUICK)
 
 import gc
 import itertools
