@@ -29,6 +29,7 @@ from .rewrite import (
     UNOPTIMISED,
     Figures,
     Sample,
+    add_section,
     errors_by_sample,
     figure_row,
     machine,
@@ -197,10 +198,9 @@ def show(console: Console, results: dict[str, Rows], note: str) -> None:
     figures = make_table(f"Figures ({note})", FIGURE_COLUMNS)
     for workload, rows in results.items():
         plain, hand = rows.figures["float32"], rows.figures["hand"]
-        for i, (name, one) in enumerate(rows.figures.items()):
-            label, last = "" if i else workload, i == len(rows.figures) - 1
-            ratios.add_row(label, name, *cells(one, plain, hand), end_section=last)
-            figures.add_row(label, name, *figure_row(one), end_section=last)
+        made = rows.figures.items()
+        add_section(ratios, workload, {n: cells(one, plain, hand) for n, one in made})
+        add_section(figures, workload, {n: figure_row(one) for n, one in made})
     console.print(ratios, figures)
     for workload, rows in results.items():
         for name, why in rows.failed.items():

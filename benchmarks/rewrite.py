@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -326,17 +326,21 @@ def make_table(title: str, columns: Iterable[str]) -> Table:
     return table
 
 
+def add_section(table: Table, workload: str, rows: Mapping[str, Sequence[str]]) -> None:
+    """The cells of every version of a workload, which is named once."""
+    for i, (name, cells) in enumerate(rows.items()):
+        last = i == len(rows) - 1
+        table.add_row("" if i else workload, name, *cells, end_section=last)
+
+
 def tables(results: dict[str, dict[str, Figures]], note: str) -> list[Table]:
     ratios = make_table(f"Ratios ({note})", RATIOS)
     figures = make_table(f"Figures ({note})", FIGURES)
     for workload, rows in results.items():
-        plain, hand = rows.get("float32"), rows.get("hand")
-        label = workload
-        for name, one in rows.items():
-            last = name == list(rows)[-1]
-            ratios.add_row(label, name, *ratio_row(one, plain, hand), end_section=last)
-            figures.add_row(label, name, *figure_row(one), end_section=last)
-            label = ""
+        beside = rows.get("float32"), rows.get("hand")
+        ratio_rows = {name: ratio_row(one, *beside) for name, one in rows.items()}
+        add_section(ratios, workload, ratio_rows)
+        add_section(figures, workload, {n: figure_row(one) for n, one in rows.items()})
     return [ratios, figures]
 
 

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from .rewrite import CONTENDERS, make_table, ratio, versions
+from .rewrite import CONTENDERS, add_section, make_table, ratio, versions
 from .workloads import WORKLOADS, Loss, Workload
 
 # FLOP/s by bits of an operand. 16 bits is measured; a float32 product runs in TF32, at
@@ -626,12 +626,9 @@ def tables(records: dict[str, dict[str, Figures]], note: str) -> list[Table]:
     absolute = make_table(f"Figures ({note})", FIGURES)
     for workload, rows in records.items():
         others = [rows.get(name) for name in ("float32", "hand", "lean")]
-        label = workload
-        for name, one in rows.items():
-            last = name == list(rows)[-1]
-            ratios.add_row(label, name, *ratio_row(one, *others), end_section=last)
-            absolute.add_row(label, name, *figure_row(one), end_section=last)
-            label = ""
+        ratio_rows = {name: ratio_row(one, *others) for name, one in rows.items()}
+        add_section(ratios, workload, ratio_rows)
+        add_section(absolute, workload, {n: figure_row(one) for n, one in rows.items()})
     return [ratios, absolute]
 
 

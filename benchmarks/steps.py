@@ -21,7 +21,7 @@ import jax.random as jr
 from rich.console import Console
 
 from .peers import DISTRIBUTIONS, PEERS, reason
-from .rewrite import CONTENDERS, machine, make_table, ratio, versions
+from .rewrite import CONTENDERS, add_section, machine, make_table, ratio, versions
 from .workloads import WORKLOADS, Workload
 
 Step = Callable[..., Any]
@@ -83,15 +83,16 @@ def show(console: Console, results: dict[str, Any], note: str) -> None:
     for workload, rows in results.items():
         figures = rows["figures"]
         plain, hand = figures.get("float32", {}), figures.get("hand", {})
-        for i, (name, one) in enumerate(figures.items()):
-            row = (
+        cells = {
+            name: (
                 f"{1e3 * one['seconds']:.2f}",
                 ratio(one["seconds"], plain.get("seconds")),
                 ratio(one["seconds"], hand.get("seconds")),
                 ratio(one["temp_bytes"], plain.get("temp_bytes")),
             )
-            last = i == len(figures) - 1
-            table.add_row("" if i else workload, name, *row, end_section=last)
+            for name, one in figures.items()
+        }
+        add_section(table, workload, cells)
     console.print(table)
     for workload, rows in results.items():
         for name, why in rows["failed"].items():

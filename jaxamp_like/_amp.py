@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
@@ -182,8 +183,7 @@ def amp_by(
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
 
-    `run` evaluates the program that is made of a traced one (told of which function),
-    if that needs a state."""
+    `run` evaluates the program that is made of a traced one, if that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
@@ -237,9 +237,7 @@ def _rewritten(
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
-        arrays = [
-            x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic
-        ]
+        arrays = list(compress(leaves, dynamic))
         result = []
 
         def flat(*arrays):
@@ -260,9 +258,7 @@ def _rewritten(
         with explaining_tracing(), without_setting():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        held = [
-            h for h, is_dynamic in zip(_held(tree), dynamic, strict=True) if is_dynamic
-        ]
+        held = list(compress(_held(tree), dynamic))
         values = run(in_force, Traced(given, jaxpr, arrays, held))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 

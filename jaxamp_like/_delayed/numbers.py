@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from .._jax import Eqn, Literal, has_effect
+from .._primitives import IDENTITIES
 
 _NONE: frozenset[int] = frozenset()
-
-# What hands its operands on.
-_IDENTITIES = ("copy", "copy_p", "name", "optimization_barrier", "pvary")
 
 
 class Numbers:
@@ -53,7 +51,7 @@ class Numbers:
     def of_results(self, eqn: Eqn, ins: Sequence[int]) -> list[int]:
         """The numbers of what an equation makes that holds no program."""
         name = eqn.primitive.name
-        if name in _IDENTITIES:
+        if name in IDENTITIES:
             return list(ins)
         varies = self.all_varies(ins)
         if name == "convert_element_type":

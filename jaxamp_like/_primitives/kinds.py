@@ -74,6 +74,9 @@ EACH = """optimization_barrier device_put layout_constraint pmax pmin pbroadcast
     reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p preduced
     unreduced_pmax unreduced_pmin all_gather_reduced mesh_cast shard_alike"""
 
+# What hands its operands on.
+IDENTITIES = frozenset("copy copy_p name optimization_barrier pvary".split())
+
 # From device to device, there or in the backward pass (what varies over devices from
 # here on has a cotangent that is summed over them): half the bytes if rounded before.
 SENDING = """sharding_constraint reshard all_gather all_gather_invariant ppermute

@@ -21,7 +21,7 @@ from .straight import CHOICE, INPUT, LITERAL, Made, Straight, hands_on, is_call
 # What is known of a truth value is known of it in another shape or type.
 _PASSING = frozenset("broadcast_in_dim convert_element_type reshape squeeze".split())
 
-Leaf = tuple[int, Any]  # a value by its number, and what it is assumed to be
+Sign = tuple[int, Any]  # a value by its number, and what it is assumed to be
 
 
 class Value(NamedTuple):
@@ -52,7 +52,7 @@ def stops(flows: Flows, body: Body, scope: Scope, fixed: Indices) -> bool:
     if not _may_hand_on(flows, body, scope):
         return False
     loop = _Loop(flows, body, scope, fixed)
-    return any(loop.stops_by(*leaf, kept) for leaf, kept in loop.leaves().items())
+    return any(loop.stops_by(*sign, kept) for sign, kept in loop.signs().items())
 
 
 def _may_hand_on(flows: Flows, body: Body, scope: Scope) -> bool:
@@ -86,9 +86,9 @@ class _Loop:
         self.next_of = {i: self.program.outs[out] for out, i in body.loop}
         self.values = self._values(range(len(self.program.made)), {})
 
-    def leaves(self) -> dict[Leaf, set[int]]:
+    def signs(self) -> dict[Sign, set[int]]:
         """What may decide that carries are handed on, each enough by itself: which."""
-        found: dict[Leaf, set[int]] = {}
+        found: dict[Sign, set[int]] = {}
         for made in self.program.made:
             if made.by == CHOICE:
                 which, *cases = made.of
@@ -97,11 +97,11 @@ class _Loop:
                     if source is None or source not in self.next_of:
                         continue
                     picks = bool(k) if len(cases) == 2 else k
-                    for leaf in self._parts(which, picks):
-                        found.setdefault(leaf, set()).add(source)
+                    for sign in self._parts(which, picks):
+                        found.setdefault(sign, set()).add(source)
         return found
 
-    def _parts(self, n: int, value: Any) -> Iterator[Leaf]:
+    def _parts(self, n: int, value: Any) -> Iterator[Sign]:
         made = self.program.made[n]
         if made.by == "not":
             yield from self._parts(made.of[0], not value)

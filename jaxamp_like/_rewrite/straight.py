@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._jax import Eqn, Jaxpr, Literal, has_effect, raw, scopes
+from .._primitives import IDENTITIES
 from .._rules import PLACING
 from .flow import Flows, Scope
 
 CHOICE, CONSTANT, INPUT, LITERAL = "choice", "constant", "input", "literal"
 
-# What hands its operands on.
-_IDENTITIES = frozenset(PLACING).union(
-    "copy copy_p name optimization_barrier pvary mesh_cast stop_gradient".split()
-)
+# What hands its operands on, to other devices or without a derivative too.
+_HANDING_ON = IDENTITIES.union(PLACING, ("mesh_cast", "stop_gradient"))
 
 
 class Made(NamedTuple):
@@ -138,7 +137,7 @@ class Straight:
 def hands_on(eqn: Eqn) -> bool:
     """Whether the results of an equation are its operands."""
     if eqn.primitive.name != "convert_element_type":
-        return eqn.primitive.name in _IDENTITIES
+        return eqn.primitive.name in _HANDING_ON
     before: Any = eqn.invars[0].aval
     return before.dtype == eqn.params["new_dtype"]  # it is weakly typed, or no more
 

@@ -100,11 +100,11 @@ def inside(
     }
     # What is made of parameters is not told apart there: the same code with other
     # values is to be the same program.
-    made = {Shown.MADE: Shown.NONE}
     return tuple(
         fact
         and fact._replace(
-            leaf=inside.get(fact.leaf, Leaf.NO), shown=made.get(fact.shown, fact.shown)
+            leaf=inside.get(fact.leaf, Leaf.NO),
+            shown=Shown.NONE if fact.shown == Shown.MADE else fact.shown,
         )
         for fact in facts
     )
