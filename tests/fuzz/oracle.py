@@ -314,6 +314,25 @@ class RoundingEverything(Rounding):
         return True
 
 
+class Jitter(Rounding):
+    """Moves what a program computes in float32 by about a unit in the last place.
+
+    Sums in another order differ by that: what is 0 only where they are in this one is
+    no number to hold a program to."""
+
+    def round(self, x: Any) -> Any:
+        is_full = getattr(x, "dtype", None) == np.float32
+        if self.rng is None or not is_full or isinstance(x, jax.core.Tracer):
+            return x
+        size = float(np.finfo(np.float32).eps)
+        shift = self.rng.uniform(-size, size, np.shape(x)).astype(np.float32)
+        return np.asarray(x * (1 + shift))
+
+    def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
+        outs = Evaluator.apply(self, step, args)
+        return outs if step.name in _MOVES else [self.round(x) for x in outs]
+
+
 class Trace:
     """A value, the numbers of the input elements that it shows, and whether rounding
     may have changed it.
