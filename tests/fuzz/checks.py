@@ -346,7 +346,7 @@ def _trace(build: Callable[[Wrap], Any], wrap: Wrap) -> Traced:
         # A rule of the user's that makes infinity of a literal.
         and "overflow encountered in cast" not in str(w.message)
         # Not each program has contractions of parameters.
-        and "the policy would quantise" not in str(w.message)
+        and "` would quantise" not in str(w.message)
     }
     del leaves
     return Traced(jaxpr, jax.tree.leaves(args), tree, avals, warned)
