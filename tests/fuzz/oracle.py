@@ -313,6 +313,14 @@ class RoundingEverything(Rounding):
     def is_rounded(self, step: Step) -> bool:
         return True
 
+    def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
+        # XLA divides by the power, which in 16 bits may be out of range.
+        if step.name == "integer_pow" and (y := step.eqn.params["y"]) < 0:
+            (x,) = map(self.round, args)
+            with np.errstate(all="ignore"):
+                return [self.round(1 / self.round(x**-y))]
+        return super().apply(step, args)
+
 
 class Jitter(Rounding):
     """Moves what a program computes in float32 by about a unit in the last place.
