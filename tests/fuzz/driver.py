@@ -154,7 +154,9 @@ def _report(finding: Finding, options: Options, progress: Progress) -> None:
     line = f"seed {finding.seed}: {finding.what}"
     progress.console.print(line, markup=False, highlight=False)
     if options.out is None:
-        progress.console.print(finding.file, markup=False, highlight=False)
+        progress.console.print(
+            finding.file, markup=False, highlight=False, soft_wrap=True
+        )
     else:
         options.out.mkdir(parents=True, exist_ok=True)
         (
