@@ -16,6 +16,7 @@ from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.mistakes import (
+    Decorator,
     explaining_tracing,
     is_lazy,
     lowers_nothing,
@@ -24,6 +25,7 @@ from ._policies.mistakes import (
     refuse_lazy_results,
     refuse_unbound,
     refuse_what_cannot_be_rewritten,
+    report_of_amp_twice,
     report_of_no_lowering,
 )
 from ._policies.settings import PolicyLike, Settings, settings_of
@@ -64,6 +66,7 @@ class Traced(NamedTuple):
 
 
 Run = Callable[[Planner, Traced], list[Any]]
+_COMPUTE_DTYPE = "__amp_compute_dtype__"  # of what `amp` has made
 
 
 @overload
@@ -154,7 +157,7 @@ def amp(
     if gather_once is not None:
         gather_once = as_bool(gather_once, "gather_once")
     if fn is None:
-        return functools.partial(
+        return Decorator(
             amp,
             compute_dtype=compute_dtype,
             amp_policy=amp_policy,
@@ -169,6 +172,11 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
+    inner = vars(fn).get(_COMPUTE_DTYPE) if inspect.isfunction(fn) else None
+    is_said = compute_dtype is not None or amp_policy is not None
+    if is_said and inner not in (None, settings.compute_dtype):
+        report = report_of_amp_twice(inner, settings.compute_dtype)
+        warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
     return amp_by(settings, fn, strict=strict, lean=lean, gather_once=gather_once)
 
 
@@ -205,6 +213,7 @@ def amp_by(
         out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
+    vars(wrapped)[_COMPUTE_DTYPE] = settings.compute_dtype
     return wrapped
 
 
