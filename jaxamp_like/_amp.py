@@ -31,6 +31,7 @@ from ._policies.mistakes import (
 from ._policies.settings import PolicyLike, Settings, settings_of
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
+from ._rewrite.by_hand import report_of_float16_by_hand
 from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan, Step, steps_of
 from ._rewrite.planner import Planner
@@ -323,6 +324,7 @@ def _report_unused(
         *reports_of_unknown_shapes(planner, steps),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
+        report_of_float16_by_hand(planner.compute_dtype, steps),
     ):
         if report is not None:
             warn_or_raise(f"{report} This is of {place_of(fn)}.", planner.strict)

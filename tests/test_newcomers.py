@@ -289,6 +289,19 @@ def test_amp_of_what_amp_has_made_in_another_dtype():
     assert explain(low)(w, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
 
 
+def test_layers_that_are_float16_under_bfloat16():
+    """They stay so: nothing is bfloat16, and nothing scales the loss."""
+    half = linen.Dense(2, dtype=jnp.float16)
+    params = half.init(jax.random.key(0), x)
+    with pytest.warns(AmpWarning, match=r"float16 as written.*linear.py.*`dtype=`"):
+        amp(half.apply, compute_dtype="bfloat16")(params, x)
+    amp(lambda p, x: half.apply(p, x))(params, x)
+    mixed_by_hand = amp(
+        lambda p, x: half.apply(p, x @ x.T @ x), amp_policy="p=f32,c=bf16"
+    )
+    mixed_by_hand(params, x)  # that is no mistake
+
+
 def test_moments_in_float16_are_told():
     low = {"in": w["in"].astype(jnp.float16)}
     with pytest.warns(AmpWarning, match=r"\.mu\['in'\].*`param_dtype` alone"):
