@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,8 @@ class Traced(NamedTuple):
 
 
 Run = Callable[[Planner, Traced], list[Any]]
-_COMPUTE_DTYPE = "__amp_compute_dtype__"  # of what `amp` has made
+# Of what `amp` has made. (An attribute would be taken over by `functools.wraps`.)
+_COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
 
 
 @overload
@@ -173,7 +175,7 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
-    inner = vars(fn).get(_COMPUTE_DTYPE) if inspect.isfunction(fn) else None
+    inner = _COMPUTE_DTYPES.get(fn) if inspect.isfunction(fn) else None
     is_said = compute_dtype is not None or amp_policy is not None
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
@@ -214,7 +216,7 @@ def amp_by(
         out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
-    vars(wrapped)[_COMPUTE_DTYPE] = settings.compute_dtype
+    _COMPUTE_DTYPES[wrapped] = settings.compute_dtype
     return wrapped
 
 

@@ -284,6 +284,7 @@ def test_amp_of_what_amp_has_made_in_another_dtype():
         enable_amp(amp(lambda w, x: loss(w, x)), adam, compute_dtype="bfloat16")
     with pytest.raises(AmpError, match="Use `amp` or `enable_amp` once"):
         amp(mixed, amp_policy="mixed_bfloat16", strict=True)
+    amp(jax.grad(mixed), compute_dtype="bfloat16", strict=True)  # holds more than it
     low = amp(loss, compute_dtype="bfloat16")
     assert amp(low)(w, x) == low(w, x)  # nothing was said of another dtype
     assert explain(low)(w, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
