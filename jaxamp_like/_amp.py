@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.mistakes import (
+    Decorator,
     explaining_tracing,
     is_lazy,
     lowers_nothing,
@@ -24,11 +26,13 @@ from ._policies.mistakes import (
     refuse_lazy_results,
     refuse_unbound,
     refuse_what_cannot_be_rewritten,
+    report_of_amp_twice,
     report_of_no_lowering,
 )
 from ._policies.settings import PolicyLike, Settings, settings_of
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
+from ._rewrite.by_hand import report_of_float16_by_hand
 from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan, Step, steps_of
 from ._rewrite.planner import Planner
@@ -64,6 +68,8 @@ class Traced(NamedTuple):
 
 
 Run = Callable[[Planner, Traced], list[Any]]
+# Of what `amp` has made. (An attribute would be taken over by `functools.wraps`.)
+_COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
 
 
 @overload
@@ -154,7 +160,7 @@ def amp(
     if gather_once is not None:
         gather_once = as_bool(gather_once, "gather_once")
     if fn is None:
-        return functools.partial(
+        return Decorator(
             amp,
             compute_dtype=compute_dtype,
             amp_policy=amp_policy,
@@ -169,6 +175,11 @@ def amp(
             f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
             "not `amp(fn(x))`."
         )
+    inner = _COMPUTE_DTYPES.get(fn) if inspect.isfunction(fn) else None
+    is_said = compute_dtype is not None or amp_policy is not None
+    if is_said and inner not in (None, settings.compute_dtype):
+        report = report_of_amp_twice(inner, settings.compute_dtype)
+        warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
     return amp_by(settings, fn, strict=strict, lean=lean, gather_once=gather_once)
 
 
@@ -205,6 +216,7 @@ def amp_by(
         out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
         return out if is_off else settings.output.cast_to_output(out)
 
+    _COMPUTE_DTYPES[wrapped] = settings.compute_dtype
     return wrapped
 
 
@@ -314,6 +326,7 @@ def _report_unused(
         *reports_of_unknown_shapes(planner, steps),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
+        report_of_float16_by_hand(planner.compute_dtype, steps),
     ):
         if report is not None:
             warn_or_raise(f"{report} This is of {place_of(fn)}.", planner.strict)

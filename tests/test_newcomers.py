@@ -1,21 +1,35 @@
 """Calls as other libraries have them are answered by what to write here."""
 
+from types import SimpleNamespace
+
+import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 import jaxamp_like
 from jaxamp_like import (
+    AmpError,
+    AmpWarning,
     DynamicScalerState,
+    Policy,
     amp,
     enable_amp,
+    explain,
     get_policy,
+    guard_step,
     loss_scale_optimizer,
 )
-from jaxamp_like.scaling import ScalerLog, check_scaler
+from jaxamp_like.scaling import (
+    ScalerLog,
+    check_scaler,
+    overflowed_leaves,
+    restore_scaler,
+    unscale_grads,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -29,6 +43,8 @@ def loss(w, x):
 
 mixed = amp(loss)
 tx = loss_scale_optimizer(adam)
+scaler = DynamicScalerState()
+FOUND = SimpleNamespace(policy=Policy("bfloat16"))  # as of `calibrate`
 dense = linen.Dense(2)
 transformed = hk.transform(lambda x: hk.Linear(2)(x))
 
@@ -137,6 +153,77 @@ def say(make, error, *parts):
             "was to be read while a function is traced",
         ),
         say(
+            lambda: amp().__enter__(),
+            TypeError,
+            "no context manager",
+            "`mixed = amp(loss_fn)`",
+        ),
+        say(
+            lambda: explain(jax.jit(loss).lower(w, x).compile()),
+            TypeError,
+            "a Compiled program",
+            "the function that it was made of",
+        ),
+        say(
+            lambda: amp(loss, amp_policy=FOUND),
+            TypeError,
+            "It holds a Policy: give its `.policy`",
+        ),
+        say(
+            lambda: scaler.update({"w": jnp.nan}),
+            TypeError,
+            "was given dict",
+            "`scaler.update(all_finite(grads))`",
+        ),
+        say(lambda: scaler.update(jnp.nan), TypeError, "was given float32[]"),
+        say(lambda: scaler.update([True]), TypeError, "was given list"),
+        say(
+            lambda: unscale_grads(tx.grad(loss, tx.init(w))(w, x), tx.init(w)),
+            TypeError,
+            "`grads['in']`) are unscaled already",
+            "Give them to `tx.update` as they are",
+        ),
+        say(
+            lambda: scaler.unscale(tx.grad(loss, tx.init(w))(w, x)),
+            TypeError,
+            "are unscaled already: `tx.value_and_grad`",
+        ),
+        say(
+            lambda: tx.init(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))),
+            TypeError,
+            "`params.activation` is a",
+            "`eqx.filter(model, eqx.is_inexact_array)`",
+        ),
+        say(
+            lambda: tx.grad(loss, adam.init(w)),
+            ValueError,
+            "but holds 0",
+            "`tx.init(params)._replace(inner_state=...)`",
+        ),
+        say(
+            lambda: restore_scaler(tx.init(w)),
+            TypeError,
+            "is the state of an optimizer",
+            "restore_scaler(saved.scaler)",
+        ),
+        say(lambda: restore_scaler(adam.init(w)), TypeError, "was given a tuple."),
+        say(
+            lambda: jax.jit(overflowed_leaves)(w),
+            TypeError,
+            "Gradients were to be read while",
+            "ask outside",
+        ),
+        say(
+            lambda: guard_step(lambda x, s: s.scaler.scaler)(x, tx.init(w)),
+            TypeError,
+            "No loss scale was found in the state",
+        ),
+        say(
+            lambda: guard_step(lambda s: s["scaler"])({"scaler": scaler}),
+            TypeError,
+            "a batch comes after it",
+        ),
+        say(
             lambda: jaxamp_like.autocast,
             AttributeError,
             "'autocast'. Did you mean 'amp'?",
@@ -163,6 +250,71 @@ def test_a_mistake_is_answered_by_what_to_write(make, error, parts):
         make()
     for part in parts:
         assert part in str(raised.value)
+
+
+def test_a_step_of_a_batch_and_nnx_objects_begins_with_the_objects():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @guard_step
+    def step(x, model, optimizer):
+        grads = tx.grad(lambda m, x: m(x).mean(), optimizer)(model, x)
+        optimizer.update(model, grads)
+        return x.mean()
+
+    with pytest.raises(TypeError, match=r"it was float32\[3, 4\].*\n.*begin with one"):
+        step(x, model, optimizer)
+
+
+def test_variables_of_keras_are_given_by_their_values(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    with pytest.raises(TypeError, match=r"`params\[0\]` is a Variable.*\n.*\[v.value "):
+        tx.init(model.trainable_variables)
+    tx.init([v.value for v in model.trainable_variables])
+
+
+def test_amp_of_what_amp_has_made_in_another_dtype():
+    made_already = r"made already.*in float16: bfloat16 changes nothing"
+    with pytest.warns(AmpWarning, match=made_already):
+        amp(mixed, compute_dtype="bfloat16")
+    with pytest.warns(AmpWarning, match=made_already):
+        enable_amp(amp(lambda w, x: loss(w, x)), adam, compute_dtype="bfloat16")
+    with pytest.raises(AmpError, match="Use `amp` or `enable_amp` once"):
+        amp(mixed, amp_policy="mixed_bfloat16", strict=True)
+    amp(jax.grad(mixed), compute_dtype="bfloat16", strict=True)  # holds more than it
+    low = amp(loss, compute_dtype="bfloat16")
+    assert amp(low)(w, x) == low(w, x)  # nothing was said of another dtype
+    assert explain(low)(w, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
+
+
+def test_layers_that_are_float16_under_bfloat16():
+    """They stay so: nothing is bfloat16, and nothing scales the loss."""
+    half = linen.Dense(2, dtype=jnp.float16)
+    params = half.init(jax.random.key(0), x)
+    with pytest.warns(AmpWarning, match=r"float16 as written.*linear.py.*`dtype=`"):
+        amp(half.apply, compute_dtype="bfloat16")(params, x)
+    amp(lambda p, x: half.apply(p, x))(params, x)
+    mixed_by_hand = amp(
+        lambda p, x: half.apply(p, x @ x.T @ x), amp_policy="p=f32,c=bf16"
+    )
+    mixed_by_hand(params, x)  # that is no mistake
+
+
+def test_moments_in_float16_are_told():
+    low = {"in": w["in"].astype(jnp.float16)}
+    with pytest.warns(AmpWarning, match=r"\.mu\['in'\].*`param_dtype` alone"):
+        tx.init(low)
+    loss_scale_optimizer(optax.sgd(0.1)).init(low)  # keeps no moments
+
+
+def test_a_state_without_a_scale_in_an_optimizer_that_scales_is_told():
+    _, unscaled = enable_amp(loss, adam, compute_dtype="bfloat16")
+    with pytest.warns(AmpWarning, match=r"_replace\(scaler=DynamicScalerState"):
+        tx.grad(mixed, unscaled.init(w))
+    unscaled.grad(mixed, tx.init(w))  # the other way round costs nothing
 
 
 def test_an_error_of_a_call_that_fits_is_its_own():

@@ -115,9 +115,14 @@ def _next_state(out: Any, tree: Any) -> tuple[list[Any], Callable[[list[Any]], A
     raise TypeError(
         "A guarded step must return the next state, or a tuple that begins with it, in "
         f"the structure of its first argument.\nThat is {tree}, but the step returned "
-        f"{jax.tree.structure(out, is_leaf=_is_whole)}.\nPut all that training changes "
-        "into one first argument, and return it first."
+        f"{jax.tree.structure(out, is_leaf=_is_whole)}.\n{_FIRST}"
     )
+
+
+_FIRST = (
+    "Put all that training changes into one first argument, and return it first; a "
+    "batch comes after it. (Where only NNX objects change, begin with one of them.)"
+)
 
 
 def _skipped(were: list[Any], are: list[Any]) -> Array | None:
@@ -149,7 +154,8 @@ def _keep(path: str, skipped: Array, now: Any, then: Any) -> Any:
     types = [f"{x.dtype}{[*x.shape]}" for x in (then, now) if hasattr(x, "dtype")]
     if len({*types}) > 1:
         raise TypeError(
-            f"A guarded step must keep the types of its state, but {path} was "
-            f"{types[0]} and is {types[1]}.\nCast it back in the step."
+            f"A guarded step must keep the types of its state, but {path or 'it'} was "
+            f"{types[0]} and is {types[1]}.\n"
+            + ("Cast it back in the step." if now.shape == then.shape else _FIRST)
         )
     return jnp.where(skipped, then, now)

@@ -105,10 +105,17 @@ def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
             dtypes they may be).
     Returns:
         One record for each such leaf, in the order of the tree.
+    Raises:
+        TypeError: the gradients are being traced.
 
     >>> overflowed_leaves({"b": jnp.zeros(2), "w": jnp.array([1, jnp.inf, jnp.nan])})
     [NonFiniteLeaf(path="['w']", nans=1, infs=1, size=3)]
     """
+    if any(map(is_tracer, jax.tree.leaves(grads))):
+        raise TypeError(
+            "Gradients were to be read while a function is traced, where they have no "
+            "values yet.\nReturn them from the jitted function; ask outside."
+        )
     found = [
         _counted(jax.tree_util.keystr(path), jnp.asarray(x))
         for path, x in jax.tree_util.tree_leaves_with_path(unmarked(grads))

@@ -183,3 +183,16 @@ def without_mark(grads: Any) -> list[str]:
     """The paths of gradients that are not marked."""
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_marked)
     return [jax.tree_util.keystr(path) for path, g in leaves if eqx.is_inexact_array(g)]
+
+
+def refuse_unscaled(grads: Any) -> None:
+    """Raises for gradients that would be divided by the scale a second time."""
+    leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_marked)
+    paths = [jax.tree_util.keystr(path) for path, g in leaves if _is_marked(g)]
+    if paths:
+        named = ", ".join(f"`grads{path}`" for path in paths[:3])
+        raise TypeError(
+            f"These gradients ({named}) are unscaled already: `tx.value_and_grad` and "
+            "`tx.grad` give back true gradients.\nGive them to `tx.update` as they "
+            "are. `unscale_grads` is for gradients of what `scale_loss` has scaled."
+        )

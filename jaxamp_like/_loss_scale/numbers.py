@@ -88,3 +88,19 @@ def checked_loss(loss: Any, name: str | None = None) -> Array:
             "`.mean()`; for a function that returns `(loss, aux)`, pass `has_aux=True`."
         )
     return jnp.asarray(loss)
+
+
+def checked_finite(finite: Any) -> Array:
+    """`finite` as a boolean scalar, or an error that says how to come by one.
+
+    Python takes a dict for true, and NaN, whatever is wrong with the numbers."""
+    is_array = eqx.is_array_like(finite)
+    dtype = jnp.result_type(finite) if is_array else object
+    if not jnp.issubdtype(dtype, jnp.bool_) or jnp.shape(finite) != ():
+        given = f"{dtype}{[*jnp.shape(finite)]}" if is_array else type(finite).__name__
+        raise TypeError(
+            "`finite` must be a boolean scalar, whether the gradients of the step are "
+            f"all finite, but was given {given}.\nWrite "
+            "`scaler.update(all_finite(grads))`."
+        )
+    return jnp.asarray(finite)

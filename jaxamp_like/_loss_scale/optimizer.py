@@ -11,11 +11,13 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from .._errors import warn_or_raise
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
-from .marks import Verdict, marked, read, without_mark
+from .initialising import initialised
+from .marks import Verdict, marked, read, refuse_unscaled, without_mark
 from .numbers import all_finite, checked_loss, select
 from .state import (
     DynamicScalerState,
@@ -43,6 +45,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     Its `update` takes gradients of its `value_and_grad` or `grad` only."""
 
     axis_name: AxisName = None
+    scales: bool = True
 
     @written_so("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
@@ -148,6 +151,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 "`tx.grad` likewise."
             )
         scaler = _scaler_of(opt_state)
+        if self.scales and isinstance(scaler, NoScaler):
+            warn_or_raise(_NO_LONGER, strict=False)
         scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
         step = scaled(fun, has_aux=has_aux, **options)
 
@@ -220,7 +225,7 @@ def loss_scale_optimizer(
     ).update
 
     def init(params: Any) -> LossScaleState:
-        inner_state = optimizer.init(params)
+        inner_state = initialised(optimizer, params)
         if _scale_states(inner_state):
             raise ValueError(_TWICE)
         # New arrays for each run: a jitted step may have had the last ones donated.
@@ -254,6 +259,7 @@ def loss_scale_optimizer(
 
     wrapped = LossScaleOptimizer(init, update)  # pyright: ignore
     wrapped.axis_name = axis_name
+    wrapped.scales = isinstance(first, DynamicScalerState)
     return wrapped
 
 
@@ -289,6 +295,7 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
         The gradients over the scale, each in its own dtype, marked as `Unscaled`. If
         any is not finite, all are NaN.
     Raises:
+        TypeError: gradients are unscaled already.
         ValueError: `opt_state` holds no scale, several, or one in the wrong place.
 
     >>> tx = loss_scale_optimizer(optax.sgd(0.5))
@@ -298,6 +305,7 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     Unscaled(6.0)
     """
     scaler = _scaler_of(opt_state)
+    refuse_unscaled(grads)
     grads = scaler.unscale(grads)
     if isinstance(scaler, NoScaler):
         return marked(grads, None)
@@ -349,7 +357,17 @@ _UNMARKED = (
 )
 
 
-_NO_SCALE = "Give the state of the optimizer that `loss_scale_optimizer` made."
+_NO_SCALE = (
+    "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
+    "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
+    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`."
+)
+_NO_LONGER = (
+    "`opt_state` has no loss scale, as that of a run in bfloat16, but this optimizer "
+    "was made to scale: gradients below 6e-8 become zero in float16. To go on in "
+    "float16, take `opt_state._replace(scaler=DynamicScalerState())`; to go on without "
+    "a scale, give the optimizer `scaler=None`."
+)
 _SEVERAL = (
     "A loss has one scale. Put what gives each part of the parameters an optimizer of "
     "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "

@@ -21,7 +21,12 @@ def restore_scaler(saved: Any) -> DynamicScalerState:
     >>> restore_scaler(saved).scaler, int(restore_scaler([2000, 2.0, 1024.0]).patience)
     (Array(1024., dtype=float32), 2000)
     """
-    names = DynamicScalerState._fields
+    names, given = DynamicScalerState._fields, saved
+    if hasattr(saved, "inner_state"):
+        raise TypeError(
+            "`saved` is the state of an optimizer, of which the scale is one field.\n"
+            "Write `saved._replace(scaler=restore_scaler(saved.scaler))`."
+        )
     if isinstance(saved, tuple) and hasattr(saved, "_asdict"):
         saved = saved._asdict()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(saved, Sequence) and not isinstance(saved, str):
@@ -30,7 +35,7 @@ def restore_scaler(saved: Any) -> DynamicScalerState:
     if not isinstance(saved, Mapping) or "scaler" not in saved:
         raise TypeError(
             "`saved` must hold the fields of a `DynamicScalerState`, by name or in "
-            f"order, `scaler` among them, but was given {saved!r}."
+            f"order, `scaler` among them, but was given {_shown(given)}."
         )
     if unknown := [str(name) for name in saved if name not in names]:
         raise ValueError(
@@ -39,3 +44,8 @@ def restore_scaler(saved: Any) -> DynamicScalerState:
             f"{', '.join(names)}."
         )
     return DynamicScalerState(**saved)
+
+
+def _shown(x: Any) -> str:
+    names = x if isinstance(x, Mapping) else getattr(x, "_fields", ())
+    return f"a {type(x).__name__}" + f" of {', '.join(map(str, names))}" * bool(names)

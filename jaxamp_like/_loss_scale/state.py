@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 
 from .calls import written_so
 from .fields import LARGEST, SMALLEST, canonical, check, known, one_more, within
-from .numbers import checked_loss, chosen, times, unscaled
+from .marks import refuse_unscaled
+from .numbers import checked_finite, checked_loss, chosen, times, unscaled
 
 
 class _Fields(NamedTuple):
@@ -125,10 +126,13 @@ class DynamicScalerState(_Fields):
                 left alone.
         Returns:
             The same, each array in its own dtype.
+        Raises:
+            TypeError: gradients are marked as unscaled.
 
         >>> DynamicScalerState(scaler=8).unscale({"w": jnp.float16(24)})
         {'w': Array(3., dtype=float16)}
         """
+        refuse_unscaled(grads)
         return unscaled(grads, self.clipped().scaler)
 
     def update(self, finite: ArrayLike) -> Self:
@@ -138,11 +142,13 @@ class DynamicScalerState(_Fields):
             finite: a boolean scalar.
         Returns:
             The next state, of the same types.
+        Raises:
+            TypeError: it is none: the gradients themselves, or a loss.
 
         >>> int(DynamicScalerState(count=7).update(True).count)
         8
         """
-        finite = jnp.asarray(finite, bool)
+        finite = checked_finite(finite)
         grow = finite & (self.count >= self.patience)
         overflows = jnp.where(finite, 0, one_more(self.overflows))
         fall = ~finite & (overflows >= self.hysteresis)

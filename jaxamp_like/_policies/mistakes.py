@@ -1,12 +1,12 @@
 """Calls that don't fit, and what to write instead."""
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 
@@ -45,7 +45,7 @@ def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, which says what to write where its arguments don't fit."""
     signature = inspect.signature(function)
 
-    @wraps(function)
+    @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             signature.bind(*args, **kwargs)
@@ -116,6 +116,11 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
                 "there is nothing to rewrite. Wrap the function that computes one item "
                 "or step, and call that within."
             )
+    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} program, which can't be traced any more. "
+            "Give the function that it was made of, under `jax.jit` or not."
+        )
     if isinstance(fn, type):
         raise TypeError(
             f"`fn` is the class {fn.__name__!r}, which makes objects. Wrap what is "
@@ -146,6 +151,19 @@ def refuse_initialising(fn: Any) -> None:
             "they would not outlive the trace of `amp`. Wrap the loss that calls "
             "`model.apply`, or write `dense if self.is_initializing() else amp(dense)`."
         )
+
+
+class Decorator(functools.partial):
+    """A decorator, which is not the context manager that PyTorch's autocast is."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "`amp` is no context manager: it rewrites a function, forward and backward "
+            "pass together. Write `mixed = amp(loss_fn)` and call that. Within, `with "
+            "amp_stop():` keeps a block as written."
+        )
+
+    def __exit__(self, *_: Any) -> None: ...
 
 
 # What lowers nothing where nothing is low.
@@ -180,6 +198,16 @@ def report_of_no_lowering(policy: Lookup) -> str:
         f'{", ".join(keys[:8])}{more}, and has no "amp_default" for all else. To '
         "change single rules of the default policy, write `default_amp_policy | "
         "{...}`; to keep all as written, `full_precision()`."
+    )
+
+
+def report_of_amp_twice(inner: DType, outer: DType) -> str:
+    """What to say where `amp` is given what it has made, with another dtype."""
+    return (
+        f"`fn` is what `amp` has made already, and goes on computing in {inner.name}: "
+        f"{outer.name} changes nothing in it. (A float16 loss also wants a loss scale, "
+        "which `enable_amp` gives by the dtype that it is told.) Use `amp` or "
+        "`enable_amp` once, on the function as written."
     )
 
 

@@ -174,6 +174,8 @@ def _instead(value: Any) -> str:
         return f"A dtype: `compute_dtype={jnp.dtype(value).name!r}`."
     if is_made_by_calling(value):
         return f"Call it: `amp_policy={called(value)}`."
+    if isinstance(policy := getattr(value, "policy", None), Policy | PolicyMap):
+        return f"It holds a {type(policy).__name__}: give its `.policy`."
     if callable(value):
         return 'A rule of your own for everything: `{"amp_default": rule}`.'
     return 'For example: `default_amp_policy | {"attention": "float32"}`.'

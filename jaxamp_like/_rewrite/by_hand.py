@@ -1,0 +1,34 @@
+"""Functions that their author made float16, and what to say of them."""
+
+import jax.numpy as jnp
+
+from .._dtypes import DType
+from .._jax import source_line
+from .._policies.dictionary import AMP_STOP, REWRITTEN
+from .._primitives import CONTRACTIONS
+from .plan import Step
+
+_DECIDED = {*AMP_STOP, REWRITTEN}
+
+
+def report_of_float16_by_hand(compute_dtype: DType, steps: list[Step]) -> str | None:
+    """What to say where bfloat16 is asked for and all contractions are float16.
+
+    In float16 no harm is done, nor is where some are: that is what the author mixed."""
+    if compute_dtype != jnp.bfloat16:
+        return None
+    contractions = [
+        step.eqn
+        for step in steps
+        if step.eqn.primitive.name in CONTRACTIONS and _DECIDED.isdisjoint(step.scope)
+    ]
+    if not contractions or not all(
+        x.aval.dtype == jnp.float16 for eqn in contractions for x in eqn.invars[:2]
+    ):
+        return None
+    return (
+        "All contractions of the function are float16 as written, the first in "
+        f"{source_line(contractions[0])}, and stay so: bfloat16 changes nothing, and "
+        "in float16 a loss wants a scale. Leave the dtypes of layers (`dtype=`, "
+        "`param_dtype=`, Keras' policy) at float32, for `amp` to lower."
+    )
