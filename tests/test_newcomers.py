@@ -28,6 +28,7 @@ from jaxamp_like.scaling import (
     check_scaler,
     overflowed_leaves,
     restore_scaler,
+    scale_loss,
     unscale_grads,
 )
 
@@ -359,3 +360,33 @@ def test_a_module_that_is_being_initialised_is_refused():
         Unwary().init(jax.random.key(0), x)
     variables = Wary().init(jax.random.key(0), x)
     assert (Wary().apply(variables, x) == Unwary().apply(variables, x)).all()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_loss_is_not_scaled_twice(jitted, mixed):
+    tx = loss_scale_optimizer(optax.sgd(0.1), 1024)
+
+    def gradient(w, opt_state):
+        def loss(w):
+            return scale_loss(jnp.sum(w * w), opt_state)
+
+        loss = amp(loss, compute_dtype="float16") if mixed else loss
+        return tx.value_and_grad(loss, opt_state)(w)
+
+    opt_state = tx.init(w := jnp.ones(3))
+    with pytest.raises(TypeError, match="Return the loss as it is"):
+        (jax.jit(gradient) if jitted else gradient)(w, opt_state)
+
+
+def test_a_gradient_within_a_loss_is_scaled_by_the_state():
+    tx = loss_scale_optimizer(optax.sgd(0.1), 1024)
+    opt_state = tx.init(w := jnp.ones(3))
+
+    def penalty(w):
+        scaler = opt_state.scaler
+        inner = jax.grad(lambda w: scaler.scale(jnp.sum(w**3)))(w)
+        return jnp.sum(scaler.unscale(inner))
+
+    _, grads = tx.value_and_grad(penalty, opt_state)(w)
+    assert (grads.value == 6).all()

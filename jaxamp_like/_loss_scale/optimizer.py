@@ -1,7 +1,9 @@
 """Loss scaling as a wrapper around an Optax optimizer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -158,7 +160,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         def judged(*args: Any, **kwargs: Any) -> tuple[Verdict | None, Any]:
             # `update` makes the next state; of this one only the verdict is wanted.
-            following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
+            with _scaling_by(scaler):
+                following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
             return _verdict(following, self.axis_name), out
 
         return judged
@@ -273,14 +276,32 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     Returns:
         The scaled loss in float32 (float64 for a float64 loss).
     Raises:
-        TypeError: `loss` is no such scalar.
+        TypeError: `loss` is no such scalar, or it stands in a function whose loss is
+            scaled by this state anyway.
         ValueError: `opt_state` holds no scale, several, or one in the wrong place.
 
     >>> opt_state = loss_scale_optimizer(optax.sgd(0.1), 1024).init(jnp.ones(2))
     >>> float(scale_loss(jnp.float16(2), opt_state))
     2048.0
     """
-    return _scaler_of(opt_state).scale(checked_loss(loss))
+    scaler = _scaler_of(opt_state)
+    scale = getattr(scaler, "scaler", None)
+    if scale is not None and any(scale is one for one in _scales.get()):
+        raise TypeError(_SCALED_TWICE)
+    return scaler.scale(checked_loss(loss))
+
+
+# By which losses are being scaled, where `fun` of `value_and_grad` runs.
+_scales: ContextVar[tuple[Any, ...]] = ContextVar("scales", default=())
+
+
+@contextmanager
+def _scaling_by(scaler: Scaler) -> Iterator[None]:
+    token = _scales.set((*_scales.get(), getattr(scaler, "scaler", None)))
+    try:
+        yield
+    finally:
+        _scales.reset(token)
 
 
 def unscale_grads(grads: Any, opt_state: Any) -> Any:
@@ -361,6 +382,12 @@ _NO_SCALE = (
     "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
     "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
     "plain optimizer, take `tx.init(params)._replace(inner_state=...)`."
+)
+_SCALED_TWICE = (
+    "`scale_loss` was called in a function whose loss `tx.value_and_grad` or `tx.grad` "
+    "scales by the same state: gradients would be too large by the scale.\nReturn the "
+    "loss as it is. For a gradient within the loss, scale by `opt_state.scaler.scale` "
+    "and unscale by `opt_state.scaler.unscale`."
 )
 _NO_LONGER = (
     "`opt_state` has no loss scale, as that of a run in bfloat16, but this optimizer "
