@@ -588,6 +588,25 @@ def test_state_is_beside_parameters_and_survives_saving(tmp_path):
     assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
 
 
+def test_a_state_read_back_by_names_of_fields():
+    step = jax.jit(amp_with_state(jax.value_and_grad(product), amp_policy=POLICY))
+    _, state = step(init_amp_state(step, LAYERS[0], X), LAYERS[0], X)
+    loaded = {key: tensor._asdict() for key, tensor in state.items()}
+    assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
+
+
+def test_each_cotangent_of_a_scope_with_a_number_sign_has_a_history():
+    def step(w, x):
+        out, pull = jax.vjp(jax.named_scope("block#1")(product), w, x)
+        return pull(out), pull(100 * out)
+
+    state = state_of(step)
+    assert [k for k in state if "cotangent" in k] == [
+        "block#1/dot_general/cotangent",
+        "block#1/dot_general/cotangent#1",
+    ]
+
+
 def test_functions_of_nnx_modules():
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
 
@@ -688,7 +707,7 @@ MISTAKES = {
     "parameters for a state": (
         lambda: amp_with_state(product, amp_policy=POLICY)({"w": LAYERS[0]}, X),
         TypeError,
-        "first argument.*but got a dict of 'w'",
+        "first argument.*but got a dict that holds a .*Array.* under 'w'",
     ),
     "no state": (
         lambda: amp_with_state(product, amp_policy=POLICY)(LAYERS[0], X),
