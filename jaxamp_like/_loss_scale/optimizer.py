@@ -15,7 +15,7 @@ from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
-from .marks import Verdict, marked, read, without_mark
+from .marks import Verdict, marked, read, unmarked, without_mark
 from .numbers import all_finite, checked_loss, select
 from .state import (
     DynamicScalerState,
@@ -233,6 +233,8 @@ def loss_scale_optimizer(
         if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
             raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
         grads, finite = read(grads, axis_name)
+        # A line search is given the gradients a second time, by name.
+        extra = unmarked(extra)
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
@@ -349,7 +351,10 @@ _UNMARKED = (
 )
 
 
-_NO_SCALE = "Give the state of the optimizer that `loss_scale_optimizer` made."
+_NO_SCALE = (
+    "Give the state of the optimizer that `loss_scale_optimizer` made. If it comes from "
+    "a checkpoint, read that in the types of `tx.init(params)`."
+)
 _SEVERAL = (
     "A loss has one scale. Put what gives each part of the parameters an optimizer of "
     "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
