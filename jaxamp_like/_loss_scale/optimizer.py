@@ -352,8 +352,8 @@ _UNMARKED = (
 
 
 _NO_SCALE = (
-    "Give the state of the optimizer that `loss_scale_optimizer` made. If it comes from "
-    "a checkpoint, read that in the types of `tx.init(params)`."
+    "Give the state of the optimizer that `loss_scale_optimizer` made. A checkpoint is "
+    "to be read in the types of `tx.init(params)`."
 )
 _SEVERAL = (
     "A loss has one scale. Put what gives each part of the parameters an optimizer of "
