@@ -678,6 +678,13 @@ MISTAKES = {
         AmpError,
         "the function has, and the state has not, 'dot_general/cotangent'",
     ),
+    "the state of a gradient for its loss": (
+        lambda: amp_with_state(product, amp_policy=POLICY)(
+            state_of(jax.grad(product)), LAYERS[0], X
+        ),
+        AmpError,
+        "the state has, and the function has not, .*is given its part: `part = ",
+    ),
     "the state of another model": (
         lambda: amp_with_state(product, amp_policy=POLICY)(
             state_of(jax.named_scope("dense")(product)), LAYERS[0], X

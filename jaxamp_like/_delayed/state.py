@@ -68,7 +68,7 @@ def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
                 )
                 if keys
             )
-            + f". {_INSTEAD}"
+            + f". {_INSTEAD if missing else _PART}"
         )
     for key, tensor in tensors.items():
         _check(key, state[key], tensor)
@@ -79,6 +79,12 @@ _INSTEAD = (
     "Keys are paths of scopes: another model, policy or names of scopes give others. "
     "Begin with the state of `init_amp_state(step, *args)`, whose scales settle within "
     "the first steps."
+)
+
+_PART = (
+    "A function that makes less, as evaluation does, is given its part: `part = {key: "
+    "state[key] for key in init_amp_state(step, *args)}`. What it returns of that is "
+    "not to train on: `state` is."
 )
 
 
