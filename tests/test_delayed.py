@@ -595,6 +595,25 @@ def test_a_state_read_back_by_names_of_fields():
     assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
 
 
+@pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
+def test_a_function_and_its_gradient_call_tensors_by_the_same_names(is_tied):
+    """So that a model is evaluated by what it was trained with, or a part of it."""
+
+    def loss(ws, x):
+        with jax.named_scope("first"):
+            h = jnp.tanh(x @ ws[0])
+        return jnp.sum(h @ ws[0 if is_tied else 1])
+
+    ws, x = (jnp.eye(8), jnp.ones((8, 8)) / 4), values(4, 8)
+    step = amp_with_state(jax.value_and_grad(loss), amp_policy=POLICY)
+    _, state = step(init_amp_state(step, ws, x), ws, x)
+    evaluated = amp_with_state(loss, amp_policy=POLICY)
+    part = {key: state[key] for key in init_amp_state(evaluated, ws, x)}
+    amax = {k: float(v.history[0]) for k, v in part.items()}
+    _, after = evaluated(part, ws, x)
+    assert {k: float(v.history[0]) for k, v in after.items()} == amax
+
+
 def test_each_cotangent_of_a_scope_with_a_number_sign_has_a_history():
     def step(w, x):
         out, pull = jax.vjp(jax.named_scope("block#1")(product), w, x)

@@ -182,7 +182,9 @@ class Finder:
         if self._place is None:
             base = "/".join((*wanted.scope, wanted.primitive))
             n = self._places[base]
-            self._places[base] += 1
+            # Steps may come before what they are the backward pass of, in whose place
+            # they stand: a function and its gradient call tensors by the same names.
+            self._places[base] += not wanted.backward
             self._place = f"{base}.{n}" if n else base
         return self._place
 
