@@ -24,8 +24,10 @@ from ._policies.mistakes import (
     naming_mistakes,
     refuse_initialising,
     refuse_lazy_results,
+    refuse_results_of_later,
     refuse_unbound,
     refuse_what_cannot_be_rewritten,
+    refuse_what_cannot_be_stopped,
     report_of_amp_twice,
     report_of_no_lowering,
 )
@@ -347,7 +349,8 @@ def amp_stop(fn: Any = None) -> Any:
     Returns:
         The function, in a `jax.named_scope` called "amp_stop"; or that scope.
     Raises:
-        TypeError: `fn` is not callable.
+        TypeError: `fn` is not callable, or computes when it has returned (a generator,
+            an async function, a class); when it is called, if its result would.
 
     >>> @amp_stop
     ... def norm(x):
@@ -357,12 +360,33 @@ def amp_stop(fn: Any = None) -> Any:
     ...     with amp_stop():
     ...         return x @ w.T
     """
-    scope = jax.named_scope(AMP_STOP[0])
-    if fn is None:
-        return scope
-    if not callable(fn):
-        raise TypeError(
-            f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
-            "Use `@amp_stop` or `with amp_stop():`."
-        )
-    return scope(fn)
+    return _Stop() if fn is None else _stopped(fn)
+
+
+class _Stop:
+    """The scope, for `with`, and to decorate a function."""
+
+    def __init__(self) -> None:
+        self._scope = jax.named_scope(AMP_STOP[0])
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._scope.__exit__(*error)
+
+    def __call__(self, fn: _F) -> _F:
+        return _stopped(fn)
+
+
+def _stopped(fn: Any) -> Any:
+    refuse_what_cannot_be_stopped(fn)
+
+    @functools.wraps(fn, assigned=_names(fn))
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(AMP_STOP[0]):
+            out = fn(*args, **kwargs)
+        refuse_results_of_later(fn, out)
+        return out
+
+    return stopped

@@ -144,6 +144,23 @@ def test_unusual_parameters_come_back(tmp_path):
     assert {"a/b", "a/b~2"} <= loaded.params.keys()
 
 
+@pytest.mark.parametrize("impl", ("threefry2x32", "rbg"))
+def test_a_prng_key_is_an_input(tmp_path, impl):
+    """As of a model of Haiku, or one that samples."""
+
+    def fn(p, key, x):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ p
+
+    w, x = randoms((4, 4), (2, 4))
+    key = jax.random.key(1, impl=impl)
+    low = convert(fn, w, jax.eval_shape(lambda: key), x, **BF16)
+    low.save(tmp_path / "a")
+    loaded = load(tmp_path / "a")
+    assert same_bits(loaded(key, x), low(key, x))
+    with pytest.raises(TypeError, match=r"must be key<.*but its dtype is uint32"):
+        loaded(jax.random.key_data(key), x)
+
+
 def test_settings_and_names_that_files_cannot_hold(tmp_path):
     """Infinities in JSON, safetensors' own name, a parameter named as a constant is."""
 
@@ -189,6 +206,10 @@ def test_a_module_and_orbax(tmp_path):
     other = convert(model, None, x, compute_dtype="float16")
     with pytest.raises(ValueError, match="kernel"):
         other.load_parameters(tmp_path / "orbax")
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere holds no parameters.*save_par"
+    ):
+        low.load_parameters(tmp_path / "nowhere")
 
 
 def test_saving_again_replaces_all_of_it(converted, tmp_path):

@@ -588,6 +588,44 @@ def test_state_is_beside_parameters_and_survives_saving(tmp_path):
     assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
 
 
+def test_a_state_read_back_by_names_of_fields():
+    step = jax.jit(amp_with_state(jax.value_and_grad(product), amp_policy=POLICY))
+    _, state = step(init_amp_state(step, LAYERS[0], X), LAYERS[0], X)
+    loaded = {key: tensor._asdict() for key, tensor in state.items()}
+    assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
+
+
+@pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
+def test_a_function_and_its_gradient_call_tensors_by_the_same_names(is_tied):
+    """So that a model is evaluated by what it was trained with, or a part of it."""
+
+    def loss(ws, x):
+        with jax.named_scope("first"):
+            h = jnp.tanh(x @ ws[0])
+        return jnp.sum(h @ ws[0 if is_tied else 1])
+
+    ws, x = (jnp.eye(8), jnp.ones((8, 8)) / 4), values(4, 8)
+    step = amp_with_state(jax.value_and_grad(loss), amp_policy=POLICY)
+    _, state = step(init_amp_state(step, ws, x), ws, x)
+    evaluated = amp_with_state(loss, amp_policy=POLICY)
+    part = {key: state[key] for key in init_amp_state(evaluated, ws, x)}
+    amax = {k: float(v.history[0]) for k, v in part.items()}
+    _, after = evaluated(part, ws, x)
+    assert {k: float(v.history[0]) for k, v in after.items()} == amax
+
+
+def test_each_cotangent_of_a_scope_with_a_number_sign_has_a_history():
+    def step(w, x):
+        out, pull = jax.vjp(jax.named_scope("block#1")(product), w, x)
+        return pull(out), pull(100 * out)
+
+    state = state_of(step)
+    assert [k for k in state if "cotangent" in k] == [
+        "block#1/dot_general/cotangent",
+        "block#1/dot_general/cotangent#1",
+    ]
+
+
 def test_functions_of_nnx_modules():
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
 
@@ -659,6 +697,13 @@ MISTAKES = {
         AmpError,
         "the function has, and the state has not, 'dot_general/cotangent'",
     ),
+    "the state of a gradient for its loss": (
+        lambda: amp_with_state(product, amp_policy=POLICY)(
+            state_of(jax.grad(product)), LAYERS[0], X
+        ),
+        AmpError,
+        "the state has, and the function has not, .*is given its part: `part = ",
+    ),
     "the state of another model": (
         lambda: amp_with_state(product, amp_policy=POLICY)(
             state_of(jax.named_scope("dense")(product)), LAYERS[0], X
@@ -688,7 +733,7 @@ MISTAKES = {
     "parameters for a state": (
         lambda: amp_with_state(product, amp_policy=POLICY)({"w": LAYERS[0]}, X),
         TypeError,
-        "first argument.*but got a dict of 'w'",
+        "first argument.*but got a dict that holds a .*Array.* under 'w'",
     ),
     "no state": (
         lambda: amp_with_state(product, amp_policy=POLICY)(LAYERS[0], X),

@@ -1,5 +1,6 @@
 """What newcomers get wrong is answered by what to write instead."""
 
+import contextlib
 import copy
 import re
 import warnings
@@ -19,6 +20,7 @@ from jaxamp_like import (
     Policy,
     PolicyMap,
     amp,
+    amp_stop,
     default_amp_policy,
     explain,
     get_policy,
@@ -63,6 +65,9 @@ def generator(x):
 
 async def coroutine(x):
     return x @ x
+
+
+managed = contextlib.contextmanager(generator)
 
 
 class Generator:
@@ -122,6 +127,22 @@ def say(error, match, make):
             lambda: amp(lambda x: generator(x))(x),
         ),
         say(TypeError, "returns a map", lambda: amp(lambda x: [map(abs, x)])(x)),
+        # What computes when `amp_stop` has been left.
+        say(
+            TypeError, "a generator, `generator`.*with amp", lambda: amp_stop(generator)
+        ),
+        say(TypeError, "an async function, `cor", lambda: amp_stop()(coroutine)),
+        say(TypeError, "the class 'MLP'.*__call__", lambda: amp_stop(eqx.nn.MLP)),
+        say(
+            TypeError,
+            "`generator` under `amp_stop` returns a _Gen.*with amp_stop",
+            lambda: amp_stop(managed)(x),
+        ),
+        say(
+            TypeError,
+            "returns a generator, which runs later",
+            lambda: amp_stop(lambda x: [generator(x)])(x),
+        ),
         # Dtypes.
         say(
             AmpError,

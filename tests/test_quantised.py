@@ -553,6 +553,63 @@ def test_in_shard_map():
     assert dtypes_of(jax.grad(low(loss)), w, x)[0] == FORWARD[:3]
 
 
+@pytest.mark.parametrize("in_loop", (False, True), ids=("layers", "scan"))
+def test_weights_that_are_gathered_in_a_shard_map(in_loop):
+    """They are parameters still; what is sent is in 16 bits, gradients too."""
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("d",))
+    spec = jax.sharding.PartitionSpec
+    params, x = {"layers": values(3, 16, 16) / 4}, values(8, 16, seed=1)
+
+    def layer(x, part):
+        w = lax.all_gather(part, "d", axis=1, tiled=True)
+        return x + jnp.tanh(x @ w), None
+
+    def local(params, x):
+        layers = params["layers"]
+        if in_loop:
+            x, _ = lax.scan(jax.checkpoint(layer), x, layers)
+        else:
+            for i in range(3):
+                x, _ = layer(x, layers[i])
+        return lax.pmean(jnp.mean(x**2), "d")
+
+    specs = {"in_specs": ({"layers": spec(None, None, "d")}, spec("d"))}
+    loss = jax.shard_map(local, mesh=mesh, **specs, out_specs=spec())
+    grad = jax.grad(low(loss))
+    rows = [row[:2] for row in dtypes_of(grad, params, x)]
+    assert rows.count((E4M3, E4M3)) >= (1 if in_loop else 3)
+    assert ("bfloat16", "bfloat16") not in rows
+    inside = programs(jax.make_jaxpr(grad)(params, x))
+    eqns = [eqn for jaxpr in inside for eqn in jaxpr.eqns]
+    sent = [eqn for eqn in eqns if eqn.primitive.name == "all_gather"]
+    assert sent and {e.invars[0].aval.dtype.name for e in sent} == {"bfloat16"}
+    expected = jax.jit(jax.grad(loss))(params, x)["layers"]
+    assert error(jax.jit(grad)(params, x)["layers"], expected) < 0.1
+
+
+@pytest.mark.parametrize("rule", ({"weight_only": True}, {"activation_max": 4.0}))
+def test_data_beside_a_weight_that_is_gathered_is_no_weight(rule):
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("d",))
+    spec = jax.sharding.PartitionSpec
+    params, x = {"w": values(16, 8), "b": jnp.zeros(8)}, values(8, 16, seed=1)
+
+    def local(params, x):
+        w = lax.all_gather(params["w"], "d", axis=1, tiled=True)
+        return x @ w + params["b"]
+
+    specs = {"in_specs": ({"w": spec(None, "d"), "b": spec()}, spec("d"))}
+    fn = jax.shard_map(local, mesh=mesh, **specs, out_specs=spec("d"))
+    by = {
+        "amp_policy": quantised(int8(where=None, **rule)),
+        "compute_dtype": "bfloat16",
+    }
+    whole = amp(lambda params, x: x @ params["w"] + params["b"], **by)
+    sent = params | {"w": params["w"].astype("bfloat16").astype("float32")}
+    np.testing.assert_array_equal(
+        jax.jit(amp(fn, **by))(params, x), jax.jit(whole)(sent, x)
+    )
+
+
 def test_around_a_whole_step():
     """Where `amp` is outside of `grad`, cotangents are e5m2 too."""
 

@@ -243,6 +243,28 @@ def test_extra_arguments_and_one_state_for_two_losses():
     assert opt_state.scaler.count == 1
 
 
+def test_a_line_search_is_given_plain_gradients_by_name():
+    """As `optax.lbfgs` is, whose search keeps them in the carry of a loop."""
+    w, x = {"w": jr.normal(jr.key(0), (4, 2))}, jr.normal(jr.key(1), (8, 4))
+
+    def loss(w):
+        return jnp.mean(jnp.tanh(x @ w["w"] - 1) ** 2)
+
+    def trained(tx, value_and_grad):
+        params, state = w, tx.init(w)
+        for _ in range(2):
+            value, grads = value_and_grad(state)(params)
+            given = {"value": value, "grad": grads, "value_fn": loss}
+            updates, state = tx.update(grads, state, params, **given)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    plain = trained(optax.lbfgs(), lambda _: jax.value_and_grad(loss))
+    tx = loss_scale_optimizer(optax.lbfgs(), 1024)
+    scaled = trained(tx, lambda state: tx.value_and_grad(loss, state))
+    np.testing.assert_array_equal(scaled["w"], plain["w"])
+
+
 def test_all_finite_reads_what_the_optimizer_reads():
     """A gradient that fits scaled, and not unscaled, is not finite."""
     tx = loss_scale_optimizer(optax.sgd(0.1), 2**-4)

@@ -181,8 +181,9 @@ def _measured(
     try:
         return float(profile[group][dtype])
     except (KeyError, TypeError):
+        low = "bfloat16" if dtype == "float32" else dtype
         raise ValueError(
             f"The profile given as `device` has no time of {group!r} in {dtype}. It "
             "maps each group, as `granularity` has it, to seconds by dtype: "
-            f"{{{group!r}: {{'float32': 2e-3, {dtype!r}: 1e-3}}, ...}}."
+            f"{{{group!r}: {{'float32': 2e-3, {low!r}: 1e-3}}, ...}}."
         ) from None

@@ -1,5 +1,6 @@
 """Parameters alone, as a checkpoint of Orbax."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def save_parameters(path: str | Path, params: Any) -> None:
 def load_parameters(path: str | Path, like: Any) -> Any:
     known = _by_path(like)
     types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in known.items()}
+    if not Path(path).is_dir():
+        raise FileNotFoundError(
+            f"{path} holds no parameters: there is no such folder. Give the one that "
+            "`save_parameters` wrote."
+        )
     with _checkpointer() as checkpointer:
         _check(_metadata(checkpointer, path), types, path)
         found = checkpointer.restore(Path(path).absolute(), types)
@@ -45,7 +51,13 @@ def load_parameters(path: str | Path, like: Any) -> Any:
 def _metadata(checkpointer: Any, path: str | Path) -> dict[str, Any]:
     data = checkpointer.metadata(Path(path).absolute())
     data = getattr(data, "item_metadata", data)
-    return getattr(data, "tree", data)
+    data = getattr(data, "tree", data)
+    if not isinstance(data, Mapping):
+        raise ValueError(
+            f"{path} holds no parameters: it is no checkpoint that Orbax can read, or "
+            "a part of one. Give the folder that `save_parameters` wrote."
+        )
+    return dict(data)
 
 
 def _check(found: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:

@@ -39,8 +39,16 @@ def described(name: str, leaf: Any) -> dict[str, Any]:
     dtype = str(leaf.dtype)
     row = {"name": name, "dtype": dtype, "shape": list(map(str, leaf.shape))}
     if _KEY.fullmatch(dtype):
-        row["key"] = str(jax.random.key_impl(leaf))
+        row["key"] = _implementation(leaf)
     return row
+
+
+def _implementation(keys: Any) -> str:
+    """The name of the algorithm of PRNG keys, or of their shape alone."""
+    found: list[str] = []
+    # JAX tells it of arrays, traced ones too, and not of shapes.
+    jax.eval_shape(lambda x: found.append(str(jax.random.key_impl(x))), keys)
+    return found[0]
 
 
 def all_described(names: Sequence[str], leaves: Sequence[Any]) -> list[dict[str, Any]]:

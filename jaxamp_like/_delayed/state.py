@@ -33,13 +33,25 @@ def next_state(state: State, scales: Any, maxima: Any) -> State:
     return {key: seen(state[key], scales[key], maxima[key]) for key in state}
 
 
-def refuse_what_is_no_state(state: Any) -> None:
-    if not isinstance(state, Mapping) or not all(map(_is_scale, state.values())):
-        raise TypeError(
-            "The first argument of a function of `amp_with_state` is the state that "
-            f"`init_amp_state` or the step before has given, but got {_shown(state)}. "
-            "Write `out, state = step(state, *args)`."
-        )
+def as_state(state: Any) -> State:
+    """The state that a user gave, also as a checkpoint without types has it.
+
+    Orbax and Flax read a named tuple back as a dict of its fields."""
+    if isinstance(state, Mapping):
+        state = {key: _as_scale(x) for key, x in state.items()}
+        if all(map(_is_scale, state.values())):
+            return state
+    raise TypeError(
+        "The first argument of a function of `amp_with_state` is the state that "
+        f"`init_amp_state` or the step before has given, but got {_shown(state)}. "
+        "Write `out, state = step(state, *args)`; read a checkpoint in the types of "
+        "`init_amp_state(step, *args)`."
+    )
+
+
+def _as_scale(value: Any) -> Any:
+    is_by_name = isinstance(value, Mapping) and {*value} == {*TensorScale._fields}
+    return TensorScale(**value) if is_by_name else value
 
 
 def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
@@ -56,7 +68,7 @@ def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
                 )
                 if keys
             )
-            + f". {_INSTEAD}"
+            + f". {_INSTEAD if missing else _PART}"
         )
     for key, tensor in tensors.items():
         _check(key, state[key], tensor)
@@ -67,6 +79,12 @@ _INSTEAD = (
     "Keys are paths of scopes: another model, policy or names of scopes give others. "
     "Begin with the state of `init_amp_state(step, *args)`, whose scales settle within "
     "the first steps."
+)
+
+_PART = (
+    "A function that makes less, as evaluation does, is given its part: `part = {key: "
+    "state[key] for key in init_amp_state(step, *args)}`. What it returns of that is "
+    "not to train on: `state` is."
 )
 
 
@@ -99,6 +117,7 @@ def _listed(what: str, keys: set[str]) -> str:
 
 
 def _shown(state: Any) -> str:
-    if isinstance(state, Mapping):
-        return f"a dict of {', '.join(map(repr, sorted(map(str, state))[:_MOST]))}"
-    return f"{type(state).__name__}"
+    if not isinstance(state, Mapping):
+        return type(state).__name__
+    key, value = next((k, x) for k, x in state.items() if not _is_scale(x))
+    return f"a dict that holds a {type(value).__name__} under {str(key)!r}"

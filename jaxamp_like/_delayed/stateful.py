@@ -17,10 +17,10 @@ from .._rewrite.planner import Planner
 from .._rules.given import as_bool
 from .state import (
     State,
+    as_state,
     checked,
     first_state,
     next_state,
-    refuse_what_is_no_state,
     scales_of,
 )
 from .tensors import Finder, Tensor
@@ -112,8 +112,7 @@ def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
         return amp_by(settings, fn, strict=strict, run=step.run)
 
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
-        refuse_what_is_no_state(state)
-        step = Step(state, strict)
+        step = Step(as_state(state), strict)
         out = mixed(step)(*args, **kwargs)
         return out, step.state
 

@@ -85,6 +85,7 @@ class Finder:
     numbers: Numbers = field(default_factory=Numbers)
     _by_number: dict[int, list[Tensor]] = field(default_factory=dict)
     _places: Counter[str] = field(default_factory=Counter)
+    _roles: Counter[str] = field(default_factory=Counter)
     _place: str | None = None  # of the contraction whose marks are being read
 
     def sites(self, jaxpr: Jaxpr) -> Sites:
@@ -157,7 +158,8 @@ class Finder:
             own -= varies[other] - known.lengths.keys()
         place = self._named_after(wanted, other)
         key = f"{place}/{self._role(wanted)}"
-        n = sum(name.partition("#")[0] == key for name in self.tensors)
+        n = self._roles[key]
+        self._roles[key] += 1
         return Tensor(
             f"{key}#{n}" if n else key,
             place,
@@ -180,7 +182,9 @@ class Finder:
         if self._place is None:
             base = "/".join((*wanted.scope, wanted.primitive))
             n = self._places[base]
-            self._places[base] += 1
+            # Steps may come before what they are the backward pass of, in whose place
+            # they stand: a function and its gradient call tensors by the same names.
+            self._places[base] += not wanted.backward
             self._place = f"{base}.{n}" if n else base
         return self._place
 

@@ -19,7 +19,7 @@ from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
 from .initialising import initialised
-from .marks import Verdict, marked, read, refuse_unscaled, without_mark
+from .marks import Verdict, marked, read, refuse_unscaled, unmarked, without_mark
 from .numbers import all_finite, checked_loss, select
 from .state import (
     DynamicScalerState,
@@ -241,6 +241,8 @@ def loss_scale_optimizer(
         if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
             raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
         grads, finite = read(grads, axis_name)
+        # A line search is given the gradients a second time, by name.
+        extra = unmarked(extra)
         updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
@@ -381,7 +383,8 @@ _UNMARKED = (
 _NO_SCALE = (
     "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
     "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
-    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`."
+    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`; one of this is "
+    "to be read in the types of `tx.init(params)`."
 )
 _SCALED_TWICE = (
     "`scale_loss` was called in a function whose loss `tx.value_and_grad` or `tx.grad` "

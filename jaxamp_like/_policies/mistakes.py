@@ -102,8 +102,8 @@ def _show(value: Any) -> str:
     return repr(getattr(value, "__name__", None) or str(value))
 
 
-def refuse_what_cannot_be_rewritten(fn: Any) -> None:
-    """Raises for callables that don't return what they compute."""
+def _computes_later(fn: Any) -> str | None:
+    """What a callable is that returns before it computes."""
     codes = (fn, type(fn).__call__)
     kinds = {
         "a generator": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
@@ -111,11 +111,18 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
     }
     for kind, tests in kinds.items():
         if any(test(code) for test in tests for code in codes):
-            raise TypeError(
-                f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
-                "there is nothing to rewrite. Wrap the function that computes one item "
-                "or step, and call that within."
-            )
+            return kind
+    return None
+
+
+def refuse_what_cannot_be_rewritten(fn: Any) -> None:
+    """Raises for callables that don't return what they compute."""
+    if (kind := _computes_later(fn)) is not None:
+        raise TypeError(
+            f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
+            "there is nothing to rewrite. Wrap the function that computes one item "
+            "or step, and call that within."
+        )
     if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
         raise TypeError(
             f"`fn` is a {type(fn).__name__} program, which can't be traced any more. "
@@ -227,6 +234,47 @@ def refuse_lazy_results(fn: Any, outs: list[Any]) -> None:
             "read: outside of `amp`. Return arrays: a list or a tuple of them, or "
             "`jnp.stack` of them."
         )
+
+
+def refuse_what_cannot_be_stopped(fn: Any) -> None:
+    """Raises for what would compute when `amp_stop` around it has been left."""
+    if not callable(fn):
+        raise TypeError(
+            f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
+            "Use `@amp_stop` or `with amp_stop():`."
+        )
+    if (kind := _computes_later(fn)) is not None:
+        raise TypeError(
+            f"`amp_stop` was given {kind}, {_named(fn)}: it returns before it "
+            "computes, outside of `amp_stop`. Write `with amp_stop():` in it, around "
+            "what it computes."
+        )
+    if isinstance(fn, type):
+        raise TypeError(
+            f"`amp_stop` was given the class {fn.__name__!r}, whose methods run when "
+            "it has made an object, outside of `amp_stop`. Write `@amp_stop` above its "
+            "methods, such as `__call__`."
+        )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+_LATER = (*_GENERATORS, map, type(_nothing()))
+
+
+def refuse_results_of_later(fn: Any, out: Any) -> None:
+    """Raises for a result that would compute when `amp_stop` has been left."""
+    leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, _LATER))
+    for x in leaves:
+        if isinstance(x, _LATER):
+            raise TypeError(
+                f"{_named(fn)} under `amp_stop` returns a {type(x).__name__}, which "
+                "runs later, outside of `amp_stop`. Return arrays, or write `with "
+                "amp_stop():` around what computes them."
+            )
 
 
 def _named(fn: Any) -> str:

@@ -198,9 +198,11 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
     """What is handed over in the compute dtype: not a parameter, which is quantised.
 
     What else is an input is treated as activations further on are: else the first
-    iteration of a loop would be rounded unlike the others."""
+    iteration of a loop would be rounded unlike the others. What came from other devices
+    was sent in the compute dtype."""
     low, weight = low_of(site), weight_side(site)
-    is_read = is_parameter(site.facts[weight])
+    fact = site.facts[weight]
+    is_read = is_parameter(fact) and fact is not None and bool(fact.leaf)
     return tuple(
         None if author is None or (is_read and i == weight) else lowered(author, low)
         for i, author in enumerate(site.authors)
