@@ -332,6 +332,25 @@ def eqn_context(eqn: Eqn) -> Iterator[None]:
         yield
 
 
+class Place:
+    """Where an equation stands: its lines, name scopes and context, to be compared."""
+
+    def __init__(self, eqn: Eqn):
+        info = eqn.source_info
+        self._known = info.name_stack, eqn.ctx
+        self._traceback = info.traceback
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Place)
+            and self._known == other._known
+            and self._traceback == other._traceback
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._known)  # equal tracebacks may have other hashes
+
+
 def reemit(
     eqn: Eqn, values: Sequence[Any], params: dict[str, Any] | None = None
 ) -> Any:
