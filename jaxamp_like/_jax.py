@@ -336,19 +336,26 @@ class Place:
     """Where an equation stands: its lines, name scopes and context, to be compared."""
 
     def __init__(self, eqn: Eqn):
-        info = eqn.source_info
-        self._known = info.name_stack, eqn.ctx
-        self._traceback = info.traceback
+        self._info, self._context = eqn.source_info, eqn.ctx
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Place)
-            and self._known == other._known
-            and self._traceback == other._traceback
+            and self._info.name_stack == other._info.name_stack
+            and self._info.traceback == other._info.traceback
+            and _are_equal(self._context, other._context)
         )
 
     def __hash__(self) -> int:
-        return hash(self._known)  # equal tracebacks may have other hashes
+        return hash(self._info.name_stack)  # equal tracebacks may have other hashes
+
+
+def _are_equal(context: Any, other: Any) -> bool:
+    """Whether two contexts are: in JAX 0.6 each equation has one, without equality."""
+    names = [name for name in type(context).__slots__ if not name.startswith("__")]
+    return context is other or all(
+        getattr(context, name, None) == getattr(other, name, None) for name in names
+    )
 
 
 def reemit(
