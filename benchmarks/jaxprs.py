@@ -4,17 +4,18 @@
     python -m benchmarks.jaxprs > after.txt     # at the other; then compare the two
 
 A line for each construct of the tests and each workload, with its gradient, under
-several settings: the hash of the jaxpr as it prints."""
+several settings: the hash of the jaxpr as text."""
 
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
 from jaxamp_like import amp
+from jaxamp_like._jax import Literal, raw, subjaxprs
 from tests.constructs import CONSTRUCTS, identity
 from tests.test_structure import run_and_differentiate
 
@@ -27,10 +28,35 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
+def lines(jaxpr: Any) -> Iterator[str]:
+    """A program as text, whatever is shared in it and however variables are called."""
+    inner, numbers = raw(jaxpr), {}
+
+    def show(atoms: Iterable[Any]) -> str:
+        return " ".join(
+            f"{atom.val}:{atom.aval}"
+            if isinstance(atom, Literal)
+            else f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+            for atom in atoms
+        )
+
+    yield f"{show(inner.constvars)}; {show(inner.invars)} ->"
+    for eqn in inner.eqns:
+        held = {name: [*subjaxprs({name: x})] for name, x in eqn.params.items()}
+        params = {name: x for name, x in eqn.params.items() if not held[name]}
+        what = f"{eqn.primitive}{params} in {eqn.source_info.name_stack}"
+        yield f"{show(eqn.outvars)} = {what} {show(eqn.invars)}"
+        for name, programs in held.items():
+            for program in programs:
+                yield f"{name}:"
+                yield from lines(program)
+    yield f"-> {show(inner.outvars)}"
+
+
 def fingerprint(fn: Callable[..., Any], *args: Any) -> str:
     """A hash of the program of `fn`, whatever the addresses of its functions."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(jax.make_jaxpr(fn)(*args)))
-    text = re.sub(r"id=\\d+", "", text)
+    text = "\n".join(lines(jax.make_jaxpr(fn)(*args)))
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -332,6 +332,32 @@ def eqn_context(eqn: Eqn) -> Iterator[None]:
         yield
 
 
+class Place:
+    """Where an equation stands: its lines, name scopes and context, to be compared."""
+
+    def __init__(self, eqn: Eqn):
+        self._info, self._context = eqn.source_info, eqn.ctx
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Place)
+            and self._info.name_stack == other._info.name_stack
+            and self._info.traceback == other._info.traceback
+            and _are_equal(self._context, other._context)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._info.name_stack)  # equal tracebacks may have other hashes
+
+
+def _are_equal(context: Any, other: Any) -> bool:
+    """Whether two contexts are: in JAX 0.6 each equation has one, without equality."""
+    names = [name for name in type(context).__slots__ if not name.startswith("__")]
+    return context is other or all(
+        getattr(context, name, None) == getattr(other, name, None) for name in names
+    )
+
+
 def reemit(
     eqn: Eqn, values: Sequence[Any], params: dict[str, Any] | None = None
 ) -> Any:

@@ -29,6 +29,7 @@ from .._primitives.matmul_precision import (
 from .._rules import PLACING, Demand, Leaf, author_dtype
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
+from .alike import Alike
 from .casts import attach, attach_moved, cast_of, settle
 from .islands import Region, as_island
 from .keeps import Keeps
@@ -58,6 +59,7 @@ class Frame:
         self.keeps = keeps
         self.casts: dict[tuple[Any, DType], Any] = {}
         self.views = Views()
+        self.alike = Alike()
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
         self.rounded: Rounded = {}  # weights rounded before a loop
         self.settled: frozenset[Any] = frozenset()  # see `Schedule`

@@ -1,11 +1,11 @@
 """A plan: for every equation of a jaxpr, what binding follows and a report shows."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._jax import Atom, Eqn, Jaxpr
+from .._jax import Atom, Eqn, Jaxpr, Place
 from .._policies.dictionary import Found
 from .._rules import Decision, Demand, Fact, Leaf
 from .._structural import Handler
@@ -33,6 +33,19 @@ class Step:
     @property
     def is_compute(self) -> bool:
         return self.found.is_compute
+
+    @functools.cached_property
+    def kind(self) -> Hashable:
+        """What says how it is bound, but for its variables; all else follows."""
+        eqn, decision = self.eqn, self.decision
+        return (
+            eqn.primitive,
+            tuple(eqn.params.items()),
+            Place(eqn),
+            decision._replace(params=tuple(decision.params.items())),
+            self.inner,
+            tuple(self.casts.items()),
+        )
 
     @property
     def recasts(self) -> list[int]:

@@ -1,5 +1,7 @@
 """What the backward pass makes again: islands, and casts of what it has anyway."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from .._jax import CAN_PREVENT_SOME_CSE, Literal, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
 from .._rules import keeping_low
 from .._structural.kept import keep
+from .alike import code_of
 from .islands import Region
 from .keeps import Keeps
 from .plan import Step
@@ -17,11 +20,19 @@ Frame = Any  # of `bind`, which builds on this module
 
 
 def bind_region(outer: Frame, region: Region) -> list[Any]:
-    """Binds steps so that only what goes into them is kept for the backward pass.
+    """Binds steps so that only what goes into them is kept for the backward pass."""
+    ins = {v: (dtype, v in region.sharded) for v, dtype in region.ins.items()}
+    code = code_of(region.steps, ins, region.outs, outer.settled)
+    run = outer.alike(code, functools.partial(_island, outer, region))
+    with eqn_context(without_scopes(region.steps[0].eqn)):
+        outs = run(*(outer.env[v] for v in region.ins))
+    return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
+
+
+def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
+    """A region as a function that is run again in the backward pass.
 
     Inside a loop there is nothing that XLA could merge the second run with."""
-    first = region.steps[0]
-    values = [outer.env[v] for v in region.ins]
     # What is run again must not hold on to the outer frame, nor to its other values.
     over, settled = outer.over, outer.settled
 
@@ -44,12 +55,8 @@ def bind_region(outer: Frame, region: Region) -> list[Any]:
     kept = list(region.ins.values())
     if any(kept):
         mark = keep if outer.keeps == Keeps.MARKED else None
-        run = keeping_low(island, island, kept, prevent_cse, mark)
-    else:
-        run = jax.checkpoint(island, prevent_cse=prevent_cse)
-    with eqn_context(without_scopes(first.eqn)):
-        outs = run(*values)
-    return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
+        return keeping_low(island, island, kept, prevent_cse, mark)
+    return jax.checkpoint(island, prevent_cse=prevent_cse)
 
 
 def casts_again(frame: Frame, step: Step) -> list[int]:
@@ -85,13 +92,11 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
 
     Without `prevent_cse`: inside a loop there is nothing to merge, and outside XLA
     may weigh a second cast against a copy that is kept."""
-    given = {
-        i: frame.operand(step, i) for i in range(len(step.eqn.invars)) if i not in again
-    }
-    roots, chain = frame.views.origins([step.eqn.invars[i] for i in again])
-    static = {i: x for i, x in given.items() if isinstance(step.eqn.invars[i], Literal)}
+    atoms = step.eqn.invars
+    given = {i: frame.operand(step, i) for i in range(len(atoms)) if i not in again}
+    roots, chain = frame.views.origins([atoms[i] for i in again])
+    static = {i: x for i, x in given.items() if isinstance(atoms[i], Literal)}
     arrays = {i: x for i, x in given.items() if i not in static}
-
     over = frame.over
 
     def op(values, arrays):
@@ -102,5 +107,8 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
                 inner.env |= zip(view.eqn.outvars, inner.apply(view), strict=True)
         return inner.apply(step, static | arrays)
 
+    ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
+    code = code_of([*chain, step], ins), tuple(again)
     values = [frame.env[root] for root in roots]
-    return jax.checkpoint(op, prevent_cse=False)(values, arrays)
+    run = frame.alike(code, lambda: jax.checkpoint(op, prevent_cse=False))
+    return run(values, arrays)

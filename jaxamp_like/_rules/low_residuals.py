@@ -31,12 +31,8 @@ def keeping_low(
     def op(*operands):
         return forward(*operands)
 
-    def jvp(primals, tangents):
-        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        dtypes = [author_dtype(jax.typeof(x)) for x in primals]
-        kept = cast_all(primals, low)
-        kept = kept if mark is None else [mark(x) for x in kept]
-
+    @functools.cache  # one function, which JAX traces once
+    def derivative(live: tuple[int, ...], dtypes: tuple[DType | None, ...]):
         # With `prevent_cse` XLA can't use what the forward pass has in full.
         @functools.partial(jax.checkpoint, prevent_cse=among_arguments)
         def linear(kept, moves):
@@ -50,7 +46,17 @@ def keeping_low(
 
             return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
 
-        return op(*primals), linear(kept, tuple(tangents[i] for i in live))
+        return linear
+
+    def jvp(primals, tangents):
+        moves = {
+            i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
+        }
+        kept = cast_all(primals, low)
+        kept = kept if mark is None else [mark(x) for x in kept]
+        dtypes = tuple(author_dtype(jax.typeof(x)) for x in primals)
+        linear = derivative(tuple(moves), dtypes)
+        return op(*primals), linear(kept, tuple(moves.values()))
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op
