@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from benchmarks.measure import low_share
+from benchmarks.measure import low_share, saved
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
@@ -611,6 +611,29 @@ def test_a_stream_is_sent_as_it_adds_up_or_as_a_rule_says(rule, dtype):
         if eqn.primitive.name == "ppermute"
     ]
     assert len(sends) == 2 and set(sends) == {dtype}
+
+
+def test_a_shard_map_keeps_what_one_device_keeps():
+    """Marks that a value varies are in the midst of a norm, and send nothing."""
+
+    def stream(w, x):
+        for p in w:
+            hidden = (jax.nn.standardize(x) * p["scale"]) @ p["up"]
+            x = x + jax.nn.gelu(hidden) @ p["down"]
+        return jnp.mean(jnp.square(x))
+
+    def per_device(w, x):
+        return jax.lax.pmean(stream(w, x), "data")
+
+    specs = P(), P("data")
+    mapped = jax.shard_map(per_device, mesh=make_mesh(), in_specs=specs, out_specs=P())
+    w, x = init()["blocks"], normal(0, N * 16, DIM)
+
+    def kept(fn):
+        found = saved(amp(fn, compute_dtype="bfloat16"), w, x, argnums=(0,))
+        return Counter(aval.str_short() for aval in found if aval.size >= x.size)
+
+    assert kept(mapped) == kept(stream)
 
 
 def test_what_is_converted_is_stored_low_on_a_mesh_too():

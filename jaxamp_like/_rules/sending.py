@@ -17,6 +17,10 @@ from .following import PLACING, KeepEachInput
 class SendLow(KeepEachInput):
     """Sends in the compute dtype what is only read so; see `send_low`."""
 
+    @property
+    def is_run_again(self) -> bool:
+        return True  # but only what is cheap: what sends nothing in the forward pass
+
     def decide(self, site: Site) -> Decision:
         low = _sent_in(site)
         if low is None:
