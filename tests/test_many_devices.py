@@ -322,6 +322,26 @@ def test_nothing_more_is_sent(way, once):
         assert twice["all-gather"] > plain["all-gather"] > 0
 
 
+@pytest.mark.parametrize("several", (False, True))
+def test_on_several_devices_the_loss_shares_with_its_backward_pass(several):
+    """Run apart, XLA puts off the first run and holds the logits all the while."""
+
+    def loss(w, x):
+        log_chances = jax.nn.log_softmax(jnp.tanh(x @ w["up"]) @ w["down"])
+        return -jnp.mean(jnp.take_along_axis(log_chances, TOKENS[:, :1], axis=-1))
+
+    w = {"up": normal(0, DIM, HIDDEN), "down": normal(1, HIDDEN, VOCABULARY)}
+    if several:
+        w = jax.device_put(w, NamedSharding(make_mesh(), P()))
+    program = jax.make_jaxpr(amp(loss, compute_dtype="bfloat16"))(w, rows())
+    islands = {
+        eqn.outvars[0].aval.ndim: eqn.params["prevent_cse"]
+        for eqn in eqns(program)
+        if "prevent_cse" in eqn.params and "log" in str(eqn)
+    }
+    assert islands == {0: not several}
+
+
 # ------------------------------------------------------- each form, inside and outside
 
 

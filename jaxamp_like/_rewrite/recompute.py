@@ -38,7 +38,7 @@ def bind_region(outer: Frame, region: Region) -> list[Any]:
         return outs
 
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
-    prevent_cse = outer.keeps == Keeps.LEAN
+    prevent_cse = outer.keeps == Keeps.LEAN and not region.last
     if prevent_cse and region.sharded and CAN_PREVENT_SOME_CSE:
         prevent_cse = tuple(v not in region.sharded for v in region.ins)
     kept = list(region.ins.values())
