@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jaxamp_like import amp
+from jaxamp_like import amp, default_amp_policy
 
 from .rewrite import CONTENDERS, make_table, ratio, versions
 from .roofline import (
@@ -304,10 +304,6 @@ def again(loss: Any, dtype: str) -> Any:
     return amp(loss, compute_dtype=dtype, gather_once=False)
 
 
-def mixed(loss: Any, dtype: str) -> Any:
-    return amp(loss, compute_dtype=dtype)
-
-
 def of_workload(
     workload: Workload, way: Way, dtype: str, size: str, mesh: Mesh
 ) -> tuple[Any, Mapping[str, Any]]:
@@ -319,12 +315,14 @@ def of_workload(
 
 def of_split(split: Split, dtype: str, mesh: Mesh) -> tuple[Any, Mapping[str, Any]]:
     plain = in_style(split, None, False, mesh)
+    policy = default_amp_policy | split.rules
+    mixed = partial(amp, plain, compute_dtype=dtype, amp_policy=policy)
     made = {
         "float32": plain,
         "hand": in_style(split, dtype, False, mesh),
         "lean": in_style(split, dtype, True, mesh),
-        "amp": mixed(plain, dtype),
-        "amp again": again(plain, dtype),
+        "amp": mixed(),
+        "amp again": mixed(gather_once=False),
     }
     return split.arguments(mesh, mesh.size), made
 

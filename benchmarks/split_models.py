@@ -5,7 +5,7 @@ As in `workloads`, each is written once and told in three styles. A stack of blo
 splitting."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jaxamp_like._jax import varying_over
+from jaxamp_like.rules import Rule, use_compute_precision
 
 from .workloads import FLOAT32, Loss, Params, Style, layer_norm
 
@@ -39,13 +40,15 @@ class Split:
         params: shapes of the parameters, and how each lies on the devices, by the
             number of devices.
         rows: how the batch lies.
-        explicit: whether types say how arrays are split."""
+        explicit: whether types say how arrays are split.
+        rules: what a user would add to the default policy."""
 
     build: Build
     axes: Callable[[int], Mapping[str, int]]
     params: Callable[[int], Mapping[str, tuple[tuple[int, ...], P]]]
     rows: P
     explicit: bool = False
+    rules: dict[Any, Rule] = field(default_factory=dict)
 
     def arguments(self, mesh: Mesh, n: int) -> tuple[Params, Any]:
         """Parameters and batch as shapes, each with its place."""
@@ -266,6 +269,8 @@ def in_shard_map(
     return Split(build, axes, params, rows)
 
 
+PIPELINE = in_shard_map(pipeline_body, one_axis, stages, P())
+
 SPLITS = {
     "sequence parallel": Split(
         sequence_parallel,
@@ -288,7 +293,10 @@ SPLITS = {
     "expert parallel, shard_map": in_shard_map(
         experts_body, one_axis, experts, P("data")
     ),
-    "pipeline, shard_map": in_shard_map(pipeline_body, one_axis, stages, P()),
+    "pipeline, shard_map": PIPELINE,
+    "pipeline, sent low": replace(
+        PIPELINE, rules={lax.ppermute_p: use_compute_precision}
+    ),
 }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from benchmarks.measure import low_share
+from benchmarks.measure import low_share, saved
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
@@ -322,6 +322,26 @@ def test_nothing_more_is_sent(way, once):
         assert twice["all-gather"] > plain["all-gather"] > 0
 
 
+@pytest.mark.parametrize("several", (False, True))
+def test_on_several_devices_the_loss_shares_with_its_backward_pass(several):
+    """Run apart, XLA puts off the first run and holds the logits all the while."""
+
+    def loss(w, x):
+        log_chances = jax.nn.log_softmax(jnp.tanh(x @ w["up"]) @ w["down"])
+        return -jnp.mean(jnp.take_along_axis(log_chances, TOKENS[:, :1], axis=-1))
+
+    w = {"up": normal(0, DIM, HIDDEN), "down": normal(1, HIDDEN, VOCABULARY)}
+    if several:
+        w = jax.device_put(w, NamedSharding(make_mesh(), P()))
+    program = jax.make_jaxpr(amp(loss, compute_dtype="bfloat16"))(w, rows())
+    islands = {
+        eqn.outvars[0].aval.ndim: eqn.params["prevent_cse"]
+        for eqn in eqns(program)
+        if "prevent_cse" in eqn.params and "log" in str(eqn)
+    }
+    assert islands == {0: not several}
+
+
 # ------------------------------------------------------- each form, inside and outside
 
 
@@ -611,6 +631,29 @@ def test_a_stream_is_sent_as_it_adds_up_or_as_a_rule_says(rule, dtype):
         if eqn.primitive.name == "ppermute"
     ]
     assert len(sends) == 2 and set(sends) == {dtype}
+
+
+def test_a_shard_map_keeps_what_one_device_keeps():
+    """Marks that a value varies are in the midst of a norm, and send nothing."""
+
+    def stream(w, x):
+        for p in w:
+            hidden = (jax.nn.standardize(x) * p["scale"]) @ p["up"]
+            x = x + jax.nn.gelu(hidden) @ p["down"]
+        return jnp.mean(jnp.square(x))
+
+    def per_device(w, x):
+        return jax.lax.pmean(stream(w, x), "data")
+
+    specs = P(), P("data")
+    mapped = jax.shard_map(per_device, mesh=make_mesh(), in_specs=specs, out_specs=P())
+    w, x = init()["blocks"], normal(0, N * 16, DIM)
+
+    def kept(fn):
+        found = saved(amp(fn, compute_dtype="bfloat16"), w, x, argnums=(0,))
+        return Counter(aval.str_short() for aval in found if aval.size >= x.size)
+
+    assert kept(mapped) == kept(stream)
 
 
 def test_what_is_converted_is_stored_low_on_a_mesh_too():

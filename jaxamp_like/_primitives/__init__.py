@@ -1,8 +1,9 @@
 """What is known of JAX's primitives: facts, which no policy changes.
 
 `kinds` groups them and says what their derivatives keep, `contractions` what a
-contraction is, `matmul_precision` what a global setting makes of them. Below this
-package stand only `_jax`, `_dtypes` and `_errors`."""
+contraction is, `matmul_precision` what a global setting makes of them, `fences` what
+XLA has to leave where it is. Below this package stand only `_jax`, `_dtypes` and
+`_errors`."""
 
 from .contractions import is_contraction as is_contraction
 from .kinds import (

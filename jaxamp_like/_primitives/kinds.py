@@ -177,6 +177,7 @@ _CHEAP = (
     EXPONENTIAL, ILL_CONDITIONED, ELEMENTWISE, RANGE_BOUND, SATURATING,
     COMPRESSING, MOVEMENT, EXTREMES, CHOICES, EXACT,
     "convert_element_type reduce_sum reduce_prod add_any erfc",
+    "pvary",  # nothing is sent; the sum of the cotangents is made once, there or here
 )  # fmt: skip
 
 CHEAP: frozenset[str] = frozenset(" ".join(_CHEAP).split()) - frozenset(

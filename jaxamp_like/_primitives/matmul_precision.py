@@ -18,6 +18,7 @@ from jax import lax
 
 from .._errors import warn_or_raise
 from .._jax import Eqn, Jaxpr, Primitive, is_jaxpr, raw, source_line, subjaxprs
+from .fences import fenced
 
 # Those with a parameter `precision`.
 CONTRACTIONS = frozenset(
@@ -62,7 +63,7 @@ def settled_bind(
     def bind(*operands: Any) -> Any:
         return primitive.bind(*operands, **settled(primitive, params, is_low))
 
-    return bind
+    return fenced(primitive.name, bind) if is_low else bind
 
 
 def _canonical(value: str) -> Any:

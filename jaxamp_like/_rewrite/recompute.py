@@ -22,7 +22,7 @@ Frame = Any  # of `bind`, which builds on this module
 def bind_region(outer: Frame, region: Region) -> list[Any]:
     """Binds steps so that only what goes into them is kept for the backward pass."""
     ins = {v: (dtype, v in region.sharded) for v, dtype in region.ins.items()}
-    code = code_of(region.steps, ins, region.outs, outer.settled)
+    code = region.last, code_of(region.steps, ins, region.outs, outer.settled)
     run = outer.alike(code, functools.partial(_island, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
         outs = run(*(outer.env[v] for v in region.ins))
@@ -49,7 +49,7 @@ def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
         return outs
 
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
-    prevent_cse = outer.keeps == Keeps.LEAN
+    prevent_cse = outer.keeps == Keeps.LEAN and not region.last
     if prevent_cse and region.sharded and CAN_PREVENT_SOME_CSE:
         prevent_cse = tuple(v not in region.sharded for v in region.ins)
     kept = list(region.ins.values())

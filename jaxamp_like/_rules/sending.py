@@ -8,6 +8,7 @@ import jax
 
 from .._dtypes import DType, cast, has_range, lowered
 from .._jax import bind_flat
+from .._primitives.fences import fenced
 from .base import INPUTS, Decision, Demand, Fact, Mark, Site
 from .following import PLACING, KeepEachInput
 
@@ -15,6 +16,10 @@ from .following import PLACING, KeepEachInput
 @dataclass(frozen=True)
 class SendLow(KeepEachInput):
     """Sends in the compute dtype what is only read so; see `send_low`."""
+
+    @property
+    def is_run_again(self) -> bool:
+        return True  # but only what is cheap: what sends nothing in the forward pass
 
     def decide(self, site: Site) -> Decision:
         low = _sent_in(site)
@@ -51,9 +56,11 @@ def _sent_in(site: Site) -> DType | None:
 
 
 def _low_there_full_back(site: Site, low: DType, held: DType) -> Callable[..., Any]:
-    def send(x: Any) -> Any:
+    def once(x: Any) -> Any:
         (out,) = bind_flat(site.primitive, [x], site.params)
         return out
+
+    send = fenced(site.primitive.name, once)
 
     @jax.custom_jvp
     def there(x):

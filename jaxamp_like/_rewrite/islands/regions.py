@@ -1,6 +1,6 @@
 """Which islands pay, and what each reads and gives."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..._dtypes import DType
@@ -19,6 +19,8 @@ from .cost import (
 )
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
+
+_NEXT_TO_NOTHING = 64  # times smaller than what it is made of
 
 
 def island_schedule(
@@ -39,9 +41,10 @@ def island_schedule(
                 readers[atom].add(dtype or held(facts[atom]))
 
     read(outvars, [None] * len(outvars))
+    ends = {v for v in outvars if not isinstance(v, Literal)}
     units: list[Step | Region] = []
     for group in reversed(in_order(steps, grouping.groups())):
-        region = _region(group, grouping, readers)
+        region = _region(group, grouping, readers, ends)
         if region is not None:
             read(region.ins, [None] * len(region.ins))
             units.append(region)
@@ -60,6 +63,7 @@ def _region(
     group: Sequence[Step],
     grouping: Grouping,
     readers: dict[Any, set[DType | None]],
+    ends: set[Any],
 ) -> Region | None:
     """The region of an island, if less is kept with it than without."""
     if group[0] not in grouping.depth_of or _mixes_rows(group):
@@ -85,7 +89,22 @@ def _region(
     gain -= sum(map(grouping.kept, paid))
     ins = {v: keeps.get(v) for v in taken}
     sharded = frozenset(v for v in taken if is_sharded(grouping.facts[v]))
-    return Region(tuple(steps), ins, outs, sharded) if gain > 0 else None
+    last = _is_last(outs, paid, ends) and any(map(is_sharded, grouping.facts.values()))
+    return Region(tuple(steps), ins, outs, sharded, last) if gain > 0 else None
+
+
+def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
+    """Whether an island ends in next to nothing, such as the loss.
+
+    Its backward pass comes next, so nothing is kept for long that the two share. Were
+    it run again, XLA would be free to put off the first run, which nothing but the loss
+    reads, and to hold the logits until then; and their cotangent could not take their
+    place."""
+    return ends.issuperset(outs) and _total(outs) * _NEXT_TO_NOTHING < _total(paid)
+
+
+def _total(values: Iterable[Any]) -> int:
+    return sum(elements(v.aval) for v in values)
 
 
 def _border(

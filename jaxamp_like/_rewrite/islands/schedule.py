@@ -17,12 +17,14 @@ class Region:
     `ins` are the variables that it reads, with the dtypes in which they are kept for
     the backward pass, and `outs` its results, with those in which they leave; `None`
     stands for the dtype that they have. `sharded` are those of `ins` that lie on
-    several devices: the backward pass uses what was brought of them before."""
+    several devices: the backward pass uses what was brought of them before. One that
+    is `last` ends in the loss: on several devices XLA may use again what it made."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
     outs: dict[Any, DType | None]
     sharded: frozenset[Any] = frozenset()
+    last: bool = False
 
 
 class Schedule(NamedTuple):
