@@ -124,6 +124,14 @@ JOBS = {
         (FIGURES, "docs/many_devices.md"),
         needs=COMPILER,
     ),
+    "collectives-float16": Job(
+        "collectives",
+        "--depth 2 --dtype float16 --models --contenders hand amp",
+        f"--dtype float16 --models --contenders hand amp {SPLITS} {TOY}",
+        "collectives-float16.json",
+        (FIGURES,),
+        needs=COMPILER,
+    ),
     "collectives-64": Job(
         "collectives",
         f'--devices 64 --models {SPLITS} "tensor parallel, shard_map"',
