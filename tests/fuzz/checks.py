@@ -23,6 +23,7 @@ from . import quantised, runtime, structure
 from .cases import DERIVATIVES, Case, name_of
 from .oracle import (
     MAX_EQUATIONS,
+    AddingLow,
     Endless,
     Evaluator,
     Jitter,
@@ -541,6 +542,8 @@ def _check_errors(
     rounded = [written.rounded(*oracle, None) for oracle in oracles]
     # Tangents of what is low are added up low: there a sum may leave the range.
     is_narrow = jnp.finfo(case.dtype).maxexp < 128 and bool(case.outer)
+    if is_narrow and oracles:
+        oracles.append((AddingLow, case.dtype))
     limit = float(jnp.finfo(case.dtype).max) / 16 if is_narrow else np.inf
 
     def complaint(i):

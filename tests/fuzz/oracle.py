@@ -302,6 +302,20 @@ class RoundingProducts(Rounding):
         return step.name in CONTRACTIONS
 
 
+class AddingLow(RoundingProducts):
+    """Adds tangents in the range of the dtype, as JAX does those of what is low."""
+
+    def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
+        outs = super().apply(step, args)
+        return list(map(self.clipped, outs)) if step.name == "add_any" else outs
+
+    def clipped(self, x: Any) -> Any:
+        if getattr(x, "dtype", None) != np.float32 or not isinstance(x, np.ndarray):
+            return x
+        most = float(jnp.finfo(self.dtype).max)
+        return np.where(np.abs(x) > most, np.copysign(np.float32(np.inf), x), x)
+
+
 class RoundingEverything(Rounding):
     """Rounds whatever goes in, is computed or moved: the worst that a policy may do."""
 
