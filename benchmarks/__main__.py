@@ -202,7 +202,7 @@ JOBS = {
         "",
         "--steps 20 --seeds 1",
         "curves_float8.json",
-        ("docs/quantised.md",),
+        ("docs/quantised.md", FIGURES),
         more=("curves_float8.png",),
     ),
 }
