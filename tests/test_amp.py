@@ -374,6 +374,7 @@ class TestNNX:
 # No more bits than the author wrote.
 
 
+@pytest.mark.filterwarnings("ignore:.*are float16 as written")  # as tested here
 @pytest.mark.parametrize(
     "half, compute_dtype",
     (("float16", BF16), (BF16, "float16"), (BF16, BF16), (BF16, "float32")),
