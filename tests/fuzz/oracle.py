@@ -282,11 +282,15 @@ class Rounding(Evaluator):
                 lax.convert_element_type(x, self.dtype), np.float32
             )
         if self.rng is not None:
-            size = float(jnp.finfo(self.dtype).eps)
-            shift = self.rng.uniform(-size, size, np.shape(x)).astype(np.float32)
-            x = np.asarray(x * (1 + shift))
+            x = self.moved(x, float(jnp.finfo(self.dtype).eps))
         with np.errstate(over="ignore"):
             return np.asarray(x).astype(self.dtype).astype(np.float32)
+
+    def moved(self, x: Any, size: float) -> Any:
+        """Each number at random by up to `size` of it."""
+        assert self.rng is not None
+        shift = self.rng.uniform(-size, size, np.shape(x)).astype(np.float32)
+        return np.asarray(x * (1 + shift))
 
     def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
         if not self.is_rounded(step):
@@ -346,9 +350,7 @@ class Jitter(Rounding):
         is_full = getattr(x, "dtype", None) == np.float32
         if self.rng is None or not is_full or isinstance(x, jax.core.Tracer):
             return x
-        size = float(np.finfo(np.float32).eps)
-        shift = self.rng.uniform(-size, size, np.shape(x)).astype(np.float32)
-        return np.asarray(x * (1 + shift))
+        return self.moved(x, float(np.finfo(np.float32).eps))
 
     def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
         outs = Evaluator.apply(self, step, args)

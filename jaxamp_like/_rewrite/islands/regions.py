@@ -41,7 +41,8 @@ def island_schedule(
                 readers[atom].add(dtype or held(facts[atom]))
 
     read(outvars, [None] * len(outvars))
-    ends = {v for v in outvars if not isinstance(v, Literal)}
+    is_split = any(map(is_sharded, facts.values()))
+    ends = {v for v in outvars if is_split and not isinstance(v, Literal)}
     units: list[Step | Region] = []
     for group in reversed(in_order(steps, grouping.groups())):
         region = _region(group, grouping, readers, ends)
@@ -89,7 +90,7 @@ def _region(
     gain -= sum(map(grouping.kept, paid))
     ins = {v: keeps.get(v) for v in taken}
     sharded = frozenset(v for v in taken if is_sharded(grouping.facts[v]))
-    last = _is_last(outs, paid, ends) and any(map(is_sharded, grouping.facts.values()))
+    last = bool(ends) and _is_last(outs, paid, ends)
     return Region(tuple(steps), ins, outs, sharded, last) if gain > 0 else None
 
 
