@@ -95,9 +95,14 @@ def varying_axes(x: Any) -> frozenset[Any]:
     """The named axes of a `shard_map` along which `x` is known to differ.
 
     None are known with `check_vma=False`, nor of a `pmap`."""
-    aval = jax.typeof(x)
-    # JAX < 0.10 calls it `vma`.
-    return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # pyright: ignore
+    return varying_in(jax.typeof(x))
+
+
+def varying_in(aval: Any) -> frozenset[Any]:
+    """The same of a type; none of a type that is no array's."""
+    if hasattr(aval, "mat"):
+        return aval.mat.varying
+    return getattr(aval, "vma", frozenset())  # JAX < 0.10
 
 
 def varying_over(x: Any, axes: Sequence[str]) -> Any:

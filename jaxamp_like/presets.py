@@ -1,7 +1,9 @@
-"""The policies of other mixed-precision systems, op by op; and 8-bit contractions.
+"""The policies of other mixed-precision systems, op by op; and variants of the default:
+8-bit contractions, full sums over devices.
 
 Each is a function that returns a policy: `amp(fn, amp_policy=pytorch_autocast())`."""
 
+from ._policies.over_devices import full_sums_over_devices as full_sums_over_devices
 from ._policies.presets import (
     full_precision as full_precision,
     jaxamp as jaxamp,
@@ -14,6 +16,7 @@ from ._policies.quantised import quantised as quantised
 
 __all__ = [
     "full_precision",
+    "full_sums_over_devices",
     "jaxamp",
     "jmp",
     "mxnet",

@@ -20,7 +20,7 @@ from benchmarks.measure import low_share, saved
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
-from jaxamp_like.presets import quantised
+from jaxamp_like.presets import full_sums_over_devices, quantised
 from jaxamp_like.rules import (
     float8,
     int8,
@@ -555,9 +555,9 @@ def test_the_cotangent_of_an_activation_is_summed_low():
     specs = dict(in_specs=(P(None, "data"), P()), out_specs=P())
     fn = jax.shard_map(body, mesh=make_mesh(), **specs)
     args = normal(0, DIM, HIDDEN), normal(1, N, DIM)
-    for dtype, summed_in in (("bfloat16", "bfloat16"), ("float16", "float32")):
+    for dtype in DTYPES:
         gradient = jax.grad(amp(fn, compute_dtype=dtype), argnums=1)
-        assert sent_dtypes(gradient, *args) == {("psum_invariant", summed_in)}
+        assert sent_dtypes(gradient, *args) == {("psum_invariant", dtype)}
 
 
 def sent_dtypes(fn, *args):
@@ -583,8 +583,11 @@ UNROUNDED = default_amp_policy | {
     "dtype, policy, summed_in",
     [
         ("bfloat16", None, "bfloat16"),
-        ("float16", None, "float32"),
+        ("float16", None, "float16"),
         ("bfloat16", UNROUNDED, "float32"),
+        ("float16", UNROUNDED, "float32"),
+        ("bfloat16", full_sums_over_devices(), "float32"),
+        ("float16", full_sums_over_devices(), "float32"),
     ],
 )
 def test_gathers_are_low_and_gradients_are_summed_as_asked(dtype, policy, summed_in):
@@ -602,6 +605,82 @@ def test_gathers_are_low_and_gradients_are_summed_as_asked(dtype, policy, summed
         ("reduce_scatter", summed_in),
         ("psum_invariant", summed_in),
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_types", (True, False), ids=("typed", "untyped"))
+@pytest.mark.parametrize("is_full", (False, True), ids=("default", "full"))
+def test_a_product_of_split_rows_is_summed_in_the_dtype_it_has(
+    dtype, has_types, is_full
+):
+    def body(w, x):
+        y = jax.lax.psum(x @ w, "data")
+        return jax.lax.pmean(jnp.sum(jnp.tanh(y)), "data") if has_types else y
+
+    specs = dict(in_specs=(P("data"), P(None, "data")), out_specs=P())
+    fn = jax.shard_map(body, mesh=make_mesh(), **specs, check_vma=has_types)
+    args = normal(0, HIDDEN, DIM), normal(1, N, HIDDEN)
+    policy = full_sums_over_devices() if is_full else None
+    mixed = amp(fn, compute_dtype=dtype, amp_policy=policy)
+    is_low = not is_full and (has_types or dtype == "bfloat16")
+    assert {
+        eqn.invars[0].aval.dtype.name
+        for eqn in eqns(jax.make_jaxpr(mixed)(*args))
+        if eqn.primitive.name.startswith("psum") and eqn.invars[0].aval.ndim
+    } == {dtype if is_low else "float32"}
+
+
+def test_a_float16_sum_over_a_mapped_axis_does_not_overflow():
+    """It is one of many terms, and on one device."""
+
+    def total(x, w):
+        return jax.lax.psum(x @ w, "rows")
+
+    x, w = jnp.full((512, 16), 8.0), jnp.full((16, 4), 8.0)
+    mapped = jax.vmap(amp(total), (0, None), axis_name="rows")
+    assert (mapped(x, w) == 512 * 1024).all()
+
+
+@pytest.mark.parametrize("name", ("all_gather_p", "all_to_all_p", "ppermute_p"))
+def test_a_casting_callback_decides_what_is_sent(name):
+    """Though no axis is bound while it is asked."""
+
+    def body(w, x):
+        y = jnp.tanh(x @ w)
+        parts = (
+            jax.lax.all_gather(y, "data", tiled=True),
+            jax.lax.all_to_all(y, "data", 1, 1, tiled=True),
+            jax.lax.ppermute(y, "data", [(i, (i + 1) % N) for i in range(N)]),
+        )
+        return jax.lax.pmean(sum(map(jnp.sum, parts)), "data")
+
+    def low(dtype, author_dtypes, x, **params):
+        return (x.astype(dtype),), params
+
+    specs = dict(in_specs=(P(), P("data")), out_specs=P())
+    fn = jax.shard_map(body, mesh=make_mesh(), **specs)
+    args = normal(0, DIM, DIM), normal(1, N * 2, DIM)
+    primitive = getattr(jax.lax, name)
+    mixed = amp(
+        fn, compute_dtype="bfloat16", amp_policy=default_amp_policy | {primitive: low}
+    )
+    assert {
+        eqn.primitive.name
+        for eqn in eqns(jax.make_jaxpr(mixed)(*args))
+        if eqn.primitive.name in ("all_gather", "all_to_all", "ppermute")
+        and eqn.invars[0].aval.dtype == jnp.bfloat16
+    } == {primitive.name}
+    for gradient in (jax.grad(mixed), amp(jax.grad(fn), compute_dtype="bfloat16")):
+        assert error(gradient(*args), jax.grad(fn)(*args)) < 4 * eps("bfloat16")
+
+
+def test_full_sums_keep_what_else_a_policy_says():
+    mine = default_amp_policy | {"head": "float32", jax.lax.psum_p: "bfloat16"}
+    full = full_sums_over_devices(mine)
+    assert full["head"] == "float32" and full[jax.lax.psum_p] == "bfloat16"
+    assert full_sums_over_devices(full) == full
+    with pytest.raises(TypeError, match="extends `default_amp_policy`"):
+        full_sums_over_devices({"head": "float32"})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from .._primitives import kinds
 from .._rules import (
-    ByRange,
     Rule,
     choose_exactly,
     compute_in_full,
@@ -12,6 +11,7 @@ from .._rules import (
     move_exactly,
     send_low,
     sort_exactly,
+    sum_over_devices,
     take_extremes,
     use_original_precision,
 )
@@ -20,7 +20,6 @@ _FULL = use_original_precision
 
 
 def _table() -> dict[str, Rule]:
-    sums_over_devices = ByRange(narrow=compute_in_full, wide=keep_each_input)
     rows: list[tuple[str, Rule]] = [
         (kinds.COMPUTE, contract),
         (kinds.EXPONENTIAL, compute_in_full),
@@ -31,7 +30,7 @@ def _table() -> dict[str, Rule]:
         (kinds.RANGE_BOUND, compute_in_full),
         (kinds.SATURATING, compute_in_full),
         (kinds.COMPRESSING, compute_in_full),
-        (kinds.SUMMING_FEW, sums_over_devices),
+        (kinds.SUMMING_FEW, sum_over_devices),
         ("add_any erfc reduce_window_sum", compute_in_full),
         # Its solver iterates to a tolerance that 16 bits may never reach.
         ("custom_linear_solve", _FULL),

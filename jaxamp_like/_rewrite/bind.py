@@ -292,7 +292,10 @@ class Frame:
         if view is None or view.eqn.primitive.name != "pvary":
             return cast(value, dtype)
         (source,) = view.eqn.invars
-        if not has_range(dtype, value.dtype) or source not in self.env:
+        sums_low = view.decision.sums_low
+        if sums_low is None:
+            sums_low = has_range(dtype, value.dtype)
+        if not sums_low or source not in self.env:
             return cast(value, dtype)
         once = [self._cast_once(source, dtype)]
         (low,) = bind_again(view, once)

@@ -46,7 +46,11 @@ from .following import (
     low_if_read_low as low_if_read_low,
 )
 from .low_residuals import keeping_low as keeping_low
-from .sending import send_low as send_low
+from .sending import (
+    FULL_SUMS as FULL_SUMS,
+    send_low as send_low,
+    sum_over_devices as sum_over_devices,
+)
 from .storing import (
     choose_exactly as choose_exactly,
     compute_in_full as compute_in_full,

@@ -169,6 +169,8 @@ class Decision(NamedTuple):
     keeps: tuple[DType | None, ...] = ()  # operands that are kept so, not as read
     recasts: bool = True  # whether casts of inputs are made again in the backward pass
     eight_bits: EightBits | None = None  # of a contraction that is quantised
+    # Whether cotangents are summed over devices low; `None`: where that has the range.
+    sums_low: bool | None = None
     # Of each operand, how `bind` rounds it, if it is a weight and needs no other.
     alone: tuple[Callable[[Any], Any] | None, ...] = ()
 

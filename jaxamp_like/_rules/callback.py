@@ -11,6 +11,7 @@ from .._dtypes import (
     lowered,
 )
 from .._errors import AmpError
+from .._primitives.kinds import EACH, SENDING, SUMMING_FEW
 from .._primitives.matmul_precision import settled_bind
 from .base import (
     Decision,
@@ -20,6 +21,8 @@ from .base import (
     Rule,
     Site,
 )
+
+_COLLECTIVES = frozenset(f"{SUMMING_FEW} {SENDING} {EACH}".split())
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,14 @@ class Callback(Rule):
     def decide(self, site: Site) -> Decision:
         low_read = []
 
-        def bind(*operands):
+        def as_read(*operands):
             invars, params = self._call(site, operands)
-            is_low = [x.dtype for x in invars] != [a.dtype for a in site.avals]
-            low_read.append(is_low)
-            outs = settled_bind(site.primitive, params, is_low)(*invars)
+            low_read.append([x.dtype for x in invars] != [a.dtype for a in site.avals])
+            return invars, params
+
+        def bind(*operands):
+            invars, params = as_read(*operands)
+            outs = settled_bind(site.primitive, params, low_read[-1])(*invars)
             outs = outs if site.primitive.multiple_results else [outs]
             return [  # never more bits than the author wrote
                 x if author is None else cast(x, lowered(author, x.dtype))
@@ -53,10 +59,14 @@ class Callback(Rule):
             jax.ShapeDtypeStruct(aval.shape, fact.dtype if fact else aval.dtype)
             for aval, fact in zip(site.avals, site.facts, strict=True)
         ]
-        outs = jax.eval_shape(bind, *structs)
+        # Of a collective no axis is bound yet; results have the dtypes of operands.
+        is_collective = getattr(site.primitive, "name", None) in _COLLECTIVES
+        outs = jax.eval_shape(
+            (lambda *xs: as_read(*xs)[0]) if is_collective else bind, *structs
+        )
         mark = Mark.LOW if low_read[0] else Mark.FULL
         facts = tuple(
-            author and Fact(out.dtype, mark)
+            author and Fact(lowered(author, out.dtype), mark)
             for out, author in zip(outs, site.out_authors, strict=True)
         )
         reads = tuple(fact and fact.dtype for fact in site.facts)

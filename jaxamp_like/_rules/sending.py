@@ -5,17 +5,50 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from .._dtypes import DType, cast, has_range, lowered
-from .._jax import bind_flat
+from .._dtypes import DType, cast, lowered
+from .._jax import bind_flat, varying_in
 from .._primitives.fences import fenced
 from .base import INPUTS, Decision, Demand, Fact, Mark, Site
 from .following import PLACING, KeepEachInput
+from .storing import compute_in_full
+
+# What hands the same numbers to several devices: cotangents are added up over these.
+_SUMMED_BACK = ("all_gather", "pvary")
+
+
+def may_sum_over_devices(site: Site, low: DType) -> bool:
+    """Whether sums over the named axes of an equation may be made in `low`.
+
+    A contraction that is split over devices is low on one device as well, so that its
+    sum fits where it fits there. Without types that say what varies over devices, an
+    axis may be one of `vmap`, and its sum one of many terms on one device: it may leave
+    the range of float16."""
+    avals = (*site.avals, *site.out_avals)
+    return jnp.finfo(low).maxexp >= 128 or any(map(varying_in, avals))
+
+
+@dataclass(frozen=True)
+class SumOverDevices(KeepEachInput):
+    """Adds up over devices in the dtype at hand; see `sum_over_devices`."""
+
+    full_sums: bool = False
+
+    def decide(self, site: Site) -> Decision:
+        if self.full_sums or not may_sum_over_devices(site, site.compute_dtype):
+            return compute_in_full.decide(site)
+        return super().decide(site)
 
 
 @dataclass(frozen=True)
 class SendLow(KeepEachInput):
-    """Sends in the compute dtype what is only read so; see `send_low`."""
+    """Sends in the compute dtype what is only read so; see `send_low`.
+
+    Args:
+        full_sums: whether what comes back is summed over devices in full."""
+
+    full_sums: bool = False
 
     @property
     def is_run_again(self) -> bool:
@@ -24,10 +57,11 @@ class SendLow(KeepEachInput):
     def decide(self, site: Site) -> Decision:
         low = _sent_in(site)
         if low is None:
-            return super().decide(site)
+            sums_low = not self._sums_in_full(site, site.compute_dtype)
+            return super().decide(site)._replace(sums_low=sums_low)
         (fact,), (wanted,), (author,) = site.facts, site.wanted, site.authors
         assert fact is not None and author is not None
-        if Demand.WIDE not in wanted and has_range(low, fact.dtype):
+        if Demand.WIDE not in wanted and not self._sums_in_full(site, low):
             why = f"is only read in {low.name}"
             out = Fact(low, Mark.LOW, small=fact.small, shown=fact.shown)
             return Decision((low,), site.params, (out,), why)
@@ -38,6 +72,12 @@ class SendLow(KeepEachInput):
         out = Fact(held, mark, small=fact.small, shown=fact.shown)
         bind = _low_there_full_back(site, low, held)
         return Decision((fact.dtype,), site.params, (out,), why, bind)
+
+    def _sums_in_full(self, site: Site, low: DType) -> bool:
+        """Whether what comes back, if it is low, is summed in full."""
+        if site.primitive is None or site.primitive.name not in _SUMMED_BACK:
+            return False
+        return self.full_sums or not may_sum_over_devices(site, low)
 
 
 def _sent_in(site: Site) -> DType | None:
@@ -74,11 +114,21 @@ def _low_there_full_back(site: Site, low: DType, held: DType) -> Callable[..., A
     return there
 
 
+sum_over_devices = SumOverDevices()
+"""As `keep_each_input`; in float16 only over axes that types tell to be of devices."""
+
 send_low = SendLow()
 """As `keep_each_input`; what only contractions read is rounded before it is sent.
 
 The numbers are those that contractions would round anyway, in half the bytes. What
 comes back of them is a sum over devices in the backward pass: in the dtype that the
-contraction's gradient has, which is the compute dtype, or float32 where it has not the
-range of float32, or where the user has asked for gradients that are not rounded
-(`use_precision_by_pass(weight_gradient=wide())`)."""
+contraction's gradient has, which is the compute dtype, or float32 where the user has
+asked for gradients that are not rounded
+(`use_precision_by_pass(weight_gradient=wide())`), for `full_sums_over_devices`, or, in
+float16, where types don't tell what varies over devices (`check_vma=False`)."""
+
+FULL_SUMS = {
+    sum_over_devices: SumOverDevices(full_sums=True),
+    send_low: SendLow(full_sums=True),
+}
+"""Instead of each of these rules, the one by which sums over devices are float32."""

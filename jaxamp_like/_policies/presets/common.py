@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._dtypes import survives
 from ..._jax import Primitive
-from ..._primitives import FIXED
+from ..._primitives import FIXED, kinds
 from ..._rules import (
     ByRange,
     ConvertAsWritten,
@@ -47,15 +47,10 @@ MOVES_EACH = frozenset(
 
 # What the systems say nothing of: sums over devices, and what is given by the kind of
 # the primitive.
-SUMS_OVER_DEVICES = frozenset(
-    name
-    for name, rule in CLASSES.items()
-    if isinstance(rule, ByRange) and rule.wide == keep_each_input
-)
 GIVEN = {
     **{name: CLASSES[name] for name in (*FIXED, "custom_linear_solve")},
     **dict.fromkeys(
-        SUMS_OVER_DEVICES,
+        kinds.SUMMING_FEW.split(),
         ByRange(narrow=use_original_precision_locally, wide=keep_each_input),
     ),
     "convert_element_type": ConvertAsWritten(),
