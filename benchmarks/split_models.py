@@ -83,7 +83,9 @@ def block(
     h = whole(style.island(lambda x: layer_norm(x, norm))(x))
     h = style.cheap(jax.nn.gelu)(inner(h @ style.low(up)))
     y = back(h @ style.low(down))
-    return stay(x + y)
+    with jax.named_scope("residual"):
+        x = x + y
+    return stay(x)
 
 
 def mean_square(style: Style, x: Array) -> Array:
@@ -269,6 +271,7 @@ def in_shard_map(
     return Split(build, axes, params, rows)
 
 
+COLUMNS = in_shard_map(columns_body, two_axes, stack(of_name(COLUMNS_ROWS)), P("data"))
 PIPELINE = in_shard_map(pipeline_body, one_axis, stages, P())
 
 SPLITS = {
@@ -287,8 +290,9 @@ SPLITS = {
     "fully sharded, shard_map": in_shard_map(
         gathered_body, one_axis, stack(of_name(LONGEST)), P("data")
     ),
-    "tensor parallel, shard_map": in_shard_map(
-        columns_body, two_axes, stack(of_name(COLUMNS_ROWS)), P("data")
+    "tensor parallel, shard_map": COLUMNS,
+    "tensor parallel, low stream": replace(
+        COLUMNS, rules={"residual": use_compute_precision}
     ),
     "expert parallel, shard_map": in_shard_map(
         experts_body, one_axis, experts, P("data")
