@@ -166,7 +166,8 @@ COLUMNS, ROWS = ("'qkv'", "'up'", "'head'"), ("'mix'", "'down'")
 
 def tensor_parallel(path: str, shape: Sequence[int], mesh: Mesh) -> P:
     """Two products after each other: columns of the first, rows of the second."""
-    if len(shape) < 2:
+    is_stacked = "['blocks']['" in path  # a scan's, not one of a list of blocks
+    if len(shape) - is_stacked < 2:
         return P()
     if any(name in path for name in COLUMNS):
         return along(shape, len(shape) - 1, "model")
