@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from benchmarks.measure import low_share, saved
-from jaxamp_like import amp, default_amp_policy
+from jaxamp_like import Policy, amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
-from jaxamp_like.presets import full_sums_over_devices, quantised
+from jaxamp_like.presets import full_sums_over_devices, pytorch_autocast, quantised
 from jaxamp_like.rules import (
     float8,
     int8,
@@ -679,8 +679,12 @@ def test_full_sums_keep_what_else_a_policy_says():
     full = full_sums_over_devices(mine)
     assert full["head"] == "float32" and full[jax.lax.psum_p] == "bfloat16"
     assert full_sums_over_devices(full) == full
-    with pytest.raises(TypeError, match="extends `default_amp_policy`"):
-        full_sums_over_devices({"head": "float32"})
+    for other in ({"head": "float32"}, pytorch_autocast()):
+        with pytest.raises(TypeError, match="must be a dict of rules that extends"):
+            full_sums_over_devices(other)
+    policy = Policy("float16", rules=full)
+    assert Policy.from_dict(policy.to_dict()) == policy
+    assert policy.to_dict()["rules"][0] == {"extends": "full_sums_over_devices()"}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from .dictionary import (
     show_key,
 )
 from .frozen import FrozenRules, primitive_by_name, primitive_name
+from .over_devices import full_sums_over_devices
 from .presets import (
     full_precision,
     jaxamp,
@@ -120,7 +121,12 @@ def _base_name(table: ByName) -> Any:
 @functools.cache
 def _bases() -> dict[str, Mapping[Key, Rule]]:
     """The library's own policies, which a saved policy names."""
-    presets: list[Callable[..., Any]] = [full_precision, jmp, jaxamp]
+    presets: list[Callable[..., Any]] = [
+        full_precision,
+        full_sums_over_devices,
+        jmp,
+        jaxamp,
+    ]
     calls: list[tuple[Callable[..., Any], str]] = [
         *((pytorch_autocast, device) for device in ("cuda", "cpu")),
         *((tensorflow_graph_rewrite, dtype) for dtype in ("float16", "bfloat16")),

@@ -1,10 +1,13 @@
 """Policies whose sums over devices are float32."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from .._rules import FULL_SUMS
 from .dictionary import AMP_DEFAULT, ByName, default_amp_policy
+
+_KNOWN = frozenset({*FULL_SUMS, *FULL_SUMS.values()})
 
 
 def full_sums_over_devices(
@@ -28,17 +31,18 @@ def full_sums_over_devices(
     Returns:
         A policy dict.
     Raises:
-        TypeError: `policy` does not extend a policy of this library.
+        TypeError: `policy` does not extend the default policy.
 
     >>> from jaxamp_like import amp
     >>> from jaxamp_like.presets import full_sums_over_devices
     >>> mixed = amp(lambda w, x: x @ w, amp_policy=full_sums_over_devices())
     """
     table = policy.get(AMP_DEFAULT) if isinstance(policy, Mapping) else None
-    if not isinstance(table, ByName):
+    if not isinstance(table, ByName) or _KNOWN.isdisjoint(dict(table.rules).values()):
         raise TypeError(
-            "`policy` must be a dict of rules that extends `default_amp_policy` or a "
-            f"preset, such as `default_amp_policy | {{key: rule}}`, but got {policy!r}."
+            "`policy` must be a dict of rules that extends the default policy, such as "
+            f"`default_amp_policy | {{key: rule}}`, but got {reprlib.repr(policy)}. "
+            "Other presets say themselves how they sum."
         )
     full = {key: FULL_SUMS.get(rule, rule) for key, rule in policy.items()}
     by_name = tuple((name, FULL_SUMS.get(rule, rule)) for name, rule in table.rules)
