@@ -24,7 +24,16 @@ OTHERS = [
 
 @pytest.mark.parametrize("first", [0, *OTHERS])
 def test_cases(first):
-    outcomes = {seed: check(make_case(seed)) for seed in range(first, first + PER_TEST)}
+    _check_all(range(first, first + PER_TEST))
+
+
+@pytest.mark.rest
+def test_cases_of_policies_that_quantise():
+    _check_all(range(PER_TEST), quantises=True)
+
+
+def _check_all(seeds, quantises=False):
+    outcomes = {seed: check(make_case(seed, quantises)) for seed in seeds}
     failures = {s: str(x.failure) for s, x in outcomes.items() if x.failure}
     assert not failures, "See `python -m tests.fuzz --cases 1 --seed ...`."
     # What fails as written says nothing: most cases must say something.

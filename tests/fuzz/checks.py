@@ -248,8 +248,10 @@ class Written:
 
     @functools.cached_property
     def results(self) -> list[np.ndarray]:
-        with _or_discard("as written"):
+        try:
             return _run(Evaluator(), self.plain)
+        except Exception as e:
+            raise Discard(f"as written, {type(e).__name__}: {e}") from None
 
     @functools.cached_property
     def moved(self) -> tuple[np.ndarray, list[np.ndarray]] | None:
@@ -266,9 +268,10 @@ class Written:
         """What an oracle makes of it."""
         key = kind, dtype, seed
         if key not in self._rounded:
-            with _or_discard("oracle"):
-                outs = _run(kind(dtype, seed), self.plain)
-            self._rounded[key] = outs
+            try:
+                self._rounded[key] = _run(kind(dtype, seed), self.plain)
+            except (Endless, TooLong) as e:  # any other fault is the oracle's own
+                raise Discard(f"oracle, {type(e).__name__}: {e}") from None
         return self._rounded[key]
 
 
@@ -486,14 +489,6 @@ def _check_values(case: Case, written: Written, mixed: Traced) -> bool:
         _check_moved(written, got)
     _check_errors(case, written, want, got)
     return True
-
-
-@contextlib.contextmanager
-def _or_discard(where: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as e:
-        raise Discard(f"{where}, {type(e).__name__}: {e}") from None
 
 
 def _run(evaluator: Evaluator, traced: Traced) -> list[np.ndarray]:

@@ -282,11 +282,11 @@ class Rounding(Evaluator):
                 lax.convert_element_type(x, self.dtype), np.float32
             )
         if self.rng is not None:
-            x = self.moved(x, float(jnp.finfo(self.dtype).eps))
+            x = self.shifted(x, float(jnp.finfo(self.dtype).eps))
         with np.errstate(over="ignore"):
             return np.asarray(x).astype(self.dtype).astype(np.float32)
 
-    def moved(self, x: Any, size: float) -> Any:
+    def shifted(self, x: Any, size: float) -> Any:
         """Each number at random by up to `size` of it."""
         assert self.rng is not None
         shift = self.rng.uniform(-size, size, np.shape(x)).astype(np.float32)
@@ -350,7 +350,7 @@ class Jitter(Rounding):
         is_full = getattr(x, "dtype", None) == np.float32
         if self.rng is None or not is_full or isinstance(x, jax.core.Tracer):
             return x
-        return self.moved(x, float(np.finfo(np.float32).eps))
+        return self.shifted(x, float(np.finfo(np.float32).eps))
 
     def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
         outs = Evaluator.apply(self, step, args)
