@@ -83,16 +83,10 @@ def is_in_sample(item: pytest.Item, place: int, every: int) -> bool:
     return (place + crc32(item.originalname.encode())) % every == 0
 
 
-def put_aside(item: pytest.Item) -> None:
-    """One half of what is put aside is for every change, the other for each night."""
-    is_late = crc32(item.nodeid.encode()) % 2
-    item.add_marker(pytest.mark.nightly if is_late else pytest.mark.rest)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Puts aside what tests leave out of an ordinary run, by their marks."""
-    whole = {item for item in items if item.get_closest_marker("rest") is None}
+    """Leaves to a night what `cross` and `sample` take no part of."""
+    whole = set(items)
     values: dict[tuple[object, str], dict[int, int]] = {}  # the place of each, by `id`
     for item in items:
         for mark in item.iter_markers("cross"):
@@ -103,13 +97,13 @@ def pytest_collection_modifyitems(items):
                 places[name] = seen.setdefault(key, len(seen))
             if item in whole and not is_on_diagonal(places, mark.args[0], mark.kwargs):
                 whole.discard(item)
-                put_aside(item)
+                item.add_marker(pytest.mark.nightly)
     counts: Counter[object] = Counter()
     for item in items:
         mark = item.get_closest_marker("sample")
         if mark is not None and item in whole:
             if not is_in_sample(item, counts[item.function], *mark.args):
-                put_aside(item)
+                item.add_marker(pytest.mark.nightly)
             counts[item.function] += 1
 
 

@@ -77,6 +77,7 @@ def opened(browser, path, width=1280, scheme="light"):
     return page, heard
 
 
+@pytest.mark.cross("path", look=4)
 @pytest.mark.parametrize("look", LOOKS, ids=str)
 def test_a_page_has_no_barriers(look, browser, path):
     page, heard = opened(browser, path, *look)
@@ -92,6 +93,7 @@ def test_a_page_has_no_barriers(look, browser, path):
     page.close()
 
 
+@pytest.mark.cross("path", width=2)
 @pytest.mark.parametrize("width", (1280, 400))
 def test_what_can_be_operated_is_reached_by_the_keyboard(width, browser, path):
     page, _ = opened(browser, path, width)

@@ -13,16 +13,18 @@ from .fuzz.cases import SHARED, make_case, make_cases
 from .fuzz.checks import check, forget
 from .fuzz.shrink import shrink, size
 
-CASES, PER_TEST = 1600, 80
+PER_TEST = 80
+FIRST, THEN, AT_NIGHT = 1, 4, 15  # tests
 
-
-OTHERS = [
-    pytest.param(first, marks=pytest.mark.rest)
-    for first in range(PER_TEST, CASES, PER_TEST)
+FIRSTS = [
+    pytest.param(i * PER_TEST, marks=marks)
+    for i, marks in enumerate(
+        [()] * FIRST + [pytest.mark.rest] * THEN + [pytest.mark.nightly] * AT_NIGHT
+    )
 ]
 
 
-@pytest.mark.parametrize("first", [0, *OTHERS])
+@pytest.mark.parametrize("first", FIRSTS)
 def test_cases(first):
     _check_all(range(first, first + PER_TEST))
 
