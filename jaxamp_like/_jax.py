@@ -128,7 +128,7 @@ def is_on_mesh(aval: Any) -> bool:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     named = {
         axis
-        for part in sharding.spec  # pyright: ignore
+        for part in _parts(sharding.spec)  # pyright: ignore
         if part is not None
         for axis in (part if isinstance(part, tuple) else (part,))
     }
@@ -139,16 +139,29 @@ def is_on_mesh(aval: Any) -> bool:
     )
 
 
+def is_pending_sum(aval: Any) -> bool:
+    """Whether a sum over devices, of it or of its cotangents, is still to be made."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
+def _parts(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The axes of the mesh that each dimension is split along.
+
+    A spec that also says of a sum that it is still to be made can't be iterated."""
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+
+
 def laid_as(x: Any, other: Any) -> Any:
     """`x`, which multiplies `other`, laid along `Explicit` axes of the mesh as that is.
 
     So that the product lies as `other`, too. Axes of length 1 are not split."""
     now, sharding = jax.typeof(x).sharding, jax.typeof(other).sharding
-    if not any((*now.spec, *sharding.spec)):
+    if not any((*_parts(now.spec), *_parts(sharding.spec))):
         return x
-    lengths = zip(sharding.spec, x.shape, strict=True)
+    lengths = zip(_parts(sharding.spec), x.shape, strict=True)
     spec = PartitionSpec(*(None if n == 1 else part for part, n in lengths))
-    if tuple(spec) == tuple(now.spec):
+    if _parts(spec) == _parts(now.spec):
         return x
     mesh = now.mesh if sharding.mesh.empty else sharding.mesh
     return _reshard(x, NamedSharding(mesh, spec))

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from benchmarks.measure import low_share, saved
-from jaxamp_like import Policy, amp, default_amp_policy
+from jaxamp_like import AmpWarning, Policy, amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.inference import convert
 from jaxamp_like.presets import full_sums_over_devices, pytorch_autocast, quantised
@@ -671,6 +671,112 @@ def test_a_casting_callback_decides_what_is_sent(name):
     } == {primitive.name}
     for gradient in (jax.grad(mixed), amp(jax.grad(fn), compute_dtype="bfloat16")):
         assert error(gradient(*args), jax.grad(fn)(*args)) < 4 * eps("bfloat16")
+
+
+def heads(read):
+    """A loss whose heads, of one per device, all read what every device has."""
+
+    def fn(w, x):
+        shared = read(jax.lax.pcast(x, "data", to="varying"))
+        made = [jnp.tanh(shared @ (k * w[0])) for k in (1.0, 2.0, 3.0)]
+        return jax.lax.psum(jnp.sum(jnp.square(sum(made))), "data")
+
+    specs = P("data"), P()
+    return jax.shard_map(fn, mesh=make_mesh(), in_specs=specs, out_specs=P())
+
+
+def in_a_loop(fn):
+    def looped(w, x):
+        step = lambda total, w: (total + fn(w, x), None)  # noqa: E731
+        return jax.lax.scan(step, 0.0, jnp.stack([w, w]))[0]
+
+    return looped
+
+
+READS = {
+    "alone": lambda x: x,
+    "moved": lambda x: x.reshape(2, 4, DIM).transpose(1, 0, 2).reshape(8, DIM),
+}
+AROUND = {"plain": lambda f: f, "jit": jax.jit, "remat": jax.checkpoint}
+AROUND |= {"scan": in_a_loop}
+
+
+@pytest.mark.skipif(not hasattr(jax.lax, "pcast"), reason="marks are made by JAX")
+@pytest.mark.cross("around", how=5, read=2)
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("how", ("bfloat16", "float16", "lean", "full", "autocast"))
+def test_cotangents_of_all_readers_are_summed_over_devices_once(how, around, read):
+    options = {
+        "float16": {},
+        "lean": {"compute_dtype": "bfloat16", "lean": True},
+        "full": {"amp_policy": full_sums_over_devices()},
+        "autocast": {"compute_dtype": "bfloat16", "amp_policy": pytorch_autocast()},
+    }.get(how, {"compute_dtype": how})
+    fn, args = heads(READS[read]), (normal(0, N, DIM, DIM), normal(1, 8, DIM))
+    gradient = jax.grad(AROUND[around](amp(fn, **options)), 1)
+    sums = [
+        eqn.invars[0].aval.dtype.name
+        for eqn in eqns(jax.make_jaxpr(gradient)(*args))
+        if eqn.primitive.name == "psum_invariant" and eqn.invars[0].aval.ndim
+    ]
+    low = "float16" if how == "float16" else "bfloat16"
+    # What autocast moves it has not rounded.
+    is_full = how == "full" or (how == "autocast" and read == "moved")
+    assert sums == ["float32" if is_full else low]
+    want = jax.jit(jax.grad(AROUND[around](fn), 1))(*args)
+    assert error(jax.jit(gradient)(*args), want) < 8 * eps(low)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "move", (jnp.transpose, jnp.ravel, lambda x: jnp.where(1, x, 0))
+)
+def test_shares_that_no_product_makes_are_not_rounded_for_a_reader(move, dtype):
+    def fn(x, w):
+        total = jax.lax.psum(move(x[0] * 1.5), "data")
+        return total.reshape(-1, DIM) @ w
+
+    mapped = jax.shard_map(
+        fn, mesh=make_mesh(), in_specs=(P("data"), P()), out_specs=P()
+    )
+    # All but a small part of each share is taken away by another.
+    x = normal(0, N, DIM, DIM) + 1e5 * jnp.array([1.0, -1.0] * 4)[:, None, None]
+    args = x, normal(1, DIM, DIM)
+    mixed = amp(mapped, compute_dtype=dtype)
+    assert error(jax.jit(mixed)(*args), jax.jit(mapped)(*args)) < 8 * eps(dtype)
+
+
+RULES = {"default": {}, "int8": {"amp_policy": quantised(int8(where=None))}}
+RULES |= {"float8": {"amp_policy": quantised(float8(where=None))}}
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="no types of pending sums")
+@pytest.mark.parametrize("rule", RULES)
+def test_types_that_tell_of_sums_to_be_made(rule):
+    mesh = make_mesh(AxisType.Explicit, a=2, b=4)
+
+    def pending(x, w):
+        y = jnp.dot(x, w, out_sharding=P("a", None, unreduced={"b"}))
+        return jnp.mean(jax.sharding.reshard(y, P("a", None)) ** 2)
+
+    def marked(x, w):
+        return jnp.mean(jnp.dot(x, w, out_sharding=P("a", None)) ** 2)
+
+    with jax.set_mesh(mesh):
+        x, w = normal(0, 16, DIM), normal(1, DIM, DIM)
+        split = jax.device_put((x, w), (P("a", "b"), P("b", None)))
+        told = pytest.warns(AmpWarning, match="still to be summed over devices")
+        with told if rule != "default" else contextlib.nullcontext():
+            mixed = jax.jit(jax.grad(amp(pending, **RULES[rule]), (0, 1)))(*split)
+        plain = jax.jit(jax.grad(pending, (0, 1)))(*split)
+        assert error(mixed, plain) < 8 * eps("float16")
+        spec = P(None, None, reduced={"a"})
+        w = jax.jit(lambda w: jax.sharding.reshard(w, spec))(w)
+        x = jax.device_put(x, P("a", None))
+        with told if rule != "default" else contextlib.nullcontext():
+            mixed = jax.jit(amp(marked, **RULES[rule]))(x, w)
+        assert error(mixed, jax.jit(marked)(x, w)) < 8 * eps("float16")
 
 
 def test_full_sums_keep_what_else_a_policy_says():

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._dtypes import DType, bits, lowered
 from .._errors import AmpError
+from .._jax import is_pending_sum
 from .._primitives.contractions import dot_numbers, is_contraction
 from .._rules import (
     Decision,
@@ -132,6 +133,8 @@ class Quantising(Rule):
             return "its operands are no floats of 32 bits or less"
         if site.params.get("batch_group_count", 1) != 1:
             return "a convolution that sums over examples"
+        if any(map(is_pending_sum, (*site.avals, *site.out_avals))):
+            return "what is still to be summed over devices takes no scale"
         if (left := _left(site.scope, self.leave)) is not None:
             return f"{left!r} is a head or an embedding"
         if self.parameters_only and not _reads_parameter(site):

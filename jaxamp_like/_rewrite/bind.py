@@ -263,7 +263,7 @@ class Frame:
             return cast(lax.broadcast_in_dim(value, shape, axes), dtype)
         # An input is cast for each reader, so that its gradient adds up in full.
         is_input = i in step.casts
-        return self._cast_once(atom, dtype) if is_input else self.read(atom, dtype)
+        return cast(value, dtype) if is_input else self.read(atom, dtype)
 
     def _attached(self, atom: Any, dtype: DType) -> Any:
         """A cast that was made for all readers; for each, its gradient adds up in full.
@@ -282,24 +282,6 @@ class Frame:
             return env[atom]
 
         return attach_moved(self.env[roots[0]], low, move)
-
-    def _cast_once(self, atom: Any, dtype: DType) -> Any:
-        """A cast of an input for one reader.
-
-        It comes before the mark that the input is read by all devices: the transpose of
-        that is a sum over them, of as many bytes as what was marked has."""
-        view, value = self.views.makers.get(atom), self.env[atom]
-        if view is None or view.eqn.primitive.name != "pvary":
-            return cast(value, dtype)
-        (source,) = view.eqn.invars
-        sums_low = view.decision.sums_low
-        if sums_low is None:
-            sums_low = has_range(dtype, value.dtype)
-        if not sums_low or source not in self.env:
-            return cast(value, dtype)
-        once = [self._cast_once(source, dtype)]
-        (low,) = bind_again(view, once)
-        return low
 
     def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""

@@ -25,6 +25,7 @@ from .._rules import (
     Shown,
     Site,
     author_dtype,
+    summed_once,
     use_original_precision,
 )
 from .._structural import STRUCTURAL
@@ -145,6 +146,7 @@ class Planner:
             )
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
+        decision = summed_once(site, decision)
         outs = as_asked(made_of(facts, decision.outs), self.gather_once)
         decision = decision._replace(outs=outs)
         if not self.lean:  # lean islands are better handed what is low

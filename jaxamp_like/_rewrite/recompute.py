@@ -12,6 +12,7 @@ from .._primitives import KEEPING_INPUTS, LINEAR
 from .._rules import keeping_low
 from .._structural.kept import keep
 from .alike import code_of
+from .casts import attach
 from .islands import Region
 from .keeps import Keeps
 from .plan import Step
@@ -98,17 +99,27 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     static = {i: x for i, x in given.items() if isinstance(atoms[i], Literal)}
     arrays = {i: x for i, x in given.items() if i not in static}
     over = frame.over
+    marks = [frame.env[v] for s in chain if _is_mark(s) for v in s.eqn.outvars]
 
-    def op(values, arrays):
+    def op(values, marks, arrays):
         inner = over(dict(zip(roots, values, strict=True)))
+        summed = iter(marks)
         for view in chain:
             # The scopes are those of the op that all of this is made for.
             with eqn_context(without_scopes(view.eqn)):
-                inner.env |= zip(view.eqn.outvars, inner.apply(view), strict=True)
+                outs = inner.apply(view)
+                if _is_mark(view):
+                    outs = [attach(next(summed), x) for x in outs]
+                inner.env |= zip(view.eqn.outvars, outs, strict=True)
         return inner.apply(step, static | arrays)
 
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
     code = code_of([*chain, step], ins), tuple(again)
     values = [frame.env[root] for root in roots]
     run = frame.alike(code, lambda: jax.checkpoint(op, prevent_cse=False))
-    return run(values, arrays)
+    return run(values, marks, arrays)
+
+
+def _is_mark(view: Step) -> bool:
+    """Whether a view's cotangents are summed over devices: once for all readers."""
+    return view.eqn.primitive.name == "pvary"

@@ -50,6 +50,7 @@ from .sending import (
     FULL_SUMS as FULL_SUMS,
     send_low as send_low,
     sum_over_devices as sum_over_devices,
+    summed_once as summed_once,
 )
 from .storing import (
     choose_exactly as choose_exactly,

@@ -1,5 +1,6 @@
 """The rule for what is sent to other devices."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._dtypes import DType, cast, lowered
-from .._jax import bind_flat, varying_in
+from .._dtypes import DType, cast, has_range, lowered
+from .._jax import Primitive, bind_flat, varying_in
 from .._primitives.fences import fenced
 from .base import INPUTS, Decision, Demand, Fact, Mark, Site
 from .following import PLACING, KeepEachInput
@@ -22,9 +23,10 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
     """Whether sums over the named axes of an equation may be made in `low`.
 
     A contraction that is split over devices is low on one device as well, so that its
-    sum fits where it fits there. Without types that say what varies over devices, an
-    axis may be one of `vmap`, and its sum one of many terms on one device: it may leave
-    the range of float16."""
+    sum fits where it fits there (the sum in a mean need not: it grows with the number
+    of devices). Without types that say what varies over devices, an axis may be one of
+    `vmap`, and its sum one of many terms on one device: it may leave the range of
+    float16."""
     avals = (*site.avals, *site.out_avals)
     return jnp.finfo(low).maxexp >= 128 or any(map(varying_in, avals))
 
@@ -34,6 +36,10 @@ class SumOverDevices(KeepEachInput):
     """Adds up over devices in the dtype at hand; see `sum_over_devices`."""
 
     full_sums: bool = False
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        # Shares that are not rounded before must not be, for a reader of their sum.
+        return compute_in_full.demand(params, wanted)
 
     def decide(self, site: Site) -> Decision:
         if self.full_sums or not may_sum_over_devices(site, site.compute_dtype):
@@ -89,7 +95,9 @@ def _sent_in(site: Site) -> DType | None:
         return None
     if wanted & ~Demand.WIDE != Demand.LOW or fact.values or fact.carried:
         return None
-    if site.primitive.name in (*PLACING, "pvary") and fact.leaf in INPUTS:
+    if is_mark_of_input(site):
+        return None  # nothing is sent but what comes back: see `summed_once`
+    if site.primitive.name in PLACING and fact.leaf in INPUTS:
         return None  # a view, whose cast is made before it
     low = lowered(fact.dtype, site.compute_dtype)
     return low if low != fact.dtype else None
@@ -112,6 +120,52 @@ def _low_there_full_back(site: Site, low: DType, held: DType) -> Callable[..., A
         return there(x), cast(send(t), held)
 
     return there
+
+
+def summed_once(site: Site, decision: Decision) -> Decision:
+    """Of a mark that an input is read by all devices: cotangents are summed low.
+
+    The transpose of the mark is a sum over devices. It is made once, of what all
+    readers' cotangents add up to on each device in full; low where all of them are of
+    what is read low, and as it is where any is not."""
+    if not is_mark_of_input(site) or decision.bind is not None:
+        return decision
+    (fact,), (wanted,) = site.facts, site.wanted
+    assert fact is not None
+    low = lowered(fact.dtype, site.compute_dtype)
+    sums_low = decision.sums_low
+    if sums_low is None:
+        sums_low = has_range(low, fact.dtype)
+    if low == fact.dtype or wanted != Demand.LOW or not sums_low:
+        return decision
+    bind = _summed_in(low, site.primitive, tuple(site.params.items()))
+    return decision._replace(bind=bind)
+
+
+def is_mark_of_input(site: Site) -> bool:
+    """Whether it marks an input of the function as read by all devices."""
+    is_mark = site.primitive is not None and site.primitive.name == "pvary"
+    return is_mark and all(fact and fact.leaf in INPUTS for fact in site.facts)
+
+
+@functools.cache
+def _summed_in(
+    low: DType, primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """The mark, whose cotangents are summed in `low`; one function for equal marks."""
+
+    @jax.custom_jvp
+    def mark(x):
+        (out,) = bind_flat(primitive, [x], dict(params))
+        return out
+
+    @mark.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        (sent,) = bind_flat(primitive, [cast(t, low)], dict(params))
+        return mark(x), cast(sent, t.dtype)
+
+    return mark
 
 
 sum_over_devices = SumOverDevices()
