@@ -86,7 +86,6 @@ def is_in_sample(item: pytest.Item, place: int, every: int) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leaves to a night what `cross` and `sample` take no part of."""
-    whole = set(items)
     values: dict[tuple[object, str], dict[int, int]] = {}  # the place of each, by `id`
     for item in items:
         for mark in item.iter_markers("cross"):
@@ -95,13 +94,12 @@ def pytest_collection_modifyitems(items):
                 seen = values.setdefault((item.function, name), {})
                 key = id(item.callspec.params[name])
                 places[name] = seen.setdefault(key, len(seen))
-            if item in whole and not is_on_diagonal(places, mark.args[0], mark.kwargs):
-                whole.discard(item)
+            if not is_on_diagonal(places, mark.args[0], mark.kwargs):
                 item.add_marker(pytest.mark.nightly)
     counts: Counter[object] = Counter()
     for item in items:
         mark = item.get_closest_marker("sample")
-        if mark is not None and item in whole:
+        if mark is not None and item.get_closest_marker("nightly") is None:
             if not is_in_sample(item, counts[item.function], *mark.args):
                 item.add_marker(pytest.mark.nightly)
             counts[item.function] += 1

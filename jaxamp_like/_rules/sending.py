@@ -1,7 +1,5 @@
 """The rule for what is sent to other devices."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +74,7 @@ class SendLow(KeepEachInput):
         why = f"sends {low.name}, of which the gradient is summed in {fact.dtype.name}"
         mark = fact.mark if held == fact.dtype else Mark.LOW
         out = Fact(held, mark, small=fact.small, shown=fact.shown)
-        bind = _low_there_full_back(site, low, held)
+        bind = _sent(site, low, fact.dtype, held)
         return Decision((fact.dtype,), site.params, (out,), why, bind)
 
     def _sums_in_full(self, site: Site, low: DType) -> bool:
@@ -103,23 +101,45 @@ def _sent_in(site: Site) -> DType | None:
     return low if low != fact.dtype else None
 
 
-def _low_there_full_back(site: Site, low: DType, held: DType) -> Callable[..., Any]:
-    def once(x: Any) -> Any:
-        (out,) = bind_flat(site.primitive, [x], site.params)
-        return out
+@dataclass(frozen=True)
+class _Sent:
+    """What binds an equation of one operand, so that each way has a dtype of its own.
 
-    send = fenced(site.primitive.name, once)
+    Equal ones are equal, so that layers which are alike are found to be so.
 
-    @jax.custom_jvp
-    def there(x):
-        return cast(send(cast(x, low)), held)
+    Args:
+        primitive, params: of the equation.
+        there: the dtype that is sent.
+        back: the dtype of tangents, and so of the cotangents that come back.
+        held: the dtype of the result."""
 
-    @there.defjvp
-    def _(primals, tangents):
-        (x,), (t,) = primals, tangents
-        return there(x), cast(send(t), held)
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    there: DType
+    back: DType
+    held: DType
 
-    return there
+    def __call__(self, x: Any) -> Any:
+        def once(x: Any) -> Any:
+            (out,) = bind_flat(self.primitive, [x], dict(self.params))
+            return out
+
+        send = fenced(self.primitive.name, once)
+
+        @jax.custom_jvp
+        def sent(x):
+            return cast(send(cast(x, self.there)), self.held)
+
+        @sent.defjvp
+        def _(primals, tangents):
+            (x,), (t,) = primals, tangents
+            return sent(x), cast(send(cast(t, self.back)), self.held)
+
+        return sent(x)
+
+
+def _sent(site: Site, there: DType, back: DType, held: DType) -> _Sent:
+    return _Sent(site.primitive, tuple(site.params.items()), there, back, held)
 
 
 def summed_once(site: Site, decision: Decision) -> Decision:
@@ -138,34 +158,13 @@ def summed_once(site: Site, decision: Decision) -> Decision:
         sums_low = has_range(low, fact.dtype)
     if low == fact.dtype or wanted != Demand.LOW or not sums_low:
         return decision
-    bind = _summed_in(low, site.primitive, tuple(site.params.items()))
-    return decision._replace(bind=bind)
+    return decision._replace(bind=_sent(site, fact.dtype, low, fact.dtype))
 
 
 def is_mark_of_input(site: Site) -> bool:
     """Whether it marks an input of the function as read by all devices."""
     is_mark = site.primitive is not None and site.primitive.name == "pvary"
     return is_mark and all(fact and fact.leaf in INPUTS for fact in site.facts)
-
-
-@functools.cache
-def _summed_in(
-    low: DType, primitive: Primitive, params: tuple[tuple[str, Any], ...]
-) -> Callable[..., Any]:
-    """The mark, whose cotangents are summed in `low`; one function for equal marks."""
-
-    @jax.custom_jvp
-    def mark(x):
-        (out,) = bind_flat(primitive, [x], dict(params))
-        return out
-
-    @mark.defjvp
-    def _(primals, tangents):
-        (x,), (t,) = primals, tangents
-        (sent,) = bind_flat(primitive, [cast(t, low)], dict(params))
-        return mark(x), cast(sent, t.dtype)
-
-    return mark
 
 
 sum_over_devices = SumOverDevices()
