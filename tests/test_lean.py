@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import measure
+from benchmarks.rewrite import AS_WRITTEN
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
 
@@ -188,6 +189,57 @@ def test_the_authors_checkpoint_stays_whole(lean):
     )
     assert measure.contraction_flops(written.params["jaxpr"])[BF16] > 0
     assert islands(lean(fn), W, X) == []
+
+
+@pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit, jax.checkpoint))
+def test_a_bias_sums_up_what_the_contraction_before_it_reads(wrap, lean):
+    @wrap
+    def dense(params, x):
+        w, b = params
+        return (x @ w + b) ** 2
+
+    def fn(params, x, weight):
+        return jnp.sum(dense(params, x) * weight)
+
+    params, weight = (W, jnp.linspace(-1, 1, 8)), jr.normal(jr.key(0), X.shape)
+    gradient = jax.jit(jax.grad(lean(fn), (0, 1)), compiler_options=AS_WRITTEN)
+    (_, bias), _ = gradient(params, X, weight)
+    low = jnp.bfloat16
+    hidden = (X.astype(low) @ W.astype(low)).astype(jnp.float32) + params[1]
+    cotangent = 2 * hidden * weight
+    rounded = cotangent.astype(low).astype(jnp.float32)
+    close = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(bias, jnp.sum(rounded, 0), **close)
+    assert not np.allclose(bias, jnp.sum(cotangent, 0), **close)
+
+
+@pytest.mark.parametrize("dtype", (BF16, "float16"))
+def test_what_only_contractions_read_is_stacked_up_low(dtype):
+    def fn(w, xs, reader):
+        def step(h, x):
+            h = jnp.tanh(x @ w + 0.5 * h)
+            return h, jnp.sin(h) * h
+
+        last, ys = lax.scan(step, xs[0], xs)
+        return reader(jnp.moveaxis(ys, 0, 1), w), last
+
+    def stacked(reader):
+        jaxpr = jax.make_jaxpr(default(lambda w, xs: fn(w, xs, reader), dtype))(W, xs)
+        scans = [e for e, _ in measure.walk(jaxpr) if e.primitive.name == "scan"]
+        return {v.aval.dtype.name for e in scans for v in e.outvars if v.aval.ndim == 3}
+
+    xs = jr.normal(jr.key(0), (5, 4, 8))
+    assert stacked(lambda ys, w: (ys @ w, ys @ w.T)) == {dtype}
+    assert stacked(lambda ys, w: (ys @ w, jnp.sin(ys))) == {"float32"}
+    assert stacked(lambda ys, w: (ys @ w, ys)) == {"float32"}
+    (got, _), last = quick(
+        default(lambda *args: fn(*args, lambda y, w: (y @ w, y)), dtype)
+    )(W, xs)
+    alone, same = quick(default(lambda *args: fn(*args, lambda y, w: y @ w), dtype))(
+        W, xs
+    )
+    np.testing.assert_array_equal(alone, got)
+    np.testing.assert_array_equal(same, last)
 
 
 def test_checkpoints_in_a_loop_are_not_overruled(lean):

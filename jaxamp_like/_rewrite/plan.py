@@ -9,7 +9,7 @@ from .._jax import Atom, Eqn, Jaxpr, Place
 from .._policies.dictionary import Found
 from .._rules import Decision, Demand, Fact, Leaf
 from .._structural import Handler
-from .islands import Schedule, island_schedule, schedule
+from .islands import Schedule, island_schedule, plain_schedule, schedule
 
 Facts = tuple[Fact | None, ...]
 Scope = tuple[str, ...]
@@ -75,6 +75,8 @@ class Plan:
     @functools.cached_property
     def plain(self) -> Schedule:
         """The steps in order."""
+        if any(step.run_again for step in self.steps):
+            return plain_schedule(self.steps, self.facts, self.outvars)
         return schedule(self.steps, self.outvars)
 
     @functools.cached_property

@@ -22,5 +22,9 @@ Sublinear Memory Cost", arXiv:1604.06174; that cheap ops are best run again even
 memory is no concern, since reading costs more than computing, is the reason of the
 min-cut partitioner of PyTorch's functorch."""
 
-from .regions import as_island as as_island, island_schedule as island_schedule
+from .regions import (
+    as_island as as_island,
+    island_schedule as island_schedule,
+    plain_schedule as plain_schedule,
+)
 from .schedule import Region as Region, Schedule as Schedule, schedule as schedule

@@ -23,6 +23,15 @@ from .schedule import Region, Schedule, in_order, schedule
 _NEXT_TO_NOTHING = 64  # times smaller than what it is made of
 
 
+def plain_schedule(
+    steps: Sequence[Step],
+    facts: dict[Any, Fact | None],
+    outvars: Sequence[Any],
+) -> Schedule:
+    """The schedule of a jaxpr's steps, one by one, as `island_schedule` is asked."""
+    return schedule(steps, outvars, Grouping(steps, facts).settled())
+
+
 def island_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
