@@ -139,6 +139,10 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     results = list(outside(inner.outs))
     for i, out in outs.items():
         results[out] = carried[i]._replace(carried=False)
+    stacked = set(body.outs) - set(outs.values())
+    for out in stacked:
+        if site.wanted[out] == Demand.LOW:
+            results[out] = _low_slices(results[out], site)
     decision = decision_of(site, now(facts), results, "its carries keep one dtype")
     return decision, (*plans, inner)
 
@@ -154,7 +158,7 @@ def _is_exact(site: Site, i: int) -> bool:
 
 
 def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
-    """What a scan reads slice by slice, each once, may be cast before the loop.
+    """What a scan reads or stacks up slice by slice, each once, may be cast so.
 
     Unless it is an input, whose cast would be a second copy to keep."""
     if fact is None or fact.leaf or fact.mark == Mark.FULL:
