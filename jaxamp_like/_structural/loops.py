@@ -139,9 +139,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     results = list(outside(inner.outs))
     for i, out in outs.items():
         results[out] = carried[i]._replace(carried=False)
-    stacked = set(body.outs) - set(outs.values())
-    for out in stacked:
-        if site.wanted[out] == Demand.LOW:
+    for out, how in enumerate(site.wanted):
+        if how == Demand.LOW and out not in outs.values():
             results[out] = _low_slices(results[out], site)
     decision = decision_of(site, now(facts), results, "its carries keep one dtype")
     return decision, (*plans, inner)
