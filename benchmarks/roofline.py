@@ -22,8 +22,9 @@ import importlib.metadata
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -492,12 +493,12 @@ def described_device() -> Any:
     return topology.devices[0]
 
 
-def compile_step(loss: Loss, shapes: tuple[Any, Any], device: Any) -> Any:
+def lower_step(loss: Loss, shapes: tuple[Any, Any], device: Any) -> Any:
     sharding = jax.sharding.SingleDeviceSharding(device)
     step = jax.jit(
         jax.value_and_grad(loss), in_shardings=sharding, out_shardings=sharding
     )
-    return step.lower(*shapes).compile()
+    return step.lower(*shapes)
 
 
 @dataclass(frozen=True)
@@ -512,7 +513,8 @@ class Figures:
         moved_bytes: sum over all kernels.
         flops: of the contractions.
         kernels: how many there are, as compiled (a loop's body once).
-        convert_kernels: how many of them only convert."""
+        convert_kernels: how many of them only convert.
+        compile_seconds: what compiling took of the processors."""
 
     step_seconds: float
     contraction_seconds: float
@@ -522,6 +524,7 @@ class Figures:
     flops: int
     kernels: int
     convert_kernels: int
+    compile_seconds: float | None = None
 
 
 def figures(text: str, temp_bytes: int, unknown_trips: int | None = None) -> Figures:
@@ -541,9 +544,13 @@ def figures(text: str, temp_bytes: int, unknown_trips: int | None = None) -> Fig
 
 def read_off(loss: Loss, shapes: tuple[Any, Any], device: Any) -> tuple[Figures, str]:
     """The figures of a training step compiled for `device`, and its code."""
-    compiled = compile_step(loss, shapes, device)
+    lowered = lower_step(loss, shapes, device)
+    start = time.process_time()
+    compiled = lowered.compile()
+    took = time.process_time() - start
     text = compiled.as_text()
-    return figures(text, compiled.memory_analysis().temp_size_in_bytes), text
+    found = figures(text, compiled.memory_analysis().temp_size_in_bytes)
+    return replace(found, compile_seconds=took), text
 
 
 def compare(
@@ -579,6 +586,7 @@ RATIOS = (
     "time\n/ lean",
     "temp\n/ lean",
     "converts\n- lean",
+    "compile\n/ hand",
 )
 FIGURES = (
     "step\nµs",
@@ -589,6 +597,7 @@ FIGURES = (
     "GFLOP",
     "kernels",
     "convert\nkernels",
+    "compile\ns",
 )
 
 
@@ -599,13 +608,14 @@ def ratio_row(
         return ratio(plain.step_seconds, one.step_seconds) if plain else "-"
 
     def over(name: str, other: Figures | None) -> str:
-        return ratio(getattr(one, name), getattr(other, name)) if other else "-"
+        ours, theirs = getattr(one, name), getattr(other, name, None)
+        return ratio(ours, theirs) if ours is not None and theirs is not None else "-"
 
     row = [speed(), over("temp_bytes", plain)]
     for expert in experts:
         more = f"{one.convert_kernels - expert.convert_kernels:+d}" if expert else "-"
         row += [over("step_seconds", expert), over("temp_bytes", expert), more]
-    return row
+    return [*row, over("compile_seconds", experts[0])]
 
 
 def figure_row(one: Figures) -> list[str]:
@@ -618,6 +628,7 @@ def figure_row(one: Figures) -> list[str]:
         f"{one.flops / 1e9:.0f}",
         f"{one.kernels}",
         f"{one.convert_kernels}",
+        "-" if one.compile_seconds is None else f"{one.compile_seconds:.1f}",
     ]
 
 

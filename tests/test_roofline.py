@@ -424,15 +424,17 @@ def test_figures_of_a_module():
 
 
 def test_ratios():
-    def row(seconds, temp, converts):
-        return Figures(seconds, 0, 0, temp, 0, 0, 9, converts)
+    def row(seconds, temp, converts, compiling):
+        return Figures(seconds, 0, 0, temp, 0, 0, 9, converts, compiling)
 
-    plain, hand = row(2.0, 100, 0), row(1.0, 50, 4)
+    plain, hand = row(2.0, 100, 0, None), row(1.0, 50, 4, 2.0)
     assert roofline.ratio_row(hand, plain, hand, None) == [
         *("2.00", "0.50"),
         *("1.00", "1.00", "+0"),
         *("-", "-", "-"),
+        "1.00",
     ]
+    assert roofline.ratio_row(plain, plain, hand, None)[-1] == "-"
     assert len(roofline.ratio_row(hand, plain, hand, None)) == len(roofline.RATIOS)
     assert len(roofline.figure_row(hand)) == len(roofline.FIGURES)
 
