@@ -213,6 +213,42 @@ def test_a_bias_sums_up_what_the_contraction_before_it_reads(wrap, lean):
     assert not np.allclose(bias, jnp.sum(cotangent, 0), **close)
 
 
+def residual_layers(ws, x):
+    for w, v, b in ws:
+        x = x + (jnp.tanh(jax.nn.standardize(x) @ w) @ v + b)
+    return jnp.mean(x**2)
+
+
+LAYERS = [(W + 0.1 * i, W.T - 0.1 * i, jnp.linspace(-1, 1, 8)) for i in range(3)]
+
+
+@pytest.mark.parametrize("dtype", (BF16, "float16"))
+def test_the_cotangent_of_a_stream_is_stored_where_it_adds_up(dtype):
+    jaxpr = jax.make_jaxpr(jax.grad(default(residual_layers, dtype)))(LAYERS, X)
+    stored = [
+        [v.aval.dtype.name for v in eqn.outvars if v.aval.shape == X.shape]
+        for eqn, _ in measure.walk(jaxpr)
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    # For what is before the first sum nobody asks.
+    assert stored.count(["float32", dtype]) == len(LAYERS) - 1
+
+
+@pytest.mark.parametrize("dtype", (BF16, "float16"))
+@pytest.mark.parametrize("layer", range(3))
+def test_one_layer_of_a_stream_is_differentiated_alone(layer, dtype):
+    fn = default(residual_layers, dtype)
+
+    def of_one(given, x):
+        return fn([*LAYERS[:layer], given, *LAYERS[layer + 1 :]], x)
+
+    whole = jax.grad(fn)(LAYERS, X)[layer]
+    for transform in (jax.grad, jax.jacrev):
+        alone = transform(of_one)(LAYERS[layer], X)
+        for got, want in zip(alone, whole, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-3)
+
+
 @pytest.mark.parametrize("dtype", (BF16, "float16"))
 def test_what_only_contractions_read_is_stacked_up_low(dtype):
     def fn(w, xs, reader):

@@ -3,7 +3,7 @@
 JAX traces, differentiates and transposes a function once for as long as it is the same
 object. In a deep model the islands of all layers but the first cost little then."""
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ def code_of(
     steps: Sequence[Step],
     ins: Mapping[Any, Hashable],
     outs: Mapping[Any, Hashable] = MappingProxyType({}),
-    marked: Collection[Any] = (),
+    results: Mapping[Any, Hashable] = MappingProxyType({}),
 ) -> Hashable:
     """Steps without the names of their variables.
 
@@ -50,7 +50,7 @@ def code_of(
         steps: in order.
         ins: all variables that they read but don't make, with what matters of each.
         outs: those of their results that are used, with what matters of each.
-        marked: variables that are not to be taken for others."""
+        results: what matters of other results; of the rest, only how they are made."""
     number = {v: i for i, v in enumerate(ins)}
 
     def place(atom: Atom) -> Hashable:
@@ -62,7 +62,7 @@ def code_of(
     for step in steps:
         operands, made = tuple(map(place, step.eqn.invars)), step.eqn.outvars
         number |= {v: len(number) + i for i, v in enumerate(made)}
-        lines.append((step.kind, operands, tuple(v in marked for v in made)))
+        lines.append((step.kind, operands, tuple(results.get(v, ...) for v in made)))
     return (
         tuple((v.aval, known) for v, known in ins.items()),
         tuple(lines),

@@ -1,7 +1,7 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from .._rules import PLACING, Demand, Leaf, author_dtype
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
 from .alike import Alike
-from .casts import attach, attach_moved, cast_of, settle
+from .casts import attach, attach_moved, cast_of, fork, settle
 from .islands import Region, as_island
 from .keeps import Keeps
 from .plan import Facts, Plan, Scope, Step
@@ -62,7 +62,7 @@ class Frame:
         self.alike = Alike()
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
         self.rounded: Rounded = {}  # weights rounded before a loop
-        self.settled: frozenset[Any] = frozenset()  # see `Schedule`
+        self.cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         # A frame for other values, which holds on to nothing of this one.
         self.over = functools.partial(Frame, planner)
 
@@ -82,7 +82,11 @@ class Frame:
         env |= zip(plan.invars, args, strict=True)
         frame = self.over(env, self.keeps)
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
-        units, unit_drops, frame.settled = plan.islands if self.is_lean else plan.plain
+        schedule = plan.islands if self.is_lean else plan.plain
+        units, unit_drops, cotangents = schedule
+        if self.keeps != Keeps.LEAN:  # in a loop there are few sums to compute again
+            cotangents = {v: i for v, i in cotangents.items() if i is None}
+        frame.cotangents = cotangents
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.keeps == Keeps.MARKED:
                 unit = as_island(unit)
@@ -219,8 +223,13 @@ class Frame:
             for i in range(len(eqn.invars))
         ]
         self.views.remember(step)
+        low = step.found.compute_dtype or self.planner.compute_dtype
+        rounded = [self.cotangents[v] for v in eqn.outvars if v in self.cotangents]
+        branch = next(iter(rounded), None)
         if decision.bind is not None:
             outs = decision.bind(*operands, **self._rounded_alone(step))
+        elif branch is not None:
+            outs = fork(operands[1 - branch], operands[branch], low)
         else:
             is_low = any(
                 read is not None and read != v.aval.dtype
@@ -229,8 +238,7 @@ class Frame:
             bind = settled_bind(eqn.primitive, decision.params, is_low)
             outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
-        if self.settled.intersection(eqn.outvars):
-            low = step.found.compute_dtype or self.planner.compute_dtype
+        if rounded and branch is None:
             # What is looked up is read by all kinds of ops: a sum of cotangents.
             is_sum = eqn.primitive.name == "gather"
             if not is_sum or has_range(low, outs[0].dtype):

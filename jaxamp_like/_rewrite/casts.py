@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from .._dtypes import DType, cast, cast_as
+from .._jax import SymbolicZero
 
 
 @jax.custom_jvp
@@ -54,6 +55,32 @@ def settle(x: Any, low: DType) -> Any:
 def _(low, primals, tangents):
     (x,), (t,) = primals, tangents
     return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def fork(stream: Any, branch: Any, low: DType) -> Any:
+    """Their sum; its cotangent is held for the stream, and rounded for the branch.
+
+    Both are made at once. Else XLA would store the rounded one alone, and compute the
+    other again in each kernel that reads it, together with those of later sums."""
+    del low
+    return lax.add(stream, branch)
+
+
+def _fork_jvp(low, primals, tangents):
+    (stream, branch), (t, u) = primals, tangents
+    out = lax.add(stream, branch)
+    if isinstance(u, SymbolicZero):
+        return out, t
+    rounded = cast(u, low)
+    if isinstance(t, SymbolicZero):
+        return out, cast(lax.optimization_barrier(rounded), u.dtype)
+    # Of a barrier JAX transposes all operands or none: no zero must be made a constant.
+    t, rounded = lax.optimization_barrier((t, rounded))
+    return out, lax.add(t, cast(rounded, t.dtype))
+
+
+fork.defjvp(_fork_jvp, symbolic_zeros=True)
 
 
 def cast_of(var: Any, value: Any, dtype: DType) -> Any:

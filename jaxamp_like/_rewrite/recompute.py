@@ -23,7 +23,7 @@ Frame = Any  # of `bind`, which builds on this module
 def bind_region(outer: Frame, region: Region) -> list[Any]:
     """Binds steps so that only what goes into them is kept for the backward pass."""
     ins = {v: (dtype, v in region.sharded) for v, dtype in region.ins.items()}
-    code = region.last, code_of(region.steps, ins, region.outs, outer.settled)
+    code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
     run = outer.alike(code, functools.partial(_island, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
         outs = run(*(outer.env[v] for v in region.ins))
@@ -35,12 +35,12 @@ def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
 
     Inside a loop there is nothing that XLA could merge the second run with."""
     # What is run again must not hold on to the outer frame, nor to its other values.
-    over, settled = outer.over, outer.settled
+    over, cotangents = outer.over, outer.cotangents
 
     def island(*values):
         env = dict(zip(region.ins, values, strict=True))
         frame = over(env, Keeps.NOTHING)
-        frame.settled = settled
+        frame.cotangents = cotangents
         for step in region.steps:
             frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
         outs = []

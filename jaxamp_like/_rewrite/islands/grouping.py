@@ -1,6 +1,7 @@
 """Which steps make up islands: what flows between them, and how deep each lies."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..._primitives import VIEWS
@@ -39,6 +40,7 @@ class Grouping:
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
+        self.readers = Counter(v for step in steps for v in reads(step))
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
@@ -68,7 +70,8 @@ class Grouping:
         elif is_active and outs:
             makers = [self.maker[v] for v in operands if v in self.maker]
             inside = [s for s in makers if self.depth_of.get(s) == depth]
-            if inside or not self._leads(step):
+            is_joined = bool(inside) and not self._splits(step)
+            if is_joined or not self._leads(step):
                 self.depth_of[step] = depth
                 for other in {self._root(other) for other in inside}:
                     self._parent[other] = step
@@ -134,31 +137,72 @@ class Grouping:
             (v,) = paid
         return (v, chain) if chain else None
 
-    def settled(self) -> Iterator[Any]:
-        """Sums of a contraction's result with an input that is smaller: a bias.
-
-        Their cotangent is that of the contraction's result, which is low anyway. The
-        bias' gradient is better summed up from that than from a second, wide array.
-
-        And what is looked up in a table that lies on several devices: its cotangent is
-        sent to where the rows are, and added up there in full."""
+    def cotangents(self) -> dict[Any, int | None]:
+        """Variables whose cotangents are rounded once; see `Schedule`."""
+        found: dict[Any, int | None] = {}
         for step in self.number:
-            if step.eqn.primitive.name == "gather" and looks_up(step, self.facts):
-                yield from step.eqn.outvars
-            if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
-                continue
-            if Demand.FULL not in step.wanted[0]:
-                continue  # only contractions read it: its cotangent is low as it is
-            (out,), operands = step.eqn.outvars, list(reads(step))
-            low = [v for v in operands if is_low(v, self.facts)]
-            rest = [v for v in operands if v not in low]
-            if len(low) == len(rest) == 1 and low[0].aval.shape == out.aval.shape:
-                (bias,) = rest
-                fact = self.facts[bias]
-                is_small = fact is not None and fact.small
-                is_small = is_small or elements(bias.aval) < elements(out.aval)
-                if bias in self.free_vars and is_small:
-                    yield out
+            is_sent = step.eqn.primitive.name == "gather"
+            if is_sent and looks_up(step, self.facts):
+                # The cotangent of what is looked up in a table that lies on several
+                # devices is sent to where the rows are, and added up there in full.
+                found |= dict.fromkeys(step.eqn.outvars)
+            elif self._adds_bias(step):
+                found |= dict.fromkeys(step.eqn.outvars)
+            elif (branch := self._branch(step)) is not None:
+                found |= dict.fromkeys(step.eqn.outvars, branch)
+        return found
+
+    def _adds_bias(self, step: Step) -> bool:
+        """Whether a step adds what is smaller to a contraction's result.
+
+        Its cotangent is that of the contraction's result, which is low anyway. The
+        bias' gradient is better summed up from that than from a second, wide array."""
+        if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
+            return False
+        if Demand.FULL not in step.wanted[0]:
+            return False  # only contractions read it: its cotangent is low as it is
+        (out,), operands = step.eqn.outvars, list(reads(step))
+        low = [v for v in operands if is_low(v, self.facts)]
+        rest = [v for v in operands if v not in low]
+        if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != out.aval.shape:
+            return False
+        (bias,) = rest
+        fact = self.facts[bias]
+        is_small = fact is not None and fact.small
+        is_small = is_small or elements(bias.aval) < elements(out.aval)
+        return bias in self.free_vars and is_small
+
+    def _branch(self, step: Step) -> int | None:
+        """Which operand is a contraction's result that is added to a stream.
+
+        Others read the stream too, so that its cotangents add up, in full; that of the
+        contraction's result is low. XLA would store the low one alone, and for the
+        other run the backward passes of all later islands again, in each kernel that
+        adds to it: it would take two to three times as long to compile."""
+        if step.eqn.primitive.name != "add" or not step.run_again:
+            return None
+        if Demand.FULL not in step.wanted[0]:
+            return None
+        operands = list(reads(step))
+        low = [v for v in operands if is_low(v, self.facts) or self._is_biased(v)]
+        rest = [v for v in operands if v not in low]
+        if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != rest[0].aval.shape:
+            return None
+        (stream,) = rest
+        is_summed = stream in self.active and stream not in self.free_vars
+        is_summed = is_summed and self.readers[stream] > 1
+        return operands.index(low[0]) if is_summed else None
+
+    def _splits(self, step: Step) -> bool:
+        """Whether a step is the sum of a stream, and is kept between two islands.
+
+        What a stream is at first is an input, as of a loop's body: that is kept anyway,
+        and the island behind the sum makes it again."""
+        branch = self._branch(step)
+        return branch is not None and step.eqn.invars[1 - branch] in self.maker
+
+    def _is_biased(self, v: Any) -> bool:
+        return v in self.maker and self._adds_bias(self.maker[v])
 
     def _root(self, step: Step) -> Step:
         root = step

@@ -29,7 +29,7 @@ def plain_schedule(
     outvars: Sequence[Any],
 ) -> Schedule:
     """The schedule of a jaxpr's steps, one by one, as `island_schedule` is asked."""
-    return schedule(steps, outvars, Grouping(steps, facts).settled())
+    return schedule(steps, outvars, Grouping(steps, facts).cotangents())
 
 
 def island_schedule(
@@ -65,8 +65,8 @@ def island_schedule(
                 read(step.eqn.invars, step.decision.reads)
                 units.append(step)
     if not any(isinstance(unit, Region) for unit in units):
-        return schedule(steps, outvars, grouping.settled())
-    return schedule(reversed(units), outvars, grouping.settled())
+        return schedule(steps, outvars, grouping.cotangents())
+    return schedule(reversed(units), outvars, grouping.cotangents())
 
 
 def _region(

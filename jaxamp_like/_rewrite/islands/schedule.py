@@ -1,9 +1,10 @@
 """Steps in an order that binding can follow, and what each is the last to read."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..._dtypes import DType
@@ -30,18 +31,19 @@ class Region:
 class Schedule(NamedTuple):
     """Steps and regions in an order that binding can follow.
 
-    `drops` are the variables that each of them is the last to read, `settled` those
-    whose cotangents are rounded before they go anywhere."""
+    `drops` are the variables that each of them is the last to read, and `cotangents`
+    those whose cotangents are rounded once: before they go anywhere, or, with a number,
+    for this operand of a sum alone."""
 
     units: tuple[Step | Region, ...]
     drops: tuple[tuple[Any, ...], ...]
-    settled: frozenset[Any] = frozenset()
+    cotangents: Mapping[Any, int | None] = MappingProxyType({})
 
 
 def schedule(
     units: Iterable[Step | Region],
     outvars: Iterable[Any],
-    settled: Iterable[Any] = (),
+    cotangents: Mapping[Any, int | None] = MappingProxyType({}),
 ) -> Schedule:
     units = tuple(units)
     seen = set(variables(outvars))
@@ -50,7 +52,7 @@ def schedule(
         read = dict.fromkeys(unit.ins if isinstance(unit, Region) else reads(unit))
         drops.append(tuple(v for v in read if v not in seen))
         seen.update(read)
-    return Schedule(units, tuple(reversed(drops)), frozenset(settled))
+    return Schedule(units, tuple(reversed(drops)), cotangents)
 
 
 def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list[Step]]:
