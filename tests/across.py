@@ -75,7 +75,9 @@ def save(folder: Path) -> None:
 
 def check(folder: Path) -> str:
     """Loads an artifact, and sees that it computes what it did where it was saved."""
-    loaded, expected = load(folder / "model"), np.load(folder / "expected.npz")
+    loaded = load(folder / "model")
+    with np.load(folder / "expected.npz") as held:
+        expected = dict(held)
     _, inputs = params_and_inputs()
     made = loaded(*inputs)
     assert type(made["answer"]).__name__ == "Answer" and made["note"] == "none"
