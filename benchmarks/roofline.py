@@ -689,7 +689,7 @@ def run_command(
 
 
 def compare_all(args: argparse.Namespace, device: Any) -> dict[str, Any]:
-    console = Console(width=max(Console().width, 110))
+    console = Console(width=max(Console().width, 120))
     records = {}
     for name in track(list(args.workloads), "Compiling", console=console):
         records[name] = compare(
