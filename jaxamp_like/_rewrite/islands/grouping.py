@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ..._jax import varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, Leaf
 from .cost import (
@@ -12,6 +13,7 @@ from .cost import (
     held,
     is_cheap_step,
     is_low,
+    is_sharded,
     kept_as,
     kept_for,
     looks_up,
@@ -45,6 +47,9 @@ class Grouping:
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
         self.free_vars = {v for v in inputs if _is_free(facts[v])}
+        self._is_split = any(map(is_sharded, facts.values())) or any(
+            varying_in(v.aval) for v in facts
+        )
         self._parent: dict[Step, Step] = {}
         self._depths = dict.fromkeys(inputs, 0)
         last_effect = 0
@@ -178,8 +183,10 @@ class Grouping:
         Others read the stream too, so that its cotangents add up, in full; that of the
         contraction's result is low. XLA would store the low one alone, and for the
         other run the backward passes of all later islands again, in each kernel that
-        adds to it: it would take two to three times as long to compile."""
-        if step.eqn.primitive.name != "add" or not step.run_again:
+        adds to it: it would take two to three times as long to compile. Of code that is
+        split over devices each has less to compute again than to store."""
+        is_sum = step.eqn.primitive.name == "add" and step.run_again
+        if self._is_split or not is_sum:
             return None
         if Demand.FULL not in step.wanted[0]:
             return None
