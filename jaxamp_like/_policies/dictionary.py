@@ -109,9 +109,12 @@ class Found:
     by_scope: bool = False
     compute_dtype: DType | None = None  # `None`: that of the whole function
     also: tuple[Key, ...] = ()  # other keys that led here: of a map, of a filter
+    as_written: bool = False  # the equation runs so, whatever the rule computes
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         """How operands are read; see `Rule.demand`."""
+        if self.as_written:
+            return Demand.FULL
         demand = self.rule.demand(params, wanted)
         dtype = self.compute_dtype
         return demand if dtype is None else demand_in(dtype, demand)
@@ -120,7 +123,7 @@ class Found:
     def is_compute(self) -> bool:
         """Whether the equation makes low results whatever it reads."""
         is_low = self.compute_dtype is None or bits(self.compute_dtype) < 32
-        return is_low and self.rule.is_compute
+        return is_low and self.rule.is_compute and not self.as_written
 
 
 class Lookup(Protocol):

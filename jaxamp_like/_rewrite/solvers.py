@@ -47,7 +47,7 @@ from .._jax import (
 )
 from .._policies.dictionary import Found
 from .._primitives import RANKING
-from .._rules import UseOriginalPrecision, in_solver
+from .._rules import UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, Body, Handler
 from .flow import NONE, Flows, Indices, Scope, read_outside
 from .latches import stops
@@ -59,7 +59,11 @@ def find_rule(find: Callable[[Any, Scope], Found], eqn: Eqn, scope: Scope) -> Fo
     if SOLVER in scope:
         is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
         return found if is_meant else replace(found, rule=in_solver)
-    rule = found.rule.for_equation(eqn.params, [atom.aval for atom in eqn.invars])
+    avals = [atom.aval for atom in eqn.invars]
+    rule = found.rule.for_equation(eqn.params, avals)
+    may_be_low = rule.may_compute_low
+    if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
+        return replace(found, rule=rule, as_written=True)
     return found if rule is found.rule else replace(found, rule=rule)
 
 

@@ -25,7 +25,6 @@ from .computing import (
     ByRange as ByRange,
     UseOriginalPrecision as UseOriginalPrecision,
     UsePrecision as UsePrecision,
-    asks_for_precision as asks_for_precision,
     in_solver as in_solver,
     use_compute_precision as use_compute_precision,
     use_compute_precision_wide_result as use_compute_precision_wide_result,
@@ -34,6 +33,7 @@ from .computing import (
     use_precision as use_precision,
     use_widest_precision as use_widest_precision,
     why_as_written as why_as_written,
+    why_written as why_written,
     wide_contraction as wide_contraction,
 )
 from .contracting import contract as contract

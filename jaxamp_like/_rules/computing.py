@@ -1,5 +1,6 @@
 """Rules that say in which dtype an op computes, whatever surrounds it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from .base import (
     Mark,
     Rule,
     Site,
+    author_dtype,
     outs_of,
 )
 
@@ -38,19 +40,32 @@ def asks_for_precision(params: dict[str, Any]) -> bool:
 
 
 def why_as_written(site: Site) -> str | None:
-    """Why a contraction has to compute as its author wrote it, if it has to.
+    """Why a contraction has to compute as its author wrote it, if it has to."""
+    return why_written(site.params, site.avals, site.by_scope)
+
+
+def why_written(
+    params: dict[str, Any], avals: Sequence[Any], by_scope: bool
+) -> str | None:
+    """Why an equation has to compute as its author wrote it, whatever its rule.
 
     JAX multiplies float32 with float64 or complex operands in one equation, whose
-    result is no less fine than the finer of them."""
-    if asks_for_precision(site.params) and not site.by_scope:
+    result is no less fine than the finer of them.
+
+    Args:
+        params: of the equation.
+        avals: of its operands.
+        by_scope: whether its rule is one for its scope, which is obeyed."""
+    if asks_for_precision(params) and not by_scope:
         return "the author asked for this precision"
-    dtypes = {getattr(aval, "dtype", None) for aval in site.avals}
+    dtypes = {getattr(aval, "dtype", None) for aval in avals}
     wide = sorted(d.name for d in dtypes if d is not None and _is_never_lowered(d))
-    if wide and any(a is not None and a.itemsize < 8 for a in site.authors):
+    if wide and any(a is not None and a.itemsize < 8 for a in map(author_dtype, avals)):
         return f"its other operand is {wide[0]}"
     return None
 
 
+@functools.cache
 def _is_never_lowered(dtype: DType) -> bool:
     return dtype == np.float64 or jnp.issubdtype(dtype, jnp.complexfloating)
 
