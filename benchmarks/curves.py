@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -197,12 +197,14 @@ def train(
 Runs = dict[str, dict[str, list[Run]]]  # by task, then by precision: one for each seed
 
 
-def train_all(steps: int, seeds: int, console: Console) -> Runs:
+def train_all(
+    steps: int, seeds: int, console: Console, tasks: Sequence[Task] = TASKS
+) -> Runs:
     columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
     tx = make_optimiser(steps)
     runs: Runs = {}
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=len(TASKS) * len(PRECISIONS) * seeds * steps)
+        bar = progress.add_task("", total=len(tasks) * len(PRECISIONS) * seeds * steps)
 
         def batches(task: Task, seed: int) -> Iterator[Any]:
             rng = np.random.default_rng(seed)
@@ -210,7 +212,7 @@ def train_all(steps: int, seeds: int, console: Console) -> Runs:
                 yield task.batch(rng)
                 progress.advance(bar)
 
-        for task in TASKS:
+        for task in tasks:
             init = eqx.filter_jit(task.init)
             runs[task.name] = {}
             for precision in PRECISIONS:
@@ -412,12 +414,12 @@ def draw(axes: Axes, runs: dict[str, list[Run]], results: dict[str, Figures]) ->
 
 
 def plot(runs: Runs, results: Results, path: Path) -> None:
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(runs), 4.8), layout="constrained")
     for axes, task in zip(np.ravel(figure.subplots(1, len(runs))), runs, strict=True):
         draw(axes, runs[task], results[task])
         axes.set_title(task)
         axes.set_ylabel(f"cross entropy (mean of the last {TAIL} steps)")
-    seeds = len(runs[TASKS[0].name][PRECISIONS[0]])
+    seeds = len(next(iter(runs.values()))[PRECISIONS[0]])
     if seeds > 1:
         figure.suptitle(
             f"Mean of {seeds} seeds, in a band from the lowest to the highest"
@@ -451,6 +453,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.curves", description=__doc__)
     parser.add_argument("--steps", type=at_least_one, default=400, help="of each run")
     parser.add_argument("--seeds", type=at_least_one, default=3)
+    names = [task.name for task in TASKS]
+    parser.add_argument("--tasks", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
 
@@ -459,7 +463,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     console = Console(width=max(Console().width, 120))
     start = time.perf_counter()
-    runs = train_all(args.steps, args.seeds, console)
+    tasks = [task for task in TASKS if task.name in args.tasks]
+    runs = train_all(args.steps, args.seeds, console, tasks)
     seconds = time.perf_counter() - start
     results = summarise(runs)
     title = f"Training curves (steps: {args.steps}, seeds: {args.seeds})"
