@@ -21,7 +21,11 @@ TEXTS = (
     "benchmarks/results/curves.md",
     "jaxamp_like/CHANGELOG.md",
 )
-PICTURES = ("benchmarks/results/curves.png",)
+PICTURES = (
+    "benchmarks/results/curves.png",
+    "benchmarks/results/front-all-bfloat16.png",
+    "benchmarks/results/front-all-float16.png",
+)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *```.*?^ *```)", re.M | re.S)
 CORNER = re.compile(r"<th([^>]*)></th>")
