@@ -23,6 +23,7 @@ TEXTS = (
 )
 PICTURES = (
     "benchmarks/results/curves.png",
+    "benchmarks/results/long/curves.png",
     "benchmarks/results/front-all-bfloat16.png",
     "benchmarks/results/front-all-float16.png",
 )

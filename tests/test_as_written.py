@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.measure import walk
+from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import (
@@ -126,3 +128,18 @@ def test_beside_a_wide_operand(wide, dtype, policy, lean, x, w):
         x, w = x.astype("float32"), w.astype(wide)
         low = amp(fn, compute_dtype=dtype, amp_policy=POLICIES[policy], lean=lean)
         assert np.array_equal(jax.jit(low)(x, w), jax.jit(fn)(x, w))
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("name", ["GPT scanned", "LSTM", "CNN", "ViT"])
+def test_a_model_that_asks_for_precision_throughout(name, lean):
+    model = WORKLOADS[name]
+
+    def loss(params, batch):
+        with jax.default_matmul_precision("highest"):
+            return model.loss(params, batch)
+
+    low = amp(loss, compute_dtype="bfloat16", lean=lean)
+    jaxpr = jax.make_jaxpr(jax.grad(low))(*model.shapes("toy"))
+    dtypes = {v.aval.dtype.name for eqn, _ in walk(jaxpr) for v in eqn.outvars}
+    assert "float32" in dtypes and "bfloat16" not in dtypes
