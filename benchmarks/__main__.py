@@ -46,6 +46,7 @@ class Job:
         pages: that show its figures.
         printed: the file that what it prints is kept in.
         more: files that it writes beside the record.
+        plot: the picture that it draws of the record.
         needs: what must be installed or there, beside the extra `benchmarks`."""
 
     module: str
@@ -55,11 +56,12 @@ class Job:
     pages: tuple[str, ...]
     printed: str = ""
     more: tuple[str, ...] = ()
+    plot: str = ""
     needs: str = ""
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.record, self.printed, *self.more)))
+        return tuple(filter(None, (self.record, self.printed, *self.more, self.plot)))
 
     def arguments(self, out: Path, quick: bool) -> list[str]:
         where: list[str] = []
@@ -67,6 +69,8 @@ class Job:
             where = ["--out", str(out)]
         elif self.record:
             where = ["--json", str(out / self.record)]
+        if self.plot:
+            where += ["--plot", str(out / self.plot)]
         return [*shlex.split(self.quick if quick else self.settings), *where]
 
 
@@ -105,6 +109,17 @@ JOBS = {
         ("README.md", FIGURES),
         needs=COMPILER,
     ),
+    **{
+        f"front-all-{dtype}": Job(
+            "front",
+            f"--no-roofline --seeds 4 --repeats 1 --dtype {dtype}",
+            f"--no-roofline --seeds 2 --repeats 1 --dtype {dtype} {TOY}",
+            f"front-all-{dtype}.json",
+            ("README.md", FIGURES),
+            plot=f"front-all-{dtype}.png",
+        )
+        for dtype in ("bfloat16", "float16")
+    },
     "first_screen": Job("first_screen", "", "", "", ("README.md",)),
     **both("rewrite", "", f"{TOY} --seeds 16 --repeats 1"),
     "peers": Job(
@@ -197,6 +212,14 @@ JOBS = {
         "curves.json",
         ("README.md", FIGURES),
         more=("curves.md", "curves.png"),
+    ),
+    "curves-long": Job(
+        "curves",
+        '--steps 2000 --tasks "character GPT" --name curves-long',
+        '--steps 40 --seeds 2 --tasks "character GPT" --name curves-long',
+        "curves-long.json",
+        ("README.md", FIGURES),
+        more=("curves-long.md", "curves-long.png"),
     ),
     "curves_float8": Job(
         "curves_float8",

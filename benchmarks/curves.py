@@ -362,7 +362,7 @@ def as_table(results: Results, title: str) -> Table:
     return table
 
 
-def as_markdown(results: Results, title: str) -> str:
+def as_markdown(results: Results, title: str, name: str) -> str:
     rules = ["---"] * 2 + ["---:"] * (len(COLUMNS) - 2)
     lines = [COLUMNS, rules, *rows(results)]
     return "\n".join(
@@ -372,8 +372,8 @@ def as_markdown(results: Results, title: str) -> str:
             *(f"| {' | '.join(cells)} |" for cells in lines),
             "",
             *(f"- {note}" for note in NOTES),
-            "\n![Training curves](curves.png)\n",
-            "Made by `python -m benchmarks.curves`; versions in `curves.json`.\n",
+            f"\n![Training curves]({name}.png)\n",
+            f"Made by `python -m benchmarks.curves`; versions in `{name}.json`.\n",
         )
     )
 
@@ -456,6 +456,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     names = [task.name for task in TASKS]
     parser.add_argument("--tasks", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--name", default="curves", help="of the files, less endings")
     return parser.parse_args(argv)
 
 
@@ -472,10 +473,11 @@ def main(argv: list[str] | None = None) -> None:
     console.print("\n".join(NOTES), style="dim")
     console.print(f"\n{verdict(results)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    plot(runs, results, args.out / "curves.png")
-    (args.out / "curves.md").write_text(as_markdown(results, title))
+    plot(runs, results, args.out / f"{args.name}.png")
+    text = as_markdown(results, title, args.name)
+    (args.out / f"{args.name}.md").write_text(text)
     found = record(results, args.steps, args.seeds, seconds)
-    (args.out / "curves.json").write_text(json.dumps(found, indent=2) + "\n")
+    (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=2) + "\n")
     console.print(f"Figure, table and figures: {args.out}")
 
 

@@ -23,7 +23,7 @@ TEXTS = (
 )
 PICTURES = (
     "benchmarks/results/curves.png",
-    "benchmarks/results/long/curves.png",
+    "benchmarks/results/curves-long.png",
     "benchmarks/results/front-all-bfloat16.png",
     "benchmarks/results/front-all-float16.png",
 )
