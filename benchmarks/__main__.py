@@ -98,6 +98,7 @@ FRONT = (
     '--workloads "GPT scanned" LSTM ViT CNN --policies hand "hand lean" default '
     "pytorch_autocast jmp jaxamp"
 )
+SOME = '--workloads MLP LSTM "GPT-2 (Equinox)"'
 SPLITS = '--splits "fully sharded, by types" "fully sharded, shard_map"'
 
 JOBS = {
@@ -113,7 +114,7 @@ JOBS = {
         f"front-all-{dtype}": Job(
             "front",
             f"--no-roofline --seeds 4 --repeats 1 --dtype {dtype}",
-            f"--no-roofline --seeds 2 --repeats 1 --dtype {dtype} {TOY}",
+            f"{SOME} --no-roofline --seeds 2 --repeats 1 --dtype {dtype} {TOY}",
             f"front-all-{dtype}.json",
             ("README.md", FIGURES),
             plot=f"front-all-{dtype}.png",
