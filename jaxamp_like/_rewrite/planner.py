@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax import lax
+
 from .._dtypes import DType
 from .._errors import AmpError, warn_or_raise
 from .._jax import (
@@ -90,6 +92,12 @@ class Planner:
         """The facts of a call's operands, knowing how it has them placed."""
         return tuple(of_operands(facts, params, self.gather_once))
 
+    def reads_in_full(self, scope: Scope) -> bool:
+        """Whether arithmetic computes in full there, however its operands are held.
+
+        Under other policies what is held in full is also computed with in full."""
+        return self.matching.find(lax.add_p, scope).rule.is_run_again
+
     def plan(
         self,
         jaxpr: Jaxpr,
@@ -153,8 +161,9 @@ class Planner:
         handler = self.matching.handler(eqn, scope)
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is not None:
+        if not found.is_compute and self.reads_in_full(scope):
             site = site._replace(facts=_shared_in_full(eqn, site, shared))
+        if handler is not None:
             with self._inside(site):
                 decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)
@@ -251,8 +260,8 @@ class Planner:
 def _shared_in_full(eqn: Eqn, site: Site, shared: Set[Any]) -> Facts:
     """The facts of operands, held in full if the equation is not their only reader.
 
-    The cotangent that comes back from a program that the equation holds is then not
-    rounded before it is added to those of the other readers."""
+    The cotangent that comes back from what it makes of them, or from a program that it
+    holds, is then not rounded before it is added to those of the other readers."""
     return tuple(
         fact
         if isinstance(atom, Literal) or atom not in shared

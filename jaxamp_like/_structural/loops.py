@@ -99,11 +99,13 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         low = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
+    reads_in_full = planner.reads_in_full(site.scope)
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
         if is_sliced and how & ~Demand.WIDE == Demand.LOW:
             given[i] = _low_slices(given[i], site)
-        elif not is_sliced and i not in outs:  # all iterations read it
+        elif not is_sliced and i not in outs and reads_in_full:
+            # All iterations read it, and their cotangents add up.
             given[i] = held_in_full(given[i], site.authors[i])
 
     def entering(i: int) -> Fact:
