@@ -25,7 +25,8 @@ def save_converted(
     converted: Any, path: str | Path, platforms: Sequence[str] | None
 ) -> str:
     """Writes a `Converted` to a folder; see `Converted.save`."""
-    needed("safetensors.numpy"), needed("flatbuffers")  # before anything is made
+    for module in ("safetensors.numpy", "flatbuffers"):
+        needed(module)  # before anything is made
     if isinstance(platforms, str):
         raise TypeError(
             "`platforms` must be a sequence such as ['cpu', 'cuda'], but got "

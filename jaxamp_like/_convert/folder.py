@@ -16,8 +16,9 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from .._errors import AmpError
 
@@ -243,7 +244,7 @@ def _read_manifest(folder: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BufferedReader]:
     """A file, which is no link to one elsewhere and no pipe to wait for."""
     kind = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:

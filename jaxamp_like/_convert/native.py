@@ -5,11 +5,10 @@ trusts that they are as large as JAX makes them. Whoever writes an artifact can 
 any name and any sizes. So a call is let through if XLA's own compiler expands it, or if
 JAX makes the very same call, in operands, results and options, of such operands."""
 
-import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +20,10 @@ from jax.interpreters import mlir
 from .folder import ArtifactError
 from .printable import printable
 
-# What XLA's compiler expands itself, after checks of its own.
+# What XLA's compiler expands itself, after checks of its own, if there is an operand;
+# older versions of StableHLO write some operations so too, by names with "mhlo.".
 _EXPANDED = frozenset(
-    """AllocateBuffer ApproxTopK Eigh LuDecomposition Qr shape_assertion
-    ProductOfElementaryHouseholderReflectors stablehlo.dynamic_approx_top_k
+    """ApproxTopK shape_assertion stablehlo.dynamic_approx_top_k
     stablehlo.dynamic_reduce_window stablehlo.dynamic_rng_bit_generator
     stablehlo.dynamic_top_k""".split()
 )
@@ -35,7 +34,7 @@ _RESHARDED = frozenset("SPMDFullToShardShape SPMDShardToFullShape".split())
 _DIALECTS = ("builtin.", "chlo.", "func.", "sdy.", "stablehlo.")
 _TO_HOST = frozenset(f"stablehlo.{op}" for op in "infeed outfeed recv send".split())
 
-_PLATFORMS = {"lapack": "cpu", "cu": "cuda", "hip": "rocm"}
+_PLATFORMS = {"lapack": "cpu", "cu": "cuda", "hip": "rocm", "tpu": "tpu"}
 _LINEAR_ALGEBRA = re.compile(
     r"(lapack|cu|hip)(?:_[sdcz]|solver_|sparse_|_)([a-z_]+?)(?:j|2)?(?:_ffi)?"
 )
@@ -54,7 +53,7 @@ _MADE_BY: dict[str, list[Callable[..., Any]]] = {
     "getrf": [_linalg.lu],
     "geqrf": _each(_linalg.qr, "full_matrices"),
     "orgqr": [_linalg.householder_product],
-    "syevd": _each(_linalg.eigh, "lower", "symmetrize_input"),
+    "syevd": _each(_linalg.eigh, "lower", "symmetrize_input", "sort_eigenvalues"),
     "geev": _each(
         _linalg.eig, "compute_left_eigenvectors", "compute_right_eigenvectors"
     ),
@@ -80,6 +79,13 @@ _MADE_BY |= {
     "gesvd": _MADE_BY["gesdd"],
 }
 
+_ON_TPU = {
+    "Eigh": "syevd",
+    "LuDecomposition": "getrf",
+    "ProductOfElementaryHouseholderReflectors": "orgqr",
+    "Qr": "geqrf",
+}
+
 _DTYPES = {
     "f32": "float32",
     "f64": "float64",
@@ -94,12 +100,16 @@ def check_calls(exported: export.Exported) -> None:
 
     Raises:
         ArtifactError: it calls other code, or talks to the host."""
-    with _operations(exported) as ops:
-        for op in ops:
-            if not op.name.startswith(_DIALECTS) or op.name in _TO_HOST:
+    with mlir.make_ir_context() as context:
+        module = _parsed(exported.mlir_module_serialized, context)
+        for op in _operations(module):
+            is_elsewhere = op.name == "func.func" and not list(op.regions[0])
+            is_other = not op.name.startswith(_DIALECTS) or op.name in _TO_HOST
+            if is_elsewhere or is_other:
+                what = f"`{printable(op.name)}`{' without a body' * is_elsewhere}"
                 raise ArtifactError(
-                    f"The artifact's program holds `{printable(op.name)}`, which none "
-                    "that `Converted.save` writes does. It is not run."
+                    f"The artifact's program holds {what}, which none that "
+                    "`Converted.save` writes does. It is not run."
                 )
             if op.name == "stablehlo.custom_call" and not _is_known(op):
                 raise ArtifactError(
@@ -110,77 +120,98 @@ def check_calls(exported: export.Exported) -> None:
                 )
 
 
-@contextlib.contextmanager
-def _operations(exported: export.Exported) -> Iterator[list[Any]]:
-    """All operations of a program, at any depth, for as long as their module lives."""
+def _parsed(code: bytes, context: Any) -> Any:
+    return stablehlo.deserialize_portable_artifact(context, code)
+
+
+def _operations(module: Any) -> list[Any]:
+    """All operations of a module, at any depth; they live as long as that does."""
     found: list[Any] = []
 
     def add(op: Any) -> Any:
         found.append(op)
         return ir.WalkResult.ADVANCE
 
-    code = exported.mlir_module_serialized
-    with mlir.make_ir_context() as context:
-        module = stablehlo.deserialize_portable_artifact(context, code)
-        module.operation.walk(add)
-        yield found
-        found.clear()
+    module.operation.walk(add)
+    return found
 
 
 def _is_known(op: Any) -> bool:
     name = _target(op)
-    operands, results = ([str(x.type) for x in xs] for xs in (op.operands, op.results))
+    operands, results = _types(op)
     if name in _HANDED_ON:
         return len(operands) == 1 and operands == results
     if name in _RESHARDED:
         return len(operands) == len(results) == 1
-    is_expanded = name in _EXPANDED or name.startswith(("mhlo.", "xla.sdy."))
-    return is_expanded or _is_as_jax_calls(op)
+    if name in _EXPANDED or name.startswith("mhlo."):
+        return bool(operands)
+    return (name == "AllocateBuffer" and not operands) or _is_as_jax_calls(op)
 
 
 def _is_as_jax_calls(op: Any) -> bool:
     """Whether some function of JAX makes this very call, of operands like its own."""
-    match = _LINEAR_ALGEBRA.fullmatch(_target(op))
+    library, routine = _routine(_target(op))
     operands, results = (
         tuple(_shape(x.type) for x in xs) for xs in (op.operands, op.results)
     )
-    if match is None or None in operands + results:
+    if None in operands + results:
         return False  # of sizes that are not known before the program is called
-    library, routine = match.groups()
-    signature, functions = _signature(op), _MADE_BY.get(routine, [])
+    functions = _MADE_BY.get(routine, [])
     if routine == "lu_pivots_to_permutation":
-        size = results[0].shape[-1] if results and results[0].shape else 0
+        size = next((x.shape[-1] for x in results if x and x.shape), 0)
         functions = [
             functools.partial(_linalg.lu_pivots_to_permutation, permutation_size=size)
         ]
-    return any(signature in _calls(fn, library, operands) for fn in functions)
+    for fn in functions:
+        code = _program_of(fn, library, operands)
+        module = code and _parsed(code, op.context)
+        if module and any(_is_same(op, own) for own in _operations(module)):
+            return True
+    return False
+
+
+def _routine(target: str) -> tuple[str, str]:
+    """The library that a target is of, and which routine of LAPACK it stands for."""
+    if target in _ON_TPU:
+        return "tpu", _ON_TPU[target]
+    match = _LINEAR_ALGEBRA.fullmatch(target)
+    return (match[1], match[2]) if match else ("", "")
 
 
 @functools.lru_cache(maxsize=1024)
-def _calls(fn: Callable[..., Any], library: str, shapes: Any) -> list[Any]:
-    """The signatures of the custom calls that a function of JAX makes."""
+def _program_of(fn: Callable[..., Any], library: str, shapes: Any) -> bytes | None:
+    """JAX's own program of a function, if that takes such operands."""
     try:
         exported = export.export(jax.jit(fn), platforms=[_PLATFORMS[library]])(*shapes)
-    except Exception:  # it doesn't take such operands
-        return []
-    with _operations(exported) as ops:
-        return [_signature(op) for op in ops if op.name == "stablehlo.custom_call"]
+    except Exception:
+        return None
+    return exported.mlir_module_serialized
 
 
-def _signature(op: Any) -> tuple[Any, ...]:
-    """All that native code is told; attributes for partitioners are no part of it."""
-    attributes = {
-        x.name: str(x.attr)
-        for x in _attributes(op)
-        if x.name not in ("mhlo.frontend_attributes", "sdy.sharding_rule")
-    }
-    types = [[str(x.type) for x in xs] for xs in (op.operands, op.results)]
-    return types, attributes
+# What partitioners alone read of a call.
+_NOT_PASSED = ("mhlo.frontend_attributes", "sdy.sharding_rule")
 
 
-def _attributes(op: Any) -> Iterator[Any]:
-    attributes = op.attributes
-    return (attributes[i] for i in range(len(attributes)))
+def _is_same(op: Any, own: Any) -> bool:
+    """Whether two operations of one context tell native code the same.
+
+    The names of attributes are asked for, and not read off: reading one that is no text
+    ends the process."""
+    if own.name != op.name:
+        return False
+    names = [own.attributes[i].name for i in range(len(own.attributes))]
+    passed = [name for name in names if name not in _NOT_PASSED]
+    others = [name for name in _NOT_PASSED if name in op.attributes]
+    return (
+        _types(op) == _types(own)
+        and len(op.attributes) == len(passed) + len(others)
+        and all(name in op.attributes for name in passed)
+        and all(op.attributes[name] == own.attributes[name] for name in passed)
+    )
+
+
+def _types(op: Any) -> list[list[str]]:
+    return [[str(x.type) for x in xs] for xs in (op.operands, op.results)]
 
 
 def _target(op: Any) -> str:
@@ -197,7 +228,5 @@ def _shape(type_: Any) -> jax.ShapeDtypeStruct | None:
 
 
 def _shown(op: Any) -> str:
-    operands, results = (
-        ", ".join(str(x.type) for x in xs) for xs in (op.operands, op.results)
-    )
+    operands, results = map(", ".join, _types(op))
     return printable(f"{_target(op)!r} of ({operands}) -> ({results})")
