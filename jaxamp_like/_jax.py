@@ -13,6 +13,8 @@ the documented API, and why:
   than the context's, as JAX's own `auto_axes` enters it;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
   be changed without changing the trace (later, `jax.make_user_context` is for that);
+- the flag `jax_hlo_source_file_canonicalization_regex` as a context: what is exported
+  must not name the folders that it was made in;
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names;
 - the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`.
@@ -22,6 +24,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +48,9 @@ except ImportError:  # JAX 0.6
     from jax._src.mesh import (  # pyright: ignore[reportMissingImports]
         use_abstract_mesh as _use_abstract_mesh,
     )
+
+# A regular expression: what it matches of the name of a source file is left out.
+from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -496,6 +502,19 @@ def writes_references(jaxpr: Jaxpr) -> bool:
 def source_line(eqn: Eqn) -> str:
     """Where the author wrote `eqn`: file, line and function."""
     return source_info.summarize(eqn.source_info)
+
+
+_FOLDERS = r".*[/\\]"
+
+
+def without_folders(line: str) -> str:
+    """A line of `source_line`, of which the file is named without its folders."""
+    return re.sub(_FOLDERS, "", line)
+
+
+def lowering_without_folders() -> Any:
+    """A context in which programs are lowered so that they name files likewise."""
+    return _left_out(_FOLDERS)
 
 
 def scan_arity(eqn: Eqn) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .._dtypes import bits, is_float
-from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line, without_folders
 from .._policies.dictionary import REWRITTEN
 from .._structural import SOLVER, STRUCTURAL, Body
 
@@ -40,7 +40,8 @@ class Use(NamedTuple):
             it is.
         by: the primitive that reads it, or what else becomes of it.
         scope: the names around that, joined by "/".
-        line: the file, line and function where its author wrote it."""
+        line: the file, line and function where its author wrote it, without folders,
+            since it is shipped with the model."""
 
     dtype: str | None
     by: str
@@ -147,4 +148,5 @@ def _through_programs(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
 
 def _use(eqn: Eqn, scope: Scope, dtype: str | None = None) -> Use:
     names = (x for x in scope if x not in (REWRITTEN, SOLVER))
-    return Use(dtype, eqn.primitive.name, "/".join(names), source_line(eqn))
+    line = without_folders(source_line(eqn))
+    return Use(dtype, eqn.primitive.name, "/".join(names), line)

@@ -11,7 +11,6 @@ from .._dtypes import DType, cast, lowered
 from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.given import as_bool
 from .._rules.weights import weight_side
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
@@ -20,13 +19,7 @@ from .delayed import Wanted, contraction_by_marks
 from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, is_parameter, low_of, result_of
-from .said import (
-    as_length,
-    float8_dtype,
-    leave_alone,
-    one_of,
-    predicate_or_none,
-)
+from .said import as_length, float8_dtype
 from .worth import WORTH_IT
 
 DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
@@ -46,6 +39,22 @@ class Float8(Quantising):
     power_of_two: bool = True
     delayed: bool = False
     amax_history_length: int = DEFAULT_LENGTH
+
+    def __post_init__(self) -> None:
+        grad_dtype = float8_dtype(self.grad_dtype, "grad_dtype")
+        object.__setattr__(self, "grad_dtype", grad_dtype)
+        super().__post_init__()
+        length = as_length(self.amax_history_length, "amax_history_length")
+        if self.delayed and self.granularity == "row":
+            raise ValueError(
+                "A history is of a whole tensor: `delayed=True` can't be given "
+                "together with `granularity='row'`. Leave out one of them."
+            )
+        if not self.delayed and length != DEFAULT_LENGTH:
+            raise ValueError(
+                f"`amax_history_length={length}` is given, but scales come from the "
+                "arrays at hand, without a history. Give `delayed=True` too."
+            )
 
     def why_not(self, site: Site) -> str | None:
         if self.weight_gradient == "compute" and _is_weight_gradient(site):
@@ -261,29 +270,15 @@ def float8(
 
     Formats as Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433;
     current scaling as "tensorwise" in torchao."""
-    delayed = as_bool(delayed, "delayed")
-    length = as_length(amax_history_length, "amax_history_length")
-    if delayed and granularity == "row":
-        raise ValueError(
-            "A history is of a whole tensor: `delayed=True` can't be given together "
-            "with `granularity='row'`. Leave out one of them."
-        )
-    if not delayed and length != DEFAULT_LENGTH:
-        raise ValueError(
-            f"`amax_history_length={length}` is given, but scales come from the arrays "
-            "at hand, without a history. Give `delayed=True` too."
-        )
     return Float8(
-        predicate_or_none(where),
-        leave_alone(leave),
-        as_bool(parameters_only, "parameters_only"),
-        grad_dtype=float8_dtype(grad_dtype, "grad_dtype"),
-        weight_gradient=one_of(
-            weight_gradient, ("float8", "compute"), "weight_gradient"
-        ),
-        granularity=one_of(granularity, ("tensor", "row"), "granularity"),
-        keep=one_of(keep, ("float8", "compute"), "keep"),
-        power_of_two=as_bool(power_of_two, "power_of_two"),
-        delayed=delayed,
-        amax_history_length=length,
+        where,
+        leave,
+        parameters_only,
+        float8_dtype(grad_dtype, "grad_dtype"),
+        weight_gradient,
+        granularity,
+        keep,
+        power_of_two,
+        delayed,
+        amax_history_length,
     )

@@ -33,6 +33,7 @@ from .._rules.conditions import asked, name_of
 from .._rules.weights import weight_side
 from .alone import Alone, Rounding
 from .axes import sides
+from .said import leave_alone, predicate_or_none
 from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")
@@ -57,6 +58,11 @@ class Quantising(Rule):
     where: Callable[[Site], bool] | None = None
     leave: tuple[str, ...] = NO_HEADS
     parameters_only: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", predicate_or_none(self.where))
+        object.__setattr__(self, "leave", leave_alone(self.leave))
+        super().__post_init__()
 
     @property
     def is_compute(self) -> bool:

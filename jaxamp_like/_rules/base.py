@@ -30,6 +30,7 @@ from .._dtypes import (
     lowered,
 )
 from .._jax import is_array_aval, typeof
+from .fields import check_fields
 
 
 class Mark(enum.IntEnum):
@@ -199,6 +200,9 @@ def author_dtype(aval: Any) -> DType | None:
 @dataclass(frozen=True)
 class Rule:
     """Base class of the library's own rules: hashable values, one decision each."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def decide(self, site: Site) -> Decision:
         raise NotImplementedError
