@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -323,15 +323,19 @@ def _as_author(x: Any, aval: Any) -> Any:
 def _report_unused(
     fn: Callable[..., Any], planner: Planner, plan: Plan, steps: list[Step]
 ) -> None:
+    place = f"This is of {place_of(fn)}."
+    for key, report in reports_of_unmatched_keys(planner, plan, steps):
+        # One policy is for many functions, and a misspelt key is one mistake.
+        once = ref(planner.policy), key
+        warn_or_raise(f"{report} {place}", planner.strict, once)
     for report in (
-        *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_unknown_shapes(planner, steps),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
         report_of_float16_by_hand(planner.compute_dtype, steps),
     ):
         if report is not None:
-            warn_or_raise(f"{report} This is of {place_of(fn)}.", planner.strict)
+            warn_or_raise(f"{report} {place}", planner.strict)
 
 
 @overload

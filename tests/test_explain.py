@@ -67,6 +67,51 @@ def loss(w, x):
         return jnp.mean(jnp.exp(x) ** 2)
 
 
+# Counts of convolutions, against XLA's.
+
+CONVOLUTIONS = {
+    "plain": {},
+    "padded": {"padding": ((2, 2), (0, 3))},
+    "cropped": {"padding": ((-1, 2), (0, -2))},
+    "strided": {"window_strides": (2, 3), "padding": "SAME"},
+    "of holes": {"lhs_dilation": (2, 3), "padding": ((1, 2), (2, 2))},
+    "strided, of holes": {"window_strides": (2, 4), "lhs_dilation": (6, 2)},
+    "with holes": {"rhs_dilation": (2, 3)},
+    "all of it": {
+        "window_strides": (3, 2),
+        "padding": ((3, 1), (-2, 4)),
+        "lhs_dilation": (2, 4),
+        "rhs_dilation": (3, 2),
+        "feature_group_count": 2,
+    },
+    "by groups": {"window_strides": (2, 2), "feature_group_count": 3},
+    "by groups of the batch": {"batch_group_count": 2},
+    "of padding alone": {"window_strides": (9, 9), "padding": ((9, 0), (9, 0))},
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=list(CONVOLUTIONS))
+def test_flops_of_a_convolution_are_those_of_xla(options):
+    options = {"window_strides": (1, 1), "padding": [(0, 0)] * 2} | options
+    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    x = jnp.ones((2, 9, 11, 2 * options.get("feature_group_count", 1)))
+    kernel = jnp.ones((3, 4, 2, 12))
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, **options, **numbers)
+
+    def backward(x, kernel):
+        out, vjp = jax.vjp(convolve, x, kernel)
+        return vjp(out)
+
+    for fn in (convolve, backward):
+        cost = jax.jit(fn).lower(x, kernel).compile().cost_analysis()
+        found = explain(fn, amp_policy={})(x, kernel).now.totals.flops_by_dtype
+        assert sum(found.values()) == cost.get("flops", 0)
+        assert found == measure.contraction_flops(jax.make_jaxpr(fn)(x, kernel))
+
+
 # Counts, against those of the benchmarks, which share no code with the package: of
 # every workload, with and without a backward pass of its own, plain and lean.
 

@@ -26,14 +26,12 @@ _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 def reports_of_unmatched_keys(
     planner: Planner, plan: Plan, steps: list[Step]
-) -> Iterator[str]:
-    """What to say of each key that decided nothing in a plan of such steps."""
+) -> Iterator[tuple[Key, str]]:
+    """Each key that decided nothing in a plan of such steps, and what to say of it."""
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
     for key in unmatched:
-        yield (
-            f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
-            f"{_hint(key, steps)}"
-        )
+        report = f"The key {show_key(key)} of `amp_policy` matched nothing in the "
+        yield key, f"{report}function. {_hint(key, steps)}"
 
 
 def _hint(key: Key, steps: list[Step]) -> str:
