@@ -32,6 +32,7 @@ from jaxamp_like import (
     init_amp_state,
     scope_modules,
     trace_numerics,
+    using_policy,
 )
 from jaxamp_like._reports.data.records import scope_tree
 from jaxamp_like.presets import quantised
@@ -424,9 +425,38 @@ def test_a_report_leaves_no_trace(w, x):
 # Settings and bad input.
 
 
-def test_a_function_without_amp_is_given_the_default(w, x):
-    report = explain(loss)(w, x)
-    assert report.settings == ("compute_dtype=float16",)
+@pytest.mark.parametrize(
+    "forgotten",
+    (
+        loss,
+        jax.grad(loss),
+        jax.jit(jax.value_and_grad(lambda w, x: loss(w, x))),
+        lambda w, x: loss(x=x, w=w),
+    ),
+    ids=("loss", "gradient", "jitted step", "lambda"),
+)
+def test_a_step_in_which_amp_was_forgotten_is_reported_as_it_runs(forgotten, w, x):
+    with using_policy("mixed_float16"):  # which nothing in it has asked for
+        report = explain(forgotten)(w, x)
+    assert report.settings == () and report.now.totals.low_share == 0
+    assert report.now.totals == report.written.totals
+    said = str(report)
+    assert "100.0 % float32 (as written: 100.0 % float32)" in said
+    assert "no `amp` was found" in said
+    assert "`explain(fn, compute_dtype='bfloat16')`" in said
+    assert "no `amp` was found" in report._repr_html_()
+    numerics = trace_numerics(forgotten)(w, x)
+    assert "no `amp` was found" in str(numerics)
+    assert {op.dtype for op in numerics.ops} == {"float32"}
+    assert max(op.error for op in numerics.ops) == 0
+
+
+def test_settings_tell_what_amp_would_do(w, x):
+    report = explain(loss, **BF16)(w, x)
+    assert report.settings == ("compute_dtype=bfloat16",)
+    assert report.now.totals.low_share == 1
+    assert "no `amp`" not in str(report)
+    assert explain(loss, lean=True)(w, x).settings == ("compute_dtype=float16, lean",)
 
 
 def test_no_derivative_no_saved_bytes(x):
