@@ -42,6 +42,7 @@ from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_p
 from ._rewrite.switch import is_amp_disabled
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unmatched import reports_of_unmatched_keys
+from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import (
     refuse_rules_with_state,
     report_of_few_quantised,
@@ -330,6 +331,7 @@ def _report_unused(
         warn_or_raise(f"{report} {place}", planner.strict, once)
     for report in (
         *reports_of_unknown_shapes(planner, steps),
+        *reports_of_unmeasured(steps),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
         report_of_float16_by_hand(planner.compute_dtype, steps),

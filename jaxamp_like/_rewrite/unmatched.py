@@ -83,6 +83,13 @@ def authors_scope(scope: Scope) -> Scope:
     return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
 
 
+def place_of_step(step: Step) -> str:
+    """Where a step stands, in words."""
+    path = "/".join(authors_scope(step.scope))
+    where = f"scope {path!r}" if path else "no scope"
+    return f"`{step.eqn.primitive}` in {where}"
+
+
 def _hidden_by(steps: list[Step]) -> str:
     keys = dict.fromkeys(step.found.key for step in steps)
     others = ", ".join(map(show_key, keys))
