@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 from weakref import WeakKeyDictionary, ref
@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 
 from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
+from ._frameworks.mixed import is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
+from ._policies.frozen import FrozenRules
 from ._policies.mistakes import (
     Decorator,
     explaining_tracing,
@@ -31,7 +33,14 @@ from ._policies.mistakes import (
     report_of_amp_twice,
     report_of_no_lowering,
 )
-from ._policies.settings import PolicyLike, Settings, settings_of
+from ._policies.policy_map import PolicyMap
+from ._policies.settings import (
+    PolicyLike,
+    Settings,
+    global_policy,
+    settings_of,
+    using_policy,
+)
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
 from ._rewrite.by_hand import report_of_float16_by_hand
@@ -120,6 +129,8 @@ def amp(
         fn: any function of pytrees: a loss, a model, a whole training step, a callable
             module or a bound method. Leaves that are no arrays (Python numbers too) are
             passed through as they are. Without `fn`, returns a decorator.
+            A model of Equinox or NNX gives a model: with the same parameters, which
+            transforms and optimizers find, and methods that compute in mixed precision.
         compute_dtype: what contractions compute in; if not given, what the policy says,
             or the global policy, which is float16 until it is set. bfloat16 needs no
             loss scaling.
@@ -142,8 +153,8 @@ def amp(
             `jit` around `amp` does not, if its `in_shardings` are the first to place
             the arrays: there say so.
     Returns:
-        A function with the signature of `fn`. Its floating results are cast if the
-        policy has an output dtype.
+        A function with the signature of `fn`; of a model, a model. Floating results are
+        cast if the policy has an output dtype.
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or `compute_dtype` and
             the policy disagree.
@@ -183,7 +194,47 @@ def amp(
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
         warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
-    return amp_by(settings, fn, strict=strict, lean=lean, gather_once=gather_once)
+    options = _Options(settings, strict, lean, gather_once)
+    if not is_model(fn) or is_amp_disabled():
+        return options.mix(fn)
+    refuse_what_cannot_be_rewritten(fn)
+    given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
+    # The same object for equal policies, also after they were pickled.
+    settings = settings_of(**given)
+    options = options._replace(settings=settings)
+    given |= {"strict": strict, "lean": lean, "gather_once": gather_once}
+    again = functools.partial(_amp_again, global_policy(), given)
+    return mixed_model(fn, options, options.mix, again)
+
+
+class _Options(NamedTuple):
+    """What `amp` is to do, understood: equal if it is the same."""
+
+    settings: Settings
+    strict: bool
+    lean: bool
+    gather_once: bool | None
+
+    def mix(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return amp_by(
+            self.settings,
+            fn,
+            strict=self.strict,
+            lean=self.lean,
+            gather_once=self.gather_once,
+        )
+
+
+def _saved(policy: Any) -> Any:
+    """A policy as it can be pickled."""
+    is_dict = isinstance(policy, Mapping) and not isinstance(policy, PolicyMap)
+    return FrozenRules(policy) if is_dict else policy
+
+
+def _amp_again(policy: Any, given: dict[str, Any], model: Any) -> Any:
+    """`amp` of a model under a global policy, as when it was made."""
+    with using_policy(policy):
+        return amp(model, **given)
 
 
 def amp_by(

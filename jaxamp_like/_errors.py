@@ -54,6 +54,8 @@ def place_of(fn: Callable[..., Any]) -> str:
     while isinstance(fn := inspect.unwrap(fn), functools.partial):
         fn = fn.func
     name = getattr(fn, "__name__", None)
+    if name == "__call__":  # of a model
+        name = getattr(fn, "__qualname__", name).split(".")[-2:][0]
     is_named = isinstance(name, str)
     code = getattr(fn if is_named else type(fn).__call__, "__code__", None)
     where = (
