@@ -75,6 +75,8 @@ def test_json_is_all_that_is_printed(run):
     assert json.loads(out)["digest"] == data["digest"]
     _, out, _ = run("explain", "art", "--json")
     assert json.loads(out)[0]["reads"] == ["bfloat16", "bfloat16"]
+    _, out, _ = run("explain", "its_model:digits", "--json")  # as `convert` by default
+    assert json.loads(out)["settings"] == ["compute_dtype=float16"]
     _, out, _ = run(
         "explain", "its_model:digits", "--policy", "mixed_float16", "--json"
     )

@@ -21,6 +21,7 @@ except ImportError as e:
     sys.exit(f"The command line needs {e.name}, which is not installed. {INSTALL}")
 
 from .._errors import AmpError
+from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
 from .._reports.data.explained import human_bytes
 from . import summary as summaries
@@ -180,8 +181,11 @@ def explain(
         return
     fn, params, *inputs = _made(model)
     apart = take_apart(fn, params)
+    # Without options, what `convert` would make of it.
     explained_fn = explain_fn(
-        apart.call, compute_dtype=compute_dtype, amp_policy=policy
+        apart.call,
+        compute_dtype=compute_dtype,
+        amp_policy=global_policy() if compute_dtype is policy is None else policy,
     )
     report = explained_fn(apart.params, *inputs)
     if html is not None:

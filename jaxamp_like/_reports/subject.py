@@ -1,4 +1,4 @@
-"""What a report is of: a function as it is, if it has `amp` inside, or `amp` of it."""
+"""What a report is of: a function as it is, or `amp` of it with settings given."""
 
 import functools
 import operator
@@ -67,14 +67,11 @@ class Subject:
         return name if isinstance(name, str) else type(fn).__name__
 
     def trace(self, args: Any, kwargs: Any, argnums: Sequence[int] = ()) -> Traced:
-        """Traces a call of the function: as it is if it has `amp` inside and no
-        settings were given, else `amp` of it."""
+        """Traces a call of the function as it is, or of `amp` of it if settings were
+        given: without them, the report is of what runs."""
         live = _positions(argnums, len(args), self.name)
         if not self.is_given:
-            call = call_of(self.fn, args, kwargs, live, self.name)
-            traced = _traced(call)
-            if traced.recorder.plans:
-                return traced
+            return _traced(call_of(self.fn, args, kwargs, live, self.name))
         args, live = (*self.leading, *args), [i + len(self.leading) for i in live]
         return _traced(call_of(self.mixed, args, kwargs, live, self.name))
 

@@ -31,15 +31,16 @@ def explain(
     lean: bool = False,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Report]:
-    """Reports what mixed precision makes of `fn`, without running it.
+    """Reports the precision of each part of `fn`, without running it.
 
     The report is read off the plan that binding followed and off the program that came
     of it, so it tells what runs. Printed, it is a table; see `Report` for the rest.
 
     Args:
-        fn: a function as written, in which case `amp(fn)` with the settings given is
-            reported; or one that has `amp` inside, such as the gradient of `amp(loss)`
-            or a whole training step, which is reported as it is.
+        fn: the function that runs, such as the gradient of `amp(loss)` or a whole
+            training step. Without settings it is reported as it is, also where there
+            is no `amp` inside, which the report then says; with settings, what
+            `amp(fn)` with these would run is reported.
         compute_dtype: as for `amp`.
         amp_policy: as for `amp`.
         strict: as for `amp`.

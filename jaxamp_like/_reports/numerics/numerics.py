@@ -52,10 +52,10 @@ def trace_numerics(
     stay hidden on one device and show on another.
 
     Args:
-        fn: what to run: a function as written, in which case `amp(fn)` with the
-            settings given is run; or one that has `amp` inside, such as the gradient of
-            `amp(loss)` or a whole training step, which is run as it is. With
-            `amp_policy={}` nothing is lowered, which tells the ranges as written.
+        fn: what to run, such as the gradient of `amp(loss)` or a whole training step.
+            Without settings it is run as it is, also where there is no `amp` inside,
+            which tells the ranges as written; with settings, `amp(fn)` with these is
+            run.
         compute_dtype: as for `amp`.
         amp_policy: as for `amp`.
         strict: as for `amp`.
