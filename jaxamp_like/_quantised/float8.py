@@ -12,14 +12,14 @@ from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.given import as_bool
-from .._rules.weights import weight_side
+from .._rules.weights import is_parameter, weight_side
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
 from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
-from .rule import NO_HEADS, Quantising, decided, is_parameter, low_of, result_of
+from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import (
     as_length,
     float8_dtype,

@@ -26,6 +26,7 @@ from .._rules import (
     Mark,
     Site,
 )
+from .._rules.weights import joined
 from .base import (
     REMAT,
     SOLVER,
@@ -98,6 +99,7 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         low = set()
     coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
+    origins = {i: fact.origin for i in outs if (fact := site.facts[i])}
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
@@ -106,7 +108,8 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
 
     def entering(i: int) -> Fact:
         fact = _carried(site, i, marks[i], i in low)
-        return fact._replace(carried=i in adds_up, coarse=coarse[i])
+        fact = fact._replace(carried=i in adds_up, coarse=coarse[i])
+        return fact._replace(origin=origins[i])
 
     def learn(i: int, made: Fact) -> bool:
         """What an iteration makes of a carry; whether that is news to the next one."""
@@ -119,13 +122,14 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
             low.discard(i)
         coarse[i] = coarse[i] or made.coarse
         marks[i] = max(marks[i], made.mark)
+        origins[i] = joined((origins[i], made.origin))
         return entering(i) != before
 
     heirs = {
         body.ins[i]: [body.ins[j] for j in others]
         for i, others in body.handed_on().items()
     }
-    while True:  # marks only rise, and there are three
+    while True:  # marks and origins only rise, and there are few
         carried = {i: entering(i) for i in outs}
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
@@ -162,7 +166,8 @@ def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
     Unless it is an input, whose cast would be a second copy to keep."""
     if fact is None or fact.leaf or fact.mark == Mark.FULL:
         return fact
-    return Fact(lowered(fact.dtype, site.compute_dtype), Mark.LOW, small=fact.small)
+    low = lowered(fact.dtype, site.compute_dtype)
+    return Fact(low, Mark.LOW, small=fact.small, origin=fact.origin)
 
 
 def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:
