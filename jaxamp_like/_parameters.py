@@ -57,7 +57,7 @@ def origins_of(
     """For each leaf of `(args, kwargs)`, whether it is a parameter."""
     if isinstance(fn, TakenApart):
         return fn.labels(functools.partial(_labels, argnums=argnums), Origin.DATA)
-    return _labels(None, args, kwargs, argnums)
+    return _labels(fn, args, kwargs, argnums)[len(jax.tree.leaves(fn)) :]
 
 
 def _labels(
