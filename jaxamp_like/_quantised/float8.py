@@ -244,11 +244,13 @@ def float8(
         amax_history_length: how many steps are remembered, if `delayed`.
         where: tells by a bool whether to quantise a contraction (a `Site`); `None`
             always does.
-        leave: regular expressions of names of scopes that are left to the compute
-            dtype: heads and embeddings, by names that they commonly have.
-        parameters_only: whether contractions of which no operand is an input of the
-            function, such as a parameter, or a constant that it closes over, are left
-            to the compute dtype.
+        leave: regular expressions of names of scopes, all inside of which is left to
+            the compute dtype. By default heads and embeddings are, by names that they
+            commonly have: of the innermost scope, for a classifier may be a whole
+            network.
+        parameters_only: whether contractions are left to the compute dtype of which no
+            operand is a parameter (by the `argnums` of `amp`), made of parameters alone
+            or closed over.
     Returns:
         A rule to put in a policy.
     Raises:
