@@ -75,7 +75,10 @@ def report_of_weights_closed_over(plan: Plan) -> str | None:
     )
 
 
-_WHICH = "Parameters are what the first argument holds, or those that `argnums` names."
+_WHICH = (
+    "Parameters are what the arguments hold that `argnums` names: by default the first "
+    "one, or a module that is called itself."
+)
 
 
 def _operands(plan: Plan) -> Iterator[tuple[Step, list[Origin]]]:
