@@ -16,6 +16,7 @@ from ._errors import place_of, warn_or_raise
 from ._frameworks.mixed import holds_parameters, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
+from ._parameters import Argnums, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
 from ._policies.mistakes import (
@@ -58,7 +59,9 @@ from ._rewrite.unquantised import (
     refuse_rules_with_state,
     report_of_few_quantised,
     report_of_nothing_quantised,
+    report_of_weights_closed_over,
 )
+from ._rules import Origin
 from ._rules.given import as_bool
 
 _P = ParamSpec("_P")
@@ -73,12 +76,12 @@ class Traced(NamedTuple):
         fn: what is called, as the user gave it.
         jaxpr: its program.
         arrays: what that takes.
-        held: for each array, whether its argument holds others, too."""
+        origins: for each array, whether it is a parameter."""
 
     fn: Callable[..., Any]
     jaxpr: Any
     arrays: list[Any]
-    held: list[bool]
+    origins: list[Origin]
 
 
 Run = Callable[[Planner, Traced], list[Any]]
@@ -95,6 +98,7 @@ def amp(
     strict: bool = ...,
     lean: bool = ...,
     gather_once: bool | None = ...,
+    argnums: int | Sequence[int] | None = ...,
 ) -> Callable[_P, _R]: ...
 @overload
 def amp(
@@ -105,6 +109,7 @@ def amp(
     strict: bool = ...,
     lean: bool = ...,
     gather_once: bool | None = ...,
+    argnums: int | Sequence[int] | None = ...,
 ) -> Callable[[_F], _F]: ...
 @naming_mistakes
 def amp(
@@ -115,6 +120,7 @@ def amp(
     strict: bool = False,
     lean: bool = False,
     gather_once: bool | None = None,
+    argnums: int | Sequence[int] | None = None,
 ) -> Any:
     """Computes what `fn` computes in mixed precision.
 
@@ -154,6 +160,13 @@ def amp(
             constraint or `in_shardings` inside of `fn` show that it lies on several. A
             `jit` around `amp` does not, if its `in_shardings` are the first to place
             the arrays: there say so.
+        argnums: the positions of the arguments that hold parameters, as of `jax.grad`:
+            by default the first one, or none where `fn` is a module that holds its own
+            parameters, or a method of one. For rules that treat weights unlike
+            activations (`float8`, `int8`, `use_precision_by_pass`). What is made of
+            parameters alone (cast, put side by side, masked) is a weight as they are.
+            Arrays that `fn` closes over count as weights beside what is computed; pass
+            `()` where they hold all of the parameters.
     Returns:
         A function with the signature of `fn`; of a model, a model. Floating results are
         cast if the policy has an output dtype.
@@ -173,6 +186,7 @@ def amp(
     arXiv:1710.03740."""
     settings = settings_of(amp_policy, compute_dtype)
     strict, lean = as_bool(strict, "strict"), as_bool(lean, "lean")
+    argnums = None if argnums is None else as_argnums(argnums)
     if gather_once is not None:
         gather_once = as_bool(gather_once, "gather_once")
     if fn is None:
@@ -183,6 +197,7 @@ def amp(
             strict=strict,
             lean=lean,
             gather_once=gather_once,
+            argnums=argnums,
         )
     refuse_unbound(fn)
     refuse_initialising(fn)
@@ -196,7 +211,7 @@ def amp(
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
         warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
-    options = _Options(settings, strict, lean, gather_once)
+    options = _Options(settings, strict, lean, gather_once, argnums)
     if is_amp_disabled():
         return options.mix(fn)
     if isinstance(fn, jax.tree_util.Partial):
@@ -210,8 +225,11 @@ def amp(
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
     # The same object for equal policies, also after they were pickled.
     settings = settings_of(**given)
+    if argnums is not None:  # the model comes first, with the parameters that it holds
+        options = options._replace(argnums=(0, *(i + (i >= 0) for i in argnums)))
     options = options._replace(settings=settings)
     given |= {"strict": strict, "lean": lean, "gather_once": gather_once}
+    given["argnums"] = argnums
     again = functools.partial(_amp_again, global_policy(), given)
     return mixed_model(fn, options, options.mix, again)
 
@@ -223,6 +241,7 @@ class _Options(NamedTuple):
     strict: bool
     lean: bool
     gather_once: bool | None
+    argnums: Argnums | None
 
     def mix(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return amp_by(
@@ -231,6 +250,7 @@ class _Options(NamedTuple):
             strict=self.strict,
             lean=self.lean,
             gather_once=self.gather_once,
+            argnums=self.argnums,
         )
 
 
@@ -253,6 +273,7 @@ def amp_by(
     strict: bool,
     lean: bool = False,
     gather_once: bool | None = None,
+    argnums: Argnums | None = None,
     run: Run | None = None,
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
@@ -265,7 +286,8 @@ def amp_by(
         warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
-    rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn)
+    argnums = argnums_of(fn) if argnums is None else argnums
+    rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn, argnums)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -309,7 +331,11 @@ def _planner(
 
 
 def _rewritten(
-    planner: Planner, run: Run, given: Callable[..., Any], fn: Callable[..., Any]
+    planner: Planner,
+    run: Run,
+    given: Callable[..., Any],
+    argnums: tuple[int, ...],
+    fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
@@ -339,8 +365,8 @@ def _rewritten(
         with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        held = list(compress(_held(tree), dynamic))
-        values = run(in_force, Traced(given, jaxpr, arrays, held))
+        origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
+        values = run(in_force, Traced(given, jaxpr, arrays, origins))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -352,16 +378,6 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
     return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
-def _held(tree: Any) -> list[bool]:
-    """For each leaf of `(args, kwargs)`, whether its argument holds others, too."""
-    arguments = [one for group in tree.children() for one in group.children()]
-    return [
-        is_held
-        for one in arguments
-        for is_held in [not jax.tree_util.treedef_is_leaf(one)] * one.num_leaves
-    ]
-
-
 def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
@@ -369,7 +385,7 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
     jaxpr = planner.solvers.mark(call.jaxpr)
     inner = raw(jaxpr)
     avals = (v.aval for v in inner.invars)
-    plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.held)))
+    plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
     _report_unused(call.fn, planner, plan, steps)
     record_plan(planner, plan)
@@ -400,6 +416,7 @@ def _report_unused(
         *reports_of_unmeasured(plan),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
+        report_of_weights_closed_over(plan),
         report_of_float16_by_hand(planner.compute_dtype, steps),
     ):
         if report is not None:

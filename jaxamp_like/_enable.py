@@ -1,7 +1,7 @@
 """Mixed precision in one call: the loss and the optimizer together."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ def enable_amp(
     *,
     compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyLike | None = None,
+    argnums: int | Sequence[int] | None = None,
     scaler: str | ArrayLike | Scaler | None = "auto",
     axis_name: AxisName = None,
 ) -> tuple[Callable[..., Any], LossScaleOptimizer]:
@@ -42,6 +43,7 @@ def enable_amp(
         optimizer: any Optax optimizer; see `loss_scale_optimizer`.
         compute_dtype: of `amp`.
         amp_policy: of `amp`.
+        argnums: of `amp`.
         scaler: of `loss_scale_optimizer`; "auto" is "dynamic" for float16, and None for
             what has the range of float32.
         axis_name: of `loss_scale_optimizer`.
@@ -82,4 +84,7 @@ def enable_amp(
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
     if not is_amp_disabled():
         wrapped.watch = Watch()
-    return amp(loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy), wrapped
+    mixed = amp(
+        loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
+    )
+    return mixed, wrapped

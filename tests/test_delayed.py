@@ -154,9 +154,9 @@ def test_agrees_with_flax_step_by_step(dtype):
 # Structure: one tensor has one history, whatever is around the contractions.
 
 
-def train(fn, *args, steps=2, by: Any = POLICY) -> Any:
+def train(fn, *args, steps=2, by: Any = POLICY, argnums: Any = None) -> Any:
     """What the last of some steps returns, and the state after it."""
-    step = jax.jit(amp_with_state(fn, amp_policy=by))
+    step = jax.jit(amp_with_state(fn, amp_policy=by, argnums=argnums))
     out, state = None, init_amp_state(step, *args)
     for _ in range(steps):
         out, state = step(state, *args)
@@ -259,7 +259,8 @@ def test_iterations_that_share_an_operand_share_a_history():
         return jnp.mean(jax.lax.scan(step, jnp.zeros((2, 8)), xs)[0] ** 2)
 
     xs = values(5, 2, 8) * jnp.arange(1.0, 6)[:, None, None]
-    _, state = train(jax.value_and_grad(recurrent, (0, 1)), *LAYERS[:2], xs)
+    grad = jax.value_and_grad(recurrent, (0, 1))
+    _, state = train(grad, *LAYERS[:2], xs, argnums=(0, 1))
     assert {x.history.shape for x in state.values()} == {(LENGTH,)}
     assert len(state) == 5  # both contractions have one cotangent
     amax = jnp.max(abs(xs.astype("bfloat16"))).astype("float32")
@@ -302,7 +303,7 @@ def branches(wide):
 def test_a_branch_that_is_not_taken_keeps_its_histories(wide):
     fn = branches(wide)
     w, v = LAYERS[0], LAYERS[1]
-    step = jax.jit(amp_with_state(fn, amp_policy=POLICY))
+    step = jax.jit(amp_with_state(fn, amp_policy=POLICY, argnums=(1, 2)))
     state = init_amp_state(step, True, w, v, X)
     _, after_no = step(state, False, w, v, X)
     _, after_yes = step(after_no, True, w, v, 2 * X)
@@ -328,7 +329,7 @@ def test_a_while_loop_counts_its_largest():
 
         return jax.lax.while_loop(lambda state: state[0] < n, step, (0, x))[1]
 
-    step = jax.jit(amp_with_state(grow, amp_policy=POLICY))
+    step = jax.jit(amp_with_state(grow, amp_policy=POLICY, argnums=1))
     w = 2 * jnp.eye(8)
     state = init_amp_state(step, 3, w, X)
     _, none = step(state, 0, w, X)
@@ -362,7 +363,8 @@ def test_two_calls_of_one_jitted_function_have_histories_of_their_own():
     def fn(v, w, x):
         return jnp.mean(dense(w, dense(v, x)) ** 2)
 
-    _, state = train(jax.value_and_grad(fn, (0, 1)), 4 * LAYERS[0], LAYERS[1], X)
+    args = 4 * LAYERS[0], LAYERS[1], X
+    _, state = train(jax.value_and_grad(fn, (0, 1)), *args, argnums=(0, 1))
     assert len(state) == 6
     first, second = (state[f"dot_general{n}/rhs"].history[0] for n in ("", ".1"))
     assert first == 4 * jnp.max(abs(LAYERS[0].astype("bfloat16")))
@@ -465,9 +467,9 @@ def test_devices_of_a_shard_map_share_histories(check_vma):
 
 
 SHARING = {
-    "scan": (through(jax.checkpoint(two), jax.lax.scan), LAYERS, X),
-    "unrolled": (through(jax.checkpoint(two), unrolled), LAYERS, X),
-    "branches": (branches(wide=True), True, *LAYERS, X),
+    "scan": (None, through(jax.checkpoint(two), jax.lax.scan), LAYERS, X),
+    "unrolled": (None, through(jax.checkpoint(two), unrolled), LAYERS, X),
+    "branches": ((1, 2), branches(wide=True), True, *LAYERS, X),
 }
 
 
@@ -475,8 +477,8 @@ SHARING = {
 @pytest.mark.parametrize("case", SHARING)
 def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
     """Measured by all who read it, a tensor has the maximum that one has measured."""
-    fn, *args = SHARING[case]
-    state = train(fn, *args)[1]
+    argnums, fn, *args = SHARING[case]
+    state = train(fn, *args, argnums=argnums)[1]
     use = Finder._use
     shared = []
 
@@ -486,7 +488,7 @@ def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
         return found._replace(records=True)
 
     monkeypatch.setattr(Finder, "_use", recording)
-    everywhere = train(fn, *args)[1]
+    everywhere = train(fn, *args, argnums=argnums)[1]
     assert 2 * sum(shared) > len(state)
     assert everywhere.keys() == state.keys()
     for key in state:

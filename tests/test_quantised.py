@@ -35,8 +35,8 @@ FLOAT8, INT8 = float8(where=None), int8(where=None)
 MOVES = ("transpose", "reshape", "squeeze", "copy")
 
 
-def low(fn, rule=FLOAT8, dtype="bfloat16"):
-    return amp(fn, compute_dtype=dtype, amp_policy=quantised(rule))
+def low(fn, rule=FLOAT8, dtype="bfloat16", argnums=None):
+    return amp(fn, compute_dtype=dtype, amp_policy=quantised(rule), argnums=argnums)
 
 
 def programs(jaxpr):
@@ -677,7 +677,8 @@ def test_names_of_heads_and_embeddings(name):
             x = x @ w
         return jnp.sin(x) @ v
 
-    found = whys(low(model), values(8, 8), values(8, 4), values(4, 8))
+    args = values(8, 8), values(8, 4), values(4, 8)
+    found = whys(low(model, argnums=(0, 1)), *args)
     assert [dtype for dtype, _ in found] == ["bfloat16", E4M3]
 
 
@@ -695,7 +696,8 @@ def test_what_is_too_small_or_odd():
         return jnp.sin(x @ w) @ v
 
     rule = float8(where=worth_eight_bits(side=16, volume=1, multiple_of=16))
-    found = whys(low(model, rule), values(16, 32), values(32, 20), values(16, 16))
+    args = values(16, 32), values(32, 20), values(16, 16)
+    found = whys(low(model, rule, argnums=(0, 1)), *args)
     assert found[0][0] == E4M3
     assert found[1][0] == "bfloat16"
     assert "16 x 20 x 32 is not worth_eight_bits(16, 1, 16)" in found[1][1]

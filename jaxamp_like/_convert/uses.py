@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from .._dtypes import bits, is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line, without_folders
 from .._policies.dictionary import REWRITTEN
+from .._primitives import EACH_ALONE
 from .._structural import SOLVER, STRUCTURAL, Body
 
 Scope = tuple[str, ...]
@@ -24,9 +25,6 @@ MOVES: frozenset[str] = frozenset(
 )
 """Primitives whose results hold numbers of their operands and no others, so that a
 cast may as well be made before them."""
-
-POSITIONAL: frozenset[str] = frozenset("optimization_barrier device_put".split())
-"""Those of them that hand each operand on as one result."""
 
 RESULT, CARRY = "a result", "a carry that changes"
 _OPAQUE = frozenset({"xla_pmap"})
@@ -122,7 +120,7 @@ def _of_operands(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
     if is_narrowing(eqn):
         return [frozenset({_use(eqn, scope, eqn.outvars[0].aval.dtype.name)})]
     if moves_data(eqn):
-        if eqn.primitive.name in POSITIONAL:
+        if eqn.primitive.name in EACH_ALONE:
             return outs
         return [_NONE.union(*outs)] * len(eqn.invars)
     return [frozenset({_use(eqn, scope)})] * len(eqn.invars)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from .._amp import Traced, amp_by, run_by_plan
 from .._errors import place_of, warn_or_raise
 from .._jax import trace
+from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
@@ -36,6 +37,7 @@ def amp_with_state(
     compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyLike | None = None,
     strict: bool = False,
+    argnums: int | Sequence[int] | None = None,
 ) -> Any:
     """As `amp`, for policies with rules that remember: `float8(delayed=True)`.
 
@@ -62,6 +64,7 @@ def amp_with_state(
         compute_dtype: as of `amp`.
         amp_policy: as of `amp`.
         strict: as of `amp`; also raise if no tensor has an entry.
+        argnums: as of `amp`, without the state: 0 is the first argument of `fn`.
     Returns:
         A function `(state, *args, **kwargs) -> (out, new_state)`, where `out` is what
         `amp(fn)` would return.
@@ -92,24 +95,28 @@ def amp_with_state(
     Delayed scaling as in NVIDIA's Transformer Engine and Flax's `fp8_ops`."""
     settings = settings_of(amp_policy, compute_dtype)
     strict = as_bool(strict, "strict")
+    argnums = None if argnums is None else as_argnums(argnums)
     if fn is None:
         return functools.partial(
             amp_with_state,
             compute_dtype=compute_dtype,
             amp_policy=amp_policy,
             strict=strict,
+            argnums=argnums,
         )
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
             "`amp_with_state(fn)(state, x)`, not `amp_with_state(fn(x))`."
         )
-    return _stateful(settings, fn, strict)
+    return _stateful(settings, fn, strict, argnums)
 
 
-def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
+def _stateful(
+    settings: Settings, fn: Callable[..., Any], strict: bool, argnums: Argnums | None
+) -> Any:
     def mixed(step: "Step") -> Callable[..., Any]:
-        return amp_by(settings, fn, strict=strict, run=step.run)
+        return amp_by(settings, fn, strict=strict, argnums=argnums, run=step.run)
 
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
         step = Step(as_state(state), strict)

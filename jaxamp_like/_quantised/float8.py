@@ -11,14 +11,14 @@ from .._dtypes import DType, cast, lowered
 from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.weights import weight_side
+from .._rules.weights import is_parameter, weight_side
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
 from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
-from .rule import NO_HEADS, Quantising, decided, is_parameter, low_of, result_of
+from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import as_length, float8_dtype
 from .worth import WORTH_IT
 
@@ -253,11 +253,13 @@ def float8(
         amax_history_length: how many steps are remembered, if `delayed`.
         where: tells by a bool whether to quantise a contraction (a `Site`); `None`
             always does.
-        leave: regular expressions of names of scopes that are left to the compute
-            dtype: heads and embeddings, by names that they commonly have.
-        parameters_only: whether contractions of which no operand is an input of the
-            function, such as a parameter, or a constant that it closes over, are left
-            to the compute dtype.
+        leave: regular expressions of names of scopes, all inside of which is left to
+            the compute dtype. By default heads and embeddings are, by names that they
+            commonly have: of the innermost scope, for a classifier may be a whole
+            network.
+        parameters_only: whether contractions are left to the compute dtype of which no
+            operand is a parameter (by the `argnums` of `amp`), made of parameters alone
+            or closed over.
     Returns:
         A rule to put in a policy.
     Raises:

@@ -34,8 +34,8 @@ from .._primitives.matmul_precision import holds_rule, setting
 from .._rules import (
     Demand,
     Fact,
+    Origin,
     Rule,
-    Shown,
     Site,
     author_dtype,
     held_in_full,
@@ -45,9 +45,10 @@ from .._rules import (
 from .._structural import STRUCTURAL
 from .carries import Carries
 from .demands import Demands
-from .facts import const_fact, fact_of, input_fact, made_of, upcast_early
+from .facts import const_fact, fact_of, input_fact, upcast_early
 from .matching import Matching, stops
 from .memo import Memo
+from .origins import as_number, with_origins
 from .placement import as_asked, leaf_of, of_operands
 from .plan import Facts, Plan, Scope, Step
 from .solvers import Solvers
@@ -81,12 +82,9 @@ class Planner:
         settings = self.policy, self.compute_dtype, self.strict, self.lean
         return Planner(*settings, self.gather_once)
 
-    def input_fact(self, aval: Any, is_held: bool = False) -> Fact | None:
-        """The fact of an input of the rewritten function.
-
-        `is_held` if its argument holds others, too."""
-        shown = Shown.HELD if is_held else Shown.ALONE
-        return input_fact(aval, leaf=leaf_of(aval, self.gather_once), shown=shown)
+    def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
+        """The fact of an input of the rewritten function."""
+        return input_fact(aval, leaf=leaf_of(aval, self.gather_once), origin=origin)
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
         """The facts of a call's operands, knowing how it has them placed."""
@@ -123,6 +121,7 @@ class Planner:
             v: const_fact(v, c, leaf_of(v.aval, self.gather_once))
             for v, c in zip(inner.constvars, values, strict=True)
         }
+        env = {v: as_number(fact, v.aval) for v, fact in env.items()}
         demand = self.demands.of_variables(inner, scope, wanted)
         atoms = [*inner.outvars, *(atom for eqn in inner.eqns for atom in eqn.invars)]
         count = Counter(atom for atom in atoms if not isinstance(atom, Literal))
@@ -177,7 +176,7 @@ class Planner:
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         decision = summed_once(site, decision)
-        outs = as_asked(made_of(facts, decision.outs), self.gather_once)
+        outs = as_asked(with_origins(site, decision.outs), self.gather_once)
         decision = decision._replace(outs=outs)
         if not self.lean:  # lean islands are better handed what is low
             decision = decision._replace(outs=upcast_early(site, decision.outs))

@@ -56,15 +56,17 @@ INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
 """What shows an input of the function."""
 
 
-class Shown(enum.IntEnum):
-    """Which input of the function a float value shows, the whole of it or a part.
+class Origin(enum.IntEnum):
+    """What a float value is made of: how surely it is a weight, in rising order.
 
-    In any code inside, unlike `Leaf`: whether it may be read again is not asked."""
+    What is only cast, moved or masked keeps its origin, in any code inside. Unlike
+    `Leaf`, which says whether a value may be read again."""
 
-    NONE = 0
-    ALONE = 1  # an argument that is a single array, or what is closed over
-    MADE = 2  # none as it came in, but made of such as are `HELD` alone
-    HELD = 3  # one of an argument's many: a parameter, mostly
+    CONSTANT = 0  # literals alone, or a single number: it decides nothing
+    DATA = 1  # an argument that holds no parameters, or anything made of one
+    CLOSED_OVER = 2  # what the function closes over, and no argument
+    MADE = 3  # several parameters, or parameters and what is closed over
+    PARAMETER = 4  # one parameter: an array of an argument that `argnums` names
 
 
 class Demand(enum.Flag):
@@ -108,7 +110,7 @@ class Fact(NamedTuple):
     # The dtype of a copy which is no coarser than what the value is made of.
     copy: DType | None = None
     sampled: bool = False  # `values` are not all of them
-    shown: Shown = Shown.NONE
+    origin: Origin = Origin.DATA
 
     @property
     def kept_as(self) -> DType | None:

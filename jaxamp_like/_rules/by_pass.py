@@ -172,9 +172,8 @@ def use_precision_by_pass(
     `remat`, and forward mode too. There, the tangent that comes from an operand is
     computed in the precision of that operand's gradient.
 
-    Which operand of a `dot_general` is the weight: the one that is an input of the
-    function (or made of inputs alone), if the other is not. In a first layer both are:
-    then it is the one of an argument that holds many arrays, as parameters do; the one
+    Which operand of a `dot_general` is the weight: the one that is a parameter, by the
+    `argnums` of `amp`, or made of parameters alone. Where both are or none is, the one
     that is no vector; else the right one. `weight` says otherwise. Convolutions and
     ragged contractions have theirs on the right.
 

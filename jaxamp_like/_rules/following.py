@@ -24,7 +24,6 @@ from .base import (
     Leaf,
     Mark,
     Rule,
-    Shown,
     Site,
     author_dtype,
     outs_of,
@@ -166,10 +165,6 @@ _VIEWS = (
 )  # fmt: skip
 
 
-# The same numbers on other devices: a parameter is one there, too.
-_SENT = ("all_gather", "all_gather_invariant", "all_to_all", "ppermute")
-
-
 # A wish of where a value lies. The cast of a parameter comes before it, made once.
 PLACING = ("sharding_constraint", "reshard")
 
@@ -199,9 +194,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
         if is_placed:  # also if it is to be whole: that is a gather
             leaf = Leaf.SHARDED
-        is_shown = is_view or is_placed or name in _SENT
-        shown = fact.shown if is_shown else Shown.NONE
-        outs.append(fact._replace(leaf=leaf, small=small, values=values, shown=shown))
+        outs.append(fact._replace(leaf=leaf, small=small, values=values))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 

@@ -17,7 +17,7 @@ from ..call import Call
 from ..data.records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from ..report import Report
 from ..settings import key_name, rule_name, settings_of
-from ..subject import Subject, as_argnums
+from ..subject import Subject
 from ..versions import versions
 
 
@@ -29,7 +29,7 @@ def explain(
     amp_policy: Any = None,
     strict: bool = False,
     lean: bool = False,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
 ) -> Callable[..., Report]:
     """Reports the precision of each part of `fn`, without running it.
 
@@ -45,8 +45,9 @@ def explain(
         amp_policy: as for `amp`.
         strict: as for `amp`.
         lean: as for `amp`.
-        argnums: the arguments that training differentiates. Used where `fn` has no
-            backward pass of its own, to tell what one would keep.
+        argnums: as for `amp`: the arguments that hold parameters. Where `fn` has no
+            backward pass of its own, what one would keep is told for gradients of
+            these, or of the first argument.
     Returns:
         A function with the signature of `fn` that returns a `Report`. Arrays among the
         arguments may be given as `jax.ShapeDtypeStruct`s.
@@ -71,11 +72,11 @@ def explain(
         amp_policy=amp_policy,
         strict=strict,
         lean=lean,
+        argnums=argnums,
     )
-    numbers = as_argnums(argnums)
 
     def reported(*args: Any, **kwargs: Any) -> Report:
-        call, recorder, jaxpr = subject.trace(args, kwargs, numbers)
+        call, recorder, jaxpr = subject.trace(args, kwargs, differentiates=True)
         now = _program(call, jaxpr, recorder)
         as_written = Recorder(as_written=True)
         written = _program(call, call.trace(as_written), as_written)

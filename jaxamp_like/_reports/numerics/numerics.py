@@ -37,6 +37,7 @@ def trace_numerics(
     amp_policy: Any = None,
     strict: bool = False,
     lean: bool = False,
+    argnums: int | Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> Callable[..., NumericsReport]:
     """Runs `fn` in mixed precision, and beside it what its author's dtypes would give.
@@ -60,6 +61,7 @@ def trace_numerics(
         amp_policy: as for `amp`.
         strict: as for `amp`.
         lean: as for `amp`.
+        argnums: as for `amp`.
         progress: whether to show a progress bar; if not given, when rich is installed
             and the error stream is a terminal.
     Returns:
@@ -86,6 +88,7 @@ def trace_numerics(
         amp_policy=amp_policy,
         strict=strict,
         lean=lean,
+        argnums=argnums,
     )
 
     def traced(*args: Any, **kwargs: Any) -> NumericsReport:
