@@ -458,6 +458,13 @@ RECOMPUTED = "rematted_computation"
 """The scope of what `jax.checkpoint` makes again in the backward pass."""
 
 
+def made_again(eqn: Eqn) -> Eqn:
+    """`eqn` of a forward pass, as one that the backward pass makes again."""
+    info = eqn.source_info
+    stack = source_info.new_name_stack().transform("transpose") + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack.extend(RECOMPUTED)))
+
+
 class Names(NamedTuple):
     """What the name stack of an equation tells."""
 

@@ -15,6 +15,7 @@ from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
 from .._rewrite.planner import Planner
 from .._rules.given import as_bool
+from .again import keeping_less
 from .state import (
     State,
     as_state,
@@ -192,7 +193,11 @@ class Step:
         state = first_state(self.tensors) if given is None else given
         state = checked(state, self.tensors)
         scales = scales_of(self.tensors, state)
-        outs, maxima = Threaded(self.tensors).run(made, sites, scales, call.arrays)
+
+        def threaded(scales, arrays):
+            return Threaded(self.tensors).run(made, sites, scales, arrays)
+
+        outs, maxima = keeping_less(threaded, scales, call.arrays)
         self.state = next_state(state, scales, maxima)
         return outs
 

@@ -70,12 +70,13 @@ class Threaded:
 
         for i, eqn in enumerate(inner.eqns):
             values = list(map(read, eqn.invars))
-            if i not in sites:
-                outs = reemit(eqn, values)
-            else:
+            if i in sites or _is_gone_through(eqn):
                 with eqn_context(eqn):
-                    outs, made = self._eqn(eqn, sites[i], scales, values)
+                    found = sites.get(i, ({},))
+                    outs, made = self._eqn(eqn, found, scales, values)
                 maxima = larger(maxima, made)
+            else:
+                outs = reemit(eqn, values)
             env |= zip(eqn.outvars, outs, strict=True)
         return list(map(read, inner.outvars)), maxima
 
@@ -140,6 +141,11 @@ def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     values = _sharded(values, eqn.params.get("in_shardings"))
     outs, maxima = self.run(jaxpr, found[0], scales, values)
     return _sharded(outs, eqn.params.get("out_shardings")), maxima
+
+
+def _is_gone_through(eqn: Eqn) -> bool:
+    """Whether an equation only groups others, for a derivative that is made already."""
+    return eqn.primitive.name in REMAT and not eqn.params["differentiated"]
 
 
 def _sharded(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
