@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._jax import (
@@ -31,6 +32,7 @@ from .._jax import (
 from .._primitives import is_cheap
 from .._structural import CALLS
 
+SIXTEEN_BITS = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 _MOST = 100  # equations to make again for one value
 
 
@@ -116,16 +118,27 @@ class _Values:
     def run(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
             if not names(eqn).backward:
-                values = list(map(self._read, eqn.invars))
+                outs = reemit(eqn, list(map(self._read, eqn.invars)))
+                held = map(self._held, eqn.outvars, outs)
+                self.env |= zip(eqn.outvars, held, strict=True)
             elif any(v in self.choice.same for v in eqn.outvars):
                 continue
             else:
                 read = (x for x in _variables(eqn) if x in self.cotangents)
                 after = [self.env[x] for x in read][:1]
                 values = [self._read_back(atom, after) for atom in eqn.invars]
+                self.env |= zip(eqn.outvars, reemit(eqn, values), strict=True)
                 self.cotangents.update(eqn.outvars)
-            self.env |= zip(eqn.outvars, reemit(eqn, values), strict=True)
         return list(map(self._read, self.jaxpr.outvars))
+
+    def _held(self, v: Any, value: Any) -> Any:
+        """What is kept in 16 bits, for the forward pass to go on with the same number.
+
+        Inside of a fusion, XLA would leave a rounding out."""
+        if v not in self.choice.kept or v.aval.dtype not in SIXTEEN_BITS:
+            return value
+        info = jnp.finfo(v.aval.dtype)
+        return lax.reduce_precision(value, info.nexp, info.nmant)
 
     def _read(self, atom: Any) -> Any:
         atom = self.choice.original(atom)

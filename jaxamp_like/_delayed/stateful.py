@@ -130,8 +130,8 @@ def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
 def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> State:
     """The state that training with a function of `amp_with_state` begins with.
 
-    Nothing is run. The scales are 1 and the histories 0: the first step quantises what
-    it reads as it is.
+    Nothing is run. The scales are 1 and the histories 0: the first step scales by the
+    maxima that it sees itself.
 
     Args:
         fn: what `amp_with_state` returned; `jax.jit` may be around it.
@@ -198,7 +198,7 @@ class Step:
             return Threaded(self.tensors).run(made, sites, scales, arrays)
 
         outs, maxima = keeping_less(threaded, scales, call.arrays)
-        self.state = next_state(state, scales, maxima)
+        self.state = next_state(self.tensors, state, scales, maxima)
         return outs
 
 

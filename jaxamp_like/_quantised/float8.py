@@ -65,6 +65,7 @@ class Float8(Quantising):
                 site.primitive.name,
                 side,
                 site.backward,
+                site.is_cotangent(side),
                 fmt,
                 self.amax_history_length,
             )

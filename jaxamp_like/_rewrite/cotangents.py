@@ -79,7 +79,7 @@ class Cotangents:
     def _find(
         self, jaxpr: Any, given: Which, is_backward: bool, is_rule: bool
     ) -> Iterator[Which]:
-        known = {v for v, is_one in zip(jaxpr.invars, given) if is_one}
+        known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
         starts = _Starts(jaxpr, is_rule)
         for k, eqn in enumerate(jaxpr.eqns):
             if not (is_backward or starts.are_possible_at(k)):
@@ -89,7 +89,8 @@ class Cotangents:
             if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
                 for i in starts.of(k):
                     which[i] = True
-            known |= {x for x, is_one in zip(eqn.invars, which) if is_one and _is_var(x)}
+            pairs = zip(eqn.invars, which, strict=True)
+            known |= {x for x, is_one in pairs if is_one and _is_var(x)}
             made = self._through(eqn, [of_input(0) if x else Reach() for x in which])
             pairs = zip(eqn.outvars, made, strict=True)
             known |= {v for v, reach in pairs if reach.inputs}
