@@ -729,7 +729,14 @@ def by_what_is_closed_over(w, x, ct):
     return jax.vjp(lambda w: jnp.tanh(x @ w) @ w, w)[1](closed)[0]
 
 
-@pytest.mark.parametrize("fn", (pulled_back, by_what_is_closed_over))
+def by_the_value_itself(w, x, ct):
+    made, back = jax.vjp(lambda w: jnp.tanh(x @ w) @ w, w)
+    return back(made)[0]
+
+
+@pytest.mark.parametrize(
+    "fn", (pulled_back, by_what_is_closed_over, by_the_value_itself)
+)
 def test_a_cotangent_may_come_from_outside(fn):
     args = values(8, 8), values(4, 8, seed=1), values(4, 8, seed=2)
     rule = float8(where=None, parameters_only=False)

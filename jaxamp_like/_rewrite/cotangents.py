@@ -12,8 +12,9 @@ JAX has transposed already, name stacks tell of each equation whether it is part
 forward pass (`jvp`), of its backward pass (`transpose(jvp)`), or stands outside. There
 a cotangent begins as the 1 that `jax.grad` hands over, or as what is made outside and
 not read by the forward pass, such as the argument of a function that `jax.vjp` gives.
-"""
+Where there is neither, it is what JAX reads first."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,8 +58,7 @@ class Cotangents:
         `given` says which inputs are, and `is_backward` whether all of the program is
         part of a backward pass; that of an author's backward rule, if it `is_rule`."""
         key = given, is_backward, is_rule
-        find = lambda: list(self._find(raw(jaxpr), *key))  # noqa: E731
-        return self._found(jaxpr, key, find)
+        return self._found(jaxpr, key, lambda: self._find(raw(jaxpr), *key))
 
     def inside(self, eqn: Eqn, which: Which) -> dict[Jaxpr, Which]:
         """Which inputs of the programs in `eqn` are, if some of its operands are.
@@ -78,23 +78,37 @@ class Cotangents:
 
     def _find(
         self, jaxpr: Any, given: Which, is_backward: bool, is_rule: bool
-    ) -> Iterator[Which]:
-        known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
+    ) -> Sequence[Which]:
         starts = _Starts(jaxpr, is_rule)
-        for k, eqn in enumerate(jaxpr.eqns):
-            if not (is_backward or starts.are_possible_at(k)):
-                yield ()
-                continue
-            which = [not isinstance(x, Literal) and x in known for x in eqn.invars]
-            if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
-                for i in starts.of(k):
-                    which[i] = True
-            pairs = zip(eqn.invars, which, strict=True)
-            known |= {x for x, is_one in pairs if is_one and _is_var(x)}
-            made = self._through(eqn, [of_input(0) if x else Reach() for x in which])
-            pairs = zip(eqn.outvars, made, strict=True)
-            known |= {v for v, reach in pairs if reach.inputs}
-            yield tuple(which) if any(which) else ()
+        known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
+        if is_backward:
+            return [self._which(starts, k, known) for k in range(len(jaxpr.eqns))]
+        found: list[Which] = [()] * len(jaxpr.eqns)
+        for run in starts.runs():
+            rows = [self._which(starts, k, known) for k in run]
+            if not any(rows) and (first := starts.first_of(run)) is not None:
+                known.add(first)
+                rows = [self._which(starts, k, known) for k in run]
+                known.remove(first)
+            for k, row in zip(run, rows, strict=True):
+                found[k] = row
+        return found
+
+    def _which(self, starts: "_Starts", k: int, known: set[Any]) -> Which:
+        """Which operands of equation `k` are; adds what it makes to those `known`."""
+        eqn = starts.eqns[k]
+        which = [_is_var(x) and x in known for x in eqn.invars]
+        if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
+            for i in starts.of(k):
+                which[i] = True
+        if not any(which):
+            return ()
+        pairs = zip(eqn.invars, which, strict=True)
+        known |= {x for x, is_one in pairs if is_one and _is_var(x)}
+        made = self._through(eqn, [of_input(0) if x else Reach() for x in which])
+        pairs = zip(eqn.outvars, made, strict=True)
+        known |= {v for v, reach in pairs if reach.inputs}
+        return tuple(which)
 
     def _through(self, eqn: Eqn, operands: Sequence[Reach]) -> list[Reach]:
         """What reaches each result of an equation, if that reaches its operands."""
@@ -162,6 +176,23 @@ class _Starts:
 
     def are_possible_at(self, k: int) -> bool:
         return _BACKWARD in self.phases[k]
+
+    def runs(self) -> Iterator[list[int]]:
+        """Equations of backward passes, as they follow each other."""
+        ks = range(len(self.eqns))
+        for is_backward, run in itertools.groupby(ks, self.are_possible_at):
+            if is_backward:
+                yield list(run)
+
+    def first_of(self, run: list[int]) -> Any:
+        """The cotangent that a run begins with, if the forward pass makes or reads it.
+
+        What a function of `jax.vjp` gave may be handed to its transpose as it is. JAX
+        reads it in the first equation that it makes, as the first operand."""
+        first = (
+            e.invars[0] for k in run if (e := self.eqns[k]).primitive.name in _LINEAR
+        )
+        return next((x for x in first if _is_var(x) and author_dtype(x.aval)), None)
 
     def of(self, k: int) -> list[int]:
         """Operands of an equation that are where a cotangent begins."""
