@@ -464,23 +464,32 @@ RECOMPUTED = "rematted_computation"
 """The scope of what `jax.checkpoint` makes again in the backward pass."""
 
 
+def made_again(eqn: Eqn) -> Eqn:
+    """`eqn` of a forward pass, as one that the backward pass makes again."""
+    info = eqn.source_info
+    stack = source_info.new_name_stack().transform("transpose") + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack.extend(RECOMPUTED)))
+
+
 class Names(NamedTuple):
     """What the name stack of an equation tells."""
 
     scopes: tuple[str, ...]  # names given to `jax.named_scope`, outermost first
     backward: bool  # made by transposing a derivative
     recomputed: bool  # made again in the backward pass, by `jax.checkpoint`
+    phases: tuple[str, ...]  # "jvp" and "transpose", outermost first
 
 
 def names(eqn: Eqn) -> Names:
     """What the name stack of `eqn` tells; see `Names`."""
     frames = eqn.source_info.name_stack.stack
-    transforms = {f.name for f in frames if type(f).__name__ != "Scope"}
+    transforms = [f.name for f in frames if type(f).__name__ != "Scope"]
+    phases = tuple(name for name in transforms if name in ("jvp", "transpose"))
     names = scopes(eqn)
     recomputed = RECOMPUTED in names
     if recomputed:
         names = tuple(n for n in names if n != RECOMPUTED)
-    return Names(names, "transpose" in transforms, recomputed)
+    return Names(names, "transpose" in phases, recomputed, phases)
 
 
 def has_effect(eqn: Eqn) -> bool:

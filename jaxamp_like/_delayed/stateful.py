@@ -16,6 +16,7 @@ from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
 from .._rewrite.planner import Planner
 from .._rules.given import as_bool
+from .again import keeping_less
 from .state import (
     State,
     as_state,
@@ -136,8 +137,8 @@ def _stateful(
 def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> State:
     """The state that training with a function of `amp_with_state` begins with.
 
-    Nothing is run. The scales are 1 and the histories 0: the first step quantises what
-    it reads as it is.
+    Nothing is run. The scales are 1 and the histories 0: the first step scales by the
+    maxima that it sees itself.
 
     Args:
         fn: what `amp_with_state` returned; `jax.jit` may be around it.
@@ -199,8 +200,12 @@ class Step:
         state = first_state(self.tensors) if given is None else given
         state = checked(state, self.tensors)
         scales = scales_of(self.tensors, state)
-        outs, maxima = Threaded(self.tensors).run(made, sites, scales, call.arrays)
-        self.state = next_state(state, scales, maxima)
+
+        def threaded(scales, arrays):
+            return Threaded(self.tensors).run(made, sites, scales, arrays)
+
+        outs, maxima = keeping_less(threaded, scales, call.arrays)
+        self.state = next_state(self.tensors, state, scales, maxima)
         return outs
 
 

@@ -59,6 +59,8 @@ class Float8(Quantising):
     def why_not(self, site: Site) -> str | None:
         if self.weight_gradient == "compute" and _is_weight_gradient(site):
             return "a weight gradient, by the option `weight_gradient`"
+        if site.primitive.name != "dot_general" and any(site.cotangents):
+            return "the gradient of a convolution"
         return super().why_not(site)
 
     def quantise(self, site: Site) -> Decision:
@@ -72,6 +74,7 @@ class Float8(Quantising):
                 site.primitive.name,
                 side,
                 site.backward,
+                site.is_cotangent(side),
                 fmt,
                 self.amax_history_length,
             )
@@ -143,10 +146,12 @@ class Float8(Quantising):
         return Format(dtype, power_of_two=self.power_of_two)
 
     def _formats(self, site: Site) -> tuple[Format, Format]:
-        # In a backward pass, JAX puts the cotangent first.
-        is_backward = site.backward and site.primitive.name == "dot_general"
-        lhs = self.grad_dtype if is_backward else E4M3
-        return self._format(lhs), self._format(E4M3)
+        """Cotangents have a range of their own; both have it, if both are some."""
+        lhs, rhs = (
+            self._format(self.grad_dtype if site.is_cotangent(i) else E4M3)
+            for i in (0, 1)
+        )
+        return lhs, rhs
 
     def _kinds(self, site: Site) -> list[Kind]:
         """How the gradients of both operands are made."""
@@ -166,8 +171,8 @@ class Float8(Quantising):
     def _why(self, site: Site, kinds: list[Kind]) -> str:
         scales = f"one scale for each {self.granularity}"
         low = low_of(site).name
-        lhs = self._formats(site)[0].dtype.name
-        text = f"computes in {lhs} x {E4M3.name}, {scales}"
+        lhs, rhs = (fmt.dtype.name for fmt in self._formats(site))
+        text = f"computes in {lhs} x {rhs}, {scales}"
         if kinds == ["compute", "compute"]:
             return f"{text}; gradients in {low}"
         if "compute" in kinds:
@@ -180,15 +185,16 @@ def _is_weight_gradient(site: Site) -> bool:
     """Whether a contraction of a backward pass makes the gradient of a parameter.
 
     It reads none, but perhaps the data, which is an input too. It sums over rows, as
-    what comes first in the cotangent that JAX puts first, where a gradient of an input
-    sums over columns."""
+    what comes first in the cotangent, where a gradient of an input sums over
+    columns."""
     numbers = dot_numbers(site.params)
-    if not site.backward or numbers is None:
+    if numbers is None or sum(site.cotangents[:2]) != 1:
         return False
-    (summed, _), (batch, _) = numbers
-    if not is_parameter(site.facts[1]):
+    (ct,) = (i for i in (0, 1) if site.is_cotangent(i))
+    if not is_parameter(site.facts[1 - ct]):
         return True
-    own = [axis for axis in range(len(site.avals[0].shape)) if axis not in batch]
+    summed, batch = (axes[ct] for axes in numbers)
+    own = [axis for axis in range(len(site.avals[ct].shape)) if axis not in batch]
     return own[0] in summed and own[-1] not in summed
 
 

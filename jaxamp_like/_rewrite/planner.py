@@ -44,6 +44,7 @@ from .._rules import (
 )
 from .._structural import STRUCTURAL
 from .carries import Carries
+from .cotangents import Cotangents, Which
 from .demands import Demands
 from .facts import const_fact, fact_of, input_fact, upcast_early
 from .matching import Matching, stops
@@ -76,6 +77,8 @@ class Planner:
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
         # Of the equation whose bodies are being planned.
         self._is_backward = self._is_recomputed = False
+        self.cotangents = Cotangents()
+        self._given: dict[Jaxpr, Which] = {}  # cotangents among inputs of those bodies
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
@@ -102,17 +105,26 @@ class Planner:
         facts: Facts,
         scope: Scope = (),
         wanted: Sequence[Demand] = (),
+        cotangents: Which | None = None,
     ) -> Plan:
         """Plans `jaxpr` for inputs of which `facts` are known.
 
-        `wanted` says how its results are read outside; in full, if not given."""
+        `wanted` says how its results are read outside; in full, if not given. With
+        `cotangents`, it is an author's backward rule, and these are its cotangents."""
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
-        args = (facts, scope, wanted)
+        given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
+        args = (facts, scope, wanted, given, cotangents is not None)
         key = (*args, setting() is None, self._is_backward, self._is_recomputed)
         return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
 
     def _plan(
-        self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
+        self,
+        jaxpr: Jaxpr,
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[Demand],
+        given: Which,
+        is_rule: bool,
     ) -> Plan:
         inner = raw(jaxpr)
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
@@ -126,11 +138,14 @@ class Planner:
         atoms = [*inner.outvars, *(atom for eqn in inner.eqns for atom in eqn.invars)]
         count = Counter(atom for atom in atoms if not isinstance(atom, Literal))
         shared = {v for v, times in count.items() if times > 1}
+        is_backward = is_rule or self._is_backward
+        cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
         steps, keys = [], set()
-        for eqn in inner.eqns:
+        for eqn, which in zip(inner.eqns, cotangents, strict=True):
             operands = tuple(fact_of(env, atom) for atom in eqn.invars)
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
-            step = self._step(eqn, scope + scopes(eqn), operands, needed, shared)
+            place = scope + scopes(eqn)
+            step = self._step(eqn, place, operands, needed, shared, which)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
             found = {step.found.key, *step.found.also}
@@ -154,16 +169,18 @@ class Planner:
         facts: Facts,
         wanted: Sequence[Demand],
         shared: Set[Any],
+        cotangents: Which,
     ) -> Step:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
+        site = site._replace(cotangents=cotangents)
         handler = self.matching.handler(eqn, scope)
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if not found.is_compute and self.reads_in_full(scope):
             site = site._replace(facts=_shared_in_full(eqn, site, shared))
         if handler is not None:
-            with self._inside(site):
+            with self._inside(eqn, site):
                 decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)
         rule, opaque = self._rule(eqn, scope, found)
@@ -197,14 +214,15 @@ class Planner:
         )
 
     @contextlib.contextmanager
-    def _inside(self, site: Site) -> Iterator[None]:
+    def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:
         """While the bodies of an equation are planned: what holds of it holds there."""
-        before = self._is_backward, self._is_recomputed
+        before = self._is_backward, self._is_recomputed, self._given
         self._is_backward, self._is_recomputed = site.backward, site.recomputed
+        self._given = self.cotangents.inside(eqn, site.cotangents)
         try:
             yield
         finally:
-            self._is_backward, self._is_recomputed = before
+            self._is_backward, self._is_recomputed, self._given = before
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""

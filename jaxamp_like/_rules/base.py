@@ -147,6 +147,7 @@ class Site(NamedTuple):
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
     backward: bool = False  # whether JAX made it by transposing a derivative
     recomputed: bool = False  # whether it is made again in the backward pass
+    cotangents: tuple[bool, ...] = ()  # which operands are; none of them, if empty
 
     @property
     def demand(self) -> Demand:
@@ -156,6 +157,10 @@ class Site(NamedTuple):
     @property
     def out_authors(self) -> tuple[DType | None, ...]:
         return tuple(author_dtype(aval) for aval in self.out_avals)
+
+    def is_cotangent(self, i: int) -> bool:
+        """Whether operand `i` is what a backward pass is linear in."""
+        return bool(self.cotangents) and self.cotangents[i]
 
     def spreads(self, i: int) -> bool:
         """Whether operand `i` is as large as the result: no statistic, no bias."""

@@ -209,6 +209,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             _marked(values),
             step.scope,
             wanted,
+            (False,) * len(res_avals) + (True,) * len(ct_avals),
         )
         casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
         result: list[Any] = [None] * len(avals)
