@@ -27,7 +27,7 @@ from .._primitives import CONTRACTIONS, LINEAR
 from .._rules import author_dtype
 from .._structural import STRUCTURAL, Body
 from .memo import Memo
-from .reach import Reach, around, of_input, through, union
+from .reach import Reach, around, through, union
 
 Which = tuple[bool, ...]
 """Of each input or operand, whether it is a cotangent; `()` if none is."""
@@ -105,7 +105,7 @@ class Cotangents:
             return ()
         pairs = zip(eqn.invars, which, strict=True)
         known |= {x for x, is_one in pairs if is_one and _is_var(x)}
-        made = self._through(eqn, [of_input(0) if x else Reach() for x in which])
+        made = self._through(eqn, [int(x) for x in which])
         pairs = zip(eqn.outvars, made, strict=True)
         known |= {v for v, reach in pairs if reach.inputs}
         return tuple(which)
@@ -113,14 +113,14 @@ class Cotangents:
     def _through(self, eqn: Eqn, operands: Sequence[Reach]) -> list[Reach]:
         """What reaches each result of an equation, if that reaches its operands."""
         bodies = _bodies(eqn)
-        outs = [Reach() if bodies else union(operands)] * len(eqn.outvars)
+        outs = [0 if bodies else union(operands)] * len(eqn.outvars)
         for body in bodies:
             given = [operands[i] for i in body.ins]
             for out, reach in zip(body.outs, self._around(body), strict=True):
                 if out is not None:
-                    outs[out] = union((outs[out], through(reach, given)))
+                    outs[out] = outs[out] | through(reach, given)
         pairs = zip(eqn.outvars, outs, strict=True)
-        return [reach if author_dtype(v.aval) else Reach() for v, reach in pairs]
+        return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
 
     def _around(self, body: Body) -> Sequence[Reach]:
         """The inputs that each result of a body is made of, in any iteration."""
@@ -130,10 +130,10 @@ class Cotangents:
         return self._reaches(jaxpr, (), lambda: self._find_reach(raw(jaxpr)))
 
     def _find_reach(self, jaxpr: Any) -> Sequence[Reach]:
-        env = {v: of_input(i) for i, v in enumerate(jaxpr.invars)}
+        env = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
 
         def read(atoms: Iterable[Any]) -> list[Reach]:
-            return [env.get(x, Reach()) if _is_var(x) else Reach() for x in atoms]
+            return [env.get(x, 0) if _is_var(x) else 0 for x in atoms]
 
         for eqn in jaxpr.eqns:
             env |= zip(eqn.outvars, self._through(eqn, read(eqn.invars)), strict=True)
@@ -141,10 +141,10 @@ class Cotangents:
 
     def _entering(self, body: Body, which: Which) -> Which:
         given = [which[i] for i in body.ins]
-        reached = [of_input(0) if x else Reach() for x in given]
+        reached = [int(x) for x in given]
         made = self._around(body) if body.loop else ()
         for out, i in body.loop:
-            given[i] |= bool(through(made[out], reached).inputs)
+            given[i] |= bool(through(made[out], reached))
         return tuple(given)
 
     def _contracts(self, jaxpr: Jaxpr) -> bool:
