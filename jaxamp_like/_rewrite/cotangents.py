@@ -107,7 +107,7 @@ class Cotangents:
         known |= {x for x, is_one in pairs if is_one and _is_var(x)}
         made = self._through(eqn, [int(x) for x in which])
         pairs = zip(eqn.outvars, made, strict=True)
-        known |= {v for v, reach in pairs if reach.inputs}
+        known |= {v for v, reach in pairs if reach}
         return tuple(which)
 
     def _through(self, eqn: Eqn, operands: Sequence[Reach]) -> list[Reach]:
@@ -118,7 +118,7 @@ class Cotangents:
             given = [operands[i] for i in body.ins]
             for out, reach in zip(body.outs, self._around(body), strict=True):
                 if out is not None:
-                    outs[out] = outs[out] | through(reach, given)
+                    outs[out] |= through(reach, given)
         pairs = zip(eqn.outvars, outs, strict=True)
         return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
 
