@@ -170,7 +170,7 @@ class Frame:
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low."""
         with without_setting():
-            jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
+            jaxpr = self.planner.prepared(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
         return self.run(plan, consts(jaxpr), values)

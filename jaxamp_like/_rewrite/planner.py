@@ -32,6 +32,7 @@ from .._structural import STRUCTURAL
 from .carries import Carries
 from .demands import Demands
 from .facts import const_fact, fact_of, input_fact, made_of, upcast_early
+from .hoisted import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
 from .placement import as_asked, leaf_of, of_operands
@@ -59,6 +60,7 @@ class Planner:
         self.demands = Demands(self.matching, self.carries)
         # A program is to be marked by it before it is planned.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
+        self.hoisted = Hoisted()
         # Of the equation whose bodies are being planned.
         self._is_backward = self._is_recomputed = False
 
@@ -66,6 +68,10 @@ class Planner:
         """A planner of the same settings that remembers nothing."""
         settings = self.policy, self.compute_dtype, self.strict, self.lean
         return Planner(*settings, self.gather_once)
+
+    def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
+        """A freshly traced program, with the scopes that it is planned by."""
+        return self.solvers.mark(self.hoisted.put_back(jaxpr), scope)
 
     def input_fact(self, aval: Any, is_held: bool = False) -> Fact | None:
         """The fact of an input of the rewritten function.
