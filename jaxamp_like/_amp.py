@@ -382,7 +382,7 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
     With rules that need a state only where there is one, or where nothing is run."""
-    jaxpr = planner.solvers.mark(call.jaxpr)
+    jaxpr = planner.prepared(call.jaxpr)
     inner = raw(jaxpr)
     avals = (v.aval for v in inner.invars)
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))

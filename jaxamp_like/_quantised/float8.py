@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, cast, lowered
-from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.weights import is_parameter, weight_side
@@ -199,8 +198,8 @@ def _is_weight_gradient(site: Site) -> bool:
 
 
 def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
-    """A scope without the names that JAX's checkpoint and this library add."""
-    return tuple(n for n in scope if n != RECOMPUTED and not n.startswith("amp_"))
+    """A scope without the names that this library adds."""
+    return tuple(n for n in scope if not n.startswith("amp_"))
 
 
 def _product_dtype(dtype: DType) -> DType:

@@ -43,7 +43,7 @@ class Around:
         own = names(eqn)
         phase, step, in_amp, base = self.phase, self.step, self.in_amp, self.base
         scope = self.scope
-        for name in _told_once(own.scopes):
+        for name in own.scopes:
             if name == REWRITTEN:
                 in_amp, base = True, scope
             elif name.startswith(MARK):
@@ -76,16 +76,6 @@ class Around:
     def source_of(self, eqn: Eqn) -> str:
         """Where the author wrote it, or the call that led to it."""
         return source_of(eqn) or self.source
-
-
-def _told_once(scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """The names without those that the transpose of a `jax.checkpoint` repeats."""
-    for n in range(len(scopes) // 2, 0, -1):
-        tail = scopes[-n:]
-        is_ours = any(name.startswith(MARK) for name in tail)
-        if is_ours and scopes[-2 * n : -n] == tail:
-            return scopes[:-n]
-    return scopes
 
 
 def walk(

@@ -173,7 +173,7 @@ class Frame:
         for the leading results; the others are not read low. `cotangents` tells of a
         backward rule which of its inputs are."""
         with without_setting():
-            jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
+            jaxpr = self.planner.prepared(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest), cotangents)
         return self.run(plan, consts(jaxpr), values)

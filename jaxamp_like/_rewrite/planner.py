@@ -47,6 +47,7 @@ from .carries import Carries
 from .cotangents import Cotangents, Which
 from .demands import Demands
 from .facts import const_fact, fact_of, input_fact, upcast_early
+from .hoisted import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
 from .origins import as_number, with_origins
@@ -75,6 +76,7 @@ class Planner:
         self.demands = Demands(self.matching, self.carries)
         # A program is to be marked by it before it is planned.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
+        self.hoisted = Hoisted()
         # Of the equation whose bodies are being planned.
         self._is_backward = self._is_recomputed = False
         self.cotangents = Cotangents()
@@ -84,6 +86,10 @@ class Planner:
         """A planner of the same settings that remembers nothing."""
         settings = self.policy, self.compute_dtype, self.strict, self.lean
         return Planner(*settings, self.gather_once)
+
+    def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
+        """A freshly traced program, with the scopes that it is planned by."""
+        return self.solvers.mark(self.hoisted.put_back(jaxpr), scope)
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
         """The fact of an input of the rewritten function."""
