@@ -153,9 +153,11 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
     nothing on the way is kept in full for the backward pass."""
     if fact is None or fact.mark != Mark.LOW or fact.values:
         return fact
-    if demand & ~Demand.WIDE != Demand.LOW:
+    low = lowered(fact.dtype, dtype)
+    is_of_another = fact.copy not in (None, low)  # which has another range
+    if demand & ~Demand.WIDE != Demand.LOW or is_of_another:
         return fact
-    return fact._replace(dtype=lowered(fact.dtype, dtype))
+    return fact._replace(dtype=low)
 
 
 # What shares its operand's storage, or is as cheap to make again as to read.

@@ -232,7 +232,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
     """Which of `values` are references that came in, and as which of `args`.
 
-    They hold on to what a backward rule writes there; no traced function returns one."""
+    They hold what a backward rule writes there; no traced function returns one."""
     places = {id(x): i for i, x in enumerate(args) if not is_array_aval(typeof(x))}
     return {k: places[id(x)] for k, x in enumerate(values) if id(x) in places}
 
