@@ -143,7 +143,7 @@ MADE = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("case", MADE)
 def test_what_is_made_of_parameters_alone_is_a_weight(case, nest):
@@ -272,6 +272,13 @@ def test_arguments_that_are_given_by_name_have_their_places():
     made = jax.make_jaxpr(lambda x, w: low(w=w, x=x))(X, W)
     assert arrays_of(jnp.int8, made) == {(INS, OUTS)}
     made = jax.make_jaxpr(lambda x, w: low(x, w=w))(X, W)
+    assert arrays_of(jnp.int8, made) == {(INS, OUTS)}
+
+    @functools.partial(amp, amp_policy=WEIGHT_ONLY)
+    def by_name_alone(*, w, x):
+        return x @ w
+
+    made = jax.make_jaxpr(lambda x, w: by_name_alone(x=x, w=w))(X, W)
     assert arrays_of(jnp.int8, made) == {(INS, OUTS)}
 
 
