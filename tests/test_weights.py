@@ -427,6 +427,26 @@ def test_models_with_a_dtype_of_their_own(name, rule):
     assert len(ops) == count + others
 
 
+@pytest.mark.rest
+def test_keras_layers_of_a_mixed_policy(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
+    import keras
+
+    layers = [keras.layers.Dense(8, dtype="mixed_bfloat16") for _ in range(2)]
+    model = keras.Sequential(layers)
+    model.build((None, INS))
+    variables = [v.value for v in model.trainable_variables]
+    assert rounded(
+        lambda v, b: model.stateless_call(v, [], b["x"])[0],
+        variables,
+        {
+            "x": X,
+            "y": X,
+        },
+    ) == {(8, 8)}
+    assert rounded(model, X) == {(8, 8)}
+
+
 HEADS = {
     "head": True,
     "head/0": True,
