@@ -68,11 +68,11 @@ def _labels(
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[Origin]:
     """The origin of each leaf of `(fn, args, kwargs)`."""
-    names = _positional(fn) if kwargs else []
+    names = _in_order(fn) if kwargs else []
     by_name = {i: name for i, name in enumerate(names) if name in kwargs}
-    given = range(len(args) + len(by_name))
+    num_args = max([len(args), *(i + 1 for i in by_name)])
     name = getattr(fn, "__name__", type(fn).__name__)
-    chosen = set(positions_of(argnums, len(given), name))
+    chosen = set(positions_of(argnums, num_args, name))
     named = {by_name[i] for i in chosen & by_name.keys()}
 
     pairs = [
@@ -89,11 +89,12 @@ def _said(is_parameter: bool) -> Origin:
     return Origin.PARAMETER if is_parameter else Origin.DATA
 
 
-def _positional(fn: Callable[..., Any]) -> list[str]:
-    """The names of arguments that may be given by their places."""
+def _in_order(fn: Callable[..., Any]) -> list[str]:
+    """The names of arguments, as the function declares them."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # of some callables they can't be known
         return []
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [p.name for p in parameters if p.kind in kinds]
+    return [
+        p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]

@@ -143,7 +143,7 @@ MADE = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("case", MADE)
 def test_what_is_made_of_parameters_alone_is_a_weight(case, nest):
@@ -272,6 +272,13 @@ def test_arguments_that_are_given_by_name_have_their_places():
     made = jax.make_jaxpr(lambda x, w: low(w=w, x=x))(X, W)
     assert arrays_of(jnp.int8, made) == {(INS, OUTS)}
     made = jax.make_jaxpr(lambda x, w: low(x, w=w))(X, W)
+    assert arrays_of(jnp.int8, made) == {(INS, OUTS)}
+
+    @functools.partial(amp, amp_policy=WEIGHT_ONLY)
+    def by_name_alone(*, w, x):
+        return x @ w
+
+    made = jax.make_jaxpr(lambda x, w: by_name_alone(x=x, w=w))(X, W)
     assert arrays_of(jnp.int8, made) == {(INS, OUTS)}
 
 
@@ -418,6 +425,26 @@ def test_models_with_a_dtype_of_their_own(name, rule):
     ops = [op for op in ops if op.flops]
     assert sum(bool(op.operands) for op in ops) == count
     assert len(ops) == count + others
+
+
+@pytest.mark.rest
+def test_keras_layers_of_a_mixed_policy(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
+    import keras
+
+    layers = [keras.layers.Dense(8, dtype="mixed_bfloat16") for _ in range(2)]
+    model = keras.Sequential(layers)
+    model.build((None, INS))
+    variables = [v.value for v in model.trainable_variables]
+    assert rounded(
+        lambda v, b: model.stateless_call(v, [], b["x"])[0],
+        variables,
+        {
+            "x": X,
+            "y": X,
+        },
+    ) == {(8, 8)}
+    assert rounded(model, X) == {(8, 8)}
 
 
 HEADS = {

@@ -162,7 +162,7 @@ class Quantising(Rule):
 
 
 def _reads_parameter(site: Site) -> bool:
-    """Whether an operand is an input or a constant, or the result its gradient.
+    """Whether an operand is a parameter, or the result may be the gradient of one.
 
     In a backward pass, neither operand of a weight's gradient is one, and what is made
     again there reads what the forward pass has kept; attention's are batches of
