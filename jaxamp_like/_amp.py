@@ -48,7 +48,8 @@ from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan, Step, steps_of
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
-from ._rewrite.switch import is_amp_disabled
+from ._rewrite.rounded_losses import tell_of_rounded_losses
+from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
@@ -268,7 +269,13 @@ def amp_by(
             )
         is_off = amp_is_off()
         out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
-        return out if is_off else settings.output.cast_to_output(out)
+        return out if is_off else returned(out)
+
+    def returned(out):
+        if settings.output.output_dtype is None:
+            return out
+        out = tell_of_rounded_losses(out, settings.output.output_dtype, fn, strict)
+        return settings.output.cast_to_output(out)
 
     _COMPUTE_DTYPES[wrapped] = settings.compute_dtype
     return wrapped
@@ -321,7 +328,7 @@ def _rewritten(
 
         # Errors of JAX name the function that they arose in.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
-        with explaining_tracing(), without_setting():
+        with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
         held = list(compress(_held(tree), dynamic))

@@ -15,6 +15,7 @@ from ._loss_scale.agree import AxisName
 from ._loss_scale.calls import SETTINGS, written_so
 from ._loss_scale.optimizer import LossScaleOptimizer
 from ._loss_scale.state import NoScaler, Scaler
+from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, settings_of
 from ._rewrite.switch import is_amp_disabled
 
@@ -46,7 +47,8 @@ def enable_amp(
         axis_name: of `loss_scale_optimizer`.
     Returns:
         `amp(loss_fn)` and the wrapped optimizer, whose `value_and_grad` scales the loss
-        and unscales the gradients; its `update` takes no others.
+        and unscales the gradients; its `update` takes no others. Given a loss that
+        `amp` never saw, and that has contractions in full, it warns.
     Raises:
         TypeError, ValueError: as of `amp` and `loss_scale_optimizer`.
 
@@ -78,4 +80,6 @@ def enable_amp(
             stacklevel=2,
         )
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
+    if not is_amp_disabled():
+        wrapped.watch = Watch()
     return amp(loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy), wrapped

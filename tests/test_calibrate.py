@@ -182,7 +182,8 @@ def grown(w, x):
 
 
 @pytest.mark.parametrize(
-    ("granularity", "budget"), (("scope", 0.02), ("primitive", 9), ("equation", 0.02))
+    ("granularity", "budget"),
+    (("scope", 0.02), ("primitive", Budget(loss=9)), ("equation", 0.02)),
 )
 def test_what_was_not_measured_stays_as_written(granularity, budget):
     found = calibrate(branches, BATCHES, budget=budget, granularity=granularity)
@@ -594,7 +595,7 @@ def test_arguments_are_counted_from_the_end_too(found):
 
 
 def test_the_last_seed_is_one():
-    found = calibrate(branches, BATCHES[:3], budget=9, seed=2**32 - 1)
+    found = calibrate(branches, BATCHES[:3], budget=Budget(gradients=9), seed=2**32 - 1)
     assert found.low_share == 1
 
 
