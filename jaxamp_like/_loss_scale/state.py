@@ -47,8 +47,9 @@ def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if len(args) == 2:
-            tell_of_a_scale(args[1])
+        _, *given = args
+        if len(given) == 1:
+            tell_of_a_scale(given[0])
         return make(*args, **kwargs)
 
     return made
