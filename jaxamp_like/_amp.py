@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
-from ._frameworks.mixed import is_model, mixed_model
+from ._frameworks.mixed import holds_parameters, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
@@ -31,6 +31,7 @@ from ._policies.mistakes import (
     refuse_what_cannot_be_rewritten,
     refuse_what_cannot_be_stopped,
     report_of_amp_twice,
+    report_of_hidden_parameters,
     report_of_no_lowering,
 )
 from ._policies.policy_map import PolicyMap
@@ -196,7 +197,14 @@ def amp(
         report = report_of_amp_twice(inner, settings.compute_dtype)
         warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
     options = _Options(settings, strict, lean, gather_once)
-    if not is_model(fn) or is_amp_disabled():
+    if is_amp_disabled():
+        return options.mix(fn)
+    if isinstance(fn, jax.tree_util.Partial):
+        made = options.mix(fn.func)
+        return jax.tree_util.Partial(made, *fn.args, **fn.keywords)
+    if not is_model(fn):
+        if holds_parameters(fn):
+            warn_or_raise(report_of_hidden_parameters(fn), strict)
         return options.mix(fn)
     refuse_what_cannot_be_rewritten(fn)
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}

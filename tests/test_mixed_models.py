@@ -1,6 +1,7 @@
 """`amp` of a model of Equinox or NNX is a model, which trains."""
 
 import copy
+import dataclasses
 import pickle
 
 import equinox as eqx
@@ -22,7 +23,7 @@ from jaxamp_like import (
     scope_modules,
 )
 
-from .programs import X
+from .programs import W, X
 
 BF16 = {"compute_dtype": "bfloat16"}
 
@@ -192,6 +193,59 @@ def test_modules_without_parameters_and_functions_of_equinox_are_functions():
     method = amp(Net().encode, **BF16)
     grads = eqx.filter_grad(lambda fn, x: jnp.sum(fn(x)))(method, X)
     assert len(jax.tree.leaves(grads)) == 6 and dtypes(method, X) == {"bfloat16"}
+
+
+def test_partial_applications_that_are_pytrees_stay_such():
+    fn = amp(jax.tree_util.Partial(lambda w, x: x @ w, W), **BF16)
+    assert jax.tree.leaves(fn)[0] is W and dtypes(fn, X) == {"bfloat16"}
+    grads = jax.grad(lambda fn, x: jnp.sum(fn(x)))(fn, X)
+    np.testing.assert_allclose(grads.args[0], X.sum(0)[:, None] + 0 * W, rtol=0.01)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Affine:
+    w: jax.Array
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+def test_of_other_pytrees_it_is_told_that_they_become_functions():
+    with pytest.warns(AmpWarning, match=r"is an? Affine, a pytree that.*`amp\(loss\)"):
+        mixed = amp(Affine(W), **BF16)
+    assert dtypes(mixed, X) == {"bfloat16"}
+    assert dtypes(amp(lambda m, x: m(x), **BF16), Affine(W), X) == {"bfloat16"}
+
+
+class Helpful(eqx.Module):
+    w: jax.Array
+
+    @eqx.filter_jit
+    def __call__(self, x):
+        return x @ self.w
+
+    def rows(self):
+        yield from self.w
+
+    def halved(self):
+        return eqx.tree_at(lambda m: m.w, self, self.w / 2)
+
+    def often(self, x, n):
+        return self.often(self(x), n - 1) if n else x
+
+    @property
+    def size(self):
+        return self.w.size
+
+
+def test_methods_of_a_mixed_module():
+    mixed = amp(Helpful(W), **BF16)
+    assert dtypes(mixed, X) == dtypes(lambda x: mixed.often(x, 3), X) == {"bfloat16"}
+    half = mixed.halved()
+    assert type(half) is type(mixed) and dtypes(half, X) == {"bfloat16"}
+    assert len([*mixed.rows()]) == 8 and mixed.size == 64
+    assert "Mixed" in repr(mixed)
 
 
 def test_an_nnx_module_trains():
