@@ -397,7 +397,7 @@ def _report_unused(
         warn_or_raise(f"{report} {place}", planner.strict, once)
     for report in (
         *reports_of_unknown_shapes(planner, steps),
-        *reports_of_unmeasured(steps),
+        *reports_of_unmeasured(plan),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
         report_of_float16_by_hand(planner.compute_dtype, steps),

@@ -240,6 +240,26 @@ def test_what_was_measured_is_known_in_a_step_and_in_its_gradient(found):
         amp(fn, amp_policy=found.policy, strict=True)(w, batch)
 
 
+def test_a_function_with_a_derivative_rule_is_measured_by_the_rule():
+    def product(scope, x, w):
+        with jax.named_scope(scope):
+            return x @ w
+
+    ruled = jax.custom_vjp(functools.partial(product, "alone"))
+    ruled.defvjp(
+        lambda x, w: (product("forward", x, w), (x, w)),
+        lambda kept, g: (g @ kept[1].T, product("backward", kept[0].T, g)),
+    )
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(ruled(x, w["flat"])))
+
+    found = calibrate(loss, BATCHES[:2], budget=0.05)
+    low = amp(loss, amp_policy=found.policy, strict=True)
+    assert set(operand_dtypes(jax.grad(low), *BATCHES[0]).values()) == {"bfloat16"}
+    assert operand_dtypes(low, *BATCHES[0]) == {"alone": "float32"}
+
+
 def test_a_new_scope_may_be_given_a_policy(found):
     for policy in (found.policy | {"new": "bfloat16"}, found.policy):
         with pytest.warns(AmpWarning, match="in scope 'flat/inner'") as told:

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from .._jax import source_line
 from .._rules.measured import NOT_MEASURED
-from .plan import Step
+from .plan import Plan, Step
 from .unmatched import authors_scope, place_of_step
 
 _MOST = 8  # places to list
 
 
-def reports_of_unmeasured(steps: list[Step]) -> Iterator[str]:
+def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
     """What to say of contractions that the policy of `calibrate` has not measured.
 
     They are told together: a function that has grown has many."""
-    unknown = [step for step in steps if step.decision.why.startswith(NOT_MEASURED)]
+    unknown = [s for s in _run(plan) if s.decision.why.startswith(NOT_MEASURED)]
     if not unknown:
         return
     places = {place_of_step(step): source_line(step.eqn) for step in reversed(unknown)}
@@ -27,6 +27,18 @@ def reports_of_unmeasured(steps: list[Step]) -> Iterator[str]:
         "is now; or give the scope a policy of its own, `PolicyMap(policy, "
         f"{{{path!r}: 'bfloat16'}})`, or `policy | {{...}}` if it is a map."
     )
+
+
+def _run(plan: Plan) -> Iterator[Step]:
+    """The steps that were measured if the function was.
+
+    Where its gradient was, a function with a derivative rule has not run: the rule has,
+    and is planned by itself."""
+    for step in plan.steps:
+        yield step
+        if not step.eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
+            for inner in step.inner:
+                yield from _run(inner)
 
 
 def _path(step: Step) -> str:
