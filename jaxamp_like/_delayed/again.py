@@ -2,7 +2,7 @@
 
 `amp_with_state` gets a program that is differentiated already: JAX has chosen what the
 forward pass hands over, as if nothing in it were low. Here it is chosen once more. What
-cheap equations make of something that is no larger, such as the low result of a
+cheap equations make of something that is smaller, such as the low result of a
 contraction, or of what the program was given, such as a weight, the backward pass makes
 again. What it would round itself, as the forward pass has done, it is handed rounded.
 """
@@ -74,8 +74,9 @@ class _Choice:
                 self.same |= zip(eqn.outvars, made[key].outvars, strict=True)
             else:
                 read |= dict.fromkeys(x for x in operands if self.is_made(x))
-        # The largest first: what it is made of may be what others are made of.
-        for v in sorted(read, key=_num_bytes, reverse=True):
+        # The largest first, in order: others may be made of what it is made of.
+        made_at = {v: i for i, v in enumerate(self.makers)}
+        for v in sorted(read, key=lambda v: (-_num_bytes(v), made_at[v])):
             self.kept |= self._leaves(v, {})[0]
 
     def original(self, atom: Any) -> Any:
@@ -98,7 +99,7 @@ class _Choice:
                 parts = [self._leaves(x, known) for x in dict.fromkeys(_variables(eqn))]
                 leaves = frozenset[Any]().union(*(some for some, _ in parts))
                 size = 1 + sum(size for _, size in parts)
-                if sum(map(_num_bytes, leaves)) <= _num_bytes(v) and size <= _MOST:
+                if sum(map(_num_bytes, leaves)) < _num_bytes(v) and size <= _MOST:
                     known[v] = leaves, size
         return known[v]
 

@@ -77,10 +77,13 @@ class Threaded:
                     outs, made = self._eqn(eqn, found, scales, values)
                 maxima = larger(maxima, made)
                 # From here on: the backward pass divides by what the forward one has.
-                scales |= {
-                    key: self.measured(key, scales[key], maxima[key])
-                    for key in made.keys() & scales.keys()
-                }
+                if isinstance(found, Use):
+                    scales[found.tensor.key] = outs[0]
+                else:
+                    scales |= {
+                        key: self.measured(key, scales[key], maxima[key])
+                        for key in made.keys() & scales.keys()
+                    }
             else:
                 outs = reemit(eqn, values)
             env |= zip(eqn.outvars, outs, strict=True)
