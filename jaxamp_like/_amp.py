@@ -273,7 +273,8 @@ def _rewritten(
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
         held = list(compress(_held(tree), dynamic))
-        values = run(in_force, Traced(given, jaxpr, arrays, held))
+        with explaining_tracing():
+            values = run(in_force, Traced(given, jaxpr, arrays, held))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call

@@ -24,11 +24,10 @@ class Carries:
 
     def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
-        return self._known(
-            jaxpr,
-            scope,
-            lambda: self._find_uncrossed(raw(jaxpr), scope),
-        )
+        known = self._known.of(jaxpr)
+        if scope not in known:
+            known[scope] = self._find_uncrossed(raw(jaxpr), scope)
+        return known[scope]
 
     def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         env = {v: of_input(i) for i, v in enumerate(jaxpr.invars)}
@@ -59,11 +58,10 @@ class Carries:
     def _around(self, body: Body, scope: Scope) -> Sequence[Reach]:
         """As `uncrossed`, for any number of iterations of the body's loop."""
         loop = tuple(body.loop)
-        return self._known(
-            body.jaxpr,
-            (scope, loop),
-            lambda: around(self.uncrossed(body.jaxpr, scope), loop),
-        )
+        known = self._known.of(body.jaxpr)
+        if (scope, loop) not in known:
+            known[scope, loop] = around(self.uncrossed(body.jaxpr, scope), loop)
+        return known[scope, loop]
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""
@@ -81,9 +79,10 @@ class Carries:
 
     def _computes(self, jaxpr: Jaxpr, scope: Scope) -> bool:
         """Whether a program holds a compute op, at any depth."""
-        return self._known(
-            jaxpr, (scope, "computes"), lambda: self._find_compute(raw(jaxpr), scope)
-        )
+        known = self._known.of(jaxpr)
+        if (scope, "computes") not in known:
+            known[scope, "computes"] = self._find_compute(raw(jaxpr), scope)
+        return known[scope, "computes"]
 
     def _find_compute(self, jaxpr: Jaxpr, scope: Scope) -> bool:
         for eqn in jaxpr.eqns:

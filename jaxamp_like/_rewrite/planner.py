@@ -97,7 +97,10 @@ class Planner:
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         args = (facts, scope, wanted)
         key = (*args, setting() is None, self._is_backward, self._is_recomputed)
-        return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
+        known = self._plans.of(jaxpr)
+        if key not in known:
+            known[key] = self._plan(jaxpr, *args)
+        return known[key]
 
     def _plan(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
