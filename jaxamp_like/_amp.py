@@ -366,7 +366,8 @@ def _rewritten(
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
-        values = run(in_force, Traced(given, jaxpr, arrays, origins))
+        with explaining_tracing():
+            values = run(in_force, Traced(given, jaxpr, arrays, origins))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call

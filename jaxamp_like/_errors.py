@@ -5,7 +5,8 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,24 @@ def without_derivative(message: str) -> Callable[[Any], Any]:
         raise AmpError(message)
 
     return identity
+
+
+RULE_CLOSES_OVER = """\
+A derivative rule (`jax.custom_vjp`, `jax.custom_jvp`) reads a value that it closes over
+and that belongs to the function which `amp` wraps. JAX runs the rule when that function
+has returned, and its values are gone. (`jax.grad(jax.jit(fn))` fails as well.)
+Pass the value as an argument of the function that has the rule; a solver with implicit
+differentiation takes it as a parameter, such as jaxopt's `solver.run(init, w, x)` with
+`fixed_point_fun(z, w, x)`. Or put `amp` around the derivative: `amp(jax.grad(fn))`."""
+
+
+@contextmanager
+def explaining_rules() -> Iterator[None]:
+    """Says of a derivative rule that reads values which are gone what to do instead."""
+    try:
+        yield
+    except Exception as e:
+        # The second class is private.
+        if type(e).__name__ not in ("UnexpectedTracerError", "CustomVJPException"):
+            raise
+        raise AmpError(RULE_CLOSES_OVER) from e

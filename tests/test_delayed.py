@@ -693,6 +693,47 @@ def test_state_is_beside_parameters_and_survives_saving(tmp_path):
     assert_equal(step(loaded, LAYERS[0], X), step(state, LAYERS[0], X))
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(jnp.tanh(nn.Dense(4)(x)))
+
+
+class Blocks(nn.Module):
+    block: Any
+    names: tuple[str | None, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        for name in self.names:
+            x = self.block(name=name)(x)
+        return x
+
+
+@pytest.mark.parametrize("names", (("first", "last"), (None, None)))
+def test_a_state_fits_with_and_without_remat(names):
+    """Modules without a name have another one in Linen, with their parameters."""
+    plain, remat = Blocks(Block, names), Blocks(nn.remat(Block), names)
+
+    def stepped(model, state=None):
+        def loss(params, x):
+            return jnp.mean(model.apply(params, x) ** 2)
+
+        step = amp_with_state(jax.value_and_grad(loss), amp_policy=POLICY)
+        params = model.init(jax.random.key(0), X)
+        state = init_amp_state(step, params, X) if state is None else state
+        return step(state, params, X)[1]
+
+    first = stepped(plain)
+    own, moved = stepped(remat, stepped(remat)), stepped(remat, first)
+    assert own.keys() == moved.keys()
+    if names[0]:
+        assert own.keys() == first.keys()
+    for key, scale in own.items():
+        np.testing.assert_array_equal(scale.history, moved[key].history)
+    assert stepped(plain, moved).keys() == first.keys()
+
+
 def test_a_state_read_back_by_names_of_fields():
     step = jax.jit(amp_with_state(jax.value_and_grad(product), amp_policy=POLICY))
     _, state = step(init_amp_state(step, LAYERS[0], X), LAYERS[0], X)

@@ -183,7 +183,7 @@ def contractions(jaxpr):
     return [pair for pair in all_contractions(jaxpr) if length_of(pair[0])]
 
 
-def length_of(eqn):
+def length_of(eqn) -> Any:
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     lengths = {n for shape in shapes for n in shape} & {*LENGTHS}
     return min(lengths, default=None)
@@ -245,7 +245,10 @@ def same_name_twice(w, x):
 def injected(w, x):
     """A recurrence with an input that JAX multiplies before the loop."""
     with scope("cell"):
-        step = lambda h, _: (jnp.tanh(h @ w + x @ w), None)
+
+        def step(h, _):
+            return jnp.tanh(h @ w + x @ w), None
+
         return jnp.sum(lax.scan(step, x, None, 3)[0])
 
 

@@ -317,6 +317,39 @@ def test_a_rule_that_closes_over_what_is_differentiated():
         jax.grad(low(fn))(W)
 
 
+def solved(w, x, w_is_given=True):
+    """A fixed point with implicit differentiation, as jaxopt makes one."""
+
+    def step(z, *ws):
+        return jnp.tanh(x @ (ws[0] if ws else w) + z)
+
+    @jax.custom_vjp
+    def solve(z, *ws):
+        return lax.fori_loop(0, 3, lambda _, z: step(z, *ws), z)
+
+    def bwd(residuals, ct):
+        z, *ws = residuals
+        return ct, *jax.vjp(lambda *ws: step(z, *ws), *ws)[1](ct)
+
+    solve.defvjp(lambda z, *ws: (solve(z, *ws), (solve(z, *ws), *ws)), bwd)
+    return jnp.sum(solve(jnp.zeros_like(x @ w), *((w,) * w_is_given)))
+
+
+def test_a_rule_that_closes_over_a_value_of_the_function():
+    """The value is gone when the rule runs, under `jax.jit` too."""
+    with pytest.raises(AmpError, match=r"`amp\(jax.grad\(fn\)\)`"):
+        jax.grad(low(solved))(W, X)
+    np.testing.assert_allclose(
+        low(jax.grad(solved))(W, X), jax.grad(solved)(W, X), rtol=0.05, atol=0.05
+    )
+
+
+def test_a_rule_that_closes_over_what_is_differentiated_within():
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        low(jax.grad(lambda w, x: solved(w, x, w_is_given=False)))(W, X)
+    assert any("as an argument" in note for note in caught.value.__notes__)
+
+
 def test_gradient_through_odeint():
     def loss(w, y):
         times = jnp.linspace(0.0, 1.0, 3)

@@ -354,3 +354,23 @@ def test_nnx_modules_within_amp_keep_their_class_and_their_new_state():
 def test_what_is_no_model(model):
     with pytest.raises(TypeError, match=r"takes an Equinox module, .* but got "):
         scope_modules(model)
+
+
+def test_scoping_within_a_transform_of_nnx_says_where_to_scope():
+    model, x = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), jnp.ones((1, 2))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def scoped(model, x):
+        return loss(scope_modules(model), x)
+
+    def step(model, x):
+        return nnx.value_and_grad(loss)(scope_modules(model), x)
+
+    low = functools.partial(amp, compute_dtype="bfloat16")
+    with pytest.raises(ValueError) as caught:
+        low(nnx.value_and_grad(scoped))(model, x)
+    assert any("around the transform" in note for note in caught.value.__notes__)
+    value, _ = low(step)(model, x)
+    assert value > 0

@@ -685,6 +685,71 @@ def test_mutated_references_outside_of_the_function():
     assert_near(ref[...], 2 * (x @ w), "float16", 1)
 
 
+@jax.custom_vjp
+def logged(log, x):
+    return x
+
+
+def _logged_bwd(log, ct):
+    log["cotangent"][...] = ct
+    log["calls"][...] += 1
+    return None, ct
+
+
+logged.defvjp(lambda log, x: (x, log), _logged_bwd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "derivative",
+    (
+        jax.grad,
+        lambda fn: jax.jit(jax.grad(fn)),
+        lambda fn: jax.grad(jax.jit(fn)),
+    ),
+)
+@pytest.mark.parametrize("outside", (True, False))
+def test_references_get_values_out_of_a_backward_pass(derivative, outside, dtype):
+    """As JAX's guide to `jax.Ref` has it: a rule that writes to what it was given."""
+    x, w = named("plain").args()
+
+    def loss(w, x, log):
+        return jnp.sum(logged(log, jnp.tanh(x @ w)) ** 2)
+
+    def run(transform):
+        log = {"cotangent": jnp.zeros(x.shape[:-1] + w.shape[1:]), "calls": 0.0}
+        log = jax.tree.map(lambda x: constructs.new_ref(jnp.asarray(x)), log)
+        grad = transform(loss)(w, x, log)
+        return grad, log["cotangent"][...], log["calls"][...]
+
+    low = functools.partial(amp, compute_dtype=dtype)
+    ours = run(lambda fn: derivative(low(fn)) if outside else low(derivative(fn)))
+    grad, cotangent, calls = run(derivative)
+    assert calls == ours[2] == 1
+    assert_near(ours[0], grad, dtype, 3)
+    assert_near(ours[1], cotangent, dtype, 3)
+
+
+@pytest.mark.parametrize("differentiated", ("no", "outside", "inside"))
+def test_calls_may_be_nested_as_deep_as_without_amp(differentiated):
+    """Python has a thousand frames, and JAX's tracing takes nine for each call."""
+
+    def fn(w, x):
+        return jnp.sum(x @ w)
+
+    for _ in range(64):
+        fn = jax.jit(lambda w, x, inner=fn: inner(w, x) * 1.0)
+    low = functools.partial(amp, compute_dtype="bfloat16")
+    step = {
+        "no": low(fn),
+        "outside": jax.grad(low(fn)),
+        "inside": low(jax.grad(fn)),
+    }[differentiated]
+    jaxpr = jax.make_jaxpr(step)(jnp.eye(3), jnp.ones((2, 3)))
+    dots = [e for e, _ in walk(jaxpr) if e.primitive.name in CONTRACTIONS]
+    assert dots and {operand_dtype(eqn) for eqn in dots} == {"bfloat16"}
+
+
 @pytest.mark.parametrize("loop", ["while", "scan"])
 def test_what_leaves_a_loop_is_not_rounded_with_its_carry(loop):
     """Every step reads the carry low; the last result is 0.3 to its last bit."""

@@ -1,5 +1,6 @@
 """What is kept from step to step: a scale and a history for each tensor."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,7 @@ def _as_scale(value: Any) -> Any:
 
 def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
     """The state that a user gave, if it is one for these tensors."""
+    state = _by_names_of(state, tensors)
     missing, foreign = tensors.keys() - state.keys(), state.keys() - tensors.keys()
     if missing or foreign:
         raise AmpError(
@@ -86,6 +88,24 @@ def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
     for key, tensor in tensors.items():
         _check(key, state[key], tensor)
     return {key: state[key] for key in sorted(tensors)}
+
+
+def _by_names_of(state: State, tensors: Mapping[str, Tensor]) -> State:
+    """The state of a Linen model by its names now, if only `nn.remat` makes others.
+
+    A class that `nn.remat` has made calls its instances `CheckpointBlock_0` and not
+    `Block_0`, where they are not named."""
+    before = {_without_remat(key): key for key in state}
+    now = {_without_remat(key): key for key in tensors}
+    is_same = before.keys() == now.keys()
+    is_clear = len(before) == len(state) and len(now) == len(tensors)
+    if not (is_same and is_clear):
+        return state
+    return {key: state[before[name]] for name, key in now.items()}
+
+
+def _without_remat(key: str) -> str:
+    return re.sub(r"Checkpoint(?=[A-Z]\w*_\d+/)", "", key)
 
 
 _INSTEAD = (

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 
 from .._dtypes import DType, bits
+from .._errors import RULE_CLOSES_OVER
 from .._rules import (
     UsePrecision,
     follow_inputs,
@@ -306,6 +307,13 @@ result outside of `amp`. A number that must be known inside is given as a Python
 which `amp` leaves as it is."""
 
 
+_SCOPED_IN_NNX = """\
+If the model was given to `scope_modules` within a transform of NNX (`nnx.grad`,
+`nnx.value_and_grad`, `nnx.jit`): NNX lets no node change its class there. Scope it
+once, where it is made, or around the transform: `amp(step)`, where `step(model, x)`
+begins with `model = scope_modules(model)` and takes the gradient after it."""
+
+
 @contextmanager
 def explaining_tracing() -> Iterator[None]:
     """Adds to errors of JAX what they mean within `amp`, once."""
@@ -314,4 +322,12 @@ def explaining_tracing() -> Iterator[None]:
     except _CONCRETE as error:
         if _NOTE not in getattr(error, "__notes__", ()):
             error.add_note(_NOTE)
+        raise
+    except jax.errors.UnexpectedTracerError as error:
+        if RULE_CLOSES_OVER not in getattr(error, "__notes__", ()):
+            error.add_note(RULE_CLOSES_OVER)
+        raise
+    except ValueError as error:  # of Flax, which tells of no more than two classes
+        if "Expected a node of type" in str(error):
+            error.add_note(_SCOPED_IN_NNX)
         raise

@@ -1,8 +1,8 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,7 @@ from .._primitives.matmul_precision import (
     without_setting,
 )
 from .._rules import PLACING, Demand, Leaf, author_dtype
+from .._structural.base import now
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
 from .alike import Alike
@@ -113,17 +114,30 @@ class Frame:
 
         Made once: JAX finds compiled code by the identity of inner jaxprs. But for one
         that reads what was `rounded` before a loop, which becomes its constants."""
+        if rounded:
+            return self._closed(Call(plan, jaxpr, dtypes, self.keeps), rounded)
+        first = Call(plan, jaxpr, dtypes, self.keeps)
+        calls: dict[Any, Call] = {}  # those inside of it too, at any depth
+        todo = [first]
+        while todo:
+            call = todo.pop()
+            if call.key not in call.plan.closed and call.place not in calls:
+                calls[call.place] = call
+                todo += call.inside()
+        # The inner ones first: JAX takes many frames of Python for a trace in a trace.
+        for call in reversed(calls.values()):
+            if call.key not in call.plan.closed:
+                call.plan.closed[call.key] = self._closed(call)
+        return plan.closed[first.key]
+
+    def _closed(self, call: "Call", rounded: Rounded | None = None) -> Jaxpr:
+        plan, values, frame = call.plan, consts(call.jaxpr), self.over({}, call.keeps)
 
         def rewritten(*args):
-            outs = self.run(plan, consts(jaxpr), args, rounded=rounded)
-            return cast_all(outs, dtypes)
+            outs = frame.run(plan, values, args, rounded=rounded)
+            return cast_all(outs, call.dtypes)
 
-        if rounded:
-            return trace(rewritten, _avals_of(plan))
-        key = (dtypes, self.keeps, setting())
-        if key not in plan.closed:
-            plan.closed[key] = trace(rewritten, _avals_of(plan))
-        return plan.closed[key]
+        return trace(rewritten, _avals_of(plan))
 
     def rounded_in(self, step: Step) -> Rounded:
         """What the program that a step holds reads, and a loop has rounded before."""
@@ -354,6 +368,35 @@ class Frame:
                 for v, x in zip(view.eqn.outvars, lows, strict=True):
                     self.casts[v, dtype] = cast(x, dtype)
         return self.casts[atom, dtype]
+
+
+class Call(NamedTuple):
+    """A program to be closed: its plan, the dtypes of its results, what it keeps."""
+
+    plan: Plan
+    jaxpr: Jaxpr
+    dtypes: tuple[DType | None, ...]
+    keeps: Keeps
+
+    @property
+    def key(self) -> Any:
+        return self.dtypes, self.keeps, setting()
+
+    @property
+    def place(self) -> Any:
+        return id(self.plan), self.key
+
+    def inside(self) -> Iterator["Call"]:
+        """The programs that are closed where this one is bound."""
+        schedule = self.plan.islands if self.keeps.is_lean else self.plan.plain
+        units = schedule.units
+        for unit in map(as_island, units) if self.keeps == Keeps.MARKED else units:
+            is_region = isinstance(unit, Region)
+            keeps = Keeps.NOTHING if is_region else self.keeps
+            for step in unit.steps if is_region else (unit,):
+                if step.handler is not None and step.handler.is_closed:
+                    (inner,), dtypes = step.inner, now(step.decision.outs)
+                    yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:

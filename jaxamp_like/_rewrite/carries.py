@@ -23,11 +23,10 @@ class Carries:
 
     def uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         """For each result, the inputs that reach it without crossing a compute op."""
-        return self._known(
-            jaxpr,
-            scope,
-            lambda: self._find_uncrossed(raw(jaxpr), scope),
-        )
+        known = self._known.of(jaxpr)
+        if scope not in known:
+            known[scope] = self._find_uncrossed(raw(jaxpr), scope)
+        return known[scope]
 
     def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
         env = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
@@ -54,11 +53,10 @@ class Carries:
     def _around(self, body: Body, scope: Scope) -> Sequence[Reach]:
         """As `uncrossed`, for any number of iterations of the body's loop."""
         loop = tuple(body.loop)
-        return self._known(
-            body.jaxpr,
-            (scope, loop),
-            lambda: around(self.uncrossed(body.jaxpr, scope), loop),
-        )
+        known = self._known.of(body.jaxpr)
+        if (scope, loop) not in known:
+            known[scope, loop] = around(self.uncrossed(body.jaxpr, scope), loop)
+        return known[scope, loop]
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""

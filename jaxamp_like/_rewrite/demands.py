@@ -28,12 +28,12 @@ class Demands:
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Demand, ...]:
         """How the inputs of `jaxpr` are read, if its results are read as `wanted`."""
-
-        def find():
+        known, key = self._known.of(jaxpr), (scope, tuple(wanted))
+        if key not in known:
             demand = self.of_variables(raw(jaxpr), scope, wanted)
-            return tuple(demand.get(v, Demand.NONE) for v in raw(jaxpr).invars)
-
-        return self._known(jaxpr, (scope, tuple(wanted)), find)
+            ins = raw(jaxpr).invars
+            known[key] = tuple(demand.get(v, Demand.NONE) for v in ins)
+        return known[key]
 
     def of_variables(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]

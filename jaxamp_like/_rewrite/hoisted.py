@@ -34,7 +34,10 @@ class Hoisted:
 
     def put_back(self, jaxpr: Jaxpr) -> Jaxpr:
         """`jaxpr` with scopes where they were lost; itself, if they were not."""
-        return self._known(jaxpr, (), lambda: self._put_back(jaxpr))
+        known = self._known.of(jaxpr)
+        if () not in known:
+            known[()] = self._put_back(jaxpr)
+        return known[()]
 
     def _put_back(self, jaxpr: Jaxpr) -> Jaxpr:
         eqns = [self._inside_of(eqn) for eqn in raw(jaxpr).eqns]

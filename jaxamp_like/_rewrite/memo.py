@@ -19,8 +19,15 @@ class Memo:
 
     _known: Any = field(default_factory=WeakKeyDictionary)
 
+    def of(self, jaxpr: Jaxpr) -> dict[Any, Any]:
+        """The answers about one jaxpr.
+
+        For questions that are asked of programs in programs: what is deep in calls can
+        be asked with few frames of Python for each."""
+        return self._known.setdefault(jaxpr, {})
+
     def __call__(self, jaxpr: Jaxpr, key: Hashable, find: Callable[[], _T]) -> _T:
-        known = self._known.setdefault(jaxpr, {})
+        known = self.of(jaxpr)
         if key not in known:
             known[key] = find()
         return known[key]

@@ -121,7 +121,10 @@ class Planner:
         given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
         key = (*args, setting() is None, self._is_backward, self._is_recomputed)
-        return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
+        known = self._plans.of(jaxpr)
+        if key not in known:
+            known[key] = self._plan(jaxpr, *args)
+        return known[key]
 
     def _plan(
         self,

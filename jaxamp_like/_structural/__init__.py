@@ -26,7 +26,13 @@ from .pinned import bind_pinned, decide_pinned, no_bodies
 
 # A call that stays a call, and one in place of which what it holds is bound.
 _JIT = Handler(
-    call_bodies, decide_jit, bind_jit, is_call=True, may_run_twice=True, hands_on=True
+    call_bodies,
+    decide_jit,
+    bind_jit,
+    is_call=True,
+    may_run_twice=True,
+    hands_on=True,
+    is_closed=True,
 )
 _INLINE = Handler(
     call_bodies,

@@ -61,7 +61,8 @@ class Handler(NamedTuple):
     `decide` is asked by a `Planner`, `bind` by a `Frame`, both of `_rewrite`. A call
     runs its one program once, operands in and results out; one that `may_run_twice` is
     run again in the backward pass if all that it holds may be. One that `hands_on` lets
-    its program read weights that were rounded before a loop around it."""
+    its program read weights that were rounded before a loop around it; one that
+    `is_closed` holds its program rewritten by itself (see `Frame.close`)."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: Callable[[Any, Eqn, Site], tuple[Decision, tuple[Any, ...]]]
@@ -70,6 +71,7 @@ class Handler(NamedTuple):
     may_run_twice: bool = False
     is_loop: bool = False
     hands_on: bool = False
+    is_closed: bool = False
 
 
 def decision_of(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import cast, cast_all
-from .._errors import without_derivative
+from .._errors import explaining_rules, without_derivative
 from .._jax import (
     Eqn,
     SymbolicZero,
@@ -91,9 +91,10 @@ def bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
         # Tangents are read as their primals: a sum of cotangents, once transposed.
         facts = _rerun(inner.ins)
         facts += tuple(facts[i] for i in live)
-        outs = frame.rewrite(
-            author_rule, authors, values, facts, step.scope, wanted * 2
-        )
+        with explaining_rules():
+            outs = frame.rewrite(
+                author_rule, authors, values, facts, step.scope, wanted * 2
+            )
         half = len(outs) // 2
         return cast_all(outs[:half], dtypes), _cast_tangents(outs[half:], dtypes)
 
@@ -179,9 +180,10 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             return [*outs, *(x for k, x in enumerate(residuals) if k not in given)]
 
         wanted = _demands_of(step)
-        outs = frame.rewrite(
-            author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
-        )
+        with explaining_rules():
+            outs = frame.rewrite(
+                author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
+            )
         tree, res_avals, given = trees[0]
         made = iter(outs[num_outs:])
         residuals = [
@@ -209,15 +211,16 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
         wanted = [
             _demand_as(d, avals[i].dtype) for i, d in zip(live, held, strict=True)
         ]
-        grads = frame.rewrite(
-            author_bwd,
-            [*res_avals, *ct_avals],
-            values,
-            _marked(values),
-            step.scope,
-            wanted,
-            (False,) * len(res_avals) + (True,) * len(ct_avals),
-        )
+        with explaining_rules():
+            grads = frame.rewrite(
+                author_bwd,
+                [*res_avals, *ct_avals],
+                values,
+                _marked(values),
+                step.scope,
+                wanted,
+                (False,) * len(res_avals) + (True,) * len(ct_avals),
+            )
         casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
         result: list[Any] = [None] * len(avals)
         for i, grad in zip(live, cast_all(grads, casts), strict=True):
@@ -232,7 +235,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
     """Which of `values` are references that came in, and as which of `args`.
 
-    They hold what a backward rule writes there; no traced function returns one."""
+    A backward rule may write to them, and no traced function returns one."""
     places = {id(x): i for i, x in enumerate(args) if not is_array_aval(typeof(x))}
     return {k: places[id(x)] for k, x in enumerate(values) if id(x) in places}
 
