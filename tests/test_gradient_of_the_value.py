@@ -163,7 +163,41 @@ def chain(dot, p, x):
     return (every - path) / 48
 
 
+def adapted(loss):
+    """A small change that is added to a product, set against the product itself."""
+
+    def program(dot, p, x):
+        before = dot(x, 8 * p["in"])
+        return loss(before, before + dot(dot(x, p["pair"]), p["pair"].T / 8))
+
+    return program
+
+
+def divergence(before, after):
+    p, q = jax.nn.log_softmax(after), jax.nn.log_softmax(before)
+    return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), -1))
+
+
+def ratio(before, after):
+    before = lax.stop_gradient(jax.nn.log_softmax(before)[:, 3])
+    ratio = jnp.exp(jax.nn.log_softmax(after)[:, 3] - before)
+    return -jnp.mean(jnp.minimum(ratio, jnp.clip(ratio, 0.8, 1.2)))
+
+
+def running_sum(dot, p, x):
+    """The differences of the steps of a sum, which are small beside it."""
+    sums = [x]
+    for k in range(4):
+        sums.append(sums[-1] + dot(jnp.cos(x + k), p["in"]))
+    pairs = zip(sums[1:], sums[:-1], strict=True)
+    return sum(jnp.mean(jnp.tanh(2 * (a - b)) * WEIGHTS) for a, b in pairs)
+
+
 SUMS = {
+    "divergence": adapted(divergence),
+    "ratio": adapted(ratio),
+    "excess": adapted(lambda a, b: jnp.mean(jnp.exp(5 * (jnp.maximum(a, b) - a)))),
+    "running sum": running_sum,
     "bilinear": bilinear,
     "phase": phase,
     **{

@@ -115,32 +115,24 @@ class ConvertExactly(ConvertAsWritten):
         return wanted if is_wide else _AS_IT_IS
 
 
-# Ops whose result has a low copy if their operands have: what adds up, and what picks.
-_ADDING = frozenset("add sub add_any neg".split())
-_PICKING = frozenset("max min clamp select_n".split())
+_ADDING = frozenset("add sub add_any".split())
 
 
 def _copy_of(site: Site) -> DType | None:
     """The dtype of a copy of the result that is no coarser than what it is made of.
 
-    Where every operand is a contraction's result, or made of such in the same way, its
-    rounding is of the size of what a rounding of the result adds. One other operand is
-    enough to make the copy coarser: of a sum of 1000 and of 1, rounded to 8 bits,
-    nothing is left of the 1."""
-    name = site.primitive and site.primitive.name
-    if name not in _ADDING | _PICKING:
+    Of a sum of two results of contractions, a rounding is of the size of theirs. One
+    other operand is enough to make the copy coarser: of a sum of 1000 and of 1, rounded
+    to 8 bits, nothing is left of the 1. So is one that others read, too, since they may
+    subtract it again; that is held in full."""
+    if site.primitive is None or site.primitive.name not in _ADDING:
         return None
-    pairs = zip(site.facts, site.authors, strict=True)
-    operands = [(fact, author) for fact, author in pairs if fact and author]
-    constants = [v for fact, _ in operands for v in fact.values or ()]
-    made = [(f, a) for f, a in operands if not f.values or name in _ADDING]
-    copies = {
-        fact.dtype if fact.dtype != author else fact.copy for fact, author in made
-    }
-    copy = copies.pop() if len(copies) == 1 else None
-    if copy is None or not all(has_range(copy, author) for _, author in made):
+    dtypes = {fact and fact.dtype for fact in site.facts}
+    low = dtypes.pop() if len(dtypes) == 1 else None
+    (author,) = set(site.out_authors)
+    if low is None or author is None or low == author or not has_range(low, author):
         return None
-    return copy if all(exact_in(v, copy) for v in constants) else None
+    return low
 
 
 # What may show one element of its operand many times: their cotangents add up.

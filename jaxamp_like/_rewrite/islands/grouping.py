@@ -80,6 +80,8 @@ class Grouping:
                 self.depth_of[step] = depth
                 for other in {self._root(other) for other in inside}:
                     self._parent[other] = step
+            elif inside:
+                depth += 1  # what reads the result can't be in the island that it reads
         self._depths |= dict.fromkeys(outs, depth)
 
     def _leads(self, step: Step) -> bool:
