@@ -85,7 +85,7 @@ def phase(dot, p, x):
     angle = x + 200 * np.pi
     for _ in range(4):
         angle = angle + dot(jnp.tanh(dot(jnp.sin(angle), p["in"])), p["out"])
-    return jnp.mean(jnp.sin(angle) * WEIGHTS)
+    return jnp.mean(jnp.sin(angle) * WEIGHTS.astype(x.dtype))
 
 
 def residual(offset: float, loop: str):
@@ -190,7 +190,9 @@ def running_sum(dot, p, x):
     for k in range(4):
         sums.append(sums[-1] + dot(jnp.cos(x + k), p["in"]))
     pairs = zip(sums[1:], sums[:-1], strict=True)
-    return sum(jnp.mean(jnp.tanh(2 * (a - b)) * WEIGHTS) for a, b in pairs)
+    return sum(
+        jnp.mean(jnp.tanh(2 * (a - b)) * WEIGHTS.astype(x.dtype)) for a, b in pairs
+    )
 
 
 SUMS = {
@@ -337,7 +339,7 @@ def repeated(repeat, low: bool):
     def program(dot, p, x):
         c = repeat(dot(x, p["in"]))
         waves = jnp.tanh(dot(c, p["out"])) if low else jnp.sin(c)
-        scale = (SIGNS * FREQUENCIES)[:, None, None]
+        scale = (SIGNS * FREQUENCIES).astype(x.dtype)[:, None, None]
         return jnp.mean(waves.reshape(64, 8, 16) ** 2 * scale + waves.sum() / 64)
 
     return program
