@@ -201,11 +201,10 @@ class Frame:
         value, author = self.env[atom], author_dtype(atom.aval)
         if author is None:
             return value
-        if dtype is None:
-            dtype = value.dtype
-        if atom in self.shared and bits(dtype) < bits(author):
-            return attach(self.in_full(atom), self._in(atom, dtype))
-        return self._in(atom, dtype)
+        held: DType = value.dtype if dtype is None else dtype
+        if atom in self.shared and bits(held) < bits(author):
+            return attach(self.in_full(atom), self._in(atom, held))
+        return self._in(atom, held)
 
     def in_full(self, var: Any) -> Any:
         """The value of `var` in the author's dtype, in which cotangents add up."""
