@@ -306,6 +306,19 @@ class RoundingProducts(Rounding):
         return step.name in CONTRACTIONS
 
 
+class Dithered(Rounding):
+    """Rounds somewhat elsewhere: with a `seed`, after a move of half a unit at most.
+
+    The errors of many seeds are those that rounding may well make."""
+
+    def shifted(self, x: Any, size: float) -> Any:
+        return super().shifted(x, size / 2)
+
+
+class DitheredProducts(Dithered, RoundingProducts):
+    """The same of every `dot_general`."""
+
+
 class AddingLow(RoundingProducts):
     """Adds tangents in the range of the dtype, as JAX does those of what is low."""
 
