@@ -303,7 +303,7 @@ def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
         if is_reverse(transforms) == reverse:
             chosen.append(transforms)
         transforms = make_transforms(rng)
-    cases = _all_of(rng, program, chosen, policies)
+    cases = _all_of(rng, program, chosen, policies, is_whole=False)
     return tuple(
         dataclasses.replace(
             case,
@@ -319,12 +319,18 @@ Transforms = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _all_of(
-    rng: random.Random, program: Program, transforms: Any, policies: Any
+    rng: random.Random,
+    program: Program,
+    transforms: Any,
+    policies: Any,
+    is_whole: bool = True,
 ) -> list[Case]:
     """A program with each of some policies under each of some transforms."""
     cases: list[Case] = []
     for both in transforms:
-        inner, outer = (tuple(_with_options(t, program, rng) for t in ts) for ts in both)
+        inner, outer = (
+            tuple(_with_options(t, program, rng, is_whole) for t in ts) for ts in both
+        )
         for policy in policies:
             many = bool(cases)
             cases.append(
@@ -335,7 +341,7 @@ def _all_of(
 
 def _wide(rng: random.Random) -> list[Case]:
     """Of numbers that are far from 1, or are read often: see `wide`."""
-    program = make_program(rng, True, rng.choice([1, 2, 3, 4, 6]), Wide)
+    program = make_program(rng, True, rng.choice([1, 2, 2, 3, 4]), Wide)
     transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
     policies: list[tuple[str, str, str, bool]] = []
     while len(policies) < POLICIES:
@@ -450,7 +456,7 @@ def make_gradient(rng: random.Random, within: bool = True) -> Transforms:
     names, weights = [name for _, name in _AROUND], [weight for weight, _ in _AROUND]
     chosen += rng.choices(names, weights, k=more)
     rng.shuffle(chosen)
-    count = rng.choice([0, 0, 1, len(chosen)]) if within else 0
+    count = rng.choice([0, 0, 0, 1, len(chosen)]) if within else 0
     return tuple(chosen[:count]), tuple(chosen[count:])
 
 
@@ -477,11 +483,14 @@ def make_transforms(rng: random.Random) -> Transforms:
     return inner, tuple(outer)
 
 
-def _with_options(name: str, program: Program, rng: random.Random) -> str:
+def _with_options(
+    name: str, program: Program, rng: random.Random, is_whole: bool
+) -> str:
+    """A transform as a case names it; of gradients that are `whole`, all."""
     n = len(program.args)
     if name == "remat" and rng.random() < 0.5:
         return f"remat(policy={rng.choice(_REMAT_POLICIES)!r})"
-    if name == "grad" and rng.random() < 0.4:
+    if name == "grad" and not is_whole and rng.random() < 0.4:
         return "grad(argnums=(0,))"
     if name == "vmapped" and rng.random() < 0.5:
         axes = [0] + [rng.choice([0, None]) for _ in range(n - 1)]

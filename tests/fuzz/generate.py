@@ -36,6 +36,16 @@ class Structures(Maker):
             (0.4, self.checkpointed_scan),
         ]
 
+    def results(self, made: Sequence[Var]) -> list[Var]:
+        """Of what a program has made, what it returns."""
+        rng = self.rng
+        floats = [v for v in made if v.type.kind == "f"] or made
+        results = [made[-1], rng.choice(floats)]
+        results += rng.sample(made, min(len(made), rng.randrange(3)))
+        if rng.random() < 0.4:
+            results.append(rng.choice(self.frames[0]))  # handed on as it came
+        return results
+
     def moved(self, value: Any) -> Any:
         """An argument, perhaps somewhere else."""
         return value
@@ -337,12 +347,7 @@ def make_program(
     while maker.budget > 0:
         maker.statement()
     made = [v for stmt in maker.stmts[0] for v in stmt.outs]
-    floats = [v for v in made if v.type.kind == "f"] or made
-    results = [made[-1], rng.choice(floats)]
-    results += rng.sample(made, min(len(made), rng.randrange(3)))
-    if rng.random() < 0.4:
-        results.append(rng.choice(maker.frames[0]))  # handed on as it came
-    results = list(dict.fromkeys(results))
+    results = list(dict.fromkeys(maker.results(made)))
     return Program(
         tuple(variables),
         tuple(values),

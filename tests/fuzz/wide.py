@@ -5,17 +5,18 @@ what tells small differences of large numbers (a phase, a deviation from a mean,
 distance, a probability out of its logarithm) shows which values a gradient was made
 of, and how cotangents were added up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from .generate import Structures
-from .programs import Type
+from .programs import Type, Var
 
 SQUARE = Type("f", (3, 3))
 
-OFFSETS = "1e-4 1e-3 0.03 1.0 30.0 60.0 180.0 300.0 1e3 1e4".split()
+OFFSETS = "1e-4 0.03 1.0 30.0 60.0 180.0 300.0 300.0 1e3 1e4".split()
 SCALES = "1e-4 1e-3 0.03 0.3 3.0 30.0 1e3 1e4".split()
 
 # Of what an offset changes little or nothing in exact arithmetic: of `y`, (3, 3).
@@ -60,23 +61,54 @@ _BY_NUMBER = [
 ]  # fmt: skip
 
 
+@dataclass
 class Wide(Structures):
     """Writes such statements, and those of any program."""
 
+    own: list[Var] = field(default_factory=list)  # what they made
+    count: int = 0  # of arguments
+
     def kinds(self) -> list[tuple[float, Callable[[], Any]]]:
         own = [
-            (5.0, self.shift),
-            (7.0, self.stream),
-            (2.5, self.in_logs),
+            (3.0, self.shift),
+            (8.0, self.stream),
+            (3.0, self.in_logs),
             (4.0, self.read_often),
             (0.7, self.shift_low),
             (0.5, self.shift_integers),
         ]
-        return own + [(0.5 * weight, fn) for weight, fn in super().kinds()]
+        return own + [(0.25 * weight, fn) for weight, fn in super().kinds()]
+
+    def structures(self) -> list[tuple[float, Callable[[], Any]]]:
+        return [(0.5 * weight, fn) for weight, fn in super().structures()]
+
+    def results(self, made: Sequence[Var]) -> list[Var]:
+        """Those that statements of this kind made, rather than any."""
+        own = [v for v in made if v in self.own] or list(made)
+        # A result whose gradient is large hides those of others.
+        more = self.rng.sample(made, min(len(made), self.rng.choice([0, 0, 0, 1, 2])))
+        return [own[-1], *more]
+
+    def matrix(self) -> Var:
+        """Of weights: mostly the second argument, which is below 1."""
+        return self.argument(1, 0.75)
+
+    def argument(self, i: int, chance: float) -> Var:
+        """Mostly an argument, which a gradient is taken of."""
+        args = [v for v in self.visible() if v.name.startswith("a")]
+        if len(args) > i and self.rng.random() < chance:
+            return args[i]
+        return self.pick("f", (3, 3))
+
+    def interesting(self, code: str, ins: Sequence[Var], type: Type) -> None:
+        self.own.append(self.emit(code, ins, type))
 
     def moved(self, value: Any) -> Any:
         choice = self.rng.random()
-        if not isinstance(value, np.ndarray) or choice > 0.4:
+        self.count += 1
+        if self.count == 2:  # see `matrix`
+            return np.asarray(0.6 * value, np.float32)
+        if not isinstance(value, np.ndarray) or choice > 0.3:
             return value
         by, scale = float(self.rng.choice(OFFSETS)), float(self.rng.choice(SCALES))
         if value.dtype == np.int32:
@@ -114,10 +146,10 @@ class Wide(Structures):
 
     def stream(self) -> None:
         """Steps that each add a contraction to what only its differences are read of."""
-        y, w = self.pick("f", (3, 3)), self.pick("f", (3, 3))
+        y, w = self.argument(0, 0.4), self.matrix()
         reader = f"({self.rng.choice(READERS)})"
         read = f"({self.rng.choice(ACTIVATIONS).format(f'{reader} @ w')})"
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.7:
             read = f"({read} @ w.T)"
         step = self.rng.choice([f"y + {read}"] * 3 + [f"y - 0.1 * {read}"])
         init = f"({self.offset()} + {self.rng.choice(['', '', '0.1 * '])}{{0}})"
@@ -127,11 +159,11 @@ class Wide(Structures):
         if self.rng.random() < 0.25:
             made = f"({init} + {{1}} @ {{0}})"
         end = self.rng.choice([reader, reader, f"({self.rng.choice(READERS)})", "y"])
-        self.emit(f"(lambda y, w: {end})({made}, {{1}})", [y, w], SQUARE)
+        self.interesting(f"(lambda y, w: {end})({made}, {{1}})", [y, w], SQUARE)
 
     def in_logs(self) -> None:
         """Recursions over logarithms of probabilities."""
-        x, w = self.pick("f", (3, 3)), self.pick("f", (3, 3))
+        x, w = self.argument(0, 0.4), self.matrix()
         steps = self.rng.choice([3, 8, 20])
         drift = self.rng.choice(["0.0", "1.0", "10.0", "-30.0"])
         scores = f"(jnp.sin(jnp.arange({3.0 * steps}).reshape(-1, 3)) @ {{1}} - {drift})"
@@ -153,7 +185,7 @@ class Wide(Structures):
         )
         if self.rng.random() < 0.4:
             code = self.transported(steps)
-        self.emit(code, [x, w], Type("f", (3,)))
+        self.interesting(code, [x, w], Type("f", (3,)))
 
     def transported(self, steps: int) -> str:
         """Sinkhorn's algorithm, whose costs a contraction makes."""
@@ -180,7 +212,7 @@ class Wide(Structures):
 
     def read_often(self) -> None:
         """One value with many readers, contractions among them."""
-        y, w = self.pick("f", (3, 3)), self.pick("f", (3, 3))
+        y, w = self.argument(0, 0.4), self.matrix()
         loop = self.rng.choice(SUMS)
         is_written_out = loop.startswith("sum(")
         most = 16 if is_written_out else 100
@@ -190,4 +222,4 @@ class Wide(Structures):
         if self.rng.random() < 0.3:
             made = f"{self.offset()} + {made}"
         total = loop.format(read=read, n=n)
-        self.emit(f"(lambda y, w: {total} / {n})({made}, {{1}})", [y, w], SQUARE)
+        self.interesting(f"(lambda y, w: {total} / {n})({made}, {{1}})", [y, w], SQUARE)
