@@ -31,11 +31,11 @@ def test_cases(first):
 
 @pytest.mark.rest
 def test_cases_of_policies_that_quantise():
-    _check_all(range(PER_TEST), quantises=True)
+    _check_all(range(PER_TEST), kind="quantised")
 
 
-def _check_all(seeds, quantises=False):
-    outcomes = {seed: check(make_case(seed, quantises)) for seed in seeds}
+def _check_all(seeds, kind=None):
+    outcomes = {seed: check(make_case(seed, kind)) for seed in seeds}
     failures = {s: str(x.failure) for s, x in outcomes.items() if x.failure}
     assert not failures, "See `python -m tests.fuzz --cases 1 --seed ...`."
     # What fails as written says nothing: most cases must say something.

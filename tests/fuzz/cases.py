@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -265,26 +265,30 @@ def _helpers(source: str) -> list[str]:
     return [code for name, code in functions.items() if name in needed]
 
 
-def make_case(seed: int, quantises: bool = False) -> Case:
-    """The case of a seed; of one of a policy that `quantises`, if so.
+def make_case(seed: int, kind: str | None = None) -> Case:
+    """The case of a seed, of any kind or of one of `KINDS`.
 
     Seeds in a row share a program: see `make_cases`."""
-    return make_cases(seed // SHARED, quantises)[seed % SHARED]
+    return make_cases(seed // SHARED, kind)[seed % SHARED]
 
 
 @functools.lru_cache(maxsize=4)
-def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
+def make_cases(number: int, kind: str | None = None) -> tuple[Case, ...]:
     """A program, with each of a few policies under each of a few transforms.
 
     Most of what a case takes is found out of the program, of its transforms as written
     or of what `amp` makes of it alone, and serves several cases. Every second program
-    is of a wider kind: see `wide` and `forms`. Of every fourth of the others one policy
-    quantises; all of them, if `quantises`."""
+    is of a wider kind, unless a `kind` is asked for: see `wide` and `forms`."""
     rng = random.Random(number)
-    if number % 2:
-        kinds = [*_QUANTISING_KINDS] if quantises else [*_WIDER_KINDS]
-        weights = [_WIDER_KINDS[kind] for kind in kinds]
-        return tuple(rng.choices(kinds, weights)[0](rng))
+    if kind is None and number % 2:
+        (kind,) = rng.choices([*KINDS], [weight for weight, _ in KINDS.values()])
+    if kind is not None:
+        return tuple(KINDS[kind][1](rng))
+    return tuple(_any(rng, number))
+
+
+def _any(rng: random.Random, number: int, quantises: bool = False) -> list[Case]:
+    """Of any statements. Of every fourth program one policy quantises; all, if so."""
     transforms = make_transforms(rng)
     reverse = is_reverse(transforms)
     program = make_program(rng, reverse)
@@ -304,7 +308,7 @@ def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
             chosen.append(transforms)
         transforms = make_transforms(rng)
     cases = _all_of(rng, program, chosen, policies, is_whole=False)
-    return tuple(
+    return [
         dataclasses.replace(
             case,
             x64=config < 0.03,
@@ -312,7 +316,7 @@ def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
             checks=0.06 < config < 0.075,
         )
         for i, case in enumerate(cases)
-    )
+    ]
 
 
 Transforms = tuple[tuple[str, ...], tuple[str, ...]]
@@ -367,7 +371,7 @@ _WIDE_POLICIES: list[tuple[float, str, str]] = [
 def _scoped(rng: random.Random) -> list[Case]:
     """Of rules for scopes in scopes, in every phase of a gradient."""
     program, layers = forms.make_scoped(rng)
-    transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
+    transforms = [make_gradient(rng, within=0.7) for _ in range(TRANSFORMS)]
     found: dict[str, tuple[str, tuple[Reads, ...]]] = {}
     while len(found) < POLICIES:
         dtype = rng.choice(["bfloat16", "float16"])
@@ -404,7 +408,7 @@ def _ruled(rng: random.Random) -> list[Case]:
 def _contained(rng: random.Random) -> list[Case]:
     """Of batches in containers, under rules that ask which operand is the weight."""
     program = forms.make_batched(rng)
-    transforms = [make_gradient(rng, within=False) for _ in range(TRANSFORMS)]
+    transforms = [make_gradient(rng, within=0.0) for _ in range(TRANSFORMS)]
     rules = [
         "int8(where=None, weight_only=True)", "int8(where=None, migration=0.5)",
         "float8(where=None, weight_gradient='compute')", "int8(where=None)",
@@ -442,11 +446,23 @@ def _tailed(rng: random.Random) -> list[Case]:
     ]
 
 
-_QUANTISING_KINDS = (_ruled, _contained)
-_WIDER_KINDS = {_wide: 0.7, _scoped: 0.1, _ruled: 0.08, _contained: 0.06, _tailed: 0.06}
+def _quantised(rng: random.Random) -> list[Case]:
+    return _any(rng, rng.randrange(2**32), quantises=True)
 
 
-def make_gradient(rng: random.Random, within: bool = True) -> Transforms:
+Make = Callable[[random.Random], list[Case]]
+KINDS: dict[str, tuple[float, Make]] = {
+    "wide": (0.6, _wide),
+    "scoped": (0.12, _scoped),
+    "ruled": (0.1, _ruled),
+    "contained": (0.08, _contained),
+    "tailed": (0.1, _tailed),
+    "quantised": (0.0, _quantised),
+}
+"""Kinds of programs, each with its share of those that are wider."""
+
+
+def make_gradient(rng: random.Random, within: float = 0.3) -> Transforms:
     """Transforms of a step of training: a gradient, outside of `amp` or `within`."""
     if rng.random() < 0.1:
         inner, outer = make_transforms(rng)
@@ -456,7 +472,7 @@ def make_gradient(rng: random.Random, within: bool = True) -> Transforms:
     names, weights = [name for _, name in _AROUND], [weight for weight, _ in _AROUND]
     chosen += rng.choices(names, weights, k=more)
     rng.shuffle(chosen)
-    count = rng.choice([0, 0, 0, 1, len(chosen)]) if within else 0
+    count = rng.choice([1, len(chosen)]) if rng.random() < within else 0
     return tuple(chosen[:count]), tuple(chosen[count:])
 
 

@@ -75,7 +75,7 @@ def _failing(name: str, seeds: Iterator[int]) -> tuple[int, Failure] | None:
 
 
 def _case(name: str, seed: int) -> Case:
-    return make_case(seed, quantises=name in OF_QUANTISED)
+    return make_case(seed, KINDS.get(name))
 
 
 def _handler(name: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
