@@ -1,7 +1,7 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from .._rules import PLACING, Demand, Leaf, author_dtype
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
 from .alike import Alike
-from .casts import attach, attach_moved, cast_of, fork, settle
+from .casts import attach, attach_moved, cast_of, fork, one_number, settle
 from .islands import Region, as_island
 from .keeps import Keeps
 from .plan import Facts, Plan, Scope, Step
@@ -63,6 +63,7 @@ class Frame:
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
         self.rounded: Rounded = {}  # weights rounded before a loop
         self.cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
+        self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         # A frame for other values, which holds on to nothing of this one.
         self.over = functools.partial(Frame, planner)
 
@@ -83,7 +84,7 @@ class Frame:
         frame = self.over(env, self.keeps)
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
         schedule = plan.islands if self.is_lean else plan.plain
-        units, unit_drops, cotangents = schedule
+        units, unit_drops, cotangents, frame.shared = schedule
         if self.keeps != Keeps.LEAN:  # in a loop there are few sums to compute again
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         frame.cotangents = cotangents
@@ -181,12 +182,43 @@ class Frame:
             aval: Any = atom.aval
             same = dtype is None or aval.dtype == dtype
             return atom.val if same else np.asarray(atom.val).astype(dtype)
-        value = self.env[atom]
-        if dtype is None or value.dtype == dtype:
+        value, author = self.env[atom], author_dtype(atom.aval)
+        if author is None:
             return value
-        if (atom, dtype) not in self.casts:
-            self.casts[atom, dtype] = cast_of(atom, value, dtype)
-        return self.casts[atom, dtype]
+        if dtype is None:
+            dtype = value.dtype
+        if atom in self.shared and bits(dtype) < bits(author):
+            return attach(self.in_full(atom), self._in(atom, dtype))
+        return self._in(atom, dtype)
+
+    def in_full(self, var: Any) -> Any:
+        """The value of `var` in the author's dtype, in which cotangents add up."""
+        author = author_dtype(var.aval)
+        return self.env[var] if author is None else self._in(var, author)
+
+    def copies(
+        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+    ) -> list[Any]:
+        """Low copies for the backward pass; `None` where no dtype is given."""
+        pairs = zip(variables, dtypes, strict=True)
+        return [None if dtype is None else self._in(v, dtype) for v, dtype in pairs]
+
+    def rounded_for_all(self, var: Any) -> DType | None:
+        """The dtype of a low value that is read more than once, else `None`."""
+        author = author_dtype(var.aval)
+        if author is None or var not in self.shared:
+            return None
+        dtype = self.env[var].dtype
+        return dtype if bits(dtype) < bits(author) else None
+
+    def _in(self, var: Any, dtype: DType) -> Any:
+        """The value of `var` in `dtype`: one array for all that read it so."""
+        value = self.env[var]
+        if value.dtype == dtype:
+            return value
+        if (var, dtype) not in self.casts:
+            self.casts[var, dtype] = cast_of(var, value, dtype)
+        return self.casts[var, dtype]
 
     def bind(self, step: Step) -> list[Any]:
         with marked(step):
@@ -238,6 +270,8 @@ class Frame:
             bind = settled_bind(eqn.primitive, decision.params, is_low)
             outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
+        if step.is_compute:
+            outs = list(map(one_number, outs))
         if rounded and branch is None:
             # What is looked up is read by all kinds of ops: a sum of cotangents.
             is_sum = eqn.primitive.name == "gather"
@@ -254,9 +288,9 @@ class Frame:
 
     def operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]
-        value = self.read(atom, None)
-        if isinstance(atom, Literal) or dtype is None or value.dtype == dtype:
+        if isinstance(atom, Literal) or dtype is None or self.env[atom].dtype == dtype:
             return self.read(atom, dtype)
+        value = self.env[atom]
         if step.casts.get(i) == Leaf.CONST:
             return self._cast_ahead(atom, dtype)
         is_sharded = step.casts.get(i) == Leaf.SHARDED

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._jax import Jaxpr, Literal, raw, scopes
-from .._primitives import LINEAR
 from .._structural import Body
 from .matching import Matching
 from .memo import Memo
 from .plan import Scope
-from .reach import Reach, around, members, of_input, through, union
+from .reach import Reach, around, through, union
 
 
 @dataclass(eq=False)
@@ -31,11 +30,10 @@ class Carries:
         )
 
     def _find_uncrossed(self, jaxpr: Jaxpr, scope: Scope) -> tuple[Reach, ...]:
-        env = {v: of_input(i) for i, v in enumerate(jaxpr.invars)}
+        env = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
 
         def read(atoms):
-            known = (Reach() if isinstance(x, Literal) else env.get(x) for x in atoms)
-            return [reach or Reach() for reach in known]
+            return [0 if isinstance(x, Literal) else env.get(x, 0) for x in atoms]
 
         for eqn in jaxpr.eqns:
             inner_scope = scope + scopes(eqn)
@@ -48,12 +46,9 @@ class Carries:
                     for out, reach in zip(body.outs, inner, strict=True):
                         if out is not None:
                             v = eqn.outvars[out]
-                            env[v] = union((env.get(v, Reach()), through(reach, given)))
+                            env[v] = env.get(v, 0) | through(reach, given)
             elif not self.matching.found(eqn, inner_scope).is_compute:
-                reach = union(read(eqn.invars))
-                is_linear = eqn.primitive.name in LINEAR
-                reach = reach if is_linear else reach.bend()
-                env |= dict.fromkeys(eqn.outvars, reach)
+                env |= dict.fromkeys(eqn.outvars, union(read(eqn.invars)))
         return tuple(read(jaxpr.outvars))
 
     def _around(self, body: Body, scope: Scope) -> Sequence[Reach]:
@@ -68,32 +63,4 @@ class Carries:
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries (by input) that some path takes round the loop uncrossed."""
         reach = self._around(body, scope)
-        return {i for out, i in body.loop if reach[out].inputs >> i & 1}
-
-    def only_added_to(self, jaxpr: Jaxpr, scope: Scope) -> set[int]:
-        """The inputs that reach no result but through linear or compute ops.
-
-        None, if there is no compute op: then nothing is to be had from a low copy."""
-        if not self._computes(jaxpr, scope):
-            return set()
-        bent = union(self.uncrossed(jaxpr, scope)).bent
-        return set(range(len(raw(jaxpr).invars))) - set(members(bent))
-
-    def _computes(self, jaxpr: Jaxpr, scope: Scope) -> bool:
-        """Whether a program holds a compute op, at any depth."""
-        return self._known(
-            jaxpr, (scope, "computes"), lambda: self._find_compute(raw(jaxpr), scope)
-        )
-
-    def _find_compute(self, jaxpr: Jaxpr, scope: Scope) -> bool:
-        for eqn in jaxpr.eqns:
-            inner = scope + scopes(eqn)
-            handler = self.matching.handler(eqn, inner)
-            if handler is None:
-                found = self.matching.found(eqn, inner).is_compute
-            else:
-                bodies = handler.bodies(eqn)
-                found = any(self._computes(body.jaxpr, inner) for body in bodies)
-            if found:
-                return True
-        return False
+        return {i for out, i in body.loop if reach[out] >> i & 1}

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from .._dtypes import DType, cast, cast_as
+from .._dtypes import DType, bits, cast, cast_as, is_float
 from .._jax import SymbolicZero
 
 
@@ -81,6 +82,18 @@ def _fork_jvp(low, primals, tangents):
 
 
 fork.defjvp(_fork_jvp, symbolic_zeros=True)
+
+
+def one_number(x: Any) -> Any:
+    """`x`, of which all readers read the same number in the compiled program, too.
+
+    XLA may leave out a rounding to 16 bits that a cast up follows, for one reader and
+    not for another: the gradient would then be that of other logits than the loss. What
+    `reduce_precision` rounds is rounded for every reader."""
+    if not is_float(x.dtype) or bits(x.dtype) != 16:
+        return x
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def cast_of(var: Any, value: Any, dtype: DType) -> Any:

@@ -7,13 +7,24 @@ planned with the facts of their operands, so decisions flow through jit, loops a
 branches; see `_structural`."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._dtypes import DType
 from .._errors import AmpError, warn_or_raise
-from .._jax import Eqn, Jaxpr, consts, names, raw, scopes, source_line, subjaxprs
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    names,
+    raw,
+    scopes,
+    source_line,
+    subjaxprs,
+)
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Found, Lookup
 from .._primitives import FIXED
@@ -25,6 +36,7 @@ from .._rules import (
     Shown,
     Site,
     author_dtype,
+    held_in_full,
     summed_once,
     use_original_precision,
 )
@@ -104,11 +116,14 @@ class Planner:
             for v, c in zip(inner.constvars, values, strict=True)
         }
         demand = self.demands.of_variables(inner, scope, wanted)
+        atoms = [*inner.outvars, *(atom for eqn in inner.eqns for atom in eqn.invars)]
+        count = Counter(atom for atom in atoms if not isinstance(atom, Literal))
+        shared = {v for v, times in count.items() if times > 1}
         steps, keys = [], set()
         for eqn in inner.eqns:
             operands = tuple(fact_of(env, atom) for atom in eqn.invars)
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
-            step = self._step(eqn, scope + scopes(eqn), operands, needed)
+            step = self._step(eqn, scope + scopes(eqn), operands, needed, shared)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
             found = {step.found.key, *step.found.also}
@@ -126,7 +141,12 @@ class Planner:
         )
 
     def _step(
-        self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Sequence[Demand]
+        self,
+        eqn: Eqn,
+        scope: Scope,
+        facts: Facts,
+        wanted: Sequence[Demand],
+        shared: Set[Any],
     ) -> Step:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
@@ -134,6 +154,7 @@ class Planner:
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if handler is not None:
+            site = site._replace(facts=_shared_in_full(eqn, site, shared))
             with self._inside(site):
                 decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)
@@ -225,3 +246,16 @@ class Planner:
             backward=told.backward or (self._is_backward and not again),
             recomputed=again,
         )
+
+
+def _shared_in_full(eqn: Eqn, site: Site, shared: Set[Any]) -> Facts:
+    """The facts of operands, held in full if the equation is not their only reader.
+
+    The cotangent that comes back from a program that the equation holds is then not
+    rounded before it is added to those of the other readers."""
+    return tuple(
+        fact
+        if isinstance(atom, Literal) or atom not in shared
+        else held_in_full(fact, author)
+        for atom, fact, author in zip(eqn.invars, site.facts, site.authors, strict=True)
+    )

@@ -9,7 +9,7 @@ import jax
 from .._dtypes import bits
 from .._jax import CAN_PREVENT_SOME_CSE, Literal, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
-from .._rules import keeping_low
+from .._rules import keeping_copies
 from .._structural.kept import keep
 from .alike import code_of
 from .casts import attach
@@ -22,18 +22,28 @@ Frame = Any  # of `bind`, which builds on this module
 
 def bind_region(outer: Frame, region: Region) -> list[Any]:
     """Binds steps so that only what goes into them is kept for the backward pass."""
-    ins = {v: (dtype, v in region.sharded) for v, dtype in region.ins.items()}
+    # Of a value that others read, too, the cotangent is not rounded here.
+    kept = {v: dtype or outer.rounded_for_all(v) for v, dtype in region.ins.items()}
+    ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
     code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
-    run = outer.alike(code, functools.partial(_island, outer, region))
+    run = outer.alike(
+        code, functools.partial(_island, outer, region, any(kept.values()))
+    )
     with eqn_context(without_scopes(region.steps[0].eqn)):
-        outs = run(*(outer.env[v] for v in region.ins))
+        if any(kept.values()):
+            operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
+            outs = run(operands, outer.copies(kept, kept.values()))
+        else:
+            outs = run(*(outer.env[v] for v in kept))
     return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
 
 
-def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
+def _island(outer: Frame, region: Region, has_copies: bool) -> Callable[..., list[Any]]:
     """A region as a function that is run again in the backward pass.
 
-    Inside a loop there is nothing that XLA could merge the second run with."""
+    A function of its operands, or, if it `has_copies`, of a list of these and a list of
+    the copies that are kept. Inside a loop there is nothing that XLA could merge the
+    second run with."""
     # What is run again must not hold on to the outer frame, nor to its other values.
     over, cotangents = outer.over, outer.cotangents
 
@@ -53,10 +63,9 @@ def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
     prevent_cse = outer.keeps == Keeps.LEAN and not region.last
     if prevent_cse and region.sharded and CAN_PREVENT_SOME_CSE:
         prevent_cse = tuple(v not in region.sharded for v in region.ins)
-    kept = list(region.ins.values())
-    if any(kept):
+    if has_copies:
         mark = keep if outer.keeps == Keeps.MARKED else None
-        return keeping_low(island, island, kept, prevent_cse, mark)
+        return keeping_copies(island, island, prevent_cse, mark)
     return jax.checkpoint(island, prevent_cse=prevent_cse)
 
 
@@ -115,7 +124,7 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
 
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
     code = code_of([*chain, step], ins), tuple(again)
-    values = [frame.env[root] for root in roots]
+    values = [frame.read(root, None) for root in roots]
     run = frame.alike(code, lambda: jax.checkpoint(op, prevent_cse=False))
     return run(values, marks, arrays)
 

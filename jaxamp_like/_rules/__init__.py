@@ -17,6 +17,7 @@ from .base import (
     Site as Site,
     author_dtype as author_dtype,
     demand_in as demand_in,
+    held_in_full as held_in_full,
     is_full as is_full,
     outs_of as outs_of,
 )
@@ -45,7 +46,7 @@ from .following import (
     keep_inputs as keep_inputs,
     low_if_read_low as low_if_read_low,
 )
-from .low_residuals import keeping_low as keeping_low
+from .low_residuals import keeping_copies as keeping_copies
 from .sending import (
     FULL_SUMS as FULL_SUMS,
     send_low as send_low,

@@ -104,9 +104,24 @@ class Fact(NamedTuple):
     small: bool = False  # holds only as much as an array smaller than itself
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
-    coarse: DType | None = None  # what a summand of its size was rounded to
+    # The dtype of a copy which is no coarser than what the value is made of.
+    copy: DType | None = None
     sampled: bool = False  # `values` are not all of them
     shown: Shown = Shown.NONE
+
+    @property
+    def kept_as(self) -> DType | None:
+        """The dtype in which it is kept for the backward pass, if not in its own."""
+        return None if self.copy == self.dtype else self.copy
+
+
+def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
+    """The fact of the same numbers in the author's dtype, in which cotangents add up.
+
+    What the backward pass keeps of them is as low as it was."""
+    if fact is None or author is None or fact.dtype == author:
+        return fact
+    return fact._replace(dtype=author, copy=fact.dtype)
 
 
 class Site(NamedTuple):

@@ -6,29 +6,30 @@ from typing import Any
 
 import jax
 
-from .._dtypes import DType, cast_all
+from .._dtypes import DType, cast, cast_all
 from .._jax import SymbolicZero
 from .base import author_dtype
 
 
-def keeping_low(
+def keeping_copies(
     forward: Callable[..., Any],
     again: Callable[..., Any],
-    low: Sequence[DType | None],
     prevent_cse: bool | Sequence[bool] = True,
     mark: Callable[[Any], Any] | None = None,
-) -> Callable[..., Any]:
-    """`forward`, differentiated at operands that were rounded to `low`.
+) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    """`forward` as a function of operands and of copies of them, or `None` for none.
 
-    Only these are kept for the backward pass, `mark`ed for a policy if there is one.
-    All else is made again there, by `again`, which computes what `forward` does.
-    `prevent_cse` is one for all operands, or one for each."""
+    For the backward pass a copy is kept where there is one, and else the operand, which
+    `mark` then marks for the policy of a checkpoint. All else is made again there, by
+    `again`, which computes what `forward` does. The derivative is that of the operands,
+    taken at the copies. `prevent_cse` is one for all operands, or one for each."""
 
     is_one = isinstance(prevent_cse, bool)
     among_arguments: Any = prevent_cse if is_one else ([*prevent_cse], True)
 
     @jax.custom_jvp
-    def op(*operands):
+    def op(operands, copies):
+        del copies
         return forward(*operands)
 
     @functools.cache  # one function, which JAX traces once
@@ -49,14 +50,20 @@ def keeping_low(
         return linear
 
     def jvp(primals, tangents):
-        moves = {
-            i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
-        }
-        kept = cast_all(primals, low)
+        (operands, copies), (moving, _) = primals, tangents
+        moves = {i: t for i, t in enumerate(moving) if not isinstance(t, SymbolicZero)}
+        pairs = zip(operands, copies, strict=True)
+        kept = [x if copy is None else copy for x, copy in pairs]
         kept = kept if mark is None else [mark(x) for x in kept]
-        dtypes = tuple(author_dtype(jax.typeof(x)) for x in primals)
+        dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
         linear = derivative(tuple(moves), dtypes)
-        return op(*primals), linear(kept, tuple(moves.values()))
+        return op(operands, copies), linear(kept, tuple(moves.values()))
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op
+
+
+def copies_in(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
+    """A copy of each value that has a dtype given, for `keeping_copies`."""
+    pairs = zip(values, dtypes, strict=True)
+    return [None if dtype is None else cast(x, dtype) for x, dtype in pairs]

@@ -8,7 +8,7 @@ from .._dtypes import lowered
 from .._primitives.matmul_precision import settled_bind
 from . import Decision, Demand, Rule, Site
 from .given import as_rule
-from .low_residuals import keeping_low
+from .low_residuals import copies_in, keeping_copies
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ class SavingLow(Rule):
             return decision
         is_low = decision.reads != site.authors
         op = settled_bind(site.primitive, decision.params, is_low)
-        bind = keeping_low(op, op, low)
+        keeping = keeping_copies(op, op)
+
+        def bind(*operands):
+            return keeping(operands, copies_in(operands, low))
+
         why = f"{decision.why}; keeps its inputs in {site.compute_dtype.name}"
         return decision._replace(bind=bind, why=why)
 

@@ -8,10 +8,8 @@ by islands of ops that are run again there."""
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
-from .._dtypes import DType, bits, exact_in, is_float, lowered
-from .base import Decision, Demand, Mark, Rule, Site, outs_of
+from .._dtypes import DType, bits, exact_in, has_range, is_float, lowered
+from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import (
     FANNING_OUT,
     ConvertAsWritten,
@@ -36,7 +34,7 @@ class ComputeInFull(Rule):
         return _AS_IT_IS
 
     def decide(self, site: Site) -> Decision:
-        outs = outs_of(site, None, Mark.LOW, coarse=_coarseness(site))
+        outs = outs_of(site, None, Mark.LOW, copy=_copy_of(site))
         return Decision(
             site.authors,
             site.params,
@@ -63,7 +61,9 @@ class MoveExactly(Rule):
         if self.extremes and Demand.FULL in site.demand:
             return compute_in_full.decide(site)
         facts = site.facts
-        if site.primitive.name not in FANNING_OUT:
+        if site.primitive.name in _REPEATING:
+            facts = tuple(map(held_in_full, facts, site.authors))
+        elif site.primitive.name not in FANNING_OUT:
             facts = tuple(
                 low_if_read_low(fact, site.demand, site.compute_dtype) for fact in facts
             )
@@ -115,31 +115,36 @@ class ConvertExactly(ConvertAsWritten):
         return wanted if is_wide else _AS_IT_IS
 
 
-# What hands the rounding of an operand on as it is: one times the operand, or less.
-_HANDING_ON = frozenset("add sub add_any neg max min clamp select_n mul div".split())
+# Ops whose result has a low copy if their operands have: what adds up, and what picks.
+_ADDING = frozenset("add sub add_any neg".split())
+_PICKING = frozenset("max min clamp select_n".split())
 
 
-def _coarseness(site: Site) -> DType | None:
-    """The dtype than which a result is no finer, if any.
+def _copy_of(site: Site) -> DType | None:
+    """The dtype of a copy of the result that is no coarser than what it is made of.
 
-    That of a rounded value of its size that is one of its summands."""
-    if site.primitive is None or site.primitive.name not in _HANDING_ON:
+    Where every operand is a contraction's result, or made of such in the same way, its
+    rounding is of the size of what a rounding of the result adds. One other operand is
+    enough to make the copy coarser: of a sum of 1000 and of 1, rounded to 8 bits,
+    nothing is left of the 1."""
+    name = site.primitive and site.primitive.name
+    if name not in _ADDING | _PICKING:
         return None
-    if site.primitive.name in ("mul", "div") and not _scales_little(site):
+    pairs = zip(site.facts, site.authors, strict=True)
+    operands = [(fact, author) for fact, author in pairs if fact and author]
+    constants = [v for fact, _ in operands for v in fact.values or ()]
+    made = [(f, a) for f, a in operands if not f.values or name in _ADDING]
+    copies = {
+        fact.dtype if fact.dtype != author else fact.copy for fact, author in made
+    }
+    copy = copies.pop() if len(copies) == 1 else None
+    if copy is None or not all(has_range(copy, author) for _, author in made):
         return None
-    rounded = [
-        fact.dtype if fact.dtype != site.authors[i] else fact.coarse
-        for i, fact in enumerate(site.facts)
-        if fact and site.spreads(i)
-    ]
-    known = [dtype for dtype in rounded if dtype is not None]
-    return min(known, key=lambda dtype: jnp.finfo(dtype).nmant, default=None)
+    return copy if all(exact_in(v, copy) for v in constants) else None
 
 
-def _scales_little(site: Site) -> bool:
-    """Whether a product is one by a constant that is near 1, as in dropout."""
-    values = [fact.values for fact in site.facts if fact and fact.values]
-    return len(values) == 1 and all(1 / 8 <= abs(v) <= 8 for v in values[0])
+# What may show one element of its operand many times: their cotangents add up.
+_REPEATING = ("broadcast_in_dim", "gather", "tile")
 
 
 def _mark(facts: Any) -> Mark:

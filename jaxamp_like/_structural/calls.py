@@ -4,10 +4,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import DType, cast_all, lowered
+from .._dtypes import cast_all
 from .._jax import (
     Eqn,
     Jaxpr,
@@ -21,11 +20,10 @@ from .._jax import (
 from .._primitives import RANKING
 from .._rules import (
     Demand,
-    Fact,
     Leaf,
     Site,
     is_full,
-    keeping_low,
+    keeping_copies,
     low_if_read_low,
 )
 from .base import (
@@ -108,13 +106,9 @@ def decide_remat(planner: Any, eqn: Eqn, site: Site):
     jaxpr, policy = eqn.params["jaxpr"], eqn.params["policy"]
     if eqn.effects or policy not in policies or _chooses(jaxpr):
         return decision, inner
-    sums = planner.carries.only_added_to(jaxpr, site.scope)
-    keeps = tuple(
-        _kept_low(fact, site.compute_dtype) if i in sums else None
-        for i, fact in enumerate(inner[0].ins)
-    )
+    keeps = tuple(fact and fact.kept_as for fact in inner[0].ins)
     if any(keeps):
-        why = f"its body decides; keeps a {site.compute_dtype.name} copy of a carry"
+        why = "its body decides; keeps low copies of what contractions made"
         decision = decision._replace(keeps=keeps, why=why)
     return decision, inner
 
@@ -131,19 +125,6 @@ def _chooses(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _kept_low(fact: Fact | None, compute_dtype: DType) -> DType | None:
-    """The dtype in which a checkpoint keeps an input that it only adds to.
-
-    A residual stream is float32 for the sake of its sum alone. What else reads it leads
-    to ops that compute low, so it may just as well be run again from a low copy, if
-    that has the range of the sum."""
-    if fact is None or not fact.carried:
-        return None
-    low = lowered(fact.dtype, compute_dtype)
-    has_range = jnp.finfo(low).maxexp >= jnp.finfo(fact.dtype).maxexp
-    return low if low != fact.dtype and has_range else None
-
-
 def bind_remat(frame: Any, step: Any, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.keeps
     dtypes = now(step.decision.outs)
@@ -156,7 +137,9 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
     params = eqn.params | {"jaxpr": body, "prevent_cse": prevent_cse}
     if names := _names_kept(inner):
         params["policy"] = KeepingToo(names, params["policy"])
-    if keeps:
+    with eqn_context(eqn):
+        if not keeps:
+            return eqn.primitive.bind(*values, *operands, **params)
         # Only what is run again must not be merged with the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
         params["prevent_cse"] = False
@@ -165,11 +148,9 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
         def again(*operands):
             return run_jaxpr(body, operands)
 
-        call = keeping_low(forward, again, [None] * len(values) + [*keeps], prevent_cse)
-    else:
-        call = functools.partial(eqn.primitive.bind, **params)
-    with eqn_context(eqn):
-        return call(*values, *operands)
+        copies = [None] * len(values) + frame.copies(eqn.invars, keeps)
+        call = keeping_copies(forward, again, prevent_cse)
+        return call([*values, *operands], copies)
 
 
 def _names_kept(plan: Any) -> frozenset[str]:

@@ -25,6 +25,7 @@ from .._rules import (
     Fact,
     Mark,
     Site,
+    held_in_full,
 )
 from .base import (
     REMAT,
@@ -96,17 +97,18 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     low = (outs.keys() & read_low) - adds_up
     if SOLVER in site.scope and not site.by_scope:
         low = set()
-    coarse: dict[int, DType | None] = dict.fromkeys(outs)
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     given = list(inside(site.facts))
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
         if is_sliced and how & ~Demand.WIDE == Demand.LOW:
             given[i] = _low_slices(given[i], site)
+        elif not is_sliced and i not in outs:  # all iterations read it
+            given[i] = held_in_full(given[i], site.authors[i])
 
     def entering(i: int) -> Fact:
         fact = _carried(site, i, marks[i], i in low)
-        return fact._replace(carried=i in adds_up, coarse=coarse[i])
+        return fact._replace(carried=i in adds_up)
 
     def learn(i: int, made: Fact) -> bool:
         """What an iteration makes of a carry; whether that is news to the next one."""
@@ -117,7 +119,6 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         is_wide |= i in starts_full and not _is_exact(site, i)
         if is_wide or made.mark == Mark.FULL:
             low.discard(i)
-        coarse[i] = coarse[i] or made.coarse
         marks[i] = max(marks[i], made.mark)
         return entering(i) != before
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
-from ..._dtypes import DType, has_range, lowered
+from ..._dtypes import DType
 from ..._jax import Literal
 from ..._primitives import LINEAR, is_cheap
 from ..._rules import Fact, Leaf, author_dtype
@@ -35,14 +35,8 @@ def kept_for(step: Step, active: set[Any]) -> int:
 
 
 def kept_as(fact: Fact | None) -> DType | None:
-    """The dtype in which an island's input is kept, if not in its own.
-
-    Low if it is no finer than that: a contraction's rounded result is a part of it. And
-    if it can't leave the range."""
-    if fact is None or fact.coarse is None:
-        return None
-    low = lowered(fact.dtype, fact.coarse)
-    return low if low != fact.dtype and has_range(low, fact.dtype) else None
+    """The dtype in which an island's input is kept, if not in its own."""
+    return fact and fact.kept_as
 
 
 def is_cheap_step(step: Step) -> bool:

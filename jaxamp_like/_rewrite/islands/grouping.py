@@ -99,8 +99,7 @@ class Grouping:
     def is_rounded(self, v: Any) -> bool:
         """Whether a value is low, or a sum that a low one is part of."""
         fact = self.facts[v]
-        is_coarse = fact is not None and fact.coarse is not None
-        return is_coarse or is_low(v, self.facts)
+        return kept_as(fact) is not None or is_low(v, self.facts)
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""
@@ -131,7 +130,7 @@ class Grouping:
     def _origin(self, v: Any) -> tuple[Any, list[Step]] | None:
         """The low value that `v` is made of, and by which steps."""
         chain: list[Step] = []
-        while not is_low(v, self.facts):
+        while not self.is_rounded(v):
             step = self.maker.get(v)
             if step is None or not is_cheap_step(step) or looks_up(step, self.facts):
                 return None

@@ -1,6 +1,7 @@
 """Steps in an order that binding can follow, and what each is the last to read."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -33,11 +34,13 @@ class Schedule(NamedTuple):
 
     `drops` are the variables that each of them is the last to read, and `cotangents`
     those whose cotangents are rounded once: before they go anywhere, or, with a number,
-    for this operand of a sum alone."""
+    for this operand of a sum alone. `shared` are the variables that are read more than
+    once, so that JAX adds up their cotangents."""
 
     units: tuple[Step | Region, ...]
     drops: tuple[tuple[Any, ...], ...]
     cotangents: Mapping[Any, int | None] = MappingProxyType({})
+    shared: frozenset[Any] = frozenset()
 
 
 def schedule(
@@ -46,13 +49,14 @@ def schedule(
     cotangents: Mapping[Any, int | None] = MappingProxyType({}),
 ) -> Schedule:
     units = tuple(units)
-    seen = set(variables(outvars))
+    count = Counter(variables(outvars))
     drops = []
     for unit in reversed(units):
-        read = dict.fromkeys(unit.ins if isinstance(unit, Region) else reads(unit))
-        drops.append(tuple(v for v in read if v not in seen))
-        seen.update(read)
-    return Schedule(units, tuple(reversed(drops)), cotangents)
+        read = Counter([*unit.ins] if isinstance(unit, Region) else reads(unit))
+        drops.append(tuple(v for v in read if v not in count))
+        count.update(read)
+    shared = frozenset(v for v, times in count.items() if times > 1)
+    return Schedule(units, tuple(reversed(drops)), cotangents, shared)
 
 
 def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list[Step]]:
