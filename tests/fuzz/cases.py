@@ -14,7 +14,7 @@ from . import forms, quantised, runtime
 from .forms import Reads
 from .generate import make_program
 from .programs import Program
-from .wide import OFFSETS, Wide
+from .wide import OFFSETS, ReadOften, Wide
 
 # Weight, code, and whether derivatives are taken backwards.
 _TRANSFORMS: list[tuple[float, str, bool]] = [
@@ -337,15 +337,22 @@ def _all_of(
         )
         for policy in policies:
             many = bool(cases)
-            cases.append(
-                Case(program, inner, outer, *policy, jitted=many, again=many)
-            )
+            cases.append(Case(program, inner, outer, *policy, jitted=many, again=many))
     return cases
 
 
 def _wide(rng: random.Random) -> list[Case]:
     """Of numbers that are far from 1, or are read often: see `wide`."""
-    program = make_program(rng, True, rng.choice([1, 2, 2, 3, 4]), Wide)
+    return _strict(rng, make_program(rng, True, rng.choice([1, 2, 2, 3, 4]), Wide))
+
+
+def _read_often(rng: random.Random) -> list[Case]:
+    """Of values with many readers, and little else."""
+    return _strict(rng, make_program(rng, True, 1, ReadOften))
+
+
+def _strict(rng: random.Random, program: Program) -> list[Case]:
+    """Of a program whose gradients are checked leaf by leaf."""
     transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
     policies: list[tuple[str, str, str, bool]] = []
     while len(policies) < POLICIES:
@@ -381,9 +388,7 @@ def _scoped(rng: random.Random) -> list[Case]:
     cases = _all_of(rng, program, transforms, policies)
     return [
         dataclasses.replace(case, reads=reads)
-        for case, (_, reads) in zip(
-            cases, [*found.values()] * TRANSFORMS, strict=True
-        )
+        for case, (_, reads) in zip(cases, [*found.values()] * TRANSFORMS, strict=True)
     ]
 
 
@@ -391,7 +396,12 @@ def _ruled(rng: random.Random) -> list[Case]:
     """Of derivative rules by hand that contract in any order, in 8 bits."""
     program, reads = forms.make_ruled(rng)
     transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
-    options = ["", ", parameters_only=False", ", keep='compute'", ", power_of_two=False"]
+    options = [
+        "",
+        ", parameters_only=False",
+        ", keep='compute'",
+        ", power_of_two=False",
+    ]
     policies = [
         (
             rng.choice(["bfloat16", "bfloat16", "float16"]),
@@ -439,9 +449,7 @@ def _tailed(rng: random.Random) -> list[Case]:
     cases = _all_of(rng, program, transforms, policies)
     chosen = rng.choice([0, 0, 1, 3])  # to compile: what takes the longest
     return [
-        dataclasses.replace(
-            case, is_strict=True, tail=tail if i == chosen else None
-        )
+        dataclasses.replace(case, is_strict=True, tail=tail if i == chosen else None)
         for i, case in enumerate(cases)
     ]
 
@@ -452,7 +460,8 @@ def _quantised(rng: random.Random) -> list[Case]:
 
 Make = Callable[[random.Random], list[Case]]
 KINDS: dict[str, tuple[float, Make]] = {
-    "wide": (0.6, _wide),
+    "wide": (0.52, _wide),
+    "read_often": (0.08, _read_often),
     "scoped": (0.12, _scoped),
     "ruled": (0.1, _ruled),
     "contained": (0.08, _contained),

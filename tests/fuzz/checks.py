@@ -493,7 +493,9 @@ def _check_tail(case: Case, written: Written) -> None:
         if not np.isfinite([value, again, exact]).all():
             continue
         if max(abs(value - again), abs(value - exact)) > allowed:
-            raise Broken("tail", f"{value}, but {again}, {exact} of its logits: {flags}")
+            raise Broken(
+                "tail", f"{value}, but {again}, {exact} of its logits: {flags}"
+            )
 
 
 XLA_FLAGS: list[dict[str, Any]] = [{}, {"xla_allow_excess_precision": False}]

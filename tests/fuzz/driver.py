@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from . import planted
+from . import planted, planted_gradients
 from .cases import SHARED, Case, make_case
 from .checks import Outcome, check, forget
 from .shrink import shrink

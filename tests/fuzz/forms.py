@@ -91,7 +91,9 @@ _WRAPPERS = [
 ]  # fmt: skip
 
 
-def make_scoped(rng: random.Random) -> tuple[Program, list[tuple[int, tuple[str, ...]]]]:
+def make_scoped(
+    rng: random.Random,
+) -> tuple[Program, list[tuple[int, tuple[str, ...]]]]:
     """A program, and the size and the scopes of each of its layers."""
     maker = Scoped(rng, [])
     x = Var("x", Type("f", (ROWS, WIDTH)))

@@ -166,7 +166,9 @@ class Wide(Structures):
         x, w = self.argument(0, 0.4), self.matrix()
         steps = self.rng.choice([3, 8, 20])
         drift = self.rng.choice(["0.0", "1.0", "10.0", "-30.0"])
-        scores = f"(jnp.sin(jnp.arange({3.0 * steps}).reshape(-1, 3)) @ {{1}} - {drift})"
+        scores = (
+            f"(jnp.sin(jnp.arange({3.0 * steps}).reshape(-1, 3)) @ {{1}} - {drift})"
+        )
         moves = self.rng.choice(["jax.nn.log_softmax({0}, -1)", "{0}", "({0} @ {1})"])
         step = self.rng.choice(
             ["jax.nn.logsumexp(a[:, None] + t, 0) + e",
@@ -201,7 +203,10 @@ class Wide(Structures):
         ]
         loop = self.rng.choice(loops)
         end = self.rng.choice(
-            ["fg[0] - fg[0].mean()", "(jnp.exp((fg[0][:, None] + fg[1] - c) / EPS) * c)[0]"]
+            [
+                "fg[0] - fg[0].mean()",
+                "(jnp.exp((fg[0][:, None] + fg[1] - c) / EPS) * c)[0]",
+            ]
         )
         end = end.replace("EPS", eps)
         costs = self.rng.choice(["{0} @ {1}.T", "jnp.tanh({0} @ {1})"])
@@ -213,13 +218,21 @@ class Wide(Structures):
     def read_often(self) -> None:
         """One value with many readers, contractions among them."""
         y, w = self.argument(0, 0.4), self.matrix()
-        loop = self.rng.choice(SUMS)
-        is_written_out = loop.startswith("sum(")
-        most = 16 if is_written_out else 100
-        n = int(np.clip(round(2 * 50 ** self.rng.random()), 2, most))
+        loop = self.rng.choice([*SUMS, SUMS[0]])
+        n = round(2 * 50 ** self.rng.random())
         read = self.rng.choice(_BY_NUMBER)
         made = self.rng.choice(["{0} @ {1}", "{0} @ {1}", "{0}", "jnp.tanh({0} @ {1})"])
         if self.rng.random() < 0.3:
             made = f"{self.offset()} + {made}"
         total = loop.format(read=read, n=n)
         self.interesting(f"(lambda y, w: {total} / {n})({made}, {{1}})", [y, w], SQUARE)
+
+
+class ReadOften(Wide):
+    """Writes values with many readers alone."""
+
+    def kinds(self) -> list[tuple[float, Callable[[], Any]]]:
+        return [(3.0, self.read_often), (1.0, self.in_logs)]
+
+    def structures(self) -> list[tuple[float, Callable[[], Any]]]:
+        return [(0.3, self.scan), (0.3, self.remat), (0.2, self.jit)]
