@@ -379,16 +379,16 @@ def _scoped(rng: random.Random) -> list[Case]:
     """Of rules for scopes in scopes, in every phase of a gradient."""
     program, layers = forms.make_scoped(rng)
     transforms = [make_gradient(rng, within=0.7) for _ in range(TRANSFORMS)]
-    found: dict[str, tuple[str, tuple[Reads, ...]]] = {}
-    while len(found) < POLICIES:
-        dtype = rng.choice(["bfloat16", "float16"])
-        policy, reads = forms.make_rules(rng, layers, dtype)
-        found[f"{dtype} {policy}"] = (dtype, policy), reads
-    policies = [(*what, "asked", rng.random() < 0.2) for what, _ in found.values()]
+    dtypes = [rng.choice(["bfloat16", "float16"]) for _ in range(POLICIES)]
+    made = [forms.make_rules(rng, layers, dtype) for dtype in dtypes]
+    policies = [
+        (dtype, policy, "asked", rng.random() < 0.2)
+        for dtype, (policy, _) in zip(dtypes, made, strict=True)
+    ]
     cases = _all_of(rng, program, transforms, policies)
     return [
         dataclasses.replace(case, reads=reads)
-        for case, (_, reads) in zip(cases, [*found.values()] * TRANSFORMS, strict=True)
+        for case, (_, reads) in zip(cases, made * TRANSFORMS, strict=True)
     ]
 
 
@@ -486,8 +486,8 @@ def make_gradient(rng: random.Random, within: float = 0.3) -> Transforms:
 
 
 _AROUND: list[tuple[float, str]] = [
-    (3.0, "jitted"), (1.5, "remat"), (1.0, "vmapped"), (0.7, "scanned"), (0.5, "mapped"),
-    (0.4, "in_cond"), (0.4, "closed_over"), (0.3, "partial_eval"), (0.2, "sharded"),
+    (3.0, "jitted"), (1.5, "remat"), (1.0, "vmapped"), (0.7, "scanned"),
+    (0.5, "mapped"), (0.4, "in_cond"), (0.4, "closed_over"), (0.3, "partial_eval"), (0.2, "sharded"),
 ]  # fmt: skip
 
 

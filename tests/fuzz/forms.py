@@ -61,9 +61,9 @@ class Scoped:
         if depth >= 4 or self.rng.random() < 0.35:
             size = SIZES[len(self.layers)]
             self.layers.append((size, path))
-            w, v = (Var(f"{name}{size}", Type("f")) for name in "wv")
+            w, u = (Var(f"{name}{size}", Type("f")) for name in "wu")
             code = self.rng.choice(_LAYERS)
-            stmts.append(Stmt((out,), code, (y, w, v), scope=scope))
+            stmts.append(Stmt((out,), code, (y, w, u), scope=scope))
         else:
             code = self.rng.choice(_WRAPPERS)
             stmts.append(
@@ -104,7 +104,7 @@ def make_scoped(
             last = maker.statement(stmts, last, (), 0)
     shapes = {"x": (ROWS, WIDTH)}
     for size, _ in maker.layers:
-        shapes |= {f"w{size}": (WIDTH, size), f"v{size}": (size, WIDTH)}
+        shapes |= {f"w{size}": (WIDTH, size), f"u{size}": (size, WIDTH)}
     return _program(rng, shapes, stmts, last), maker.layers
 
 

@@ -5,6 +5,7 @@ Each is found within `MOST` cases of the kind that it is of."""
 import collections
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -211,7 +212,12 @@ def scope_lost_backward():
         is_backward = any(frame.name == "transpose" for frame in frames)
         return original(eqn)[:-1] if is_backward else original(eqn)
 
-    return mock.patch.object(_jax, "scopes", scopes)
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            is_ours = name.startswith(_jax.__package__ or "")
+            if is_ours and getattr(module, "scopes", None) is original:
+                stack.enter_context(mock.patch.object(module, "scopes", scopes))
+        return stack.pop_all()
 
 
 @fault

@@ -145,7 +145,7 @@ class Wide(Structures):
         self.emit(f"({{0}} + {by}).astype(jnp.float32)", [v], Type("f", v.type.shape))
 
     def stream(self) -> None:
-        """Steps that each add a contraction to what only its differences are read of."""
+        """Steps that each add a contraction to a value whose differences are read."""
         y, w = self.argument(0, 0.4), self.matrix()
         reader = f"({self.rng.choice(READERS)})"
         read = f"({self.rng.choice(ACTIVATIONS).format(f'{reader} @ w')})"
