@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -41,14 +42,31 @@ def flops(eqn: Any) -> int:
     lhs, rhs = (v.aval for v in eqn.invars[:2])
     out = eqn.outvars[0].aval
     if eqn.primitive.name == "conv_general_dilated":
-        out_feature = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * out.size * rhs.size // max(out_feature, 1)
+        return 2 * conv_products(eqn.params, lhs.shape, rhs.shape, out.shape)
     if eqn.primitive.name == "ragged_dot_general":
         numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     else:
         numbers = eqn.params["dimension_numbers"]
     (contract, _), _ = numbers
     return 2 * out.size * prod(lhs.shape[axis] for axis in contract)
+
+
+def conv_products(params: Any, lhs: Any, rhs: Any, out: Any) -> int:
+    """The products of a convolution with numbers that are no padding and no holes."""
+    numbers = params["dimension_numbers"]
+    batch, features, *sizes = (lhs[axis] for axis in numbers.lhs_spec)
+    out_features, _, *windows = (rhs[axis] for axis in numbers.rhs_spec)
+    count = batch * features * out_features
+    count //= params["feature_group_count"] * params["batch_group_count"]
+    for axis, (size, window) in enumerate(zip(sizes, windows, strict=True)):
+        stride, (before, _) = params["window_strides"][axis], params["padding"][axis]
+        holes = params["lhs_dilation"][axis]
+        outs = np.arange(out[numbers.out_spec[axis + 2]])[:, None]
+        elements = np.arange(window)[None] * params["rhs_dilation"][axis]
+        places = outs * stride + elements - before
+        inside = (places >= 0) & (places < size * holes) & (places % holes == 0)
+        count *= int(inside.sum())
+    return count
 
 
 def operand_dtype(eqn: Any) -> str:

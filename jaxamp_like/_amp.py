@@ -2,10 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,12 @@ from jax.typing import DTypeLike
 
 from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
+from ._frameworks.mixed import holds_parameters, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
+from ._parameters import Argnums, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
+from ._policies.frozen import FrozenRules
 from ._policies.mistakes import (
     Decorator,
     explaining_tracing,
@@ -29,9 +32,17 @@ from ._policies.mistakes import (
     refuse_what_cannot_be_rewritten,
     refuse_what_cannot_be_stopped,
     report_of_amp_twice,
+    report_of_hidden_parameters,
     report_of_no_lowering,
 )
-from ._policies.settings import PolicyLike, Settings, settings_of
+from ._policies.policy_map import PolicyMap
+from ._policies.settings import (
+    PolicyLike,
+    Settings,
+    global_policy,
+    settings_of,
+    using_policy,
+)
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
 from ._rewrite.by_hand import report_of_float16_by_hand
@@ -39,14 +50,18 @@ from ._rewrite.keeps import Keeps
 from ._rewrite.plan import Plan, Step, steps_of
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
-from ._rewrite.switch import is_amp_disabled
+from ._rewrite.rounded_losses import tell_of_rounded_losses
+from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unmatched import reports_of_unmatched_keys
+from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import (
     refuse_rules_with_state,
     report_of_few_quantised,
     report_of_nothing_quantised,
+    report_of_weights_closed_over,
 )
+from ._rules import Origin
 from ._rules.given import as_bool
 
 _P = ParamSpec("_P")
@@ -61,12 +76,12 @@ class Traced(NamedTuple):
         fn: what is called, as the user gave it.
         jaxpr: its program.
         arrays: what that takes.
-        held: for each array, whether its argument holds others, too."""
+        origins: for each array, whether it is a parameter."""
 
     fn: Callable[..., Any]
     jaxpr: Any
     arrays: list[Any]
-    held: list[bool]
+    origins: list[Origin]
 
 
 Run = Callable[[Planner, Traced], list[Any]]
@@ -83,6 +98,7 @@ def amp(
     strict: bool = ...,
     lean: bool = ...,
     gather_once: bool | None = ...,
+    argnums: int | Sequence[int] | None = ...,
 ) -> Callable[_P, _R]: ...
 @overload
 def amp(
@@ -93,6 +109,7 @@ def amp(
     strict: bool = ...,
     lean: bool = ...,
     gather_once: bool | None = ...,
+    argnums: int | Sequence[int] | None = ...,
 ) -> Callable[[_F], _F]: ...
 @naming_mistakes
 def amp(
@@ -103,6 +120,7 @@ def amp(
     strict: bool = False,
     lean: bool = False,
     gather_once: bool | None = None,
+    argnums: int | Sequence[int] | None = None,
 ) -> Any:
     """Computes what `fn` computes in mixed precision.
 
@@ -119,6 +137,8 @@ def amp(
         fn: any function of pytrees: a loss, a model, a whole training step, a callable
             module or a bound method. Leaves that are no arrays (Python numbers too) are
             passed through as they are. Without `fn`, returns a decorator.
+            A model of Equinox or NNX gives a model: with the same parameters, which
+            transforms and optimizers find, and methods that compute in mixed precision.
         compute_dtype: what contractions compute in; if not given, what the policy says,
             or the global policy, which is float16 until it is set. bfloat16 needs no
             loss scaling.
@@ -140,9 +160,16 @@ def amp(
             constraint or `in_shardings` inside of `fn` show that it lies on several. A
             `jit` around `amp` does not, if its `in_shardings` are the first to place
             the arrays: there say so.
+        argnums: the positions of the arguments that hold parameters, as of `jax.grad`:
+            by default the first one, or none where `fn` is a module that holds its own
+            parameters, or a method of one. For rules that treat weights unlike
+            activations (`float8`, `int8`, `use_precision_by_pass`). What is made of
+            parameters alone (cast, put side by side, masked) is a weight as they are.
+            Arrays that `fn` closes over count as weights beside what is computed; pass
+            `()` where they hold all of the parameters.
     Returns:
-        A function with the signature of `fn`. Its floating results are cast if the
-        policy has an output dtype.
+        A function with the signature of `fn`; of a model, a model. Floating results are
+        cast if the policy has an output dtype.
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or `compute_dtype` and
             the policy disagree.
@@ -159,6 +186,7 @@ def amp(
     arXiv:1710.03740."""
     settings = settings_of(amp_policy, compute_dtype)
     strict, lean = as_bool(strict, "strict"), as_bool(lean, "lean")
+    argnums = None if argnums is None else as_argnums(argnums)
     if gather_once is not None:
         gather_once = as_bool(gather_once, "gather_once")
     if fn is None:
@@ -169,6 +197,7 @@ def amp(
             strict=strict,
             lean=lean,
             gather_once=gather_once,
+            argnums=argnums,
         )
     refuse_unbound(fn)
     refuse_initialising(fn)
@@ -182,7 +211,59 @@ def amp(
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
         warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
-    return amp_by(settings, fn, strict=strict, lean=lean, gather_once=gather_once)
+    options = _Options(settings, strict, lean, gather_once, argnums)
+    if is_amp_disabled():
+        return options.mix(fn)
+    if isinstance(fn, jax.tree_util.Partial):
+        made = options.mix(fn.func)
+        return jax.tree_util.Partial(made, *fn.args, **fn.keywords)
+    if not is_model(fn):
+        if holds_parameters(fn):
+            warn_or_raise(report_of_hidden_parameters(fn), strict)
+        return options.mix(fn)
+    refuse_what_cannot_be_rewritten(fn)
+    given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
+    # The same object for equal policies, also after they were pickled.
+    settings = settings_of(**given)
+    if argnums is not None:  # the model comes first, with the parameters that it holds
+        options = options._replace(argnums=(0, *(i + (i >= 0) for i in argnums)))
+    options = options._replace(settings=settings)
+    given |= {"strict": strict, "lean": lean, "gather_once": gather_once}
+    given["argnums"] = argnums
+    again = functools.partial(_amp_again, global_policy(), given)
+    return mixed_model(fn, options, options.mix, again)
+
+
+class _Options(NamedTuple):
+    """What `amp` is to do, understood: equal if it is the same."""
+
+    settings: Settings
+    strict: bool
+    lean: bool
+    gather_once: bool | None
+    argnums: Argnums | None
+
+    def mix(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return amp_by(
+            self.settings,
+            fn,
+            strict=self.strict,
+            lean=self.lean,
+            gather_once=self.gather_once,
+            argnums=self.argnums,
+        )
+
+
+def _saved(policy: Any) -> Any:
+    """A policy as it can be pickled."""
+    is_dict = isinstance(policy, Mapping) and not isinstance(policy, PolicyMap)
+    return FrozenRules(policy) if is_dict else policy
+
+
+def _amp_again(policy: Any, given: dict[str, Any], model: Any) -> Any:
+    """`amp` of a model under a global policy, as when it was made."""
+    with using_policy(policy):
+        return amp(model, **given)
 
 
 def amp_by(
@@ -192,6 +273,7 @@ def amp_by(
     strict: bool,
     lean: bool = False,
     gather_once: bool | None = None,
+    argnums: Argnums | None = None,
     run: Run | None = None,
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
@@ -204,7 +286,8 @@ def amp_by(
         warn_or_raise(report_of_no_lowering(settings.lookup), strict)
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
-    rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn)
+    argnums = argnums_of(fn) if argnums is None else argnums
+    rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn, argnums)
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -216,7 +299,13 @@ def amp_by(
             )
         is_off = amp_is_off()
         out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
-        return out if is_off else settings.output.cast_to_output(out)
+        return out if is_off else returned(out)
+
+    def returned(out):
+        if settings.output.output_dtype is None:
+            return out
+        out = tell_of_rounded_losses(out, settings.output.output_dtype, fn, strict)
+        return settings.output.cast_to_output(out)
 
     _COMPUTE_DTYPES[wrapped] = settings.compute_dtype
     return wrapped
@@ -242,7 +331,11 @@ def _planner(
 
 
 def _rewritten(
-    planner: Planner, run: Run, given: Callable[..., Any], fn: Callable[..., Any]
+    planner: Planner,
+    run: Run,
+    given: Callable[..., Any],
+    argnums: tuple[int, ...],
+    fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
@@ -269,11 +362,11 @@ def _rewritten(
 
         # Errors of JAX name the function that they arose in.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
-        with explaining_tracing(), without_setting():
+        with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
         outs, out_tree, is_out = result[0]
-        held = list(compress(_held(tree), dynamic))
-        values = run(in_force, Traced(given, jaxpr, arrays, held))
+        origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
+        values = run(in_force, Traced(given, jaxpr, arrays, origins))
         return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
 
     return call
@@ -285,24 +378,14 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
     return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
-def _held(tree: Any) -> list[bool]:
-    """For each leaf of `(args, kwargs)`, whether its argument holds others, too."""
-    arguments = [one for group in tree.children() for one in group.children()]
-    return [
-        is_held
-        for one in arguments
-        for is_held in [not jax.tree_util.treedef_is_leaf(one)] * one.num_leaves
-    ]
-
-
 def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
     With rules that need a state only where there is one, or where nothing is run."""
-    jaxpr = planner.solvers.mark(call.jaxpr)
+    jaxpr = planner.prepared(call.jaxpr)
     inner = raw(jaxpr)
     avals = (v.aval for v in inner.invars)
-    plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.held)))
+    plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
     _report_unused(call.fn, planner, plan, steps)
     record_plan(planner, plan)
@@ -323,15 +406,21 @@ def _as_author(x: Any, aval: Any) -> Any:
 def _report_unused(
     fn: Callable[..., Any], planner: Planner, plan: Plan, steps: list[Step]
 ) -> None:
+    place = f"This is of {place_of(fn)}."
+    for key, report in reports_of_unmatched_keys(planner, plan, steps):
+        # One policy is for many functions, and a misspelt key is one mistake.
+        once = ref(planner.policy), key
+        warn_or_raise(f"{report} {place}", planner.strict, once)
     for report in (
-        *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_unknown_shapes(planner, steps),
+        *reports_of_unmeasured(plan),
         report_of_nothing_quantised(steps),
         report_of_few_quantised(steps),
+        report_of_weights_closed_over(plan),
         report_of_float16_by_hand(planner.compute_dtype, steps),
     ):
         if report is not None:
-            warn_or_raise(f"{report} This is of {place_of(fn)}.", planner.strict)
+            warn_or_raise(f"{report} {place}", planner.strict)
 
 
 @overload

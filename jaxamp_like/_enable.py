@@ -1,7 +1,7 @@
 """Mixed precision in one call: the loss and the optimizer together."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ._loss_scale.agree import AxisName
 from ._loss_scale.calls import SETTINGS, written_so
 from ._loss_scale.optimizer import LossScaleOptimizer
 from ._loss_scale.state import NoScaler, Scaler
+from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, settings_of
 from ._rewrite.switch import is_amp_disabled
 
@@ -28,6 +29,7 @@ def enable_amp(
     *,
     compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyLike | None = None,
+    argnums: int | Sequence[int] | None = None,
     scaler: str | ArrayLike | Scaler | None = "auto",
     axis_name: AxisName = None,
 ) -> tuple[Callable[..., Any], LossScaleOptimizer]:
@@ -41,12 +43,14 @@ def enable_amp(
         optimizer: any Optax optimizer; see `loss_scale_optimizer`.
         compute_dtype: of `amp`.
         amp_policy: of `amp`.
+        argnums: of `amp`.
         scaler: of `loss_scale_optimizer`; "auto" is "dynamic" for float16, and None for
             what has the range of float32.
         axis_name: of `loss_scale_optimizer`.
     Returns:
         `amp(loss_fn)` and the wrapped optimizer, whose `value_and_grad` scales the loss
-        and unscales the gradients; its `update` takes no others.
+        and unscales the gradients; its `update` takes no others. Given a loss that
+        `amp` never saw, and that has contractions in full, it warns.
     Raises:
         TypeError, ValueError: as of `amp` and `loss_scale_optimizer`.
 
@@ -78,4 +82,9 @@ def enable_amp(
             stacklevel=2,
         )
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
-    return amp(loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy), wrapped
+    if not is_amp_disabled():
+        wrapped.watch = Watch()
+    mixed = amp(
+        loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
+    )
+    return mixed, wrapped

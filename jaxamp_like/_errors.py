@@ -5,7 +5,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,18 @@ def _stack_level() -> int:
     return level
 
 
-_seen: set[str] = set()
+_seen: set[Hashable] = set()
 
 
-def warn_or_raise(message: str, strict: bool) -> None:
-    """Raises when `strict`, else warns the first time that this message comes up."""
+def warn_or_raise(message: str, strict: bool, once: Hashable = None) -> None:
+    """Raises when `strict`, else warns the first time that this message comes up.
+
+    With `once`, the first time that anything is said about that."""
     if strict:
         raise AmpError(message)
-    if message not in _seen:
-        _seen.add(message)
+    about = message if once is None else once
+    if about not in _seen:
+        _seen.add(about)
         warnings.warn(message, AmpWarning, _stack_level())
 
 
@@ -51,6 +54,8 @@ def place_of(fn: Callable[..., Any]) -> str:
     while isinstance(fn := inspect.unwrap(fn), functools.partial):
         fn = fn.func
     name = getattr(fn, "__name__", None)
+    if name == "__call__":  # of a model
+        name = getattr(fn, "__qualname__", name).split(".")[-2:][0]
     is_named = isinstance(name, str)
     code = getattr(fn if is_named else type(fn).__call__, "__code__", None)
     where = (

@@ -13,6 +13,8 @@ the documented API, and why:
   than the context's, as JAX's own `auto_axes` enters it;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
   be changed without changing the trace (later, `jax.make_user_context` is for that);
+- the flag `jax_hlo_source_file_canonicalization_regex` as a context: what is exported
+  must not name the folders that it was made in;
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names;
 - the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`.
@@ -22,6 +24,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +48,9 @@ except ImportError:  # JAX 0.6
     from jax._src.mesh import (  # pyright: ignore[reportMissingImports]
         use_abstract_mesh as _use_abstract_mesh,
     )
+
+# A regular expression: what it matches of the name of a source file is left out.
+from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -423,12 +429,59 @@ def in_scope(eqn: Eqn, name: str) -> Eqn:
 def scopes(eqn: Eqn) -> tuple[str, ...]:
     """The components of the `jax.named_scope`s around `eqn`, outermost first.
 
-    Frames of transforms (jvp, transpose, vmap) are left out, and so are the scopes
-    that `jnp.einsum` opens for its subscripts."""
-    frames = eqn.source_info.name_stack.stack
-    names = (frame.name for frame in frames if type(frame).__name__ == "Scope")
+    These are the scopes that the author opened, each once, whatever JAX has made of
+    the equation: it is the same for what runs in the forward pass, in the backward
+    pass, and again for the backward pass. Frames of transforms (jvp, transpose, vmap)
+    are left out, and so are the scopes that `jnp.einsum` opens for its subscripts."""
+    names = (frame.name for frame in scope_frames(eqn))
     parts = (part for name in names if "->" not in name for part in name.split("/"))
-    return tuple(part for part in parts if part)
+    return tuple(filter(None, parts))
+
+
+def scope_frames(eqn: Eqn) -> tuple[Any, ...]:
+    """The frames of the author's scopes in the name stack of `eqn`, each once."""
+    frames = _without_repetitions(eqn.source_info.name_stack.stack)
+    return tuple(x for x in frames if _is_scope(x) and x.name != RECOMPUTED)
+
+
+def with_frames(eqn: Eqn, frames: tuple[Any, ...], before: Any) -> Eqn:
+    """`eqn` with more frames in its name stack, `before` another or else at the end."""
+    info = eqn.source_info
+    old = info.name_stack.stack
+    place = next((i for i, frame in enumerate(old) if frame is before), len(old))
+    stack = type(info.name_stack)((*old[:place], *frames, *old[place:]))
+    return eqn.replace(source_info=info.replace(name_stack=stack))
+
+
+def traceback_of(eqn: Eqn) -> Any:
+    """The calls that led to `eqn`; the same object in all that comes of an equation."""
+    return eqn.source_info.traceback
+
+
+def _is_scope(frame: Any) -> bool:
+    return type(frame).__name__ == "Scope"  # the class is private
+
+
+def _without_repetitions(frames: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A name stack without the frames that differentiation has stacked again.
+
+    Where JAX differentiates a `jax.checkpoint`, the stack of what comes of it reads
+    A S P S. A stands around the backward pass, P around the differentiation, and S is
+    all that was opened within it. The other equations of the backward pass have A S.
+    (With JAX 0.6 it is A P S, where A mostly begins with P.)
+
+    A frame that is repeated is the same object. A scope which the author opens within
+    one of the same name has a frame of its own."""
+    while True:
+        first: dict[int, int] = {}
+        pairs = [(first.setdefault(id(x), i), i) for i, x in enumerate(frames)]
+        repeated = [(i, j) for i, j in pairs if i != j]
+        if not repeated:
+            return frames
+        start, end = repeated[-1]  # where S ends, at first and at last
+        new = tuple(frames[i] for i, j in pairs[start + 1 : end] if i == j)
+        is_around = any(not _is_scope(x) and x.name == "transpose" for x in new)
+        frames = (*frames[: start + 1], *(new * is_around), *frames[end + 1 :])
 
 
 # Since JAX 0.8.
@@ -458,23 +511,29 @@ RECOMPUTED = "rematted_computation"
 """The scope of what `jax.checkpoint` makes again in the backward pass."""
 
 
+def made_again(eqn: Eqn) -> Eqn:
+    """`eqn` of a forward pass, as one that the backward pass makes again."""
+    info = eqn.source_info
+    stack = source_info.new_name_stack().transform("transpose") + info.name_stack
+    return eqn.replace(source_info=info.replace(name_stack=stack.extend(RECOMPUTED)))
+
+
 class Names(NamedTuple):
     """What the name stack of an equation tells."""
 
     scopes: tuple[str, ...]  # names given to `jax.named_scope`, outermost first
     backward: bool  # made by transposing a derivative
     recomputed: bool  # made again in the backward pass, by `jax.checkpoint`
+    phases: tuple[str, ...]  # "jvp" and "transpose", outermost first
 
 
 def names(eqn: Eqn) -> Names:
     """What the name stack of `eqn` tells; see `Names`."""
     frames = eqn.source_info.name_stack.stack
-    transforms = {f.name for f in frames if type(f).__name__ != "Scope"}
-    names = scopes(eqn)
-    recomputed = RECOMPUTED in names
-    if recomputed:
-        names = tuple(n for n in names if n != RECOMPUTED)
-    return Names(names, "transpose" in transforms, recomputed)
+    transforms = [frame.name for frame in frames if not _is_scope(frame)]
+    phases = tuple(name for name in transforms if name in ("jvp", "transpose"))
+    opened = {frame.name for frame in frames if _is_scope(frame)}
+    return Names(scopes(eqn), "transpose" in phases, RECOMPUTED in opened, phases)
 
 
 def has_effect(eqn: Eqn) -> bool:
@@ -496,6 +555,19 @@ def writes_references(jaxpr: Jaxpr) -> bool:
 def source_line(eqn: Eqn) -> str:
     """Where the author wrote `eqn`: file, line and function."""
     return source_info.summarize(eqn.source_info)
+
+
+_FOLDERS = r".*[/\\]"
+
+
+def without_folders(line: str) -> str:
+    """A line of `source_line`, of which the file is named without its folders."""
+    return re.sub(_FOLDERS, "", line)
+
+
+def lowering_without_folders() -> Any:
+    """A context in which programs are lowered so that they name files likewise."""
+    return _left_out(_FOLDERS)
 
 
 def scan_arity(eqn: Eqn) -> tuple[int, int]:

@@ -1,7 +1,9 @@
 """Artifacts: the same bits elsewhere, and nothing is loaded that is not whole."""
 
 import collections
+import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -20,9 +22,12 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
 from jax import export
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
 
 from jaxamp_like import convert, load
-from jaxamp_like._convert import folder as folders
+from jaxamp_like._convert import artifact as artifacts, folder as folders
 from jaxamp_like.inference import ArtifactError
 from tests import across
 
@@ -330,6 +335,10 @@ def test_no_path_leads_out_of_the_folder(saved, copy):
     with pytest.raises(ArtifactError, match="is no plain file"):
         load(copy)
     file.unlink()
+    os.mkfifo(file)  # nobody ever writes to it
+    with pytest.raises(ArtifactError, match="is no plain file"):
+        load(copy)
+    file.unlink()
     with pytest.raises(ArtifactError, match="is missing"):
         load(copy)
 
@@ -360,6 +369,218 @@ def test_any_byte_that_is_another_is_found(saved, which, where, mask, how):
             folders.open_folder(path)
     finally:
         file.write_bytes(before)
+
+
+# ------------------------------------------------------------------------ bad programs
+
+
+def reforge(path, code):
+    """The artifact with another program, all of whose digests fit."""
+    sha = hashlib.sha256(code).hexdigest()
+    name = f"program-{sha[:16]}.jax_export"
+    (path / name).write_bytes(code)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    entry = {"name": name, "bytes": len(code), "sha256": sha}
+    forge(path, files=manifest["files"] | {"program": entry})
+
+
+def exported_in(path):
+    return export.deserialize(bytearray(next(path.glob("program-*")).read_bytes()))
+
+
+def with_code(exported, text):
+    """An export whose program is other StableHLO."""
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        version = stablehlo.get_current_version()
+        code = stablehlo.serialize_portable_artifact(module, version)
+    return dataclasses.replace(exported, mlir_module_serialized=code)
+
+
+SQUARE = "tensor<8x8xf32>"
+
+
+def program(line):
+    """A program of one operation on a matrix, which hands the matrix back."""
+    return f"""module @forged {{
+      func.func public @main(%w: {SQUARE}, %x: {SQUARE}) -> {SQUARE} {{
+        {line}
+        return %x : {SQUARE}
+      }} }}"""
+
+
+def call(target, types):
+    names = "%x" * types.startswith(f"({SQUARE})")
+    return program(f"%y = stablehlo.custom_call @{target}({names}) : {types}")
+
+
+LAYOUTS = "operand_layouts = [dense<[0, 1]> : tensor<2xindex>], api_version = 4 : i32"
+FORGED = {
+    "any name": call("free", f"({SQUARE}) -> {SQUARE}"),
+    "callback": call("xla_ffi_python_cpu_callback", f"({SQUARE}) -> {SQUARE}"),
+    "pallas": call("tpu_custom_call", f"({SQUARE}) -> {SQUARE}"),
+    "old LAPACK": call("lapack_spotrf", f"({SQUARE}) -> {SQUARE}"),
+    "few results": call("lapack_spotrf_ffi", f"({SQUARE}) -> {SQUARE}"),
+    "small results": program(
+        f"%y:2 = stablehlo.custom_call @lapack_spotrf_ffi(%x) {{{LAYOUTS}, "
+        "mhlo.backend_config = {uplo = 76 : ui8}, result_layouts = [dense<[0, 1]> : "
+        "tensor<2xindex>, dense<> : tensor<0xindex>]} : "
+        f"({SQUARE}) -> (tensor<1x1xf32>, tensor<i32>)"
+    ),
+    "wrong dtypes": call("lapack_dpotrf_ffi", f"({SQUARE}) -> {SQUARE}"),
+    "other options": program(
+        f"%y:2 = stablehlo.custom_call @lapack_spotrf_ffi(%x) {{{LAYOUTS}, "
+        "mhlo.backend_config = {uplo = 77 : ui8}, result_layouts = [dense<[0, 1]> : "
+        "tensor<2xindex>, dense<> : tensor<0xindex>], output_operand_aliases = "
+        "[#stablehlo.output_operand_alias<output_tuple_indices = [0], operand_index = "
+        "0, operand_tuple_indices = []>]} : "
+        f"({SQUARE}) -> ({SQUARE}, tensor<i32>)"
+    ),
+    "GPU": call("cusolver_getrf_ffi", f"({SQUARE}) -> {SQUARE}"),
+    "no operand": call("Sharding", f"() -> {SQUARE}"),
+    "TPU": call("ProductOfElementaryHouseholderReflectors", f"({SQUARE}) -> {SQUARE}"),
+    "other shape": call("Sharding", f"({SQUARE}) -> tensor<800x8xf32>"),
+    "in a branch": program(
+        "%c = stablehlo.constant dense<0> : tensor<i32>\n"
+        '%y = "stablehlo.case"(%c) ({ %z = stablehlo.custom_call @free(%x) : '
+        f"({SQUARE}) -> {SQUARE}\n stablehlo.return %z : {SQUARE} }}) : "
+        f"(tensor<i32>) -> {SQUARE}"
+    ),
+    "elsewhere": program("func.call @free() : () -> ()").replace(
+        "func.func public", "func.func private @free()\n func.func public"
+    ),
+    "escapes": call('"free\\1B[2J"', f"({SQUARE}) -> {SQUARE}"),
+    "host": program(
+        "%t = stablehlo.create_token : !stablehlo.token\n"
+        '%y:2 = "stablehlo.infeed"(%t) {infeed_config = "", layout = [[0, 1]]} : '
+        f"(!stablehlo.token) -> ({SQUARE}, !stablehlo.token)"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory):
+    w, x = randoms((8, 8), (8, 8))
+    path = tmp_path_factory.mktemp("product") / "a"
+    convert(jnp.matmul, w, x, **BF16).save(path)
+    return path
+
+
+@pytest.mark.parametrize("text", FORGED.values(), ids=FORGED.keys())
+def test_native_code_that_a_forged_program_names_is_not_called(product, tmp_path, text):
+    shutil.copytree(product, tmp_path / "a")
+    reforge(tmp_path / "a", with_code(exported_in(product), text).serialize())
+    reason = "calls native code|holds `(stablehlo.infeed|func.func` without a body)"
+    with pytest.raises(ArtifactError, match=reason) as refused:
+        load(tmp_path / "a")
+    assert str(refused.value).isprintable()
+
+
+def factor(w, x):
+    return jnp.linalg.cholesky(x @ x.T + 9 * jnp.eye(8)) @ w
+
+
+LINEAR_ALGEBRA = {
+    "cholesky": factor,
+    "solve": lambda w, x: jnp.linalg.solve(x, w),
+    "svd": lambda w, x: jnp.linalg.svd(x @ w)[1],
+    "eigh": lambda w, x: jnp.linalg.eigh(x @ w + (x @ w).T)[0],
+    "qr": lambda w, x: jnp.linalg.qr(x @ w)[1],
+}
+
+
+@pytest.mark.parametrize("fn", LINEAR_ALGEBRA.values(), ids=LINEAR_ALGEBRA.keys())
+def test_linear_algebra_is_called_as_jax_does(tmp_path, fn):
+    w, x = randoms((8, 8), (8, 8))
+    low = convert(fn, w, x, compute_dtype="float32")
+    low.save(tmp_path / "a", platforms=["cpu", "cuda", "tpu"])
+    loaded = load(tmp_path / "a")
+    assert "lapack_s" in loaded.stablehlo()
+    np.testing.assert_allclose(loaded(x), low(x), rtol=1e-4, atol=1e-3)
+
+
+def test_the_digest_vouches_for_native_code(tmp_path):
+    """Of a size that is not known, nobody can tell what LAPACK would write."""
+    (n,) = export.symbolic_shape("n")
+    w, xs = randoms((8, 8), (3, 8, 8))
+    shape = jax.ShapeDtypeStruct((n, 8, 8), "float32")
+    low = convert(lambda w, xs: jax.vmap(lambda x: factor(w, x))(xs), w, shape, **BF16)
+    digest = low.save(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=r"lapack_spotrf_ffi.*give `digest`"):
+        load(tmp_path / "a")
+    loaded = load(tmp_path / "a", digest=digest)
+    np.testing.assert_allclose(loaded(xs), low(xs), rtol=2**-6, atol=2**-4)
+
+
+def test_programs_that_save_does_not_write_are_refused(product, tmp_path):
+    shutil.copytree(product, tmp_path / "a")
+    path, exported = tmp_path / "a", exported_in(product)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
+    unchecked = [export.DisabledSafetyCheck.platform()]
+
+    def again(**settings):
+        run = jax.jit(lambda leaves, inputs: [leaves[0] @ inputs[0].astype("bfloat16")])
+        return export.export(run, **settings)(shapes[:1], shapes[1:])
+
+    for code, match in (
+        (again().serialize(vjp_order=1), "has a derivative"),
+        (again(disabled_checks=unchecked).serialize(), "a check that is disabled"),
+        (export.export(jax.jit(jnp.sin))(shapes[0]).serialize(), "takes 1 arrays"),
+    ):
+        reforge(path, code)
+        with pytest.raises(ArtifactError, match=match):
+            load(path)
+    reforge(path, again().serialize())
+    load(path)
+
+
+@pytest.mark.parametrize("given", (True, False), ids=("digest", "none"))
+def test_the_bytes_that_were_checked_are_used(converted, tmp_path, monkeypatch, given):
+    """Whatever somebody writes to the folder as soon as it has been checked."""
+    digest = converted.save(tmp_path / "a")
+    p = jax.tree.map(lambda x: x + 1, params())
+    convert(classify, p, any_batch(), "b", **BF16).save(tmp_path / "b")
+    check = artifacts.open_folder
+
+    def check_and_overwrite(*args, **kwargs):
+        opened = check(*args, **kwargs)
+        for file in (tmp_path / "a").iterdir():
+            (other,) = (tmp_path / "b").glob(f"{file.name.partition('-')[0]}*")
+            file.write_bytes(other.read_bytes())
+        return opened
+
+    monkeypatch.setattr(artifacts, "open_folder", check_and_overwrite)
+    loaded = load(tmp_path / "a", digest=digest if given else None)
+    (image,) = randoms((2, 8))
+    got, want = (
+        loaded({"image": image}, "a note"),
+        converted({"image": image}, "a note"),
+    )
+    assert same_bits(got["answer"], want["answer"]) and loaded.digest == digest
+
+
+@pytest.mark.parametrize("module", ("flatbuffers", "safetensors.numpy"))
+def test_what_has_to_be_installed_is_told(
+    converted, copy, tmp_path, monkeypatch, module
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    how = rf"{module.partition('.')[0]} is not installed.*jaxamp_like\[convert\]'.*-e "
+    with pytest.raises(ImportError, match=how):
+        converted.save(tmp_path / "a")
+    if module == "flatbuffers":
+        with pytest.raises(ImportError, match=how):
+            load(copy)
+    else:  # its files are read without it
+        assert load(copy).params
+
+
+def test_no_folder_of_the_builder_is_shipped(saved):
+    held = b"".join(file.read_bytes() for file in saved[0].iterdir())
+    folders_of = {Path(__file__), Path(jax.__file__), Path(pytest.__file__)}
+    for folder in {parent for file in folders_of for parent in file.parents}:
+        if len(folder.parts) > 2:  # "/usr" may be part of anything
+            assert f"{folder}/".encode() not in held
+    assert b"test_artifact.py" in held
 
 
 # ------------------------------------------------------------------------------ kills
@@ -417,7 +638,7 @@ def number_in(path):
         return None
     n = opened.manifest["n"]
     for role, file in opened.files.items():
-        assert file.read_bytes() == b"%s %d" % (role.encode(), n)
+        assert file == b"%s %d" % (role.encode(), n)
     return n
 
 

@@ -74,8 +74,8 @@ def test_flops_of_a_convolution(groups):
     x = SHAPE((5, 8, 8, 6), jnp.bfloat16)
     kernel = SHAPE((3, 3, 6 // groups, 10), jnp.bfloat16)
     count = measure.contraction_flops(jax.make_jaxpr(conv)(x, kernel))
-    # Each of 5 * 4 * 4 * 10 results sums over a window of 3 * 3 * (6 / groups).
-    assert count == {"bfloat16": 2 * (5 * 4 * 4 * 10) * (3 * 3 * 6 // groups)}
+    # Along each axis four windows of three numbers, of which one is padding.
+    assert count == {"bfloat16": 2 * (5 * 10 * 6 // groups) * 11 * 11}
 
 
 def test_a_scan_multiplies_flops_but_not_casts():

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import pickle
 
 import hypothesis.strategies as st
 import jax
@@ -80,7 +81,7 @@ def contractions(fn, *args):
 def operand_dtypes(fn, *args):
     """The dtype that the contractions of each scope read."""
     found = contractions(fn, *args)
-    return {scope[-1]: eqn.invars[0].aval.dtype.name for scope, eqn in found}
+    return {scope[-1]: e.invars[0].aval.dtype.name for scope, e in found if scope}
 
 
 def error_of(policy, fn, batch):
@@ -165,6 +166,125 @@ def test_exactly_the_planted_scope_is_kept(seed):
         perturbation=1e-5,
     )
     assert [group.name for group in found.kept_full] == [model.answer]
+
+
+# What was not measured.
+
+
+def grown(w, x):
+    """`branches` with a new scope, one within a known one, and none."""
+    total = branches(w, x)
+    with jax.named_scope("new"):
+        total += jnp.mean(jnp.sin(40 * x @ w["steep"]))
+    with jax.named_scope("flat"), jax.named_scope("inner"):
+        total += jnp.mean(x @ w["flat"])
+    return total + jnp.mean((x @ w["plain"]) @ w["flat"])
+
+
+@pytest.mark.parametrize(
+    ("granularity", "budget"),
+    (("scope", 0.02), ("primitive", Budget(loss=9)), ("equation", 0.02)),
+)
+def test_what_was_not_measured_stays_as_written(granularity, budget):
+    found = calibrate(branches, BATCHES, budget=budget, granularity=granularity)
+    loaded = Calibration.from_dict(json.loads(found.to_json())).policy
+    assert loaded == found.policy
+    known = contractions(jax.grad(amp(branches, amp_policy=loaded)), *BATCHES[0])
+    low = amp(grown, amp_policy=loaded)
+    with pytest.warns(AmpWarning, match="computed as written") as told:
+        read = contractions(jax.grad(low), *BATCHES[0])
+    said = "".join(str(one.message) for one in told)
+    for scope in ("scope 'new'", "scope 'flat/inner'", "no scope"):
+        assert f"`dot_general` in {scope}" in said
+    dtypes = [eqn.invars[0].aval.dtype for _, eqn in read]
+    assert dtypes.count("bfloat16") == sum(
+        eqn.invars[0].aval.dtype == "bfloat16" for _, eqn in known
+    )
+    with pytest.raises(AmpError, match="computed as written"):
+        amp(grown, amp_policy=loaded, strict=True)(*BATCHES[0])
+
+
+def test_a_primitive_that_is_new_in_a_scope_was_not_measured(found):
+    def loss(w, x):
+        with jax.named_scope("flat"):
+            kernel = w["flat"][None, None, :3, :3]
+            y = lax.conv_general_dilated(x[None, None], kernel, (1, 1), "SAME")
+            total = jnp.mean(jnp.tanh(y[0, 0] @ w["flat"]))
+        with jax.named_scope("steep"):
+            return total + jnp.mean(x @ w["steep"])
+
+    low = amp(loss, amp_policy=found.policy)
+    with pytest.warns(AmpWarning, match="`conv_general_dilated` in scope 'flat'"):
+        read = contractions(low, *BATCHES[0])
+    assert [eqn.invars[0].aval.dtype.name for _, eqn in read] == [
+        "float32",
+        "bfloat16",
+        "float32",
+    ]
+
+
+def test_what_was_measured_is_known_in_a_step_and_in_its_gradient(found):
+    def step(w, x):
+        with jax.named_scope("step"):
+            return jax.grad(branches)(w, x)
+
+    def checkpointed(w, x):
+        return jax.checkpoint(branches)(w, x)
+
+    w, x = BATCHES[0]
+    for fn, batch in (
+        (step, x),
+        (jax.jit(jax.value_and_grad(checkpointed)), x),
+        (jax.vmap(branches, (None, 0)), x[:, None]),
+    ):
+        amp(fn, amp_policy=found.policy, strict=True)(w, batch)
+
+
+def test_a_function_with_a_derivative_rule_is_measured_by_the_rule():
+    def product(scope, x, w):
+        with jax.named_scope(scope):
+            return x @ w
+
+    ruled = jax.custom_vjp(functools.partial(product, "alone"))
+    ruled.defvjp(
+        lambda x, w: (product("forward", x, w), (x, w)),
+        lambda kept, g: (g @ kept[1].T, product("backward", kept[0].T, g)),
+    )
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(ruled(x, w["flat"])))
+
+    found = calibrate(loss, BATCHES[:2], budget=0.05)
+    low = amp(loss, amp_policy=found.policy, strict=True)
+    assert set(operand_dtypes(jax.grad(low), *BATCHES[0]).values()) == {"bfloat16"}
+    assert operand_dtypes(low, *BATCHES[0]) == {"alone": "float32"}
+
+
+def test_a_new_scope_may_be_given_a_policy(found):
+    for policy in (found.policy | {"new": "bfloat16"}, found.policy):
+        with pytest.warns(AmpWarning, match="in scope 'flat/inner'") as told:
+            low = operand_dtypes(amp(grown, amp_policy=policy), *BATCHES[0])
+        is_said = policy is not found.policy
+        assert ("'new'" in str(told[0].message)) == (not is_said)
+        assert low["new"] == ("bfloat16" if is_said else "float32")
+
+
+def test_policies_that_were_saved_without_what_was_measured_still_load(found):
+    def without(data):
+        if not isinstance(data, dict):
+            return [*map(without, data)] if isinstance(data, list) else data
+        return {k: without(v) for k, v in data.items() if k != "measured"}
+
+    data = json.loads(json.dumps(found.policy.to_dict()))
+    old = PolicyMap.from_dict(without(data))
+    assert old == PolicyMap("c=bf16", {"steep": "c=f32"})
+    low = operand_dtypes(amp(grown, amp_policy=old), *BATCHES[0])
+    assert low["new"] == "bfloat16"
+    with pytest.raises(AmpError, match="maps paths of scopes to lists"):
+        Policy.from_dict({"compute_dtype": "bfloat16", "measured": {"a": ["exp"]}})
+    policy = Policy("bfloat16", measured={"a": ["dot_general"], "": ()})
+    assert eval(repr(policy)) == policy and hash(policy) == hash(eval(repr(policy)))
+    assert pickle.loads(pickle.dumps(policy)) == policy != Policy("bfloat16")
 
 
 # Granularity, objectives, candidates.
@@ -495,7 +615,7 @@ def test_arguments_are_counted_from_the_end_too(found):
 
 
 def test_the_last_seed_is_one():
-    found = calibrate(branches, BATCHES[:3], budget=9, seed=2**32 - 1)
+    found = calibrate(branches, BATCHES[:3], budget=Budget(gradients=9), seed=2**32 - 1)
     assert found.low_share == 1
 
 

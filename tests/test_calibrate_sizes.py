@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxamp_like import AmpError, AmpWarning, amp, calibrate
+from jaxamp_like import AmpError, AmpWarning, Budget, amp, calibrate
 from jaxamp_like._calibrate.marks import Contraction
 from jaxamp_like._calibrate.sizes import _merged
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
@@ -54,7 +54,8 @@ def test_a_policy_holds_for_other_sizes_of_batch(policy, size):
 
 
 def names(fn, arguments, **options):
-    found = calibrate(fn, [arguments], budget=9, granularity="equation", **options)
+    options |= {"budget": Budget(gradients=9), "granularity": "equation"}
+    found = calibrate(fn, [arguments], **options)
     return [group.name.removeprefix("dot_general ") for group in found.groups]
 
 

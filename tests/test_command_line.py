@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from jaxamp_like import load
-from jaxamp_like._convert import cli
+from jaxamp_like._convert import cli, folder
+from jaxamp_like.inference import ArtifactError
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -74,6 +75,8 @@ def test_json_is_all_that_is_printed(run):
     assert json.loads(out)["digest"] == data["digest"]
     _, out, _ = run("explain", "art", "--json")
     assert json.loads(out)[0]["reads"] == ["bfloat16", "bfloat16"]
+    _, out, _ = run("explain", "its_model:digits", "--json")  # as `convert` by default
+    assert json.loads(out)["settings"] == ["compute_dtype=float16"]
     _, out, _ = run(
         "explain", "its_model:digits", "--policy", "mixed_float16", "--json"
     )
@@ -148,6 +151,35 @@ def test_an_artifact_that_is_tampered_with_is_refused(run, tmp_path):
     for command in ("inspect", "explain"):
         code, _, err = run(command, "art")
         assert code == 1 and "is damaged" in err
+
+
+def test_what_an_artifact_says_cannot_drive_the_terminal(run, tmp_path):
+    run("convert", "its_model:digits", "-o", "art", *LOW)
+    manifest = json.loads((tmp_path / "art/manifest.json").read_bytes())
+    bad = "\x1b]0;mine\x07\x9b2J\u202e\r\n[link=https://a.b]digest 0[/link]"
+
+    def spoilt(data):
+        """With the string at the end of all of its own."""
+        if isinstance(data, dict):
+            return {key: spoilt(value) for key, value in data.items()}
+        if isinstance(data, list):
+            return list(map(spoilt, data))
+        return data + bad if isinstance(data, str) else data
+
+    for key in ("summary", "input_types", "written_by", "platforms"):
+        manifest[key] = spoilt(manifest[key])
+    manifest["written_by"][bad] = bad
+    (tmp_path / "art/manifest.json").write_bytes(folder._encoded(manifest))
+    for command in ("inspect", "explain"):
+        code, out, err = run(command, "art")
+        assert code == 0 and not err and "\\x1b]0;mine" in out and "[link" in out
+        assert all(line.isprintable() for line in out.split("\n"))
+        assert not any(line.startswith("[link") for line in out.split("\n"))
+    with pytest.raises(ArtifactError) as refused:
+        load("art")
+    assert str(refused.value).isprintable()
+    code, out, _ = run("inspect", "art", "--json")
+    assert json.loads(out)["platforms"] == manifest["platforms"]
 
 
 def test_help_is_there():

@@ -441,10 +441,12 @@ W_LOW, X_LOW = f"{LOW}[8, 4]", f"{LOW}[5, 8]"
 W_WIDE, X_WIDE = f"{F32}[8, 4]", f"{F32}[5, 8]"
 
 
-def gradient_shapes(fn: Callable[..., Any], rule: Any, *args: Any) -> set[str]:
+def gradient_shapes(
+    fn: Callable[..., Any], rule: Any, *args: Any, argnums: Any = None
+) -> set[str]:
     """The dtypes and (sorted) shapes of what the backward contractions make."""
     policy = default_amp_policy | {lax.dot_general_p: rule}
-    amped = amp(fn, compute_dtype=LOW, amp_policy=policy)
+    amped = amp(fn, compute_dtype=LOW, amp_policy=policy, argnums=argnums)
     _, *backward = contractions(jax.grad(amped, (0, 1)), *args)
     return {shape_of(_sorted_like(eqn.outvars[0].aval, args)) for eqn in backward}
 
@@ -468,14 +470,16 @@ def test_the_weight_is_the_operand_that_is_an_input():
 
     assert gradient_shapes(right, rule, w, x) == {W_WIDE, X_LOW}
     assert gradient_shapes(left, rule, w, x) == {W_WIDE, X_LOW}
-    # Else the right one.
-    both = gradient_shapes(lambda w, x: (w.T @ x.T).sum(), rule, w, x)
-    assert both == {W_LOW, X_WIDE}
-    said = use_precision_by_pass(weight_gradient=wide(), weight="lhs")
-    assert gradient_shapes(lambda w, x: (w.T @ x.T).sum(), said, w, x) == {
-        W_WIDE,
-        X_LOW,
-    }
+
+    def both(w, x):
+        return (w.T @ x.T).sum()
+
+    assert gradient_shapes(both, rule, w, x) == {W_WIDE, X_LOW}
+    assert gradient_shapes(both, rule, w, x, argnums=1) == {W_LOW, X_WIDE}
+    # Of two parameters, the right one.
+    assert gradient_shapes(both, rule, w, x, argnums=(0, 1)) == {W_LOW, X_WIDE}
+    said = use_precision_by_pass(weight_gradient=wide(), weight="rhs")
+    assert gradient_shapes(both, said, w, x) == {W_LOW, X_WIDE}
 
 
 # What is left as written.

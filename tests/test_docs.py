@@ -62,6 +62,19 @@ def test_the_code_of_guides_runs(guide, tmp_path, monkeypatch):
     assert len(names) > 2
 
 
+def test_the_training_step_of_the_readme_trains_from_the_first_step_on():
+    names = {"__name__": "readme"}
+    for block in blocks((ROOT / "README.md").read_text()):
+        exec(block, names)
+        if "enable_amp" in block:
+            break
+    losses = names["losses"]
+    assert losses[:20] == sorted(losses[:20], reverse=True)
+    assert losses[-1] < losses[0] / 10
+    _, opt_state = names["state"]
+    assert opt_state.scaler.skipped == 0 and opt_state.scaler.scaler == 2**15
+
+
 def test_there_is_a_table_for_each_system():
     systems = ("Keras: DTypePolicy", "Keras: DTypePolicyMap", "jmp", "Haiku", "Flax")
     for system in (*systems, "PyTorch", "Axon", "MXNet"):

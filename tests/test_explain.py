@@ -32,6 +32,7 @@ from jaxamp_like import (
     init_amp_state,
     scope_modules,
     trace_numerics,
+    using_policy,
 )
 from jaxamp_like._reports.data.records import scope_tree
 from jaxamp_like.presets import quantised
@@ -65,6 +66,51 @@ def loss(w, x):
                 x = jnp.tanh(x @ w)
     with jax.named_scope("head"):
         return jnp.mean(jnp.exp(x) ** 2)
+
+
+# Counts of convolutions, against XLA's.
+
+CONVOLUTIONS = {
+    "plain": {},
+    "padded": {"padding": ((2, 2), (0, 3))},
+    "cropped": {"padding": ((-1, 2), (0, -2))},
+    "strided": {"window_strides": (2, 3), "padding": "SAME"},
+    "of holes": {"lhs_dilation": (2, 3), "padding": ((1, 2), (2, 2))},
+    "strided, of holes": {"window_strides": (2, 4), "lhs_dilation": (6, 2)},
+    "with holes": {"rhs_dilation": (2, 3)},
+    "all of it": {
+        "window_strides": (3, 2),
+        "padding": ((3, 1), (-2, 4)),
+        "lhs_dilation": (2, 4),
+        "rhs_dilation": (3, 2),
+        "feature_group_count": 2,
+    },
+    "by groups": {"window_strides": (2, 2), "feature_group_count": 3},
+    "by groups of the batch": {"batch_group_count": 2},
+    "of padding alone": {"window_strides": (9, 9), "padding": ((9, 0), (9, 0))},
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=list(CONVOLUTIONS))
+def test_flops_of_a_convolution_are_those_of_xla(options):
+    options = {"window_strides": (1, 1), "padding": [(0, 0)] * 2} | options
+    numbers = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    x = jnp.ones((2, 9, 11, 2 * options.get("feature_group_count", 1)))
+    kernel = jnp.ones((3, 4, 2, 12))
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, **options, **numbers)
+
+    def backward(x, kernel):
+        out, vjp = jax.vjp(convolve, x, kernel)
+        return vjp(out)
+
+    for fn in (convolve, backward):
+        cost = jax.jit(fn).lower(x, kernel).compile().cost_analysis()
+        found = explain(fn, amp_policy={})(x, kernel).now.totals.flops_by_dtype
+        assert sum(found.values()) == cost.get("flops", 0)
+        assert found == measure.contraction_flops(jax.make_jaxpr(fn)(x, kernel))
 
 
 # Counts, against those of the benchmarks, which share no code with the package: of
@@ -379,9 +425,38 @@ def test_a_report_leaves_no_trace(w, x):
 # Settings and bad input.
 
 
-def test_a_function_without_amp_is_given_the_default(w, x):
-    report = explain(loss)(w, x)
-    assert report.settings == ("compute_dtype=float16",)
+@pytest.mark.parametrize(
+    "forgotten",
+    (
+        loss,
+        jax.grad(loss),
+        jax.jit(jax.value_and_grad(lambda w, x: loss(w, x))),
+        lambda w, x: loss(x=x, w=w),
+    ),
+    ids=("loss", "gradient", "jitted step", "lambda"),
+)
+def test_a_step_in_which_amp_was_forgotten_is_reported_as_it_runs(forgotten, w, x):
+    with using_policy("mixed_float16"):  # which nothing in it has asked for
+        report = explain(forgotten)(w, x)
+    assert report.settings == () and report.now.totals.low_share == 0
+    assert report.now.totals == report.written.totals
+    said = str(report)
+    assert "100.0 % float32 (as written: 100.0 % float32)" in said
+    assert "no `amp` was found" in said
+    assert "`explain(fn, compute_dtype='bfloat16')`" in said
+    assert "no `amp` was found" in report._repr_html_()
+    numerics = trace_numerics(forgotten)(w, x)
+    assert "no `amp` was found" in str(numerics)
+    assert {op.dtype for op in numerics.ops} == {"float32"}
+    assert max(op.error for op in numerics.ops) == 0
+
+
+def test_settings_tell_what_amp_would_do(w, x):
+    report = explain(loss, **BF16)(w, x)
+    assert report.settings == ("compute_dtype=bfloat16",)
+    assert report.now.totals.low_share == 1
+    assert "no `amp`" not in str(report)
+    assert explain(loss, lean=True)(w, x).settings == ("compute_dtype=float16, lean",)
 
 
 def test_no_derivative_no_saved_bytes(x):

@@ -30,15 +30,23 @@ from jaxamp_like import (
     set_global_policy,
     using_policy,
 )
+from jaxamp_like._rules.by_shapes import ByShapes
 from jaxamp_like.presets import jmp, pytorch_autocast
 from jaxamp_like.rules import (
+    float8,
+    int8,
     keep_inputs,
     not_divisible_by,
+    saving_low,
     sums_more_than,
     use_compute_precision,
+    use_compute_precision_wide_result,
+    use_dot_algorithm,
     use_original_precision,
     use_precision,
+    use_precision_by_pass,
     when,
+    wide,
 )
 
 pytestmark = pytest.mark.quick
@@ -554,6 +562,101 @@ def test_functions_of_a_module_pickle():
 def test_saved_by_another_version(row, match):
     with pytest.raises(AmpError, match=match):
         Policy.from_dict({"rules": [row]})
+
+
+def saved(rule):
+    """A policy of one rule, as JSON gives it back."""
+    rules = {"a": rule}
+    return json.loads(json.dumps(Policy(BF16, rules=rules).to_dict()))
+
+
+def pred(name, *args):
+    return {"predicate": {"name": name, "args": list(args)}}
+
+
+RULES = {
+    "float8": float8(where=None),
+    "int8": int8(where=None),
+    "when": when(sums_more_than(8), F32, BF16),
+    "by pass": use_precision_by_pass(weight_gradient=wide()),
+    "algorithm": use_dot_algorithm("highest"),
+    "wide": use_compute_precision_wide_result,
+    "saving": saving_low(F32),
+    "shapes": ByShapes((("*x16+,16+x4", use_compute_precision),), use_precision(F32)),
+}
+
+
+@pytest.mark.parametrize(
+    "rule, field, value, match",
+    (
+        ("float8", "weight_gradient", "flaot8", "'float8' or 'compute'.*'flaot8'.*Did"),
+        ("float8", "grad_dtype", {"dtype": "bfloat16"}, "'float8_e5m2', but got dtype"),
+        ("float8", "keep", None, "'float8' or 'compute', but got None"),
+        ("float8", "granularity", "rows", "'tensor' or 'row'.*Did you mean 'row'"),
+        ("float8", "power_of_two", 1, "True or False, but got 1"),
+        ("float8", "amax_history_length", 2.5, "an integer, but got 2.5"),
+        ("float8", "amax_history_length", 7, "`delayed=True` too"),
+        ("float8", "leave", "head", "a sequence of regular expressions"),
+        ("float8", "leave", ["("], "regular expressions as strings, but holds"),
+        ("float8", "where", 3, "must be callable"),
+        ("int8", "migration", 40, "from 0 to 1, but got 40"),
+        ("int8", "migration", "0.5", "finite number of 0 or more, but got '0.5'"),
+        ("int8", "activation_max", -1, "above 0, but got -1"),
+        ("int8", "epsilon", True, "of 0 or more, but got True"),
+        ("int8", "weight_only", "no", "True or False, but got 'no'"),
+        ("int8", "migratoin", 0.5, "no field 'migratoin'. Did you mean 'migration'"),
+        ("when", "rule", 3, "a Rule, but got 3"),
+        ("when", "otherwise", {"rule": "flaot16"}, "'flaot16', which is no floating"),
+        ("when", "predicate", pred("dataclass"), "no predicate 'datac"),
+        ("when", "predicate", pred("sums_more_than", 0), "`terms` must"),
+        ("by pass", "weight", "left", "'lhs', 'rhs' or None, but got 'left'"),
+        ("by pass", "forward", [{"dtype": "int8"}, False], "`forward` must be a float"),
+        ("by pass", "forward", [None, "yes"], "`wide` must be True or False"),
+        ("algorithm", "algorithm", "hihgest", "must be a `lax.DotAlg.*'hihgest'"),
+        (
+            "algorithm",
+            "algorithm",
+            {"enum": "Precision", "name": "HIHGEST"},
+            r"no `lax.Precision.HIHGEST`",
+        ),
+        ("wide", "wide_result", 2, "True or False, but got 2"),
+        ("wide", "dtype", {"dtype": "int8"}, "`dtype` must be a floating dtype"),
+        ("saving", "rule", None, "`rule` must be a Rule, but got None"),
+        ("shapes", "rules", [["*", {"rule": F32}]], "shapes of both operands.*'\\*'"),
+        (
+            "shapes",
+            "rules",
+            [["8,8", 3]],
+            r"`rules\[0\]\[1\]` must be a Rule, but got 3",
+        ),
+    ),
+)
+def test_nonsense_in_saved_rules_is_refused(rule, field, value, match):
+    data = saved(RULES[rule])
+    assert Policy.from_dict(data) == Policy(BF16, rules={"a": RULES[rule]})
+    (row,) = data["rules"]
+    if isinstance(row["rule"], str):  # known by its name: written out here
+        row["rule"] = {"class": "UsePrecision"}
+    row["rule"] |= {field: value}
+    with pytest.raises((TypeError, ValueError), match=rf"`rules\['a'\]`.*{match}"):
+        Policy.from_dict(data)
+
+
+def test_nonsense_in_saved_limits_is_refused():
+    data = {"limit": {"kind": "onyl", "keys": [{"scope": "a"}]}}
+    match = "`kind` must be 'only', 'excluding' or 'where', but got 'onyl'. Did"
+    with pytest.raises(ValueError, match=match):
+        Policy.from_dict(data)
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        Policy.from_dict({"rules": [{"regex": "(", "rule": F32}]})
+
+
+def test_a_saved_choice_by_pass_still_decides(w):
+    """It came back as a tuple without a name, which no rule could read."""
+    data = saved(use_precision_by_pass(weight_gradient=wide()))
+    data["rules"][0]["rule"] |= {"weight": "rhs"}  # equal to no policy that was made
+    low = amp(scope("a")(lambda w: (w @ w).sum()), amp_policy=Policy.from_dict(data))
+    assert dots(jax.grad(low), w) == [BF16] * 3
 
 
 def test_data_is_short():

@@ -1,11 +1,13 @@
 """Calls as other libraries have them are answered by what to write here."""
 
+import pickle
 from types import SimpleNamespace
 
 import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
@@ -17,6 +19,9 @@ from jaxamp_like import (
     DynamicScalerState,
     Policy,
     amp,
+    calibrate,
+    disable_amp,
+    dynamic_scale_grad,
     enable_amp,
     explain,
     get_policy,
@@ -25,6 +30,7 @@ from jaxamp_like import (
 )
 from jaxamp_like.scaling import (
     ScalerLog,
+    Unscaled,
     check_scaler,
     overflowed_leaves,
     restore_scaler,
@@ -48,6 +54,30 @@ scaler = DynamicScalerState()
 FOUND = SimpleNamespace(policy=Policy("bfloat16"))  # as of `calibrate`
 dense = linen.Dense(2)
 transformed = hk.transform(lambda x: hk.Linear(2)(x))
+
+
+gradient = Unscaled(jnp.ones(3))
+NO_ARRAY = "is marked as one, and is no array"
+READ = (
+    *(
+        (f"'Unscaled' object has no attribute {name!r}", AttributeError, read)
+        for name, read in {
+            "shape": lambda: gradient.shape,
+            "dtype": lambda: gradient.dtype,
+            "mean": lambda: gradient.mean(),
+            "at": lambda: gradient.at[0].set(1),
+            "item": lambda: gradient.item(),
+        }.items()
+    ),
+    (f"{NO_ARRAY} to", TypeError, lambda: gradient * 2),
+    (NO_ARRAY, TypeError, lambda: np.ones(3) * gradient),
+    ("A gradient", TypeError, lambda: float(Unscaled(jnp.float32(1)))),
+    ("gradient of a", TypeError, lambda: len(gradient)),
+    ("of a `loss_scale", TypeError, lambda: gradient > 0),
+    ("loss_scale_optimizer", TypeError, lambda: gradient == 0),
+    ("marked as one", TypeError, lambda: 1 if gradient else 0),
+    ("no array to compute", TypeError, lambda: f"{gradient:.3f}"),
+)
 
 
 def say(make, error, *parts):
@@ -141,6 +171,42 @@ def say(make, error, *parts):
             lambda: DynamicScalerState(backoff_factor=0.5),
             TypeError,
             "Did you mean `adjust_factor` by `backoff_factor`?",
+        ),
+        say(
+            lambda: DynamicScalerState(2.0**10),
+            TypeError,
+            "`patience` of a `DynamicScalerState` must be an integer",
+            "name it: `scaler=2.0**15`",
+        ),
+        *(
+            say(read, error, what, "`jax.tree.map(lambda g: ...", "`grads.value`")
+            for what, error, read in READ
+        ),
+        say(
+            lambda: tx.grad(loss, tx.init(w))({"in": jnp.ones((4, 2), int)}, x),
+            TypeError,
+            "holds no floating-point array to differentiate by, but int",
+            "`jnp.asarray(x, jnp.float32)`",
+            "`filter=False, allow_int=True`",
+        ),
+        say(
+            lambda: dynamic_scale_grad(jnp.sin)(2.0, dynamic_scaler_state=scaler),
+            TypeError,
+            "but float.\n",
+            "Make arrays of Python numbers",
+        ),
+        say(
+            lambda: calibrate(loss, [(w, x)], budget=1),
+            ValueError,
+            "`budget` is 1, a relative error of 100%",
+            "One percent is 0.01",
+            "`Budget(gradients=1)`",
+        ),
+        say(
+            lambda: calibrate(lambda w, x: x @ w["in"], [(w, x)], budget=5),
+            ValueError,
+            "`budget` is 5, a relative error of 500%",
+            "`Budget(outputs=5)`",
         ),
         say(
             lambda: jax.jit(check_scaler)(DynamicScalerState()),
@@ -251,6 +317,104 @@ def test_a_mistake_is_answered_by_what_to_write(make, error, parts):
         make()
     for part in parts:
         assert part in str(raised.value)
+
+
+def test_numpy_reads_a_gradient_as_an_array():
+    found = np.asarray(gradient)
+    assert found.dtype == np.float32 and found.shape == (3,)
+    assert np.asarray(gradient, "float64").dtype == np.float64
+    assert np.linalg.norm(gradient) == np.sqrt(np.float32(3)) and np.ndim(gradient) == 1
+    assert np.isfinite(gradient).all() and not hasattr(gradient, "shape")
+    np.testing.assert_allclose(gradient, np.ones(3))
+    assert isinstance(pickle.loads(pickle.dumps(gradient)), Unscaled)
+
+
+def test_a_scale_in_the_place_of_patience_is_told():
+    with pytest.warns(AmpWarning, match="Write .*scaler=1024.*or `patience=1024`"):
+        DynamicScalerState(2**10)
+    for state in (DynamicScalerState(2000), DynamicScalerState(patience=1024)):
+        assert state._replace(count=3).scaler == 2**15
+    DynamicScalerState(1024, 2.0)  # who gives two fields by their places knows them
+
+
+def test_parameters_beside_integers_are_differentiated_by():
+    params = {"w": jnp.ones(2), "step": jnp.array(3)}
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    grads = tx.grad(lambda p: jnp.sum(p["w"]) * p["step"], tx.init(params))(params)
+    assert grads["step"] is None and (grads["w"].value == 3).all()
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    tx.grad(lambda m: m(x).sum(), tx.init(nnx.state(model)))(model)
+
+
+def curved(w, x):
+    return jnp.mean(jnp.tanh(x @ w["in"]) ** 2)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit), ids=("eager", "jitted"))
+def test_an_optimizer_of_enable_amp_that_is_given_another_loss(dtype, wrap):
+    _, tx = enable_amp(curved, adam, compute_dtype=dtype)
+    opt_state = tx.init(w)
+    forgotten = wrap(lambda w: tx.grad(lambda w: curved(w, x), opt_state)(w))
+    with pytest.warns(AmpWarning, match="`amp` never saw.*tx.value_and_grad.mixed"):
+        forgotten(w)
+    forgotten(w)  # told once
+    _, tx = enable_amp(curved, adam, compute_dtype=dtype)
+    with pytest.warns(AmpWarning, match="`amp` never saw.*This is of `curved`"):
+        tx.value_and_grad(curved, opt_state)(w, x)
+
+
+def test_losses_that_are_low_or_on_purpose_in_full_are_not_told_of():
+    def fresh():
+        _, tx = enable_amp(curved, adam)
+        return tx, tx.init(w)
+
+    def by_hand(w, x):
+        return curved(
+            jax.tree.map(lambda x: x.astype("float16"), w), x.astype("float16")
+        )
+
+    compiled = jax.jit(mixed_curved := amp(curved))
+    jax.grad(compiled)(w, x)  # so that `amp` has no more to do with it
+    model = amp(eqx.nn.Linear(4, 2, key=jax.random.key(0)))
+    for fun in (
+        mixed_curved,
+        compiled,
+        lambda w, x: compiled(w, x),
+        by_hand,
+        lambda w, x: jnp.sum(w["in"] ** 2),  # has nothing to lower
+        lambda w, x: jnp.mean(jax.vmap(model)(x @ w["in"] @ w["in"].T)),
+    ):
+        tx, opt_state = fresh()
+        tx.grad(fun, opt_state)(w, x)
+    tx, opt_state = fresh()
+    amp(lambda w: tx.value_and_grad(curved, opt_state)(w, x)[0])(w)  # the whole step
+    with disable_amp():
+        tx.grad(curved, opt_state)(w, x)
+        _, off = enable_amp(curved, adam)
+    off.grad(curved, off.init(w))(w, x)
+    plain = loss_scale_optimizer(adam)  # says nothing of `amp`
+    plain.grad(curved, plain.init(w))(w, x)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ("bfloat16", "float16", "p=f32,c=bf16,o=bf16", Policy(output_dtype="bfloat16")),
+    ids=("bfloat16", "float16", "spelt out", "output"),
+)
+def test_a_loss_that_its_policy_rounds_is_told(policy):
+    rounded = amp(curved, amp_policy=policy)
+    with pytest.warns(AmpWarning, match="`output_dtype`.*'mixed_bfloat16'.*`curved`"):
+        value, grads = jax.jit(jax.value_and_grad(rounded))(w, x)
+    assert value.dtype.itemsize == 2 and grads["in"].dtype == jnp.float32
+    np.testing.assert_allclose(value, curved(w, x), rtol=0.02)
+    amp(curved, amp_policy=policy)(w, x)  # a number, of which nothing is known
+    with pytest.raises(AmpError, match="rounded to"):
+        jax.grad(amp(curved, amp_policy=policy, strict=True))(w, x)
+    for other in ("mixed_bfloat16", "p=f32,c=bf16,o=f32", "float32"):
+        jax.grad(amp(curved, amp_policy=other, strict=True))(w, x)
+    logits = amp(lambda w, x: x @ w["in"], amp_policy=policy)
+    jax.grad(lambda w: jnp.sum(logits(w, x).astype(jnp.float32)))(w)  # no loss
 
 
 def test_a_step_of_a_batch_and_nnx_objects_begins_with_the_objects():

@@ -13,7 +13,15 @@ import pytest
 from jax import lax
 
 from benchmarks.measure import CONTRACTIONS, casts, operand_dtype, walk
-from jaxamp_like import AmpError, AmpWarning, amp, amp_stop, default_amp_policy
+from jaxamp_like import (
+    AmpError,
+    AmpWarning,
+    Policy,
+    PolicyMap,
+    amp,
+    amp_stop,
+    default_amp_policy,
+)
 from jaxamp_like.rules import (
     use_compute_precision,
     use_original_precision,
@@ -455,6 +463,29 @@ def test_keys_that_match_nothing(key, w):
     policy = default_amp_policy | {key: "bfloat16"}
     with pytest.raises(AmpError, match="matched nothing"):
         amp(net, amp_policy=policy, strict=True)(w)
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda key: default_amp_policy | {key: "float32"},
+        lambda key: PolicyMap("mixed_float16", {key: "float32"}),
+        lambda key: Policy("float16").excluding(key),
+    ),
+    ids=("dict", "map", "limit"),
+)
+def test_a_key_that_matches_nothing_is_told_once_of_a_policy(make, w):
+    def told(policy, *functions):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for fn in functions:
+                amp(fn, amp_policy=policy)(w)
+        return len(caught)
+
+    other, third = (lambda w: jnp.tanh(w @ w)), jax.grad(lambda w: jnp.sum(w @ w))
+    assert told(make("attentoin"), net, other, third, net) == 1
+    assert told(make("attentoin"), other) == 0  # an equal policy is the same
+    assert told(make("atention"), net, other) == 1
 
 
 def test_keys_of_the_default_policy_may_match_nothing(w):

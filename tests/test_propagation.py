@@ -487,7 +487,7 @@ def test_what_is_computed_in_full_is_kept_low(fn, dtype):
     assert error(ours, true) < 8 * eps(dtype)
 
 
-# Code that is run again: it keeps a low copy of a carry that it only adds to.
+# Code that is run again: it is run from the carry itself, not from a rounded one.
 
 
 def kept_by_loop(fn, ws, x):
@@ -497,11 +497,11 @@ def kept_by_loop(fn, ws, x):
 
 
 @pytest.mark.parametrize("prevent_cse", (True, False))
-def test_a_checkpointed_stream_is_kept_low(prevent_cse):
+def test_a_checkpointed_stream_is_kept_in_full(prevent_cse):
     fn = functools.partial(checkpointed, stream, prevent_cse=prevent_cse)
     low = amp(fn, compute_dtype="bfloat16")
     assert kept_by_loop(fn, WS, X) == ["float32"]
-    assert kept_by_loop(low, WS, X) == ["bfloat16"]
+    assert kept_by_loop(low, WS, X) == ["float32"]
 
     # The forward pass is that of the stream in full, to the bit.
     def loop(ws, x):

@@ -196,7 +196,8 @@ def as_budget(value: Any, has_loss: bool) -> Budget:
     """A number is a limit on gradients, or on results if there are no gradients.
 
     Raises:
-        TypeError: it is neither a number nor a `Budget`."""
+        TypeError: it is neither a number nor a `Budget`.
+        ValueError: a number that is no limit: percent instead of a share, mostly."""
     if isinstance(value, Budget):
         return value
     if not is_number(value):
@@ -204,4 +205,11 @@ def as_budget(value: Any, has_loss: bool) -> Budget:
             "`budget` must be a relative error, such as 0.01, or a `Budget`, but got "
             f"{type(value).__name__}. For example: `Budget(loss=0.001, gradients=0.01)`"
         )
-    return Budget(gradients=value) if has_loss else Budget(outputs=value)
+    name = "gradients" if has_loss else "outputs"
+    if value >= 1:
+        raise ValueError(
+            f"`budget` is {value!r}, a relative error of {value:.0%}: zeros in the "
+            f"place of the {name} are no further off. One percent is 0.01. If so much "
+            f"is meant, write `Budget({name}={value!r})`."
+        )
+    return Budget(**{name: value})

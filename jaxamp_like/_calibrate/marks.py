@@ -180,10 +180,11 @@ def _passes(site: Site) -> tuple[Pass, ...]:
 
 
 def shadow(
-    fn: Callable[..., Any], candidates: tuple[Candidate, ...]
+    fn: Callable[..., Any], candidates: tuple[Candidate, ...], argnums: Sequence[int]
 ) -> Callable[..., Any]:
     """`fn` as written, with a mark wherever `amp` would round to a candidate."""
     table = dict.fromkeys(CLASSES, use_original_precision)
     table |= dict.fromkeys(CONTRACTIONS, Shadow(candidates))
     low = candidates[0].compute
-    return amp(fn, compute_dtype=low, amp_policy=policy_by_name(table))
+    policy = policy_by_name(table)
+    return amp(fn, compute_dtype=low, amp_policy=policy, argnums=argnums)

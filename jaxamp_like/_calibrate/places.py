@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._dtypes import DType
-from .._quantised.rule import is_parameter, low_of, result_of
+from .._quantised.rule import low_of, result_of
 from .._rules import Site
-from .._rules.weights import weight_side
+from .._rules.weights import is_parameter, weight_side
 from .candidates import Candidate
 from .rounding import AS_IT_IS, Rounding
 

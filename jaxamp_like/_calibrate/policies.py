@@ -2,13 +2,14 @@
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .._jax import Jaxpr, Primitive, raw, subjaxprs
 from .._policies.dictionary import default_amp_policy
 from .._policies.frozen import normal_key
+from .._policies.measured import Measured
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._primitives import CONTRACTIONS
@@ -56,7 +57,17 @@ class Writer:
 
         The default's rules everywhere: a scope that stays in full computes its
         contractions in float32, and keeps as little for the backward pass as
-        elsewhere."""
+        elsewhere. What was not measured stays as written."""
+        policy = self._policy(names)
+        if isinstance(policy, Policy):
+            return _measured_on(policy, names)
+        of: dict[Any, list[Contraction]] = {key: [] for key in (None, *policy)}
+        for one in names:
+            of[policy.key_of(one.scope)].append(one)
+        entries = {key: _measured_on(policy[key], of[key]) for key in policy}
+        return PolicyMap(_measured_on(policy.default_policy, of[None]), entries)
+
+    def _policy(self, names: Mapping[Contraction, str]) -> Policy | PolicyMap:
         scopes: dict[tuple[str, ...], dict[Contraction, str]] = {}
         for one, name in names.items():
             scopes.setdefault(one.scope, {})[one] = name
@@ -123,6 +134,11 @@ class Writer:
     @functools.cached_property
     def _by_name(self) -> dict[str, Candidate]:
         return {one.name: one for one in self.candidates}
+
+
+def _measured_on(policy: Policy, contractions: Iterable[Contraction]) -> Policy:
+    found = Measured.of((one.scope, one.primitive) for one in contractions)
+    return replace(policy, measured=found)
 
 
 def _rule(name: str) -> Rule:

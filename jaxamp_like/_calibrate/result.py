@@ -20,7 +20,8 @@ class Calibration(Evidence):
     """A policy found by measurement, and the evidence for it.
 
     Args:
-        policy: to be passed to `amp`; equal to one that is written by hand.
+        policy: to be passed to `amp`. It knows what it was `measured` on, and lowers
+            nothing else.
         budget: what was allowed.
         held_out: the worst errors of the policy on the batches that were held out.
         met: whether these are within the budget.

@@ -32,7 +32,8 @@ def traced(
     subject: Subject, point: Point, candidates: tuple[Candidate, ...]
 ) -> tuple[Jaxpr, Any]:
     """The program of a pass, with marks, and the structure of its results."""
-    program = subject.program(lambda fn: shadow(fn, candidates))
+    of = subject.call.live
+    program = subject.program(lambda fn: shadow(fn, candidates, of))
 
     def flat(*arrays):
         return program(arrays)
@@ -184,9 +185,11 @@ class Runs:
         if name not in self._mixed:
             self._mixed.clear()  # one compiled program at a time
 
+            of = self.subject.call.live
+
             def mix(fn):
                 is_as_written = policy == Policy("float32")
-                return fn if is_as_written else amp(fn, amp_policy=policy)
+                return fn if is_as_written else amp(fn, amp_policy=policy, argnums=of)
 
             program = self.subject.program(mix)
 

@@ -11,8 +11,8 @@ from jax import lax
 
 from .._dtypes import is_float
 from .._jax import is_array
+from .._parameters import as_argnums
 from .._reports.call import Call, call_of
-from .._reports.subject import as_argnums
 
 Flat = Callable[..., list[Any]]
 

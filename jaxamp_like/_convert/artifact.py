@@ -8,11 +8,15 @@ from typing import Any
 import jax
 from jax import export
 
+from .._jax import lowering_without_folders
 from .._reports.versions import versions
 from . import summary as summaries
+from .extra import needed
 from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
 from .models import distinct, is_parameter
-from .tensors import all_described, described, read_tensors, safetensors, write_tensors
+from .native import check_calls
+from .printable import printable
+from .tensors import all_described, described, read_tensors, write_tensors
 from .traced import Traced
 from .trees import arrays_in, decode, encode
 
@@ -21,7 +25,8 @@ def save_converted(
     converted: Any, path: str | Path, platforms: Sequence[str] | None
 ) -> str:
     """Writes a `Converted` to a folder; see `Converted.save`."""
-    safetensors()  # before anything is made
+    for module in ("safetensors.numpy", "flatbuffers"):
+        needed(module)  # before anything is made
     if isinstance(platforms, str):
         raise TypeError(
             "`platforms` must be a sequence such as ['cpu', 'cuda'], but got "
@@ -69,7 +74,8 @@ def save_converted(
 
 def _exported(run: Any, name: str, platforms: Sequence[str] | None, *shapes: Any):
     try:
-        return export.export(jax.jit(run), platforms=platforms)(*shapes)
+        with lowering_without_folders():  # those are the builder's own affair
+            return export.export(jax.jit(run), platforms=platforms)(*shapes)
     except NotImplementedError as e:
         raise ValueError(
             f"{name} can't be saved, since JAX can't export it: {e}. An artifact holds "
@@ -111,21 +117,22 @@ class Artifact:
         platforms: what it was compiled for.
         versions: of the packages that wrote it."""
 
-    def __init__(self, opened: Opened):
+    def __init__(self, opened: Opened, is_trusted: bool):
         manifest = opened.manifest
         self.digest = opened.digest
-        self.platforms: tuple[str, ...] = tuple(manifest["platforms"])
-        self.versions: dict[str, str] = manifest["written_by"]
-        self.summary = summaries.from_dict(manifest["summary"])
+        self.platforms: tuple[str, ...] = tuple(printable(manifest["platforms"]))
+        self.versions: dict[str, str] = printable(manifest["written_by"])
+        self.summary = summaries.from_dict(printable(manifest["summary"]))
+        self._types = printable(manifest["input_types"])
         self._check_platform()
-        self._exported = _deserialized(opened)
+        code = opened.files["program"]
+        self._exported = _deserialized(code, self.versions, is_trusted)
         rows = manifest["parameters"]
         self._leaves = read_tensors(opened.files["parameters"], rows)
-        _check_types(self._exported, self._leaves)
+        _check_types(self._exported, self._leaves, self._types)
         names = (row["name"] for row in rows)
         self.params: dict[str, Any] = dict(zip(names, self._leaves, strict=True))
         self._inputs, self._outputs = manifest["inputs"], manifest["outputs"]
-        self._types = manifest["input_types"]
         self._shown = tuple(decode(self._inputs, [_short(t) for t in self._types]))
         self._call = jax.jit(self._exported.call)
 
@@ -184,6 +191,11 @@ def load(path: str | Path, *, digest: str | None = None) -> Artifact:
     finds damage; whoever writes the folder can write a whole new artifact, so where it
     comes from elsewhere, give the digest that `save` returned.
 
+    Without the digest, a program that calls native code is refused, unless it calls
+    LAPACK, or what stands for it on a GPU, as JAX would. What is refused are kernels of
+    Pallas, factorisations of a symbolic size, and whatever somebody may have forged. A
+    forged program can still take long, ask for much memory or find a fault in XLA.
+
     Args:
         path: the folder.
         digest: what `save` returned, if the artifact must be that one.
@@ -191,8 +203,8 @@ def load(path: str | Path, *, digest: str | None = None) -> Artifact:
         An `Artifact`, called like the model.
     Raises:
         ArtifactError: there is no artifact, or it is damaged, of a newer format, for
-            another platform or not the one of `digest`.
-        ImportError: safetensors is not installed.
+            another platform or not the one of `digest`; or it calls native code.
+        ImportError: flatbuffers, of the extra "convert", is not installed.
 
     >>> import tempfile
     >>> from jaxamp_like import convert
@@ -205,9 +217,10 @@ def load(path: str | Path, *, digest: str | None = None) -> Artifact:
 
     The program is StableHLO as `jax.export` writes it, which later versions of JAX read
     for as long as that promises."""
+    needed("flatbuffers")
     opened = open_folder(path, digest)
     with well_formed(path):
-        return Artifact(opened)
+        return Artifact(opened, is_trusted=digest is not None)
 
 
 def explained(summary: summaries.Summary) -> str:
@@ -221,19 +234,39 @@ def explained(summary: summaries.Summary) -> str:
     return "\n".join(lines) or "The program has no contractions."
 
 
-def _deserialized(opened: Opened) -> export.Exported:
+def _deserialized(
+    code: bytes, versions: dict[str, str], is_trusted: bool
+) -> export.Exported:
     try:
-        return export.deserialize(bytearray(opened.files["program"].read_bytes()))
+        exported = export.deserialize(bytearray(code))
+        if not is_trusted:
+            check_calls(exported)
+    except ArtifactError:
+        raise
     except Exception as e:
         raise ArtifactError(
             f"JAX {jax.__version__} can't read the program, which JAX "
-            f"{opened.manifest['written_by']['jax']} wrote: {e}\nLoad it with a "
-            "version nearer to that (one reads what is up to six months older), or "
-            "save the model again with this one."
+            f"{versions['jax']} wrote: {printable(str(e))}\nLoad it with a version "
+            "nearer to that (one reads what is up to six months older), or save the "
+            "model again with this one."
         ) from e
+    effects = (*exported.ordered_effects, *exported.unordered_effects)
+    if exported.has_vjp() or effects or exported.disabled_safety_checks:
+        raise ArtifactError(
+            "The artifact's program has a derivative, an effect or a check that is "
+            "disabled, which none that `Converted.save` writes has. It is not run."
+        )
+    return exported
 
 
-def _check_types(exported: export.Exported, leaves: Sequence[Any]) -> None:
+def _check_types(
+    exported: export.Exported, leaves: Sequence[Any], inputs: Sequence[Any]
+) -> None:
+    if len(exported.in_avals) != len(leaves) + len(inputs):
+        raise ArtifactError(
+            f"The artifact is damaged: its program takes {len(exported.in_avals)} "
+            f"arrays, and not {len(leaves)} parameters and {len(inputs)} inputs."
+        )
     for aval, leaf in zip(exported.in_avals, leaves, strict=False):
         if (aval.dtype, aval.shape) != (leaf.dtype, leaf.shape):
             raise ArtifactError(

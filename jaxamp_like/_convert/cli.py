@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+from .extra import INSTALL
+
 try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 except ImportError as e:
-    sys.exit(
-        f"The command line needs {e.name}, which is not installed. Run "
-        "`pip install 'jaxamp_like[convert]'`."
-    )
+    sys.exit(f"The command line needs {e.name}, which is not installed. {INSTALL}")
 
 from .._errors import AmpError
+from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
 from .._reports.data.explained import human_bytes
 from . import summary as summaries
@@ -29,6 +29,7 @@ from .artifact import explained
 from .convert import convert as convert_fn
 from .folder import open_folder, well_formed
 from .models import take_apart
+from .printable import printable
 from .progress import showing
 from .views import contraction_table
 
@@ -93,7 +94,8 @@ def main() -> None:
     try:
         app()
     except (AmpError, TypeError, ValueError, OSError, ImportError) as e:
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        lines = f"{type(e).__name__}: {e}".split("\n")
+        print("\n".join(printable(lines)), file=sys.stderr)
         sys.exit(_REFUSED)
 
 
@@ -167,9 +169,9 @@ def explain(
     if Path(model).is_dir():
         if compute_dtype is not None or policy is not None:
             _wrong("An artifact has its precision already: leave out the policy.")
-        opened = open_folder(model)
+        opened = open_folder(model, keep=())
         with well_formed(model):
-            summary = summaries.from_dict(opened.manifest["summary"])
+            summary = summaries.from_dict(printable(opened.manifest["summary"]))
         if html is not None:
             summary.save_html(html)
         if as_json:
@@ -179,8 +181,11 @@ def explain(
         return
     fn, params, *inputs = _made(model)
     apart = take_apart(fn, params)
+    # Without options, what `convert` would make of it.
     explained_fn = explain_fn(
-        apart.call, compute_dtype=compute_dtype, amp_policy=policy
+        apart.call,
+        compute_dtype=compute_dtype,
+        amp_policy=global_policy() if compute_dtype is policy is None else policy,
     )
     report = explained_fn(apart.params, *inputs)
     if html is not None:
@@ -201,8 +206,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Checks an artifact, and tells what is in it."""
-    opened = open_folder(artifact, digest)
-    manifest = opened.manifest
+    opened = open_folder(artifact, digest, keep=())
+    manifest = printable(opened.manifest)
     with well_formed(artifact):
         summary = summaries.from_dict(manifest["summary"])
         types = [(t["dtype"], ", ".join(t["shape"])) for t in manifest["input_types"]]
@@ -210,7 +215,7 @@ def inspect(
     if html is not None:
         summary.save_html(html)
     if as_json:
-        _print_json({"digest": opened.digest} | manifest)
+        _print_json({"digest": opened.digest} | opened.manifest)
         return
     inputs = [f"{dtype}[{shape}]" for dtype, shape in types]
     size = sum(file["bytes"] for file in manifest["files"].values())

@@ -125,7 +125,7 @@ def convert(
         policy = ListedPolicy(settings.lookup, lists)
         settings = settings._replace(lookup=policy)
     # No backward pass: nothing is read twice.
-    mixed = amp_by(settings, model.call, strict=strict, gather_once=False)
+    mixed = amp_by(settings, model.call, strict=strict, gather_once=False, argnums=(0,))
     program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
     kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), leaves), _KEPT)

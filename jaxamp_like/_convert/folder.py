@@ -3,8 +3,9 @@
 Files are named by what is in them and never overwritten; a manifest says which belong
 together, how long they are and what SHA-256 they have. It alone is replaced, in one
 step, so whenever writing ends, the folder holds the artifact of before or the new one;
-if there was none, none or the new one. A reader checks all that it reads against the
-manifest, and that against the digest that it carries; nothing of it is unpickled."""
+if there was none, none or the new one. A reader reads each file once and checks what it
+read against the manifest, and that against the digest that it carries; these bytes are
+what is used, and nothing of them is unpickled."""
 
 import contextlib
 import errno
@@ -14,7 +15,8 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,11 +44,12 @@ class Opened(NamedTuple):
     Args:
         manifest: what it says.
         digest: the SHA-256 of the manifest, which stands for all of the artifact.
-        files: the path of each file, by its role."""
+        files: what was read of each file that was asked for, by its role. The bytes
+            that were checked are these; nothing is read again."""
 
     manifest: dict[str, Any]
     digest: str
-    files: dict[str, Path]
+    files: dict[str, bytes]
 
 
 def write_folder(
@@ -86,16 +89,22 @@ def write_folder(
     return hashlib.sha256(data).hexdigest()
 
 
-def open_folder(path: str | Path, digest: str | None = None) -> Opened:
-    """Reads the manifest of an artifact and checks its files.
+def open_folder(
+    path: str | Path, digest: str | None = None, keep: Collection[str] = tuple(SUFFIXES)
+) -> Opened:
+    """Reads an artifact and checks all of it, each file once.
 
+    Args:
+        path: the folder.
+        digest: that of the manifest, if it must be this one.
+        keep: the roles of the files whose bytes are wanted.
     Raises:
         ArtifactError: there is none, or it is not as it was written."""
     folder = Path(path)
     for _ in range(5):
         data = _read_manifest(folder)
         try:
-            return _checked(folder, data, digest)
+            return _checked(folder, data, digest, keep)
         except FileNotFoundError as e:
             # Another process may have put a new artifact in its place meanwhile.
             if _read_manifest(folder) == data:
@@ -222,25 +231,37 @@ def _json(data: Any) -> bytes:
 
 def _read_manifest(folder: Path) -> bytes:
     try:
-        return _regular(folder / MANIFEST, _LARGEST_MANIFEST).read_bytes()
+        with _opened(folder / MANIFEST) as file:
+            data = file.read(_LARGEST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(
             f"There is no artifact in {folder}: it has no {MANIFEST}. Give the folder "
             "that `Converted.save` wrote."
         ) from None
+    if len(data) > _LARGEST_MANIFEST:
+        raise _damaged(folder, f"{MANIFEST} has more than {_LARGEST_MANIFEST} bytes")
+    return data
 
 
-def _regular(path: Path, largest: int | None = None) -> Path:
-    """`path`, which is a file and no link to one elsewhere."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise _damaged(path.parent, f"{path.name} is no plain file")
-    if largest is not None and found.st_size > largest:
-        raise _damaged(path.parent, f"{path.name} has {found.st_size} bytes")
-    return path
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    """A file, which is no link to one elsewhere and no pipe to wait for."""
+    kind = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | kind))
+    except OSError as e:
+        if isinstance(e, FileNotFoundError | NotADirectoryError | PermissionError):
+            raise
+        raise _damaged(path.parent, f"{path.name} is no plain file") from e
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _damaged(path.parent, f"{path.name} is no plain file")
+        yield file
 
 
-def _checked(folder: Path, data: bytes, digest: str | None) -> Opened:
+def _checked(
+    folder: Path, data: bytes, digest: str | None, keep: Collection[str]
+) -> Opened:
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -264,22 +285,28 @@ def _checked(folder: Path, data: bytes, digest: str | None) -> Opened:
             f"The artifact in {folder} is whole, but it is another one: its digest is "
             f"{found}, and not `digest`, {digest}."
         )
-    files = {role: _checked_file(folder, role, manifest["files"]) for role in SUFFIXES}
-    return Opened(manifest, found, files)
+    files = {
+        role: _checked_file(folder, role, manifest["files"], role in keep)
+        for role in SUFFIXES
+    }
+    return Opened(manifest, found, {role: files[role] for role in keep})
 
 
-def _checked_file(folder: Path, role: str, files: Any) -> Path:
+def _checked_file(folder: Path, role: str, files: Any, is_kept: bool) -> bytes:
+    """What a file holds, checked; nothing, if it is only to be checked."""
     # The manifest may have been written by anyone, with a digest that fits.
     entry = files.get(role) if isinstance(files, dict) else None
     name = entry.get("name") if isinstance(entry, dict) else None
     pattern = rf"{role}-[0-9a-f]{{16}}\.{SUFFIXES[role]}"
     if entry is None or not isinstance(name, str) or not re.fullmatch(pattern, name):
         raise _damaged(folder, f"the name of its {role} is {name!r}")
-    path = _regular(folder / name)
-    sha, size = _hash(path)
-    if (sha, size) != (entry.get("sha256"), entry.get("bytes")):
+    with _opened(folder / name) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(size) if is_kept and size == entry.get("bytes") else b""
+        sha = hashlib.sha256(data) if data else hashlib.file_digest(file, "sha256")
+    if (sha.hexdigest(), size) != (entry.get("sha256"), entry.get("bytes")):
         raise _damaged(folder, f"{name} is not as it was written")
-    return path
+    return data
 
 
 def _damaged(folder: Path, what: str) -> ArtifactError:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import AmpError
-from .._frameworks.nnx import is_node, nnx_nodes
+from .._frameworks.modules import holds_parameters, is_keras
+from .._frameworks.nnx import nnx_nodes
 from .._jax import is_array
 
 
@@ -45,7 +46,7 @@ def take_apart(fn: Any, params: Any) -> Model:
                 f"`fn` is a {type(fn).__name__}, which holds its parameters: give "
                 "`None` as `params`, `convert(model, None, *example_inputs)`."
             )
-        if _is_keras(fn):
+        if is_keras(fn):
             return _of_keras(fn, name)
         fn, params = _call, fn
     elif params is None:
@@ -62,10 +63,6 @@ def take_apart(fn: Any, params: Any) -> Model:
         return _of_nnx(fn, params, name)
     rebuild = _as_it_is if fn is _call else None
     return Model(fn, params, rebuild, name)
-
-
-def holds_parameters(fn: Any) -> bool:
-    return isinstance(fn, eqx.Module) or is_node(fn) or _is_keras(fn)
 
 
 def check_leaves(params: Any) -> None:
@@ -198,11 +195,6 @@ def _held(nnx: Any, nodes: Any) -> dict[str, Any]:
     """What the variables of nodes hold, by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(nodes))
     return {path_name(path): leaf for path, leaf in leaves}
-
-
-def _is_keras(fn: Any) -> bool:
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(fn, keras.Layer)
 
 
 def _of_keras(model: Any, name: str) -> Model:

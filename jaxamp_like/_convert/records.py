@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
-from .._jax import Jaxpr
+from .._jax import Jaxpr, without_folders
 from .._primitives import CONTRACTIONS, is_contraction
 from .._reports import walk
 from .._reports.data.columns import Column
@@ -73,7 +73,7 @@ def contractions_of(jaxpr: Jaxpr) -> tuple[Contraction, ...]:
             Contraction(
                 primitive=eqn.primitive.name,
                 scope=place.scope,
-                line=place.source,
+                line=without_folders(place.source),
                 reads=tuple(v.aval.dtype.name for v in eqn.invars[:2]),
                 makes=out.dtype.name,
                 shape=tuple(map(str, out.shape)),

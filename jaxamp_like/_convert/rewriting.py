@@ -25,8 +25,9 @@ from .._jax import (
     subjaxprs,
     trace,
 )
+from .._primitives import EACH_ALONE
 from .._structural import CALLS, REMAT
-from .uses import POSITIONAL, bodies, is_narrowing
+from .uses import bodies, is_narrowing
 
 _Dtypes = tuple[DType | None, ...]
 
@@ -67,7 +68,7 @@ class _Rewriter:
             return operands  # as it is stored
         if bind := _STRUCTURAL.get(eqn.primitive.name):
             return bind(self, eqn, operands)
-        if eqn.primitive.name not in POSITIONAL:
+        if eqn.primitive.name not in EACH_ALONE:
             # Who reads the result reads it so.
             floats = (x is not None and is_float(v.aval.dtype) for x, v in pairs)
             operands = [

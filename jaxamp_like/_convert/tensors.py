@@ -1,5 +1,6 @@
 """Arrays in a safetensors file, and what it can't tell of them beside it."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,29 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .extra import needed
 from .folder import ArtifactError
 from .models import first_places
+from .printable import printable
 from .progress import ticked
 
-# Those that safetensors reads as NumPy arrays; others are kept as their bytes.
-_KNOWN = frozenset(
-    """bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32
-    float64 complex64""".split()
-)
+# The dtypes of safetensors that are kept so; arrays of others are kept as their bytes.
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_KNOWN = frozenset(_DTYPES.values())
 _KEY = re.compile(r"key<.*>")
-
-
-def safetensors() -> Any:
-    """The package, or an error that says how to get it."""
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as e:
-        raise ImportError(
-            "Artifacts hold their parameters in safetensors, which is not installed. "
-            "Run `pip install 'jaxamp_like[convert]'`."
-        ) from e
-    return safetensors
 
 
 def described(name: str, leaf: Any) -> dict[str, Any]:
@@ -65,30 +68,44 @@ def write_tensors(path: Path, rows: Sequence[dict[str, Any]], leaves: Any) -> No
     pairs = list(zip(rows, leaves, strict=True))
     written = ticked("writing parameters", pairs)
     data = {row["name"]: _plain(x, row) for row, x in written if "same_as" not in row}
-    safetensors().numpy.save_file(data, path)
+    needed("safetensors.numpy").save_file(data, path)
 
 
-def read_tensors(path: Path, rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """Reads arrays that are as described.
+def read_tensors(data: bytes, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The arrays in a file of safetensors, which are as described.
+
+    Read by hand: the package reads files, which may change after they were checked, or
+    copies all of the arrays at once.
 
     Raises:
-        ArtifactError: the file holds others."""
-    package = safetensors()
+        ArtifactError: there are others."""
+    held = _views(data)
     found: dict[str, Any] = {}
-    with package.safe_open(path, "numpy") as file:
-        names = [row["name"] for row in rows if "same_as" not in row]
-        if sorted(file.keys()) != sorted(names):
-            raise ArtifactError(
-                f"{path} is damaged: it holds other parameters than its manifest says."
-            )
-        for row in ticked("reading parameters", rows):
-            name = row["name"]
-            found[name] = (
-                found[row["same_as"]]
-                if "same_as" in row
-                else _array(file.get_tensor(name), row, path)
-            )
+    names = [row["name"] for row in rows if "same_as" not in row]
+    if sorted(held) != sorted(names):
+        raise ArtifactError(
+            "The artifact is damaged: it holds other parameters than its manifest says."
+        )
+    for row in ticked("reading parameters", rows):
+        name = row["name"]
+        found[name] = (
+            found[row["same_as"]] if "same_as" in row else _array(held[name], row)
+        )
     return [found[row["name"]] for row in rows]
+
+
+def _views(data: bytes) -> dict[str, np.ndarray]:
+    """The arrays by their names: views of the bytes, so that nothing is copied."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    entries.pop("__metadata__", None)
+    found = {}
+    for name, entry in entries.items():
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        part = memoryview(data)[begin:end]
+        flat = np.frombuffer(part, jnp.dtype(_DTYPES[entry["dtype"]]))
+        found[name] = flat.reshape(entry["shape"])
+    return found
 
 
 def _plain(leaf: Any, row: dict[str, Any]) -> np.ndarray:
@@ -97,7 +114,7 @@ def _plain(leaf: Any, row: dict[str, Any]) -> np.ndarray:
     return x if x.dtype.name in _KNOWN else np.frombuffer(x.tobytes(), np.uint8)
 
 
-def _array(x: np.ndarray, row: dict[str, Any], path: Path) -> Any:
+def _array(x: np.ndarray, row: dict[str, Any]) -> Any:
     shape = tuple(map(int, row["shape"]))
     if "key" in row:
         made = jax.random.wrap_key_data(jnp.asarray(x), impl=row["key"])
@@ -107,8 +124,8 @@ def _array(x: np.ndarray, row: dict[str, Any], path: Path) -> Any:
         made = jnp.asarray(np.frombuffer(x.tobytes(), row["dtype"]).reshape(shape))
     if (str(made.dtype), made.shape) != (row["dtype"], shape):
         raise ArtifactError(
-            f"The parameter {row['name']!r} in {path} is {made.dtype}"
-            f"{list(made.shape)} here, but was saved as {row['dtype']}{list(shape)}."
+            f"The parameter {row['name']!r} is {made.dtype}{list(made.shape)} here, "
+            f"but was saved as {printable(row['dtype'])}{list(shape)}."
             + (" Set `jax_enable_x64`." if "64" in row["dtype"] else "")
         )
     return made

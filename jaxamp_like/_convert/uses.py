@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .._dtypes import bits, is_float
-from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line, without_folders
 from .._policies.dictionary import REWRITTEN
+from .._primitives import EACH_ALONE
 from .._structural import SOLVER, STRUCTURAL, Body
 
 Scope = tuple[str, ...]
@@ -25,9 +26,6 @@ MOVES: frozenset[str] = frozenset(
 """Primitives whose results hold numbers of their operands and no others, so that a
 cast may as well be made before them."""
 
-POSITIONAL: frozenset[str] = frozenset("optimization_barrier device_put".split())
-"""Those of them that hand each operand on as one result."""
-
 RESULT, CARRY = "a result", "a carry that changes"
 _OPAQUE = frozenset({"xla_pmap"})
 
@@ -40,7 +38,8 @@ class Use(NamedTuple):
             it is.
         by: the primitive that reads it, or what else becomes of it.
         scope: the names around that, joined by "/".
-        line: the file, line and function where its author wrote it."""
+        line: the file, line and function where its author wrote it, without folders,
+            since it is shipped with the model."""
 
     dtype: str | None
     by: str
@@ -121,7 +120,7 @@ def _of_operands(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
     if is_narrowing(eqn):
         return [frozenset({_use(eqn, scope, eqn.outvars[0].aval.dtype.name)})]
     if moves_data(eqn):
-        if eqn.primitive.name in POSITIONAL:
+        if eqn.primitive.name in EACH_ALONE:
             return outs
         return [_NONE.union(*outs)] * len(eqn.invars)
     return [frozenset({_use(eqn, scope)})] * len(eqn.invars)
@@ -147,4 +146,5 @@ def _through_programs(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
 
 def _use(eqn: Eqn, scope: Scope, dtype: str | None = None) -> Use:
     names = (x for x in scope if x not in (REWRITTEN, SOLVER))
-    return Use(dtype, eqn.primitive.name, "/".join(names), source_line(eqn))
+    line = without_folders(source_line(eqn))
+    return Use(dtype, eqn.primitive.name, "/".join(names), line)

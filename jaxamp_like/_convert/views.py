@@ -22,7 +22,7 @@ _HEADINGS = (
 
 def print_summary(summary: Any) -> None:
     console = need("rich.console", "rich").Console()
-    console.print(str(summary).split("\n")[0], highlight=False)
+    console.print(str(summary).split("\n")[0], markup=False, highlight=False)
     title = "Parameters, the largest first"
     console.print(record_table(title, Stored, _by_size(summary), MAX_ROWS))
     console.print(contraction_table(summary.contractions))

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 
 from .._errors import AmpError
 from .._jax import is_array
-from .._quantised.delayed import TensorScale, first_scale, next_scale, seen
+from .._quantised.delayed import (
+    TensorScale,
+    first_scale,
+    measured,
+    next_scale,
+    seen,
+)
 from .tensors import Tensor
 
 State = dict[str, TensorScale]
@@ -24,13 +30,20 @@ def first_state(tensors: Mapping[str, Tensor]) -> State:
 
 
 def scales_of(tensors: Mapping[str, Tensor], state: State) -> dict[str, Any]:
-    """What each tensor is divided by in this step."""
+    """What each tensor is divided by in this step; see `next_scale`."""
     return {key: next_scale(state[key], t.wanted.fmt) for key, t in tensors.items()}
 
 
-def next_state(state: State, scales: Any, maxima: Any) -> State:
-    """The state after a step that used `scales` and saw `maxima`."""
-    return {key: seen(state[key], scales[key], maxima[key]) for key in state}
+def next_state(
+    tensors: Mapping[str, Tensor], state: State, scales: Any, maxima: Any
+) -> State:
+    """The state after a step that began with `scales` and saw `maxima`."""
+
+    def after(key: str, amax: Any) -> TensorScale:
+        scale = measured(scales[key], amax, tensors[key].wanted.fmt)
+        return seen(state[key], scale, amax)
+
+    return {key: after(key, maxima[key]) for key in state}
 
 
 def as_state(state: Any) -> State:

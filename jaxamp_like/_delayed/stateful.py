@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -10,11 +10,13 @@ from jax.typing import DTypeLike
 from .._amp import Traced, amp_by, run_by_plan
 from .._errors import place_of, warn_or_raise
 from .._jax import trace
+from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
 from .._rewrite.planner import Planner
 from .._rules.given import as_bool
+from .again import keeping_less
 from .state import (
     State,
     as_state,
@@ -36,6 +38,7 @@ def amp_with_state(
     compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyLike | None = None,
     strict: bool = False,
+    argnums: int | Sequence[int] | None = None,
 ) -> Any:
     """As `amp`, for policies with rules that remember: `float8(delayed=True)`.
 
@@ -62,6 +65,7 @@ def amp_with_state(
         compute_dtype: as of `amp`.
         amp_policy: as of `amp`.
         strict: as of `amp`; also raise if no tensor has an entry.
+        argnums: as of `amp`, without the state: 0 is the first argument of `fn`.
     Returns:
         A function `(state, *args, **kwargs) -> (out, new_state)`, where `out` is what
         `amp(fn)` would return.
@@ -92,24 +96,28 @@ def amp_with_state(
     Delayed scaling as in NVIDIA's Transformer Engine and Flax's `fp8_ops`."""
     settings = settings_of(amp_policy, compute_dtype)
     strict = as_bool(strict, "strict")
+    argnums = None if argnums is None else as_argnums(argnums)
     if fn is None:
         return functools.partial(
             amp_with_state,
             compute_dtype=compute_dtype,
             amp_policy=amp_policy,
             strict=strict,
+            argnums=argnums,
         )
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
             "`amp_with_state(fn)(state, x)`, not `amp_with_state(fn(x))`."
         )
-    return _stateful(settings, fn, strict)
+    return _stateful(settings, fn, strict, argnums)
 
 
-def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
+def _stateful(
+    settings: Settings, fn: Callable[..., Any], strict: bool, argnums: Argnums | None
+) -> Any:
     def mixed(step: "Step") -> Callable[..., Any]:
-        return amp_by(settings, fn, strict=strict, run=step.run)
+        return amp_by(settings, fn, strict=strict, argnums=argnums, run=step.run)
 
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
         step = Step(as_state(state), strict)
@@ -129,8 +137,8 @@ def _stateful(settings: Settings, fn: Callable[..., Any], strict: bool) -> Any:
 def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> State:
     """The state that training with a function of `amp_with_state` begins with.
 
-    Nothing is run. The scales are 1 and the histories 0: the first step quantises what
-    it reads as it is.
+    Nothing is run. The scales are 1 and the histories 0: the first step scales by the
+    maxima that it sees itself.
 
     Args:
         fn: what `amp_with_state` returned; `jax.jit` may be around it.
@@ -192,8 +200,12 @@ class Step:
         state = first_state(self.tensors) if given is None else given
         state = checked(state, self.tensors)
         scales = scales_of(self.tensors, state)
-        outs, maxima = Threaded(self.tensors).run(made, sites, scales, call.arrays)
-        self.state = next_state(state, scales, maxima)
+
+        def threaded(scales, arrays):
+            return Threaded(self.tensors).run(made, sites, scales, arrays)
+
+        outs, maxima = keeping_less(threaded, scales, call.arrays)
+        self.state = next_state(self.tensors, state, scales, maxima)
         return outs
 
 

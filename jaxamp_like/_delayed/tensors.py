@@ -169,13 +169,11 @@ class Finder:
         )
 
     def _role(self, wanted: Wanted) -> str:
-        if wanted.backward and wanted.side == 0:
-            return "cotangent"  # which JAX puts first
-        return ("lhs", "rhs")[wanted.side]
+        return "cotangent" if wanted.cotangent else ("lhs", "rhs")[wanted.side]
 
     def _named_after(self, wanted: Wanted, other: int) -> str:
         """The contraction: of a cotangent, the forward one in the same scope."""
-        if wanted.backward and wanted.side == 0:
+        if wanted.cotangent:
             for known in self._by_number.get(other, ()):
                 if known.wanted.scope == wanted.scope:
                     return known.place

@@ -30,10 +30,11 @@ from .._jax import (
     subjaxprs,
     trace,
     typeof,
+    varying_axes,
     varying_over,
     while_operands,
 )
-from .._quantised.delayed import NOT_SEEN, not_differentiated
+from .._quantised.delayed import NOT_SEEN, measured, not_differentiated
 from .._quantised.formats import largest_of
 from .._structural.base import REMAT
 from .tensors import Sites, Tensor, Use
@@ -60,7 +61,7 @@ class Threaded:
         self, jaxpr: Jaxpr, sites: Sites, scales: Arrays, args: Sequence[Any]
     ) -> tuple[list[Any], Arrays]:
         """What `jaxpr` gives for `args`, and the maxima of the tensors it makes."""
-        inner = raw(jaxpr)
+        inner, scales = raw(jaxpr), dict(scales)
         env = dict(zip(inner.constvars, consts(jaxpr), strict=True))
         env |= zip(inner.invars, args, strict=True)
         maxima: Arrays = {}
@@ -70,12 +71,18 @@ class Threaded:
 
         for i, eqn in enumerate(inner.eqns):
             values = list(map(read, eqn.invars))
-            if i not in sites:
-                outs = reemit(eqn, values)
-            else:
+            if i in sites or _is_gone_through(eqn):
                 with eqn_context(eqn):
-                    outs, made = self._eqn(eqn, sites[i], scales, values)
+                    found = sites.get(i, ({},))
+                    outs, made = self._eqn(eqn, found, scales, values)
                 maxima = larger(maxima, made)
+                # From here on: the backward pass divides by what the forward one has.
+                scales |= {
+                    key: self.measured(key, scales[key], maxima[key])
+                    for key in made.keys() & scales.keys()
+                }
+            else:
+                outs = reemit(eqn, values)
             env |= zip(eqn.outvars, outs, strict=True)
         return list(map(read, inner.outvars)), maxima
 
@@ -85,13 +92,21 @@ class Threaded:
         if not isinstance(found, Use):
             handler = _HANDLERS.get(eqn.primitive.name, _call)
             return handler(self, eqn, found, scales, values)
-        key, made = found.tensor.key, {}
-        if found.records:
-            amax = largest_of(not_differentiated(values[0]))
-            shape = found.tensor.shape(self.depth)
-            assert not shape, "a history that is stacked more often than it is read"
-            made = {key: varying_over(amax, self.axes)}
-        return [scales[key]], made
+        key = found.tensor.key
+        if not found.records:
+            return [scales[key]], {}
+        amax = largest_of(not_differentiated(values[0]))
+        shape = found.tensor.shape(self.depth)
+        assert not shape, "a history that is stacked more often than it is read"
+        scale = self.measured(key, scales[key], amax)
+        return [scale], {key: varying_over(amax, self.axes)}
+
+    def measured(self, key: str, scale: Any, amax: Any) -> Any:
+        """The scale of a tensor, of which the maximum is known by now."""
+        fmt = self.tensors[key].wanted.fmt
+        axes = sorted({*varying_axes(scale), *varying_axes(amax)})
+        scale, amax = (varying_over(x, axes) for x in (scale, amax))
+        return measured(scale, amax, fmt)
 
     def not_seen(self, keys: Iterable[str]) -> Arrays:
         """Maxima that change none."""
@@ -140,6 +155,11 @@ def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     values = _sharded(values, eqn.params.get("in_shardings"))
     outs, maxima = self.run(jaxpr, found[0], scales, values)
     return _sharded(outs, eqn.params.get("out_shardings")), maxima
+
+
+def _is_gone_through(eqn: Eqn) -> bool:
+    """Whether an equation only groups others, for a derivative that is made already."""
+    return eqn.primitive.name in REMAT and not eqn.params["differentiated"]
 
 
 def _sharded(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:

@@ -171,6 +171,34 @@ class TakenApart:
         pairs = zip(self._leaves, self._is_node, strict=True)
         return [x for x, is_place in pairs if not is_place]
 
+    def labels(self, label: Callable[..., list[Any]], other: Any) -> list[Any]:
+        """For each leaf of what its nodes hold, and of `others`, a label.
+
+        Args:
+            label: makes labels, which can be ordered, of the leaves of a function, its
+                arguments and its keyword arguments; told what else is a leaf.
+            other: of what is in a node, but a variable of another kind than
+                `nnx.Param`: a cache, or statistics."""
+        nnx = _nnx()
+        call = jax.tree.unflatten(self._tree, self._leaves)
+        made = label(*call, is_leaf=is_node)
+        of_node: dict[int, Any] = {}
+        for leaf, one in zip(self._leaves, made, strict=True):
+            number = self._numbers.get(id(_owner(leaf)))
+            if number is not None:
+                of_node[number] = max(one, of_node.get(number, one))
+        of_leaf: dict[int, Any] = {}
+        for (number, *_), x in self.by_path.items():
+            is_other = isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)
+            one = other if is_other else of_node.get(number, other)
+            of_leaf[id(x)] = max(one, of_leaf.get(id(x), one))
+        held = jax.tree.leaves(self.held, is_leaf=lambda x: id(x) in of_leaf)
+        pairs = zip(made, self._is_node, strict=True)
+        return [
+            *(of_leaf[id(x)] for x in held for _ in jax.tree.leaves(x)),
+            *(one for one, is_place in pairs if not is_place),
+        ]
+
     def parameters(self, node: Any) -> Any:
         """What derivatives are taken by: a variable itself, or the `nnx.Param`s of a
         node as a state."""

@@ -82,11 +82,11 @@ def _inside(module: Any, cls: type, path: str) -> Any:
     values = dict(vars(module))
     for name in _dynamic_fields(cls) & values.keys():
         values[name] = _in_tree(values[name], _join(path, _part(name)))
-    return _new(cls, values)
+    return new(cls, values)
 
 
-def _new(cls: type, values: dict[str, Any]) -> Any:
-    """A module as it is, without the `__init__` of its class."""
+def new(cls: type, values: dict[str, Any]) -> Any:
+    """A module that holds `values`, without the `__init__` of its class."""
     module = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(module, name, value)
@@ -150,16 +150,16 @@ def _scoped(cls: type, path: str) -> type:
         "__reduce__": lambda self: (_restore, (cls, path, dict(vars(self)))),
         "_amp_plain": cls,
     }
-    methods = {name: _method(getattr(cls, name), path) for name in _methods(cls)}
-    return type(cls)(cls.__name__, (cls,), body | methods, **nnx_options(cls))
+    opened = {name: _method(getattr(cls, name), path) for name in methods(cls)}
+    return type(cls)(cls.__name__, (cls,), body | opened, **nnx_options(cls))
 
 
 def _restore(cls: type, path: str, values: dict[str, Any]) -> Any:
     """Undoes pickling."""
-    return _new(_scoped(cls, path), values)
+    return new(_scoped(cls, path), values)
 
 
-def _methods(cls: type) -> list[str]:
+def methods(cls: type) -> list[str]:
     """The methods that are defined above `eqx.Module` or `nnx.Module`."""
     fields = getattr(cls, "__dataclass_fields__", {})
     names: dict[str, None] = {}

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from .._errors import warn_or_raise
 from .._jax import is_tracer
 
 # Beyond these, the scale or its reciprocal is subnormal in float32, which XLA flushes
@@ -37,7 +38,7 @@ def canonical(name: str, x: ArrayLike) -> Array:
     if not any(jnp.issubdtype(given, k) for k in kinds):
         raise TypeError(
             f"`{name}` of a `DynamicScalerState` must be {kind} scalar, but was given "
-            f"{x!r}.\nGive a Python number or an array of shape ()."
+            f"{x!r}.\n{_hint(name, given)}"
         )
     if jnp.shape(x) != ():
         raise ValueError(
@@ -45,6 +46,24 @@ def canonical(name: str, x: ArrayLike) -> Array:
             f"{jnp.shape(x)}.\nTo take a step with several states, `jax.vmap` the step."
         )
     return jnp.asarray(x, dtype)
+
+
+def _hint(name: str, given: Any) -> str:
+    if name == "patience" and jnp.issubdtype(given, jnp.floating):
+        return "It comes first. To give the scale, name it: `scaler=2.0**15`."
+    return "Give a Python number or an array of shape ()."
+
+
+def tell_of_a_scale(patience: Any) -> None:
+    """Warns of a lone number without its name that is a scale rather than patience."""
+    is_integer = isinstance(patience, int) and not isinstance(patience, bool)
+    if is_integer and patience >= 256 and patience.bit_count() == 1:
+        warn_or_raise(
+            f"`DynamicScalerState({patience})` sets the patience, which comes first, "
+            f"and looks like a scale. Write `DynamicScalerState(scaler={patience})`, "
+            f"or `patience={patience}` if that is meant.",
+            strict=False,
+        )
 
 
 def check(fields: Mapping[str, Array]) -> None:

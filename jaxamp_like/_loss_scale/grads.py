@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 from jax import Array
 
+from .._frameworks.nnx import nnx_nodes
 from .agree import AxisName, agreed
 from .groups import merge_groups, split_groups
 from .nodes import Call, of_nodes
@@ -119,6 +120,8 @@ def dynamic_scale_tx(
         ) -> Any:
             states, structure = split_groups(_check_state(dynamic_scaler_state))
             call = Call(fun, args, fun_kwargs)
+            if transform in _FILTERED and args:
+                _refuse_without_floats(args[0])
 
             def attempt(states: list[Scaler]) -> tuple[list[Array], Any]:
                 grads_of, rebuild, left = [], None, None
@@ -236,6 +239,28 @@ _ARGNUMS = (
     "first argument.\nPass `filter=False` (to `dynamic_scale_tx`, give `jax.grad`), or "
     "put what to differentiate by into one tuple, the first argument."
 )
+
+
+def _refuse_without_floats(params: Any) -> None:
+    """Raises where Equinox would find nothing to differentiate by, and say nothing."""
+    leaves = jax.tree.leaves(params)
+    if nnx_nodes(params) or not leaves or any(map(eqx.is_inexact_array, leaves)):
+        return
+    kinds = dict.fromkeys(
+        x.dtype.name if hasattr(x, "dtype") else type(x).__name__ for x in leaves
+    )
+    are_numbers = any(isinstance(x, float | complex) for x in leaves)
+    raise TypeError(
+        "The first argument holds no floating-point array to differentiate by, but "
+        f"{', '.join(kinds)}.\n"
+        + (
+            "Make arrays of Python numbers: `jnp.asarray(x)`."
+            if are_numbers
+            else "Parameters that are to be trained are floating-point: "
+            "`jnp.asarray(x, jnp.float32)`. For integers as they are, `filter=False, "
+            "allow_int=True` gives gradients of `float0`, as `jax.grad` does."
+        )
+    )
 
 
 def _step_signature(fun: Callable) -> inspect.Signature:

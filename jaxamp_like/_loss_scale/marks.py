@@ -27,6 +27,12 @@ class Verdict(NamedTuple):
     axis_name: AxisName
 
 
+_INSTEAD = (
+    "Write `jax.tree.map(lambda g: ..., grads)`, which keeps the mark for `update`, or "
+    "read the array: `grads.value`."
+)
+
+
 class _Told(type):
     """A class that says in JAX's errors what to do.
 
@@ -51,7 +57,7 @@ class Unscaled(metaclass=_Told):
     or put together yourself is to say that none of them has underflown:
     `jax.tree.map(Unscaled, grads)`.
 
-    A pytree of one leaf, which functions of `jax.numpy` read as an array.
+    A pytree of one leaf, which functions of `jax.numpy` and NumPy read as an array.
 
     Args:
         value: the gradient. Where `value_and_grad` or `unscale_grads` have made it, it
@@ -66,6 +72,7 @@ class Unscaled(metaclass=_Told):
     """
 
     __slots__ = ("_raw", "_value", "_verdict")
+    __array_priority__ = 1000.0  # NumPy's arrays leave arithmetic to this class
 
     def __init__(self, value: Any):
         self._value = value
@@ -81,6 +88,13 @@ class Unscaled(metaclass=_Told):
 
     def __jax_array__(self) -> Array:
         return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value, dtype, copy=copy)
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f" {_INSTEAD}" * hasattr(jax.Array, name)
+        raise AttributeError(f"'Unscaled' object has no attribute {name!r}.{hint}")
 
     def __repr__(self) -> str:
         return f"Unscaled({self.value})"
@@ -99,15 +113,16 @@ class Unscaled(metaclass=_Told):
 def _refuse(self: Unscaled, *_: Any) -> Any:
     raise TypeError(
         "A gradient of a `loss_scale_optimizer` is marked as one, and is no array to "
-        "compute with.\nWrite `jax.tree.map(lambda g: ..., grads)`, which keeps the "
-        "mark for `update`, or read the array: `grads.value`."
+        f"compute with.\n{_INSTEAD}"
     )
 
 
-for _name in "add sub mul truediv pow matmul".split():
+for _name in "add sub mul truediv floordiv mod divmod pow matmul".split():
     setattr(Unscaled, f"__{_name}__", _refuse)
     setattr(Unscaled, f"__r{_name}__", _refuse)
-for _name in "neg abs getitem".split():
+for _name in (
+    "neg pos abs getitem len iter eq ne lt le gt ge bool int float complex format"
+).split():
     setattr(Unscaled, f"__{_name}__", _refuse)
 
 

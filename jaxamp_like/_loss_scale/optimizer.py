@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     axis_name: AxisName = None
     scales: bool = True
+    # Is around each call of a loss, which it is given with its arguments.
+    watch: Callable[[Callable, Any, Any], AbstractContextManager[None]] | None = None
 
     @written_so("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
@@ -160,7 +162,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         def judged(*args: Any, **kwargs: Any) -> tuple[Verdict | None, Any]:
             # `update` makes the next state; of this one only the verdict is wanted.
-            with _scaling_by(scaler):
+            watch = self.watch or (lambda *call: nullcontext())
+            with _scaling_by(scaler), watch(fun, args, kwargs):
                 following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
             return _verdict(following, self.axis_name), out
 

@@ -1,8 +1,9 @@
 """The scale and what it remembers, and the rule by which it changes."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,21 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .calls import written_so
-from .fields import LARGEST, SMALLEST, canonical, check, known, one_more, within
+from .fields import (
+    LARGEST,
+    SMALLEST,
+    canonical,
+    check,
+    known,
+    one_more,
+    tell_of_a_scale,
+    within,
+)
 from .marks import refuse_unscaled
 from .numbers import checked_finite, checked_loss, chosen, times, unscaled
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class _Fields(NamedTuple):
@@ -27,6 +40,19 @@ class _Fields(NamedTuple):
     hysteresis: Array
     overflows: Array
     skipped: Array
+
+
+def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`make(cls, ...)`, which tells of a lone number without its name."""
+
+    @functools.wraps(make)
+    def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _, *given = args
+        if len(given) == 1:
+            tell_of_a_scale(given[0])
+        return make(*args, **kwargs)
+
+    return made
 
 
 class DynamicScalerState(_Fields):
@@ -65,6 +91,7 @@ class DynamicScalerState(_Fields):
 
     __slots__ = ()
 
+    @_looking_for_a_scale
     @written_so("DynamicScalerState(scaler=2.0**15, patience=2000)")
     def __new__(
         cls,

@@ -14,11 +14,20 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from .. import _quantised, _rules
+from .. import _rules
+from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._jax import Primitive
-from .._rules import Callback, Rule, UsePrecision, conditions as _conditions
-from .._rules.conditions import Predicate
+from .._quantised.worth import worth_eight_bits
+from .._rules import Callback, Rule, UsePrecision
+from .._rules.conditions import (
+    Predicate,
+    not_divisible_by,
+    param_is,
+    smaller_than,
+    sums_more_than,
+)
+from .._rules.given import as_rule
 from .dictionary import (
     AMP_DEFAULT,
     ByName,
@@ -61,7 +70,10 @@ def decode_key(data: Data) -> Key:
     if "primitive" in data:
         return primitive_by_name(data["primitive"])
     if "regex" in data:
-        return re.compile(data["regex"], data.get("flags", 0))
+        try:
+            return re.compile(data["regex"], data.get("flags", 0))
+        except re.error as e:
+            raise ValueError(f"{data['regex']!r} is no regular expression: {e}.") from e
     return tuple(data["path"]) if "path" in data else data["scope"]
 
 
@@ -88,7 +100,12 @@ def decode_rules(rows: list[Data]) -> dict[Key, Rule]:
             is_name = isinstance(base, str)
             rules |= _bases()[base] if is_name else policy_by_name(dict(_decode(base)))
         else:
-            rules[decode_key(row)] = decode_rule(row["rule"])
+            key = decode_key(row)
+            try:
+                rules[key] = decode_rule(row["rule"])
+            except (TypeError, ValueError) as e:
+                kind = TypeError if isinstance(e, TypeError) else ValueError
+                raise kind(f"`rules[{show_key(key)}]` is no rule: {e}") from e
     return rules
 
 
@@ -165,9 +182,17 @@ def encode_rule(rule: Rule, where: str) -> Any:
 
 def decode_rule(data: Any) -> Rule:
     if isinstance(data, str):
-        return _NAMED[data] if data in _NAMED else UsePrecision(np.dtype(data))
+        return _NAMED[data] if data in _NAMED else as_rule(data, "rule")
     values = {name: _decode(value) for name, value in data.items() if name != "class"}
-    return _class(data["class"])(**values)
+    cls = _class(data["class"])
+    known = [field.name for field in fields(cls)]
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"{cls.__name__} has no field {name!r}.{did_you_mean(name, known)} Its "
+                f"fields: {', '.join(known) or 'none'}."
+            )
+    return cls(**values)
 
 
 def _class(name: str) -> type[Rule]:
@@ -218,7 +243,14 @@ def _decode(value: Any) -> Any:
         return np.dtype(value["dtype"])
     if "predicate" in value:
         return decode_predicate(value["predicate"])
-    return getattr(lax, value["enum"])[value["name"]]
+    return _member(value["enum"], value["name"])
+
+
+def _member(kind: str, name: str) -> enum.Enum:
+    known = {cls.__name__: cls for cls in (lax.Precision, lax.DotAlgorithmPreset)}
+    if kind in known and name in known[kind].__members__:
+        return known[kind][name]
+    raise ValueError(f"This version of JAX has no `lax.{kind}.{name}`.")
 
 
 def encode_predicate(predicate: Callable[..., Any], where: str) -> Data:
@@ -233,6 +265,23 @@ def encode_predicate(predicate: Callable[..., Any], where: str) -> Data:
 
 
 def decode_predicate(data: Data) -> Predicate:
-    name = data["name"]
-    home = _conditions if hasattr(_conditions, name) else _quantised
-    return getattr(home, name)(*_decode(data["args"]))
+    name, args = data["name"], _decode(data["args"])
+    if name not in _PREDICATES:
+        raise ValueError(
+            f"There is no predicate {name!r}.{did_you_mean(name, _PREDICATES)} Known: "
+            f"{', '.join(_PREDICATES)}."
+        )
+    return _PREDICATES[name](*args)
+
+
+_PREDICATES: dict[str, Callable[..., Predicate]] = {
+    fn.__name__: fn
+    for fn in (
+        sums_more_than,
+        smaller_than,
+        not_divisible_by,
+        param_is,
+        worth_eight_bits,
+    )
+}
+"""What makes the predicates that a saved policy may name."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from .._jax import Primitive
 from .._rules import Site, UseOriginalPrecision, use_original_precision
 from .._rules.conditions import When
+from .._rules.fields import check_fields
 from .codec import decode_key, decode_predicate, encode_key, encode_predicate
 from .dictionary import (
     CheckedPolicy,
@@ -29,6 +30,9 @@ class Limit:
     kind: Kind
     keys: FrozenRules | None = None  # as a policy that says where, not what
     predicate: Callable[[Site], bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def by_keys(cls, kind: Kind, keys: tuple[Any, ...]) -> "Limit":

@@ -218,6 +218,15 @@ def report_of_amp_twice(inner: DType, outer: DType) -> str:
     )
 
 
+def report_of_hidden_parameters(fn: Any) -> str:
+    """What to say of a callable pytree that `amp` makes a plain function of."""
+    return (
+        f"`fn` is a {type(fn).__name__}, a pytree that holds arrays, and `amp` gives a "
+        "function: transforms find nothing in it to differentiate by. Wrap the loss "
+        "that calls it, `amp(loss)(model, x)`. (Models of Equinox and NNX stay models.)"
+    )
+
+
 _GENERATORS = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)
 
 

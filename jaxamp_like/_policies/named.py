@@ -1,7 +1,7 @@
 """`Policy`: what to compute, store and return in, as one value with a name."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -17,6 +17,7 @@ from .codec import decode_rules, encode_rules, own_rules
 from .dictionary import Lookup, checked_policy, default_amp_policy
 from .frozen import FrozenRules
 from .limit import Limit, limited
+from .measured import Measured, limited_to
 from .mistakes import naming_mistakes
 
 _Tree = TypeVar("_Tree")
@@ -39,10 +40,15 @@ class Policy:
         output_dtype: what `amp` casts the floating results of a function to. `None`
             leaves them in the dtypes that the author gave them.
         rules: as the dict that `amp` takes; `default_amp_policy` if not given.
+        limit: where it holds, as `only`, `excluding` and `where` say.
+        measured: the contractions that `calibrate` has measured: their primitives by
+            the paths of their scopes. Others are left as written, and `amp` tells of
+            them. `None` lowers what the rules say.
     Raises:
         TypeError, ValueError: a dtype is no floating dtype or needs x64; a key or rule
             is of the wrong kind.
-        AmpError: a rule stands under a primitive that it can't be followed for.
+        AmpError: a rule stands under a primitive that it can't be followed for, or
+            `measured` names no contractions.
 
     >>> policy = Policy("bfloat16", param_dtype="float32")
     >>> policy
@@ -60,6 +66,7 @@ class Policy:
     output_dtype: DType | None
     rules: FrozenRules | None
     limit: Limit | None
+    measured: Measured | None
 
     @naming_mistakes
     def __init__(
@@ -70,6 +77,7 @@ class Policy:
         rules: Mapping[Any, Any] | None = None,
         *,
         limit: Limit | None = None,
+        measured: Mapping[str, Sequence[str]] | Measured | None = None,
     ):
         given = {
             "compute_dtype": compute_dtype,
@@ -83,6 +91,9 @@ class Policy:
         frozen = None if rules is None else FrozenRules(rules)
         object.__setattr__(self, "rules", None if frozen == _default() else frozen)
         object.__setattr__(self, "limit", limit)
+        if measured is not None and not isinstance(measured, Measured):
+            measured = Measured.from_dict(measured)
+        object.__setattr__(self, "measured", measured)
 
     def __or__(self, other: Any) -> NoReturn:
         raise TypeError(
@@ -203,6 +214,8 @@ class Policy:
             data["rules"] = encode_rules(self.rules)
         if self.limit is not None:
             data["limit"] = self.limit.to_dict()
+        if self.measured is not None:
+            data["measured"] = self.measured.to_dict()
         return data
 
     @classmethod
@@ -220,7 +233,7 @@ class Policy:
         >>> Policy.from_dict({"compute_dtype": "bfloat16"})
         Policy(compute_dtype='bfloat16')
         """
-        known = (*DTYPE_FIELDS, "rules", "limit")
+        known = (*DTYPE_FIELDS, "rules", "limit", "measured")
         if not isinstance(data, Mapping) or not set(data) <= set(known):
             raise ValueError(
                 f"The data of a policy is a dict with the keys {', '.join(known)}, but "
@@ -236,7 +249,8 @@ class Policy:
                 "`to_dict` gave."
             ) from e
         compute, param, output = map(data.get, DTYPE_FIELDS)
-        return cls(compute, param, output, rules, limit=limit)
+        measured = data.get("measured")
+        return cls(compute, param, output, rules, limit=limit, measured=measured)
 
     def _dtypes(self) -> dict[str, DType]:
         values = {name: getattr(self, name) for name in DTYPE_FIELDS}
@@ -245,6 +259,8 @@ class Policy:
     def __repr__(self) -> str:
         if self.rules is None and self.limit is None:
             fields = [f"{name}={d.name!r}" for name, d in self._dtypes().items()]
+            if self.measured is not None:
+                fields.append(f"measured={self.measured.to_dict()!r}")
             return f"Policy({', '.join(fields)})"
         try:
             return f"Policy.from_dict({self.to_dict()!r})"
@@ -262,7 +278,8 @@ class Policy:
     def lookup(self) -> Lookup:
         """What finds the rule of an equation; one object for equal policies."""
         rules = checked_policy(default_amp_policy if self.rules is None else self.rules)
-        return rules if self.limit is None else limited(rules, self.limit)
+        found = rules if self.limit is None else limited(rules, self.limit)
+        return found if self.measured is None else limited_to(self.measured, found)
 
 
 DTYPE_FIELDS = ("compute_dtype", "param_dtype", "output_dtype")

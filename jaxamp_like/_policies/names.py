@@ -50,7 +50,8 @@ def get_policy(
 ) -> Policy:
     """The policy of a name, such as "mixed_bfloat16", or of a string of its fields.
 
-    - "float32", "bfloat16", "float16", "float64": everything in this dtype;
+    - "float32", "bfloat16", "float16", "float64": everything in this dtype, results
+      too: a loss is rounded to it, which `amp` warns of where it is differentiated;
     - "mixed_float16", "mixed_bfloat16": compute low, with float32 parameters, and the
       author's dtypes for outputs;
     - "params=float32,compute=bfloat16,output=float32", or short

@@ -9,6 +9,7 @@ from .contractions import is_contraction as is_contraction
 from .kinds import (
     CHEAP as CHEAP,
     CONTRACTIONS as CONTRACTIONS,
+    EACH_ALONE as EACH_ALONE,
     FIXED as FIXED,
     IDENTITIES as IDENTITIES,
     KEEPING_INPUTS as KEEPING_INPUTS,

@@ -173,6 +173,9 @@ KEEPING_INPUTS: frozenset[str] = frozenset(
 )
 """Primitives whose derivative is made of their operands, not of their result."""
 
+EACH_ALONE: frozenset[str] = frozenset((*EACH.split(), *SUMMING_FEW.split()))
+"""Primitives that may have many operands, and make one result of each."""
+
 _CHEAP = (
     EXPONENTIAL, ILL_CONDITIONED, ELEMENTWISE, RANGE_BOUND, SATURATING,
     COMPRESSING, MOVEMENT, EXTREMES, CHOICES, EXACT,

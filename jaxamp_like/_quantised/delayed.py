@@ -32,6 +32,7 @@ class Wanted(NamedTuple):
         primitive: the name of that contraction's.
         side: which of its operands it is, 0 or 1.
         backward: whether the contraction is one of a backward pass.
+        cotangent: whether the tensor is a cotangent.
         fmt: what the tensor is quantised to.
         length: how many maxima are remembered."""
 
@@ -39,6 +40,7 @@ class Wanted(NamedTuple):
     primitive: str
     side: int
     backward: bool
+    cotangent: bool
     fmt: Format
     length: int
 
@@ -56,7 +58,7 @@ class TensorScale(NamedTuple):
 
 
 def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
-    """Of tensors that were never seen: divided by 1 until their maxima are known."""
+    """Of tensors that were never seen."""
     scale = jnp.ones(shape, jnp.float32)
     return TensorScale(scale, jnp.zeros((*shape, length), jnp.float32))
 
@@ -64,15 +66,33 @@ def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
 def next_scale(state: TensorScale, fmt: Format) -> Any:
     """What a tensor is divided by in this step: by what is known from before it.
 
-    Never 0, inf or NaN. With exact scales, the very arithmetic of Flax and Transformer
-    Engine, with a margin of 0, but for magnitudes that are out of all bounds."""
+    Never 0, inf or NaN. Where nothing is known, as in the first step, it is negative:
+    the scale of before, to be replaced by one that is `measured`. With exact scales,
+    the very arithmetic of Flax and Transformer Engine, with a margin of 0, but for
+    magnitudes that are out of all bounds."""
     amax = jnp.max(state.history, axis=-1)
-    known = lax.is_finite(amax) & (amax > 0)
+    scale = _scale(amax, state.scale, fmt)
+    return lax.select(_is_known(amax), scale, -scale)
+
+
+def measured(scale: Any, amax: Any, fmt: Format) -> Any:
+    """The scale itself, if it follows from steps before; else that of `amax`.
+
+    The one of before, if that tells nothing either."""
+    return lax.select(scale > 0, scale, _scale(amax, abs(scale), fmt))
+
+
+def _is_known(amax: Any) -> Any:
+    return lax.is_finite(amax) & (amax > 0)
+
+
+def _scale(amax: Any, before: Any, fmt: Format) -> Any:
+    """The scale of numbers up to `amax`; as `before`, if that is not known."""
+    known = _is_known(amax)
     if fmt.power_of_two:
-        before = round_up_to_power_of_two(state.scale)
+        before = round_up_to_power_of_two(before)
         return lax.select(known, scale_of(amax, fmt.largest), before)
-    scale = 1 / lax.select(known, fmt.largest / amax, 1 / state.scale)
-    return within_bounds(scale)
+    return within_bounds(1 / lax.select(known, fmt.largest / amax, 1 / before))
 
 
 NOT_SEEN = -1.0

@@ -8,25 +8,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, cast, lowered
-from .._jax import RECOMPUTED
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.given import as_bool
-from .._rules.weights import weight_side
+from .._rules.weights import is_parameter, weight_side
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear
 from .delayed import Wanted, contraction_by_marks
 from .formats import SCALE_NAME, Format, rescaled
 from .passes import Kind, Pass, with_passes
-from .rule import NO_HEADS, Quantising, decided, is_parameter, low_of, result_of
-from .said import (
-    as_length,
-    float8_dtype,
-    leave_alone,
-    one_of,
-    predicate_or_none,
-)
+from .rule import NO_HEADS, Quantising, decided, low_of, result_of
+from .said import as_length, float8_dtype
 from .worth import WORTH_IT
 
 DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
@@ -47,9 +39,27 @@ class Float8(Quantising):
     delayed: bool = False
     amax_history_length: int = DEFAULT_LENGTH
 
+    def __post_init__(self) -> None:
+        grad_dtype = float8_dtype(self.grad_dtype, "grad_dtype")
+        object.__setattr__(self, "grad_dtype", grad_dtype)
+        super().__post_init__()
+        length = as_length(self.amax_history_length, "amax_history_length")
+        if self.delayed and self.granularity == "row":
+            raise ValueError(
+                "A history is of a whole tensor: `delayed=True` can't be given "
+                "together with `granularity='row'`. Leave out one of them."
+            )
+        if not self.delayed and length != DEFAULT_LENGTH:
+            raise ValueError(
+                f"`amax_history_length={length}` is given, but scales come from the "
+                "arrays at hand, without a history. Give `delayed=True` too."
+            )
+
     def why_not(self, site: Site) -> str | None:
         if self.weight_gradient == "compute" and _is_weight_gradient(site):
             return "a weight gradient, by the option `weight_gradient`"
+        if site.primitive.name != "dot_general" and any(site.cotangents):
+            return "the gradient of a convolution"
         return super().why_not(site)
 
     def quantise(self, site: Site) -> Decision:
@@ -63,6 +73,7 @@ class Float8(Quantising):
                 site.primitive.name,
                 side,
                 site.backward,
+                site.is_cotangent(side),
                 fmt,
                 self.amax_history_length,
             )
@@ -134,10 +145,12 @@ class Float8(Quantising):
         return Format(dtype, power_of_two=self.power_of_two)
 
     def _formats(self, site: Site) -> tuple[Format, Format]:
-        # In a backward pass, JAX puts the cotangent first.
-        is_backward = site.backward and site.primitive.name == "dot_general"
-        lhs = self.grad_dtype if is_backward else E4M3
-        return self._format(lhs), self._format(E4M3)
+        """Cotangents have a range of their own; both have it, if both are some."""
+        lhs, rhs = (
+            self._format(self.grad_dtype if site.is_cotangent(i) else E4M3)
+            for i in (0, 1)
+        )
+        return lhs, rhs
 
     def _kinds(self, site: Site) -> list[Kind]:
         """How the gradients of both operands are made."""
@@ -157,8 +170,8 @@ class Float8(Quantising):
     def _why(self, site: Site, kinds: list[Kind]) -> str:
         scales = f"one scale for each {self.granularity}"
         low = low_of(site).name
-        lhs = self._formats(site)[0].dtype.name
-        text = f"computes in {lhs} x {E4M3.name}, {scales}"
+        lhs, rhs = (fmt.dtype.name for fmt in self._formats(site))
+        text = f"computes in {lhs} x {rhs}, {scales}"
         if kinds == ["compute", "compute"]:
             return f"{text}; gradients in {low}"
         if "compute" in kinds:
@@ -171,21 +184,22 @@ def _is_weight_gradient(site: Site) -> bool:
     """Whether a contraction of a backward pass makes the gradient of a parameter.
 
     It reads none, but perhaps the data, which is an input too. It sums over rows, as
-    what comes first in the cotangent that JAX puts first, where a gradient of an input
-    sums over columns."""
+    what comes first in the cotangent, where a gradient of an input sums over
+    columns."""
     numbers = dot_numbers(site.params)
-    if not site.backward or numbers is None:
+    if numbers is None or sum(site.cotangents[:2]) != 1:
         return False
-    (summed, _), (batch, _) = numbers
-    if not is_parameter(site.facts[1]):
+    (ct,) = (i for i in (0, 1) if site.is_cotangent(i))
+    if not is_parameter(site.facts[1 - ct]):
         return True
-    own = [axis for axis in range(len(site.avals[0].shape)) if axis not in batch]
+    summed, batch = (axes[ct] for axes in numbers)
+    own = [axis for axis in range(len(site.avals[ct].shape)) if axis not in batch]
     return own[0] in summed and own[-1] not in summed
 
 
 def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
-    """A scope without the names that JAX's checkpoint and this library add."""
-    return tuple(n for n in scope if n != RECOMPUTED and not n.startswith("amp_"))
+    """A scope without the names that this library adds."""
+    return tuple(n for n in scope if not n.startswith("amp_"))
 
 
 def _product_dtype(dtype: DType) -> DType:
@@ -244,11 +258,13 @@ def float8(
         amax_history_length: how many steps are remembered, if `delayed`.
         where: tells by a bool whether to quantise a contraction (a `Site`); `None`
             always does.
-        leave: regular expressions of names of scopes that are left to the compute
-            dtype: heads and embeddings, by names that they commonly have.
-        parameters_only: whether contractions of which no operand is an input of the
-            function, such as a parameter, or a constant that it closes over, are left
-            to the compute dtype.
+        leave: regular expressions of names of scopes, all inside of which is left to
+            the compute dtype. By default heads and embeddings are, by names that they
+            commonly have: of the innermost scope, for a classifier may be a whole
+            network.
+        parameters_only: whether contractions are left to the compute dtype of which no
+            operand is a parameter (by the `argnums` of `amp`), made of parameters alone
+            or closed over.
     Returns:
         A rule to put in a policy.
     Raises:
@@ -261,29 +277,15 @@ def float8(
 
     Formats as Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433;
     current scaling as "tensorwise" in torchao."""
-    delayed = as_bool(delayed, "delayed")
-    length = as_length(amax_history_length, "amax_history_length")
-    if delayed and granularity == "row":
-        raise ValueError(
-            "A history is of a whole tensor: `delayed=True` can't be given together "
-            "with `granularity='row'`. Leave out one of them."
-        )
-    if not delayed and length != DEFAULT_LENGTH:
-        raise ValueError(
-            f"`amax_history_length={length}` is given, but scales come from the arrays "
-            "at hand, without a history. Give `delayed=True` too."
-        )
     return Float8(
-        predicate_or_none(where),
-        leave_alone(leave),
-        as_bool(parameters_only, "parameters_only"),
-        grad_dtype=float8_dtype(grad_dtype, "grad_dtype"),
-        weight_gradient=one_of(
-            weight_gradient, ("float8", "compute"), "weight_gradient"
-        ),
-        granularity=one_of(granularity, ("tensor", "row"), "granularity"),
-        keep=one_of(keep, ("float8", "compute"), "keep"),
-        power_of_two=as_bool(power_of_two, "power_of_two"),
-        delayed=delayed,
-        amax_history_length=length,
+        where,
+        leave,
+        parameters_only,
+        float8_dtype(grad_dtype, "grad_dtype"),
+        weight_gradient,
+        granularity,
+        keep,
+        power_of_two,
+        delayed,
+        amax_history_length,
     )

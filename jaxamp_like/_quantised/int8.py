@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from .._dtypes import cast
 from .._primitives.contractions import summed_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.given import as_bool
 from .._rules.weights import weight_side
 from .alone import AsInt8
 from .axes import Axes, axes_at, onto_result
@@ -19,7 +18,7 @@ from .integers import MOST_TERMS
 from .migration import migrated, pairs_of
 from .passes import Pass, with_passes
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
-from .said import leave_alone, number, predicate_or_none
+from .said import number
 from .worth import WORTH_IT
 
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
@@ -33,6 +32,22 @@ class Int8(Quantising):
     activation_max: float | None = None
     migration: float | None = None
     epsilon: float = 1e-7
+
+    def __post_init__(self) -> None:
+        number(self.epsilon, "epsilon", 0)
+        if self.activation_max is not None:
+            number(self.activation_max, "activation_max", 0, is_open=True)
+        if self.migration is not None and number(self.migration, "migration", 0) > 1:
+            raise ValueError(
+                f"`migration` must be from 0 to 1, but got {self.migration!r}."
+            )
+        super().__post_init__()
+        for name in ("activation_max", "migration"):
+            if self.weight_only and getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` says how activations are rounded, which `weight_only` "
+                    "does not do. Give one of the two."
+                )
 
     def why_not(self, site: Site) -> str | None:
         if site.backward:
@@ -211,26 +226,12 @@ def int8(
     Scales as Keras' `AbsMaxQuantizer`; migration as Xiao et al., "SmoothQuant",
     arXiv:2211.10438; straight-through gradients after Bengio et al.,
     arXiv:1308.3432."""
-    weight_only = as_bool(weight_only, "weight_only")
-    if activation_max is not None:
-        activation_max = number(activation_max, "activation_max", 0, is_open=True)
-    if migration is not None:
-        migration = number(migration, "migration", 0)
-        if migration > 1:
-            raise ValueError(f"`migration` must be from 0 to 1, but got {migration!r}.")
-    given = {"activation_max": activation_max, "migration": migration}
-    for name, value in given.items():
-        if weight_only and value is not None:
-            raise ValueError(
-                f"`{name}` says how activations are rounded, which `weight_only` does "
-                "not do. Give one of the two."
-            )
     return Int8(
-        predicate_or_none(where),
-        leave_alone(leave),
-        as_bool(parameters_only, "parameters_only"),
+        where,
+        leave,
+        parameters_only,
         weight_only,
         activation_max,
         migration,
-        number(epsilon, "epsilon", 0),
+        epsilon,
     )

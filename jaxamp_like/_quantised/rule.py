@@ -18,10 +18,8 @@ from .._rules import (
     Decision,
     Demand,
     EightBits,
-    Fact,
     Mark,
     Rule,
-    Shown,
     Site,
     contract,
     outs_of,
@@ -30,16 +28,17 @@ from .._rules import (
 )
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import asked, name_of
-from .._rules.weights import weight_side
+from .._rules.weights import is_parameter, weight_side
 from .alone import Alone, Rounding
 from .axes import sides
+from .said import leave_alone, predicate_or_none
 from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")
 """The contractions that have 8-bit kernels: no ragged ones."""
 
 NO_PARAMETER = "no operand is a parameter"
-MADE_OF_PARAMETERS = f"{NO_PARAMETER} as it came in, but made of some"
+NOT_OF_PARAMETERS = f"{NO_PARAMETER}, or made of parameters alone"
 
 NO_HEADS = (
     r"(?!multi_)(\w+_)?head",
@@ -47,7 +46,10 @@ NO_HEADS = (
     r"(\w+_)?embed(s|der|ding|dings)?(_\w+)?",
     "wte|wpe",
 )
-"""Names of scopes in which rounding to 8 bits costs more than it saves."""
+"""Names of layers in which rounding to 8 bits costs more than it saves.
+
+Of the innermost scope around a contraction: what stands in a module that is called
+`classifier` or `embedder` may be a whole network."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +59,11 @@ class Quantising(Rule):
     where: Callable[[Site], bool] | None = None
     leave: tuple[str, ...] = NO_HEADS
     parameters_only: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", predicate_or_none(self.where))
+        object.__setattr__(self, "leave", leave_alone(self.leave))
+        super().__post_init__()
 
     @property
     def is_compute(self) -> bool:
@@ -142,7 +149,7 @@ class Quantising(Rule):
             is_batch = numbers is not None and bool(numbers[1][0])
             if is_batch or not self._is_wanted(site):
                 return f"{NO_PARAMETER}, as of attention's scores"
-            return MADE_OF_PARAMETERS
+            return NOT_OF_PARAMETERS
         if not self._is_wanted(site):
             lengths = sides(site.params, shapes)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
@@ -152,11 +159,6 @@ class Quantising(Rule):
     def _is_wanted(self, site: Site) -> bool:
         name = type(self).__name__.lower()
         return self.where is None or asked(self.where, site, f"`{name}(where=...)`")
-
-
-def is_parameter(fact: Fact | None) -> bool:
-    """Whether a value shows an input, or what a function closes over."""
-    return fact is not None and fact.shown in (Shown.ALONE, Shown.HELD)
 
 
 def _reads_parameter(site: Site) -> bool:
@@ -172,12 +174,21 @@ def _reads_parameter(site: Site) -> bool:
     return is_later and (numbers is None or not numbers[1][0])
 
 
+# Places in a list, and the names that Equinox gives to its own layers.
+_NO_LAYER = re.compile(r"\d+|eqx\..*")
+
+
 @functools.lru_cache(maxsize=4096)
 def _left(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
     """The name of a scope that is left alone, if it is in one."""
+    layers = [name for name in scope if not _NO_LAYER.fullmatch(name)]
     for name in scope:
-        plain = name.partition(".")[0].lower()  # a method of a Flax module
-        if any(re.fullmatch(one, plain) for one in leave):
+        plain = name.partition(".")[0]  # a method of a Flax module
+        # Flax calls layers by their classes and a number, and a whole model by its own.
+        is_model = plain[:1].isupper() and not re.search(r"_\d+$", plain)
+        is_layer = name is layers[-1] and not is_model if layers else False
+        patterns = (one for one in leave if is_layer or one not in NO_HEADS)
+        if any(re.fullmatch(one, plain.lower()) for one in patterns):
             return name
     return None
 

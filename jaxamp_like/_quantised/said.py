@@ -7,20 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._dtypes import DType, did_you_mean
+from .._dtypes import DType
 from .._rules.given import called, is_integer, is_made_by_calling, is_number
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-
-
-def one_of(value: Any, known: Sequence[str], argument: str) -> Any:
-    if not isinstance(value, str) or value not in known:
-        hint = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise ValueError(
-            f"`{argument}` must be {' or '.join(map(repr, known))}, but got "
-            f"{value!r}.{hint}"
-        )
-    return value
 
 
 def as_length(value: Any, argument: str) -> int:
@@ -37,7 +27,7 @@ def as_length(value: Any, argument: str) -> int:
 def float8_dtype(value: Any, argument: str) -> DType:
     try:
         name = jnp.dtype(value).name
-    except TypeError:
+    except (TypeError, ValueError):
         name = None
     if name not in _FLOAT8:
         raise ValueError(

@@ -1,7 +1,6 @@
-"""What a report is of: a function as it is, if it has `amp` inside, or `amp` of it."""
+"""What a report is of: a function as it is, or `amp` of it with settings given."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ from jax.typing import DTypeLike
 from .._amp import amp
 from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
+from .._parameters import as_argnums, positions_of
 from .._rewrite.record import Recorder
 from .call import Call, call_of
 
@@ -37,6 +37,7 @@ class Subject:
         amp_policy: Any,
         strict: bool,
         lean: bool,
+        argnums: int | Sequence[int] | None,
     ):
         if not callable(fn):
             raise TypeError(
@@ -47,15 +48,20 @@ class Subject:
         self.is_given = (
             compute_dtype is not None or amp_policy is not None or strict or lean
         )
+        self.argnums = (0,) if argnums is None else as_argnums(argnums)
         # NNX modules are taken out of the arguments before anything is traced, so one
         # that is called itself must be seen among them.
         self.leading = (fn,) if nnx_nodes(fn) else ()
+        if self.leading:  # the module comes first, with the parameters that it holds
+            later = () if argnums is None else (i + (i >= 0) for i in self.argnums)
+            argnums = (0, *later)
         self.mixed = amp(
             _apply if self.leading else fn,
             compute_dtype=compute_dtype,
             amp_policy=amp_policy,
             strict=strict,
             lean=lean,
+            argnums=argnums,
         )
 
     @property
@@ -66,15 +72,13 @@ class Subject:
         name = getattr(fn, "__name__", None)  # of some callables, it is no string
         return name if isinstance(name, str) else type(fn).__name__
 
-    def trace(self, args: Any, kwargs: Any, argnums: Sequence[int] = ()) -> Traced:
-        """Traces a call of the function: as it is if it has `amp` inside and no
-        settings were given, else `amp` of it."""
-        live = _positions(argnums, len(args), self.name)
+    def trace(self, args: Any, kwargs: Any, differentiates: bool = False) -> Traced:
+        """Traces a call of the function as it is, or of `amp` of it if settings were
+        given: without them, the report is of what runs."""
+        argnums = self.argnums if differentiates else ()
+        live = positions_of(argnums, len(args), self.name)
         if not self.is_given:
-            call = call_of(self.fn, args, kwargs, live, self.name)
-            traced = _traced(call)
-            if traced.recorder.plans:
-                return traced
+            return _traced(call_of(self.fn, args, kwargs, live, self.name))
         args, live = (*self.leading, *args), [i + len(self.leading) for i in live]
         return _traced(call_of(self.mixed, args, kwargs, live, self.name))
 
@@ -92,25 +96,3 @@ def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _traced(call: Call) -> Traced:
     recorder = Recorder()
     return Traced(call, recorder, call.trace(recorder))
-
-
-def as_argnums(argnums: Any) -> tuple[int, ...]:
-    """`argnums` as a tuple of integers, or an error that names it."""
-    try:
-        given = argnums if isinstance(argnums, tuple | list) else (argnums,)
-        return tuple(map(operator.index, given))
-    except TypeError:
-        raise TypeError(
-            f"`argnums` must be an integer or a tuple of integers, but got {argnums!r}."
-        ) from None
-
-
-def _positions(argnums: Sequence[int], num_args: int, name: str) -> list[int]:
-    """The positional arguments that `argnums` names; none where there are none."""
-    for i in argnums:
-        if not -num_args <= i < max(num_args, 1):
-            raise ValueError(
-                f"`argnums` names argument {i}, but {name!r} was called with "
-                f"{num_args} positional arguments."
-            )
-    return [range(num_args)[i] for i in argnums if num_args]

@@ -15,6 +15,7 @@ from .._rewrite.plan import Step
 from .._rewrite.record import MARK
 from .._rewrite.solvers import told
 from .._structural import SOLVER, STRUCTURAL
+from .convolutions import multiply_adds
 from .data.records import Phase, Place, SavedRecord, widest
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -42,7 +43,7 @@ class Around:
         own = names(eqn)
         phase, step, in_amp, base = self.phase, self.step, self.in_amp, self.base
         scope = self.scope
-        for name in _told_once(own.scopes):
+        for name in own.scopes:
             if name == REWRITTEN:
                 in_amp, base = True, scope
             elif name.startswith(MARK):
@@ -75,16 +76,6 @@ class Around:
     def source_of(self, eqn: Eqn) -> str:
         """Where the author wrote it, or the call that led to it."""
         return source_of(eqn) or self.source
-
-
-def _told_once(scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """The names without those that the transpose of a `jax.checkpoint` repeats."""
-    for n in range(len(scopes) // 2, 0, -1):
-        tail = scopes[-n:]
-        is_ours = any(name.startswith(MARK) for name in tail)
-        if is_ours and scopes[-2 * n : -n] == tail:
-            return scopes[:-n]
-    return scopes
 
 
 def walk(
@@ -122,14 +113,16 @@ CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def flops(eqn: Eqn) -> int:
-    """Multiply-adds of a contraction, times two; 0 of anything else."""
+    """Multiply-adds of a contraction, times two; 0 of anything else.
+
+    Of a convolution, those that XLA counts: none with padding or holes."""
     if eqn.primitive.name not in CONTRACTIONS:
         return 0
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     size = size_of(eqn.outvars[0].aval)
     if eqn.primitive.name == "conv_general_dilated":
-        num_out = rhs.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * size * size_of(rhs) // max(num_out, 1)
+        out = eqn.outvars[0].aval.shape
+        return 2 * multiply_adds(eqn.params, lhs.shape, rhs.shape, out)
     if eqn.primitive.name == "ragged_dot_general":
         numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     else:

@@ -165,15 +165,17 @@ class Frame:
         facts: Facts,
         scope: Scope,
         wanted: Sequence[Demand],
+        cotangents: tuple[bool, ...] | None = None,
     ) -> list[Any]:
         """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
-        for the leading results; the others are not read low."""
+        for the leading results; the others are not read low. `cotangents` tells of a
+        backward rule which of its inputs are."""
         with without_setting():
-            jaxpr = self.planner.solvers.mark(trace(fn, avals), scope)
+            jaxpr = self.planner.prepared(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
-        plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest))
+        plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest), cotangents)
         return self.run(plan, consts(jaxpr), values)
 
     def read(self, atom: Any, dtype: DType | None) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 
 from .._dtypes import DType
 from .._jax import Atom, Literal, is_tracer
-from .._rules import Demand, Fact, Leaf, Mark, Shown, Site, author_dtype, is_full
+from .._rules import Demand, Fact, Leaf, Mark, Origin, Site, author_dtype, is_full
 from .plan import Facts
 
 
@@ -29,7 +29,7 @@ def fact_of(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
     if dtype is None:
         return None
     values = frozenset([_plain(float(atom.val))])
-    return Fact(dtype, leaf=Leaf.CONST, values=values)
+    return Fact(dtype, leaf=Leaf.CONST, values=values, origin=Origin.CONSTANT)
 
 
 def _plain(value: float) -> float:
@@ -45,9 +45,8 @@ def const_fact(var: Any, const: Any, root: Leaf = Leaf.ROOT) -> Fact | None:
     is_constant = const is not None and not is_tracer(const)
     leaf = Leaf.CONST if is_constant else root
     values = _const_values(const, dtype)
-    return Fact(
-        dtype, leaf=leaf, values=values, sampled=var.aval.ndim > 0, shown=Shown.ALONE
-    )
+    is_sampled, origin = var.aval.ndim > 0, Origin.CLOSED_OVER
+    return Fact(dtype, leaf=leaf, values=values, sampled=is_sampled, origin=origin)
 
 
 _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger
@@ -68,23 +67,11 @@ def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
     return frozenset([largest]) if largest > 1e4 else None
 
 
-def made_of(facts: Facts, outs: Facts) -> Facts:
-    """Facts of results, knowing whether they are made of parameters alone."""
-    # A literal tells nothing.
-    known = [fact.shown for fact in facts if fact and (fact.shown or not fact.values)]
-    if not known or min(known) < Shown.MADE:
-        return outs
-    return tuple(
-        fact._replace(shown=max(fact.shown, Shown.MADE)) if fact else None
-        for fact in outs
-    )
-
-
 def input_fact(
     aval: Any,
     dtype: DType | None = None,
     leaf: Leaf = Leaf.ROOT,
-    shown: Shown = Shown.ALONE,
+    origin: Origin = Origin.DATA,
 ) -> Fact | None:
     """The fact of an input of the rewritten function."""
     author = author_dtype(aval)
@@ -92,4 +79,4 @@ def input_fact(
         return None
     if dtype is not None and dtype != author:
         return Fact(dtype, Mark.LOW)
-    return Fact(author, leaf=leaf, shown=shown)
+    return Fact(author, leaf=leaf, origin=origin)

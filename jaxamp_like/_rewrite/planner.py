@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax import lax
+
 from .._dtypes import DType
 from .._errors import AmpError, warn_or_raise
 from .._jax import (
@@ -32,8 +34,8 @@ from .._primitives.matmul_precision import holds_rule, setting
 from .._rules import (
     Demand,
     Fact,
+    Origin,
     Rule,
-    Shown,
     Site,
     author_dtype,
     held_in_full,
@@ -42,10 +44,13 @@ from .._rules import (
 )
 from .._structural import STRUCTURAL
 from .carries import Carries
+from .cotangents import Cotangents, Which
 from .demands import Demands
-from .facts import const_fact, fact_of, input_fact, made_of, upcast_early
+from .facts import const_fact, fact_of, input_fact, upcast_early
+from .hoisted import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
+from .origins import as_number, with_origins
 from .placement import as_asked, leaf_of, of_operands
 from .plan import Facts, Plan, Scope, Step
 from .solvers import Solvers
@@ -71,24 +76,34 @@ class Planner:
         self.demands = Demands(self.matching, self.carries)
         # A program is to be marked by it before it is planned.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
+        self.hoisted = Hoisted()
         # Of the equation whose bodies are being planned.
         self._is_backward = self._is_recomputed = False
+        self.cotangents = Cotangents()
+        self._given: dict[Jaxpr, Which] = {}  # cotangents among inputs of those bodies
 
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
         settings = self.policy, self.compute_dtype, self.strict, self.lean
         return Planner(*settings, self.gather_once)
 
-    def input_fact(self, aval: Any, is_held: bool = False) -> Fact | None:
-        """The fact of an input of the rewritten function.
+    def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
+        """A freshly traced program, with the scopes that it is planned by."""
+        return self.solvers.mark(self.hoisted.put_back(jaxpr), scope)
 
-        `is_held` if its argument holds others, too."""
-        shown = Shown.HELD if is_held else Shown.ALONE
-        return input_fact(aval, leaf=leaf_of(aval, self.gather_once), shown=shown)
+    def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
+        """The fact of an input of the rewritten function."""
+        return input_fact(aval, leaf=leaf_of(aval, self.gather_once), origin=origin)
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
         """The facts of a call's operands, knowing how it has them placed."""
         return tuple(of_operands(facts, params, self.gather_once))
+
+    def reads_in_full(self, scope: Scope) -> bool:
+        """Whether arithmetic computes in full there, however its operands are held.
+
+        Under other policies what is held in full is also computed with in full."""
+        return self.matching.find(lax.add_p, scope).rule.is_run_again
 
     def plan(
         self,
@@ -96,17 +111,26 @@ class Planner:
         facts: Facts,
         scope: Scope = (),
         wanted: Sequence[Demand] = (),
+        cotangents: Which | None = None,
     ) -> Plan:
         """Plans `jaxpr` for inputs of which `facts` are known.
 
-        `wanted` says how its results are read outside; in full, if not given."""
+        `wanted` says how its results are read outside; in full, if not given. With
+        `cotangents`, it is an author's backward rule, and these are its cotangents."""
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
-        args = (facts, scope, wanted)
+        given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
+        args = (facts, scope, wanted, given, cotangents is not None)
         key = (*args, setting() is None, self._is_backward, self._is_recomputed)
         return self._plans(jaxpr, key, lambda: self._plan(jaxpr, *args))
 
     def _plan(
-        self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
+        self,
+        jaxpr: Jaxpr,
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[Demand],
+        given: Which,
+        is_rule: bool,
     ) -> Plan:
         inner = raw(jaxpr)
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
@@ -115,15 +139,19 @@ class Planner:
             v: const_fact(v, c, leaf_of(v.aval, self.gather_once))
             for v, c in zip(inner.constvars, values, strict=True)
         }
+        env = {v: as_number(fact, v.aval) for v, fact in env.items()}
         demand = self.demands.of_variables(inner, scope, wanted)
         atoms = [*inner.outvars, *(atom for eqn in inner.eqns for atom in eqn.invars)]
         count = Counter(atom for atom in atoms if not isinstance(atom, Literal))
         shared = {v for v, times in count.items() if times > 1}
+        is_backward = is_rule or self._is_backward
+        cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
         steps, keys = [], set()
-        for eqn in inner.eqns:
+        for eqn, which in zip(inner.eqns, cotangents, strict=True):
             operands = tuple(fact_of(env, atom) for atom in eqn.invars)
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
-            step = self._step(eqn, scope + scopes(eqn), operands, needed, shared)
+            place = scope + scopes(eqn)
+            step = self._step(eqn, place, operands, needed, shared, which)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
             found = {step.found.key, *step.found.also}
@@ -147,15 +175,18 @@ class Planner:
         facts: Facts,
         wanted: Sequence[Demand],
         shared: Set[Any],
+        cotangents: Which,
     ) -> Step:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found)
+        site = site._replace(cotangents=cotangents)
         handler = self.matching.handler(eqn, scope)
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is not None:
+        if not found.is_compute and self.reads_in_full(scope):
             site = site._replace(facts=_shared_in_full(eqn, site, shared))
-            with self._inside(site):
+        if handler is not None:
+            with self._inside(eqn, site):
                 decision, inner = handler.decide(self, eqn, site)
             return Step(eqn, scope, found, decision, inner, handler)
         rule, opaque = self._rule(eqn, scope, found)
@@ -168,7 +199,7 @@ class Planner:
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         decision = summed_once(site, decision)
-        outs = as_asked(made_of(facts, decision.outs), self.gather_once)
+        outs = as_asked(with_origins(site, decision.outs), self.gather_once)
         decision = decision._replace(outs=outs)
         if not self.lean:  # lean islands are better handed what is low
             decision = decision._replace(outs=upcast_early(site, decision.outs))
@@ -189,14 +220,15 @@ class Planner:
         )
 
     @contextlib.contextmanager
-    def _inside(self, site: Site) -> Iterator[None]:
+    def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:
         """While the bodies of an equation are planned: what holds of it holds there."""
-        before = self._is_backward, self._is_recomputed
+        before = self._is_backward, self._is_recomputed, self._given
         self._is_backward, self._is_recomputed = site.backward, site.recomputed
+        self._given = self.cotangents.inside(eqn, site.cotangents)
         try:
             yield
         finally:
-            self._is_backward, self._is_recomputed = before
+            self._is_backward, self._is_recomputed, self._given = before
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -251,8 +283,8 @@ class Planner:
 def _shared_in_full(eqn: Eqn, site: Site, shared: Set[Any]) -> Facts:
     """The facts of operands, held in full if the equation is not their only reader.
 
-    The cotangent that comes back from a program that the equation holds is then not
-    rounded before it is added to those of the other readers."""
+    The cotangent that comes back from what it makes of them, or from a program that it
+    holds, is then not rounded before it is added to those of the other readers."""
     return tuple(
         fact
         if isinstance(atom, Literal) or atom not in shared

@@ -72,7 +72,16 @@ def planner_in_force(planner: Planner) -> Planner:
     return planner if recorder is None else recorder.planner_for(planner)
 
 
+_made: ContextVar[int] = ContextVar("plans made", default=0)
+
+
+def plans_made() -> int:
+    """How many programs `amp` has rewritten so far, in this thread or task."""
+    return _made.get()
+
+
 def record_plan(planner: Planner, plan: Plan) -> None:
+    _made.set(_made.get() + 1)
     recorder = _current.get()
     if recorder is not None:
         recorder.plans.append((planner, plan))

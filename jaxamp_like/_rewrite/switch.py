@@ -11,6 +11,23 @@ def is_amp_disabled() -> bool:
     return _disabled.get()
 
 
+_tracing = contextvars.ContextVar("jaxamp_like_tracing", default=False)
+
+
+def is_traced_by_amp() -> bool:
+    """Whether what runs is being traced by an `amp` around it."""
+    return _tracing.get()
+
+
+@contextlib.contextmanager
+def tracing_by_amp() -> Iterator[None]:
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
 @contextlib.contextmanager
 def disable_amp() -> Iterator[None]:
     """Within it, `amp(fn)` returns `fn` as it is; also a decorator.

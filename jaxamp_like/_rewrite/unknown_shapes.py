@@ -8,7 +8,7 @@ from .._rules.by_shapes import NO_ROW, ByShapes, shapes_of
 from .plan import Step
 from .planner import Planner
 from .solvers import told
-from .unmatched import authors_scope
+from .unmatched import place_of_step
 
 _MOST = 8  # shapes to list
 
@@ -36,24 +36,18 @@ def _reports(rule: ByShapes, steps: list[Step]) -> Iterator[str]:
         shapes = [*dict.fromkeys(shapes_of(*_given(step)) for step in unknown)]
         listed = ", ".join(shapes[:_MOST]) + ", ..." * (len(shapes) > _MOST)
         yield (
-            f"{start}, and says nothing of {_place(unknown[0])} of {listed} "
+            f"{start}, and says nothing of {place_of_step(unknown[0])} of {listed} "
             f"({source_line(unknown[0].eqn)}): computed as written. It was made for "
             f"{', '.join(patterns)}. Calibrate the function as it is now, with data of "
             "these sizes; or, under `jax.grad`, make `amp` of the loss and "
             "differentiate that."
         )
     if unused:
+        rows, place = ", ".join(unused), place_of_step(steps[0])
         yield (
-            f"{start}, and its rows {', '.join(unused)} matched no {_place(steps[0])}. "
-            "Calibrate the function as it is now."
+            f"{start}, and its rows {rows} matched no {place}. Calibrate the function "
+            "as it is now."
         )
-
-
-def _place(step: Step) -> str:
-    """Where a step stands, in words."""
-    path = "/".join(authors_scope(step.scope))
-    where = f"scope {path!r}" if path else "no scope"
-    return f"`{step.eqn.primitive}` in {where}"
 
 
 def _given(step: Step) -> Any:

@@ -26,14 +26,12 @@ _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 def reports_of_unmatched_keys(
     planner: Planner, plan: Plan, steps: list[Step]
-) -> Iterator[str]:
-    """What to say of each key that decided nothing in a plan of such steps."""
+) -> Iterator[tuple[Key, str]]:
+    """Each key that decided nothing in a plan of such steps, and what to say of it."""
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
     for key in unmatched:
-        yield (
-            f"The key {show_key(key)} of `amp_policy` matched nothing in the function. "
-            f"{_hint(key, steps)}"
-        )
+        report = f"The key {show_key(key)} of `amp_policy` matched nothing in the "
+        yield key, f"{report}function. {_hint(key, steps)}"
 
 
 def _hint(key: Key, steps: list[Step]) -> str:
@@ -83,6 +81,13 @@ def _names(paths: dict[Scope, Step]) -> dict[str, Step]:
 def authors_scope(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
     return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
+
+
+def place_of_step(step: Step) -> str:
+    """Where a step stands, in words."""
+    path = "/".join(authors_scope(step.scope))
+    where = f"scope {path!r}" if path else "no scope"
+    return f"`{step.eqn.primitive}` in {where}"
 
 
 def _hidden_by(steps: list[Step]) -> str:

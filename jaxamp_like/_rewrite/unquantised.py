@@ -1,13 +1,15 @@
 """Rules that quantise, and what to say where they did not, or can't."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from .._errors import AmpError
 from .._jax import names, source_line
 from .._quantised.delayed import NO_STATE
-from .._quantised.rule import MADE_OF_PARAMETERS, Quantising
-from .._rules import Rule
-from .plan import Step
+from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
+from .._rules import Origin, Rule
+from .facts import fact_of
+from .plan import Plan, Step
 from .unmatched import authors_scope
 
 _MOST = 8  # reasons to list
@@ -20,30 +22,73 @@ def report_of_nothing_quantised(steps: list[Step]) -> str | None:
         return None
     whys = Counter(map(_why_not, asked))
     listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
+    hint = f" {_WHICH}" * any(NO_PARAMETER in why for why in whys)
     return (
         f"No contraction is quantised. Of {len(asked)} that {_rules_of(asked)} would "
         f"quantise, there are {listed}. `explain` shows each; the arguments `where`, "
         "`leave` and `parameters_only` of the rule say which to leave alone: "
-        "`float8(where=None)` quantises small ones too."
+        f"`float8(where=None)` quantises small ones too.{hint}"
     )
 
 
 def report_of_few_quantised(steps: list[Step]) -> str | None:
-    """What to say where most parameters don't reach contractions as they came in."""
+    """What to say where most contractions read no parameter."""
     asked = [
         step for step in steps if _may_quantise(step) and not names(step.eqn).backward
     ]
     made = sum(step.decision.eight_bits is not None for step in asked)
-    left = [s for s in asked if MADE_OF_PARAMETERS in s.decision.why]
+    left = [s for s in asked if NOT_OF_PARAMETERS in s.decision.why]
     if not made or len(left) <= 2 * made:
         return None
     return (
         f"Only {made} of the contractions that {_rules_of(asked)} would quantise are, "
-        f"but of {len(left)} {MADE_OF_PARAMETERS}: in a loop that updates its "
-        "parameters, or with weights that are normalised. The first is in "
-        f"{source_line(left[0].eqn)}. `parameters_only=False` of the rule quantises "
-        "such contractions too."
+        f"but of {len(left)} {NOT_OF_PARAMETERS}, the first in "
+        f"{source_line(left[0].eqn)}. {_WHICH} In a loop that updates parameters with "
+        "data they are none: `parameters_only=False` of the rule quantises such "
+        "contractions too."
     )
+
+
+def report_of_weights_closed_over(plan: Plan) -> str | None:
+    """What to say where rules that quantise find no weight where parameters are said
+    to be, but weights that the function closes over, and so may take data for one."""
+    beside: list[Step] = []  # of what is closed over, with what is said to be a weight
+    alone: list[Step] = []
+    for step, origins in _operands(plan):
+        if not _may_quantise(step) or names(step.eqn).backward:
+            continue
+        if Origin.CLOSED_OVER not in origins:
+            if max(origins) >= Origin.MADE:
+                return None
+        elif max(origins) >= Origin.MADE:
+            beside.append(step)
+        else:
+            alone.append(step)
+    if not beside or not alone:
+        return None
+    return (
+        f"{_rules_of(beside)} takes an argument for the weight of a contraction, in "
+        f"{source_line(beside[0].eqn)}, but reads no other weight in the arguments: "
+        f"those of {len(alone)} contractions are closed over. {_WHICH} Pass "
+        "`argnums=()` if the function closes over all of its parameters, as in "
+        "`amp(lambda x: model(x), argnums=())`."
+    )
+
+
+_WHICH = (
+    "Parameters are what the arguments hold that `argnums` names: by default the first "
+    "one, or a module that is called itself."
+)
+
+
+def _operands(plan: Plan) -> Iterator[tuple[Step, list[Origin]]]:
+    """The steps of a plan, at any depth, with the origins of two floating operands."""
+    for step in plan.steps:
+        facts = [fact_of(plan.facts, atom) for atom in step.eqn.invars[:2]]
+        if all(facts) and facts:
+            yield step, [fact.origin for fact in facts if fact]
+        for inner in step.inner:
+            yield from _operands(inner)
 
 
 def _may_quantise(step: Step) -> bool:

@@ -30,6 +30,7 @@ from .._dtypes import (
     lowered,
 )
 from .._jax import is_array_aval, typeof
+from .fields import check_fields
 
 
 class Mark(enum.IntEnum):
@@ -55,15 +56,17 @@ INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
 """What shows an input of the function."""
 
 
-class Shown(enum.IntEnum):
-    """Which input of the function a float value shows, the whole of it or a part.
+class Origin(enum.IntEnum):
+    """What a float value is made of: how surely it is a weight, in rising order.
 
-    In any code inside, unlike `Leaf`: whether it may be read again is not asked."""
+    What is only cast, moved or masked keeps its origin, in any code inside. Unlike
+    `Leaf`, which says whether a value may be read again."""
 
-    NONE = 0
-    ALONE = 1  # an argument that is a single array, or what is closed over
-    MADE = 2  # none as it came in, but made of such as are `HELD` alone
-    HELD = 3  # one of an argument's many: a parameter, mostly
+    CONSTANT = 0  # literals alone, or a single number: it decides nothing
+    DATA = 1  # an argument that holds no parameters, or anything made of one
+    CLOSED_OVER = 2  # what the function closes over, and no argument
+    MADE = 3  # several parameters, or parameters and what is closed over
+    PARAMETER = 4  # one parameter: an array of an argument that `argnums` names
 
 
 class Demand(enum.Flag):
@@ -107,7 +110,7 @@ class Fact(NamedTuple):
     # The dtype of a copy which is no coarser than what the value is made of.
     copy: DType | None = None
     sampled: bool = False  # `values` are not all of them
-    shown: Shown = Shown.NONE
+    origin: Origin = Origin.DATA
 
     @property
     def kept_as(self) -> DType | None:
@@ -144,6 +147,7 @@ class Site(NamedTuple):
     by_scope: bool  # whether the rule was found by a scope, not by the primitive
     backward: bool = False  # whether JAX made it by transposing a derivative
     recomputed: bool = False  # whether it is made again in the backward pass
+    cotangents: tuple[bool, ...] = ()  # which operands are; none of them, if empty
 
     @property
     def demand(self) -> Demand:
@@ -153,6 +157,10 @@ class Site(NamedTuple):
     @property
     def out_authors(self) -> tuple[DType | None, ...]:
         return tuple(author_dtype(aval) for aval in self.out_avals)
+
+    def is_cotangent(self, i: int) -> bool:
+        """Whether operand `i` is what a backward pass is linear in."""
+        return bool(self.cotangents) and self.cotangents[i]
 
     def spreads(self, i: int) -> bool:
         """Whether operand `i` is as large as the result: no statistic, no bias."""
@@ -199,6 +207,9 @@ def author_dtype(aval: Any) -> DType | None:
 @dataclass(frozen=True)
 class Rule:
     """Base class of the library's own rules: hashable values, one decision each."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def decide(self, site: Site) -> Decision:
         raise NotImplementedError

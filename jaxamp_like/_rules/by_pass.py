@@ -42,6 +42,7 @@ from . import (
     why_as_written,
     wide_contraction,
 )
+from .given import as_bool
 from .weights import weight_side
 
 
@@ -86,6 +87,11 @@ class UsePrecisionByPass(Rule):
     input_gradient: PassPrecision = _COMPUTE
     weight_gradient: PassPrecision = _COMPUTE
     weight: Literal["lhs", "rhs"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input_gradient", "weight_gradient"):
+            object.__setattr__(self, name, _choice(getattr(self, name), name))
+        super().__post_init__()
 
     @property
     def is_compute(self) -> bool:
@@ -166,9 +172,8 @@ def use_precision_by_pass(
     `remat`, and forward mode too. There, the tangent that comes from an operand is
     computed in the precision of that operand's gradient.
 
-    Which operand of a `dot_general` is the weight: the one that is an input of the
-    function (or made of inputs alone), if the other is not. In a first layer both are:
-    then it is the one of an argument that holds many arrays, as parameters do; the one
+    Which operand of a `dot_general` is the weight: the one that is a parameter, by the
+    `argnums` of `amp`, or made of parameters alone. Where both are or none is, the one
     that is no vector; else the right one. `weight` says otherwise. Convolutions and
     ragged contractions have theirs on the right.
 
@@ -193,8 +198,6 @@ def use_precision_by_pass(
     >>> rule = use_precision_by_pass(weight_gradient=wide())
     >>> policy = default_amp_policy | {lax.dot_general_p: rule}
     """
-    if weight not in (None, "lhs", "rhs"):
-        raise ValueError(f"`weight` must be 'lhs', 'rhs' or None, but got {weight!r}.")
     return UsePrecisionByPass(
         _choice(forward, "forward"),
         _choice(input_gradient, "input_gradient"),
@@ -203,9 +206,11 @@ def use_precision_by_pass(
     )
 
 
-def _choice(value: DTypeLike | PassPrecision | None, argument: str) -> PassPrecision:
-    if isinstance(value, PassPrecision):
-        return value
+def _choice(value: Any, argument: str) -> PassPrecision:
+    if isinstance(value, tuple):  # one that is made, or a pair from a saved policy
+        made = PassPrecision(*value)
+        is_wide = as_bool(made.wide, "wide")
+        return _choice(made.dtype, argument)._replace(wide=is_wide)
     if value is wide:
         raise TypeError(f"`{argument}` is `wide`, which is called: write `wide()`.")
     return PassPrecision(None if value is None else as_float_dtype(value, argument))

@@ -69,6 +69,15 @@ class ByShapes(Rule):
     rules: tuple[tuple[str, Rule], ...]
     otherwise: Rule
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern, _ in self.rules:
+            if len(as_dims(pattern)) < 2:
+                raise ValueError(
+                    "A pattern of `rules` must be the shapes of both operands, such as "
+                    f"'*x16+,16+x4', but got {pattern!r}."
+                )
+
     @property
     def is_compute(self) -> bool:
         return all(rule.is_compute for rule in self._all())

@@ -97,6 +97,11 @@ class UsePrecision(Rule):
     dtype: DType | None = None
     wide_result: bool = False
 
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", as_float_dtype(self.dtype, "dtype"))
+        super().__post_init__()
+
     @property
     def is_compute(self) -> bool:
         return self.dtype is None or bits(self.dtype) < 32

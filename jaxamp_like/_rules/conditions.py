@@ -23,6 +23,19 @@ class When(Rule):
     rule: Rule
     otherwise: Rule
 
+    def __post_init__(self) -> None:
+        if not callable(self.predicate):
+            raise TypeError(
+                "`predicate` must be callable with a `Site` and return a bool, but got "
+                f"{self.predicate!r}. For example: `sums_more_than(4096)`."
+            )
+        if is_made_by_calling(self.predicate):
+            raise TypeError(
+                f"`predicate` is `{self.predicate.__name__}`, which makes a predicate "
+                f"when it is called: write `{called(self.predicate)}`."
+            )
+        super().__post_init__()
+
     def is_for(self, name: str) -> bool:
         return self.rule.is_for(name) or self.otherwise.is_for(name)
 
@@ -120,16 +133,6 @@ def when(
 
     MXNet's conditional list (`CONDITIONAL_FP32_FUNCS`) is the like of this for one
     parameter of an op."""
-    if not callable(predicate):
-        raise TypeError(
-            "`predicate` must be callable with a `Site` and return a bool, but got "
-            f"{predicate!r}. For example: `sums_more_than(4096)`."
-        )
-    if is_made_by_calling(predicate):
-        raise TypeError(
-            f"`predicate` is `{predicate.__name__}`, which makes a predicate when it "
-            f"is called: write `{called(predicate)}`."
-        )
     return When(predicate, as_rule(rule, "rule"), as_rule(otherwise, "otherwise"))
 
 

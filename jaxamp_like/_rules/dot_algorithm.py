@@ -33,6 +33,22 @@ class UseDotAlgorithm(Rule):
 
     algorithm: lax.DotAlgorithmPreset | lax.Precision
 
+    def __post_init__(self) -> None:
+        algorithm = self.algorithm
+        if not isinstance(algorithm, lax.DotAlgorithmPreset | lax.Precision):
+            raise TypeError(
+                "`algorithm` must be a `lax.DotAlgorithmPreset`, a `lax.Precision` or "
+                "the name of one, such as 'TF32_TF32_F32' or 'highest', but got "
+                f"{algorithm!r}."
+            )
+        is_preset = isinstance(algorithm, lax.DotAlgorithmPreset)
+        if is_preset and algorithm.name not in _PRESETS:
+            raise ValueError(
+                f"{algorithm.name} does not take float32 operands. Those that do: "
+                f"{', '.join(_PRESETS)}."
+            )
+        super().__post_init__()
+
     @property
     def may_compute_low(self) -> bool:
         return True
@@ -91,17 +107,6 @@ def use_dot_algorithm(algorithm: lax.DotAlgorithmPreset | lax.Precision | str) -
     """
     if isinstance(algorithm, str):
         algorithm = _algorithm_named(algorithm)
-    if isinstance(algorithm, lax.DotAlgorithmPreset):
-        if algorithm.name not in _PRESETS:
-            raise ValueError(
-                f"{algorithm.name} does not take float32 operands. Those that do: "
-                f"{', '.join(_PRESETS)}."
-            )
-    elif not isinstance(algorithm, lax.Precision):
-        raise TypeError(
-            "`algorithm` must be a `lax.DotAlgorithmPreset`, a `lax.Precision` or the "
-            f"name of one, such as 'TF32_TF32_F32' or 'highest', but got {algorithm!r}."
-        )
     return UseDotAlgorithm(algorithm)
 
 

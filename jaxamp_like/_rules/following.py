@@ -24,7 +24,6 @@ from .base import (
     Leaf,
     Mark,
     Rule,
-    Shown,
     Site,
     author_dtype,
     outs_of,
@@ -154,9 +153,11 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
     nothing on the way is kept in full for the backward pass."""
     if fact is None or fact.mark != Mark.LOW or fact.values:
         return fact
-    if demand & ~Demand.WIDE != Demand.LOW:
+    low = lowered(fact.dtype, dtype)
+    is_of_another = fact.copy not in (None, low)  # which has another range
+    if demand & ~Demand.WIDE != Demand.LOW or is_of_another:
         return fact
-    return fact._replace(dtype=lowered(fact.dtype, dtype))
+    return fact._replace(dtype=low)
 
 
 # What shares its operand's storage, or is as cheap to make again as to read.
@@ -164,10 +165,6 @@ _VIEWS = (
     "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "rev", "copy",
     "broadcast_in_dim", "expand_dims", "split", "unstack", "pvary", "pcast",
 )  # fmt: skip
-
-
-# The same numbers on other devices: a parameter is one there, too.
-_SENT = ("all_gather", "all_gather_invariant", "all_to_all", "ppermute")
 
 
 # A wish of where a value lies. The cast of a parameter comes before it, made once.
@@ -199,9 +196,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
         if is_placed:  # also if it is to be whole: that is a gather
             leaf = Leaf.SHARDED
-        is_shown = is_view or is_placed or name in _SENT
-        shown = fact.shown if is_shown else Shown.NONE
-        outs.append(fact._replace(leaf=leaf, small=small, values=values, shown=shown))
+        outs.append(fact._replace(leaf=leaf, small=small, values=values))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 

@@ -67,13 +67,13 @@ class SendLow(KeepEachInput):
         assert fact is not None and author is not None
         if Demand.WIDE not in wanted and not self._sums_in_full(site, low):
             why = f"is only read in {low.name}"
-            out = Fact(low, Mark.LOW, small=fact.small, shown=fact.shown)
+            out = Fact(low, Mark.LOW, small=fact.small)
             return Decision((low,), site.params, (out,), why)
         # A gradient that is not to be rounded comes back as it is.
         held = fact.dtype if Demand.WIDE in wanted else low
         why = f"sends {low.name}, of which the gradient is summed in {fact.dtype.name}"
         mark = fact.mark if held == fact.dtype else Mark.LOW
-        out = Fact(held, mark, small=fact.small, shown=fact.shown)
+        out = Fact(held, mark, small=fact.small)
         bind = _sent(site, low, fact.dtype, held)
         return Decision((fact.dtype,), site.params, (out,), why, bind)
 

@@ -1,35 +1,43 @@
-"""Which operand of a contraction is the weight."""
+"""Which values are weights, and which operand of a contraction is the weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .._primitives.contractions import dot_numbers, free_axes
-from .base import Shown, Site
+from .base import Fact, Origin, Site
+
+
+def is_parameter(fact: Fact | None) -> bool:
+    """Whether a value is made of parameters, or of what a function closes over."""
+    return fact is not None and fact.origin > Origin.DATA
+
+
+def joined(origins: Iterable[Origin]) -> Origin:
+    """The origin of what is made of several values."""
+    known = set(origins) - {Origin.CONSTANT}
+    if len(known) <= 1:
+        return next(iter(known), Origin.CONSTANT)
+    return Origin.DATA if Origin.DATA in known else Origin.MADE
 
 
 def weight_side(site: Site) -> int:
     """Which operand of a contraction is the weight: 0 or 1.
 
-    The one that shows an input, or what the function closes over. In a first layer both
-    do: then it is the one of an argument that holds many arrays, as parameters do and
-    data seldom; without a symbolic batch; or that is no vector; else the right one, as
-    in `x @ w`. Where both sum over their last axis, as an Equinox layer under `vmap`
-    does, the order tells nothing: then it is the larger."""
+    The one that is a parameter, as `Origin` tells. Where both are or none is, the one
+    that is no vector; else the right one, as in `x @ w`."""
     if site.primitive.name != "dot_general":
         return 1  # a filter, or the matrices of the groups
-    numbers = dot_numbers(site.params)
-    (contracted, _), shapes = numbers, [aval.shape for aval in site.avals[:2]]
-    free = free_axes(numbers, shapes)
-    shown = [fact.shown if fact else Shown.NONE for fact in site.facts[:2]]
+    origins = [
+        fact.origin if fact is not None and is_parameter(fact) else Origin.DATA
+        for fact in site.facts[:2]
+    ]
+    shapes = [aval.shape for aval in site.avals[:2]]
+    free = free_axes(dot_numbers(site.params), shapes)
     for holds in (
-        lambda i: shown[i] > shown[1 - i],
-        lambda i: all(isinstance(d, int) for d in shapes[i]),
+        lambda i: origins[i] > origins[1 - i],
         lambda i: bool(free[i]),
     ):
         if (side := _only(holds)) is not None:
             return side
-    is_last = all(tuple(contracted[i]) == (len(shapes[i]) - 1,) for i in (0, 1))
-    if is_last and all(isinstance(d, int) for shape in shapes for d in shape):
-        return int(site.avals[1].size >= site.avals[0].size)
     return 1
 
 

@@ -19,7 +19,6 @@ from .._rules import (
     Decision,
     Fact,
     Leaf,
-    Shown,
     Site,
     author_dtype,
 )
@@ -98,15 +97,8 @@ def inside(
         Leaf.CONST: Leaf.CONST,
         Leaf.RERUN: Leaf.RERUN,
     }
-    # What is made of parameters is not told apart there: the same code with other
-    # values is to be the same program.
     return tuple(
-        fact
-        and fact._replace(
-            leaf=inside.get(fact.leaf, Leaf.NO),
-            shown=Shown.NONE if fact.shown == Shown.MADE else fact.shown,
-        )
-        for fact in facts
+        fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
     )
 
 

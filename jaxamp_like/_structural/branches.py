@@ -11,6 +11,7 @@ from .._rules import (
     Fact,
     Site,
 )
+from .._rules.weights import joined
 from .base import (
     Body,
     decision_of,
@@ -40,7 +41,9 @@ def _join(*facts: Fact | None) -> Fact | None:
         return None
     dtype = widest(fact.dtype for fact in known)
     carried = any(fact.carried for fact in known)
-    return Fact(dtype, max(fact.mark for fact in known), carried=carried)
+    origin = joined(fact.origin for fact in known)
+    mark = max(fact.mark for fact in known)
+    return Fact(dtype, mark, carried=carried, origin=origin)
 
 
 def bind_cond(frame: Any, step: Any, operands: list[Any]):

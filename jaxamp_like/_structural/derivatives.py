@@ -18,6 +18,7 @@ from .._jax import (
     SymbolicZero,
     consts,
     eqn_context,
+    is_array_aval,
     reemit,
     typeof,
     without_scopes,
@@ -173,17 +174,23 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             fn = _on_operands(eqn, args, live)
             outs, vjp = jax.vjp(fn, *(args[i] for i in live))
             residuals, tree = jax.tree.flatten(vjp)
-            trees.append((tree, [typeof(x) for x in residuals]))
-            return [*outs, *residuals]
+            given = _references(residuals, args)
+            trees.append((tree, [typeof(x) for x in residuals], given))
+            return [*outs, *(x for k, x in enumerate(residuals) if k not in given)]
 
         wanted = _demands_of(step)
         outs = frame.rewrite(
             author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
         )
-        tree, res_avals = trees[0]
+        tree, res_avals, given = trees[0]
+        made = iter(outs[num_outs:])
+        residuals = [
+            values[given[k]] if k in given else next(made)
+            for k in range(len(res_avals))
+        ]
         held = [typeof(values[i]).dtype for i in live]
         return cast_all(outs[:num_outs], dtypes), _Residuals(
-            outs[num_outs:], (tree, res_avals, live, held)
+            residuals, (tree, res_avals, live, held)
         )
 
     def bwd(residuals, cotangents):
@@ -209,6 +216,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
             _marked(values),
             step.scope,
             wanted,
+            (False,) * len(res_avals) + (True,) * len(ct_avals),
         )
         casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
         result: list[Any] = [None] * len(avals)
@@ -219,6 +227,14 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     call.defvjp(fwd, bwd, symbolic_zeros=asks)
     with eqn_context(eqn):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
+
+
+def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
+    """Which of `values` are references that came in, and as which of `args`.
+
+    They hold what a backward rule writes there; no traced function returns one."""
+    places = {id(x): i for i, x in enumerate(args) if not is_array_aval(typeof(x))}
+    return {k: places[id(x)] for k, x in enumerate(values) if id(x) in places}
 
 
 def _closed_over(x: Any) -> Any:
@@ -234,8 +250,8 @@ _undifferentiated = without_derivative(
 
 
 def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    """Whether it is an array with a derivative; one by a reference goes elsewhere."""
+    return is_array_aval(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _instantiate(cotangent: Any) -> Any:

@@ -27,6 +27,7 @@ from .._rules import (
     Site,
     held_in_full,
 )
+from .._rules.weights import joined
 from .base import (
     REMAT,
     SOLVER,
@@ -98,17 +99,20 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
     if SOLVER in site.scope and not site.by_scope:
         low = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
+    origins = {i: fact.origin for i in outs if (fact := site.facts[i])}
     given = list(inside(site.facts))
+    reads_in_full = planner.reads_in_full(site.scope)
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
         if is_sliced and how & ~Demand.WIDE == Demand.LOW:
             given[i] = _low_slices(given[i], site)
-        elif not is_sliced and i not in outs:  # all iterations read it
+        elif not is_sliced and i not in outs and reads_in_full:
+            # All iterations read it, and their cotangents add up.
             given[i] = held_in_full(given[i], site.authors[i])
 
     def entering(i: int) -> Fact:
         fact = _carried(site, i, marks[i], i in low)
-        return fact._replace(carried=i in adds_up)
+        return fact._replace(carried=i in adds_up, origin=origins[i])
 
     def learn(i: int, made: Fact) -> bool:
         """What an iteration makes of a carry; whether that is news to the next one."""
@@ -120,13 +124,14 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         if is_wide or made.mark == Mark.FULL:
             low.discard(i)
         marks[i] = max(marks[i], made.mark)
+        origins[i] = joined((origins[i], made.origin))
         return entering(i) != before
 
     heirs = {
         body.ins[i]: [body.ins[j] for j in others]
         for i, others in body.handed_on().items()
     }
-    while True:  # marks only rise, and there are three
+    while True:  # marks and origins only rise, and there are few
         carried = {i: entering(i) for i in outs}
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
@@ -163,7 +168,8 @@ def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
     Unless it is an input, whose cast would be a second copy to keep."""
     if fact is None or fact.leaf or fact.mark == Mark.FULL:
         return fact
-    return Fact(lowered(fact.dtype, site.compute_dtype), Mark.LOW, small=fact.small)
+    low = lowered(fact.dtype, site.compute_dtype)
+    return Fact(low, Mark.LOW, small=fact.small, origin=fact.origin)
 
 
 def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .heading import heading
 from .records import Program, RuleRecord, ScopeNode, scope_tree
 
 
@@ -64,8 +65,7 @@ class Explained:
 def summary(report: Explained) -> list[str]:
     """The totals in a few lines."""
     now, written = report.now.totals, report.written.totals
-    settings = "; ".join(report.settings) or "no amp"
-    lines = [f"{report.name} ({settings})"]
+    lines = heading(report.name, report.settings, "explain")
     if not report.now.ops:
         return [*lines, "  no equations: the function computes nothing with arrays"]
     num_inserted = sum(cast.inserted for cast in report.now.casts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from .columns import Column
+from .heading import heading
 from .records import Place, parts
 
 
@@ -249,7 +250,7 @@ class Numbers:
     __repr__ = __str__
 
     def _lines(self) -> list[str]:
-        lines = [f"{self.name} ({'; '.join(self.settings) or 'no amp'})"]
+        lines = heading(self.name, self.settings, "trace_numerics")
         if not self.ops:
             return [*lines, "  no equations: the function makes no floats"]
         lines += self._first("first inf or NaN", self.first_nonfinite)

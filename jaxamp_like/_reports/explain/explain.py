@@ -17,7 +17,7 @@ from ..call import Call
 from ..data.records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from ..report import Report
 from ..settings import key_name, rule_name, settings_of
-from ..subject import Subject, as_argnums
+from ..subject import Subject
 from ..versions import versions
 
 
@@ -29,23 +29,25 @@ def explain(
     amp_policy: Any = None,
     strict: bool = False,
     lean: bool = False,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | Sequence[int] | None = None,
 ) -> Callable[..., Report]:
-    """Reports what mixed precision makes of `fn`, without running it.
+    """Reports the precision of each part of `fn`, without running it.
 
     The report is read off the plan that binding followed and off the program that came
     of it, so it tells what runs. Printed, it is a table; see `Report` for the rest.
 
     Args:
-        fn: a function as written, in which case `amp(fn)` with the settings given is
-            reported; or one that has `amp` inside, such as the gradient of `amp(loss)`
-            or a whole training step, which is reported as it is.
+        fn: the function that runs, such as the gradient of `amp(loss)` or a whole
+            training step. Without settings it is reported as it is, also where there
+            is no `amp` inside, which the report then says; with settings, what
+            `amp(fn)` with these would run is reported.
         compute_dtype: as for `amp`.
         amp_policy: as for `amp`.
         strict: as for `amp`.
         lean: as for `amp`.
-        argnums: the arguments that training differentiates. Used where `fn` has no
-            backward pass of its own, to tell what one would keep.
+        argnums: as for `amp`: the arguments that hold parameters. Where `fn` has no
+            backward pass of its own, what one would keep is told for gradients of
+            these, or of the first argument.
     Returns:
         A function with the signature of `fn` that returns a `Report`. Arrays among the
         arguments may be given as `jax.ShapeDtypeStruct`s.
@@ -70,11 +72,11 @@ def explain(
         amp_policy=amp_policy,
         strict=strict,
         lean=lean,
+        argnums=argnums,
     )
-    numbers = as_argnums(argnums)
 
     def reported(*args: Any, **kwargs: Any) -> Report:
-        call, recorder, jaxpr = subject.trace(args, kwargs, numbers)
+        call, recorder, jaxpr = subject.trace(args, kwargs, differentiates=True)
         now = _program(call, jaxpr, recorder)
         as_written = Recorder(as_written=True)
         written = _program(call, call.trace(as_written), as_written)

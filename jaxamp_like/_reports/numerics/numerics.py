@@ -37,6 +37,7 @@ def trace_numerics(
     amp_policy: Any = None,
     strict: bool = False,
     lean: bool = False,
+    argnums: int | Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> Callable[..., NumericsReport]:
     """Runs `fn` in mixed precision, and beside it what its author's dtypes would give.
@@ -52,14 +53,15 @@ def trace_numerics(
     stay hidden on one device and show on another.
 
     Args:
-        fn: what to run: a function as written, in which case `amp(fn)` with the
-            settings given is run; or one that has `amp` inside, such as the gradient of
-            `amp(loss)` or a whole training step, which is run as it is. With
-            `amp_policy={}` nothing is lowered, which tells the ranges as written.
+        fn: what to run, such as the gradient of `amp(loss)` or a whole training step.
+            Without settings it is run as it is, also where there is no `amp` inside,
+            which tells the ranges as written; with settings, `amp(fn)` with these is
+            run.
         compute_dtype: as for `amp`.
         amp_policy: as for `amp`.
         strict: as for `amp`.
         lean: as for `amp`.
+        argnums: as for `amp`.
         progress: whether to show a progress bar; if not given, when rich is installed
             and the error stream is a terminal.
     Returns:
@@ -86,6 +88,7 @@ def trace_numerics(
         amp_policy=amp_policy,
         strict=strict,
         lean=lean,
+        argnums=argnums,
     )
 
     def traced(*args: Any, **kwargs: Any) -> NumericsReport:

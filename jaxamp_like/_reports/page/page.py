@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.explained import Explained, human_bytes, human_flops, shares, summary
+from ..data.heading import label
 from ..data.numbers import Numbers, OpNumerics, ScopeNumerics
 from ..data.records import (
     CastRecord,
@@ -83,7 +84,7 @@ def _add_numerics(data: dict[str, Any], numerics: Numbers) -> None:
 
 
 def _label(report: Explained) -> str:
-    return "; ".join(report.settings) or "no amp"
+    return label(report.settings, "explain")
 
 
 def render(

@@ -20,7 +20,7 @@ MAX_ROWS = 30
 
 def print_report(report: Explained, depth: int) -> None:
     console = need("rich.console", "rich").Console()
-    console.print("\n".join(summary(report)), highlight=False)
+    console.print("\n".join(summary(report)), markup=False, highlight=False)
     for table in tables(report, depth):
         console.print(table)
 
@@ -50,8 +50,10 @@ def _table(title: str, shown: Iterable[Shown]) -> Any:
 
 
 def _add_row(table: Any, shown: Iterable[Shown], values: Iterable[Any]) -> None:
+    # As they are: names may hold what rich would take for markup.
+    plain = need("rich.text", "rich").Text
     pairs = zip(shown, values, strict=True)
-    table.add_row(*(FORMATS[column.kind](value) for (column, _), value in pairs))
+    table.add_row(*(plain(FORMATS[column.kind](value)) for (column, _), value in pairs))
 
 
 def _count(show: Callable[[float], str]) -> Callable[[Any], str]:
@@ -121,6 +123,6 @@ def _rules(report: Explained) -> Any:
 
 def print_numerics(report: Numbers, n: int) -> None:
     console = need("rich.console", "rich").Console()
-    console.print(str(report), highlight=False)
+    console.print(str(report), markup=False, highlight=False)
     if report.ops:
         console.print(record_table("Largest errors", OpNumerics, report.worst(n)))

@@ -1,0 +1,232 @@
+"""What a program calls that is not StableHLO: checked before anything is compiled.
+
+A custom call hands the addresses of arrays to native code by a name, and such code
+trusts that they are as large as JAX makes them. Whoever writes an artifact can write
+any name and any sizes. So a call is let through if XLA's own compiler expands it, or if
+JAX makes the very same call, in operands, results and options, of such operands."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import export, lax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from .folder import ArtifactError
+from .printable import printable
+
+# What XLA's compiler expands itself, after checks of its own, if there is an operand;
+# older versions of StableHLO write some operations so too, by names with "mhlo.".
+_EXPANDED = frozenset(
+    """ApproxTopK shape_assertion stablehlo.dynamic_approx_top_k
+    stablehlo.dynamic_reduce_window stablehlo.dynamic_rng_bit_generator
+    stablehlo.dynamic_top_k""".split()
+)
+# What it takes for its first operand, without a look whether that is there.
+_HANDED_ON = frozenset("Sharding annotate_device_placement".split())
+_RESHARDED = frozenset("SPMDFullToShardShape SPMDShardToFullShape".split())
+
+_DIALECTS = ("builtin.", "chlo.", "func.", "sdy.", "stablehlo.")
+_TO_HOST = frozenset(f"stablehlo.{op}" for op in "infeed outfeed recv send".split())
+
+_PLATFORMS = {"lapack": "cpu", "cu": "cuda", "hip": "rocm", "tpu": "tpu"}
+_LINEAR_ALGEBRA = re.compile(
+    r"(lapack|cu|hip)(?:_[sdcz]|solver_|sparse_|_)([a-z_]+?)(?:j|2)?(?:_ffi)?"
+)
+
+
+def _each(fn: Callable[..., Any], *options: str) -> list[Callable[..., Any]]:
+    """A function with each combination of flags."""
+    flags = itertools.product((True, False), repeat=len(options))
+    pairs = (dict(zip(options, values, strict=True)) for values in flags)
+    return [functools.partial(fn, **given) for given in pairs]
+
+
+_linalg = lax.linalg
+_MADE_BY: dict[str, list[Callable[..., Any]]] = {
+    "potrf": [functools.partial(_linalg.cholesky, symmetrize_input=False)],
+    "getrf": [_linalg.lu],
+    "geqrf": _each(_linalg.qr, "full_matrices"),
+    "orgqr": [_linalg.householder_product],
+    "syevd": _each(_linalg.eigh, "lower", "symmetrize_input", "sort_eigenvalues"),
+    "geev": _each(
+        _linalg.eig, "compute_left_eigenvectors", "compute_right_eigenvectors"
+    ),
+    "gesdd": _each(_linalg.svd, "full_matrices", "compute_uv"),
+    "sytrd": _each(_linalg.tridiagonal, "lower"),
+    "gehrd": [_linalg.hessenberg],
+    "gees": _each(_linalg.schur, "compute_schur_vectors"),
+    "trsm": _each(
+        _linalg.triangular_solve,
+        "left_side",
+        "lower",
+        "transpose_a",
+        "conjugate_a",
+        "unit_diagonal",
+    ),
+    "gtsv": [_linalg.tridiagonal_solve],
+}
+"""Which functions of JAX call a routine of LAPACK, by its name without the dtype."""
+_MADE_BY |= {
+    "ungqr": _MADE_BY["orgqr"],
+    "heevd": _MADE_BY["syevd"],
+    "hetrd": _MADE_BY["sytrd"],
+    "gesvd": _MADE_BY["gesdd"],
+}
+
+_ON_TPU = {
+    "Eigh": "syevd",
+    "LuDecomposition": "getrf",
+    "ProductOfElementaryHouseholderReflectors": "orgqr",
+    "Qr": "geqrf",
+}
+
+_DTYPES = {
+    "f32": "float32",
+    "f64": "float64",
+    "i32": "int32",
+    "complex<f32>": "complex64",
+    "complex<f64>": "complex128",
+}
+
+
+def check_calls(exported: export.Exported) -> None:
+    """Sees to it that a program calls no native code but as JAX does.
+
+    Raises:
+        ArtifactError: it calls other code, or talks to the host."""
+    with mlir.make_ir_context() as context:
+        module = _parsed(exported.mlir_module_serialized, context)
+        for op in _operations(module):
+            is_elsewhere = op.name == "func.func" and not list(op.regions[0])
+            is_other = not op.name.startswith(_DIALECTS) or op.name in _TO_HOST
+            if is_elsewhere or is_other:
+                what = f"`{printable(op.name)}`{' without a body' * is_elsewhere}"
+                raise ArtifactError(
+                    f"The artifact's program holds {what}, which none that "
+                    "`Converted.save` writes does. It is not run."
+                )
+            if op.name == "stablehlo.custom_call" and not _is_known(op):
+                raise ArtifactError(
+                    f"The artifact's program calls native code, {_shown(op)}, and it "
+                    "can't be told that JAX would call it so. It is not run, since "
+                    "such code can do anything to this process. If you know who saved "
+                    "it, give `digest`, what `Converted.save` returned there."
+                )
+
+
+def _parsed(code: bytes, context: Any) -> Any:
+    return stablehlo.deserialize_portable_artifact(context, code)
+
+
+def _operations(module: Any) -> list[Any]:
+    """All operations of a module, at any depth; they live as long as that does."""
+    found: list[Any] = []
+
+    def add(op: Any) -> Any:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(add)
+    return found
+
+
+def _is_known(op: Any) -> bool:
+    name = _target(op)
+    operands, results = _types(op)
+    if name in _HANDED_ON:
+        return len(operands) == 1 and operands == results
+    if name in _RESHARDED:
+        return len(operands) == len(results) == 1
+    if name in _EXPANDED or name.startswith("mhlo."):
+        return bool(operands)
+    return (name == "AllocateBuffer" and not operands) or _is_as_jax_calls(op)
+
+
+def _is_as_jax_calls(op: Any) -> bool:
+    """Whether some function of JAX makes this very call, of operands like its own."""
+    library, routine = _routine(_target(op))
+    operands, results = (
+        tuple(_shape(x.type) for x in xs) for xs in (op.operands, op.results)
+    )
+    if None in operands + results:
+        return False  # of sizes that are not known before the program is called
+    functions = _MADE_BY.get(routine, [])
+    if routine == "lu_pivots_to_permutation":
+        size = next((x.shape[-1] for x in results if x and x.shape), 0)
+        functions = [
+            functools.partial(_linalg.lu_pivots_to_permutation, permutation_size=size)
+        ]
+    for fn in functions:
+        code = _program_of(fn, library, operands)
+        module = code and _parsed(code, op.context)
+        if module and any(_is_same(op, own) for own in _operations(module)):
+            return True
+    return False
+
+
+def _routine(target: str) -> tuple[str, str]:
+    """The library that a target is of, and which routine of LAPACK it stands for."""
+    if target in _ON_TPU:
+        return "tpu", _ON_TPU[target]
+    match = _LINEAR_ALGEBRA.fullmatch(target)
+    return (match[1], match[2]) if match else ("", "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_of(fn: Callable[..., Any], library: str, shapes: Any) -> bytes | None:
+    """JAX's own program of a function, if that takes such operands."""
+    try:
+        exported = export.export(jax.jit(fn), platforms=[_PLATFORMS[library]])(*shapes)
+    except Exception:
+        return None
+    return exported.mlir_module_serialized
+
+
+# What partitioners alone read of a call.
+_NOT_PASSED = ("mhlo.frontend_attributes", "sdy.sharding_rule")
+
+
+def _is_same(op: Any, own: Any) -> bool:
+    """Whether two operations of one context tell native code the same.
+
+    The names of attributes are asked for, and not read off: reading one that is no text
+    ends the process."""
+    if own.name != op.name:
+        return False
+    names = [own.attributes[i].name for i in range(len(own.attributes))]
+    passed = [name for name in names if name not in _NOT_PASSED]
+    others = [name for name in _NOT_PASSED if name in op.attributes]
+    return (
+        _types(op) == _types(own)
+        and len(op.attributes) == len(passed) + len(others)
+        and all(name in op.attributes for name in passed)
+        and all(op.attributes[name] == own.attributes[name] for name in passed)
+    )
+
+
+def _types(op: Any) -> list[list[str]]:
+    return [[str(x.type) for x in xs] for xs in (op.operands, op.results)]
+
+
+def _target(op: Any) -> str:
+    return ir.StringAttr(op.attributes["call_target_name"]).value
+
+
+def _shape(type_: Any) -> jax.ShapeDtypeStruct | None:
+    """The shape of an operand, if it is known."""
+    match = re.fullmatch(r"tensor<((?:\d+x)*)([^x]+|complex<.*>)>", str(type_))
+    dtype = _DTYPES.get(match[2]) if match else None
+    if match is None or dtype is None or jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return None
+    return jax.ShapeDtypeStruct(tuple(map(int, match[1].split("x")[:-1])), dtype)
+
+
+def _shown(op: Any) -> str:
+    operands, results = map(", ".join, _types(op))
+    return printable(f"{_target(op)!r} of ({operands}) -> ({results})")

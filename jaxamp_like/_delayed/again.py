@@ -1,0 +1,200 @@
+"""What a backward pass makes again of the forward pass, instead of keeping it.
+
+`amp_with_state` gets a program that is differentiated already: JAX has chosen what the
+forward pass hands over, as if nothing in it were low. Here it is chosen once more. What
+cheap equations make of something that is no larger, such as the low result of a
+contraction, or of what the program was given, such as a weight, the backward pass makes
+again. What it would round itself, as the forward pass has done, it is handed rounded.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    eqn_context,
+    has_effect,
+    made_again,
+    names,
+    raw,
+    reemit,
+    subjaxprs,
+    trace,
+    typeof,
+)
+from .._primitives import is_cheap
+from .._structural import CALLS
+
+SIXTEEN_BITS = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
+_MOST = 100  # equations to make again for one value
+
+
+def keeping_less(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)`, where a backward pass in it keeps less."""
+    values, tree = jax.tree.flatten(args)
+    trees = []
+
+    def flat(*values: Any) -> list[Any]:
+        outs, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(tree, values)))
+        trees.append(out_tree)
+        return outs
+
+    jaxpr = trace(flat, list(map(typeof, values)))
+    return jax.tree.unflatten(trees[0], _Values(jaxpr, values).run())
+
+
+class _Choice:
+    """What the forward pass of a program hands over to its backward pass.
+
+    Attributes:
+        makers: the equations that make the values of the forward pass.
+        same: of what the backward pass makes as the forward pass has, what that made.
+        kept: the values of the forward pass that the backward pass reads."""
+
+    def __init__(self, jaxpr: Any):
+        self.makers: dict[Any, Eqn] = {}
+        self.same: dict[Any, Any] = {}
+        self.kept: set[Any] = set()
+        made: dict[Hashable, Eqn] = {}
+        read: dict[Any, None] = {}
+        for eqn in jaxpr.eqns:
+            operands = [self.original(atom) for atom in eqn.invars]
+            key = _key(eqn, operands) if _is_repeatable(eqn) else None
+            if not names(eqn).backward:
+                self.makers |= dict.fromkeys(eqn.outvars, eqn)
+                made.setdefault(key, eqn)
+            elif key is not None and key in made:
+                self.same |= zip(eqn.outvars, made[key].outvars, strict=True)
+            else:
+                read |= dict.fromkeys(x for x in operands if self.is_made(x))
+        # The largest first: what it is made of may be what others are made of.
+        for v in sorted(read, key=_num_bytes, reverse=True):
+            self.kept |= self._leaves(v, {})[0]
+
+    def original(self, atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else self.same.get(atom, atom)
+
+    def is_made(self, atom: Any) -> bool:
+        return not isinstance(atom, Literal) and atom in self.makers
+
+    def is_made_again(self, atom: Any) -> bool:
+        return self.is_made(atom) and atom not in self.kept
+
+    def _leaves(self, v: Any, known: dict[Any, Any]) -> tuple[frozenset[Any], int]:
+        """What is to be kept to have `v`, and how many equations then make it."""
+        if not self.is_made_again(v):
+            return frozenset(), 0
+        if v not in known:
+            known[v] = frozenset([v]), 0
+            eqn = self.makers[v]
+            if _is_repeatable(eqn) and v.aval.ndim:
+                parts = [self._leaves(x, known) for x in dict.fromkeys(_variables(eqn))]
+                leaves = frozenset[Any]().union(*(some for some, _ in parts))
+                size = 1 + sum(size for _, size in parts)
+                if sum(map(_num_bytes, leaves)) <= _num_bytes(v) and size <= _MOST:
+                    known[v] = leaves, size
+        return known[v]
+
+
+class _Values:
+    """The values of a program; in its backward pass, some that are made again."""
+
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any]):
+        self.jaxpr = raw(jaxpr)
+        self.choice = _Choice(self.jaxpr)
+        self.env = dict(zip(self.jaxpr.constvars, consts(jaxpr), strict=True))
+        self.env |= zip(self.jaxpr.invars, args, strict=True)
+        self.again: dict[Any, Any] = {}
+        self.fenced: dict[Any, Any] = {}
+        self.cotangents: set[Any] = set()  # what the backward pass has made
+
+    def run(self) -> list[Any]:
+        for eqn in self.jaxpr.eqns:
+            if not names(eqn).backward:
+                outs = reemit(eqn, list(map(self._read, eqn.invars)))
+                held = map(self._held, eqn.outvars, outs)
+                self.env |= zip(eqn.outvars, held, strict=True)
+            elif any(v in self.choice.same for v in eqn.outvars):
+                continue
+            else:
+                read = (x for x in _variables(eqn) if x in self.cotangents)
+                after = [self.env[x] for x in read][:1]
+                values = [self._read_back(atom, after) for atom in eqn.invars]
+                self.env |= zip(eqn.outvars, reemit(eqn, values), strict=True)
+                self.cotangents.update(eqn.outvars)
+        return list(map(self._read, self.jaxpr.outvars))
+
+    def _held(self, v: Any, value: Any) -> Any:
+        """What is kept in 16 bits, for the forward pass to go on with the same number.
+
+        Inside of a fusion, XLA would leave a rounding out."""
+        if v not in self.choice.kept or v.aval.dtype not in SIXTEEN_BITS:
+            return value
+        info = jnp.finfo(v.aval.dtype)
+        return lax.reduce_precision(value, info.nexp, info.nmant)
+
+    def _read(self, atom: Any) -> Any:
+        atom = self.choice.original(atom)
+        return atom.val if isinstance(atom, Literal) else self.env[atom]
+
+    def _read_back(self, atom: Any, after: list[Any]) -> Any:
+        """A value, as an equation of the backward pass has it."""
+        atom = self.choice.original(atom)
+        if not self.choice.is_made_again(atom):
+            return self._read(atom)
+        if atom not in self.again:
+            eqn = made_again(self.choice.makers[atom])
+            values = [self._fenced(x, eqn, after) for x in eqn.invars]
+            self.again |= zip(eqn.outvars, reemit(eqn, values), strict=True)
+        return self.again[atom]
+
+    def _fenced(self, atom: Any, eqn: Eqn, after: list[Any]) -> Any:
+        """What an equation reads that is bound again.
+
+        Behind a fence, lest XLA should take what the forward pass has made of it, or
+        make the value before the backward pass is `after` where it is read."""
+        value = self._read_back(atom, after)
+        if self.choice.is_made_again(atom) or isinstance(atom, Literal):
+            return value
+        if atom.aval.ndim and atom not in self.fenced:
+            with eqn_context(eqn):
+                self.fenced[atom] = lax.optimization_barrier([value, *after])[0]
+        return self.fenced.get(atom, value)
+
+
+def _is_repeatable(eqn: Eqn) -> bool:
+    if eqn.primitive.name in CALLS:
+        inner = (one for jaxpr in subjaxprs(eqn.params) for one in raw(jaxpr).eqns)
+        return not has_effect(eqn) and all(map(_is_repeatable, inner))
+    return is_cheap(eqn) and not has_effect(eqn)
+
+
+def _key(eqn: Eqn, operands: Sequence[Any]) -> Hashable:
+    """What says which values an equation makes; `None` if that can't be compared."""
+    read = tuple(
+        (x.aval, x.val.tobytes() if hasattr(x.val, "tobytes") else x.val)
+        if isinstance(x, Literal)
+        else x
+        for x in operands
+    )
+    key = (eqn.primitive, tuple(eqn.params.items()), read)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _variables(eqn: Eqn) -> Iterator[Any]:
+    return (atom for atom in eqn.invars if not isinstance(atom, Literal))
+
+
+def _num_bytes(v: Any) -> int:
+    return v.aval.size * v.aval.dtype.itemsize

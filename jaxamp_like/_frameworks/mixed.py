@@ -1,0 +1,139 @@
+"""Models of Equinox and NNX whose calls compute in mixed precision, and still models.
+
+A function around a model would hide it: transforms such as `eqx.filter_grad` find
+nothing to differentiate by in a function, and say nothing. So `amp(model)` is a model
+with the same parameters, an instance of a subclass of its class.
+
+All of its methods are mixed: a model that is trained by a method of its own, such as
+`model.encode`, must not run in full without a word."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._jax import is_array
+from .nnx import is_nnx_module, is_node, nnx_options
+from .scopes import methods, new
+
+Mix = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def is_model(fn: Any) -> bool:
+    """Whether a callable is an object of Equinox or NNX that holds parameters."""
+    if is_nnx_module(fn):
+        return True
+    return isinstance(fn, eqx.Module) and holds_parameters(fn)
+
+
+def holds_parameters(fn: Any) -> bool:
+    """Whether a callable is a pytree with arrays in it."""
+    leaves = jax.tree.leaves(fn)
+    return not any(leaf is fn for leaf in leaves) and any(map(_is_parameter, leaves))
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def mixed_model(model: Any, key: Hashable, mix: Mix, again: Mix) -> Any:
+    """`model` with methods that `mix` has rewritten.
+
+    An Equinox module is copied, sharing its arrays. An NNX module shares all of its
+    attributes with the result: what changes in the one changes in the other.
+
+    Args:
+        model: of which `is_model` holds.
+        key: is equal for two `mix` that do the same; the class is part of the structure
+            of a tree, by which JAX finds what it has compiled.
+        mix: makes of a function one in mixed precision.
+        again: makes of `model` what this does, where it is unpickled."""
+    cls = _mixed_class(type(model), key, _Uncompared(mix), _Uncompared(again))
+    if is_nnx_module(model):
+        return _with_attributes_of(model, cls)
+    return new(cls, dict(vars(model)))
+
+
+class _Uncompared:
+    """An argument that is no part of the key of a cache."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Uncompared)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.cache
+def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared):
+    of_nnx = issubclass(cls, eqx.Module) is False
+
+    def plain(self: Any) -> Any:
+        if of_nnx:
+            return _with_attributes_of(self, cls)
+        return new(cls, dict(vars(self)))
+
+    def method(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def body(self, *args, **kwargs):
+            if of_nnx:  # a copy that the trace has made; it gets its class back
+                object.__setattr__(self, "__class__", cls)
+            return fn(self, *args, **kwargs)
+
+        rewritten = mix.value(body)
+
+        @functools.wraps(fn)
+        def method(self, *args, **kwargs):
+            out = rewritten(self if of_nnx else plain(self), *args, **kwargs)
+            # A model that is made of this one, as by `eqx.tree_at`, is mixed as well.
+            return jax.tree.map(
+                mixed_again, out, is_leaf=lambda x: is_plain(x) or is_node(x)
+            )
+
+        return method
+
+    def is_plain(x: Any) -> bool:
+        return type(x) is cls
+
+    def mixed_again(x: Any) -> Any:
+        if not is_plain(x):
+            return x
+        return _with_attributes_of(x, made) if of_nnx else new(made, dict(vars(x)))
+
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": f"Mixed{cls.__qualname__.rpartition('.')[2]}",
+        "__doc__": cls.__doc__,
+        "__reduce__": lambda self: (again.value, (plain(self),)),
+    }
+    if not of_nnx:
+        # As a function, which transforms of JAX know by its identity.
+        body |= {"__hash__": object.__hash__, "__eq__": object.__eq__}
+    body |= {name: method(getattr(cls, name)) for name in _mixed_methods(cls)}
+    made = type(cls)(f"Mixed{cls.__name__}", (cls,), body, **nnx_options(cls))
+    type.__setattr__(made, "_amp_plain", made)  # what `scope_modules` begins with
+    return made
+
+
+def _mixed_methods(cls: type) -> list[str]:
+    # Of what Equinox makes of functions (`eqx.filter_jit`, bound methods), the call.
+    is_wrapper = cls.__module__.startswith("equinox._")
+    names = ["__call__"] if is_wrapper else methods(cls)
+    # What returns before it computes can't be rewritten, and is left as it is.
+    return [name for name in names if not _computes_later(getattr(cls, name))]
+
+
+def _computes_later(fn: Any) -> bool:
+    return inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn)
+
+
+def _with_attributes_of(module: Any, cls: type) -> Any:
+    made = object.__new__(cls)
+    object.__setattr__(made, "__dict__", module.__dict__)
+    return made

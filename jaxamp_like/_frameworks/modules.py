@@ -1,0 +1,35 @@
+"""Models that hold their parameters: of Equinox, NNX and Keras."""
+
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._jax import is_array
+from .nnx import is_node
+
+
+def holds_parameters(fn: Any) -> bool:
+    """Whether `fn` is a model of a kind that holds its parameters."""
+    return isinstance(fn, eqx.Module) or is_node(fn) or is_keras(fn)
+
+
+def is_keras(fn: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(fn, keras.Layer)
+
+
+def is_module_with_arrays(fn: Any) -> bool:
+    """Whether `fn` is such a model, or a method that reads what it holds.
+
+    Transforms of Equinox are modules, which hold what they transform, and so is a
+    partial application, whose arrays may be any arguments."""
+    if isinstance(fn, eqx.Partial):
+        return is_module_with_arrays(fn.func)
+    model = getattr(fn, "__self__", fn)
+    if is_keras(model):  # others, as `stateless_call`, are given the variables
+        return fn is model or fn.__name__ in ("__call__", "call")
+    if isinstance(model, eqx.Module):
+        return any(map(is_array, jax.tree.leaves(model)))
+    return is_node(model)

@@ -1,0 +1,61 @@
+"""Tells where mixed precision was asked for, and another loss is differentiated."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ._dtypes import bits, is_float
+from ._errors import place_of, warn_or_raise
+from ._reports import walk
+from ._reports.call import call_of
+from ._rewrite.record import Recorder, amp_is_off, plans_made
+from ._rewrite.switch import is_amp_disabled, is_traced_by_amp
+
+
+class Watch:
+    """Looks at the losses that an optimizer of `enable_amp` is given.
+
+    The first one in which no `amp` is seen at work is traced once more: it may have
+    been compiled before, or be low by its author's own hand."""
+
+    def __init__(self) -> None:
+        self.has_looked = False
+
+    @contextmanager
+    def __call__(
+        self, fun: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Iterator[None]:
+        before = plans_made()
+        yield
+        is_on_purpose = is_amp_disabled() or amp_is_off() or is_traced_by_amp()
+        if self.has_looked or plans_made() > before or is_on_purpose:
+            return
+        self.has_looked = True
+        if _is_in_full(fun, args, kwargs):
+            warn_or_raise(
+                "The optimizer that `enable_amp` made was given a loss that `amp` "
+                "never saw, and that computes in full precision: write `mixed, tx = "
+                "enable_amp(loss_fn, optimizer)` and `tx.value_and_grad(mixed, "
+                f"opt_state)`. This is of {place_of(fun)}.",
+                strict=False,
+            )
+
+
+def _is_in_full(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function has contractions of floats, none of them low, and no `amp`."""
+    recorder = Recorder()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            jaxpr = call_of(fun, args, kwargs, (), "the loss").trace(recorder)
+    except Exception:  # it has just run: whatever forbids a second time is no mistake
+        return False
+    found = [
+        atom.aval.dtype
+        for eqn, *_ in walk.walk(jaxpr, recorder.steps)
+        if walk.flops(eqn)
+        for atom in eqn.invars[:2]
+        if is_float(atom.aval.dtype)
+    ]
+    return bool(found) and not recorder.plans and min(map(bits, found)) >= 32

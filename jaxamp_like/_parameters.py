@@ -1,0 +1,99 @@
+"""Which arguments of a function hold its parameters.
+
+It is said, by `argnums`, or as `jax.grad` has it: those of the first argument. Neither
+the container of an argument nor its size or name tells."""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._frameworks.modules import is_module_with_arrays
+from ._frameworks.nnx import TakenApart
+from ._rules import Origin
+
+Argnums = tuple[int, ...]
+
+
+def as_argnums(argnums: Any) -> Argnums:
+    """`argnums` as a tuple of integers, or an error that names it."""
+    try:
+        given = argnums if isinstance(argnums, tuple | list) else (argnums,)
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(
+            f"`argnums` must be an integer or a tuple of integers, but got {argnums!r}."
+        ) from None
+
+
+def positions_of(argnums: Argnums, num_args: int, name: str) -> list[int]:
+    """The positional arguments that `argnums` names; none where there are none."""
+    for i in argnums:
+        if not -num_args <= i < max(num_args, 1):
+            raise ValueError(
+                f"`argnums` names argument {i}, but {name!r} was called with "
+                f"{num_args} positional arguments."
+            )
+    return [range(num_args)[i] for i in argnums if num_args]
+
+
+def argnums_of(fn: Callable[..., Any]) -> Argnums:
+    """The arguments that hold parameters, where it is not said.
+
+    The first one; none if the function is a module that holds its own parameters, or a
+    method of one, whatever JAX has made of it."""
+    inner: Any = inspect.unwrap(fn)
+    while isinstance(inner, functools.partial):
+        inner = inspect.unwrap(inner.func)
+    return () if is_module_with_arrays(inner) else (0,)
+
+
+def origins_of(
+    fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], argnums: Argnums
+) -> list[Origin]:
+    """For each leaf of `(args, kwargs)`, whether it is a parameter."""
+    if isinstance(fn, TakenApart):
+        return fn.labels(functools.partial(_labels, argnums=argnums), Origin.DATA)
+    return _labels(fn, args, kwargs, argnums)[len(jax.tree.leaves(fn)) :]
+
+
+def _labels(
+    fn: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    argnums: Argnums,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[Origin]:
+    """The origin of each leaf of `(fn, args, kwargs)`."""
+    names = _positional(fn) if kwargs else []
+    by_name = {i: name for i, name in enumerate(names) if name in kwargs}
+    given = range(len(args) + len(by_name))
+    name = getattr(fn, "__name__", type(fn).__name__)
+    chosen = set(positions_of(argnums, len(given), name))
+    named = {by_name[i] for i in chosen & by_name.keys()}
+
+    pairs = [
+        (fn, Origin.CLOSED_OVER),
+        *((x, _said(i in chosen)) for i, x in enumerate(args)),
+        *((kwargs[k], _said(k in named)) for k in sorted(kwargs)),
+    ]
+    return [
+        origin for tree, origin in pairs for _ in jax.tree.leaves(tree, is_leaf=is_leaf)
+    ]
+
+
+def _said(is_parameter: bool) -> Origin:
+    return Origin.PARAMETER if is_parameter else Origin.DATA
+
+
+def _positional(fn: Callable[..., Any]) -> list[str]:
+    """The names of arguments that may be given by their places."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # of some callables they can't be known
+        return []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in parameters if p.kind in kinds]

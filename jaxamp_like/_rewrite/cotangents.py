@@ -1,0 +1,244 @@
+"""Which operands of an equation are cotangents: what a backward pass is linear in.
+
+They are not told by where they stand: JAX puts the cotangent first in a contraction
+that it transposes, and an author's derivative rule where he likes. A value is a
+cotangent if an equation of a backward pass makes it of one; a float, since a mask is
+none. So is what is made of a cotangent and of something else: it has the range of the
+first. What a backward pass makes of other values alone, as a rule that makes scores
+again, is none.
+
+A cotangent begins as an input of the backward rule that an author wrote. In code that
+JAX has transposed already, name stacks tell of each equation whether it is part of a
+forward pass (`jvp`), of its backward pass (`transpose(jvp)`), or stands outside. There
+a cotangent begins as the 1 that `jax.grad` hands over, or as what is made outside and
+not read by the forward pass, such as the argument of a function that `jax.vjp` gives.
+Where there is neither, it is what JAX reads first."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
+from .._primitives import CONTRACTIONS, LINEAR
+from .._rules import author_dtype
+from .._structural import STRUCTURAL, Body
+from .memo import Memo
+from .reach import Reach, around, through, union
+
+Which = tuple[bool, ...]
+"""Of each input or operand, whether it is a cotangent; `()` if none is."""
+
+Phases = tuple[str, ...]
+
+_BACKWARD = "transpose"
+
+# In what JAX reads the 1 that it begins with: no sums, which it makes by `add_any`.
+_LINEAR = CONTRACTIONS | (LINEAR - {"add", "sub"}) | set(
+    "mul div add_any scatter-add scatter_add".split()
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Cotangents:
+    """Finds the cotangents of programs, and remembers them while these live."""
+
+    _reaches: Memo = field(default_factory=Memo)
+    _found: Memo = field(default_factory=Memo)
+    _contracting: Memo = field(default_factory=Memo)
+
+    def of(
+        self, jaxpr: Jaxpr, given: Which, is_backward: bool, is_rule: bool = False
+    ) -> Sequence[Which]:
+        """For each equation of `jaxpr`, which of its operands are cotangents.
+
+        `given` says which inputs are, and `is_backward` whether all of the program is
+        part of a backward pass; that of an author's backward rule, if it `is_rule`."""
+        key = given, is_backward, is_rule
+        return self._found(jaxpr, key, lambda: self._find(raw(jaxpr), *key))
+
+    def inside(self, eqn: Eqn, which: Which) -> dict[Jaxpr, Which]:
+        """Which inputs of the programs in `eqn` are, if some of its operands are.
+
+        Nothing is said of programs that contract nothing, so that these are the same
+        programs wherever they are called."""
+        if not any(which):
+            return {}
+        found: dict[Jaxpr, Which] = {}
+        for body in _bodies(eqn):
+            if self._contracts(body.jaxpr):
+                inner = self._entering(body, which)
+                before = found.get(body.jaxpr, (False,) * len(inner))
+                pairs = zip(inner, before, strict=True)
+                found[body.jaxpr] = tuple(x or y for x, y in pairs)
+        return found
+
+    def _find(
+        self, jaxpr: Any, given: Which, is_backward: bool, is_rule: bool
+    ) -> Sequence[Which]:
+        starts = _Starts(jaxpr, is_rule)
+        known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
+        if is_backward:
+            return [self._which(starts, k, known) for k in range(len(jaxpr.eqns))]
+        found: list[Which] = [()] * len(jaxpr.eqns)
+        for run in starts.runs():
+            rows = [self._which(starts, k, known) for k in run]
+            if not any(rows) and (first := starts.first_of(run)) is not None:
+                known.add(first)
+                rows = [self._which(starts, k, known) for k in run]
+                known.remove(first)
+            for k, row in zip(run, rows, strict=True):
+                found[k] = row
+        return found
+
+    def _which(self, starts: "_Starts", k: int, known: set[Any]) -> Which:
+        """Which operands of equation `k` are; adds what it makes to those `known`."""
+        eqn = starts.eqns[k]
+        which = [_is_var(x) and x in known for x in eqn.invars]
+        if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
+            for i in starts.of(k):
+                which[i] = True
+        if not any(which):
+            return ()
+        pairs = zip(eqn.invars, which, strict=True)
+        known |= {x for x, is_one in pairs if is_one and _is_var(x)}
+        made = self._through(eqn, [int(x) for x in which])
+        pairs = zip(eqn.outvars, made, strict=True)
+        known |= {v for v, reach in pairs if reach}
+        return tuple(which)
+
+    def _through(self, eqn: Eqn, operands: Sequence[Reach]) -> list[Reach]:
+        """What reaches each result of an equation, if that reaches its operands."""
+        bodies = _bodies(eqn)
+        outs = [0 if bodies else union(operands)] * len(eqn.outvars)
+        for body in bodies:
+            given = [operands[i] for i in body.ins]
+            for out, reach in zip(body.outs, self._around(body), strict=True):
+                if out is not None:
+                    outs[out] |= through(reach, given)
+        pairs = zip(eqn.outvars, outs, strict=True)
+        return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
+
+    def _around(self, body: Body) -> Sequence[Reach]:
+        """The inputs that each result of a body is made of, in any iteration."""
+        return around(self._reach(body.jaxpr), body.loop)
+
+    def _reach(self, jaxpr: Jaxpr) -> Sequence[Reach]:
+        return self._reaches(jaxpr, (), lambda: self._find_reach(raw(jaxpr)))
+
+    def _find_reach(self, jaxpr: Any) -> Sequence[Reach]:
+        env = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+
+        def read(atoms: Iterable[Any]) -> list[Reach]:
+            return [env.get(x, 0) if _is_var(x) else 0 for x in atoms]
+
+        for eqn in jaxpr.eqns:
+            env |= zip(eqn.outvars, self._through(eqn, read(eqn.invars)), strict=True)
+        return read(jaxpr.outvars)
+
+    def _entering(self, body: Body, which: Which) -> Which:
+        given = [which[i] for i in body.ins]
+        reached = [int(x) for x in given]
+        made = self._around(body) if body.loop else ()
+        for out, i in body.loop:
+            given[i] |= bool(through(made[out], reached))
+        return tuple(given)
+
+    def _contracts(self, jaxpr: Jaxpr) -> bool:
+        def find() -> bool:
+            return any(
+                eqn.primitive.name in CONTRACTIONS
+                or any(map(self._contracts, subjaxprs(eqn.params)))
+                for eqn in raw(jaxpr).eqns
+            )
+
+        return self._contracting(jaxpr, (), find)
+
+
+class _Starts:
+    """Where cotangents begin, in a program that JAX has transposed."""
+
+    def __init__(self, jaxpr: Any, is_rule: bool):
+        self.eqns = jaxpr.eqns
+        self.phases = [_phases(eqn, is_rule) for eqn in jaxpr.eqns]
+        given = (*jaxpr.invars, *jaxpr.constvars)
+        self.made: dict[Any, Phases] = dict.fromkeys(given, ())
+        self.read: dict[Any, set[Phases]] = defaultdict(set)
+        if not any(_BACKWARD in phases for phases in self.phases):
+            return
+        for eqn, phases in zip(jaxpr.eqns, self.phases, strict=True):
+            self.made |= dict.fromkeys(eqn.outvars, phases)
+            for atom in filter(_is_var, eqn.invars):
+                self.read[atom].add(phases)
+
+    def are_possible_at(self, k: int) -> bool:
+        return _BACKWARD in self.phases[k]
+
+    def runs(self) -> Iterator[list[int]]:
+        """Equations of backward passes, as they follow each other."""
+        ks = range(len(self.eqns))
+        for is_backward, run in itertools.groupby(ks, self.are_possible_at):
+            if is_backward:
+                yield list(run)
+
+    def first_of(self, run: list[int]) -> Any:
+        """The cotangent that a run begins with, if the forward pass makes or reads it.
+
+        What a function of `jax.vjp` gave may be handed to its transpose as it is. JAX
+        reads it in the first equation that it makes, as the first operand."""
+        first = (
+            e.invars[0] for k in run if (e := self.eqns[k]).primitive.name in _LINEAR
+        )
+        return next((x for x in first if _is_var(x) and author_dtype(x.aval)), None)
+
+    def of(self, k: int) -> list[int]:
+        """Operands of an equation that are where a cotangent begins."""
+        eqn, phases = self.eqns[k], self.phases[k]
+        before = phases[: phases.index(_BACKWARD)]
+        found = [
+            i
+            for i, atom in enumerate(eqn.invars)
+            if author_dtype(atom.aval)
+            and (self._is_outside(atom, before) if _is_var(atom) else _is_one(eqn, i))
+        ]
+        # If nothing else tells, as JAX orders them.
+        return found[:1] if eqn.primitive.name in CONTRACTIONS else found
+
+    def _is_outside(self, var: Any, before: Phases) -> bool:
+        """Whether a value is made outside of a forward pass, which doesn't read it."""
+        made = self.made[var]
+        if made != before[: len(made)]:
+            return False
+        forward = (*before, "jvp")
+        return not any(by[: len(forward)] == forward for by in self.read[var])
+
+
+def _phases(eqn: Eqn, is_rule: bool) -> Phases:
+    """The derivatives that an equation is part of, the outermost first.
+
+    In a backward rule by an author, those beside the one that it is the rule of."""
+    phases = names(eqn).phases
+    if is_rule and _BACKWARD in phases:
+        return phases[phases.index(_BACKWARD) + 2 :]
+    return phases
+
+
+def _is_one(eqn: Eqn, i: int) -> bool:
+    """Whether a literal may be the 1 that `jax.grad` begins with."""
+    atom, name = eqn.invars[i], eqn.primitive.name
+    is_linear = name in _LINEAR and (name != "div" or i == 0)
+    is_linear |= any(True for _ in subjaxprs(eqn.params))
+    is_weak = getattr(atom.aval, "weak_type", False)  # written by an author
+    return is_linear and not is_weak and np.ndim(atom.val) == 0 and atom.val == 1
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _bodies(eqn: Eqn) -> Sequence[Body]:
+    handler = STRUCTURAL.get(eqn.primitive.name)
+    return handler.bodies(eqn) if handler is not None else ()

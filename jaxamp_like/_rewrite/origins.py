@@ -1,0 +1,59 @@
+"""What results are made of: which of them are weights, as their operands are.
+
+What is made of parameters alone is a parameter: a cast of one, a slice, three of them
+side by side, an average, a product with a mask, a sum with a product of factors. A
+lookup is none, for it goes by numbers that may be data; nor is what a contraction of
+anything else makes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._primitives import CONTRACTIONS, EACH_ALONE, is_contraction
+from .._rules import Fact, Origin, Site
+from .._rules.weights import joined
+from .plan import Facts
+
+_LOOKUPS = ("gather", "ragged_dot", "ragged_dot_general")
+
+
+def with_origins(site: Site, outs: Facts) -> Facts:
+    """Facts of an equation's results, knowing what they are made of."""
+    facts: Sequence[Fact | None] = site.facts
+    if site.primitive.name in EACH_ALONE and len(facts) == len(outs):
+        origins = [fact.origin if fact else Origin.DATA for fact in facts]
+    else:
+        origins = [_made_of(site)] * len(outs)
+    return tuple(
+        fact and as_number(fact._replace(origin=origin), aval)
+        for fact, origin, aval in zip(outs, origins, site.out_avals, strict=True)
+    )
+
+
+def as_number(fact: Fact | None, aval: Any) -> Fact | None:
+    """The fact of a value: a single number is neither a weight nor a batch."""
+    if fact is None or aval.ndim:
+        return fact
+    return fact._replace(origin=Origin.CONSTANT)
+
+
+def _made_of(site: Site) -> Origin:
+    name, facts = site.primitive.name, [fact for fact in site.facts if fact]
+    if not facts:
+        # Of truth values alone: a mask. Other integers may be tokens, or an image.
+        is_free = all(getattr(x, "dtype", None) == np.bool_ for x in site.avals)
+        return Origin.CONSTANT if is_free else Origin.DATA
+    if name in _LOOKUPS:
+        return Origin.DATA
+    if name in CONTRACTIONS and is_contraction(site.params, _shapes(site.avals)):
+        is_free = all(fact.origin >= Origin.MADE for fact in facts)
+        return Origin.MADE if is_free else Origin.DATA
+    voting = [fact for fact in facts if fact.origin != Origin.CONSTANT]
+    # A bias or a gain makes no weight of what it is added to or multiplied with.
+    large = [f for f in voting if not f.small or f.origin == Origin.DATA]
+    return joined([fact.origin for fact in large or voting])
+
+
+def _shapes(avals: Sequence[Any]) -> list[Any]:
+    return [aval.shape for aval in avals]

@@ -1,0 +1,45 @@
+"""Contractions that a policy made by measurement leaves as written."""
+
+from collections.abc import Iterator
+
+from .._jax import source_line
+from .._rules.measured import NOT_MEASURED
+from .plan import Plan, Step
+from .unmatched import authors_scope, place_of_step
+
+_MOST = 8  # places to list
+
+
+def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
+    """What to say of contractions that the policy of `calibrate` has not measured.
+
+    They are told together: a function that has grown has many."""
+    unknown = [s for s in _run(plan) if s.decision.why.startswith(NOT_MEASURED)]
+    if not unknown:
+        return
+    places = {place_of_step(step): source_line(step.eqn) for step in reversed(unknown)}
+    listed = [f"{place} ({line})" for place, line in reversed(places.items())]
+    path = next(filter(None, map(_path, unknown)), "scope")
+    yield (
+        "`amp_policy` was found by `calibrate` for a function without "
+        f"{', '.join(listed[:_MOST])}{', ...' * (len(listed) > _MOST)}: computed as "
+        "written, for the budget was not measured there. Calibrate the function as it "
+        "is now; or give the scope a policy of its own, `PolicyMap(policy, "
+        f"{{{path!r}: 'bfloat16'}})`, or `policy | {{...}}` if it is a map."
+    )
+
+
+def _run(plan: Plan) -> Iterator[Step]:
+    """The steps that were measured if the function was.
+
+    Where its gradient was, a function with a derivative rule has not run: the rule has,
+    and is planned by itself."""
+    for step in plan.steps:
+        yield step
+        if not step.eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
+            for inner in step.inner:
+                yield from _run(inner)
+
+
+def _path(step: Step) -> str:
+    return "/".join(authors_scope(step.scope))

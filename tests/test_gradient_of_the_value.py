@@ -1,0 +1,430 @@
+"""The gradient is that of the value: nothing that the backward pass reads is rounded
+unless a contraction reads it, or made all of it.
+
+Each program is written with the product `dot` as an argument. The oracle's `dot` rounds
+its operands, its result, their cotangents and nothing else; the gradient of the mixed
+program may err by twice as much as the oracle's, leaf by leaf. Both are compared with
+float64. What is tested are sizes: offsets, phases and shifts that a rounded copy of the
+sum would carry into the gradient, and cotangents that cancel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from benchmarks import measure
+from jaxamp_like import amp
+
+DTYPES = ("bfloat16", "float16")
+FACTOR = 2.0  # of the oracle's error
+FLOOR = 4  # half units in the last place, for a leaf in which the oracle is lucky
+
+Dot = Callable[[Any, Any], Any]
+
+
+def rounding_dot(dtype: str) -> Dot:
+    """A product whose operands, result and cotangents are rounded to `dtype`."""
+    info = jnp.finfo(dtype)
+
+    def low(x: Any) -> Any:
+        return lax.reduce_precision(x, info.nexp, info.nmant)
+
+    @jax.custom_vjp
+    def dot(a, b):
+        return low(low(a) @ low(b))
+
+    def bwd(operands, cotangent):
+        vjp = jax.vjp(jnp.matmul, *map(low, operands))[1]
+        return tuple(map(low, vjp(low(cotangent))))
+
+    dot.defvjp(lambda a, b: (dot(a, b), (a, b)), bwd)
+    return dot
+
+
+def values(*shape: int, seed: int = 0, scale: float = 1.0) -> jax.Array:
+    normal = np.random.default_rng([seed, *shape]).normal(size=shape)
+    return jax.device_put((normal * scale).astype(np.float32))
+
+
+def layer_norm(x):
+    mean = jnp.mean(x, -1, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+
+
+P = {
+    "in": values(16, 16, seed=1, scale=0.4),
+    "out": values(16, 16, seed=2, scale=0.4),
+    "pair": values(16, 2, seed=3, scale=0.4),
+    "point": values(16, 3, seed=4, scale=0.4),
+}
+X = values(8, 16, seed=5)
+IMAGE = np.asarray(values(260, 260, seed=6))
+WEIGHTS = np.linspace(1, 2, 16)
+
+
+# ------------------------------------------------------- sums that are not rounded
+
+
+def bilinear(dot, p, x):
+    """Sampling an image near pixel (180, 240), as for optical flow."""
+    at = x[:, :2] + jnp.array([180.0, 240.0]) + dot(jnp.tanh(x), p["pair"])
+    corner = jnp.floor(at)
+    (u, v), (i, j) = (at - corner).T, corner.T.astype(int)
+    image = jnp.asarray(IMAGE, x.dtype)
+    near = (1 - u) * image[i, j] + u * image[i + 1, j]
+    far = (1 - u) * image[i, j + 1] + u * image[i + 1, j + 1]
+    return jnp.mean(((1 - v) * near + v * far) ** 2)
+
+
+def phase(dot, p, x):
+    """A phase that has turned 100 times."""
+    angle = x + 200 * np.pi
+    for _ in range(4):
+        angle = angle + dot(jnp.tanh(dot(jnp.sin(angle), p["in"])), p["out"])
+    return jnp.mean(jnp.sin(angle) * WEIGHTS)
+
+
+def residual(offset: float, loop: str):
+    """A residual stream whose rows have a mean, read by norms."""
+
+    def block(h, w, dot):
+        return h + dot(jax.nn.gelu(dot(layer_norm(h), w[0])), w[1])
+
+    def program(dot, p, x):
+        h, w = x + offset, (p["in"], p["out"])
+        if loop == "unrolled":
+            for _ in range(4):
+                h = block(h, w, dot)
+        else:
+            step = jax.checkpoint(block, static_argnums=2) if loop == "remat" else block
+            ws = jax.tree.map(lambda a: jnp.stack([a] * 4), w)
+            h = lax.scan(lambda h, w: (step(h, w, dot), None), h, ws)[0]
+        return jnp.mean(dot(layer_norm(h), p["out"]) ** 2)
+
+    return program
+
+
+def shifted_cross_entropy(dot, p, x):
+    logits = 4 * dot(jnp.tanh(dot(x, p["in"])), p["out"]) + 1000
+    log_p = jax.nn.log_softmax(logits + dot(x, p["in"]))
+    return -jnp.mean(log_p[jnp.arange(8), jnp.arange(8)])
+
+
+def neighbours(dot, p, x):
+    """Differences of neighbours far from zero, in a scan."""
+
+    def step(h, _):
+        nearby = jnp.tanh(h - jnp.roll(h, 1, -1))
+        return h + dot(jnp.tanh(dot(nearby, p["in"])), p["out"]), None
+
+    h = lax.scan(step, x + 30, None, length=6)[0]
+    return jnp.mean((h - jnp.roll(h, 1, -1)) ** 2)
+
+
+def distances(q):
+    apart = q[:, None] - q[None]
+    return jnp.sqrt(jnp.sum(apart**2, -1) + 1e-2)
+
+
+def coordinates(dot, p, x):
+    """Points some 60 from the origin, refined three times by their distances."""
+    q = x[:, :3] * 3 + 60
+    for _ in range(3):
+        near = jnp.tile(jnp.exp(-distances(q) / 4), 2)
+        q = q + dot(jnp.tanh(dot(near, p["in"])), p["point"])
+    return jnp.mean(distances(q))
+
+
+def hidden_markov(dot, p, x):
+    """Log-probabilities that grow in size with every step."""
+    emission = 4 * dot(jnp.tanh(jnp.tile(x, (12, 1))), p["in"]) - 5
+    transition = jax.nn.log_softmax(p["out"])
+
+    def step(a, e):
+        return jax.nn.logsumexp(a[:, None] + transition, 0) + e, None
+
+    return jax.nn.logsumexp(lax.scan(step, emission[0], emission[1:])[0]) / 10
+
+
+def chain(dot, p, x):
+    """A linear-chain CRF: the score of a path less that of all paths."""
+    scores = dot(jnp.tanh(jnp.tile(x, (6, 1))), p["in"])
+    moves, tags = p["out"], jnp.arange(48) % 16
+
+    def step(a, e):
+        return jax.nn.logsumexp(a[:, None] + moves, 0) + e, None
+
+    every = jax.nn.logsumexp(lax.scan(step, scores[0], scores[1:])[0])
+    path = jnp.sum(scores[jnp.arange(48), tags]) + jnp.sum(moves[tags[:-1], tags[1:]])
+    return (every - path) / 48
+
+
+SUMS = {
+    "bilinear": bilinear,
+    "phase": phase,
+    **{
+        f"residual, {loop}, mean {offset}": residual(offset, loop)
+        for loop in ("unrolled", "scan", "remat")
+        for offset in (0, 30, 300, 1000)
+    },
+    "shifted cross entropy": shifted_cross_entropy,
+    "neighbours": neighbours,
+    "coordinates": coordinates,
+    "hidden Markov": hidden_markov,
+    "chain": chain,
+}
+
+
+# ------------------------------------------------- cotangents of what many ops read
+
+
+def transport(loop: bool):
+    """Sinkhorn's iterations, all of which read one matrix of costs."""
+
+    def program(dot, p, x):
+        cost = 3 * dot(jnp.tanh(dot(x, p["in"])), p["out"])
+
+        def step(potentials, _):
+            f, g = potentials
+            f = -jax.nn.logsumexp(g[None] - cost, 1)
+            return (f, -jax.nn.logsumexp(f[:, None] - cost, 0)), None
+
+        potentials = (jnp.zeros(8, x.dtype), jnp.zeros(16, x.dtype))
+        if loop:
+            potentials = lax.scan(step, potentials, None, length=12)[0]
+        else:
+            for _ in range(12):
+                potentials, _ = step(potentials, None)
+        f, g = potentials
+        return jnp.sum(jnp.exp(f[:, None] + g[None] - cost) * cost)
+
+    return program
+
+
+@jax.custom_vjp
+def by_rule(c, k):
+    return jnp.mean(jnp.sin(c * k))
+
+
+def _by_rule_bwd(operands, g):
+    c, k = operands
+    return g * k * jnp.cos(c * k) / c.size, jnp.zeros_like(k)
+
+
+by_rule.defvjp(lambda c, k: (by_rule(c, k), (c, k)), _by_rule_bwd)
+
+
+@jax.custom_jvp
+def by_tangent(c, k):
+    return jnp.mean(jnp.sin(c * k))
+
+
+by_tangent.defjvp(
+    lambda primals, tangents: (
+        by_tangent(*primals),
+        jnp.mean(tangents[0] * primals[1] * jnp.cos(primals[0] * primals[1])),
+    )
+)
+
+
+def wave(dot, p, c, k):
+    return jnp.mean(jnp.sin(c * k))
+
+
+def wave_and_dot(dot, p, c, k):
+    def fn(c, w):
+        return jnp.mean(jnp.tanh(dot(c, w)) + jnp.sin(c * k))
+
+    return fn, (c, p["out"] * k)
+
+
+def called(transform):
+    def read(dot, p, c, k):
+        fn, args = wave_and_dot(dot, p, c, k)
+        return transform(fn)(*args)
+
+    return read
+
+
+def in_branch(dot, p, c, k):
+    return lax.cond(p["in"][0, 0] > -99, lambda c: wave(dot, p, c, k), jnp.sum, c)
+
+
+def in_scan(dot, p, c, k):
+    def step(s, _):
+        return s + jnp.mean(jnp.sin(c * k + s / 10)), None
+
+    return lax.scan(step, jnp.zeros((), c.dtype), None, length=3)[0]
+
+
+def in_slices(dot, p, c, k):
+    def step(s, row):
+        return s + jnp.mean(jnp.sin(row * k + s / 10)), None
+
+    return lax.scan(step, jnp.zeros((), c.dtype), c)[0]
+
+
+READS = {
+    "elementwise": wave,
+    "contraction": lambda dot, p, c, k: jnp.mean(jnp.tanh(dot(c, p["out"] * k))),
+    "jit": called(jax.jit),
+    "remat": called(jax.checkpoint),
+    "custom_vjp": lambda dot, p, c, k: by_rule(c, jnp.asarray(k, c.dtype)),
+    "custom_jvp": lambda dot, p, c, k: by_tangent(c, jnp.asarray(k, c.dtype)),
+    "cond": in_branch,
+    "scan": in_scan,
+    "slices of a scan": in_slices,
+    "slices": lambda dot, p, c, k: jnp.mean(jnp.sin(c[:, :12] * k) - c[:, 4:] * k),
+    "normed": lambda dot, p, c, k: jnp.mean(jnp.tanh(dot(layer_norm(c), p["out"] * k))),
+}
+
+
+def read_often(read, times: int = 10):
+    """Many readers whose cotangents nearly cancel."""
+
+    def program(dot, p, x):
+        c = dot(x, p["in"])
+        return sum((-1) ** i * read(dot, p, c, 1 + i / 41) for i in range(times))
+
+    return program
+
+
+SIGNS = (-1.0) ** np.arange(64)
+FREQUENCIES = 1 + np.arange(64) / 97
+
+
+def repeated(repeat, low: bool):
+    """One value that is shown 64 times."""
+
+    def program(dot, p, x):
+        c = repeat(dot(x, p["in"]))
+        waves = jnp.tanh(dot(c, p["out"])) if low else jnp.sin(c)
+        scale = (SIGNS * FREQUENCIES)[:, None, None]
+        return jnp.mean(waves.reshape(64, 8, 16) ** 2 * scale + waves.sum() / 64)
+
+    return program
+
+
+def over_loop(loop):
+    """All iterations read one value."""
+
+    def program(dot, p, x):
+        c = dot(x, p["in"])
+        ks = jnp.asarray(np.stack([SIGNS, FREQUENCIES], 1), x.dtype)
+        return loop(lambda k: k[0] * jnp.mean(jnp.sin(c * k[1])), ks)
+
+    return program
+
+
+SHARED = {
+    "transport in a scan": transport(True),
+    "transport": transport(False),
+    **{f"read often, {name}": read_often(read) for name, read in READS.items()},
+    "read 96 times": read_often(wave, 96),
+    **{
+        f"{name}, {'contracted' if low else 'computed with'}": repeated(repeat, low)
+        for low in (False, True)
+        for name, repeat in {
+            "gather": lambda c: c[np.arange(512) % 8],
+            "broadcast": lambda c: jnp.tile(c[None], (64, 1, 1)).reshape(512, 16),
+        }.items()
+    },
+    "vmap": over_loop(lambda fn, ks: jnp.sum(jax.vmap(fn)(ks))),
+    "map": over_loop(lambda fn, ks: jnp.sum(lax.map(fn, ks))),
+    "fori_loop": over_loop(
+        lambda fn, ks: lax.fori_loop(
+            0, 64, lambda i, s: s + fn(ks[i]), jnp.zeros((), ks.dtype)
+        )
+    ),
+}
+
+
+# ------------------------------------------------------------------------- the tests
+
+
+def gradient_errors(program: Any, dtype: str, **options: Any) -> tuple[Any, Any]:
+    """The error of each leaf's gradient: of the mixed program, and of the oracle's."""
+
+    def gradient(dot, wrap=lambda fn: fn):
+        return jax.jit(jax.grad(wrap(lambda p, x: program(dot, p, x)), (0, 1)))
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: a.astype(np.float64), (P, X))
+        exact = gradient(jnp.matmul)(*wide)
+    mixed = gradient(jnp.matmul, lambda fn: amp(fn, compute_dtype=dtype, **options))(
+        P, X
+    )
+    oracle = gradient(rounding_dot(dtype))(P, X)
+
+    def errors(found):
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+        return np.array([_distance(a, b) for a, b in pairs])
+
+    return errors(mixed), errors(oracle)
+
+
+def _distance(found: Any, exact: Any) -> float:
+    size = np.linalg.norm(exact)
+    gap = np.linalg.norm(np.asarray(found, np.float64) - np.asarray(exact))
+    return float(gap / size) if size else float(gap)
+
+
+def is_as_good(program: Any, dtype: str, **options: Any) -> None:
+    mixed, oracle = gradient_errors(program, dtype, **options)
+    assert np.isfinite(oracle).all() and oracle.max() < 0.3, "an ill-posed program"
+    floor = FLOOR * float(jnp.finfo(dtype).eps) / 2
+    assert (mixed <= FACTOR * np.maximum(oracle, floor)).all(), (mixed, oracle)
+
+
+@pytest.mark.parametrize("program", SUMS.values(), ids=SUMS.keys())
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rest)]
+)
+def test_sums_are_not_rounded(program, dtype):
+    is_as_good(program, dtype)
+
+
+@pytest.mark.parametrize("program", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rest)]
+)
+def test_cotangents_add_up_in_full(program, dtype):
+    is_as_good(program, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_readers_of_a_result_read_one_number(dtype):
+    """Also in the compiled program: a loss, and the same loss made outside of it."""
+
+    def cross_entropy(logits):
+        return jax.nn.logsumexp(logits, -1) - jnp.max(logits, -1)
+
+    def fn(p, x):
+        logits = 8 * (jnp.tanh(x @ p["in"]) @ p["out"])
+        return jnp.mean(cross_entropy(logits)), logits
+
+    mixed = jax.value_and_grad(amp(fn, compute_dtype=dtype), has_aux=True)
+    (loss, logits), _ = jax.jit(mixed)(P, X)
+    np.testing.assert_allclose(loss, jnp.mean(cross_entropy(logits)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_backward_pass_keeps_of_sums(dtype):
+    """Results of contractions and their sums are kept low, and no other sum is."""
+
+    def kept(fn):
+        low = measure.saved(amp(fn, compute_dtype=dtype), P, X)
+        return {a.dtype.name for a in low if a.shape == (8, 16) and a is not X}
+
+    def gates(p, x):
+        return jnp.mean(jnp.sin(jnp.exp(x @ p["in"] + jnp.tanh(x) @ p["out"])))
+
+    def stream(p, x):
+        return jnp.mean(jnp.sin(jnp.exp(jnp.cos(x) + jnp.tanh(x) @ p["out"])))
+
+    assert kept(gates) == {dtype}
+    assert "float32" in kept(stream)
