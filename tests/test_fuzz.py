@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .fuzz import planted
+from .fuzz import planted, planted_gradients
 from .fuzz.cases import SHARED, make_case, make_cases
 from .fuzz.checks import check, forget
 from .fuzz.shrink import shrink, size
@@ -49,6 +49,18 @@ def _check_all(seeds, kind=None):
 def test_a_planted_fault_is_found(name):
     """The others take more cases: `python -m tests.fuzz --planted NAME`."""
     assert planted.find(name, most=20 * SHARED) is not None
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", planted_gradients.OF_GRADIENTS)
+def test_a_planted_fault_of_gradients_is_found(name):
+    assert planted.find(name, most=planted_gradients.MOST) is not None
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["wide", "scoped", "ruled", "contained", "tailed"])
+def test_cases_of_a_kind(kind):
+    _check_all(range(PER_TEST), kind=kind)
 
 
 def test_a_seed_is_a_case():

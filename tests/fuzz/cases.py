@@ -487,7 +487,8 @@ def make_gradient(rng: random.Random, within: float = 0.3) -> Transforms:
 
 _AROUND: list[tuple[float, str]] = [
     (3.0, "jitted"), (1.5, "remat"), (1.0, "vmapped"), (0.7, "scanned"),
-    (0.5, "mapped"), (0.4, "in_cond"), (0.4, "closed_over"), (0.3, "partial_eval"), (0.2, "sharded"),
+    (0.5, "mapped"), (0.4, "in_cond"), (0.4, "closed_over"),
+    (0.3, "partial_eval"), (0.2, "sharded"),
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Each layer has a size that no other has, so that its contractions are known by their
 sizes wherever they stand: forward, made again, in loops, in rules and backward."""
 
+import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -203,7 +204,7 @@ def make_ruled(rng: random.Random) -> tuple[Program, tuple[Reads, ...]]:
     stmts: list[Stmt] = []
     reads: list[Reads] = []
     last = Var("x", Type("f", shapes["x"]))
-    for i, (n, m) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (n, m) in enumerate(itertools.pairwise(widths)):
         w = Var(f"w{i}", Type("f", (n, m)))
         shapes[w.name] = w.type.shape
         out = Var(f"v{i}", Type("f", (rows, m)))
