@@ -460,12 +460,12 @@ def _quantised(rng: random.Random) -> list[Case]:
 
 Make = Callable[[random.Random], list[Case]]
 KINDS: dict[str, tuple[float, Make]] = {
-    "wide": (0.52, _wide),
+    "wide": (0.62, _wide),
     "read_often": (0.08, _read_often),
     "scoped": (0.12, _scoped),
     "ruled": (0.1, _ruled),
-    "contained": (0.08, _contained),
-    "tailed": (0.1, _tailed),
+    "contained": (0.03, _contained),
+    "tailed": (0.05, _tailed),
     "quantised": (0.0, _quantised),
 }
 """Kinds of programs, each with its share of those that are wider."""
