@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .fuzz import planted
+from .fuzz import planted, planted_gradients
 from .fuzz.cases import SHARED, make_case, make_cases
 from .fuzz.checks import check, forget
 from .fuzz.shrink import shrink, size
@@ -31,11 +31,11 @@ def test_cases(first):
 
 @pytest.mark.rest
 def test_cases_of_policies_that_quantise():
-    _check_all(range(PER_TEST), quantises=True)
+    _check_all(range(PER_TEST), kind="quantised")
 
 
-def _check_all(seeds, quantises=False):
-    outcomes = {seed: check(make_case(seed, quantises)) for seed in seeds}
+def _check_all(seeds, kind=None):
+    outcomes = {seed: check(make_case(seed, kind)) for seed in seeds}
     failures = {s: str(x.failure) for s, x in outcomes.items() if x.failure}
     assert not failures, "See `python -m tests.fuzz --cases 1 --seed ...`."
     # What fails as written says nothing: most cases must say something.
@@ -49,6 +49,18 @@ def _check_all(seeds, quantises=False):
 def test_a_planted_fault_is_found(name):
     """The others take more cases: `python -m tests.fuzz --planted NAME`."""
     assert planted.find(name, most=20 * SHARED) is not None
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", planted_gradients.OF_GRADIENTS)
+def test_a_planted_fault_of_gradients_is_found(name):
+    assert planted.find(name, most=planted_gradients.MOST) is not None
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["wide", "scoped", "ruled", "contained", "tailed"])
+def test_cases_of_a_kind(kind):
+    _check_all(range(PER_TEST), kind=kind)
 
 
 def test_a_seed_is_a_case():

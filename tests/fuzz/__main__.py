@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .cases import KINDS
 from .driver import Options, run
 
 
@@ -36,7 +37,7 @@ def main() -> int:
     )
     parser.add_argument("--resume", action="store_true", help="after what the log has")
     parser.add_argument(
-        "--quantised", action="store_true", help="policies that quantise alone"
+        "--kind", choices=[*KINDS], help="of programs, if not of all kinds"
     )
     given = parser.parse_args()
     return run(Options(**vars(given)))

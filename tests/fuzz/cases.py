@@ -2,16 +2,19 @@
 
 A case prints as a file that runs by itself."""
 
+import dataclasses
 import functools
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import quantised, runtime
+from . import forms, quantised, runtime
+from .forms import Reads
 from .generate import make_program
 from .programs import Program
+from .wide import OFFSETS, ReadOften, Wide
 
 # Weight, code, and whether derivatives are taken backwards.
 _TRANSFORMS: list[tuple[float, str, bool]] = [
@@ -44,6 +47,11 @@ DERIVATIVES = REVERSE | frozenset(
 )
 PLACED = frozenset(["sharded", "explicit"])
 """Transforms that say where values are."""
+
+_PLAIN = frozenset(
+    """grad value_and_grad vjp jitted remat vmapped scanned mapped in_cond closed_over
+    partial_eval""".split()
+)
 
 TRANSFORMS, POLICIES = 4, 4
 SHARED = TRANSFORMS * POLICIES  # cases of one program
@@ -92,6 +100,10 @@ class Case:
     checks: bool = False
     jitted: bool = False  # `amp` by itself, before transforms around it
     again: bool = False  # other cases have the same program
+    is_strict: bool = False  # held against the oracle leaf by leaf: see `checks`
+    reads: tuple[Reads, ...] = ()  # what contractions must read
+    container: str | None = None  # that all arguments but the first are handed over in
+    tail: str | None = None  # code that makes the first result of the second
 
     @property
     def transforms(self) -> tuple[str, ...]:
@@ -118,7 +130,14 @@ class Case:
     @property
     def is_shared(self) -> bool:
         """Whether what `amp` makes is another case's, under other transforms."""
-        return self.jitted and self.is_replayed and not self.inner
+        is_bare = not self.inner and self.container is None
+        return self.jitted and self.is_replayed and is_bare
+
+    @property
+    def is_value_or_gradient(self) -> bool:
+        """Whether at most one derivative is taken, backwards."""
+        names = [name_of(t) for t in self.transforms]
+        return len([t for t in names if t in DERIVATIVES]) <= 1 and set(names) <= _PLAIN
 
     def settings(self) -> str:
         lean = ", lean=True" if self.lean else ""
@@ -138,7 +157,10 @@ class Case:
         yield "    f, a = program, args"
         for transform in self.inner:
             yield f"    f, a = {call_code(transform)}"
-        yield "    f = wrap(f)"
+        if self.container is None:
+            yield "    f = wrap(f)"
+        else:
+            yield f"    f = in_container(wrap, f, {self.container!r})"
         for transform in self.outer:
             yield f"    f, a = {call_code(transform)}"
         yield "    return f, a"
@@ -184,6 +206,9 @@ _IMPORTS = """\
 import contextlib
 import functools
 import os
+import re
+from dataclasses import dataclass
+from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
@@ -225,7 +250,8 @@ def _helpers(source: str) -> list[str]:
     functions = {
         name: inspect.getsource(fn)
         for name, fn in vars(runtime).items()
-        if inspect.isfunction(fn) and fn.__module__ == runtime.__name__
+        if inspect.isfunction(fn) or inspect.isclass(fn)
+        if fn.__module__ == runtime.__name__
     }
     needed: set[str] = set()
     pending = [source]
@@ -239,21 +265,30 @@ def _helpers(source: str) -> list[str]:
     return [code for name, code in functions.items() if name in needed]
 
 
-def make_case(seed: int, quantises: bool = False) -> Case:
-    """The case of a seed; of one of a policy that `quantises`, if so.
+def make_case(seed: int, kind: str | None = None) -> Case:
+    """The case of a seed, of any kind or of one of `KINDS`.
 
     Seeds in a row share a program: see `make_cases`."""
-    return make_cases(seed // SHARED, quantises)[seed % SHARED]
+    return make_cases(seed // SHARED, kind)[seed % SHARED]
 
 
 @functools.lru_cache(maxsize=4)
-def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
+def make_cases(number: int, kind: str | None = None) -> tuple[Case, ...]:
     """A program, with each of a few policies under each of a few transforms.
 
     Most of what a case takes is found out of the program, of its transforms as written
-    or of what `amp` makes of it alone, and serves several cases. Of every fourth
-    program one policy quantises; all of them, if `quantises`."""
+    or of what `amp` makes of it alone, and serves several cases. Every second program
+    is of a wider kind, unless a `kind` is asked for: see `wide` and `forms`."""
     rng = random.Random(number)
+    if kind is None and number % 2:
+        (kind,) = rng.choices([*KINDS], [weight for weight, _ in KINDS.values()])
+    if kind is not None:
+        return tuple(KINDS[kind][1](rng))
+    return tuple(_any(rng, number))
+
+
+def _any(rng: random.Random, number: int, quantises: bool = False) -> list[Case]:
+    """Of any statements. Of every fourth program one policy quantises; all, if so."""
     transforms = make_transforms(rng)
     reverse = is_reverse(transforms)
     program = make_program(rng, reverse)
@@ -267,36 +302,202 @@ def make_cases(number: int, quantises: bool = False) -> tuple[Case, ...]:
         for i in range(POLICIES) if quantises else [POLICIES - 1]:
             policies[i] = make_quantising_policy(own, program)
     config = rng.random()
-    cases: list[Case] = []
-    while len(cases) < SHARED:
+    chosen: list[Transforms] = []
+    while len(chosen) < TRANSFORMS:
         if is_reverse(transforms) == reverse:
-            inner, outer = (
-                tuple(_with_options(t, program, rng) for t in ts) for ts in transforms
-            )
-            cases += [
-                Case(
-                    program,
-                    inner,
-                    outer,
-                    *policy,
-                    x64=config < 0.03,
-                    leaks=0.03 < config < 0.042 and i == 0,
-                    checks=0.06 < config < 0.075,
-                    jitted=bool(cases or i),
-                    again=bool(cases or i),
-                )
-                for i, policy in enumerate(policies)
-            ]
+            chosen.append(transforms)
         transforms = make_transforms(rng)
-    return tuple(cases)
+    cases = _all_of(rng, program, chosen, policies, is_whole=False)
+    return [
+        dataclasses.replace(
+            case,
+            x64=config < 0.03,
+            leaks=0.03 < config < 0.042 and i % POLICIES == 0,
+            checks=0.06 < config < 0.075,
+        )
+        for i, case in enumerate(cases)
+    ]
 
 
-def is_reverse(transforms: tuple[tuple[str, ...], tuple[str, ...]]) -> bool:
+Transforms = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _all_of(
+    rng: random.Random,
+    program: Program,
+    transforms: Any,
+    policies: Any,
+    is_whole: bool = True,
+) -> list[Case]:
+    """A program with each of some policies under each of some transforms."""
+    cases: list[Case] = []
+    for both in transforms:
+        inner, outer = (
+            tuple(_with_options(t, program, rng, is_whole) for t in ts) for ts in both
+        )
+        for policy in policies:
+            many = bool(cases)
+            cases.append(Case(program, inner, outer, *policy, jitted=many, again=many))
+    return cases
+
+
+def _wide(rng: random.Random) -> list[Case]:
+    """Of numbers that are far from 1, or are read often: see `wide`."""
+    return _strict(rng, make_program(rng, True, rng.choice([1, 2, 2, 3, 4]), Wide))
+
+
+def _read_often(rng: random.Random) -> list[Case]:
+    """Of values with many readers, and little else."""
+    return _strict(rng, make_program(rng, True, 1, ReadOften))
+
+
+def _strict(rng: random.Random, program: Program) -> list[Case]:
+    """Of a program whose gradients are checked leaf by leaf."""
+    transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
+    policies: list[tuple[str, str, str, bool]] = []
+    while len(policies) < POLICIES:
+        weights = [weight for weight, _, _ in _WIDE_POLICIES]
+        _, policy, oracle = rng.choices(_WIDE_POLICIES, weights)[0]
+        dtype, lean = rng.choice(["bfloat16", "float16"]), rng.random() < 0.1
+        if (one := (dtype, policy, oracle, lean)) not in policies:
+            policies.append(one)
+    cases = _all_of(rng, program, transforms, policies)
+    return [dataclasses.replace(case, is_strict=True) for case in cases]
+
+
+# Weight, code, and what the error is held against: mostly the default.
+_WIDE_POLICIES: list[tuple[float, str, str]] = [
+    (8.0, "default_amp_policy", "default"),
+    (3.0, _CONTRACTIONS, "contractions"),
+    (0.3, "full_precision()", "none"),
+    (0.2, "jmp()", "all"),
+    (0.2, "pytorch_autocast()", "all"),
+]
+
+
+def _scoped(rng: random.Random) -> list[Case]:
+    """Of rules for scopes in scopes, in every phase of a gradient."""
+    program, layers = forms.make_scoped(rng)
+    transforms = [make_gradient(rng, within=0.7) for _ in range(TRANSFORMS)]
+    dtypes = [rng.choice(["bfloat16", "float16"]) for _ in range(POLICIES)]
+    made = [forms.make_rules(rng, layers, dtype) for dtype in dtypes]
+    policies = [
+        (dtype, policy, "asked", rng.random() < 0.2)
+        for dtype, (policy, _) in zip(dtypes, made, strict=True)
+    ]
+    cases = _all_of(rng, program, transforms, policies)
+    return [
+        dataclasses.replace(case, reads=reads)
+        for case, (_, reads) in zip(cases, made * TRANSFORMS, strict=True)
+    ]
+
+
+def _ruled(rng: random.Random) -> list[Case]:
+    """Of derivative rules by hand that contract in any order, in 8 bits."""
+    program, reads = forms.make_ruled(rng)
+    transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
+    options = [
+        "",
+        ", parameters_only=False",
+        ", keep='compute'",
+        ", power_of_two=False",
+    ]
+    policies = [
+        (
+            rng.choice(["bfloat16", "bfloat16", "float16"]),
+            f"quantised(float8(where=None{option}))",
+            "quantised",
+            rng.random() < 0.2,
+        )
+        for option in options
+    ]
+    cases = _all_of(rng, program, transforms, policies)
+    return [dataclasses.replace(case, reads=reads) for case in cases]
+
+
+def _contained(rng: random.Random) -> list[Case]:
+    """Of batches in containers, under rules that ask which operand is the weight."""
+    program = forms.make_batched(rng)
+    transforms = [make_gradient(rng, within=0.0) for _ in range(TRANSFORMS)]
+    rules = [
+        "int8(where=None, weight_only=True)", "int8(where=None, migration=0.5)",
+        "float8(where=None, weight_gradient='compute')", "int8(where=None)",
+        "float8(where=None)", "float8(where=None, granularity='row')",
+    ]  # fmt: skip
+    policies = [
+        ("bfloat16", f"quantised({rule})", "quantised", False)
+        for rule in rng.sample(rules, POLICIES)
+    ]
+    cases = _all_of(rng, program, transforms, policies)
+    containers = [rng.choice(forms.CONTAINERS) for _ in cases]
+    return [
+        dataclasses.replace(case, container=container)
+        for case, container in zip(cases, containers, strict=True)
+    ]
+
+
+def _tailed(rng: random.Random) -> list[Case]:
+    """Of two results that must agree, compiled as XLA would by itself."""
+    program, tail = forms.make_tailed(rng, OFFSETS)
+    transforms = [make_gradient(rng) for _ in range(TRANSFORMS)]
+    policies = [
+        ("bfloat16", "default_amp_policy", "default", False),
+        ("float16", "default_amp_policy", "default", False),
+        ("bfloat16", _CONTRACTIONS, "contractions", False),
+        ("bfloat16", "default_amp_policy", "default", True),
+    ]
+    cases = _all_of(rng, program, transforms, policies)
+    chosen = rng.choice([0, 0, 1, 3])  # to compile: what takes the longest
+    return [
+        dataclasses.replace(case, is_strict=True, tail=tail if i == chosen else None)
+        for i, case in enumerate(cases)
+    ]
+
+
+def _quantised(rng: random.Random) -> list[Case]:
+    return _any(rng, rng.randrange(2**32), quantises=True)
+
+
+Make = Callable[[random.Random], list[Case]]
+KINDS: dict[str, tuple[float, Make]] = {
+    "wide": (0.62, _wide),
+    "read_often": (0.08, _read_often),
+    "scoped": (0.12, _scoped),
+    "ruled": (0.1, _ruled),
+    "contained": (0.03, _contained),
+    "tailed": (0.05, _tailed),
+    "quantised": (0.0, _quantised),
+}
+"""Kinds of programs, each with its share of those that are wider."""
+
+
+def make_gradient(rng: random.Random, within: float = 0.3) -> Transforms:
+    """Transforms of a step of training: a gradient, outside of `amp` or `within`."""
+    if rng.random() < 0.1:
+        inner, outer = make_transforms(rng)
+        return (inner, outer) if within else ((), (*inner, *outer))
+    chosen = rng.choices(["grad", "value_and_grad", "vjp"], [5, 2, 1])
+    more = rng.choices([0, 1, 2], [5, 3, 1])[0]
+    names, weights = [name for _, name in _AROUND], [weight for weight, _ in _AROUND]
+    chosen += rng.choices(names, weights, k=more)
+    rng.shuffle(chosen)
+    count = rng.choice([1, len(chosen)]) if rng.random() < within else 0
+    return tuple(chosen[:count]), tuple(chosen[count:])
+
+
+_AROUND: list[tuple[float, str]] = [
+    (3.0, "jitted"), (1.5, "remat"), (1.0, "vmapped"), (0.7, "scanned"),
+    (0.5, "mapped"), (0.4, "in_cond"), (0.4, "closed_over"),
+    (0.3, "partial_eval"), (0.2, "sharded"),
+]  # fmt: skip
+
+
+def is_reverse(transforms: Transforms) -> bool:
     inner, outer = transforms
     return any(name_of(t) in REVERSE for t in inner + outer)
 
 
-def make_transforms(rng: random.Random) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def make_transforms(rng: random.Random) -> Transforms:
     names = [name for _, name, _ in _TRANSFORMS]
     weights = [weight for weight, _, _ in _TRANSFORMS]
     many = rng.choices([0, 1, 2, 3], [2, 5, 2, 0.6])[0]
@@ -308,11 +509,14 @@ def make_transforms(rng: random.Random) -> tuple[tuple[str, ...], tuple[str, ...
     return inner, tuple(outer)
 
 
-def _with_options(name: str, program: Program, rng: random.Random) -> str:
+def _with_options(
+    name: str, program: Program, rng: random.Random, is_whole: bool
+) -> str:
+    """A transform as a case names it; of gradients that are `whole`, all."""
     n = len(program.args)
     if name == "remat" and rng.random() < 0.5:
         return f"remat(policy={rng.choice(_REMAT_POLICIES)!r})"
-    if name == "grad" and rng.random() < 0.4:
+    if name == "grad" and not is_whole and rng.random() < 0.4:
         return "grad(argnums=(0,))"
     if name == "vmapped" and rng.random() < 0.5:
         axes = [0] + [rng.choice([0, None]) for _ in range(n - 1)]

@@ -24,6 +24,8 @@ from .cases import DERIVATIVES, Case, name_of
 from .oracle import (
     MAX_EQUATIONS,
     AddingLow,
+    Dithered,
+    DitheredProducts,
     Endless,
     Evaluator,
     Jitter,
@@ -39,6 +41,9 @@ from .replay import Replayed
 
 FACTOR = 4.0  # that an error may be of the oracle's, or of its neighbours'
 ULPS = 64  # of the largest element of a result, which the order of sums may cost
+LEAF_FACTOR = 2.0  # that the error of a leaf may be of the largest of the oracle's
+LEAF_FLOOR = 2e-5  # of the norm of a leaf, which may be added to it
+ILL = 0.3  # of the norm of a leaf: an oracle that is so far off says nothing of it
 DRAWS = 6  # of the oracle with its roundings moved, before something is called wrong
 SECONDS = 60.0  # for one case
 
@@ -178,8 +183,13 @@ def _check(case: Case, compiled: bool) -> bool:
     _check_types(plain, mixed, weak=not case.is_differentiated)
     _check_jaxpr(case, written, mixed)
     _check_structure(case, written, mixed)
+    _check_reads(case, mixed)
+    if case.container is not None:
+        _check_container(case, written, mixed)
     if compiled:
         _check_runs(plain, mixed)
+    if case.tail is not None:
+        _check_tail(case, written)
     return _check_values(case, written, mixed)
 
 
@@ -190,7 +200,7 @@ class Origin:
         names = vars(runtime) | vars(presets) | vars(rules) | vars(jaxamp_like)
         self.names = {k: v for k, v in names.items() if not k.startswith("__")}
         exec("\n".join(case.program.lines()), self.names)
-        self.program = self.names["program"]
+        self.program, self.args = self.names["program"], self.names["args"]
         self.replayed = Replayed(self.program)
         self._amps: dict[str, Any] = {}
 
@@ -443,6 +453,54 @@ def _check_structure(case: Case, written: Written, mixed: Traced) -> None:
             raise Broken("left in full", left)
 
 
+def _check_reads(case: Case, mixed: Traced) -> None:
+    """What each contraction reads, where that is known beforehand."""
+    for reads in case.reads:
+        if wrong := mixed.contents.read_otherwise(reads):
+            raise Broken("reads", wrong)
+
+
+def _check_container(case: Case, written: Written, mixed: Traced) -> None:
+    """What batches are handed over in changes no decision."""
+    flat = dataclasses.replace(case, container=None, jitted=False, again=False)
+    other = Written(flat, written.origin).trace(flat, written.origin.amp(flat))
+    if news := mixed.contents.contractions - other.contents.contractions:
+        raise Broken("container", f"{next(iter(news))} as a {case.container} alone")
+
+
+def _check_tail(case: Case, written: Written) -> None:
+    """A loss is that of the logits that are returned with it, also when compiled.
+
+    With the flags that XLA has by itself, and with those that keep it from holding a
+    number in more bits for one of its readers."""
+    program, wrap = written.origin.program, written.origin.amp(case)
+    tail = eval(f"lambda y: {case.tail}", dict(written.origin.names))
+
+    def step(*args):
+        def loss(*args):
+            return wrap(program)(*args)
+
+        value, grads = jax.value_and_grad(loss, has_aux=True, argnums=(0, 1))(*args)
+        return *value, tail(value[1]), *grads
+
+    lowered = jax.jit(step).lower(*written.origin.args)
+    for flags in XLA_FLAGS:
+        outs = lowered.compile(compiler_options=flags)(*written.origin.args)
+        value, logits, again = map(np.asarray, outs[:3])
+        exact = np.asarray(tail(jnp.asarray(logits)))
+        size = float(jnp.sum(jnp.abs(logits))) + abs(float(value)) + 1.0
+        allowed = ULPS * float(np.finfo(np.float32).eps) * size
+        if not np.isfinite([value, again, exact]).all():
+            continue
+        if max(abs(value - again), abs(value - exact)) > allowed:
+            raise Broken(
+                "tail", f"{value}, but {again}, {exact} of its logits: {flags}"
+            )
+
+
+XLA_FLAGS: list[dict[str, Any]] = [{}, {"xla_allow_excess_precision": False}]
+
+
 def _check_runs(plain: Traced, mixed: Traced) -> None:
     try:
         _compiled(mixed)
@@ -488,6 +546,9 @@ def _check_values(case: Case, written: Written, mixed: Traced) -> bool:
     if not case.is_placed and case.oracle in keeps_moved:
         _check_moved(written, got)
     _check_errors(case, written, want, got)
+    is_known = case.oracle in ("default", "contractions") and not case.lean
+    if case.is_strict and is_known and case.is_value_or_gradient:
+        _check_leaves(case, written, want, got)
     return True
 
 
@@ -553,6 +614,59 @@ def _check_errors(
     for i in suspect:
         if found := complaint(i):
             raise Broken(*found)
+
+
+def _check_leaves(
+    case: Case, written: Written, want: Sequence[np.ndarray], got: Sequence[np.ndarray]
+) -> None:
+    """Values and gradients, leaf by leaf and by their norms.
+
+    The error of a leaf is at most `LEAF_FACTOR` times the oracle's, which rounds the
+    operands and results of contractions and adds up all else in full: the largest of a
+    few, whose roundings fall somewhat differently. `LEAF_FLOOR` is added, and what the
+    float32 of the program as written costs. A leaf of which the oracle's error is more
+    than `ILL` says nothing."""
+    oracles = [(_DITHERED[kind], dtype) for kind, dtype in _oracles(case)]
+    floats = [
+        i for i, x in enumerate(want)
+        if x.dtype == np.float32 and np.isfinite(x).all() and x.any()
+    ]  # fmt: skip
+
+    def errors(outs: Sequence[np.ndarray]) -> np.ndarray:
+        return np.array([_relative_error(want[i], outs[i]) for i in floats])
+
+    ours = errors(got)
+    allowed = np.max([errors(written.rounded(*o, None)) for o in oracles], axis=0)
+    if not floats or (ours <= LEAF_FACTOR * allowed + LEAF_FLOOR).all():
+        return
+    drawn = [errors(written.rounded(*o, k)) for o in oracles for k in range(DRAWS)]
+    allowed = np.max([allowed, *drawn], axis=0)
+    full = np.max(
+        [errors(written.rounded(Jitter, "float32", k)) for k in range(DRAWS)], axis=0
+    )
+    said = allowed < ILL
+    if not said.any():
+        raise Discard("ill-conditioned")
+    limit = LEAF_FACTOR * (allowed + full) + LEAF_FLOOR
+    for k, i in enumerate(floats):
+        if said[k] and not ours[k] <= limit[k]:
+            raise Broken(
+                "leaf",
+                f"result {i}: {ours[k]:.3g} of its norm, the oracle's {allowed[k]:.3g}",
+            )
+
+
+_DITHERED: dict[type[Rounding], type[Rounding]] = {
+    Rounding: Dithered,
+    RoundingProducts: DitheredProducts,
+}
+
+
+def _relative_error(x: np.ndarray, y: np.ndarray) -> float:
+    """Of the norm; infinite where `y` is not finite."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    error = np.linalg.norm(x - y) / np.linalg.norm(x)
+    return float(error) if np.isfinite(error) else np.inf
 
 
 # Transforms of a case, and what programs hold of them.

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from . import planted
+from . import planted, planted_gradients  # noqa: F401  (it adds to the faults)
 from .cases import SHARED, Case, make_case
 from .checks import Outcome, check, forget
 from .shrink import shrink
@@ -44,7 +44,7 @@ class Options:
     stop: bool = False
     every: int = 0
     resume: bool = False
-    quantised: bool = False
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def _one_of(given: tuple[int, Options]) -> Told:
 
 
 def _one(seed: int, options: Options) -> Told:
-    case = make_case(seed, options.quantised)
+    case = make_case(seed, options.kind)
     compiled = (seed * 2654435761 % 10_000) < 10_000 * options.compiled
     outcome = check(case, compiled=compiled)
     if seed % SHARED == SHARED - 1:

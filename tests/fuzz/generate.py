@@ -36,6 +36,20 @@ class Structures(Maker):
             (0.4, self.checkpointed_scan),
         ]
 
+    def results(self, made: Sequence[Var]) -> list[Var]:
+        """Of what a program has made, what it returns."""
+        rng = self.rng
+        floats = [v for v in made if v.type.kind == "f"] or made
+        results = [made[-1], rng.choice(floats)]
+        results += rng.sample(made, min(len(made), rng.randrange(3)))
+        if rng.random() < 0.4:
+            results.append(rng.choice(self.frames[0]))  # handed on as it came
+        return results
+
+    def moved(self, value: Any) -> Any:
+        """An argument, perhaps somewhere else."""
+        return value
+
     def body(
         self, params: Sequence[Type], results: Sequence[Type], most: int = 3
     ) -> Body:
@@ -307,9 +321,14 @@ _TREES = [
 ]
 
 
-def make_program(rng: random.Random, reverse: bool, size: int | None = None) -> Program:
+def make_program(
+    rng: random.Random,
+    reverse: bool,
+    size: int | None = None,
+    kind: type[Structures] = Structures,
+) -> Program:
     """A random program; `reverse` says that it will be differentiated backwards."""
-    maker = Structures(rng, reverse=reverse)
+    maker = kind(rng, reverse=reverse)
     maker.budget = size or rng.choice([3, 4, 5, 6, 8, 12])
     values_rng = np.random.default_rng(rng.randrange(2**32))
     args = [Type("f", (3, 3)), Type("f", (3, 3))]
@@ -317,7 +336,7 @@ def make_program(rng: random.Random, reverse: bool, size: int | None = None) -> 
     if rng.random() < 0.3:
         args.append(Type(rng.choice("iibhe"), rng.choice([(), (3,)])))
     variables = [maker.fresh(t, "a") for t in args]
-    values = [_value(values_rng, t, rng) for t in args]
+    values = [maker.moved(_value(values_rng, t, rng)) for t in args]
     consts: list[tuple[Var, str]] = []
     for _ in range(rng.choice([0, 0, 1, 2])):
         t = Type("f", rng.choice(SHAPES))
@@ -328,12 +347,7 @@ def make_program(rng: random.Random, reverse: bool, size: int | None = None) -> 
     while maker.budget > 0:
         maker.statement()
     made = [v for stmt in maker.stmts[0] for v in stmt.outs]
-    floats = [v for v in made if v.type.kind == "f"] or made
-    results = [made[-1], rng.choice(floats)]
-    results += rng.sample(made, min(len(made), rng.randrange(3)))
-    if rng.random() < 0.4:
-        results.append(rng.choice(maker.frames[0]))  # handed on as it came
-    results = list(dict.fromkeys(results))
+    results = list(dict.fromkeys(maker.results(made)))
     return Program(
         tuple(variables),
         tuple(values),

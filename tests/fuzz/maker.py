@@ -127,8 +127,15 @@ class Maker:
 
     def statement(self) -> None:
         self.budget -= 1
-        depth = len(self.frames)
-        kinds: list[tuple[float, Callable[[], Any]]] = [
+        kinds = self.kinds()
+        if len(self.frames) <= self.max_depth:
+            kinds += [(w * 0.45, fn) for w, fn in self.structures()]
+        weights = [w for w, _ in kinds]
+        self.rng.choices([fn for _, fn in kinds], weights)[0]()
+
+    def kinds(self) -> list[tuple[float, Callable[[], Any]]]:
+        """Statements that hold no program, with weights."""
+        return [
             (3.0, self.unary),
             (2.5, self.binary),
             (4.0, self.square),
@@ -141,10 +148,6 @@ class Maker:
             (0.4, self.random),
             (0.3, self.accumulate),
         ]
-        if depth <= self.max_depth:
-            kinds += [(w * 0.45, fn) for w, fn in self.structures()]
-        weights = [w for w, _ in kinds]
-        self.rng.choices([fn for _, fn in kinds], weights)[0]()
 
     def unary(self) -> None:
         v = self.pick("f")

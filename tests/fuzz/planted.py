@@ -27,7 +27,7 @@ from .cases import Case, make_case
 from .checks import Failure, check, forget
 
 # Their names are those of functions in the package.
-_float8 = sys.modules["jaxamp_like._quantised.float8"]
+float8_module = sys.modules["jaxamp_like._quantised.float8"]
 _int8 = sys.modules["jaxamp_like._quantised.int8"]
 
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -75,10 +75,10 @@ def _failing(name: str, seeds: Iterator[int]) -> tuple[int, Failure] | None:
 
 
 def _case(name: str, seed: int) -> Case:
-    return make_case(seed, quantises=name in OF_QUANTISED)
+    return make_case(seed, KINDS.get(name))
 
 
-def _handler(name: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
+def handler(name: str, **changes: Any) -> contextlib.AbstractContextManager[Any]:
     """A structural primitive that is decided or bound in another way."""
     changed = STRUCTURAL[name]._replace(**changes)
     return mock.patch.dict(STRUCTURAL, {name: changed})
@@ -129,7 +129,7 @@ def lost_carry():
             outs[1] = operands[num_consts + 1]
         return outs
 
-    return _handler("scan", bind=bind)
+    return handler("scan", bind=bind)
 
 
 @fault
@@ -169,7 +169,7 @@ def swapped_branches():
             frame, dataclasses.replace(step, inner=step.inner[::-1]), operands
         )
 
-    return _handler("cond", bind=bind)
+    return handler("cond", bind=bind)
 
 
 @fault
@@ -207,13 +207,13 @@ def lost_reverse():
     def bind(frame, step, operands):
         return original(frame, _with_params(step, reverse=False), operands)
 
-    return _handler("scan", bind=bind)
+    return handler("scan", bind=bind)
 
 
 @fault
 def lost_rule():
     """A derivative rule of the author's gives way to JAX's own."""
-    return _handler("custom_jvp_call", bind=STRUCTURAL["closed_call"].bind)
+    return handler("custom_jvp_call", bind=STRUCTURAL["closed_call"].bind)
 
 
 @fault
@@ -236,7 +236,7 @@ def lost_checkpoint():
     inline = STRUCTURAL["closed_call"].bind
     with contextlib.ExitStack() as stack:
         for name in ("checkpoint", "remat2"):
-            stack.enter_context(_handler(name, bind=inline))
+            stack.enter_context(handler(name, bind=inline))
         return stack.pop_all()
 
 
@@ -261,14 +261,16 @@ def low_accumulator():
     return mock.patch.object(_carries.Carries, "must_stay_full", lambda *_: set())
 
 
-OF_QUANTISED = ("lost_scale", "clipped", "wrong_row", "slices_of_others")
-"""Those that policies that quantise find."""
+KINDS = dict.fromkeys(
+    ("lost_scale", "clipped", "wrong_row", "slices_of_others"), "quantised"
+)
+"""The kinds of programs that faults are looked for in, if not in all."""
 
 
 @fault
 def lost_scale():
     """The result of a float8 contraction is multiplied by one of both scales."""
-    return mock.patch.object(_float8, "rescaled", lambda x, one, other: x * one)
+    return mock.patch.object(float8_module, "rescaled", lambda x, one, other: x * one)
 
 
 @fault

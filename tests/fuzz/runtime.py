@@ -5,6 +5,9 @@ transform gives the new function and the arguments for it."""
 
 # ruff: noqa: F401
 import functools
+import re
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -263,6 +266,18 @@ def explicit(f, args):
     return jax.vmap(f), args
 
 
+def distances(y):
+    """Between the rows of a matrix."""
+    return jnp.sqrt(jnp.sum((y[:, None] - y[None]) ** 2, -1) + 1e-2)
+
+
+def interpolated(y):
+    """Of a table of a few hundred numbers, at places that are no integers."""
+    table = jnp.sin(0.7 * jnp.arange(400.0))
+    i = jnp.clip(jnp.floor(y).astype(jnp.int32), 0, 398)
+    return table[i] * (i + 1 - y) + table[i + 1] * (y - i)
+
+
 def with_jvp(f, jitted=False):
     """`f` with a derivative rule of its own, which is deliberately not its own."""
     f = jax.jit(f) if jitted else f
@@ -284,6 +299,37 @@ def with_vjp(f, scale=1.0):
 
     g.defvjp(lambda *args: jax.vjp(f, *args), backward)
     return g
+
+
+def with_backward(f, backward):
+    """`f` with a backward rule of its operands and the cotangent of its result."""
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x, w: (f(x, w), (x, w)), lambda kept, g: backward(*kept, g))
+    return g
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Record:
+    first: Any
+    rest: Any
+
+
+def contained(kind, xs):
+    """A batch: arrays in a container."""
+    if kind == "dict":
+        return {f"array {i}": x for i, x in enumerate(xs)}
+    if kind == "record":
+        return Record(xs[0], tuple(xs[1:]))
+    if kind == "nested":
+        return {"a": list(xs[:1]), "b": (tuple(xs[1:]), None)}
+    return {"tuple": tuple, "list": list}[kind](xs)
+
+
+def in_container(wrap, f, kind):
+    """What `wrap` makes of `f` where all arguments but the first are one."""
+    wrapped = wrap(lambda first, batch: f(first, *jax.tree.leaves(batch)))
+    return lambda first, *rest: wrapped(first, contained(kind, rest))
 
 
 def with_vmap(f):

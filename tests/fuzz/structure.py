@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .code import CONTRACTIONS, is_contraction
+from .forms import Reads
 from .oracle import scan_counts
 
 SOLVER = "solver"
@@ -30,6 +31,31 @@ class Contents:
     @functools.cached_property
     def contracts(self) -> bool:
         return any(eqn.primitive.name in CONTRACTIONS for eqn, _ in self.equations)
+
+    @functools.cached_property
+    def contractions(self) -> collections.Counter[str]:
+        """How often there are contractions of some types."""
+        return collections.Counter(
+            f"{eqn.primitive} {' '.join(v.aval.str_short() for v in eqn.invars[:2])}"
+            for eqn, _ in self.equations
+            if eqn.primitive.name in CONTRACTIONS
+        )
+
+    def read_otherwise(self, reads: Reads) -> str | None:
+        """A contraction that doesn't read what it must."""
+        for eqn, inside in self.equations:
+            if eqn.primitive.name != "dot_general":
+                continue
+            avals = [v.aval for v in eqn.invars[:2]]
+            if not reads.among <= {n for aval in avals for n in aval.shape}:
+                continue
+            for aval in avals:
+                is_meant = reads.of <= set(aval.shape)
+                if is_meant and aval.dtype.name not in reads.dtypes:
+                    where = "/".join([*inside, str(eqn.source_info.name_stack)])
+                    types = " x ".join(aval.str_short() for aval in avals)
+                    return f"{types}, not {' or '.join(reads.dtypes)}: {where}"
+        return None
 
     @functools.cached_property
     def has_products(self) -> bool:
