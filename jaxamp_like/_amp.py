@@ -15,7 +15,7 @@ from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
 from ._frameworks.mixed import holds_parameters, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
-from ._jax import consts, is_array, is_array_aval, raw, teach_checkpoint, trace
+from ._jax import consts, is_array, is_array_aval, raw, teach_interpreters, trace
 from ._parameters import Argnums, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
@@ -340,7 +340,7 @@ def _rewritten(
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
     def call(*args, **kwargs):
-        teach_checkpoint()
+        teach_interpreters()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]

@@ -40,6 +40,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.ad import Zero, zeros_like_aval
+from jax.lax import reduce_precision_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 try:
@@ -318,14 +319,17 @@ def _checkpoint_primitive() -> Primitive:
     return raw(jax.make_jaxpr(jax.checkpoint(lambda: ()))()).eqns[0].primitive
 
 
-def teach_checkpoint() -> None:
-    """Gives `jet` and `sparsify` a rule for `jax.checkpoint`, if they are in use.
+def teach_interpreters() -> None:
+    """Gives `jet` and `sparsify` rules for what `amp` makes, if they are in use.
 
     `amp` makes checkpoints where its user made none. For these two they mean nothing:
-    what is inside is gone through as if it stood there."""
+    what is inside is gone through as if it stood there. Roundings are linear to `jet`,
+    as they are to `jvp`."""
     jet = sys.modules.get("jax.experimental.jet")
     if jet is not None:
         jet.jet_rules.setdefault(_checkpoint_primitive(), _jet_of_checkpoint)
+        if reduce_precision_p not in jet.jet_rules:
+            jet.deflinear(reduce_precision_p)
     sparse = sys.modules.get("jax.experimental.sparse.transform")
     if sparse is not None:
         for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):

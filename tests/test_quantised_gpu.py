@@ -25,8 +25,9 @@ def device():
     return roofline.described_device()
 
 
-def low(fn, rule):
-    return amp(fn, compute_dtype="bfloat16", amp_policy=quantised(rule))
+def low(fn, rule, argnums=0):
+    policy = quantised(rule)
+    return amp(fn, compute_dtype="bfloat16", amp_policy=policy, argnums=argnums)
 
 
 def shaped(device, *shape):
@@ -101,7 +102,7 @@ def test_int8(device, triton):
         return jnp.sin(x @ w) @ v
 
     args = [shaped(device, *size) for size in ((256, 128), (128, 64), (64, 256))]
-    found = list(operand_types(low(model, int8(where=None)), args, triton))
+    found = list(operand_types(low(model, int8(where=None), (0, 1)), args, triton))
     assert found == [("s8", "s8")] * 2
 
 

@@ -286,7 +286,7 @@ class Frame:
             outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if step.is_compute:
-            outs = list(map(one_number, outs))
+            outs = list(map(one_number, outs, (v.aval for v in eqn.outvars)))
         if rounded and branch is None:
             # What is looked up is read by all kinds of ops: a sum of cotangents.
             is_sum = eqn.primitive.name == "gather"

@@ -84,13 +84,15 @@ def _fork_jvp(low, primals, tangents):
 fork.defjvp(_fork_jvp, symbolic_zeros=True)
 
 
-def one_number(x: Any) -> Any:
+def one_number(x: Any, aval: Any) -> Any:
     """`x`, of which all readers read the same number in the compiled program, too.
+
+    `aval` is that of the result as written: what was low already is left as it is.
 
     XLA may leave out a rounding to 16 bits that a cast up follows, for one reader and
     not for another: the gradient would then be that of other logits than the loss. What
     `reduce_precision` rounds is rounded for every reader."""
-    if not is_float(x.dtype) or bits(x.dtype) != 16:
+    if x.dtype == aval.dtype or not is_float(x.dtype) or bits(x.dtype) != 16:
         return x
     info = jnp.finfo(x.dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)

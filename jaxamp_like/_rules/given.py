@@ -70,7 +70,7 @@ def is_integer(value: Any) -> bool:
 
 def is_made_by_calling(value: Any) -> bool:
     """Whether `value` is a function or a class of this library, which is no rule."""
-    home = getattr(value, "__module__", "").split(".")[0]
+    home = (getattr(value, "__module__", None) or "").split(".")[0]
     is_ours = home == __name__.split(".")[0]
     return is_ours and (isinstance(value, type) or inspect.isfunction(value))
 
