@@ -107,8 +107,7 @@ class Fact(NamedTuple):
     small: bool = False  # holds only as much as an array smaller than itself
     values: frozenset[float] | None = None  # the constants that it is made of
     carried: bool = False  # made from a carry that adds up in full
-    # The dtype of a copy which is no coarser than what the value is made of.
-    copy: DType | None = None
+    copy: DType | None = None  # a lower dtype that holds the same numbers
     sampled: bool = False  # `values` are not all of them
     origin: Origin = Origin.DATA
 

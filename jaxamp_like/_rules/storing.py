@@ -8,7 +8,7 @@ by islands of ops that are run again there."""
 from dataclasses import dataclass
 from typing import Any
 
-from .._dtypes import DType, bits, exact_in, has_range, is_float, lowered
+from .._dtypes import bits, exact_in, is_float, lowered
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import (
     FANNING_OUT,
@@ -34,7 +34,7 @@ class ComputeInFull(Rule):
         return _AS_IT_IS
 
     def decide(self, site: Site) -> Decision:
-        outs = outs_of(site, None, Mark.LOW, copy=_copy_of(site))
+        outs = outs_of(site, None, Mark.LOW)
         return Decision(
             site.authors,
             site.params,
@@ -113,26 +113,6 @@ class ConvertExactly(ConvertAsWritten):
         dtype = params["new_dtype"]
         is_wide = is_float(dtype) and bits(dtype) >= 32
         return wanted if is_wide else _AS_IT_IS
-
-
-_ADDING = frozenset("add sub add_any".split())
-
-
-def _copy_of(site: Site) -> DType | None:
-    """The dtype of a copy of the result that is no coarser than what it is made of.
-
-    Of a sum of two results of contractions, a rounding is of the size of theirs. One
-    other operand is enough to make the copy coarser: of a sum of 1000 and of 1, rounded
-    to 8 bits, nothing is left of the 1. So is one that others read, too, since they may
-    subtract it again; that is held in full."""
-    if site.primitive is None or site.primitive.name not in _ADDING:
-        return None
-    dtypes = {fact and fact.dtype for fact in site.facts}
-    low = dtypes.pop() if len(dtypes) == 1 else None
-    (author,) = set(site.out_authors)
-    if low is None or author is None or low == author or not has_range(low, author):
-        return None
-    return low
 
 
 # What may show one element of its operand many times: their cotangents add up.

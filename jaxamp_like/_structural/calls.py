@@ -9,15 +9,12 @@ import numpy as np
 from .._dtypes import cast_all
 from .._jax import (
     Eqn,
-    Jaxpr,
     consts,
     eqn_context,
     open_jaxpr,
-    raw,
     run_jaxpr,
     subjaxprs,
 )
-from .._primitives import RANKING
 from .._rules import (
     Demand,
     Leaf,
@@ -103,26 +100,13 @@ def bind_closed(frame: Any, step: Any, operands: list[Any]):
 def decide_remat(planner: Any, eqn: Eqn, site: Site):
     decision, inner = decide_call(planner, eqn, site, leaf=Leaf.RERUN)
     policies = (None, jax.checkpoint_policies.nothing_saveable)
-    jaxpr, policy = eqn.params["jaxpr"], eqn.params["policy"]
-    if eqn.effects or policy not in policies or _chooses(jaxpr):
+    if eqn.effects or eqn.params["policy"] not in policies:
         return decision, inner
     keeps = tuple(fact and fact.kept_as for fact in inner[0].ins)
     if any(keeps):
-        why = "its body decides; keeps low copies of what contractions made"
+        why = "its body decides; keeps what contractions made as it was made"
         decision = decision._replace(keeps=keeps, why=why)
     return decision, inner
-
-
-def _chooses(jaxpr: Jaxpr) -> bool:
-    """Whether a program might choose otherwise if its inputs are rounded.
-
-    It ranks numbers, as a router of experts, or goes by them, as a solver: the backward
-    pass must go where the forward pass went."""
-    return any(
-        eqn.primitive.name in (*RANKING, "cond", "while")
-        or any(map(_chooses, subjaxprs(eqn.params)))
-        for eqn in raw(jaxpr).eqns
-    )
 
 
 def bind_remat(frame: Any, step: Any, operands: list[Any]):

@@ -2,11 +2,11 @@
 
 Between contractions lie islands: norms, softmax, activations, gates. Each is bound
 inside a `jax.checkpoint` of its own, so that the backward pass keeps what goes into it
-and nothing from within. What goes in is low where a contraction made it. A float32 sum
-of such results alone is no finer than they are: of it a low copy is kept, from which
-the backward pass runs the island again, while the forward pass reads the sum itself.
-Any other float32 value is kept as it is: what is made again from a rounded one, a
-difference or a sine, errs by the rounding of its size, which an offset makes large.
+and nothing from within. What goes in is low where a contraction made it, and kept so. A
+float32 value is kept as it is: what is made again from a rounded one, a difference or a
+sine, errs by the rounding of its size, which an offset makes large. Of a sum of two
+results of contractions that only gates read, a low copy is kept, from which the
+backward pass runs the gates again, while the forward pass reads the sum itself.
 
 Here the islands of one jaxpr are found; `bind` binds them. `cost` says what the
 backward pass keeps, `grouping` which steps belong together, `regions` what of that

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._dtypes import DType
 from ..._jax import Literal
-from ..._primitives import LINEAR, is_cheap
+from ..._primitives import LINEAR, VIEWS, is_cheap
 from ..._rules import Fact, Leaf, author_dtype
 
 Step = Any  # of `plan`, which builds on this package
@@ -34,11 +34,6 @@ def kept_for(step: Step, active: set[Any]) -> int:
     return total
 
 
-def kept_as(fact: Fact | None) -> DType | None:
-    """The dtype in which an island's input is kept, if not in its own."""
-    return fact and fact.kept_as
-
-
 def is_cheap_step(step: Step) -> bool:
     """Whether a step may be run twice."""
     if step.eqn.effects:
@@ -60,6 +55,33 @@ def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:
         return is_sharded(facts.get(step.eqn.invars[0]))
     plans = step.inner if step.handler is not None else ()
     return any(looks_up(inner, plan.facts) for plan in plans for inner in plan.steps)
+
+
+_SATURATING = ("tanh", "logistic")
+
+
+def only_saturates(v: Any, steps: Iterable[Step]) -> bool:
+    """Whether all `steps` that read `v` make a gate of it: of it, its parts or a shift.
+
+    At least one has to."""
+    readers = [step for step in steps if v in reads(step)]
+    return bool(readers) and all(_saturates(step, v, steps) for step in readers)
+
+
+def _saturates(step: Step, v: Any, steps: Iterable[Step]) -> bool:
+    name, operands = step.eqn.primitive.name, step.eqn.invars
+    if name in _SATURATING:
+        return True
+    if step.handler is not None and step.handler.is_call:
+        (plan,) = step.inner
+        pairs = zip(operands, plan.invars, strict=True)
+        return all(only_saturates(u, plan.steps) for atom, u in pairs if atom is v)
+    is_shift = name == "add" and all(
+        atom is v or elements(atom.aval) < elements(v.aval) for atom in operands
+    )
+    if name not in VIEWS and not is_shift:
+        return False
+    return all(only_saturates(out, steps) for out in step.eqn.outvars)
 
 
 def sums(step: Step) -> bool:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ..._dtypes import DType, has_range
 from ..._jax import varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, Leaf
@@ -14,9 +15,9 @@ from .cost import (
     is_cheap_step,
     is_low,
     is_sharded,
-    kept_as,
     kept_for,
     looks_up,
+    only_saturates,
     reads,
     size,
     sums,
@@ -51,6 +52,7 @@ class Grouping:
             varying_in(v.aval) for v in facts
         )
         self._parent: dict[Step, Step] = {}
+        self._kept_as: dict[Any, DType | None] = {}
         self._depths = dict.fromkeys(inputs, 0)
         last_effect = 0
         for step in steps:
@@ -95,18 +97,41 @@ class Grouping:
                 return False  # an island makes the mask for itself
         paid = [v for v in operands if v in self.active and v not in self.free_vars]
         total = sum(map(self.kept, paid))
-        is_low = kept_as(self.facts[out]) is not None
+        is_low = self.kept_as(out) is not None
         return self.kept(out) < total or (is_low and self.kept(out) == total)
 
     def is_rounded(self, v: Any) -> bool:
-        """Whether a value is low, or a sum that a low one is part of."""
-        fact = self.facts[v]
-        return kept_as(fact) is not None or is_low(v, self.facts)
+        """Whether a value is low, or has a low copy."""
+        return self.kept_as(v) is not None or is_low(v, self.facts)
 
     def kept(self, v: Any) -> int:
         """The bytes that it takes to keep a value for an island that reads it."""
-        low = kept_as(self.facts[v])
-        return size(v.aval, low or held(self.facts[v]))
+        return size(v.aval, self.kept_as(v) or held(self.facts[v]))
+
+    def kept_as(self, v: Any) -> DType | None:
+        """The dtype in which an island's input is kept, if not in its own."""
+        if v not in self._kept_as:
+            fact = self.facts[v]
+            self._kept_as[v] = (fact and fact.kept_as) or self._gate(v)
+        return self._kept_as[v]
+
+    def _gate(self, v: Any) -> DType | None:
+        """The dtype of a copy of `v`, if it is what a gate of two products saturates.
+
+        The sum of two results of contractions, as in an LSTM. Its rounding is of the
+        size of theirs, and where the sum is large a gate does not feel it. Of any other
+        sum, something that is made again may be small beside the sum itself."""
+        step = self.maker.get(v)
+        if step is None or step.eqn.primitive.name != "add":
+            return None
+        operands = list(reads(step))
+        dtypes = {held(self.facts[u]) for u in operands if is_low(u, self.facts)}
+        is_once = all(is_low(u, self.facts) and self.readers[u] == 1 for u in operands)
+        if len(operands) != 2 or not is_once or len(dtypes) != 1:
+            return None
+        (low,) = dtypes
+        has_copy = has_range(low, v.aval.dtype) and only_saturates(v, self.number)
+        return low if has_copy else None
 
     def roots_of(self, steps: Sequence[Step]) -> list[Step]:
         """The steps that lead from what is held low to what `steps` read.

@@ -5,7 +5,6 @@ from typing import Any
 
 from ..._dtypes import DType
 from ..._jax import Literal
-from ..._primitives import RANKING
 from ..._rules import Fact
 from .cost import (
     Step,
@@ -13,7 +12,6 @@ from .cost import (
     held,
     is_cheap_step,
     is_sharded,
-    kept_as,
     kept_for,
     reads,
 )
@@ -90,9 +88,7 @@ def _region(
     made = {v for step in steps for v in step.eqn.outvars}
     taken = dict.fromkeys(v for step in steps for v in reads(step) if v not in made)
     paid = [v for v in taken if v in grouping.active and v not in grouping.free_vars]
-    keeps = {v: low for v in paid if (low := kept_as(grouping.facts[v]))}
-    if any(step.eqn.primitive.name in RANKING for step in group):
-        keeps = {}  # run again from rounded numbers, it might choose otherwise
+    keeps = {v: low for v in paid if (low := grouping.kept_as(v))}
     if not any(outs.values()) and not any(map(grouping.is_rounded, taken)):
         return None  # as its author wrote it, through and through
     gain = sum(kept_for(step, grouping.active) for step in group)
