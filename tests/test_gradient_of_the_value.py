@@ -20,6 +20,9 @@ from benchmarks import measure
 from jaxamp_like import amp
 
 DTYPES = ("bfloat16", "float16")
+enable_x64 = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+)
 FACTOR = 2.0  # of the oracle's error
 FLOOR = 4  # half units in the last place, for a leaf in which the oracle is lucky
 
@@ -397,7 +400,7 @@ def gradient_errors(program: Any, dtype: str, **options: Any) -> tuple[Any, Any]
     def gradient(dot, wrap=lambda fn: fn):
         return jax.jit(jax.grad(wrap(lambda p, x: program(dot, p, x)), (0, 1)))
 
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = jax.tree.map(lambda a: a.astype(np.float64), (P, X))
         exact = gradient(jnp.matmul)(*wide)
     mixed = gradient(jnp.matmul, lambda fn: amp(fn, compute_dtype=dtype, **options))(

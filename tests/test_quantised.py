@@ -861,6 +861,19 @@ def test_what_is_too_small_or_odd():
     assert "16 x 20 x 32 is not worth_eight_bits(16, 1, 16)" in found[1][1]
 
 
+@pytest.mark.parametrize("equation", ("bed,edf->bef", "ebd,edf->ebf", "bde,edf->bfe"))
+def test_batch_axes_may_stand_anywhere(equation):
+    def model(w, x):
+        return jnp.einsum(equation, x, w)
+
+    left = equation.split(",")[0]
+    x = values(*({"b": 16, "e": 4, "d": 32}[axis] for axis in left))
+    w = values(4, 32, 8)
+    for rule in (int8(where=None, weight_only=True), INT8, FLOAT8):
+        made = jax.jit(low(model, rule))(w, x)
+        np.testing.assert_allclose(made, model(w, x), atol=0.15 * float(jnp.max(made)))
+
+
 def test_what_explain_shows():
     loss = lambda *args: jnp.sum(low(attention)(*args))  # noqa: E731
     report = explain(jax.grad(loss))(*attention_args())

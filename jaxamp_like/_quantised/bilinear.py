@@ -14,6 +14,7 @@ import jax
 from .._dtypes import DType, cast
 from .._jax import Literal, bind_flat, consts, raw, subjaxprs, trace
 from .._primitives import CONTRACTIONS
+from .._primitives.contractions import dot_numbers
 from .._primitives.matmul_precision import settled
 from .axes import axes_of, onto_result
 from .formats import Format, quantised, rescaled
@@ -95,9 +96,31 @@ def as_it_is(result: DType) -> Hook:
 
     def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
         del moving
+        params, operands = _batch_first(params, operands)
         return _bind(primitive, params, operands, result)
 
     return hook
+
+
+def _batch_first(params: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The same contraction of operands whose batch axes come first, in order.
+
+    XLA for CPUs has no other batched product with a result wider than its operands."""
+    numbers = None if "ragged_dot_dimension_numbers" in params else dot_numbers(params)
+    if numbers is None or not numbers[1][0]:
+        return params, operands
+    contracted, batch = numbers
+    orders = [
+        (*batch[i], *(axis for axis in range(x.ndim) if axis not in batch[i]))
+        for i, x in enumerate(operands)
+    ]
+    moved = [x.transpose(order) for x, order in zip(operands, orders, strict=True)]
+    summed = tuple(
+        tuple(map(order.index, axes))
+        for order, axes in zip(orders, contracted, strict=True)
+    )
+    first = tuple(range(len(batch[0])))
+    return params | {"dimension_numbers": (summed, (first, first))}, moved
 
 
 def by_scales(formats: Sequence[Format], by_row: bool, result: DType) -> Hook:
