@@ -130,8 +130,9 @@ class Grouping:
         if len(operands) != 2 or not is_once or len(dtypes) != 1:
             return None
         (low,) = dtypes
-        has_copy = has_range(low, v.aval.dtype) and only_saturates(v, self.number)
-        return low if has_copy else None
+        if low is None or not has_range(low, v.aval.dtype):
+            return None
+        return low if only_saturates(v, self.number) else None
 
     def roots_of(self, steps: Sequence[Step]) -> list[Step]:
         """The steps that lead from what is held low to what `steps` read.
