@@ -7,7 +7,7 @@ planned with the facts of their operands, so decisions flow through jit, loops a
 branches; see `_structural`."""
 
 import contextlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,7 @@ from .memo import Memo
 from .origins import as_number, with_origins
 from .placement import as_asked, leaf_of, of_operands
 from .plan import Facts, Plan, Scope, Step
+from .shared import shared
 from .solvers import Solvers
 
 
@@ -144,9 +145,12 @@ class Planner:
         }
         env = {v: as_number(fact, v.aval) for v, fact in env.items()}
         demand = self.demands.of_variables(inner, scope, wanted)
-        atoms = [*inner.outvars, *(atom for eqn in inner.eqns for atom in eqn.invars)]
-        count = Counter(atom for atom in atoms if not isinstance(atom, Literal))
-        shared = {v for v, times in count.items() if times > 1}
+        readers = defaultdict(list)
+        for eqn, atoms in ((None, inner.outvars), *((e, e.invars) for e in inner.eqns)):
+            for atom in atoms:
+                if not isinstance(atom, Literal):
+                    readers[atom].append(eqn)
+        read_often = shared(readers)
         is_backward = is_rule or self._is_backward
         cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
         steps, keys = [], set()
@@ -154,7 +158,7 @@ class Planner:
             operands = tuple(fact_of(env, atom) for atom in eqn.invars)
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             place = scope + scopes(eqn)
-            step = self._step(eqn, place, operands, needed, shared, which)
+            step = self._step(eqn, place, operands, needed, read_often, which)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
             found = {step.found.key, *step.found.also}
@@ -177,7 +181,7 @@ class Planner:
         scope: Scope,
         facts: Facts,
         wanted: Sequence[Demand],
-        shared: Set[Any],
+        read_often: Set[Any],
         cotangents: Which,
     ) -> Step:
         found = self.matching.found(eqn, scope)
@@ -187,7 +191,7 @@ class Planner:
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if not found.is_compute and self.reads_in_full(scope):
-            site = site._replace(facts=_shared_in_full(eqn, site, shared))
+            site = site._replace(facts=_shared_in_full(eqn, site, read_often))
         if handler is not None:
             with self._inside(eqn, site):
                 decision, inner = handler.decide(self, eqn, site)
@@ -283,14 +287,14 @@ class Planner:
         )
 
 
-def _shared_in_full(eqn: Eqn, site: Site, shared: Set[Any]) -> Facts:
+def _shared_in_full(eqn: Eqn, site: Site, read_often: Set[Any]) -> Facts:
     """The facts of operands, held in full if the equation is not their only reader.
 
     The cotangent that comes back from what it makes of them, or from a program that it
     holds, is then not rounded before it is added to those of the other readers."""
     return tuple(
         fact
-        if isinstance(atom, Literal) or atom not in shared
+        if isinstance(atom, Literal) or atom not in read_often
         else held_in_full(fact, author)
         for atom, fact, author in zip(eqn.invars, site.facts, site.authors, strict=True)
     )

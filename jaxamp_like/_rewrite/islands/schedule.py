@@ -1,7 +1,6 @@
 """Steps in an order that binding can follow, and what each is the last to read."""
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -9,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..._dtypes import DType
+from ..shared import shared
 from .cost import Step, reads, variables
 
 
@@ -49,14 +49,17 @@ def schedule(
     cotangents: Mapping[Any, int | None] = MappingProxyType({}),
 ) -> Schedule:
     units = tuple(units)
-    count = Counter(variables(outvars))
+    readers: dict[Any, list[Any]] = {}
+    for v in variables(outvars):
+        readers.setdefault(v, []).append(None)
     drops = []
     for unit in reversed(units):
-        read = Counter([*unit.ins] if isinstance(unit, Region) else reads(unit))
-        drops.append(tuple(v for v in read if v not in count))
-        count.update(read)
-    shared = frozenset(v for v, times in count.items() if times > 1)
-    return Schedule(units, tuple(reversed(drops)), cotangents, shared)
+        is_region = isinstance(unit, Region)
+        read = [*unit.ins] if is_region else [*reads(unit)]
+        drops.append(tuple(v for v in dict.fromkeys(read) if v not in readers))
+        for v in read:
+            readers.setdefault(v, []).append(None if is_region else unit.eqn)
+    return Schedule(units, tuple(reversed(drops)), cotangents, shared(readers))
 
 
 def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list[Step]]:
