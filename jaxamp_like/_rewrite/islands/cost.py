@@ -60,28 +60,39 @@ def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:
 _SATURATING = ("tanh", "logistic")
 
 
-def only_saturates(v: Any, steps: Iterable[Step]) -> bool:
-    """Whether all `steps` that read `v` make a gate of it: of it, its parts or a shift.
+def readers_in(steps: Iterable[Step]) -> dict[Any, list[Step]]:
+    """The steps that read each variable, once for each operand."""
+    found: dict[Any, list[Step]] = {}
+    for step in steps:
+        for v in reads(step):
+            found.setdefault(v, []).append(step)
+    return found
 
-    At least one has to."""
-    readers = [step for step in steps if v in reads(step)]
-    return bool(readers) and all(_saturates(step, v, steps) for step in readers)
+
+def only_saturates(v: Any, readers: dict[Any, list[Step]]) -> bool:
+    """Whether all `readers` of `v` make gates of it, of its parts, or of a shift of it.
+
+    There has to be at least one."""
+    found = readers.get(v, ())
+    return bool(found) and all(_saturates(step, v, readers) for step in found)
 
 
-def _saturates(step: Step, v: Any, steps: Iterable[Step]) -> bool:
+def _saturates(step: Step, v: Any, readers: dict[Any, list[Step]]) -> bool:
     name, operands = step.eqn.primitive.name, step.eqn.invars
     if name in _SATURATING:
         return True
     if step.handler is not None and step.handler.is_call:
         (plan,) = step.inner
+        inner = readers_in(plan.steps)
         pairs = zip(operands, plan.invars, strict=True)
-        return all(only_saturates(u, plan.steps) for atom, u in pairs if atom is v)
+        given = [u for atom, u in pairs if atom is v]
+        return all(u not in plan.outvars and only_saturates(u, inner) for u in given)
     is_shift = name == "add" and all(
         atom is v or elements(atom.aval) < elements(v.aval) for atom in operands
     )
     if name not in VIEWS and not is_shift:
         return False
-    return all(only_saturates(out, steps) for out in step.eqn.outvars)
+    return all(only_saturates(out, readers) for out in step.eqn.outvars)
 
 
 def sums(step: Step) -> bool:

@@ -1,6 +1,5 @@
 """Which steps make up islands: what flows between them, and how deep each lies."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from .cost import (
     kept_for,
     looks_up,
     only_saturates,
+    readers_in,
     reads,
     size,
     sums,
@@ -43,7 +43,7 @@ class Grouping:
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
-        self.readers = Counter(v for step in steps for v in reads(step))
+        self.readers = readers_in(steps)
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
@@ -126,13 +126,15 @@ class Grouping:
             return None
         operands = list(reads(step))
         dtypes = {held(self.facts[u]) for u in operands if is_low(u, self.facts)}
-        is_once = all(is_low(u, self.facts) and self.readers[u] == 1 for u in operands)
+        is_once = all(
+            is_low(u, self.facts) and len(self.readers[u]) == 1 for u in operands
+        )
         if len(operands) != 2 or not is_once or len(dtypes) != 1:
             return None
         (low,) = dtypes
         if low is None or not has_range(low, v.aval.dtype):
             return None
-        return low if only_saturates(v, self.number) else None
+        return low if only_saturates(v, self.readers) else None
 
     def roots_of(self, steps: Sequence[Step]) -> list[Step]:
         """The steps that lead from what is held low to what `steps` read.
@@ -224,7 +226,7 @@ class Grouping:
             return None
         (stream,) = rest
         is_summed = stream in self.active and stream not in self.free_vars
-        is_summed = is_summed and self.readers[stream] > 1
+        is_summed = is_summed and len(self.readers[stream]) > 1
         return operands.index(low[0]) if is_summed else None
 
     def _splits(self, step: Step) -> bool:
