@@ -75,6 +75,7 @@ class Job:
 
 
 COMPILER = "XLA's compiler for NVIDIA GPUs (extra gpu-compile)"
+TPU_COMPILER = "XLA's compiler for TPUs (extra tpu-compile)"
 PEERS = "extra peers"
 
 
@@ -97,6 +98,10 @@ def both(module: str, settings: str, quick: str, needs: str = "") -> dict[str, J
 FRONT = (
     '--workloads "GPT scanned" LSTM ViT CNN --policies hand "hand lean" default '
     "pytorch_autocast jmp jaxamp"
+)
+ON_TPUS = (
+    '--devices v5e --models MLP "GPT unrolled" '
+    "--contenders float32 hand default pytorch_autocast jmp"
 )
 SOME = '--workloads MLP LSTM "GPT-2 (Equinox)"'
 SPLITS = '--splits "fully sharded, by types" "fully sharded, shard_map"'
@@ -133,6 +138,14 @@ JOBS = {
         needs=PEERS,
     ),
     **both("roofline", "", "--workloads MLP CNN LSTM", needs=COMPILER),
+    "tpu": Job(
+        "tpu",
+        ON_TPUS,
+        f"--devices v5e --models MLP LSTM {TOY}",
+        "tpu-bfloat16.json",
+        (FIGURES,),
+        needs=TPU_COMPILER,
+    ),
     "collectives": Job(
         "collectives",
         "--depth 2",

@@ -84,7 +84,8 @@ class Instruction:
         shapes: of the result; those of a tuple one after the other.
         operands: names of other instructions of the same computation.
         attributes: the rest of the line, unparsed.
-        is_root: whether it is the computation's result."""
+        is_root: whether it is the computation's result.
+        literal: of a constant, as it is written."""
 
     name: str
     opcode: str
@@ -92,6 +93,7 @@ class Instruction:
     operands: tuple[str, ...] = ()
     attributes: str = ""
     is_root: bool = False
+    literal: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -156,6 +158,7 @@ def parse_instruction(line: str) -> Instruction | None:
         operands=tuple(re.findall(NAME, text[opcode.end() : close])),
         attributes=text[close:],
         is_root=root is not None,
+        literal=text[opcode.end() : close - 1] if opcode[1] == "constant" else "",
     )
 
 
@@ -381,10 +384,17 @@ def kernel(module: Module, body: Computation, name: str, times: int) -> Kernel:
     )
 
 
-def trip_count(one: Instruction, unknown: int | None = None) -> int:
+def trip_count(module: Module, one: Instruction, unknown: int | None = None) -> int:
+    """How often a loop runs: XLA says so, or its condition counts up to a constant."""
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
     if found is not None:
         return int(found[1])
+    for name in one.called("condition"):
+        condition = module.computations.get(name, {})
+        for root in (each for each in condition.values() if each.is_root):
+            bounds = [condition[name].literal for name in root.operands]
+            if "direction=LT" in root.attributes and bounds[-1].isdigit():
+                return int(bounds[-1])
     if unknown is None:
         raise ValueError(f"XLA does not know how often {one.name} runs")
     return unknown
@@ -418,7 +428,7 @@ def walk(
         for one in scope.values():
             if one.opcode == "while":
                 (body,) = one.called("body")
-                found += inside(body, times * trip_count(one, unknown_trips))
+                found += inside(body, times * trip_count(module, one, unknown_trips))
             elif one.opcode == "conditional":
                 names = one.called("branch_computations")
                 names += one.called("true_computation") + one.called(

@@ -1,0 +1,317 @@
+"""What a training step takes on a TPU, read off the code compiled for it.
+
+No TPU is needed: libtpu compiles ahead of time for a described one, and writes the
+cycles that its own cost model estimates into the code.
+
+    pip install -e '.[tpu-compile]'
+    python -m benchmarks.tpu --json tpu.json
+
+What is compiled is the value and gradient of a loss by its parameters. Cycles are
+summed over all that is not free, in loops as often as they run; of a conditional's
+branches the dearest counts. On a TPU a float32 product is one pass in bfloat16 by
+default, so float32 code is as fast in its contractions: what mixed precision can save
+are bytes."""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Before JAX looks for a TPU: there is none to ask.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import jax
+from jax.experimental import topologies
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from .front import CONTENDERS as OURS, MODELS, Contender
+from .peers import by_mpx
+from .rewrite import add_section, make_table, ratio, versions
+from .roofline import (
+    Computation,
+    Instruction,
+    Module,
+    alone,
+    is_convert_only,
+    lower_step,
+    parse,
+    walk,
+)
+from .workloads import Loss, Model, Workload
+
+# What a description of each generation's smallest slice is called.
+TOPOLOGIES = {
+    "v5e": "v5e:2x2",
+    "v6e": "v6e:2x2",
+    "v5p": "v5p:2x2x1",
+    "tpu7x": "tpu7x:2x2x1",
+}
+KNOWN = 2**62  # more cycles than this stand for "unknown"
+
+
+def mpx(model: Model, dtype: str) -> Loss | None:
+    return by_mpx(model, dtype) if isinstance(model, Workload) else None
+
+
+NAMES = (
+    "float32",
+    "hand",
+    "hand lean",
+    "default",
+    "lean",
+    "pytorch_autocast",
+    "jmp",
+)
+CONTENDERS: dict[str, Contender] = {name: OURS[name] for name in NAMES}
+CONTENDERS["mpx"] = mpx
+
+
+# ---------------------------------------------------------------- reading compiled code
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the core does in one go.
+
+    Args:
+        name: of the instruction.
+        op: that it was traced from, as XLA tells it.
+        times: how often it runs in one step.
+        cycles: of one run, as estimated; None where the cost model has none.
+        convert_only: whether it does nothing but change a dtype or a layout."""
+
+    name: str
+    op: str
+    times: int
+    cycles: int | None
+    convert_only: bool
+
+
+def estimated(one: Instruction) -> int | None:
+    found = re.search(r'"estimated_cycles":"(\d+)"', one.attributes)
+    cycles = int(found[1]) if found else None
+    return cycles if cycles is not None and cycles < KNOWN else None
+
+
+def op_name(one: Instruction) -> str:
+    found = re.search(r'op_name="([^"]*)"', one.attributes)
+    return found[1] if found else ""
+
+
+def total_cycles(found: Iterable[Piece]) -> int:
+    return sum(one.times * (one.cycles or 0) for one in found)
+
+
+def pieces(module: Module) -> list[Piece]:
+    """All that takes time; of the branches of a conditional, the dearest."""
+
+    def leaf(one: Instruction, scope: Computation, times: int) -> Iterator[Piece]:
+        if '"estimated_cycles"' not in one.attributes:
+            return
+        bodies = [module.computations[name] for name in one.called("calls")]
+        bodies = bodies or [alone(one, scope)]
+        converts = all(map(is_convert_only, bodies))
+        yield Piece(one.name, op_name(one), times, estimated(one), converts)
+
+    return walk(module, leaf, total_cycles)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is read off the compiled step of one version of one model.
+
+    Args:
+        cycles: that the cost model estimates for a step.
+        temp_bytes: memory beside arguments and results.
+        moved_bytes: that XLA counts as accessed, a loop's body once.
+        pieces: how many there are, as compiled.
+        converts: how many of them only convert.
+        unknown: how many of them the cost model knows nothing of.
+        compile_seconds: what compiling took of the processors."""
+
+    cycles: int
+    temp_bytes: int
+    moved_bytes: float
+    pieces: int
+    converts: int
+    unknown: int
+    compile_seconds: float
+
+
+def described_device(generation: str) -> Any:
+    """One core of a TPU as XLA sees it, without one being there."""
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=TOPOLOGIES[generation]
+    )
+    return topology.devices[0]
+
+
+def read_off(loss: Loss, shapes: tuple[Any, Any], device: Any) -> tuple[Figures, str]:
+    """The figures of a training step compiled for `device`, and its code."""
+    lowered = lower_step(loss, shapes, device)
+    start = time.process_time()
+    compiled = lowered.compile()
+    took = time.process_time() - start
+    text = compiled.as_text()
+    found = pieces(parse(text))
+    figures = Figures(
+        cycles=total_cycles(found),
+        temp_bytes=compiled.memory_analysis().temp_size_in_bytes,
+        moved_bytes=compiled.cost_analysis()["bytes accessed"],
+        pieces=len(found),
+        converts=sum(one.convert_only for one in found),
+        unknown=sum(one.cycles is None for one in found),
+        compile_seconds=took,
+    )
+    return figures, text
+
+
+Rows = dict[str, Figures]
+
+
+def compare(
+    model: Model,
+    dtype: str,
+    size: str,
+    device: Any,
+    names: Iterable[str],
+    hlo: Path | None = None,
+) -> Rows:
+    """Compiles every contender of one model; the code goes to the folder `hlo`."""
+    rows = {}
+    for name in names:
+        loss = CONTENDERS[name](model, dtype)
+        if loss is None:
+            continue
+        rows[name], text = read_off(loss, model.shapes(size), device)
+        if hlo is not None:
+            hlo.mkdir(parents=True, exist_ok=True)
+            file = f"{model.name} {name}.hlo".replace(" ", "_")
+            (hlo / file).write_text(text)
+    return rows
+
+
+# ------------------------------------------------------------------------- the table
+
+COLUMNS = (
+    "Mcycles",
+    "temp\nMB",
+    "cycles\n/ f32",
+    "temp\n/ f32",
+    "cycles\n/ hand",
+    "temp\n/ hand",
+    "bytes\n/ hand",
+    "converts",
+    "compile\n/ hand",
+)
+
+
+def row(one: Figures, plain: Figures | None, hand: Figures | None) -> list[str]:
+    def over(name: str, other: Figures | None) -> str:
+        return ratio(getattr(one, name), getattr(other, name, None))
+
+    return [
+        f"{one.cycles / 1e6:.2f}",
+        f"{one.temp_bytes / 1e6:.0f}",
+        over("cycles", plain),
+        over("temp_bytes", plain),
+        over("cycles", hand),
+        over("temp_bytes", hand),
+        over("moved_bytes", hand),
+        f"{one.converts}",
+        over("compile_seconds", hand),
+    ]
+
+
+def as_table(results: dict[str, Rows], note: str) -> Table:
+    table = make_table(f"As compiled for a TPU ({note})", COLUMNS)
+    for model, rows in results.items():
+        beside = rows.get("float32"), rows.get("hand")
+        add_section(table, model, {n: row(one, *beside) for n, one in rows.items()})
+    return table
+
+
+# What the default may take of another's cycles and temporary memory.
+LIMITS = {"float32": 1.02, "hand": 1.02, "pytorch_autocast": 1.05, "jmp": 1.05}
+LITTLE = 1e6  # bytes, of which nobody is the worse
+
+
+def findings(rows: Rows) -> list[str]:
+    """In what the default of one model is dearer than it may be."""
+    found: list[str] = []
+    if "default" not in rows:
+        return found
+    ours = rows["default"]
+    for other in LIMITS.keys() & rows.keys():
+        one, limit = rows[other], LIMITS[other]
+        if ours.cycles > limit * one.cycles:
+            found.append(f"{ours.cycles / one.cycles:.2f} of {other}'s cycles")
+        if ours.temp_bytes > limit * max(one.temp_bytes, LITTLE):
+            found.append(f"{ours.temp_bytes / one.temp_bytes:.2f} of {other}'s memory")
+    return sorted(found)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.tpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--size", default="real", choices=("toy", "real"))
+    parser.add_argument(
+        "--devices", nargs="+", choices=TOPOLOGIES, default=[*TOPOLOGIES]
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS]
+    )
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--hlo", type=Path, help="a folder for the compiled code")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # the described TPU, not one that's here
+    console = Console(width=max(Console().width, 110))
+    record: dict[str, Any] = {
+        "versions": versions(["libtpu"]),
+        "dtype": args.dtype,
+        "size": args.size,
+        "devices": {},
+    }
+    for generation in args.devices:
+        device = described_device(generation)
+        results: dict[str, Rows] = {}
+        for name in track(args.models, f"Compiling for {generation}", console=console):
+            hlo = args.hlo / generation if args.hlo else None
+            results[name] = compare(
+                MODELS[name], args.dtype, args.size, device, args.contenders, hlo
+            )
+            record["devices"][generation] = {
+                model: {name: asdict(one) for name, one in rows.items()}
+                for model, rows in results.items()
+            }
+            if args.json is not None:
+                args.json.write_text(json.dumps(record, indent=2) + "\n")
+        note = f"{args.dtype}, {args.size} size, {device.device_kind}"
+        console.print(as_table(results, note))
+        for model, rows in results.items():
+            for found in findings(rows):
+                console.print(f"{model}: {found}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
