@@ -256,8 +256,9 @@ def new_primitive(
     jvp: Callable[..., Any],
     transpose: Callable[..., Any],
     batch: Callable[..., Any],
+    on_tpu: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive with one result, which `compute` computes on any device.
+    """A primitive with one result, which `compute` computes, or what is to on TPUs.
 
     For what no composition of JAX's own primitives can express; `jax.interpreters` is
     where JAX's guide to writing primitives sends one."""
@@ -268,6 +269,9 @@ def new_primitive(
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
+    if on_tpu is not None:
+        lowering = mlir.lower_fun(on_tpu, multiple_results=False)
+        mlir.register_lowering(primitive, lowering, platform="tpu")
     return primitive
 
 

@@ -1,12 +1,14 @@
 """`calibrate` by equation: a policy holds for batches of other sizes, or says so."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxamp_like import AmpError, AmpWarning, Budget, amp, calibrate
+from jaxamp_like import AmpError, AmpWarning, Budget, Policy, amp, calibrate
 from jaxamp_like._calibrate.marks import Contraction
 from jaxamp_like._calibrate.sizes import _merged
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
@@ -143,6 +145,103 @@ def test_rows_that_match_nothing_are_told(policy):
 
     with pytest.raises(AmpError, match=r"rows \*x16\+,16\+x12, .* matched no"):
         amp(smaller, amp_policy=policy, strict=True)(*batches(6, 8)[0])
+
+
+# Where no two decisions of one scope differ, shapes count too.
+
+
+def scoped(w, x):
+    with jax.named_scope("a"):
+        h = jnp.sin(60 * (x @ w["a"]))
+    with jax.named_scope("b"):
+        h = jnp.tanh(h @ w["b"])
+    with jax.named_scope("c"):
+        return jnp.mean((h @ w["c"]) ** 2)
+
+
+def grown(scope, x_of, w_of):
+    """`scoped`, with one more contraction in a scope."""
+
+    def fn(w, x):
+        with jax.named_scope(scope):
+            more = jnp.mean(jnp.sin(x_of(x) @ w_of(w)))
+        return scoped(w, x) + more
+
+    return fn
+
+
+@pytest.fixture(scope="module", params=(0.02, Budget(gradients=9)))
+def by_equation(request):
+    return calibrate(
+        scoped, batches(6, 8), budget=request.param, granularity="equation"
+    )
+
+
+def wide(width):
+    return lambda x: jnp.concatenate([x, x], axis=1)[:, :width]
+
+
+NEW = {
+    "fewer terms": ("b", wide(4), lambda w: w["a"][:4, :7], "6x4+,4+x7"),
+    "more columns": ("b", wide(12), lambda w: w["b"].T, "6x12+,12+x16"),
+    "one axis more": ("c", lambda x: wide(12)(x)[None], lambda w: w["c"], "1x6x12+,"),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_another_shape_in_a_measured_scope_is_left_as_written(by_equation, name):
+    scope, x_of, w_of, shapes = NEW[name]
+    fn, batch = grown(scope, x_of, w_of), batches(6, 8)[0]
+    saved = type(by_equation.policy).from_dict(by_equation.policy.to_dict())
+    assert saved == by_equation.policy
+    assert f"{scope!r}: {{'dot_general': ['*x" in repr(saved)
+    known = read(amp(scoped, amp_policy=saved, strict=True), *batch)
+    text = f"`dot_general` in scope '{scope}' of {re.escape(shapes)}"
+    with pytest.warns(AmpWarning, match=f"without {text}.*make `amp` of the loss"):
+        assert read(amp(fn, amp_policy=saved), *batch) == [F32, *known]
+    with pytest.raises(AmpError, match=text):
+        amp(fn, amp_policy=saved, strict=True)(*batch)
+
+
+@pytest.mark.parametrize("size", (1, 6, 8, 64))
+def test_the_same_shapes_of_another_batch_are_known(by_equation, size):
+    def twice(w, x):
+        """As in a training step, with what sums nothing and what is exact."""
+        with jax.named_scope("step"):
+            total = scoped(w, x)
+        with jax.named_scope("b"):
+            exact = jnp.matmul(x.T, x, precision="highest")
+            return total + jnp.mean(jnp.einsum("i,j->ij", x[0], x[0])) + exact[0, 0]
+
+    amp(twice, amp_policy=by_equation.policy, strict=True)(WEIGHTS, array(size, 8))
+
+
+@pytest.mark.parametrize("granularity", ("scope", "primitive"))
+def test_other_granularities_decide_of_all_shapes(granularity):
+    found = calibrate(
+        scoped, batches(6, 8), budget=Budget(gradients=9), granularity=granularity
+    )
+    assert found.policy.measured.to_dict() == {k: ["dot_general"] for k in "abc"}
+    fn = grown("b", lambda x: x[:, :4], lambda w: w["a"][:4, :7])
+    mixed = amp(fn, amp_policy=found.policy, strict=True)
+    assert read(mixed, *batches(6, 8)[0]) == [BF16] * 4
+
+
+@pytest.mark.parametrize(
+    "row", (("dot_general",), {"dot_general": ["*x8+,8+x16"]}, {"dot_general": ()})
+)
+def test_what_was_measured_is_data(row):
+    policy = Policy(BF16, measured={"a": row})
+    assert eval(repr(policy)) == policy == Policy.from_dict(policy.to_dict())
+    assert hash(eval(repr(policy))) == hash(policy)
+    is_any = policy == Policy(BF16, measured={"a": ["dot_general"]})
+    assert is_any == (row != {"dot_general": ["*x8+,8+x16"]})
+
+
+@pytest.mark.parametrize("row", ({"dot_general": "*x8+,8+x16"}, {"dot_general": ["8"]}))
+def test_what_is_no_shape_is_refused(row):
+    with pytest.raises(AmpError, match="lists of shapes"):
+        Policy(BF16, measured={"a": row})
 
 
 token = st.sampled_from(("2", "3", "4", "*", "2+", "3+", "*+"))

@@ -86,23 +86,60 @@ def example(kind: str) -> tuple[Any, Any]:
     return jr.normal(jr.key(0), w), jr.normal(jr.key(1), x)
 
 
+def squared(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The square sum of a contraction that stands in a scope."""
+
+    def loss(w, x):
+        with jax.named_scope("contraction"):
+            y = fn(w, x)
+        return jnp.sum(jnp.square(y))
+
+    return loss
+
+
+def by_hand(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same contraction with a derivative rule of its author's."""
+    made = jax.custom_vjp(fn)
+    made.defvjp(lambda w, x: jax.vjp(fn, w, x), lambda back, ct: back(ct))
+    return made
+
+
 def scoped(kind: str, rule: Any, compute_dtype: Any = LOW) -> Callable[..., Any]:
     """The square sum of a contraction that is under a rule."""
 
-    def fn(w, x):
-        with jax.named_scope("contraction"):
-            y = KINDS[kind][0](w, x)
-        return jnp.sum(jnp.square(y))
+    return under(rule, squared(KINDS[kind][0]), compute_dtype)
 
+
+def under(rule: Any, fn: Callable[..., Any], compute_dtype: Any) -> Callable[..., Any]:
     policy = default_amp_policy | {"contraction": rule}
     return amp(fn, compute_dtype=compute_dtype, amp_policy=policy)
 
 
-def by_shape(kind: str, rule: Any, *, dtype: Any = LOW) -> dict[str, str]:
+def differentiated(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(fn, (0, 1))
+
+
+AROUND: dict[str, Callable[..., Any]] = {
+    "grad(amp)": lambda kind, rule, low: differentiated(scoped(kind, rule, low)),
+    "amp(grad)": lambda kind, rule, low: under(
+        rule, differentiated(squared(KINDS[kind][0])), low
+    ),
+    "grad(amp), by hand": lambda kind, rule, low: differentiated(
+        under(rule, squared(by_hand(KINDS[kind][0])), low)
+    ),
+    "amp(grad), by hand": lambda kind, rule, low: under(
+        rule, differentiated(squared(by_hand(KINDS[kind][0]))), low
+    ),
+}
+
+
+def by_shape(
+    kind: str, rule: Any, *, dtype: Any = LOW, around: str = "grad(amp)"
+) -> dict[str, str]:
     """The dtypes of each pass: forward, input gradient, weight gradient."""
     w, x = example(kind)
-    fn = scoped(kind, rule, dtype)
-    eqns = contractions(jax.value_and_grad(fn, (0, 1)), w, x)
+    step = AROUND[around](kind, rule, dtype)
+    eqns = contractions(step, w, x)
     sizes = {w.size: "weight", x.size: "input"}
     passes = {}
     for eqn in eqns:
@@ -145,11 +182,13 @@ CHOICES: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
 choices = pytest.mark.parametrize("choice", CHOICES)
 
 
+@pytest.mark.cross("choice", kind=len(KINDS), around=4)
 @kinds
+@pytest.mark.parametrize("around", AROUND)
 @choices
-def test_each_pass_has_the_dtypes_chosen(kind, choice):
+def test_each_pass_has_the_dtypes_chosen(kind, around, choice):
     kwargs, (forward, input_gradient, weight_gradient) = CHOICES[choice]
-    assert by_shape(kind, use_precision_by_pass(**kwargs)) == {
+    assert by_shape(kind, use_precision_by_pass(**kwargs), around=around) == {
         "forward": forward,
         "input": input_gradient,
         "weight": weight_gradient,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jaxamp_like
 from benchmarks.measure import operand_dtype, walk
@@ -355,6 +356,79 @@ def test_keys_that_match_nothing_name_what_would(key, match):
     assert warned[0].filename == __file__  # the user's line, not one of the library's
     with pytest.raises(AmpError, match=re.escape(match)):
         jax.jit(amp(net, amp_policy=policy, strict=True))(x)
+
+
+def by_reverse_rule(fn):
+    made = jax.custom_vjp(fn)
+
+    def backward(kept, ct):
+        with jax.named_scope("own/backward"):
+            return jax.vjp(fn, *kept)[1](ct)
+
+    made.defvjp(lambda *args: (fn(*args), args), backward)
+    return made
+
+
+def by_forward_rule(fn):
+    made = jax.custom_jvp(fn)
+
+    @made.defjvp
+    def forward(primals, tangents):
+        with jax.named_scope("own/backward"):
+            return jax.jvp(fn, primals, tangents)
+
+    return made
+
+
+def over_devices(fn):
+    specs = {"mesh": Mesh(jax.devices()[:1], ("d",)), "in_specs": P(), "out_specs": P()}
+    return jax.shard_map(lambda w, x: lax.pmean(fn(w, x), "d"), **specs)
+
+
+RULES = {"custom_vjp": by_reverse_rule, "custom_jvp": by_forward_rule}
+AROUND = {
+    "nothing": lambda fn: fn,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda fn: (
+        lambda w, x: lax.scan(lambda x, _: (fn(w, x), None), x, None, 2)[0]
+    ),
+    "shard_map": over_devices,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("around", AROUND)
+def test_keys_that_match_in_a_derivative_rule_alone(around, rule):
+    """It is planned when JAX asks for it: after the keys are judged, or never."""
+    fn = AROUND[around](RULES[rule](lambda w, x: jnp.tanh(x @ w)))
+
+    def loss(w, x):
+        with jax.named_scope("net"):
+            return jnp.sum(fn(w, x))
+
+    def judged(*keys):
+        policy = default_amp_policy | dict.fromkeys(keys, "float32")
+        return amp(loss, amp_policy=policy, compute_dtype="bfloat16", strict=True)
+
+    for key in ("backward", "net/own/backward", re.compile(".*/own/.*")):
+        judged(key)(x, x)
+        jax.grad(judged(key))(x, x)
+    for key, match in (
+        ("backwards", "Did you mean 'backward'"),
+        (re.compile("own/.*"), "It matches a part of 'net/own/backward'"),
+        (lax.conv_general_dilated_p, "has no such primitive"),
+    ):
+        with pytest.raises(AmpError, match=match):
+            judged("backward", key)(x, x)
+
+
+def test_a_derivative_rule_that_fails_is_not_the_mistake_of_a_key():
+    made = by_reverse_rule(jnp.sin)
+    made.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: 1 / 0)
+    policy = default_amp_policy | {"zzz": "float32"}
+    with pytest.raises(AmpError, match="'zzz' of `amp_policy` matched nothing"):
+        amp(made, amp_policy=policy, strict=True)(x)
 
 
 def test_keys_of_maps_and_limits_that_match_nothing():

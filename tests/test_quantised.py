@@ -19,9 +19,11 @@ from jaxamp_like import (
     Policy,
     PolicyMap,
     amp,
+    amp_with_state,
     default_amp_policy,
     explain,
     get_policy,
+    init_amp_state,
 )
 from jaxamp_like._reports.page.table import tables
 from jaxamp_like.presets import quantised
@@ -525,6 +527,43 @@ def test_a_gradient_of_a_gradient_of_what_is_kept_is_refused():
             jax.make_jaxpr(jax.grad(lambda ws, grad=grad: jnp.sum(grad(ws) ** 2)))(ws)
 
 
+SECOND = {
+    "hessian": jax.hessian,
+    "reverse over reverse": lambda fn: jax.jacrev(jax.jacrev(fn)),
+    "forward over forward": lambda fn: jax.jacfwd(jax.jacfwd(fn)),
+    "gradient of a gradient": lambda fn: jax.grad(
+        lambda w: jnp.sum(jax.grad(fn)(w) ** 2)
+    ),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_are_right_or_refused(name):
+    """Whatever modes they are made by: refused where they go through what is kept."""
+    x, ws = values(5, 8), values(2, 8, 8, seed=1) / 4
+
+    def layer(w):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    def layers(ws):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+
+    def tied(w):
+        return jnp.sum((jnp.tanh(x @ w) @ w.T) ** 2)
+
+    def second(fn, **options):
+        return jax.jit(SECOND[name](low(fn, float8(where=None, **options))))
+
+    made = second(layer)(ws[0])
+    assert error(made, SECOND[name](layer)(ws[0])) < 0.5
+    assert error(made, second(layer, keep="compute")(ws[0])) < 1e-5
+    for fn, w in ((layers, ws), (tied, ws[0])):
+        with pytest.raises(AmpError, match=r"second derivative.*keep='compute'"):
+            second(fn)(w)
+        assert error(second(fn, keep="compute")(w), SECOND[name](fn)(w)) < 0.5
+
+
 def test_second_derivatives_by_what_is_not_kept():
     """By an input alone: nothing that is kept depends on it."""
     w, x = values(8, 6), values(5, 8)
@@ -635,6 +674,73 @@ def test_around_a_whole_step_with_programs_inside(fn):
     made = [row[:2] for row in dtypes_of(low(grads, INT8), ws)]
     assert {("int8", "int8"), ("bfloat16", "bfloat16")} == set(made)
     assert made.count(("bfloat16", "bfloat16")) >= 2  # of the gradients
+
+
+CHECKPOINTS = {
+    "a checkpoint": jax.checkpoint,
+    "in a checkpoint": lambda fn: jax.checkpoint(jax.checkpoint(fn)),
+    "a jit in one": lambda fn: jax.checkpoint(jax.jit(fn)),
+    "one in a jit": lambda fn: jax.jit(jax.checkpoint(fn)),
+    "one in a jit in one": lambda fn: jax.checkpoint(jax.jit(jax.checkpoint(fn))),
+}
+COMPUTE = float8(where=None, weight_gradient="compute")
+DELAYED = float8(where=None, delayed=True)
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize(
+    "rule, dtype",
+    (
+        (FLOAT8, E5M2),
+        (COMPUTE, "bfloat16"),
+        (INT8, "bfloat16"),
+        (DELAYED, E5M2),
+    ),
+    ids=("float8", "compute", "int8", "delayed"),
+)
+@pytest.mark.parametrize("around", CHECKPOINTS)
+def test_gradients_beside_what_is_made_again(around, rule, dtype):
+    """JAX 0.6 names what it transposes in a checkpoint as what is made again there."""
+    layer = CHECKPOINTS[around](lambda w, x: jnp.tanh(x @ w["in"]))
+
+    def loss(w, x):
+        return jnp.mean((layer(w, x) @ w["out"]) ** 2)
+
+    w = {"in": values(16, 32) / 4, "out": values(32, 8, seed=1) / 4}
+    args = (w, values(24, 16, seed=2))
+    by = {"compute_dtype": "bfloat16", "amp_policy": quantised(rule)}
+    if rule is DELAYED:
+        mixed = amp_with_state(jax.grad(loss), **by)
+        args = (init_amp_state(mixed, *args), *args)
+    else:
+        mixed = amp(jax.grad(loss), **by)
+    ops = [op for op in explain(mixed)(*args).now.ops if op.flops]
+    # Of `w["in"]`; the other contractions make other shapes.
+    (found,) = (op for op in ops if op.shape in ((16, 32), (32, 16)))
+    assert (found.place.phase, found.dtype) == ("backward", dtype)
+    again = [op for op in ops if op.place.phase == "recomputed"]
+    assert [op.shape for op in again] == [(24, 32)]
+    assert again[0].dtype == ("int8" if rule is INT8 else E4M3)
+
+
+@pytest.mark.parametrize("rule", (FLOAT8, INT8), ids=("float8", "int8"))
+def test_a_gradient_that_is_made_again_hands_on_no_cotangent(rule):
+    """What a checkpoint makes of it again is rounded as in the forward pass."""
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+        return jnp.tanh(jnp.sin(gradient) @ w)
+
+    def loss(w, x):
+        return jnp.mean(jax.checkpoint(step)(w, x) ** 2)
+
+    ops = explain(low(jax.grad(loss), rule))(values(8, 8), values(8, 8)).now.ops
+    reads = {"forward": [], "backward": [], "recomputed": []}
+    for op in ops:
+        if op.flops:
+            reads[op.place.phase].append(op.operands or op.reads)
+    # The first product, the gradient, the second product.
+    assert reads["recomputed"][::2] == reads["forward"]
 
 
 # ------------------------------------------------------ which operand is a cotangent
@@ -783,6 +889,110 @@ def test_weight_gradients_are_told_in_either_order(is_left):
     made = sorted(row[:2] for row in dtypes_of(grad, w, x))
     eight = [(E4M3, E4M3)] * 2 + [(E5M2, E4M3)]
     assert made == [("bfloat16", "bfloat16"), *eight]
+
+
+FORMS = {
+    **RULES,
+    "inputs left": lambda x, w, ct: ((w @ ct.T).T, (ct.T @ x).T),
+    "inputs right": lambda x, w, ct: (ct @ w.T, x.T @ ct),
+    "by einsum": lambda x, w, ct: (
+        jnp.einsum("...o,io->...i", ct, w),
+        jnp.einsum("...o,...i->io", ct, x),
+    ),
+}
+
+
+def of_gradients(fn, *args):
+    """Of each contraction of a backward pass, its shape, what it reads, and why."""
+    ops = [op for op in explain(fn)(*args).now.ops if op.flops]
+    return [
+        (tuple(sorted(op.shape)), op.dtype, op.why)
+        for op in ops
+        if op.place.phase == "backward"
+        and "float8_e4m3fn x float8_e4m3fn" not in op.why
+    ]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("is_outside", (False, True), ids=("grad(amp)", "amp(grad)"))
+@pytest.mark.parametrize("around", [name for name in AROUND if name != "vmap"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_inputs_in_a_rule_are_quantised(form, around, is_outside):
+    """And those of weights are not; the option says so, and so does `explain`."""
+    fn = AROUND[around](dense_by_rule(FORMS[form]))
+
+    def loss(w, x):
+        return jnp.mean(fn(w, x) ** 2)
+
+    args = values(8, 8) / 4, values(4, 8, seed=1)
+    grad = low(jax.grad(loss), COMPUTE) if is_outside else jax.grad(low(loss, COMPUTE))
+    found = of_gradients(grad, *args)
+    said = {(dtype, "a weight gradient, by the" in why) for _, dtype, why in found}
+    assert ("bfloat16", True) in said and len(said) == 2
+    assert said < {("bfloat16", True), (E5M2, False), (E4M3, False)}
+    weights = {shape for shape, dtype, _ in found if dtype == "bfloat16"}
+    assert weights == {(8, 8)}
+    assert (4, 8) in {shape for shape, dtype, _ in found if dtype != "bfloat16"}
+
+
+def by_left(w, x):
+    return (w.T @ x.T).T
+
+
+def by_einsum(w, x):
+    return jnp.einsum("bi,io->ob", x, w).T
+
+
+def by_right(w, x):
+    return x @ w
+
+
+@pytest.mark.parametrize(
+    "batch, is_outside",
+    (
+        ("closed over", False),
+        ("closed over", True),
+        ("an argument", False),
+        ("an argument", True),
+        ("of the state", True),
+    ),
+)
+@pytest.mark.parametrize("product", (by_left, by_einsum, by_right))
+def test_gradients_of_weights_in_any_layout(product, batch, is_outside):
+    """Also where the batch is closed over, or is said to be a parameter."""
+    x = values(24, 16, seed=1)
+    w = {"in": values(16, 12) / 4, "out": values(12, 8, seed=2) / 4}
+
+    def loss(w, x):
+        return jnp.mean(product(w["out"], jnp.tanh(product(w["in"], x))) ** 2)
+
+    fn, args = {
+        "closed over": (lambda w: loss(w, x), (w,)),
+        "an argument": (loss, (w, x)),
+        "of the state": (lambda state: loss(*state), ((w, x),)),
+    }[batch]
+    grad = low(jax.grad(fn), COMPUTE) if is_outside else jax.grad(low(fn, COMPUTE))
+    ops = [op for op in explain(grad)(*args).now.ops if op.place.phase == "backward"]
+    found = {tuple(sorted(op.shape)): op for op in ops if op.flops}
+    assert found[8, 12].dtype == found[12, 16].dtype == "bfloat16"
+    assert found[12, 24].dtype == E5M2  # of what is between the layers
+    if is_outside:
+        perhaps = "perhaps " * (batch == "of the state")
+        assert f": {perhaps}a weight gradient" in found[12, 16].why
+
+
+@pytest.mark.parametrize(
+    "around, is_known", ((lambda fn: fn, True), (jax.checkpoint, False))
+)
+def test_gradients_beside_weights_that_are_closed_over(around, is_known):
+    """They are gradients of inputs. Where that can't be known, they are more exact."""
+    frozen, x = values(12, 8, seed=2) / 4, values(24, 16, seed=1)
+    fn = around(lambda w, x: jnp.tanh(x @ w) @ frozen)
+    grad = low(jax.grad(lambda w, x: jnp.mean(fn(w, x) ** 2)), COMPUTE)
+    ops = [op for op in explain(grad)(values(16, 12) / 4, x).now.ops if op.flops]
+    (op,) = (op for op in ops if op.place.phase == "backward" and 24 in op.shape)
+    assert op.dtype == (E5M2 if is_known else "bfloat16")
+    assert ("perhaps a weight gradient" in op.why) != is_known
 
 
 def test_gradients_of_a_convolution_are_made_in_the_compute_dtype():

@@ -45,7 +45,8 @@ class Writer:
     Args:
         primitives: the contractions' primitives, by name.
         patterns: what the shapes of contractions are of, by which those of one scope
-            are told apart.
+            are told apart, and from what was not measured; of none if these don't
+            count.
         candidates: the low precisions."""
 
     primitives: Mapping[str, Primitive]
@@ -60,12 +61,12 @@ class Writer:
         elsewhere. What was not measured stays as written."""
         policy = self._policy(names)
         if isinstance(policy, Policy):
-            return _measured_on(policy, names)
+            return self._measured_on(policy, names)
         of: dict[Any, list[Contraction]] = {key: [] for key in (None, *policy)}
         for one in names:
             of[policy.key_of(one.scope)].append(one)
-        entries = {key: _measured_on(policy[key], of[key]) for key in policy}
-        return PolicyMap(_measured_on(policy.default_policy, of[None]), entries)
+        entries = {key: self._measured_on(policy[key], of[key]) for key in policy}
+        return PolicyMap(self._measured_on(policy.default_policy, of[None]), entries)
 
     def _policy(self, names: Mapping[Contraction, str]) -> Policy | PolicyMap:
         scopes: dict[tuple[str, ...], dict[Contraction, str]] = {}
@@ -131,14 +132,17 @@ class Writer:
         }
         return ByShapes(tuple(rows.items()), _rule(FULL))
 
+    def _measured_on(
+        self, policy: Policy, contractions: Iterable[Contraction]
+    ) -> Policy:
+        found = Measured.of(
+            (one.scope, one.primitive, self.patterns.get(one)) for one in contractions
+        )
+        return replace(policy, measured=found)
+
     @functools.cached_property
     def _by_name(self) -> dict[str, Candidate]:
         return {one.name: one for one in self.candidates}
-
-
-def _measured_on(policy: Policy, contractions: Iterable[Contraction]) -> Policy:
-    found = Measured.of((one.scope, one.primitive) for one in contractions)
-    return replace(policy, measured=found)
 
 
 def _rule(name: str) -> Rule:

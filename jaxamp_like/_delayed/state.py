@@ -25,14 +25,18 @@ _MOST = 6  # keys to list
 
 def first_state(tensors: Mapping[str, Tensor]) -> State:
     return {
-        key: first_scale(tensor.shape(), tensor.wanted.length)
-        for key, tensor in sorted(tensors.items())
+        name: first_scale(tensor.shape(), tensor.wanted.length)
+        for name, tensor in sorted(by_name(tensors).items())
     }
+
+
+def by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {tensor.name: tensor for tensor in tensors.values()}
 
 
 def scales_of(tensors: Mapping[str, Tensor], state: State) -> dict[str, Any]:
     """What each tensor is divided by in this step; see `next_scale`."""
-    return {key: next_scale(state[key], t.wanted.fmt) for key, t in tensors.items()}
+    return {key: next_scale(state[t.name], t.wanted.fmt) for key, t in tensors.items()}
 
 
 def next_state(
@@ -40,11 +44,17 @@ def next_state(
 ) -> State:
     """The state after a step that began with `scales` and saw `maxima`."""
 
-    def after(key: str, amax: Any) -> TensorScale:
-        scale = measured(scales[key], amax, tensors[key].wanted.fmt)
-        return seen(state[key], scale, amax)
+    largest: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        known = largest.get(tensor.name)
+        amax = maxima[key]
+        largest[tensor.name] = amax if known is None else jnp.maximum(known, amax)
 
-    return {key: after(key, maxima[key]) for key in state}
+    def after(name: str, amax: Any) -> TensorScale:
+        scale = measured(scales[name], amax, tensors[name].wanted.fmt)
+        return seen(state[name], scale, amax)
+
+    return {name: after(name, largest[name]) for name in state}
 
 
 def as_state(state: Any) -> State:
@@ -70,6 +80,7 @@ def _as_scale(value: Any) -> Any:
 
 def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
     """The state that a user gave, if it is one for these tensors."""
+    tensors = by_name(tensors)
     state = _by_names_of(state, tensors)
     missing, foreign = tensors.keys() - state.keys(), state.keys() - tensors.keys()
     if missing or foreign:

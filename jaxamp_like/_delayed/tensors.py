@@ -7,8 +7,8 @@ is the same in all of them (steps of a recurrence, microbatches): then all itera
 share one, and the largest maximum counts."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .._errors import AmpError
@@ -23,6 +23,7 @@ from .._jax import (
     shard_map_options,
     source_line,
     subjaxprs,
+    varying_in,
     while_operands,
 )
 from .._quantised.delayed import SCALE, Wanted
@@ -38,18 +39,24 @@ class Tensor:
     """A tensor that has a history.
 
     Args:
-        key: its name in the state.
+        key: its name in the program.
+        name: that in the state.
         place: the contraction that it is named after.
         wanted: what the first mark says that reads it.
         lengths: of the scans, by how many are around their body, in which each
             iteration has its own.
-        context: the branches and `while` loops that it stands in."""
+        context: the branches and `while` loops that it stands in.
+        within: the axes of the `shard_map`s that it stands in.
+        axes: those that its type says it varies over."""
 
     key: str
+    name: str
     place: str
     wanted: Wanted
     lengths: dict[int, int]
     context: tuple[Any, ...]
+    within: frozenset[str]
+    axes: frozenset[str]
 
     def shape(self, depth: int = 0) -> tuple[int, ...]:
         """Of its scale, inside of as many scans."""
@@ -68,10 +75,16 @@ Sites = dict[int, Any]
 
 
 class Around(NamedTuple):
-    """What stands around an equation: lengths of scans; branches and loops."""
+    """What stands around an equation.
+
+    Args:
+        lengths: of scans.
+        context: branches and `while` loops.
+        axes: of `shard_map`s."""
 
     lengths: tuple[int, ...] = ()
     context: tuple[Any, ...] = ()
+    axes: frozenset[str] = frozenset()
 
     def within(self, frame: Any) -> "Around":
         return self._replace(context=(*self.context, frame))
@@ -137,20 +150,38 @@ class Finder:
     def _use(self, eqn: Eqn, ins: list[int], around: Around) -> Use:
         wanted: Wanted = eqn.params["of"]
         number, other = ins
+        axes = varying_in(eqn.outvars[0].aval)
         if wanted.side == 0:
             self._place = None
-        for tensor in self._by_number.get(number, ()):
-            if (tensor.wanted.fmt, tensor.wanted.length) == wanted[-2:]:
+        alike = [
+            tensor
+            for tensor in self._by_number.get(number, ())
+            if (tensor.wanted.fmt, tensor.wanted.length) == wanted[-2:]
+        ]
+        for tensor in alike:
+            if tensor.axes == axes:
                 # Elsewhere it was perhaps not made: the maximum is taken again.
                 context = around.context[: len(tensor.context)]
                 return Use(tensor, context != tensor.context)
-        tensor = self._tensor(wanted, number, other, around)
+        if alike:
+            # The same on all devices, and by its type so for some readers only. A scale
+            # that is measured for these is of another type than one for the others.
+            key = f"{alike[0].name} over {sorted(axes)}"
+            frames = {"context": around.context, "within": around.axes}
+            tensor = replace(alike[0], key=key, axes=axes, **frames)
+        else:
+            tensor = self._tensor(wanted, number, other, around, axes)
         self.tensors[tensor.key] = tensor
         self._by_number.setdefault(number, []).append(tensor)
         return Use(tensor, True)
 
     def _tensor(
-        self, wanted: Wanted, number: int, other: int, around: Around
+        self,
+        wanted: Wanted,
+        number: int,
+        other: int,
+        around: Around,
+        axes: frozenset[str],
     ) -> Tensor:
         varies = self.numbers.varies
         own = varies[number] & varies[other]
@@ -160,12 +191,16 @@ class Finder:
         key = f"{place}/{self._role(wanted)}"
         n = self._roles[key]
         self._roles[key] += 1
+        name = f"{key}#{n}" if n else key
         return Tensor(
-            f"{key}#{n}" if n else key,
+            name,
+            name,
             place,
             wanted,
             {d: around.lengths[d - 1] for d in own},
             around.context,
+            around.axes,
+            axes,
         )
 
     def _role(self, wanted: Wanted) -> str:
@@ -260,8 +295,14 @@ def _shard_map(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found
         return [function(n, (options["mesh"], str(spec))) for n, spec in pairs]
 
     given = of(options["in_specs"], ins, self.numbers.local)
+    around = around._replace(axes=around.axes | axes_of(options))
     outs, sites = self._walk(eqn.params["jaxpr"], given, around)
     return of(options["out_specs"], outs, self.numbers.whole), (sites,)
+
+
+def axes_of(shard_map: Mapping[str, Any]) -> frozenset[str]:
+    """The axes that a `shard_map` with these options divides along."""
+    return frozenset(shard_map["axis_names"] or shard_map["mesh"].axis_names)
 
 
 _HANDLERS = {

@@ -37,7 +37,7 @@ from .._jax import (
 from .._quantised.delayed import NOT_SEEN, measured, not_differentiated
 from .._quantised.formats import largest_of
 from .._structural.base import REMAT
-from .tensors import Sites, Tensor, Use
+from .tensors import Sites, Tensor, Use, axes_of
 
 Arrays = dict[str, Any]  # by the key of a tensor
 
@@ -48,10 +48,13 @@ class Threaded:
     Args:
         tensors: those that have a history, by key.
         depth: how many scans are around.
-        axes: those of a mesh that maxima are marked as varying over."""
+        axes: of the `shard_map`s around."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], depth: int = 0, axes: tuple[str, ...] = ()
+        self,
+        tensors: Mapping[str, Tensor],
+        depth: int = 0,
+        axes: frozenset[str] = frozenset(),
     ):
         self.tensors = tensors
         self.depth = depth
@@ -96,13 +99,15 @@ class Threaded:
             handler = _HANDLERS.get(eqn.primitive.name, _call)
             return handler(self, eqn, found, scales, values)
         key = found.tensor.key
+        scale = varying_over(scales[key], sorted(found.tensor.axes))
+        if differs := varying_axes(scale) - found.tensor.axes:
+            raise AmpError(_SEVERAL.format(found.tensor.name, (*sorted(differs),)))
         if not found.records:
-            return [scales[key]], {}
+            return [scale], {}
         amax = largest_of(not_differentiated(values[0]))
         shape = found.tensor.shape(self.depth)
         assert not shape, "a history that is stacked more often than it is read"
-        scale = self.measured(key, scales[key], amax)
-        return [scale], {key: varying_over(amax, self.axes)}
+        return [measured(scale, amax, found.tensor.wanted.fmt)], {key: amax}
 
     def measured(self, key: str, scale: Any, amax: Any) -> Any:
         """The scale of a tensor, of which the maximum is known by now."""
@@ -113,11 +118,21 @@ class Threaded:
 
     def not_seen(self, keys: Iterable[str]) -> Arrays:
         """Maxima that change none."""
-        shapes = {key: self.tensors[key].shape(self.depth) for key in keys}
-        return {
-            key: varying_over(jnp.full(shape, NOT_SEEN, jnp.float32), self.axes)
-            for key, shape in shapes.items()
-        }
+
+        def like(tensor: Tensor) -> Any:
+            # Out of a `shard_map` come maxima of all its devices.
+            axes = tensor.axes - (tensor.within - self.axes)
+            none = jnp.full(tensor.shape(self.depth), NOT_SEEN, jnp.float32)
+            return varying_over(none, sorted(axes))
+
+        return {key: like(self.tensors[key]) for key in keys}
+
+
+_SEVERAL = (
+    "The state differs between the devices of a `shard_map`, and what {!r} is of does "
+    "not. Give all devices one state: `jax.tree.map(lambda x: jax.lax.pmax(x, {}), "
+    "state)`."
+)
 
 
 def larger(a: Arrays, b: Arrays) -> Arrays:
@@ -280,16 +295,20 @@ def _cond(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
 
 def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
     options = shard_map_options(eqn.params)
-    axes = tuple(sorted(options["axis_names"] or options["mesh"].axis_names))
-    known = axes if options["check_vma"] else ()
-    inner = Threaded(self.tensors, self.depth, (*self.axes, *known))
+    # One within another may name the axes of both (JAX 0.6).
+    axes = sorted(axes_of(options) - self.axes)
+    known = axes if options["check_vma"] else []
+    inner = Threaded(self.tensors, self.depth, self.axes.union(axes))
     options["in_specs"] = (PartitionSpec(), *options["in_specs"])
     options["out_specs"] = (options["out_specs"], PartitionSpec())
     shard_map: Any = jax.shard_map
 
     def body(scales, *operands):
         outs, maxima = inner.run(eqn.params["jaxpr"], found[0], scales, operands)
-        return outs, {key: lax.pmax(x, axes) for key, x in maxima.items()}
+        return outs, {
+            key: lax.pmax(varying_over(x, known), tuple(axes))
+            for key, x in maxima.items()
+        }
 
     return shard_map(body, **options)(scales, *values)
 

@@ -1,34 +1,59 @@
-"""What a policy was measured on: the contractions, by scope, that it decides of."""
+"""What a policy was measured on: the contractions, by scope, that it decides of.
+
+Where equations were decided by themselves, the shapes of their operands count too."""
 
 import functools
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._errors import AmpError
 from .._jax import Primitive
 from .._primitives import CONTRACTIONS
 from .._rules import UseOriginalPrecision
-from .._rules.measured import Unmeasured
+from .._rules.by_shapes import ByShapes, is_pattern
+from .._rules.measured import OfMeasuredShapes, Unmeasured
 from .dictionary import Found, Key, Lookup, Scope, is_stopped
+
+
+class Kind(NamedTuple):
+    """Contractions that were measured in one scope.
+
+    Args:
+        primitive: its name.
+        shapes: patterns of the shapes of both operands, sorted; none for any shapes."""
+
+    primitive: str
+    shapes: tuple[str, ...] = ()
+
+
+Contractions = Sequence[str] | Mapping[str, Sequence[str]]
+"""Names of primitives; or with patterns of shapes, those of both operands."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The primitives of the contractions that were measured, by the path of a scope.
+    """The kinds of contractions that were measured, by the path of a scope.
 
     Args:
-        rows: paths, sorted, each with the names of primitives, sorted."""
+        rows: paths, sorted, each with what was measured there, sorted."""
 
-    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    rows: tuple[tuple[str, tuple[Kind, ...]], ...]
 
     @classmethod
-    def of(cls, contractions: Iterable[tuple[Scope, str]]) -> "Measured":
-        """Of scopes with the names of primitives."""
-        found: dict[str, set[str]] = {}
-        for scope, primitive in contractions:
-            found.setdefault("/".join(scope), set()).add(primitive)
-        return cls(tuple((path, tuple(sorted(found[path]))) for path in sorted(found)))
+    def of(cls, contractions: Iterable[tuple[Scope, str, str | None]]) -> "Measured":
+        """Of scopes, with names of primitives, with shapes if these count."""
+        found: dict[str, dict[str, set[str | None]]] = {}
+        for scope, primitive, shapes in contractions:
+            by_name = found.setdefault("/".join(scope), {})
+            by_name.setdefault(primitive, set()).add(shapes)
+        return cls.from_dict(
+            {
+                path: {name: () if None in some else some for name, some in row.items()}
+                for path, row in found.items()
+            }
+        )
 
     @classmethod
     def from_dict(cls, data: Any) -> "Measured":
@@ -37,35 +62,55 @@ class Measured:
         Raises:
             AmpError: it is something else."""
 
-        def is_row(path: Any, names: Any) -> bool:
-            is_list = isinstance(path, str) and isinstance(names, list | tuple)
-            return is_list and all(name in [*CONTRACTIONS] for name in names)
+        def is_row(path: Any, row: Any) -> bool:
+            if not isinstance(path, str) or not isinstance(row, list | tuple | Mapping):
+                return False
+            shapes = row.values() if isinstance(row, Mapping) else ()
+            return all(name in [*CONTRACTIONS] for name in row) and all(
+                not isinstance(some, str) and all(map(is_pattern, some))
+                for some in shapes
+            )
 
         if not isinstance(data, Mapping) or not all(
-            is_row(path, names) for path, names in data.items()
+            is_row(path, row) for path, row in data.items()
         ):
             raise AmpError(
                 "`measured` of a policy maps paths of scopes to lists of primitives "
-                f"(any of {', '.join(CONTRACTIONS)}), but got {data!r}. Use what "
-                "`to_dict` gave, or leave it out."
+                f"(any of {', '.join(CONTRACTIONS)}), or these to lists of shapes "
+                f"('*x16+,16+x4'), but got {data!r}. Use what `to_dict` gave, or leave "
+                "it out."
             )
-        return cls.of(((path,), name) for path in data for name in data[path])
 
-    def to_dict(self) -> dict[str, list[str]]:
-        return {path: list(names) for path, names in self.rows}
+        def kinds(row: Any) -> tuple[Kind, ...]:
+            by_name = row if isinstance(row, Mapping) else dict.fromkeys(row, ())
+            return tuple(Kind(n, tuple(sorted(by_name[n]))) for n in sorted(by_name))
+
+        return cls(tuple((path, kinds(data[path])) for path in sorted(data)))
+
+    def to_dict(self) -> dict[str, Any]:
+        def row(kinds: tuple[Kind, ...]) -> Any:
+            if any(kind.shapes for kind in kinds):
+                return {kind.primitive: list(kind.shapes) for kind in kinds}
+            return [kind.primitive for kind in kinds]
+
+        return {path: row(kinds) for path, kinds in self.rows}
 
     @functools.cached_property
-    def _by_path(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.rows)
+    def _by_path(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        return {path: dict(kinds) for path, kinds in self.rows}
 
-    def holds(self, primitive: str, scope: Scope) -> bool:
-        """Whether contractions of a primitive in a scope were measured.
+    def shapes(self, primitive: str, scope: Scope) -> tuple[str, ...] | None:
+        """The shapes that were measured of a primitive in a scope; `None` if none were.
 
-        What was measured may be called in other scopes, as a loss in a training step;
-        what has no scope of its own may not, for it can't be told from what is new."""
+        As in a `Kind`: none for any shapes. What was measured may be called in other
+        scopes, as a loss in a training step; what has no scope of its own may not, for
+        it can't be told from what is new."""
         starts = range(max(len(scope), 1))
-        paths = ("/".join(scope[start:]) for start in starts)
-        return any(primitive in self._by_path.get(path, ()) for path in paths)
+        rows = [self._by_path.get("/".join(scope[start:]), {}) for start in starts]
+        found = [row[primitive] for row in rows if primitive in row]
+        if not found:
+            return None
+        return tuple(itertools.chain(*found)) if all(found) else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +125,12 @@ class MeasuredPolicy:
         is_original = isinstance(found.rule, UseOriginalPrecision)
         if primitive.name not in CONTRACTIONS or is_stopped(scope) or is_original:
             return found
-        if self.measured.holds(primitive.name, scope):
+        shapes = self.measured.shapes(primitive.name, scope)
+        if shapes is None:
+            return replace(found, rule=Unmeasured(found.rule))
+        if not shapes or isinstance(found.rule, ByShapes):  # which tells of others
             return found
-        return replace(found, rule=Unmeasured(found.rule))
+        return replace(found, rule=OfMeasuredShapes(found.rule, shapes))
 
     def own_keys(self) -> list[Key]:
         return self.policy.own_keys()

@@ -1,7 +1,7 @@
 """`Policy`: what to compute, store and return in, as one value with a name."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -17,7 +17,7 @@ from .codec import decode_rules, encode_rules, own_rules
 from .dictionary import Lookup, checked_policy, default_amp_policy
 from .frozen import FrozenRules
 from .limit import Limit, limited
-from .measured import Measured, limited_to
+from .measured import Contractions, Measured, limited_to
 from .mistakes import naming_mistakes
 
 _Tree = TypeVar("_Tree")
@@ -42,8 +42,8 @@ class Policy:
         rules: as the dict that `amp` takes; `default_amp_policy` if not given.
         limit: where it holds, as `only`, `excluding` and `where` say.
         measured: the contractions that `calibrate` has measured: their primitives by
-            the paths of their scopes. Others are left as written, and `amp` tells of
-            them. `None` lowers what the rules say.
+            the paths of their scopes, perhaps with shapes. Others are left as written,
+            and `amp` tells of them. `None` lowers what the rules say.
     Raises:
         TypeError, ValueError: a dtype is no floating dtype or needs x64; a key or rule
             is of the wrong kind.
@@ -77,7 +77,7 @@ class Policy:
         rules: Mapping[Any, Any] | None = None,
         *,
         limit: Limit | None = None,
-        measured: Mapping[str, Sequence[str]] | Measured | None = None,
+        measured: Mapping[str, Contractions] | Measured | None = None,
     ):
         given = {
             "compute_dtype": compute_dtype,

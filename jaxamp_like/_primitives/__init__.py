@@ -17,4 +17,5 @@ from .kinds import (
     RANKING as RANKING,
     VIEWS as VIEWS,
     is_cheap as is_cheap,
+    is_statistic as is_statistic,
 )

@@ -9,6 +9,8 @@ and loses what is below 6e-8, bfloat16 has the range of float32.
 Then the sets that say what a primitive's derivative keeps, and what it costs to run it
 again."""
 
+import math
+
 from .._jax import Eqn
 from .contractions import is_contraction
 
@@ -197,3 +199,17 @@ def is_cheap(eqn: Eqn) -> bool:
     if eqn.primitive.name not in CONTRACTIONS:
         return eqn.primitive.name in CHEAP
     return not is_contraction(eqn.params, [atom.aval.shape for atom in eqn.invars])
+
+
+_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod".split())
+_MANY = 16
+
+
+def is_statistic(eqn: Eqn) -> bool:
+    """Whether an equation makes one number of many, as the mean of a row is.
+
+    It takes a pass over an array to make that again, and next to nothing to keep."""
+    if eqn.primitive.name not in _REDUCTIONS:
+        return False
+    sizes = math.prod(eqn.invars[0].aval.shape), math.prod(eqn.outvars[0].aval.shape)
+    return sizes[0] >= _MANY * sizes[1]

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from .._dtypes import DType, cast, lowered
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.weights import is_parameter, weight_side
+from .._rules.weights import gradient_of, weight_side
 from .alone import AsFloat8
 from .axes import axes_at, onto_result
 from .bilinear import as_it_is, bilinear
@@ -56,8 +56,10 @@ class Float8(Quantising):
             )
 
     def why_not(self, site: Site) -> str | None:
-        if self.weight_gradient == "compute" and _is_weight_gradient(site):
-            return "a weight gradient, by the option `weight_gradient`"
+        of = gradient_of(site) if self.weight_gradient == "compute" else None
+        if of == "weight" or of == "either":
+            perhaps = "perhaps " * (of == "either")
+            return f"{perhaps}a weight gradient, by the option `weight_gradient`"
         if site.primitive.name != "dot_general" and any(site.cotangents):
             return "the gradient of a convolution"
         return super().why_not(site)
@@ -180,23 +182,6 @@ class Float8(Quantising):
         return f"{text}; cotangents in {self.grad_dtype.name}"
 
 
-def _is_weight_gradient(site: Site) -> bool:
-    """Whether a contraction of a backward pass makes the gradient of a parameter.
-
-    It reads none, but perhaps the data, which is an input too. It sums over rows, as
-    what comes first in the cotangent, where a gradient of an input sums over
-    columns."""
-    numbers = dot_numbers(site.params)
-    if numbers is None or sum(site.cotangents[:2]) != 1:
-        return False
-    (ct,) = (i for i in (0, 1) if site.is_cotangent(i))
-    if not is_parameter(site.facts[1 - ct]):
-        return True
-    summed, batch = (axes[ct] for axes in numbers)
-    own = [axis for axis in range(len(site.avals[ct].shape)) if axis not in batch]
-    return own[0] in summed and own[-1] not in summed
-
-
 def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
     """A scope without the names that this library adds."""
     return tuple(n for n in scope if not n.startswith("amp_"))
@@ -238,14 +223,15 @@ def float8(
     are no contractions get what the policy says of them otherwise.
 
     A tensor of zeros stays one. NaN stays NaN, and inf becomes NaN: a loss scaler sees
-    both. Second derivatives need `keep="compute"`. Within `jax.vmap(amp(f))`, each
-    example has scales of its own, and `where` sees its shapes; outside, in
-    `amp(jax.vmap(f))`, all of the batch is one tensor.
+    both. Second derivatives through what is kept need `keep="compute"`. Within
+    `jax.vmap(amp(f))`, each example has scales of its own, and `where` sees its shapes;
+    outside, in `amp(jax.vmap(f))`, all of the batch is one tensor.
 
     Args:
         grad_dtype: the format of cotangents. "float8_e4m3fn" is more accurate, with
             2^18 of range against 2^32.
-        weight_gradient: "compute" makes it of operands in the compute dtype.
+        weight_gradient: "compute" makes it of operands in the compute dtype; so is a
+            gradient taken inside of `amp` made that can't be known for an input's.
         granularity: "row" gives each row of the left operand, and column of the right,
             a scale, in all three contractions; operands are then kept in the compute
             dtype, and quantised again in the backward pass.

@@ -55,7 +55,10 @@ class Around:
             scope = (*base, *told(step.scope))
         if own.backward and phase == "forward":
             phase = "backward"
-        if own.recomputed:
+        # JAX 0.6 names what it transposes of a call in a checkpoint as if it were made
+        # again there; the plan knows better.
+        is_gradient = step is not None and step.backward and not own.backward
+        if own.recomputed and not is_gradient:
             phase = "recomputed"
         return dataclasses.replace(
             self, scope=scope, phase=phase, step=step, in_amp=in_amp, base=base

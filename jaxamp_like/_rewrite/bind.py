@@ -19,14 +19,14 @@ from .._jax import (
     reemit,
     trace,
 )
-from .._primitives import is_cheap
+from .._primitives import is_cheap, is_statistic
 from .._primitives.matmul_precision import (
     setting,
     settled_bind,
     with_setting,
     without_setting,
 )
-from .._rules import PLACING, Demand, Leaf, author_dtype
+from .._rules import PLACING, Demand, Leaf, author_dtype, kept_or_made
 from .._structural.base import now
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
@@ -186,11 +186,27 @@ class Frame:
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low. `cotangents` tells of a
         backward rule which of its inputs are."""
+        outs, _ = self.rewrite_with_facts(
+            fn, avals, values, facts, scope, wanted, cotangents
+        )
+        return outs
+
+    def rewrite_with_facts(
+        self,
+        fn: Callable[..., Any],
+        avals: Sequence[Any],
+        values: Sequence[Any],
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[Demand],
+        cotangents: tuple[bool, ...] | None = None,
+    ) -> tuple[list[Any], Facts]:
+        """As `rewrite`, with what is known of the results."""
         with without_setting():
             jaxpr = self.planner.prepared(trace(fn, avals), scope)
         rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
         plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest), cotangents)
-        return self.run(plan, consts(jaxpr), values)
+        return self.run(plan, consts(jaxpr), values), plan.outs
 
     def read(self, atom: Any, dtype: DType | None) -> Any:
         """The value of `atom`, cast to `dtype` if that is given and another."""
@@ -285,6 +301,8 @@ class Frame:
             bind = settled_bind(eqn.primitive, decision.params, is_low)
             outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
+        if self.keeps == Keeps.STATISTICS and is_statistic(eqn):
+            outs = list(map(kept_or_made, outs))
         if step.is_compute:
             outs = list(map(one_number, outs, (v.aval for v in eqn.outvars)))
         if rounded and branch is None:
@@ -391,11 +409,12 @@ class Call(NamedTuple):
         units = schedule.units
         for unit in map(as_island, units) if self.keeps == Keeps.MARKED else units:
             is_region = isinstance(unit, Region)
-            keeps = Keeps.NOTHING if is_region else self.keeps
+            both = (Keeps.NOTHING, Keeps.STATISTICS) if is_region else (self.keeps,)
             for step in unit.steps if is_region else (unit,):
                 if step.handler is not None and step.handler.is_closed:
                     (inner,), dtypes = step.inner, now(step.decision.outs)
-                    yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
+                    for keeps in both:
+                        yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
 from .._jax import SymbolicZero
+from .._rules import apart
 
 
 @jax.custom_jvp
@@ -55,7 +56,7 @@ def settle(x: Any, low: DType) -> Any:
 @settle.defjvp
 def _(low, primals, tangents):
     (x,), (t,) = primals, tangents
-    return x, cast(lax.optimization_barrier(cast(t, low)), t.dtype)
+    return x, cast(apart(cast(t, low)), t.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -75,10 +76,8 @@ def _fork_jvp(low, primals, tangents):
         return out, t
     rounded = cast(u, low)
     if isinstance(t, SymbolicZero):
-        return out, cast(lax.optimization_barrier(rounded), u.dtype)
-    # Of a barrier JAX transposes all operands or none: no zero must be made a constant.
-    t, rounded = lax.optimization_barrier((t, rounded))
-    return out, lax.add(t, cast(rounded, t.dtype))
+        return out, cast(apart(rounded), u.dtype)
+    return out, lax.add(apart(t), cast(apart(rounded), t.dtype))
 
 
 fork.defjvp(_fork_jvp, symbolic_zeros=True)

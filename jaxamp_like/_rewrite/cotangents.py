@@ -5,7 +5,8 @@ that it transposes, and an author's derivative rule where he likes. A value is a
 cotangent if an equation of a backward pass makes it of one; a float, since a mask is
 none. So is what is made of a cotangent and of something else: it has the range of the
 first. What a backward pass makes of other values alone, as a rule that makes scores
-again, is none.
+again, is none; nor is what `jax.checkpoint` has it make again, which is a forward pass
+and reads no cotangent that comes in.
 
 A cotangent begins as an input of the backward rule that an author wrote. In code that
 JAX has transposed already, name stacks tell of each equation whether it is part of a
@@ -82,7 +83,13 @@ class Cotangents:
         starts = _Starts(jaxpr, is_rule)
         known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
         if is_backward:
-            return [self._which(starts, k, known) for k in range(len(jaxpr.eqns))]
+            outer = set(known)  # what is made of what came in, and not of a gradient
+            found = []
+            for k, eqn in enumerate(jaxpr.eqns):
+                which = self._handed_on(eqn, _those_in(outer, eqn), outer)
+                is_part = any(which) or not starts.are_made_again_at(k)
+                found.append(self._which(starts, k, known) if is_part else ())
+            return found
         found: list[Which] = [()] * len(jaxpr.eqns)
         for run in starts.runs():
             rows = [self._which(starts, k, known) for k in run]
@@ -97,10 +104,14 @@ class Cotangents:
     def _which(self, starts: "_Starts", k: int, known: set[Any]) -> Which:
         """Which operands of equation `k` are; adds what it makes to those `known`."""
         eqn = starts.eqns[k]
-        which = [_is_var(x) and x in known for x in eqn.invars]
+        which = _those_in(known, eqn)
         if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
             for i in starts.of(k):
                 which[i] = True
+        return self._handed_on(eqn, which, known)
+
+    def _handed_on(self, eqn: Eqn, which: Sequence[bool], known: set[Any]) -> Which:
+        """As given; adds those operands, and what is made of them, to those `known`."""
         if not any(which):
             return ()
         pairs = zip(eqn.invars, which, strict=True)
@@ -164,6 +175,10 @@ class _Starts:
     def __init__(self, jaxpr: Any, is_rule: bool):
         self.eqns = jaxpr.eqns
         self.phases = [_phases(eqn, is_rule) for eqn in jaxpr.eqns]
+        # A rule may be handed what a forward pass keeps, and run its backward pass.
+        self.has_forwards = not is_rule or any(
+            "jvp" in phases and _BACKWARD not in phases for phases in self.phases
+        )
         given = (*jaxpr.invars, *jaxpr.constvars)
         self.made: dict[Any, Phases] = dict.fromkeys(given, ())
         self.read: dict[Any, set[Phases]] = defaultdict(set)
@@ -176,6 +191,12 @@ class _Starts:
 
     def are_possible_at(self, k: int) -> bool:
         return _BACKWARD in self.phases[k]
+
+    def are_made_again_at(self, k: int) -> bool:
+        """Whether an equation of a backward pass is named as one of a forward pass.
+
+        JAX 0.6 names so what it has transposed of a call in a checkpoint, too."""
+        return names(self.eqns[k]).recomputed and not self.are_possible_at(k)
 
     def runs(self) -> Iterator[list[int]]:
         """Equations of backward passes, as they follow each other."""
@@ -210,7 +231,7 @@ class _Starts:
     def _is_outside(self, var: Any, before: Phases) -> bool:
         """Whether a value is made outside of a forward pass, which doesn't read it."""
         made = self.made[var]
-        if made != before[: len(made)]:
+        if made != before[: len(made)] or not self.has_forwards:
             return False
         forward = (*before, "jvp")
         return not any(by[: len(forward)] == forward for by in self.read[var])
@@ -233,6 +254,10 @@ def _is_one(eqn: Eqn, i: int) -> bool:
     is_linear |= any(True for _ in subjaxprs(eqn.params))
     is_weak = getattr(atom.aval, "weak_type", False)  # written by an author
     return is_linear and not is_weak and np.ndim(atom.val) == 0 and atom.val == 1
+
+
+def _those_in(known: set[Any], eqn: Eqn) -> list[bool]:
+    return [_is_var(x) and x in known for x in eqn.invars]
 
 
 def _is_var(atom: Any) -> bool:

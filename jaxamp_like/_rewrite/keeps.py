@@ -11,10 +11,15 @@ class Keeps(enum.Enum):
     LEAN_IN_LOOP = enum.auto()
     MARKED = enum.auto()  # lean, in a loop, under the policy `save_marked`
     NOTHING = enum.auto()  # all of it is run again
+    STATISTICS = enum.auto()  # the same, but on TPUs small sums of much are kept
 
     @property
     def is_lean(self) -> bool:
         return self in (Keeps.LEAN, Keeps.LEAN_IN_LOOP, Keeps.MARKED)
+
+    @property
+    def runs_again(self) -> bool:
+        return self in (Keeps.NOTHING, Keeps.STATISTICS)
 
     @property
     def in_loop(self) -> "Keeps":
@@ -29,4 +34,4 @@ class Keeps(enum.Enum):
     @property
     def in_rule(self) -> "Keeps":
         """For derivative rules, whose authors chose what to keep."""
-        return self if self == Keeps.NOTHING else Keeps.ALL
+        return self if self.runs_again else Keeps.ALL

@@ -29,6 +29,7 @@ class Step:
     casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
     run_again: bool = False  # in the backward pass, if less is kept for it then
     wanted: tuple[Demand, ...] = ()  # how its results are read
+    backward: bool = False  # whether it is part of a backward pass, as it was planned
 
     @property
     def is_compute(self) -> bool:

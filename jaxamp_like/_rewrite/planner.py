@@ -35,6 +35,7 @@ from .._rules import (
     Demand,
     Fact,
     Origin,
+    Partner,
     Rule,
     Site,
     author_dtype,
@@ -51,6 +52,7 @@ from .hoisted import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
 from .origins import as_number, with_origins
+from .partners import Partners
 from .placement import as_asked, leaf_of, of_operands
 from .plan import Facts, Plan, Scope, Step
 from .shared import shared
@@ -153,12 +155,15 @@ class Planner:
         read_often = shared(readers)
         is_backward = is_rule or self._is_backward
         cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
+        partners = Partners()
         steps, keys = [], set()
         for eqn, which in zip(inner.eqns, cotangents, strict=True):
             operands = tuple(fact_of(env, atom) for atom in eqn.invars)
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             place = scope + scopes(eqn)
-            step = self._step(eqn, place, operands, needed, read_often, which)
+            partner = partners.of(eqn, which)
+            step = self._step(eqn, place, operands, needed, read_often, which, partner)
+            partners.meet(eqn, operands, which)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
             steps.append(step)
             found = {step.found.key, *step.found.also}
@@ -183,10 +188,11 @@ class Planner:
         wanted: Sequence[Demand],
         read_often: Set[Any],
         cotangents: Which,
+        partner: Partner | None,
     ) -> Step:
         found = self.matching.found(eqn, scope)
-        site = self._site(eqn, scope, facts, wanted, found)
-        site = site._replace(cotangents=cotangents)
+        site = self._site(eqn, scope, facts, wanted, found, cotangents)
+        site = site._replace(partner=partner)
         handler = self.matching.handler(eqn, scope)
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
@@ -195,7 +201,15 @@ class Planner:
         if handler is not None:
             with self._inside(eqn, site):
                 decision, inner = handler.decide(self, eqn, site)
-            return Step(eqn, scope, found, decision, inner, handler)
+            return Step(
+                eqn,
+                scope,
+                found,
+                decision,
+                inner,
+                handler,
+                backward=site.backward,
+            )
         rule, opaque = self._rule(eqn, scope, found)
         try:
             decision = rule.decide(site)
@@ -224,6 +238,7 @@ class Planner:
             opaque=opaque,
             run_again=self.lean or found.rule.is_run_again,
             wanted=tuple(wanted),
+            backward=site.backward,
         )
 
     @contextlib.contextmanager
@@ -264,13 +279,21 @@ class Planner:
         )
 
     def _site(
-        self, eqn: Eqn, scope: Scope, facts: Facts, wanted: Any, found: Found
+        self,
+        eqn: Eqn,
+        scope: Scope,
+        facts: Facts,
+        wanted: Any,
+        found: Found,
+        cotangents: Which,
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
         told = names(eqn)
-        # What the backward pass makes again is a part of the forward pass.
+        # What the backward pass makes again is a part of the forward pass. (Names alone
+        # don't tell: see `Cotangents`.)
         again = self._is_backward and told.recomputed
         again |= self._is_recomputed and not told.backward
+        again = again and not any(cotangents)
         return Site(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -284,6 +307,7 @@ class Planner:
             by_scope=found.by_scope,
             backward=told.backward or (self._is_backward and not again),
             recomputed=again,
+            cotangents=cotangents,
         )
 
 

@@ -1,15 +1,15 @@
 """What the backward pass makes again: islands, and casts of what it has anyway."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from .._dtypes import bits
-from .._jax import CAN_PREVENT_SOME_CSE, Literal, eqn_context, without_scopes
+from .._jax import Literal, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
-from .._rules import keeping_copies
+from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
 from .._structural.kept import keep
 from .alike import code_of
 from .casts import attach
@@ -26,30 +26,23 @@ def bind_region(outer: Frame, region: Region) -> list[Any]:
     kept = {v: dtype or outer.rounded_for_all(v) for v, dtype in region.ins.items()}
     ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
     code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
-    run = outer.alike(
-        code, functools.partial(_island, outer, region, any(kept.values()))
-    )
+    run = outer.alike(code, functools.partial(_island, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
-        if any(kept.values()):
-            operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
-            outs = run(operands, outer.copies(kept, kept.values()))
-        else:
-            outs = run(*(outer.env[v] for v in kept))
+        operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
+        outs = run(operands, outer.copies(kept, kept.values()))
     return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
 
 
-def _island(outer: Frame, region: Region, has_copies: bool) -> Callable[..., list[Any]]:
+def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
     """A region as a function that is run again in the backward pass.
 
-    A function of its operands, or, if it `has_copies`, of a list of these and a list of
-    the copies that are kept. Inside a loop there is nothing that XLA could merge the
-    second run with."""
+    A function of a list of its operands, and of the copies of these that are kept.
+    Inside a loop there is nothing that XLA could merge the second run with."""
     # What is run again must not hold on to the outer frame, nor to its other values.
     over, cotangents = outer.over, outer.cotangents
 
-    def island(*values):
-        env = dict(zip(region.ins, values, strict=True))
-        frame = over(env, Keeps.NOTHING)
+    def run(keeps: Keeps, values: Iterable[Any]) -> list[Any]:
+        frame = over(dict(zip(region.ins, values, strict=True)), keeps)
         frame.cotangents = cotangents
         for step in region.steps:
             frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
@@ -59,14 +52,20 @@ def _island(outer: Frame, region: Region, has_copies: bool) -> Callable[..., lis
                 outs.append(frame.read(v, dtype))
         return outs
 
+    def forward(*values):
+        return run(Keeps.NOTHING, values)
+
+    def again(*values):
+        if not is_apart:
+            return run(Keeps.STATISTICS, values)
+        pairs = zip(region.ins, values, strict=True)
+        values = [x if v in region.sharded else apart(x) for v, x in pairs]
+        return list(map(begun_apart, run(Keeps.STATISTICS, values)))
+
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
-    prevent_cse = outer.keeps == Keeps.LEAN and not region.last
-    if prevent_cse and region.sharded and CAN_PREVENT_SOME_CSE:
-        prevent_cse = tuple(v not in region.sharded for v in region.ins)
-    if has_copies:
-        mark = keep if outer.keeps == Keeps.MARKED else None
-        return keeping_copies(island, island, prevent_cse, mark)
-    return jax.checkpoint(island, prevent_cse=prevent_cse)
+    is_apart = outer.keeps == Keeps.LEAN and not region.last
+    mark = keep if outer.keeps == Keeps.MARKED else None
+    return keeping_copies(forward, again, False, mark, keeps_statistics)
 
 
 def casts_again(frame: Frame, step: Step) -> list[int]:
@@ -74,7 +73,7 @@ def casts_again(frame: Frame, step: Step) -> list[int]:
 
     A cast of an input can be had again, and what a cast up shows is held low."""
     reads, invars = step.decision.reads, step.eqn.invars
-    if frame.keeps == Keeps.NOTHING:
+    if frame.keeps.runs_again:
         return []
     if step.is_compute:
         would_keep = any(not frame.is_ahead(invars[i], reads[i]) for i in step.recasts)

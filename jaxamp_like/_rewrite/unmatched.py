@@ -1,14 +1,16 @@
 """Keys of a policy that matched nothing, and what they may have been meant to be."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from typing import NamedTuple
 
-from .._jax import Primitive, source_line
+from .._jax import Eqn, Jaxpr, Primitive, raw, scopes, source_line, subjaxprs
 from .._policies.classes import CLASSES
 from .._policies.dictionary import (
     AMP_DEFAULT,
     REWRITTEN,
+    Found,
     Key,
     Scope,
     endings,
@@ -16,6 +18,7 @@ from .._policies.dictionary import (
     show_key,
 )
 from .._policies.frozen import EXPRESSION
+from .._structural import derivative_of
 from .plan import Plan, Step
 from .planner import Planner
 from .record import MARK
@@ -24,17 +27,50 @@ _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 
+class _Equation(NamedTuple):
+    """What a key could have matched: part of a plan, or of an author's rule."""
+
+    eqn: Eqn
+    scope: Scope
+    found: Found
+
+
 def reports_of_unmatched_keys(
     planner: Planner, plan: Plan, steps: list[Step]
 ) -> Iterator[tuple[Key, str]]:
     """Each key that decided nothing in a plan of such steps, and what to say of it."""
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
+    if not unmatched:
+        return
+    # A derivative rule is planned when JAX asks for it, which is later, or never.
+    rules = list(_of_rules(planner, plan))
+    known = {key for one in rules for key in (one.found.key, *one.found.also)}
+    equations = [_Equation(step.eqn, step.scope, step.found) for step in steps]
     for key in unmatched:
-        report = f"The key {show_key(key)} of `amp_policy` matched nothing in the "
-        yield key, f"{report}function. {_hint(key, steps)}"
+        if key not in known:
+            report = f"The key {show_key(key)} of `amp_policy` matched nothing in the "
+            yield key, f"{report}function. {_hint(key, [*equations, *rules])}"
 
 
-def _hint(key: Key, steps: list[Step]) -> str:
+def _of_rules(planner: Planner, plan: Plan) -> Iterator[_Equation]:
+    """The equations of the derivative rules of functions in a plan, at any depth."""
+    for step in plan.steps:
+        if (jaxpr := derivative_of(step.eqn)) is not None:
+            yield from _equations(planner, jaxpr, step.scope)
+        else:
+            for inner in step.inner:
+                yield from _of_rules(planner, inner)
+
+
+def _equations(planner: Planner, jaxpr: Jaxpr, around: Scope) -> Iterator[_Equation]:
+    for eqn in raw(jaxpr).eqns:
+        scope = around + scopes(eqn)
+        yield _Equation(eqn, scope, planner.matching.found(eqn, scope))
+        for inner in subjaxprs(eqn.params):
+            yield from _equations(planner, inner, scope)
+
+
+def _hint(key: Key, steps: Sequence[_Equation]) -> str:
     if isinstance(key, Primitive):
         hidden = [step for step in steps if step.eqn.primitive is key]
         return _hidden_by(hidden) if hidden else _NONE_OF_IT
@@ -61,9 +97,9 @@ def _hint(key: Key, steps: list[Step]) -> str:
     return f"Did you mean {close[0]!r}{where}?"
 
 
-def _paths(steps: list[Step]) -> dict[Scope, Step]:
+def _paths(steps: Sequence[_Equation]) -> dict[Scope, _Equation]:
     """The paths of the scopes, each with the first equation in it."""
-    paths: dict[Scope, Step] = {}
+    paths: dict[Scope, _Equation] = {}
     for scope, step in {
         authors_scope(step.scope): step for step in steps[::-1]
     }.items():
@@ -72,7 +108,7 @@ def _paths(steps: list[Step]) -> dict[Scope, Step]:
     return paths
 
 
-def _names(paths: dict[Scope, Step]) -> dict[str, Step]:
+def _names(paths: dict[Scope, _Equation]) -> dict[str, _Equation]:
     """What keys may be that match, each with an equation that it would match."""
     parts = {part: step for path, step in paths.items() for part in endings(path)}
     return {"/".join(part): step for part, step in parts.items()}
@@ -90,7 +126,7 @@ def place_of_step(step: Step) -> str:
     return f"`{step.eqn.primitive}` in {where}"
 
 
-def _hidden_by(steps: list[Step]) -> str:
+def _hidden_by(steps: Sequence[_Equation]) -> str:
     keys = dict.fromkeys(step.found.key for step in steps)
     others = ", ".join(map(show_key, keys))
     return (
@@ -99,7 +135,7 @@ def _hidden_by(steps: list[Step]) -> str:
     )
 
 
-def _of_expression(pattern: re.Pattern[str], paths: dict[Scope, Step]) -> str:
+def _of_expression(pattern: re.Pattern[str], paths: dict[Scope, _Equation]) -> str:
     part = next((path for path in map("/".join, paths) if pattern.search(path)), None)
     if part is None:
         return _list(paths)
@@ -109,7 +145,7 @@ def _of_expression(pattern: re.Pattern[str], paths: dict[Scope, Step]) -> str:
     )
 
 
-def _list(paths: dict[Scope, Step]) -> str:
+def _list(paths: dict[Scope, _Equation]) -> str:
     known = [repr("/".join(path)) for path in paths]
     if not known:
         return (

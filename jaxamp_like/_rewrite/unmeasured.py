@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .._jax import source_line
-from .._rules.measured import NOT_MEASURED
+from .._rules.measured import NOT_MEASURED, Unmeasured
 from .plan import Plan, Step
 from .unmatched import authors_scope, place_of_step
 
@@ -17,15 +17,16 @@ def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
     unknown = [s for s in _run(plan) if s.decision.why.startswith(NOT_MEASURED)]
     if not unknown:
         return
-    places = {place_of_step(step): source_line(step.eqn) for step in reversed(unknown)}
+    places = {_place(step): source_line(step.eqn) for step in reversed(unknown)}
     listed = [f"{place} ({line})" for place, line in reversed(places.items())]
     path = next(filter(None, map(_path, unknown)), "scope")
+    or_outside = _OUTSIDE if any(map(_shapes, unknown)) else ""
     yield (
         "`amp_policy` was found by `calibrate` for a function without "
         f"{', '.join(listed[:_MOST])}{', ...' * (len(listed) > _MOST)}: computed as "
         "written, for the budget was not measured there. Calibrate the function as it "
         "is now; or give the scope a policy of its own, `PolicyMap(policy, "
-        f"{{{path!r}: 'bfloat16'}})`, or `policy | {{...}}` if it is a map."
+        f"{{{path!r}: 'bfloat16'}})`, or `policy | {{...}}` if it is a map.{or_outside}"
     )
 
 
@@ -39,6 +40,20 @@ def _run(plan: Plan) -> Iterator[Step]:
         if not step.eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
             for inner in step.inner:
                 yield from _run(inner)
+
+
+_OUTSIDE = " Under `jax.grad`, make `amp` of the loss and differentiate that."
+
+
+def _place(step: Step) -> str:
+    shapes = _shapes(step)
+    return place_of_step(step) + f" of {shapes}" * bool(shapes)
+
+
+def _shapes(step: Step) -> str:
+    """Those that were not measured, where others were."""
+    rule = step.found.rule
+    return rule.shapes if isinstance(rule, Unmeasured) else ""
 
 
 def _path(step: Step) -> str:

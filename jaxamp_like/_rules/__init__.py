@@ -4,6 +4,12 @@ Rules that a function makes are in `by_pass`, `conditions`, `dot_algorithm` and
 `saving_low`; `given` says what a user may write for a rule. A value that is imported
 here is known by its name to saved policies."""
 
+from .again import (
+    apart as apart,
+    begun_apart as begun_apart,
+    keeps_statistics as keeps_statistics,
+    kept_or_made as kept_or_made,
+)
 from .base import (
     INPUTS as INPUTS,
     Decision as Decision,
@@ -13,6 +19,7 @@ from .base import (
     Leaf as Leaf,
     Mark as Mark,
     Origin as Origin,
+    Partner as Partner,
     Rule as Rule,
     Site as Site,
     author_dtype as author_dtype,

@@ -126,13 +126,21 @@ def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
     return fact._replace(dtype=author, copy=fact.dtype)
 
 
+class Partner(NamedTuple):
+    """What an operand of a backward contraction was multiplied with before."""
+
+    origin: Origin  # the surest, if there are several
+    side: int | None  # on which it stood: 0 or 1, if always there
+
+
 class Site(NamedTuple):
     """One equation, as a rule sees it.
 
     `authors` and `facts` have one entry for each operand, `None` where it is no float.
     `wanted` says for each result how it is read, directly or through ops that follow
-    their inputs. Where a rule is called as a casting callback, `primitive` is `None`
-    and `out_avals` a guess."""
+    their inputs. `partner` is that of the operand beside the one cotangent: the result
+    is the gradient of it. Where a rule is called as a casting callback, `primitive` is
+    `None` and `out_avals` a guess."""
 
     primitive: Any
     params: dict[str, Any]
@@ -147,6 +155,7 @@ class Site(NamedTuple):
     backward: bool = False  # whether JAX made it by transposing a derivative
     recomputed: bool = False  # whether it is made again in the backward pass
     cotangents: tuple[bool, ...] = ()  # which operands are; none of them, if empty
+    partner: Partner | None = None  # if it is known
 
     @property
     def demand(self) -> Demand:

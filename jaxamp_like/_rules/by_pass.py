@@ -43,7 +43,7 @@ from . import (
     wide_contraction,
 )
 from .given import as_bool
-from .weights import weight_side
+from .weights import Gradient, gradient_of, weight_side
 
 
 class PassPrecision(NamedTuple):
@@ -108,6 +108,8 @@ class UsePrecisionByPass(Rule):
 
     def decide(self, site: Site) -> Decision:
         name = site.primitive and site.primitive.name
+        if name in CONTRACTIONS and (of := self._gradient_of(site)) is not None:
+            return self._backward(site, of)
         alike = self.forward == self.input_gradient == self.weight_gradient
         is_other = name not in CONTRACTIONS or None in site.authors[:2]
         if is_other or (alike and not self.forward.wide):
@@ -134,6 +136,26 @@ class UsePrecisionByPass(Rule):
             bind,
         )
 
+    def _gradient_of(self, site: Site) -> Gradient | None:
+        """What a contraction of a backward pass makes the gradient of.
+
+        Of one that its author wrote, or of one that JAX made of a gradient inside."""
+        side = None if site.partner is None else site.partner.side
+        of = gradient_of(site)
+        if of is None or self.weight is None or side is None:
+            return of
+        return "weight" if side == ("lhs", "rhs").index(self.weight) else "input"
+
+    def _backward(self, site: Site, of: Gradient) -> Decision:
+        """In the precision of that gradient; both halves of its derivative too."""
+        weight, input = self.weight_gradient, self.input_gradient
+        either = _more_exact(weight, input, site.compute_dtype)
+        choice = {"weight": weight, "input": input, "either": either}[of]
+        rule = UsePrecisionByPass(choice, choice, choice, self.weight)
+        decision = rule.decide(site._replace(cotangents=()))
+        what = "weight or input" if of == "either" else of
+        return decision._replace(why=f"{decision.why}: {what} gradient")
+
     def _weight_side(self, site: Site) -> int:
         if self.weight is None:
             return weight_side(site)
@@ -144,6 +166,8 @@ class UsePrecisionByPass(Rule):
             name = (choice.dtype or site.compute_dtype).name
             return name + " (wide)" * choice.wide
 
+        if self.forward == self.input_gradient == self.weight_gradient:
+            return f"computes in {show(self.forward)}"
         return (
             f"computes in {show(self.forward)}, input gradients in "
             f"{show(self.input_gradient)}, weight gradients in "
@@ -170,7 +194,9 @@ def use_precision_by_pass(
 
     Under every transformation of JAX: reverse mode of any order, `vmap`, `jit`, `scan`,
     `remat`, and forward mode too. There, the tangent that comes from an operand is
-    computed in the precision of that operand's gradient.
+    computed in the precision of that operand's gradient. Gradients taken inside of
+    `amp`, and those in a `custom_vjp` rule, are known by the cotangents that they read;
+    where it can't be known whether one is of a weight, the more exact choice holds.
 
     Which operand of a `dot_general` is the weight: the one that is a parameter, by the
     `argnums` of `amp`, or made of parameters alone. Where both are or none is, the one
@@ -214,6 +240,12 @@ def _choice(value: Any, argument: str) -> PassPrecision:
     if value is wide:
         raise TypeError(f"`{argument}` is `wide`, which is called: write `wide()`.")
     return PassPrecision(None if value is None else as_float_dtype(value, argument))
+
+
+def _more_exact(a: PassPrecision, b: PassPrecision, low: DType) -> PassPrecision:
+    """What serves where it is not known which of the two is meant."""
+    dtype = max(a.dtype or low, b.dtype or low, key=bits)
+    return PassPrecision(dtype, a.wide or b.wide)
 
 
 class _Pass(NamedTuple):

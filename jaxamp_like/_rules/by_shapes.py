@@ -1,6 +1,6 @@
 """A rule that tells contractions apart by the shapes of their operands."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,19 @@ def overlap(a: Dims, b: Dims) -> bool:
     )
 
 
+def pattern_of(
+    patterns: Iterable[str], params: dict[str, Any], avals: Sequence[Any]
+) -> str | None:
+    """The first of some patterns that operands are of."""
+    dims = _dims_of(params, avals)
+    return next((p for p in patterns if overlap(as_dims(p), dims)), None)
+
+
+def is_pattern(text: Any) -> bool:
+    """Whether it has the shapes of two operands."""
+    return isinstance(text, str) and len(as_dims(text)) > 1
+
+
 @dataclass(frozen=True)
 class ByShapes(Rule):
     """The rule that stands beside the shapes of both operands; "*" is any size.
@@ -72,7 +85,7 @@ class ByShapes(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for pattern, _ in self.rules:
-            if len(as_dims(pattern)) < 2:
+            if not is_pattern(pattern):
                 raise ValueError(
                     "A pattern of `rules` must be the shapes of both operands, such as "
                     f"'*x16+,16+x4', but got {pattern!r}."
@@ -94,9 +107,7 @@ class ByShapes(Rule):
 
     def pattern_of(self, params: dict[str, Any], avals: Sequence[Any]) -> str | None:
         """The pattern that operands are of."""
-        dims = _dims_of(params, avals)
-        patterns = (pattern for pattern, _ in self.rules)
-        return next((p for p in patterns if overlap(as_dims(p), dims)), None)
+        return pattern_of((pattern for pattern, _ in self.rules), params, avals)
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         pattern = self.pattern_of(params, avals)

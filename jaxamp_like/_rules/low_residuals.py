@@ -14,18 +14,16 @@ from .base import author_dtype
 def keeping_copies(
     forward: Callable[..., Any],
     again: Callable[..., Any],
-    prevent_cse: bool | Sequence[bool] = True,
+    prevent_cse: bool = True,
     mark: Callable[[Any], Any] | None = None,
+    policy: Callable[..., bool] | None = None,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """`forward` as a function of operands and of copies of them, or `None` for none.
 
     For the backward pass a copy is kept where there is one, and else the operand, which
     `mark` then marks for the policy of a checkpoint. All else is made again there, by
-    `again`, which computes what `forward` does. The derivative is that of the operands,
-    taken at the copies. `prevent_cse` is one for all operands, or one for each."""
-
-    is_one = isinstance(prevent_cse, bool)
-    among_arguments: Any = prevent_cse if is_one else ([*prevent_cse], True)
+    `again`, which computes what `forward` does, but what `policy` keeps of it. The
+    derivative is that of the operands, taken at the copies."""
 
     @jax.custom_jvp
     def op(operands, copies):
@@ -35,7 +33,7 @@ def keeping_copies(
     @functools.cache  # one function, which JAX traces once
     def derivative(live: tuple[int, ...], dtypes: tuple[DType | None, ...]):
         # With `prevent_cse` XLA can't use what the forward pass has in full.
-        @functools.partial(jax.checkpoint, prevent_cse=among_arguments)
+        @functools.partial(jax.checkpoint, prevent_cse=prevent_cse, policy=policy)
         def linear(kept, moves):
             at = cast_all(kept, dtypes)
 

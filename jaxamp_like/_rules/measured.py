@@ -1,4 +1,4 @@
-"""The rule of a contraction that a policy made by measurement has not measured."""
+"""Rules of contractions that a policy made by measurement has not measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._primitives.contractions import is_contraction
 from .base import Decision, Demand, Rule, Site
+from .by_shapes import pattern_of, shapes_of
 from .computing import use_compute_precision, use_precision
 from .contracting import Contract
 from .storing import compute_in_full
@@ -24,9 +26,11 @@ class Unmeasured(Rule):
     it is one.
 
     Args:
-        rule: what the policy says."""
+        rule: what the policy says.
+        shapes: those of its operands, if it is for these that it was not measured."""
 
     rule: Rule = field(repr=False)
+    shapes: str = ""
 
     @property
     def may_compute_low(self) -> bool:
@@ -48,3 +52,42 @@ class Unmeasured(Rule):
         if rule.decide(as_low).reads == site.authors:
             return decision
         return decision._replace(why=f"{NOT_MEASURED}; {decision.why}")
+
+
+@dataclass(frozen=True)
+class OfMeasuredShapes(Rule):
+    """A rule for contractions whose shapes were measured; others run as written.
+
+    Args:
+        rule: what the policy says.
+        patterns: the shapes of both operands, as `ByShapes` has them."""
+
+    rule: Rule
+    patterns: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
+
+    @property
+    def is_compute(self) -> bool:
+        return self.rule.is_compute
+
+    @property
+    def may_compute_low(self) -> bool:
+        return self.rule.may_compute_low
+
+    def is_for(self, name: str) -> bool:
+        return self.rule.is_for(name)
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return self.rule.demand(params, wanted) | Demand.FULL
+
+    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
+        is_known = pattern_of(self.patterns, params, avals) is not None
+        if is_known or not is_contraction(params, [aval.shape for aval in avals]):
+            return self.rule.for_equation(params, avals)
+        return Unmeasured(self.rule, shapes_of(params, avals))
+
+    def decide(self, site: Site) -> Decision:
+        return self.for_equation(site.params, site.avals).decide(site)

@@ -1,6 +1,7 @@
 """Which values are weights, and which operand of a contraction is the weight."""
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from .._primitives.contractions import dot_numbers, free_axes
 from .base import Fact, Origin, Site
@@ -39,6 +40,27 @@ def weight_side(site: Site) -> int:
         if (side := _only(holds)) is not None:
             return side
     return 1
+
+
+Gradient = Literal["weight", "input", "either"]
+
+
+def gradient_of(site: Site) -> Gradient | None:
+    """What a contraction of a backward pass makes the gradient of, if of one operand.
+
+    It reads a cotangent and what stood beside that operand in a forward contraction: of
+    the two, the weight is more surely a parameter. Where that contraction is not known,
+    what is beside a parameter is an input, and what is beside data a weight."""
+    if site.cotangents[:2].count(True) != 1:
+        return None
+    fact = site.facts[site.cotangents.index(False)]
+    beside = Origin.DATA if fact is None else max(fact.origin, Origin.DATA)
+    if site.partner is not None:
+        of = max(site.partner.origin, Origin.DATA)
+        return "either" if of == beside else "weight" if of > beside else "input"
+    if beside in (Origin.DATA, Origin.PARAMETER):
+        return "weight" if beside == Origin.DATA else "input"
+    return "either"  # it may be a weight, or what a first layer makes of what it knows
 
 
 def _only(holds: Callable[[int], bool]) -> int | None:

@@ -12,7 +12,11 @@ from .calls import (
     decide_jit,
     decide_remat,
 )
-from .derivatives import bind_custom_jvp, bind_custom_vjp
+from .derivatives import (
+    bind_custom_jvp,
+    bind_custom_vjp,
+    derivative_of as derivative_of,
+)
 from .loops import (
     bind_scan,
     bind_while,

@@ -15,11 +15,15 @@ from .._dtypes import cast, cast_all
 from .._errors import explaining_rules, without_derivative
 from .._jax import (
     Eqn,
+    Jaxpr,
     SymbolicZero,
     consts,
     eqn_context,
     is_array_aval,
+    raw,
     reemit,
+    subjaxprs,
+    trace,
     typeof,
     without_scopes,
 )
@@ -28,12 +32,16 @@ from .._rules import (
     Fact,
     Leaf,
     Mark,
+    Origin,
     author_dtype,
 )
 from .base import (
     Facts,
     now,
 )
+
+_RULED = ("custom_vjp_call", "custom_jvp_call")
+_WITH_AXES = ("shard_map", "xla_pmap")
 
 
 def _on_operands(
@@ -51,17 +59,58 @@ def _on_operands(
     return fn
 
 
+def derivative_of(eqn: Eqn) -> Jaxpr | None:
+    """The derivative of an equation by an author's rule, as a program.
+
+    `None` where there is no such rule, or where it can't be run by itself: if the
+    function is differentiated, JAX tells the user of it. A rule in a `shard_map` knows
+    its axes there only, so that it is run with all that is around it."""
+    avals = [atom.aval for atom in eqn.invars]
+    first = eqn.params.get("num_consts", 0)
+    live = [i for i, aval in enumerate(avals) if i >= first and _is_inexact(aval)]
+    is_rule = eqn.primitive.name in _RULED
+    is_around = eqn.primitive.name in _WITH_AXES and _holds_rule(eqn)
+    if not live or not (is_rule or is_around):
+        return None
+    is_backward = eqn.primitive.name != "custom_jvp_call"
+
+    def derivative(args, moves):
+        fn, primals = _on_operands(eqn, args, live), [args[i] for i in live]
+        if is_backward:
+            return jax.vjp(fn, *primals)[1](list(map(_as_cotangent, moves)))
+        return jax.jvp(fn, primals, moves)[1]
+
+    moves = [v.aval for v in eqn.outvars] if is_backward else [avals[i] for i in live]
+    n = len(avals)
+    try:
+        return trace(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *moves])
+    except Exception:  # whatever the author's code raises
+        return None
+
+
+def _holds_rule(eqn: Eqn) -> bool:
+    """Whether a rule stands in a program of an equation, at any depth."""
+    inner = (one for jaxpr in subjaxprs(eqn.params) for one in raw(jaxpr).eqns)
+    return any(one.primitive.name in _RULED or _holds_rule(one) for one in inner)
+
+
+def _as_cotangent(x: Any) -> Any:
+    is_float0 = not _is_inexact(typeof(x))
+    return np.zeros(x.shape, jax.dtypes.float0) if is_float0 else x
+
+
 def _rerun(facts: Facts) -> Facts:
     """Facts of a call's operands for a rule that is bound in place of the call."""
     leaves = {Leaf.ROOT: Leaf.RERUN, Leaf.SHARDED: Leaf.RERUN}
     return tuple(f and f._replace(leaf=leaves.get(f.leaf, f.leaf)) for f in facts)
 
 
-def _marked(values: Sequence[Any]) -> Facts:
+def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
     """Facts of values that have been rewritten already."""
+    dtypes = (author_dtype(typeof(x)) for x in values)
     return tuple(
-        dtype and Fact(dtype, Mark.LOW)
-        for dtype in (author_dtype(typeof(x)) for x in values)
+        dtype and Fact(dtype, Mark.LOW, origin=origin)
+        for dtype, origin in zip(dtypes, origins, strict=True)
     )
 
 
@@ -181,22 +230,25 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
         wanted = _demands_of(step)
         with explaining_rules():
-            outs = frame.rewrite(
+            outs, facts = frame.rewrite_with_facts(
                 author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
             )
         tree, res_avals, given = trees[0]
-        made = iter(outs[num_outs:])
-        residuals = [
-            values[given[k]] if k in given else next(made)
+        made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
+        pairs = [
+            (values[given[k]], None) if k in given else next(made)
             for k in range(len(res_avals))
         ]
+        residuals = [x for x, _ in pairs]
+        # What was a weight in the forward rule is one in the backward rule.
+        origins = [fact.origin if fact else Origin.DATA for _, fact in pairs]
         held = [typeof(values[i]).dtype for i in live]
         return cast_all(outs[:num_outs], dtypes), _Residuals(
-            residuals, (tree, res_avals, live, held)
+            residuals, (tree, res_avals, live, held, origins)
         )
 
     def bwd(residuals, cotangents):
-        tree, res_avals, live, held = residuals.static
+        tree, res_avals, live, held, origins = residuals.static
         cotangents = list(map(_instantiate, cotangents))
 
         def author_bwd(*args):
@@ -216,7 +268,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
                 author_bwd,
                 [*res_avals, *ct_avals],
                 values,
-                _marked(values),
+                _marked(values, [*origins, *([Origin.DATA] * len(ct_avals))]),
                 step.scope,
                 wanted,
                 (False,) * len(res_avals) + (True,) * len(ct_avals),
