@@ -17,7 +17,9 @@ the documented API, and why:
   must not name the folders that it was made in;
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names;
-- the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`.
+- the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`, and how
+  `jet` calls functions with a derivative rule: it leaves its own trace (in all these
+  versions; `jet` of `jax.nn.relu` fails), and `amp` makes such functions.
 """
 
 import contextlib
@@ -327,13 +329,14 @@ def teach_interpreters() -> None:
     """Gives `jet` and `sparsify` rules for what `amp` makes, if they are in use.
 
     `amp` makes checkpoints where its user made none. For these two they mean nothing:
-    what is inside is gone through as if it stood there. Roundings are linear to `jet`,
-    as they are to `jvp`."""
+    what is inside is gone through as if it stood there; in `jet` the same holds of
+    functions with a derivative rule. Roundings are linear to it, as they are to `jvp`."""
     jet = sys.modules.get("jax.experimental.jet")
     if jet is not None:
         jet.jet_rules.setdefault(_checkpoint_primitive(), _jet_of_checkpoint)
         if reduce_precision_p not in jet.jet_rules:
             jet.deflinear(reduce_precision_p)
+        jet.JetTrace.process_custom_jvp_call = _jet_of_custom_jvp
     sparse = sys.modules.get("jax.experimental.sparse.transform")
     if sparse is not None:
         for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):
@@ -347,6 +350,16 @@ def _jet_of_checkpoint(primals: Any, series: Any, *, jaxpr: Jaxpr, **_: Any) -> 
         return run_jaxpr(jaxpr, args)
 
     return jet.jet(fn, primals, series, factorial_scaled=False)
+
+
+def _jet_of_custom_jvp(
+    self: Any, primitive: Primitive, fun: Any, jvp: Any, tracers: Any, **_: Any
+) -> Any:
+    from jax.experimental import jet
+
+    del primitive, jvp  # Taylor series are those of the function, as in JAX
+    with jet.core.set_current_trace(self):
+        return fun.call_wrapped(*tracers)
 
 
 def _sparse_checkpoint(env: Any, *values: Any, jaxpr: Jaxpr, **_: Any) -> Any:

@@ -164,7 +164,8 @@ def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
     """What a program with a backward pass keeps for it.
 
     That is what forward equations make and backward ones read, at every level. What
-    the program was given is live anyway and is left out."""
+    the program was given is live anyway and is left out. What is cast up is held as it
+    was before: the cast is made again."""
     found: list[SavedRecord] = []
 
     def visit(jaxpr: Jaxpr, around: Around) -> None:
@@ -177,12 +178,23 @@ def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
                 for sub in subjaxprs(eqn.params):
                     visit(sub, at.within(eqn))
             else:
-                atoms = (a for a in eqn.invars if not isinstance(a, Literal))
-                live |= dict.fromkeys(atom for atom in atoms if atom in made)
-        found.extend(_saved(var, *made[var], steps) for var in live)
+                live |= dict.fromkeys(_held(atom, made) for atom in eqn.invars)
+        found.extend(_saved(var, *made[var], steps) for var in live if var in made)
 
     visit(jaxpr, Around())
     return tuple(one for one in found if one.num_bytes)
+
+
+def _held(atom: Atom, made: dict[Any, tuple[Eqn, Around]]) -> Any:
+    """What a forward value was before it was cast up; `None` for a literal."""
+    if isinstance(atom, Literal):
+        return None
+    eqn = made[atom][0] if atom in made else None
+    if eqn is None or not is_float_cast(eqn) or isinstance(eqn.invars[0], Literal):
+        return atom
+    (operand,) = eqn.invars
+    is_wider = atom.aval.dtype.itemsize > operand.aval.dtype.itemsize
+    return _held(operand, made) if is_wider else atom
 
 
 def residuals(

@@ -82,7 +82,12 @@ class Plan:
 
     @functools.cached_property
     def islands(self) -> Schedule:
-        """The same, with regions."""
+        """The same, with regions for a derivative that is still to be taken.
+
+        What a written out backward pass reads, its author has chosen: a region would
+        only hide from others (`amp_with_state`, reports) what it reads and makes."""
+        if any(step.backward for step in self.steps):
+            return self.plain
         if any(step.run_again or step.inner for step in self.steps):
             return island_schedule(self.steps, self.facts, self.outvars)
         return self.plain
