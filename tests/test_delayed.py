@@ -720,7 +720,10 @@ def test_a_state_fits_with_and_without_remat(names):
             return jnp.mean(model.apply(params, x) ** 2)
 
         step = amp_with_state(jax.value_and_grad(loss), amp_policy=POLICY)
-        params = model.init(jax.random.key(0), X)
+        # The same parameters for both, by the names that each gives them.
+        leaves = jax.tree.leaves(plain.init(jax.random.key(0), X))
+        tree = jax.tree.structure(model.init(jax.random.key(0), X))
+        params = jax.tree.unflatten(tree, leaves)
         state = init_amp_state(step, params, X) if state is None else state
         return step(state, params, X)[1]
 
