@@ -19,7 +19,8 @@ the documented API, and why:
   axes that an aval names;
 - the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`, and how
   `jet` calls functions with a derivative rule: it leaves its own trace (in all these
-  versions; `jet` of `jax.nn.relu` fails), and `amp` makes such functions.
+  versions; `jet` of `jax.nn.relu` fails), and `amp` makes such functions: it is put
+  back by `set_current_trace`.
 """
 
 import contextlib
@@ -250,6 +251,9 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     return raw(trace(opened, avals)), values
 
 
+_SERIES: dict[Primitive, Callable[..., Any]] = {}  # what `jet` takes those of
+
+
 def new_primitive(
     name: str,
     *,
@@ -259,17 +263,20 @@ def new_primitive(
     transpose: Callable[..., Any],
     batch: Callable[..., Any],
     on_tpu: Callable[..., Any] | None = None,
+    series: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive with one result, which `compute` computes, or what is to on TPUs.
+    """A primitive with one result, which `compute` computes, or `on_tpu` on TPUs.
 
-    For what no composition of JAX's own primitives can express; `jax.interpreters` is
-    where JAX's guide to writing primitives sends one."""
+    Its Taylor series is that of `series`, or else of `compute`. For what no composition
+    of JAX's own primitives can express; `jax.interpreters` is where JAX's guide to
+    writing primitives sends one."""
     primitive = jex.Primitive(name)
     primitive.def_impl(compute)
     primitive.def_abstract_eval(aval)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = batch
+    _SERIES[primitive] = series or compute
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
     if on_tpu is not None:
         lowering = mlir.lower_fun(on_tpu, multiple_results=False)
@@ -330,17 +337,26 @@ def teach_interpreters() -> None:
 
     `amp` makes checkpoints where its user made none. For these two they mean nothing:
     what is inside is gone through as if it stood there; in `jet` the same holds of
-    functions with a derivative rule. Roundings are linear to it, as they are to `jvp`."""
+    functions with a derivative rule. Roundings are linear to `jet`, as to `jvp`."""
     jet = sys.modules.get("jax.experimental.jet")
     if jet is not None:
         jet.jet_rules.setdefault(_checkpoint_primitive(), _jet_of_checkpoint)
         if reduce_precision_p not in jet.jet_rules:
             jet.deflinear(reduce_precision_p)
+        for primitive, fn in _SERIES.items():
+            jet.jet_rules.setdefault(primitive, functools.partial(_jet_of, fn))
         jet.JetTrace.process_custom_jvp_call = _jet_of_custom_jvp
     sparse = sys.modules.get("jax.experimental.sparse.transform")
     if sparse is not None:
         for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):
             rules.setdefault(_checkpoint_primitive(), _sparse_checkpoint)
+
+
+def _jet_of(fn: Any, primals: Any, series: Any, **params: Any) -> Any:
+    from jax.experimental import jet
+
+    fn = functools.partial(fn, **params)
+    return jet.jet(fn, primals, series, factorial_scaled=False)
 
 
 def _jet_of_checkpoint(primals: Any, series: Any, *, jaxpr: Jaxpr, **_: Any) -> Any:
@@ -355,10 +371,10 @@ def _jet_of_checkpoint(primals: Any, series: Any, *, jaxpr: Jaxpr, **_: Any) -> 
 def _jet_of_custom_jvp(
     self: Any, primitive: Primitive, fun: Any, jvp: Any, tracers: Any, **_: Any
 ) -> Any:
-    from jax.experimental import jet
+    from jax._src.core import set_current_trace
 
     del primitive, jvp  # Taylor series are those of the function, as in JAX
-    with jet.core.set_current_trace(self):
+    with set_current_trace(self):
         return fun.call_wrapped(*tracers)
 
 

@@ -209,6 +209,33 @@ def test_jet(fn, is_lean):
     assert_near(terms(low(fn, is_lean)), terms(fn), share=0.1)
 
 
+def streamed(w, x):
+    return jnp.sum(INTERPRETED["residual"](w, x) ** 2)
+
+
+def normed(w, x):
+    h = jnp.tanh(x @ w)
+    h = h - jnp.mean(h, -1, keepdims=True)
+    h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5)
+    return jnp.sum(jax.nn.gelu(h @ w) ** 2)
+
+
+@pytest.mark.sample(2)
+@ways
+@pytest.mark.parametrize("fn", (streamed, normed))
+def test_jet_of_a_gradient(fn, is_lean):
+    """Goes through what `amp` makes for the backward pass, with its own primitives."""
+
+    def terms(fn):
+        series = ((jnp.cos(X), jnp.zeros_like(X)),)
+        gradient = jax.grad(fn, argnums=1)
+        return jax.jit(lambda w: jet(lambda x: gradient(w, x), (X,), series))(W)
+
+    (value, series), (exact, others) = terms(low(fn, is_lean)), terms(fn)
+    for made, want in zip((value, *series), (exact, *others), strict=True):
+        assert_near(made, want, share=0.1)
+
+
 @pytest.mark.sample(2)
 @ways
 @pytest.mark.parametrize("layout", (sparse.BCOO, sparse.BCSR))

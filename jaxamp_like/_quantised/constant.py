@@ -5,10 +5,11 @@ keeps rounded operands is differentiated twice, that would go unseen, so what it
 is tied to the operand: its derivative is a function of the operand's, if only 0 of it,
 and is refused."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
+from .._errors import AmpError
 from .._jax import Zero, is_linear_operand, new_primitive, tangent_aval
 
 
@@ -20,6 +21,16 @@ def constant(x: Any) -> Any:
 def tied(scale: Any, operand: Any) -> Any:
     """The scale of an operand, whose derivative is refused as that of the operand."""
     return _TIED.bind(scale, operand)
+
+
+def no_series(*_: Any, **__: Any) -> NoReturn:
+    """Refuses the Taylor series of what is rounded to 8 bits."""
+    raise AmpError(
+        "`jet` takes the Taylor series of a contraction that a rule quantises. It goes "
+        "by no derivative rules but its own, and rounding has no series. Put `amp` "
+        "around it, `amp(lambda ...: jet(fn, ...))`, where its contractions are "
+        "ordinary ones, or what it is taken of under `amp_stop`."
+    )
 
 
 def _constant_jvp(primals: Any, tangents: Any) -> Any:
@@ -55,6 +66,7 @@ _CONSTANT = new_primitive(
     # A transposed loop hands back 0 for its constants, but no symbol of it.
     transpose=lambda ct, x: [Zero(x.aval)],
     batch=lambda args, dims: (constant(*args), dims[0]),
+    series=no_series,
 )
 """Its operand."""
 
@@ -65,6 +77,7 @@ _TIED = new_primitive(
     jvp=_tied_jvp,
     transpose=lambda ct, scale, operand: [Zero(scale.aval), Zero(operand.aval)],
     batch=lambda args, dims: (tied(*args), dims[0]),
+    series=no_series,
 )
 """Its first operand."""
 
@@ -77,5 +90,6 @@ _NOTHING = new_primitive(
         Zero(x.aval) if is_linear_operand(x) else None for x in (tangent, scale)
     ],
     batch=_nothing_batch,
+    series=no_series,
 )
 """Zeros like its second operand, as a linear function of the first."""

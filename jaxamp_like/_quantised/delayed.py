@@ -14,6 +14,7 @@ from .._dtypes import DType, cast
 from .._errors import AmpError, without_derivative
 from .._jax import empty_aval, new_primitive, raw, trace, varying_in
 from .bilinear import Bilinear, as_it_is
+from .constant import no_series
 from .formats import (
     Format,
     clipped,
@@ -187,5 +188,6 @@ SCALE = new_primitive(
     jvp=refuse_gradient,
     transpose=refuse_gradient,
     batch=_batch,
+    series=no_series,
 )
 """Stands for the scale of its first operand, which is contracted with the second."""

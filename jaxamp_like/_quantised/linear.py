@@ -24,6 +24,7 @@ from .._jax import (
     replace_subjaxprs,
     subjaxprs,
 )
+from .constant import no_series
 
 
 def transposable(
@@ -120,5 +121,6 @@ RESULT_OF = new_primitive(
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,
+    series=no_series,
 )
 """Its first operand, as the result of a contraction of the two others."""

@@ -27,7 +27,7 @@ from .bilinear import (
     swapped,
     transposed,
 )
-from .constant import tied
+from .constant import no_series, tied
 from .formats import Format, quantised, rescaled, round_up_to_power_of_two
 from .linear import transposable
 
@@ -136,18 +136,10 @@ def with_passes(
 
     def bind(*operands, alone=(None, None)):
         if any(map(is_of_jet, operands)):
-            raise AmpError(_NO_SERIES)
+            no_series()
         return contraction(*map(jnp.asarray, operands), *alone)
 
     return bind
-
-
-_NO_SERIES = (
-    "`jet` takes the Taylor series of a contraction that a rule quantises. It goes by "
-    "no derivative rules but its own, and rounding has no series. Put `amp` around it, "
-    "`amp(lambda ...: jet(fn, ...))`, where its contractions are ordinary ones, or "
-    "what it is taken of under `amp_stop`."
-)
 
 
 # The primitive.
@@ -268,6 +260,7 @@ _move_p = new_primitive(
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,
+    series=no_series,
 )
 
 _LAST = new_primitive(
@@ -277,6 +270,7 @@ _LAST = new_primitive(
     jvp=_refuse,
     transpose=lambda ct, x: [Zero(x.aval)],
     batch=lambda args, dims: (_LAST.bind(*args), dims[0]),
+    series=no_series,
 )
 """Its operand, which a derivative is made of that has none.
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .._errors import AmpError
-from .._jax import names, source_line
+from .._jax import source_line
 from .._quantised.delayed import NO_STATE
 from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
 from .._rules import Origin, Rule
@@ -33,9 +33,7 @@ def report_of_nothing_quantised(steps: list[Step]) -> str | None:
 
 def report_of_few_quantised(steps: list[Step]) -> str | None:
     """What to say where most contractions read no parameter."""
-    asked = [
-        step for step in steps if _may_quantise(step) and not names(step.eqn).backward
-    ]
+    asked = [step for step in steps if _may_quantise(step) and not step.backward]
     made = sum(step.decision.eight_bits is not None for step in asked)
     left = [s for s in asked if NOT_OF_PARAMETERS in s.decision.why]
     if not made or len(left) <= 2 * made:
@@ -55,7 +53,7 @@ def report_of_weights_closed_over(plan: Plan) -> str | None:
     beside: list[Step] = []  # of what is closed over, with what is said to be a weight
     alone: list[Step] = []
     for step, origins in _operands(plan):
-        if not _may_quantise(step) or names(step.eqn).backward:
+        if not _may_quantise(step) or step.backward:
             continue
         if Origin.CLOSED_OVER not in origins:
             if max(origins) >= Origin.MADE:

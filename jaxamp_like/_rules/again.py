@@ -77,6 +77,7 @@ _APART = new_primitive(
     transpose=_apart_transpose,
     batch=lambda args, dims: (_APART.bind(*args), dims[0]),
     on_tpu=lambda x: x,
+    series=lambda x: x,
 )
 
 _BEGUN_APART = new_primitive(

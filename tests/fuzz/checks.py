@@ -341,9 +341,13 @@ def _is_refused(case: Case, e: Exception) -> bool:
     is_series = any(name_of(t) == "jets" for t in case.outer)
     if is_series and case.oracle == "quantised":
         return "`jet` takes" in str(e) or "JetTracer" in str(e)
-    times = sum(2 if t in _TWICE else name_of(t) in DERIVATIVES for t in case.outer)
-    is_twice = times > 1 or "grad" in case.source()
+    is_twice = _derivatives(case) > 1 or "grad" in case.source()
     return is_twice and "float8(keep='compute')" in str(e)
+
+
+def _derivatives(case: Case) -> int:
+    """How many derivatives JAX takes of what `amp` made."""
+    return sum(2 if t in _TWICE else name_of(t) in DERIVATIVES for t in case.outer)
 
 
 _TWICE = ("hvp", "grad_of_grad")
@@ -454,7 +458,11 @@ def _check_structure(case: Case, written: Written, mixed: Traced) -> None:
 
 
 def _check_reads(case: Case, mixed: Traced) -> None:
-    """What each contraction reads, where that is known beforehand."""
+    """What each contraction reads, where that is known beforehand.
+
+    In a second derivative there are cotangents of all shapes."""
+    if case.oracle == "quantised" and _derivatives(case) > 1:
+        return
     for reads in case.reads:
         if wrong := mixed.contents.read_otherwise(reads):
             raise Broken("reads", wrong)
