@@ -779,3 +779,51 @@ def test_the_transpose_of_a_zero_cotangent_is_zero():
 
     for leaf, like in zip(pulled(w, x), (w, x), strict=True):
         assert leaf.dtype == like.dtype and not np.any(leaf)
+
+
+# Products that sum nothing, the gradients of which are contractions.
+
+OUTER = {
+    "einsum": lambda a, b: jnp.einsum("bi,bj->bij", a, b),
+    "one example": lambda a, b: jnp.einsum("i,j->ij", a[0], b[0]),
+    "axis of length 1": lambda a, b: a[:, :, None] @ b[:, None, :],
+}
+A, B = jr.normal(jr.key(1), (4, 8)), jr.normal(jr.key(2), (4, 6))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("lean", (False, True), ids=("amp", "lean"))
+@pytest.mark.parametrize("product", OUTER.values(), ids=OUTER)
+def test_gradients_of_outer_products_are_contractions(product, lean):
+    def loss(a, b):
+        return jnp.sum(jnp.sin(product(a, b)))
+
+    low = amp(loss, compute_dtype=LOW, lean=lean)
+    assert set(dtypes(low, A, B)) == {f"{F32} {F32} -> {F32}"}
+    np.testing.assert_array_equal(jax.jit(low)(A, B), jax.jit(loss)(A, B))
+
+    grad = jax.grad(low, (0, 1))
+    back = [text for text in dtypes(grad, A, B) if LOW in text]
+    assert back == [f"{LOW} {LOW} -> {LOW}"] * 2
+    exact = jax.grad(loss, (0, 1))(A, B)
+    for made, true in zip(jax.jit(grad)(A, B), exact, strict=True):
+        assert made.dtype == F32
+        np.testing.assert_allclose(made, true, atol=0.02 * jnp.abs(true).max())
+    # As they are where the gradient is taken inside of `amp`.
+    inside = amp(jax.grad(loss, (0, 1)), compute_dtype=LOW, lean=lean)
+    told = [text for text in dtypes(inside, A, B) if LOW in text]
+    assert told == back
+
+
+@pytest.mark.parametrize(
+    "product",
+    (
+        lambda a, b: jnp.einsum("bi,bi->b", a, a),
+        lambda a, b: a[:, :1, None] @ b[:, None, :],
+        lambda a, b: jnp.einsum("bi,bj->bij", a, b, precision="highest"),
+    ),
+    ids=("inner", "scaled", "asked for"),
+)
+def test_gradients_that_are_no_contractions_stay_in_full(product):
+    low = amp(lambda a, b: jnp.sum(jnp.sin(product(a, b))), compute_dtype=LOW)
+    assert LOW not in str(jax.make_jaxpr(jax.grad(low, (0, 1)))(A, B))

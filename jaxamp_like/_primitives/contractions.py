@@ -25,6 +25,16 @@ def is_contraction(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
     return any(map(exceeds_one, free_axes(numbers, shapes)))
 
 
+def has_contracting_gradients(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
+    """Whether the gradients of both operands of a `dot_general` are contractions.
+
+    Each sums over the free axes of the other operand."""
+    numbers = dot_numbers(params)
+    if numbers is None or "ragged_dot_dimension_numbers" in params:
+        return False
+    return all(map(exceeds_one, free_axes(numbers, shapes)))
+
+
 def summed_axes(params: dict[str, Any], shapes: Sequence[Shape]) -> Shape:
     """The lengths of the axes over which each number of the result is a sum."""
     if (numbers := dot_numbers(params)) is not None:
