@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from .._dtypes import bits
 from .._jax import Literal, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
@@ -108,10 +106,14 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     arrays = {i: x for i, x in given.items() if i not in static}
     over = frame.over
     marks = [frame.env[v] for s in chain if _is_mark(s) for v in s.eqn.outvars]
+    # Of a value that others read, too, the cotangent is not rounded here.
+    kept = [frame.rounded_for_all(v) for v in roots]
+    ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
 
-    def op(values, marks, arrays):
-        inner = over(dict(zip(roots, values, strict=True)))
-        summed = iter(marks)
+    def op(*operands):
+        values = iter(operands)
+        inner = over(dict(zip(roots, values, strict=False)))
+        summed = iter([next(values) for _ in marks])
         for view in chain:
             # The scopes are those of the op that all of this is made for.
             with eqn_context(without_scopes(view.eqn)):
@@ -119,13 +121,14 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
                 if _is_mark(view):
                     outs = [attach(next(summed), x) for x in outs]
                 inner.env |= zip(view.eqn.outvars, outs, strict=True)
-        return inner.apply(step, static | arrays)
+        return inner.apply(step, static | dict(zip(arrays, values, strict=True)))
 
-    ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
-    code = code_of([*chain, step], ins), tuple(again)
-    values = [frame.read(root, None) for root in roots]
-    run = frame.alike(code, lambda: jax.checkpoint(op, prevent_cse=False))
-    return run(values, marks, arrays)
+    code = code_of([*chain, step], ins), tuple(again), tuple(kept)
+    run = frame.alike(code, lambda: keeping_copies(op, op, prevent_cse=False))
+    pairs = zip(roots, kept, strict=True)
+    values = [frame.in_full(v) if low else frame.read(v, None) for v, low in pairs]
+    rest = [*marks, *arrays.values()]
+    return run([*values, *rest], [*frame.copies(roots, kept), *[None] * len(rest)])
 
 
 def _is_mark(view: Step) -> bool:

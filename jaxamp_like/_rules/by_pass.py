@@ -233,9 +233,7 @@ def _pass(site: Site, choice: PassPrecision) -> Pass:
     return pass_of(site, choice.dtype or site.compute_dtype, choice.wide)
 
 
-def _bound_in(
-    site: Site, i: int, forward: Pass, gradients: list[Pass]
-) -> DType | None:
+def _bound_in(site: Site, i: int, forward: Pass, gradients: list[Pass]) -> DType | None:
     """The dtype that operand `i` is cast to before it is bound; `None` is as it is.
 
     As it is where a pass reads it, or makes its gradient, in more than the forward pass
