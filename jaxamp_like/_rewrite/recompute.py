@@ -124,11 +124,14 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
         return inner.apply(step, static | dict(zip(arrays, values, strict=True)))
 
     code = code_of([*chain, step], ins), tuple(again), tuple(kept)
-    run = frame.alike(code, lambda: keeping_copies(op, op, prevent_cse=False))
     pairs = zip(roots, kept, strict=True)
     values = [frame.in_full(v) if low else frame.read(v, None) for v, low in pairs]
-    rest = [*marks, *arrays.values()]
-    return run([*values, *rest], [*frame.copies(roots, kept), *[None] * len(rest)])
+    values += [*marks, *arrays.values()]
+    if not any(kept):
+        return frame.alike(code, lambda: jax.checkpoint(op, prevent_cse=False))(*values)
+    run = frame.alike(code, lambda: keeping_copies(op, op, prevent_cse=False))
+    copies = frame.copies(roots, kept)
+    return run(values, [*copies, *[None] * (len(values) - len(copies))])
 
 
 def _is_mark(view: Step) -> bool:
