@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from .._dtypes import bits
 from .._jax import Literal, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
