@@ -18,9 +18,9 @@ the documented API, and why:
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names;
 - the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`, and how
-  `jet` calls functions with a derivative rule: it leaves its own trace (in all these
-  versions; `jet` of `jax.nn.relu` fails), and `amp` makes such functions: it is put
-  back by `set_current_trace`.
+  `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
+  trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
+  `set_current_trace` enters it again.
 """
 
 import contextlib
@@ -251,7 +251,8 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     return raw(trace(opened, avals)), values
 
 
-_SERIES: dict[Primitive, Callable[..., Any]] = {}  # what `jet` takes those of
+# Of each primitive of `amp`, the function whose Taylor series `jet` takes.
+_SERIES: dict[Primitive, Callable[..., Any]] = {}
 
 
 def new_primitive(
@@ -340,10 +341,10 @@ def teach_interpreters() -> None:
     functions with a derivative rule. Roundings are linear to `jet`, as to `jvp`."""
     jet = sys.modules.get("jax.experimental.jet")
     if jet is not None:
-        jet.jet_rules.setdefault(_checkpoint_primitive(), _jet_of_checkpoint)
         if reduce_precision_p not in jet.jet_rules:
             jet.deflinear(reduce_precision_p)
-        for primitive, fn in _SERIES.items():
+        of_checkpoint = {_checkpoint_primitive(): _run_checkpoint}
+        for primitive, fn in (_SERIES | of_checkpoint).items():
             jet.jet_rules.setdefault(primitive, functools.partial(_jet_of, fn))
         jet.JetTrace.process_custom_jvp_call = _jet_of_custom_jvp
     sparse = sys.modules.get("jax.experimental.sparse.transform")
@@ -359,13 +360,8 @@ def _jet_of(fn: Any, primals: Any, series: Any, **params: Any) -> Any:
     return jet.jet(fn, primals, series, factorial_scaled=False)
 
 
-def _jet_of_checkpoint(primals: Any, series: Any, *, jaxpr: Jaxpr, **_: Any) -> Any:
-    from jax.experimental import jet
-
-    def fn(*args):
-        return run_jaxpr(jaxpr, args)
-
-    return jet.jet(fn, primals, series, factorial_scaled=False)
+def _run_checkpoint(*args: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
+    return run_jaxpr(jaxpr, args)
 
 
 def _jet_of_custom_jvp(

@@ -19,20 +19,16 @@ def is_contraction(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
     """Whether a `dot_general`, convolution or the like is one, by its parameters."""
     if not exceeds_one(summed_axes(params, shapes)):
         return False
-    numbers = dot_numbers(params)
-    if numbers is None or "ragged_dot_dimension_numbers" in params:
-        return True
-    return any(map(exceeds_one, free_axes(numbers, shapes)))
+    free = free_axes_of(params, shapes)
+    return free is None or any(map(exceeds_one, free))
 
 
 def has_contracting_gradients(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
     """Whether the gradients of both operands of a `dot_general` are contractions.
 
     Each sums over the free axes of the other operand."""
-    numbers = dot_numbers(params)
-    if numbers is None or "ragged_dot_dimension_numbers" in params:
-        return False
-    return all(map(exceeds_one, free_axes(numbers, shapes)))
+    free = free_axes_of(params, shapes)
+    return free is not None and all(map(exceeds_one, free))
 
 
 def summed_axes(params: dict[str, Any], shapes: Sequence[Shape]) -> Shape:
@@ -50,6 +46,15 @@ def dot_numbers(params: dict[str, Any]) -> Any:
     numbers = getattr(ragged, "dot_dimension_numbers", params.get("dimension_numbers"))
     is_dot = type(numbers) is tuple and len(numbers) == 2  # no named tuple
     return numbers if is_dot else None
+
+
+def free_axes_of(
+    params: dict[str, Any], shapes: Sequence[Shape]
+) -> tuple[Shape, Shape] | None:
+    """The `free_axes` of a `dot_general`; `None` of any other contraction."""
+    numbers = dot_numbers(params)
+    is_ragged = "ragged_dot_dimension_numbers" in params
+    return None if numbers is None or is_ragged else free_axes(numbers, shapes)
 
 
 def free_axes(numbers: Any, shapes: Sequence[Shape]) -> tuple[Shape, Shape]:

@@ -111,11 +111,11 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     # Of a value that others read, too, the cotangent is not rounded here.
     kept = [frame.rounded_for_all(v) for v in roots]
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
+    first_mark, first_array = len(roots), len(roots) + len(marks)
 
     def op(*operands):
-        values = iter(operands)
-        inner = over(dict(zip(roots, values, strict=False)))
-        summed = iter([next(values) for _ in marks])
+        inner = over(dict(zip(roots, operands[:first_mark], strict=True)))
+        summed = iter(operands[first_mark:first_array])
         for view in chain:
             # The scopes are those of the op that all of this is made for.
             with eqn_context(without_scopes(view.eqn)):
@@ -123,7 +123,8 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
                 if _is_mark(view):
                     outs = [attach(next(summed), x) for x in outs]
                 inner.env |= zip(view.eqn.outvars, outs, strict=True)
-        return inner.apply(step, static | dict(zip(arrays, values, strict=True)))
+        read = dict(zip(arrays, operands[first_array:], strict=True))
+        return inner.apply(step, static | read)
 
     code = code_of([*chain, step], ins), tuple(again), tuple(kept)
     pairs = zip(roots, kept, strict=True)
