@@ -204,6 +204,20 @@ def test_what_was_not_measured_stays_as_written(granularity, budget):
         amp(grown, amp_policy=loaded, strict=True)(*BATCHES[0])
 
 
+@pytest.mark.parametrize("granularity", ("scope", "primitive", "equation"))
+def test_gradients_of_products_that_sum_nothing_were_not_measured(granularity):
+    def fn(w, x):
+        h = jnp.tanh(x @ w["flat"])
+        return jnp.mean(jnp.sin(jnp.einsum("bi,bj->bij", h, x)))
+
+    batches = [(weights("flat"), x) for x in data()]
+    policy = calibrate(fn, batches, budget=0.1, granularity=granularity).policy
+    read = contractions(jax.grad(amp(fn, amp_policy=policy)), *batches[0])
+    low = [e for _, e in read if e.invars[0].aval.dtype == "bfloat16"]
+    assert low and len(low) < len(read)
+    assert all(v.aval.ndim == 2 for e in low for v in (*e.invars, *e.outvars))
+
+
 def test_a_primitive_that_is_new_in_a_scope_was_not_measured(found):
     def loss(w, x):
         with jax.named_scope("flat"):

@@ -13,7 +13,7 @@ from .._jax import Primitive
 from .._primitives import CONTRACTIONS
 from .._rules import UseOriginalPrecision
 from .._rules.by_shapes import ByShapes, is_pattern
-from .._rules.measured import OfMeasuredShapes, Unmeasured
+from .._rules.measured import OfMeasuredShapes, Unmeasured, as_measured
 from .dictionary import Found, Key, Lookup, Scope, is_stopped
 
 
@@ -128,9 +128,10 @@ class MeasuredPolicy:
         shapes = self.measured.shapes(primitive.name, scope)
         if shapes is None:
             return replace(found, rule=Unmeasured(found.rule))
-        if not shapes or isinstance(found.rule, ByShapes):  # which tells of others
-            return found
-        return replace(found, rule=OfMeasuredShapes(found.rule, shapes))
+        rule = as_measured(found.rule)
+        if shapes and not isinstance(rule, ByShapes):  # which tells of others
+            rule = OfMeasuredShapes(rule, shapes)
+        return replace(found, rule=rule)
 
     def own_keys(self) -> list[Key]:
         return self.policy.own_keys()

@@ -21,6 +21,7 @@ from .._rules import (
     Mark,
     Rule,
     Site,
+    compute_in_full,
     contract,
     outs_of,
     use_original_precision,
@@ -86,7 +87,7 @@ class Quantising(Rule):
         if not is_dot and not hasattr(params.get("dimension_numbers"), "rhs_spec"):
             return self  # of another primitive: see `decide`
         shapes = [aval.shape for aval in avals]
-        return self if is_contraction(params, shapes) else contract.product
+        return self if is_contraction(params, shapes) else compute_in_full
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.LOW

@@ -1,7 +1,7 @@
 """Rules of contractions that a policy made by measurement has not measured."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,12 @@ from .storing import compute_in_full
 NOT_MEASURED = "`calibrate` has not measured it"
 
 _IN_FULL = Contract(use_precision("float32"), compute_in_full)
+
+
+def as_measured(rule: Rule) -> Rule:
+    """A rule, but products are in full, and their gradients: these are not measured."""
+    is_contract = isinstance(rule, Contract)
+    return replace(rule, product=compute_in_full) if is_contract else rule
 
 
 @dataclass(frozen=True)
