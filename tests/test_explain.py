@@ -459,6 +459,26 @@ def test_settings_tell_what_amp_would_do(w, x):
     assert explain(loss, lean=True)(w, x).settings == ("compute_dtype=float16, lean",)
 
 
+def test_what_an_inner_gradient_makes_is_not_of_the_forward_pass():
+    """Training within a loss: the marks of what is kept there are no forward values."""
+
+    def fit(w, x):
+        for _ in range(4):
+            x = x + jax.nn.gelu(x @ w) @ w.T
+        return jnp.mean(x**2)
+
+    def loss(w, x):
+        def step(w, _):
+            return w - 0.1 * jax.grad(fit)(w, x), None
+
+        return fit(lax.scan(step, w, None, length=5)[0], x)
+
+    w, x = jnp.eye(16) / 4, jnp.ones((8, 16))
+    report = explain(jax.grad(amp(loss, compute_dtype="bfloat16")))(w, x)
+    now, written = report.now.totals, report.written.totals
+    assert 0 < now.saved_bytes < written.saved_bytes
+
+
 def test_no_derivative_no_saved_bytes(x):
     def fn(x):
         return jax.pure_callback(lambda x: x, jax.typeof(x), x)

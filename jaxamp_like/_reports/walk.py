@@ -8,13 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .._dtypes import is_float
+from .._dtypes import bits, is_float
 from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
 from .._rewrite.plan import Step
 from .._rewrite.record import MARK
 from .._rewrite.solvers import told
 from .._structural import SOLVER, STRUCTURAL
+from .._structural.kept import is_kept
 from .convolutions import multiply_adds
 from .data.records import Phase, Place, SavedRecord, widest
 
@@ -164,8 +165,9 @@ def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
     """What a program with a backward pass keeps for it.
 
     That is what forward equations make and backward ones read, at every level. What
-    the program was given is live anyway and is left out. What is cast up is held as it
-    was before: the cast is made again."""
+    the program was given is live anyway and is left out. What is cast up or copied
+    is held as it was before: the cast is made again, and a copy is none once it is
+    compiled."""
     found: list[SavedRecord] = []
 
     def visit(jaxpr: Jaxpr, around: Around) -> None:
@@ -186,15 +188,20 @@ def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
 
 
 def _held(atom: Atom, made: dict[Any, tuple[Eqn, Around]]) -> Any:
-    """What a forward value was before it was cast up; `None` for a literal."""
+    """What a value was before it was cast up or copied; `None` for a literal."""
     if isinstance(atom, Literal):
         return None
     eqn = made[atom][0] if atom in made else None
-    if eqn is None or not is_float_cast(eqn) or isinstance(eqn.invars[0], Literal):
+    if eqn is None or not (is_kept(eqn.primitive) or _is_cast_up(eqn)):
         return atom
-    (operand,) = eqn.invars
-    is_wider = atom.aval.dtype.itemsize > operand.aval.dtype.itemsize
-    return _held(operand, made) if is_wider else atom
+    return _held(eqn.invars[0], made)
+
+
+def _is_cast_up(eqn: Eqn) -> bool:
+    if not is_float_cast(eqn):
+        return False
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return bits(new) > bits(old)
 
 
 def residuals(
