@@ -423,6 +423,8 @@ def test_derivative_rules_of_an_author(fn):
     for made, plain in zip(grads, jax.grad(loss, (0, 1))(*args), strict=True):
         assert jnp.linalg.norm(made - plain) < 0.2 * jnp.linalg.norm(plain)
     assert all(tensor.history[0] > 0 for tensor in state.values())
+    # A transposed operand is the tensor that the forward pass has read.
+    assert {*state} == {f"dot_general/{role}" for role in ("lhs", "rhs", "cotangent")}
     (_, undifferentiated) = train(loss, LAYERS[0], X)
     assert {*undifferentiated} == {"dot_general/lhs", "dot_general/rhs"}
 

@@ -153,3 +153,18 @@ def test_weights_that_are_rounded_before_a_loop_are_told_of():
     (op,) = [op for op in report.ops if op.flushed and op.runs == 1]
     np.testing.assert_allclose(op.flushed, 15 / 16)
     assert op.place.scope == "mlp" and op.error > 0
+
+
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_the_choice_of_a_power_of_two_is_no_error(is_derived):
+    """A maximum that rounds down to the largest number of a scale gets that scale."""
+    x = jnp.clip(values(32, 16, seed=1), -3, 3).at[0, 0].set(3.505)
+    assert x.max() > 448 / 128 == jnp.bfloat16(x.max())
+
+    def loss(w):
+        return jnp.mean(product(w, x) ** 2)
+
+    fn = jax.value_and_grad(loss) if is_derived else loss
+    policy = quantised(float8(where=None))
+    report = trace_numerics(fn, compute_dtype="bfloat16", amp_policy=policy)(W)
+    assert max(op.error for op in report.ops) < 0.1

@@ -516,6 +516,114 @@ def test_weight_gradients_are_those_of_what_is_said():
     assert shapes(argnums=1) == {(INS, OUTS)}
 
 
+def linear(x, w, numbers="nd,df->nf"):
+    with jax.named_scope("linear"):
+        return jnp.einsum(numbers, x, w)
+
+
+def attend(p, x):
+    """Attention of one sequence: its products have no batch axes."""
+    q, k, v = (linear(x, p[name]) for name in "qkv")
+    with jax.named_scope("products"):
+        mixed = jax.nn.softmax(q @ k.T) @ v
+    return x + linear(mixed, p["o"])
+
+
+def experts(p, x):
+    """Each expert has its weights: their products have batch axes."""
+    made = jax.nn.gelu(linear(x, p["q"], "end,edf->enf"))
+    return x + linear(made, p["o"], "enf,efd->end")
+
+
+def with_backward_rule(layer):
+    ruled = jax.custom_vjp(layer)
+    ruled.defvjp(functools.partial(jax.vjp, layer), lambda pull, ct: pull(ct))
+    return ruled
+
+
+def stacked(tree):
+    return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)
+
+
+def over_layers(layer):
+    def layers(p, x):
+        return lax.scan(lambda x, p: (layer(p, x), None), x, stacked(p))[0]
+
+    return layers
+
+
+LAYERS = {
+    "plain": lambda layer: layer,
+    "jit": jax.jit,
+    "scan": over_layers,
+    "loop": lambda layer: lambda p, x: lax.fori_loop(0, 2, lambda i, x: layer(p, x), x),
+    "vmap": lambda layer: lambda p, x: jax.vmap(layer)(stacked(p), stacked(x)),
+    "custom_vjp": with_backward_rule,
+    "remat": jax.checkpoint,
+    "scan, remat": lambda layer: over_layers(jax.checkpoint(layer)),
+}
+
+
+@pytest.mark.parametrize("nest", LAYERS)
+@pytest.mark.parametrize("layer", [attend, experts])
+def test_all_passes_of_a_contraction_are_quantised_or_none(layer, nest):
+    shape = (3, 16, 16) if layer is experts else (16, 16)
+    params = {name: values(*shape, seed=i) for i, name in enumerate("qkvo")}
+    x = values(*shape[:-2], 8, 16, seed=9)
+
+    def loss(p):
+        return jnp.mean(LAYERS[nest](layer)(p, x) ** 2)
+
+    report = explain(
+        jax.value_and_grad(loss), compute_dtype="bfloat16", amp_policy=FLOAT8
+    )(params)
+    found = {
+        (op.place.scope.split("/")[-1], op.place.phase, op.dtype)
+        for op in report.now.ops
+        if op.flops
+    }
+    quantised, low = ("float8_e4m3fn", "float8_e5m2"), "bfloat16"
+    expected = {("linear", phase, dtype) for phase, dtype in zip(
+        ("forward", "backward"), quantised, strict=True
+    )}  # fmt: skip
+    if layer is attend:
+        expected |= {("products", phase, low) for phase in ("forward", "backward")}
+    if "remat" in nest:
+        again = {s for s, phase, _ in found if phase == "recomputed"}
+        dtypes = {"linear": quantised[0], "products": low}
+        expected |= {(scope, "recomputed", dtypes[scope]) for scope in again}
+        assert again == {scope for scope, *_ in expected}
+        if layer is experts:  # what the last product reads is made again, it is not
+            expected |= {("linear", "backward", low)}
+    assert found == expected
+
+
+def trained(layers):
+    def steps(p, batches):
+        def step(p, x):
+            gradient = jax.grad(lambda p: jnp.mean((layers(p, x) - x) ** 2))(p)
+            return p - 0.1 * gradient, None
+
+        return lax.scan(step, p, batches)[0]
+
+    return steps
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_parameters_that_a_loop_updates_are_none_in_its_gradients_either(is_scanned):
+    def net(p, x):
+        if is_scanned:
+            return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0]
+        return jnp.tanh(x @ p[0]) @ p[1]
+
+    p, batches = values(2, 8, 8, seed=1), values(3, 6, 8, seed=2)
+    with pytest.warns(AmpWarning, match=r"No contraction is .*parameters_only=False"):
+        report = explain(trained(net), compute_dtype="bfloat16", amp_policy=FLOAT8)(
+            p, batches
+        )
+    assert {op.dtype for op in report.now.ops if op.flops} == {"bfloat16"}
+
+
 def walked(jaxpr):
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn

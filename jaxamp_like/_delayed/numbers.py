@@ -18,6 +18,11 @@ from .._primitives import IDENTITIES
 
 _NONE: frozenset[int] = frozenset()
 
+_WHOLE_VIEWS = frozenset(
+    "reshape transpose squeeze expand_dims rev broadcast_in_dim tile".split()
+)
+"""Primitives whose result holds the numbers of their operand, all of them."""
+
 
 class Numbers:
     """The numbers of values, and by which loops a value varies.
@@ -28,6 +33,7 @@ class Numbers:
         self._known: dict[Hashable, int] = {}
         self._made: list[Any] = []
         self.varies: list[frozenset[int]] = []
+        self._shown: dict[int, int] = {}
 
     def of(self, made: Hashable, varies: frozenset[int] = _NONE) -> int:
         """The number of what is made so."""
@@ -36,6 +42,10 @@ class Numbers:
             self._made.append(made)
             self.varies.append(varies)
         return number
+
+    def shown(self, number: int) -> int:
+        """The value that a view shows, moved about; of what is no view, itself."""
+        return self._shown.get(number, number)
 
     def new(self, varies: frozenset[int] = _NONE) -> int:
         """The number of a value like no other."""
@@ -63,7 +73,10 @@ class Numbers:
             made = None
         if made is None or has_effect(eqn):
             return [self.new(varies) for _ in eqn.outvars]
-        return [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
+        outs = [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
+        if name in _WHOLE_VIEWS:
+            self._shown[outs[0]] = self.shown(ins[0])
+        return outs
 
     def _cast(self, eqn: Eqn, number: int) -> int:
         """The number of a cast; what was cast after it came out is cast inside."""
@@ -75,7 +88,10 @@ class Numbers:
         if kind == "chosen":
             return self.chosen(how[0], tuple(self._cast(eqn, n) for n in how[1]))
         made = ("cast", *eqn.params.items(), number)
-        return self.of(made, self.varies[number])
+        out = self.of(made, self.varies[number])
+        if number in self._shown:
+            self._shown[out] = self._cast(eqn, self._shown[number])
+        return out
 
     # Loops, branches, shards: what goes in is known again when it came out of one.
 

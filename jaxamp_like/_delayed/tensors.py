@@ -1,7 +1,8 @@
 """Which tensors of a program have a history, and what they are called.
 
 A tensor has one however many contractions read it: the backward pass reads what the
-forward pass quantised, and what it makes again, by the scale of the forward pass. In a
+forward pass quantised, and what it makes again, by the scale of the forward pass. So is
+a view: what is reshaped or transposed before it is read has the same maximum. In a
 scan, each iteration has a history of its own (layers), unless one of the two operands
 is the same in all of them (steps of a recurrence, microbatches): then all iterations
 share one, and the largest maximum counts."""
@@ -149,7 +150,7 @@ class Finder:
 
     def _use(self, eqn: Eqn, ins: list[int], around: Around) -> Use:
         wanted: Wanted = eqn.params["of"]
-        number, other = ins
+        number, other = map(self.numbers.shown, ins)
         axes = varying_in(eqn.outvars[0].aval)
         if wanted.side == 0:
             self._place = None

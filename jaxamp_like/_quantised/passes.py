@@ -109,17 +109,15 @@ def with_passes(
     def forward_of(lhs, rhs, *alone):
         return forward(lhs, rhs, *completed((lhs, rhs), alone))
 
-    make = transposable(forward_of, gradients)
-
-    @jax.custom_jvp
-    def contraction(lhs, rhs, *alone):
-        is_derived = not any(one is None for one in alone)
-        return (forward if is_derived else make)(lhs, rhs, *alone)
+    def with_jvp(fn):
+        contraction = jax.custom_jvp(fn)
+        contraction.defjvp(jvp, symbolic_zeros=True)
+        return contraction
 
     def jvp(primals, tangents):
         both, alone = primals[:2], primals[2:]
         alone = completed(both, alone) if keeps else alone
-        out = contraction(*both, *alone)
+        out = (derived if keeps else contraction)(*both, *alone)
         moves = []
         for i, made in enumerate(gradients):
             if isinstance(tangents[i], SymbolicZero):
@@ -132,7 +130,8 @@ def with_passes(
             moves.append(cast(move, out.dtype))
         return out, functools.reduce(lax.add, moves)
 
-    contraction.defjvp(jvp, symbolic_zeros=True)
+    contraction = with_jvp(transposable(forward_of, gradients))
+    derived = with_jvp(forward)  # which is transposed as the passes are
 
     def bind(*operands, alone=(None, None)):
         if any(map(is_of_jet, operands)):

@@ -19,6 +19,7 @@ from .._rules import (
     Demand,
     EightBits,
     Mark,
+    Origin,
     Rule,
     Site,
     compute_in_full,
@@ -145,7 +146,7 @@ class Quantising(Rule):
             return "what is still to be summed over devices takes no scale"
         if (left := _left(site.scope, self.leave)) is not None:
             return f"{left!r} is a head or an embedding"
-        if self.parameters_only and not _reads_parameter(site):
+        if self.parameters_only and not _is_of_parameter(site):
             numbers = dot_numbers(site.params)
             is_batch = numbers is not None and bool(numbers[1][0])
             if is_batch or not self._is_wanted(site):
@@ -162,17 +163,18 @@ class Quantising(Rule):
         return self.where is None or asked(self.where, site, f"`{name}(where=...)`")
 
 
-def _reads_parameter(site: Site) -> bool:
+def _is_of_parameter(site: Site) -> bool:
     """Whether an operand is a parameter, or the result may be the gradient of one.
 
-    In a backward pass, neither operand of a weight's gradient is one, and what is made
-    again there reads what the forward pass has kept; attention's are batches of
-    products."""
+    In a backward pass, neither operand of a weight's gradient is one: the partner of
+    what stands beside the cotangent tells. Where none is known, what is made again
+    there reads what the forward pass has kept; attention's are batches of products."""
     if any(map(is_parameter, site.facts[:2])):
         return True
+    if (partner := site.partner) is not None:
+        return partner.origin > Origin.DATA
     numbers = dot_numbers(site.params)
-    is_later = site.backward or site.recomputed
-    return is_later and (numbers is None or not numbers[1][0])
+    return site.backward and (numbers is None or not numbers[1][0])
 
 
 # Places in a list, and the names that Equinox gives to its own layers.
@@ -233,7 +235,6 @@ def decided(
 ) -> Decision:
     """A contraction by `bind`; `roundings` are how it rounds operands by themselves."""
     outs = outs_of(site, result_of(site), Mark.LOW)
-    weight = weight_side(site)
     return Decision(
         reads_of(site),
         site.params,
@@ -242,10 +243,7 @@ def decided(
         bind,
         recasts=False,
         eight_bits=eight_bits,
-        alone=tuple(
-            Alone(how) if how is not None and i == weight else None
-            for i, how in enumerate(roundings)
-        ),
+        alone=tuple(None if how is None else Alone(how) for how in roundings),
     )
 
 

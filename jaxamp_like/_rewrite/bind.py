@@ -63,6 +63,8 @@ class Frame:
         self.alike = Alike()
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
         self.rounded: Rounded = {}  # weights rounded before a loop
+        self.rounded_often: frozenset[Any] = frozenset()  # see `Plan`
+        self.rounded_here: dict[Any, Any] = {}  # once for all that read it so
         self.cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         # A frame for other values, which holds on to nothing of this one.
@@ -86,6 +88,7 @@ class Frame:
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
         schedule = plan.islands if self.is_lean else plan.plain
         units, unit_drops, cotangents, frame.shared = schedule
+        frame.rounded_often = plan.rounded_often
         if self.keeps != Keeps.LEAN:  # in a loop there are few sums to compute again
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         frame.cotangents = cotangents
@@ -100,6 +103,9 @@ class Frame:
             for v in drops:
                 if v not in frame.views.kept:
                     del frame.env[v]
+            if drops:
+                here = frame.rounded_here.items()
+                frame.rounded_here = {k: x for k, x in here if k[0] not in drops}
         outs = (frame.read(atom, None) for atom in plan.outvars)
         return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in outs]
 
@@ -290,7 +296,7 @@ class Frame:
         rounded = [self.cotangents[v] for v in eqn.outvars if v in self.cotangents]
         branch = next(iter(rounded), None)
         if decision.bind is not None:
-            outs = decision.bind(*operands, **self._rounded_alone(step))
+            outs = decision.bind(*operands, **self._rounded_alone(step, operands))
         elif branch is not None:
             outs = fork(operands[1 - branch], operands[branch], low)
         else:
@@ -312,12 +318,25 @@ class Frame:
                 outs = [settle(x, low) for x in outs]
         return _as_decided(step, outs)
 
-    def _rounded_alone(self, step: Step) -> dict[str, Any]:
-        """Operands that were rounded before a loop, as a rule's `bind` takes them."""
-        if not self.rounded or not step.decision.alone:
-            return {}
-        alone = tuple(self.rounded.get((step, i)) for i in range(len(step.eqn.invars)))
+    def _rounded_alone(self, step: Step, operands: Sequence[Any]) -> dict[str, Any]:
+        """Operands that are rounded for several readers, as a rule's `bind` takes them.
+
+        Readers are the iterations of a loop, or steps of this program."""
+        pairs = enumerate(zip(step.decision.alone, operands, strict=False))
+        alone = tuple(self._alone(step, i, how, x) for i, (how, x) in pairs)
         return {"alone": alone} if any(x is not None for x in alone) else {}
+
+    def _alone(
+        self, step: Step, i: int, how: Callable[[Any], Any] | None, operand: Any
+    ) -> Any:
+        if (step, i) in self.rounded:
+            return self.rounded[step, i]
+        key = step.read_alone(i)
+        if how is None or key not in self.rounded_often:
+            return None
+        if key not in self.rounded_here:
+            self.rounded_here[key] = how(operand)
+        return self.rounded_here[key]
 
     def operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]

@@ -1,49 +1,71 @@
 """What values are multiplied with: by it a gradient is known for that of a weight.
 
 A backward pass multiplies a cotangent with one operand of a forward contraction, and so
-makes the gradient of the other one, which is looked up here. Known are contractions of
-the same program that come before: the backward pass of a loop is another program."""
+makes the gradient of the other one. That other one is the partner in the fact of the
+first, which hands it on from the program of a forward pass to that of its backward
+pass, where these are the bodies of two loops."""
 
 from typing import Any
 
-from .._jax import Eqn, Literal
+from .._jax import Literal
 from .._primitives import CONTRACTIONS, IDENTITIES, VIEWS
-from .._rules import Origin, Partner
+from .._rules import Fact, Origin, Partner
 from .cotangents import Which
-from .plan import Facts
+from .plan import Facts, Step
 
 
 class Partners:
-    """The partners of values in the contractions of a program, as they are met."""
+    """Takes down the partners of values in the facts of a program, as they are met."""
 
-    def __init__(self) -> None:
-        self._roots: dict[Any, Any] = {}  # of values that are another, moved about
-        self._known: dict[Any, Partner] = {}
+    def __init__(self, facts: dict[Any, Fact | None]) -> None:
+        self._facts = facts
+        self._alike: dict[Any, list[Any]] = {}  # a value, and its views
 
-    def of(self, eqn: Eqn, which: Which) -> Partner | None:
-        """The partner of what an equation multiplies its one cotangent with."""
-        if eqn.primitive.name not in CONTRACTIONS or which[:2].count(True) != 1:
-            return None
-        atom = eqn.invars[which.index(False)]
-        return None if isinstance(atom, Literal) else self._known.get(self._root(atom))
+    def meet(self, step: Step, which: Which) -> None:
+        """Takes note of a step, after the facts of its results.
 
-    def meet(self, eqn: Eqn, facts: Facts, which: Which) -> None:
-        """Takes note of an equation, of the facts and cotangents that it reads."""
+        `which` says which of its operands are cotangents."""
+        eqn = step.eqn
         name, atoms = eqn.primitive.name, eqn.invars[:2]
-        if any(isinstance(atom, Literal) for atom in atoms):
+        if step.handler is not None:
+            for body, plan in zip(step.handler.bodies(eqn), step.inner, strict=False):
+                for i, var in zip(body.ins, plan.invars, strict=True):
+                    self._hand_on(plan.facts[var], eqn.invars[i])
+        elif any(isinstance(atom, Literal) for atom in atoms):
             return
-        if name in VIEWS | IDENTITIES and len(atoms) == len(eqn.outvars) == 1:
-            self._roots[eqn.outvars[0]] = self._root(atoms[0])
+        elif name in VIEWS | IDENTITIES and len(atoms) == len(eqn.outvars) == 1:
+            (var,), (view,) = atoms, eqn.outvars
+            alike = self._alike_to(var)
+            alike.append(view)
+            self._alike[view] = alike
+            self._hand_on(self._facts[var], view)
         elif name in CONTRACTIONS and not any(which):
-            for i, atom in enumerate(atoms):
+            facts = [self._facts[var] for var in atoms]
+            for i, var in enumerate(atoms):
                 other = facts[1 - i]
                 origin = Origin.DATA if other is None else other.origin
-                self._add(self._root(atom), Partner(origin, 1 - i))
+                self._add(var, Partner(origin, 1 - i))
 
-    def _root(self, atom: Any) -> Any:
-        return self._roots.get(atom, atom)
+    def _alike_to(self, var: Any) -> list[Any]:
+        return self._alike.setdefault(var, [var])
 
-    def _add(self, root: Any, new: Partner) -> None:
-        old = self._known.get(root, new)
-        side = new.side if new.side == old.side else None
-        self._known[root] = Partner(max(old.origin, new.origin), side)
+    def _hand_on(self, source: Fact | None, atom: Any) -> None:
+        if source is not None and source.partner is not None:
+            if not isinstance(atom, Literal):
+                self._add(atom, source.partner)
+
+    def _add(self, var: Any, new: Partner) -> None:
+        for view in self._alike_to(var):
+            if (fact := self._facts[view]) is not None:
+                old = fact.partner or new
+                side = new.side if new.side == old.side else None
+                partner = Partner(max(old.origin, new.origin), side)
+                self._facts[view] = fact._replace(partner=partner)
+
+
+def without_partners(facts: Facts) -> Facts:
+    """Facts for a program of a forward pass, which is the same wherever it is called,
+    whatever its operands have been multiplied with before."""
+    return tuple(
+        fact._replace(partner=None) if fact and fact.partner else fact for fact in facts
+    )

@@ -1,11 +1,12 @@
 """A plan: for every equation of a jaxpr, what binding follows and a report shows."""
 
 import functools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._jax import Atom, Eqn, Jaxpr, Place
+from .._jax import Atom, Eqn, Jaxpr, Literal, Place
 from .._policies.dictionary import Found
 from .._rules import Decision, Demand, Fact, Leaf
 from .._structural import Handler
@@ -48,6 +49,10 @@ class Step:
             tuple(self.casts.items()),
         )
 
+    def read_alone(self, i: int) -> Hashable:
+        """What is rounded for an operand alike by all that read it so."""
+        return self.eqn.invars[i], self.decision.reads[i], self.decision.alone[i]
+
     @property
     def recasts(self) -> list[int]:
         """Operands whose casts are made again in the backward pass, not saved."""
@@ -70,6 +75,17 @@ class Plan:
     lean: bool
     keys: frozenset[Any]  # keys of the policy that an equation was found under
     closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
+
+    @functools.cached_property
+    def rounded_often(self) -> frozenset[Hashable]:
+        """Operands that several steps of 8 bits would round alike, by themselves."""
+        read = Counter(
+            step.read_alone(i)
+            for step in self.steps
+            for i, how in enumerate(step.decision.alone)
+            if how is not None and not isinstance(step.eqn.invars[i], Literal)
+        )
+        return frozenset(key for key, count in read.items() if count > 1)
 
     # Made when they are bound: of the plans that a loop tries, only the last one is.
 

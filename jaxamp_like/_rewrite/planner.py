@@ -35,7 +35,6 @@ from .._rules import (
     Demand,
     Fact,
     Origin,
-    Partner,
     Rule,
     Site,
     author_dtype,
@@ -52,7 +51,7 @@ from .hoisted import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
 from .origins import as_number, with_origins
-from .partners import Partners
+from .partners import Partners, without_partners
 from .placement import as_asked, leaf_of, of_operands
 from .plan import Facts, Plan, Scope, Step
 from .shared import shared
@@ -120,6 +119,8 @@ class Planner:
 
         `wanted` says how its results are read outside; in full, if not given. With
         `cotangents`, it is an author's backward rule, and these are its cotangents."""
+        if not self._is_backward:
+            facts = without_partners(facts)
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
@@ -155,16 +156,15 @@ class Planner:
         read_often = shared(readers)
         is_backward = is_rule or self._is_backward
         cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
-        partners = Partners()
+        partners = Partners(env)
         steps, keys = [], set()
         for eqn, which in zip(inner.eqns, cotangents, strict=True):
             operands = tuple(fact_of(env, atom) for atom in eqn.invars)
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             place = scope + scopes(eqn)
-            partner = partners.of(eqn, which)
-            step = self._step(eqn, place, operands, needed, read_often, which, partner)
-            partners.meet(eqn, operands, which)
+            step = self._step(eqn, place, operands, needed, read_often, which)
             env |= zip(eqn.outvars, step.decision.outs, strict=True)
+            partners.meet(step, which)
             steps.append(step)
             found = {step.found.key, *step.found.also}
             keys |= found.union(*(plan.keys for plan in step.inner))
@@ -188,11 +188,9 @@ class Planner:
         wanted: Sequence[Demand],
         read_often: Set[Any],
         cotangents: Which,
-        partner: Partner | None,
     ) -> Step:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found, cotangents)
-        site = site._replace(partner=partner)
         handler = self.matching.handler(eqn, scope)
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)

@@ -22,7 +22,7 @@ def report_of_nothing_quantised(steps: list[Step]) -> str | None:
         return None
     whys = Counter(map(_why_not, asked))
     listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
-    hint = f" {_WHICH}" * any(NO_PARAMETER in why for why in whys)
+    hint = f" {_WHICH} {_IN_LOOPS}" * any(NO_PARAMETER in why for why in whys)
     return (
         f"No contraction is quantised. Of {len(asked)} that {_rules_of(asked)} would "
         f"quantise, there are {listed}. `explain` shows each; the arguments `where`, "
@@ -32,18 +32,21 @@ def report_of_nothing_quantised(steps: list[Step]) -> str | None:
 
 
 def report_of_few_quantised(steps: list[Step]) -> str | None:
-    """What to say where most contractions read no parameter."""
+    """What to say where most contractions of a forward pass read no parameter.
+
+    Not where none is quantised, in a backward pass either."""
+    if not any(step.decision.eight_bits for step in steps):
+        return None
     asked = [step for step in steps if _may_quantise(step) and not step.backward]
     made = sum(step.decision.eight_bits is not None for step in asked)
     left = [s for s in asked if NOT_OF_PARAMETERS in s.decision.why]
-    if not made or len(left) <= 2 * made:
+    if not left or len(left) <= 2 * made:
         return None
+    how_many, verb = (f"Only {made}", "are") if made else ("None", "is")
     return (
-        f"Only {made} of the contractions that {_rules_of(asked)} would quantise are, "
-        f"but of {len(left)} {NOT_OF_PARAMETERS}, the first in "
-        f"{source_line(left[0].eqn)}. {_WHICH} In a loop that updates parameters with "
-        "data they are none: `parameters_only=False` of the rule quantises such "
-        "contractions too."
+        f"{how_many} of the contractions of the forward pass that {_rules_of(asked)} "
+        f"would quantise {verb}, but of {len(left)} {NOT_OF_PARAMETERS}, the first in "
+        f"{source_line(left[0].eqn)}. {_WHICH} {_IN_LOOPS}"
     )
 
 
@@ -76,6 +79,10 @@ def report_of_weights_closed_over(plan: Plan) -> str | None:
 _WHICH = (
     "Parameters are what the arguments hold that `argnums` names: by default the first "
     "one, or a module that is called itself."
+)
+_IN_LOOPS = (
+    "In a loop that updates parameters with data they are none: "
+    "`parameters_only=False` of the rule quantises such contractions too."
 )
 
 

@@ -98,6 +98,13 @@ def demand_in(dtype: DType, demand: Demand) -> Demand:
     return demand & ~(Demand.LOW | Demand.OTHER) | Demand.FULL
 
 
+class Partner(NamedTuple):
+    """What a value was multiplied with in the contractions of a forward pass."""
+
+    origin: Origin  # the surest, if there are several
+    side: int | None  # on which it stood: 0 or 1, if always there
+
+
 class Fact(NamedTuple):
     """What is known of a float value of the rewritten program."""
 
@@ -110,6 +117,7 @@ class Fact(NamedTuple):
     copy: DType | None = None  # a lower dtype that holds the same numbers
     sampled: bool = False  # `values` are not all of them
     origin: Origin = Origin.DATA
+    partner: Partner | None = None  # if it is known
 
     @property
     def kept_as(self) -> DType | None:
@@ -126,21 +134,13 @@ def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
     return fact._replace(dtype=author, copy=fact.dtype)
 
 
-class Partner(NamedTuple):
-    """What an operand of a backward contraction was multiplied with before."""
-
-    origin: Origin  # the surest, if there are several
-    side: int | None  # on which it stood: 0 or 1, if always there
-
-
 class Site(NamedTuple):
     """One equation, as a rule sees it.
 
     `authors` and `facts` have one entry for each operand, `None` where it is no float.
     `wanted` says for each result how it is read, directly or through ops that follow
-    their inputs. `partner` is that of the operand beside the one cotangent: the result
-    is the gradient of it. Where a rule is called as a casting callback, `primitive` is
-    `None` and `out_avals` a guess."""
+    their inputs. Where a rule is called as a casting callback, `primitive` is `None` and
+    `out_avals` a guess."""
 
     primitive: Any
     params: dict[str, Any]
@@ -155,7 +155,6 @@ class Site(NamedTuple):
     backward: bool = False  # whether JAX made it by transposing a derivative
     recomputed: bool = False  # whether it is made again in the backward pass
     cotangents: tuple[bool, ...] = ()  # which operands are; none of them, if empty
-    partner: Partner | None = None  # if it is known
 
     @property
     def demand(self) -> Demand:
@@ -165,6 +164,14 @@ class Site(NamedTuple):
     @property
     def out_authors(self) -> tuple[DType | None, ...]:
         return tuple(author_dtype(aval) for aval in self.out_avals)
+
+    @property
+    def partner(self) -> Partner | None:
+        """That of the operand beside the one cotangent: the result is its gradient."""
+        if self.cotangents[:2].count(True) != 1:
+            return None
+        fact = self.facts[self.cotangents.index(False)]
+        return fact and fact.partner
 
     def is_cotangent(self, i: int) -> bool:
         """Whether operand `i` is what a backward pass is linear in."""

@@ -169,7 +169,8 @@ def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
     if fact is None or fact.leaf or fact.mark == Mark.FULL:
         return fact
     low = lowered(fact.dtype, site.compute_dtype)
-    return Fact(low, Mark.LOW, small=fact.small, origin=fact.origin)
+    moved = Fact(low, Mark.LOW, small=fact.small, origin=fact.origin)
+    return moved._replace(partner=fact.partner)
 
 
 def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:

@@ -75,11 +75,15 @@ class Role:
             as written, the operand of this number stays as it is.
         target: it is a cast that the author wrote, to this dtype.
         literals: for each operand, the literal as the author wrote it, if that differs.
+        is_scale: it makes the scale of numbers of 8 bits a power of two. That is a
+            choice, and no error of what is divided by it and multiplied again: so both
+            runs make the same one.
     """
 
     inserted: int | None = None
     target: str | None = None
     literals: tuple[float | None, ...] = ()
+    is_scale: bool = False
 
 
 def role_of(eqn: Eqn, at: walk.Around) -> Role:
@@ -87,6 +91,8 @@ def role_of(eqn: Eqn, at: walk.Around) -> Role:
     name = eqn.primitive.name
     if (rounded := rounded_operand(eqn, at)) is not None:
         return Role(inserted=rounded, literals=literals)
+    if name == "bitcast_convert_type" and _is_of_8_bits(at):
+        return Role(is_scale=True, literals=literals)
     if name == "reduce_precision":
         # JAX puts one on what `jax.checkpoint` saves, in the dtype that it has now.
         is_ours = at.step is not None and at.step.eqn.primitive.name != name
@@ -106,7 +112,7 @@ def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
 
     It clips it to their range, rounds it, or casts it: to float8, to int8, and from
     there and the int32 of their sums."""
-    if at.step is None or at.step.decision.eight_bits is None:
+    if not _is_of_8_bits(at):
         return None
     if eqn.primitive.name == "clamp":
         least, _, most = eqn.invars
@@ -119,6 +125,10 @@ def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
     both = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
     has_numbers = all(is_float(x) or x in _INTEGERS for x in both)
     return 0 if has_numbers and any(map(is_float, both)) else None
+
+
+def _is_of_8_bits(at: walk.Around) -> bool:
+    return at.step is not None and at.step.decision.eight_bits is not None
 
 
 _INTEGERS = (jnp.dtype("int8"), jnp.dtype("int32"))
@@ -196,6 +206,8 @@ def _in_author_dtypes(
     eqn: Eqn, role: Role, pairs: Sequence[Pair], runs: Sequence[Any]
 ) -> list[Any]:
     """The results in the author's dtypes, `None` where they are the same."""
+    if role.is_scale:
+        return [None for _ in runs]
     if role.inserted is not None and pairs[role.inserted].is_float:
         return [pairs[role.inserted].exact]
     # What has an effect must have it once.
