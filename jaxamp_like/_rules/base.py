@@ -139,8 +139,8 @@ class Site(NamedTuple):
 
     `authors` and `facts` have one entry for each operand, `None` where it is no float.
     `wanted` says for each result how it is read, directly or through ops that follow
-    their inputs. Where a rule is called as a casting callback, `primitive` is `None` and
-    `out_avals` a guess."""
+    their inputs. Where a rule is called as a casting callback, `primitive` is `None`
+    and `out_avals` a guess."""
 
     primitive: Any
     params: dict[str, Any]
