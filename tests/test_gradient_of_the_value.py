@@ -341,6 +341,18 @@ def read_often(read, times: int = 10):
     return program
 
 
+def beside_a_bias(dot, p, x):
+    c = dot(x, p["in"])
+    moved = jnp.zeros(16, c.dtype) - c
+    return jnp.mean(jnp.sin(moved) + 1.01 * jnp.sin(c) + 0.01 * c)
+
+
+def in_a_stream(dot, p, x):
+    c = dot(x, p["in"])
+    stream = 0.01 * jnp.sin(jnp.cumsum(p["in"], 0)[: len(c)])
+    return jnp.mean(jnp.sin(stream + c) * jnp.cos(stream) - 1.01 * jnp.sin(c + 0.01))
+
+
 SIGNS = (-1.0) ** np.arange(64)
 FREQUENCIES = 1 + np.arange(64) / 97
 
@@ -372,6 +384,8 @@ SHARED = {
     "transport in a scan": transport(True),
     "transport": transport(False),
     **{f"read often, {name}": read_often(read) for name, read in READS.items()},
+    "beside a bias": beside_a_bias,
+    "in a stream": in_a_stream,
     "read 96 times": read_often(wave, 96),
     **{
         f"{name}, {'contracted' if low else 'computed with'}": repeated(repeat, low)

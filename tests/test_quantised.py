@@ -809,6 +809,22 @@ def test_cotangents_are_known_in_either_order(order, around, is_outside):
     assert error(jax.jit(grad)(w, x), jax.grad(loss)(w, x)) < 0.15
 
 
+def test_what_jax_moves_out_of_a_loop_is_no_cotangent():
+    """What is the same in all iterations is computed before a loop, in no scope."""
+    dense = jax.custom_vjp(lambda w, x: x @ w)
+    dense.defvjp(
+        lambda w, x: (x @ w, (w, x)),
+        lambda kept, ct: ((ct.T @ kept[1]).T, ct @ kept[0].T),
+    )
+    x = values(4, 8, seed=1)
+
+    def loss(w):
+        return jnp.mean(jnp.sin(lax.map(lambda i: dense(w, x), jnp.arange(2))))
+
+    found = dtypes_of(low(jax.grad(loss)), values(8, 8) / 4)
+    assert {row[:2] for row in found} == {(E4M3, E4M3), (E5M2, E4M3)}
+
+
 @pytest.mark.parametrize("is_outside", (False, True), ids=("grad(amp)", "amp(grad)"))
 def test_small_cotangents_are_not_lost_in_a_rule(is_outside):
     """e4m3 has 2^18 of range, and e5m2 has 2^32: columns must not become zero."""

@@ -27,7 +27,7 @@ from .bilinear import (
     swapped,
     transposed,
 )
-from .constant import no_series, tied
+from .constant import constant, no_series, tied
 from .formats import Format, quantised, rescaled, round_up_to_power_of_two
 from .linear import transposable
 
@@ -107,7 +107,9 @@ def with_passes(
         ]
 
     def forward_of(lhs, rhs, *alone):
-        return forward(lhs, rhs, *completed((lhs, rhs), alone))
+        # Also in a `jit`: a Taylor series is refused at the first thing it meets.
+        both = constant(lhs), constant(rhs)
+        return forward(*both, *completed(both, alone))
 
     def with_jvp(fn):
         contraction = jax.custom_jvp(fn)

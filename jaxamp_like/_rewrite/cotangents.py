@@ -188,6 +188,12 @@ class _Starts:
             self.made |= dict.fromkeys(eqn.outvars, phases)
             for atom in filter(_is_var, eqn.invars):
                 self.read[atom].add(phases)
+        # What is the same in all iterations of a forward pass, JAX computes before it.
+        for eqn, phases in zip(reversed(jaxpr.eqns), self.phases[::-1], strict=True):
+            if _BACKWARD not in phases:
+                later = set().union(*(self.read[v] for v in eqn.outvars))
+                for atom in filter(_is_var, eqn.invars):
+                    self.read[atom] |= later
 
     def are_possible_at(self, k: int) -> bool:
         return _BACKWARD in self.phases[k]

@@ -358,17 +358,24 @@ class Jitter(Rounding):
     """Moves what a program computes in float32 by about a unit in the last place.
 
     Sums in another order differ by that: what is 0 only where they are in this one is
-    no number to hold a program to."""
+    no number to hold a program to. So do sums of cotangents in a dtype that the author
+    has chosen."""
 
     def round(self, x: Any) -> Any:
-        is_full = getattr(x, "dtype", None) == np.float32
-        if self.rng is None or not is_full or isinstance(x, jax.core.Tracer):
-            return x
-        return self.shifted(x, float(np.finfo(np.float32).eps))
+        return self._moved(x, "float32")
 
     def apply(self, step: Step, args: list[Any]) -> Sequence[Any]:
         outs = Evaluator.apply(self, step, args)
+        if step.name == "add_any":
+            return [self._moved(x, "float32", "float16", "bfloat16") for x in outs]
         return outs if step.name in _MOVES else [self.round(x) for x in outs]
+
+    def _moved(self, x: Any, *dtypes: str) -> Any:
+        name = getattr(getattr(x, "dtype", None), "name", None)
+        if self.rng is None or name not in dtypes or isinstance(x, jax.core.Tracer):
+            return x
+        moved = self.shifted(np.asarray(x, np.float32), float(jnp.finfo(name).eps))
+        return moved.astype(x.dtype)
 
 
 class Trace:

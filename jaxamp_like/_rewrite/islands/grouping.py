@@ -1,12 +1,13 @@
 """Which steps make up islands: what flows between them, and how deep each lies."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..._dtypes import DType, has_range
 from ..._jax import varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, Leaf
+from ..shared import shared
 from .cost import (
     Step,
     elements,
@@ -21,6 +22,7 @@ from .cost import (
     reads,
     size,
     sums,
+    variables,
 )
 
 # Linear in all that they read: the backward pass keeps none of it.
@@ -38,12 +40,23 @@ class Grouping:
         free: the steps that make these.
         depth_of: the steps of islands, with the number of costly steps before them."""
 
-    def __init__(self, steps: Sequence[Step], facts: dict[Any, Fact | None]):
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        facts: dict[Any, Fact | None],
+        outvars: Iterable[Any],
+    ):
         self.facts = facts
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
         self.readers = readers_in(steps)
+        eqns: dict[Any, list[Any]] = {
+            v: [step.eqn for step in read] for v, read in self.readers.items()
+        }
+        for v in variables(outvars):
+            eqns.setdefault(v, []).append(None)
+        self._shared = shared(eqns)
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
@@ -189,8 +202,9 @@ class Grouping:
     def _adds_bias(self, step: Step) -> bool:
         """Whether a step adds what is smaller to a contraction's result.
 
-        Its cotangent is that of the contraction's result, which is low anyway. The
-        bias' gradient is better summed up from that than from a second, wide array."""
+        Its cotangent is that of the contraction's result, which is low anyway; where
+        that has other readers, it is low once all of theirs are added up. The bias'
+        gradient is better summed up from that than from a second, wide array."""
         if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
             return False
         if Demand.FULL not in step.wanted[0]:
@@ -199,6 +213,8 @@ class Grouping:
         low = [v for v in operands if is_low(v, self.facts)]
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != out.aval.shape:
+            return False
+        if low[0] in self._shared:
             return False
         (bias,) = rest
         fact = self.facts[bias]
@@ -224,6 +240,8 @@ class Grouping:
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != rest[0].aval.shape:
             return None
+        if low[0] in self._shared:
+            return None  # what the others hand back is added to it first
         (stream,) = rest
         is_summed = stream in self.active and stream not in self.free_vars
         is_summed = is_summed and len(self.readers[stream]) > 1

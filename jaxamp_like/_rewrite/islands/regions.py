@@ -27,7 +27,7 @@ def plain_schedule(
     outvars: Sequence[Any],
 ) -> Schedule:
     """The schedule of a jaxpr's steps, one by one, as `island_schedule` is asked."""
-    return schedule(steps, outvars, Grouping(steps, facts).cotangents())
+    return schedule(steps, outvars, Grouping(steps, facts, outvars).cotangents())
 
 
 def island_schedule(
@@ -38,7 +38,7 @@ def island_schedule(
     """The schedule of a jaxpr's steps, islands put into regions.
 
     `facts` are those of all its variables."""
-    grouping = Grouping(steps, facts)
+    grouping = Grouping(steps, facts, outvars)
     # How each variable is read outside of islands: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
 
