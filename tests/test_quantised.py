@@ -809,20 +809,46 @@ def test_cotangents_are_known_in_either_order(order, around, is_outside):
     assert error(jax.jit(grad)(w, x), jax.grad(loss)(w, x)) < 0.15
 
 
-def test_what_jax_moves_out_of_a_loop_is_no_cotangent():
-    """What is the same in all iterations is computed before a loop, in no scope."""
+def by_rule_of(kept, backward):
+    """`x @ w` whose author keeps `kept(x)` for the backward pass."""
     dense = jax.custom_vjp(lambda w, x: x @ w)
     dense.defvjp(
-        lambda w, x: (x @ w, (w, x)),
-        lambda kept, ct: ((ct.T @ kept[1]).T, ct @ kept[0].T),
+        lambda w, x: (x @ w, (w, kept(x))),
+        lambda both, ct: (backward(both[1], ct), ct @ both[0].T),
     )
+    return dense
+
+
+MOVED = {
+    "an operand": by_rule_of(lambda x: x, lambda x, ct: (ct.T @ x).T),
+    "made for the backward pass": by_rule_of(
+        lambda x: 2 * x, lambda x, ct: (ct.T @ (x / 2)).T
+    ),
+    "out of a call": jax.jit(lambda w, x: (w.T @ x.T).T),
+}
+
+
+@pytest.mark.parametrize("is_known", (False, True))
+@pytest.mark.parametrize("case", MOVED)
+def test_what_jax_moves_out_of_a_loop_is_no_cotangent(case, is_known):
+    """What is the same in all iterations is computed before a loop, in no scope."""
     x = values(4, 8, seed=1)
 
-    def loss(w):
-        return jnp.mean(jnp.sin(lax.map(lambda i: dense(w, x), jnp.arange(2))))
+    def product(w, x):
+        return lax.map(lambda i: MOVED[case](w, x), jnp.arange(2))
 
-    found = dtypes_of(low(jax.grad(loss)), values(8, 8) / 4)
-    assert {row[:2] for row in found} == {(E4M3, E4M3), (E5M2, E4M3)}
+    def loss(w, x):
+        return jnp.mean(jnp.sin(product(w, jnp.full_like(x, 0.5) if is_known else x)))
+
+    def pulled(w, ct):
+        return jax.vjp(lambda w: product(w, x), w)[1](jnp.sin(ct))
+
+    for fn, args in (
+        (jax.grad(loss), (values(8, 8) / 4, x)),
+        (pulled, (values(8, 8) / 4, values(2, 4, 8))),
+    ):
+        found = dtypes_of(low(fn), *args)
+        assert {row[:2] for row in found} == {(E4M3, E4M3), (E5M2, E4M3)}
 
 
 @pytest.mark.parametrize("is_outside", (False, True), ids=("grad(amp)", "amp(grad)"))

@@ -93,6 +93,8 @@ class Cotangents:
         found: list[Which] = [()] * len(jaxpr.eqns)
         for run in starts.runs():
             rows = [self._which(starts, k, known) for k in run]
+            if not any(rows):
+                rows = [self._which(starts, k, known, perhaps=True) for k in run]
             if not any(rows) and (first := starts.first_of(run)) is not None:
                 known.add(first)
                 rows = [self._which(starts, k, known) for k in run]
@@ -101,12 +103,14 @@ class Cotangents:
                 found[k] = row
         return found
 
-    def _which(self, starts: "_Starts", k: int, known: set[Any]) -> Which:
+    def _which(
+        self, starts: "_Starts", k: int, known: set[Any], perhaps: bool = False
+    ) -> Which:
         """Which operands of equation `k` are; adds what it makes to those `known`."""
         eqn = starts.eqns[k]
         which = _those_in(known, eqn)
         if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
-            for i in starts.of(k):
+            for i in starts.of(k, perhaps):
                 which[i] = True
         return self._handed_on(eqn, which, known)
 
@@ -182,18 +186,30 @@ class _Starts:
         given = (*jaxpr.invars, *jaxpr.constvars)
         self.made: dict[Any, Phases] = dict.fromkeys(given, ())
         self.read: dict[Any, set[Phases]] = defaultdict(set)
+        # By what else is read of all that a value is made of, if it is of anything.
+        self.made_of: dict[Any, set[Phases]] = defaultdict(set)
         if not any(_BACKWARD in phases for phases in self.phases):
             return
         for eqn, phases in zip(jaxpr.eqns, self.phases, strict=True):
             self.made |= dict.fromkeys(eqn.outvars, phases)
             for atom in filter(_is_var, eqn.invars):
                 self.read[atom].add(phases)
-        # What is the same in all iterations of a forward pass, JAX computes before it.
-        for eqn, phases in zip(reversed(jaxpr.eqns), self.phases[::-1], strict=True):
-            if _BACKWARD not in phases:
-                later = set().union(*(self.read[v] for v in eqn.outvars))
-                for atom in filter(_is_var, eqn.invars):
-                    self.read[atom] |= later
+        # What is the same in all iterations of a forward pass, JAX computes before it,
+        # with what the backward pass is to read of that.
+        forwards = [
+            eqn
+            for eqn, phases in zip(jaxpr.eqns, self.phases, strict=True)
+            if _BACKWARD not in phases
+        ]
+        for eqn in reversed(forwards):
+            later = set().union(*(self.read[v] for v in eqn.outvars))
+            for atom in (*filter(_is_var, eqn.invars), *eqn.outvars):
+                self.read[atom] |= later
+        for eqn in forwards:
+            atoms = [x for x in filter(_is_var, eqn.invars) if author_dtype(x.aval)]
+            of = [self.read[x] | self.made_of[x] for x in atoms]
+            for v in eqn.outvars:
+                self.made_of[v] = set.intersection(*of) if of else set()
 
     def are_possible_at(self, k: int) -> bool:
         return _BACKWARD in self.phases[k]
@@ -221,26 +237,34 @@ class _Starts:
         )
         return next((x for x in first if _is_var(x) and author_dtype(x.aval)), None)
 
-    def of(self, k: int) -> list[int]:
-        """Operands of an equation that are where a cotangent begins."""
+    def of(self, k: int, perhaps: bool) -> list[int]:
+        """Operands of an equation that are where a cotangent begins.
+
+        What is made of a forward pass' own inputs is one `perhaps`, if nothing else
+        is."""
         eqn, phases = self.eqns[k], self.phases[k]
         before = phases[: phases.index(_BACKWARD)]
         found = [
             i
             for i, atom in enumerate(eqn.invars)
             if author_dtype(atom.aval)
-            and (self._is_outside(atom, before) if _is_var(atom) else _is_one(eqn, i))
+            and (
+                self._is_outside(atom, before, perhaps)
+                if _is_var(atom)
+                else _is_one(eqn, i)
+            )
         ]
         # If nothing else tells, as JAX orders them.
         return found[:1] if eqn.primitive.name in CONTRACTIONS else found
 
-    def _is_outside(self, var: Any, before: Phases) -> bool:
+    def _is_outside(self, var: Any, before: Phases, perhaps: bool) -> bool:
         """Whether a value is made outside of a forward pass, which doesn't read it."""
         made = self.made[var]
         if made != before[: len(made)] or not self.has_forwards:
             return False
         forward = (*before, "jvp")
-        return not any(by[: len(forward)] == forward for by in self.read[var])
+        read = self.read[var] if perhaps else self.read[var] | self.made_of[var]
+        return not any(by[: len(forward)] == forward for by in read)
 
 
 def _phases(eqn: Eqn, is_rule: bool) -> Phases:
