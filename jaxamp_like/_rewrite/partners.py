@@ -7,19 +7,30 @@ pass, where these are the bodies of two loops."""
 
 from typing import Any
 
-from .._jax import Literal
+from .._jax import Atom, Literal
 from .._primitives import CONTRACTIONS, IDENTITIES, VIEWS
 from .._rules import Fact, Origin, Partner
 from .cotangents import Which
+from .facts import fact_of
 from .plan import Facts, Step
 
 
 class Partners:
-    """Takes down the partners of values in the facts of a program, as they are met."""
+    """Takes down the partners of values in the facts of a program, as they are met.
+
+    A view has those of what it shows, which has them all."""
 
     def __init__(self, facts: dict[Any, Fact | None]) -> None:
         self._facts = facts
-        self._alike: dict[Any, list[Any]] = {}  # a value, and its views
+        self._shown: dict[Any, Any] = {}  # by views
+
+    def fact_of(self, atom: Atom) -> Fact | None:
+        """What is known of a value, its partners so far included."""
+        fact = fact_of(self._facts, atom)
+        if fact is None or isinstance(atom, Literal) or atom not in self._shown:
+            return fact
+        shown = self._facts[self._shown[atom]]
+        return fact._replace(partner=shown and shown.partner)
 
     def meet(self, step: Step, which: Which) -> None:
         """Takes note of a step, after the facts of its results.
@@ -30,15 +41,13 @@ class Partners:
         if step.handler is not None:
             for body, plan in zip(step.handler.bodies(eqn), step.inner, strict=False):
                 for i, var in zip(body.ins, plan.invars, strict=True):
-                    self._hand_on(plan.facts[var], eqn.invars[i])
+                    inside = plan.facts[var]
+                    if inside is not None and inside.partner is not None:
+                        self._add(eqn.invars[i], inside.partner)
         elif any(isinstance(atom, Literal) for atom in atoms):
             return
         elif name in VIEWS | IDENTITIES and len(atoms) == len(eqn.outvars) == 1:
-            (var,), (view,) = atoms, eqn.outvars
-            alike = self._alike_to(var)
-            alike.append(view)
-            self._alike[view] = alike
-            self._hand_on(self._facts[var], view)
+            self._shown[eqn.outvars[0]] = self._shown.get(atoms[0], atoms[0])
         elif name in CONTRACTIONS and not any(which):
             facts = [self._facts[var] for var in atoms]
             for i, var in enumerate(atoms):
@@ -46,21 +55,15 @@ class Partners:
                 origin = Origin.DATA if other is None else other.origin
                 self._add(var, Partner(origin, 1 - i))
 
-    def _alike_to(self, var: Any) -> list[Any]:
-        return self._alike.setdefault(var, [var])
-
-    def _hand_on(self, source: Fact | None, atom: Any) -> None:
-        if source is not None and source.partner is not None:
-            if not isinstance(atom, Literal):
-                self._add(atom, source.partner)
-
-    def _add(self, var: Any, new: Partner) -> None:
-        for view in self._alike_to(var):
-            if (fact := self._facts[view]) is not None:
-                old = fact.partner or new
-                side = new.side if new.side == old.side else None
-                partner = Partner(max(old.origin, new.origin), side)
-                self._facts[view] = fact._replace(partner=partner)
+    def _add(self, atom: Atom, new: Partner) -> None:
+        if isinstance(atom, Literal):
+            return
+        var = self._shown.get(atom, atom)
+        if (fact := self._facts[var]) is not None:
+            old = fact.partner or new
+            side = new.side if new.side == old.side else None
+            partner = Partner(max(old.origin, new.origin), side)
+            self._facts[var] = fact._replace(partner=partner)
 
 
 def without_partners(facts: Facts) -> Facts:

@@ -46,7 +46,7 @@ from .._structural import STRUCTURAL
 from .carries import Carries
 from .cotangents import Cotangents, Which
 from .demands import Demands
-from .facts import const_fact, fact_of, input_fact, upcast_early
+from .facts import const_fact, input_fact, upcast_early
 from .hoisted import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
@@ -159,7 +159,7 @@ class Planner:
         partners = Partners(env)
         steps, keys = [], set()
         for eqn, which in zip(inner.eqns, cotangents, strict=True):
-            operands = tuple(fact_of(env, atom) for atom in eqn.invars)
+            operands = tuple(map(partners.fact_of, eqn.invars))
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             place = scope + scopes(eqn)
             step = self._step(eqn, place, operands, needed, read_often, which)
@@ -173,7 +173,7 @@ class Planner:
             constvars=tuple(inner.constvars),
             outvars=tuple(inner.outvars),
             ins=facts,
-            outs=tuple(fact_of(env, atom) for atom in inner.outvars),
+            outs=tuple(map(partners.fact_of, inner.outvars)),
             steps=tuple(steps),
             facts=env,
             lean=self.lean,
