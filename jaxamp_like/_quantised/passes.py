@@ -111,15 +111,10 @@ def with_passes(
         both = constant(lhs), constant(rhs)
         return forward(*both, *completed(both, alone))
 
-    def with_jvp(fn):
-        contraction = jax.custom_jvp(fn)
-        contraction.defjvp(jvp, symbolic_zeros=True)
-        return contraction
-
     def jvp(primals, tangents):
         both, alone = primals[:2], primals[2:]
         alone = completed(both, alone) if keeps else alone
-        out = (derived if keeps else contraction)(*both, *alone)
+        out = contraction(*both, *alone)
         moves = []
         for i, made in enumerate(gradients):
             if isinstance(tangents[i], SymbolicZero):
@@ -132,8 +127,8 @@ def with_passes(
             moves.append(cast(move, out.dtype))
         return out, functools.reduce(lax.add, moves)
 
-    contraction = with_jvp(transposable(forward_of, gradients))
-    derived = with_jvp(forward)  # which is transposed as the passes are
+    contraction = jax.custom_jvp(transposable(forward_of, gradients))
+    contraction.defjvp(jvp, symbolic_zeros=True)
 
     def bind(*operands, alone=(None, None)):
         if any(map(is_of_jet, operands)):
