@@ -18,8 +18,13 @@ CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yields the open jaxprs among an equation's parameters."""
     for value in params.values():
+        if hasattr(value, "in_avals_flat"):  # the object of a hi-primitive
+            yield from subjaxprs(value.params)
+            continue
         for item in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(item, "jaxpr", item)  # a closed jaxpr holds an open one
+            inner = item
+            while hasattr(inner, "jaxpr"):  # what was traced holds a closed jaxpr,
+                inner = inner.jaxpr  # and that an open one
             if hasattr(inner, "eqns"):
                 yield inner
 

@@ -15,12 +15,16 @@ the documented API, and why:
   be changed without changing the trace (later, `jax.make_user_context` is for that);
 - the flag `jax_hlo_source_file_canonicalization_regex` as a context: what is exported
   must not name the folders that it was made in;
+- the flag `jax_remat3` as a context: checkpoints that `amp` makes by itself stand in
+  what JAX differentiates, where those of the new kind can't be transposed;
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names;
 - the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`, and how
   `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
   `set_current_trace` enters it again.
+
+What is private about hi-primitives is in `_hi_primitives`.
 """
 
 import contextlib
@@ -46,6 +50,19 @@ from jax.interpreters.ad import Zero, zeros_like_aval
 from jax.lax import reduce_precision_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ._hi_primitives import (
+    RECOMPUTED,
+    bind,
+    describe,
+    held_by,
+    hidden,
+    hidden_eqn,
+    is_hi,
+    is_unopened,
+    raw,
+    shown,
+)
+
 try:
     from jax.sharding import use_abstract_mesh as _use_abstract_mesh
 except ImportError:  # JAX 0.6
@@ -63,12 +80,18 @@ Literal = jex.Literal
 Primitive = jex.Primitive
 
 # For other modules.
-__all__ = ["SymbolicZero", "Zero", "jaxpr_as_fun", "zeros_like_aval"]
-
-
-def raw(jaxpr: Jaxpr) -> Jaxpr:
-    """The open jaxpr of an open or closed one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+__all__ = [
+    "RECOMPUTED",
+    "SymbolicZero",
+    "Zero",
+    "bind",
+    "describe",
+    "is_unopened",
+    "jaxpr_as_fun",
+    "raw",
+    "shown",
+    "zeros_like_aval",
+]
 
 
 def consts(jaxpr: Jaxpr) -> Sequence[Any]:
@@ -82,7 +105,7 @@ def is_jaxpr(value: Any) -> bool:
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
-    for value in params.values():
+    for value in held_by(params):
         items = value if isinstance(value, tuple | list) else (value,)
         yield from (item for item in items if is_jaxpr(item))
 
@@ -110,6 +133,8 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 def varying_in(aval: Any) -> frozenset[Any]:
     """The same of a type; none of a type that is no array's."""
+    if not is_array_aval(aval):
+        return frozenset()
     if hasattr(aval, "mat"):
         return aval.mat.varying
     return getattr(aval, "vma", frozenset())  # JAX < 0.10
@@ -231,7 +256,7 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr."""
-    return jax.core.eval_jaxpr(raw(jaxpr), consts(jaxpr), *args)
+    return jax.core.eval_jaxpr(raw(hidden(jaxpr)), consts(jaxpr), *args)
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
@@ -327,10 +352,29 @@ CAN_PREVENT_SOME_CSE = "Sequence" in str(
 the forward pass made of it. JAX 0.6 can't."""
 
 
+def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.checkpoint` of the classic kind, whichever the user's flags ask for."""
+    marked = jax.checkpoint(fn, **options)
+
+    def run(*args: Any) -> Any:
+        with _without_remat3():
+            return marked(*args)
+
+    return run
+
+
+def _without_remat3() -> contextlib.AbstractContextManager[Any]:
+    try:
+        from jax._src.config import remat3  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:  # JAX < 0.12
+        return contextlib.nullcontext()
+    return remat3(False)
+
+
 @functools.cache
 def _checkpoint_primitive() -> Primitive:
     # JAX exports it since 0.8.
-    return raw(jax.make_jaxpr(jax.checkpoint(lambda: ()))()).eqns[0].primitive
+    return raw(jax.make_jaxpr(checkpoint(lambda: ()))()).eqns[0].primitive
 
 
 def teach_interpreters() -> None:
@@ -429,6 +473,17 @@ def reemit(
     }
     if params is not None:
         eqn = eqn.replace(params=params)
+    if is_hi(eqn):
+        given = iter(env.values())
+        operands = [
+            jnp.asarray(atom.val, atom.aval.dtype)
+            if isinstance(atom, Literal)
+            else next(given)
+            for atom in eqn.invars
+        ]
+        with eqn_context(eqn):
+            return bind_flat(eqn.primitive, operands, eqn.params)
+    eqn = hidden_eqn(eqn)
     with warnings.catch_warnings():
         # A jaxpr of one equation has no names of arguments to show; JAX 0.7 asks for
         # them.
@@ -441,7 +496,7 @@ def bind_flat(
     primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
 ) -> list[Any]:
     """Binds a primitive; a list of its results, if there is one as well."""
-    outs = primitive.bind(*values, **params)
+    outs = bind(primitive, values, params)
     return list(outs) if primitive.multiple_results else [outs]
 
 
@@ -538,10 +593,6 @@ def traced_afresh() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_xla_profile_version", before)
-
-
-RECOMPUTED = "rematted_computation"
-"""The scope of what `jax.checkpoint` makes again in the backward pass."""
 
 
 def made_again(eqn: Eqn) -> Eqn:

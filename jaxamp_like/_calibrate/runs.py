@@ -12,7 +12,7 @@ import numpy as np
 from .._amp import amp
 from .._dtypes import is_float
 from .._errors import AmpError
-from .._jax import Jaxpr
+from .._jax import Jaxpr, shown
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
@@ -39,7 +39,7 @@ def traced(
         return program(arrays)
 
     jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*point.arrays)
-    return jaxpr, jax.tree.structure(shapes)
+    return shown(jaxpr), jax.tree.structure(shapes)
 
 
 @dataclass

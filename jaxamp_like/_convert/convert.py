@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .._amp import amp_by
 from .._dtypes import cast, did_you_mean
 from .._errors import AmpError
-from .._jax import trace
+from .._jax import shown, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
@@ -320,7 +320,7 @@ def _summary(
     def run(*args: Any) -> list[Any]:
         return program.run(args[: len(constants)], args[len(constants) :])
 
-    jaxpr = trace(run, [*constants, *avals, *leaves[num:]])
+    jaxpr = shown(trace(run, [*constants, *avals, *leaves[num:]]))
     uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
     told = [*program.stored_constants(), *stored]
     casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]

@@ -15,6 +15,7 @@ from .._jax import (
     Eqn,
     Jaxpr,
     Literal,
+    bind,
     bind_flat,
     consts,
     eqn_context,
@@ -129,7 +130,8 @@ def _bind_remat(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
     closed = rewriter.close(eqn.params["jaxpr"], _held(operands, eqn))
     body, values = open_jaxpr(closed)
     with eqn_context(eqn):
-        return eqn.primitive.bind(*values, *operands, **eqn.params | {"jaxpr": body})
+        params = eqn.params | {"jaxpr": body}
+        return bind(eqn.primitive, [*values, *operands], params)
 
 
 def _bind_while(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):

@@ -7,7 +7,7 @@ import jax
 
 from .._dtypes import cast_all
 from .._errors import AmpError
-from .._jax import Jaxpr, consts, raw, trace, typeof
+from .._jax import Jaxpr, consts, raw, shown, trace, typeof
 from .._quantised.linear import without_transposes
 from .models import is_parameter
 from .rewriting import run_stored
@@ -95,7 +95,7 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
         return [x for x, a in pairs if a]
 
     arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
-    jaxpr = without_transposes(trace(flat, [_aval(x) for x in arrays]))
+    jaxpr = without_transposes(shown(trace(flat, [_aval(x) for x in arrays])))
     uses = uses_of_inputs(jaxpr)
     num_constants = len(raw(jaxpr).constvars)
     return Traced(jaxpr, result[-1], uses[:num_constants], uses[num_constants:])

@@ -25,6 +25,7 @@ from .._jax import (
     names,
     raw,
     reemit,
+    shown,
     subjaxprs,
     trace,
     typeof,
@@ -46,7 +47,7 @@ def keeping_less(fn: Callable[..., Any], *args: Any) -> Any:
         trees.append(out_tree)
         return outs
 
-    jaxpr = trace(flat, list(map(typeof, values)))
+    jaxpr = shown(trace(flat, list(map(typeof, values))))
     return jax.tree.unflatten(trees[0], _Values(jaxpr, values).run())
 
 

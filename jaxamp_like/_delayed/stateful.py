@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .._amp import Traced, amp_by, run_by_plan
 from .._errors import place_of, warn_or_raise
-from .._jax import trace
+from .._jax import shown, trace
 from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
@@ -190,7 +190,7 @@ class Step:
             again = call._replace(arrays=list(arrays))
             return run_by_plan(planner, again, has_state=True)
 
-        made = trace(rewritten, call.arrays)
+        made = shown(trace(rewritten, call.arrays))
         finder = Finder()
         sites = finder.sites(made)
         self.tensors = finder.tensors

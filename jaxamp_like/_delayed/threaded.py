@@ -19,6 +19,7 @@ from .._jax import (
     Eqn,
     Jaxpr,
     Literal,
+    bind,
     consts,
     eqn_context,
     open_jaxpr,
@@ -229,7 +230,7 @@ def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[An
         added = len(held) + len(read)
         prevent_cse = (any(prevent_cse),) * added + prevent_cse
     params = params | {"jaxpr": inner, "prevent_cse": prevent_cse}
-    outs = eqn.primitive.bind(*held, *operands, **params)
+    outs = bind(eqn.primitive, [*held, *operands], params)
     last = len(outs) - len(made)
     return outs[:last], dict(zip(made, outs[last:], strict=True))
 

@@ -17,7 +17,18 @@ import jax
 from jax import lax
 
 from .._errors import warn_or_raise
-from .._jax import Eqn, Jaxpr, Primitive, is_jaxpr, raw, source_line, subjaxprs
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Primitive,
+    bind,
+    describe,
+    is_jaxpr,
+    is_unopened,
+    raw,
+    source_line,
+    subjaxprs,
+)
 from .fences import fenced
 
 # Those with a parameter `precision`.
@@ -60,10 +71,10 @@ def settled_bind(
 ) -> Callable[..., Any]:
     """Binds `primitive`, with what `settled` says at the time of binding."""
 
-    def bind(*operands: Any) -> Any:
-        return primitive.bind(*operands, **settled(primitive, params, is_low))
+    def run(*operands: Any) -> Any:
+        return bind(primitive, operands, settled(primitive, params, is_low))
 
-    return fenced(primitive.name, bind) if is_low else bind
+    return fenced(primitive.name, run) if is_low else run
 
 
 def _canonical(value: str) -> Any:
@@ -71,9 +82,6 @@ def _canonical(value: str) -> Any:
         return lax.DotAlgorithmPreset[value]
     return lax.Precision(value), lax.Precision(value)
 
-
-# Since JAX 0.12: `lax.custom_root`, and primitives that users write as classes.
-_HIDING = "call_hi_primitive"
 
 _filled: Any = WeakKeyDictionary()  # JAX finds compiled code by the identity of jaxprs
 
@@ -83,9 +91,9 @@ def with_setting(eqn: Eqn, strict: bool) -> Eqn:
     value = setting()
     if value is None:
         return eqn
-    if eqn.primitive.name.startswith(_HIDING):
+    if is_unopened(eqn):
         warn_or_raise(
-            f"`{eqn.primitive}` ({source_line(eqn)}) hides its program, so amp can't "
+            f"`{describe(eqn)}` ({source_line(eqn)}) hides its program, so amp can't "
             f"give it your `jax_default_matmul_precision`, {value!r}: contractions in "
             "it run in JAX's default precision. Write `precision=` there, or `with "
             "jax.default_matmul_precision(...)` around the call in your function.",

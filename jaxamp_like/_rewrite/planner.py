@@ -21,9 +21,12 @@ from .._jax import (
     Jaxpr,
     Literal,
     consts,
+    describe,
+    is_unopened,
     names,
     raw,
     scopes,
+    shown,
     source_line,
     subjaxprs,
 )
@@ -91,7 +94,7 @@ class Planner:
 
     def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """A freshly traced program, with the scopes that it is planned by."""
-        return self.solvers.mark(self.hoisted.put_back(jaxpr), scope)
+        return self.solvers.mark(self.hoisted.put_back(shown(jaxpr)), scope)
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
         """The fact of an input of the rewritten function."""
@@ -254,6 +257,8 @@ class Planner:
         """The rule to ask, and whether the equation is to be bound as it stands."""
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
+        if is_unopened(eqn):
+            self._report_unknown(eqn, scope, "can't be opened by amp")
         if name in FIXED:
             return use_original_precision, True
         if stops(found) and (found.by_scope or found.key is eqn.primitive):
@@ -270,7 +275,7 @@ class Planner:
     def _report_unknown(self, eqn: Eqn, scope: Scope, what: str) -> None:
         where = f"scope {'/'.join(scope)!r}, {source_line(eqn)}"
         warn_or_raise(
-            f"`{eqn.primitive}` {what}, so it runs in the author's dtypes ({where}). "
+            f"`{describe(eqn)}` {what}, so it runs in the author's dtypes ({where}). "
             "To say that this is meant, put it under `amp_stop`, or give its primitive "
             "the rule `use_original_precision` in the policy.",
             self.strict,

@@ -4,10 +4,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-
 from .._dtypes import bits
-from .._jax import Literal, eqn_context, without_scopes
+from .._jax import Literal, checkpoint, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR
 from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
 from .._structural.kept import keep
@@ -131,7 +129,7 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     values = [frame.in_full(v) if low else frame.read(v, None) for v, low in pairs]
     values += [*marks, *arrays.values()]
     if not any(kept):
-        return frame.alike(code, lambda: jax.checkpoint(op, prevent_cse=False))(*values)
+        return frame.alike(code, lambda: checkpoint(op, prevent_cse=False))(*values)
     run = frame.alike(code, lambda: keeping_copies(op, op, prevent_cse=False))
     copies = frame.copies(roots, kept)
     return run(values, [*copies, *[None] * (len(values) - len(copies))])

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._dtypes import DType, cast, cast_all
-from .._jax import SymbolicZero
+from .._jax import SymbolicZero, checkpoint
 from .base import author_dtype
 
 
@@ -33,7 +33,7 @@ def keeping_copies(
     @functools.cache  # one function, which JAX traces once
     def derivative(live: tuple[int, ...], dtypes: tuple[DType | None, ...]):
         # With `prevent_cse` XLA can't use what the forward pass has in full.
-        @functools.partial(jax.checkpoint, prevent_cse=prevent_cse, policy=policy)
+        @functools.partial(checkpoint, prevent_cse=prevent_cse, policy=policy)
         def linear(kept, moves):
             at = cast_all(kept, dtypes)
 

@@ -1,6 +1,5 @@
 """Calls: operands in, results out, dtypes flow through."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from .._dtypes import cast_all
 from .._jax import (
     Eqn,
+    bind,
     consts,
     eqn_context,
     open_jaxpr,
@@ -123,11 +123,13 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
         params["policy"] = KeepingToo(names, params["policy"])
     with eqn_context(eqn):
         if not keeps:
-            return eqn.primitive.bind(*values, *operands, **params)
+            return bind(eqn.primitive, [*values, *operands], params)
         # Only what is run again must not be merged with the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
         params["prevent_cse"] = False
-        forward = functools.partial(eqn.primitive.bind, **params)
+
+        def forward(*operands):
+            return bind(eqn.primitive, operands, params)
 
         def again(*operands):
             return run_jaxpr(body, operands)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
-import jax
 from jax import lax
 
 from .._dtypes import DType, cast, cast_all, exact_in, lowered
 from .._jax import (
     Eqn,
+    checkpoint,
     consts,
     eqn_context,
     raw,
@@ -270,7 +270,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
             return loop(operands, *(dict(zip(x, y, strict=True)) for x, y in pairs))
 
         values = list(rounded.values()), list(stacks.values())
-        return jax.checkpoint(flat, policy=policy, prevent_cse=False)(operands, *values)
+        return checkpoint(flat, policy=policy, prevent_cse=False)(operands, *values)
 
 
 def bind_while(frame: Any, step: Any, operands: list[Any]):

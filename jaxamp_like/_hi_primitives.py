@@ -1,0 +1,337 @@
+"""Hi-primitives, shown as the classic equations that they stand for.
+
+JAX is moving its structural primitives into one primitive, `call_hi_primitive`, whose
+only parameter is an object. The class of the object says what the equation is
+(`RematTraced` is `jax.checkpoint`), and its fields hold what used to be parameters.
+Users can write such classes, too (`jax.experimental.hijax.HiPrim`).
+
+`shown` replaces each of these equations, at any depth, by the classic equation of the
+same meaning, which also holds the object. So all that reads programs knows one form
+only. What is bound in the end is a hi-primitive again wherever the author's was one:
+the object itself, or a new one of its class around the rewritten program. `hidden` is
+the way back, for programs that are run as they stand.
+
+Checked on JAX 0.12.0 with the flags `jax_remat3`, `jax_custom_vjp3`, `jax_custom_jvp3`
+on and off; JAX without hi-primitives is unaffected. The names below are private to
+JAX: `call_hi_primitive` and its parameter `_prim`, the methods `expand`, `jvp`, `lin`
+and `vjp_fwd` of its classes, their fields `in_avals`, `in_avals_flat`, `in_tree`,
+`out_tree` and `params`, `is_high` of a type, and the names of JAX's own classes and of
+their fields."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.extend.core as jex
+from jax.extend.core import primitives
+
+CALL = "call_hi_primitive"
+
+RECOMPUTED = "rematted_computation"
+"""The scope of what `jax.checkpoint` makes again in the backward pass."""
+
+_HELD = "hi_primitive"  # the parameter of a shown equation that holds the object
+
+Eqn = Any
+Jaxpr = Any
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The object of a hi-primitive, as a parameter of the equation that is shown.
+
+    In a class of its own, since the object may look like a program."""
+
+    hi: Any
+
+
+class _Row(NamedTuple):
+    """How one class of hi-primitives is shown.
+
+    Args:
+        name: the classic primitive.
+        params: its parameters, from the equation; `None` if it can't be shown.
+        again: an object of the class, from the old one, the parameters and the
+            operands. Without it, the object is bound as it is."""
+
+    name: str
+    params: Callable[[Eqn], dict[str, Any] | None]
+    again: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
+
+
+def raw(jaxpr: Jaxpr) -> Jaxpr:
+    """The open jaxpr of an open or closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def held_by(params: dict[str, Any]) -> Iterator[Any]:
+    """The parameters of an equation, and the fields of a hi-primitive among them."""
+    for value in params.values():
+        if isinstance(value, jax.stages.Traced):
+            yield value.jaxpr
+        elif _is_object(value):
+            yield from held_by(value.params)
+        else:
+            yield value
+
+
+def is_hi(eqn: Eqn) -> bool:
+    """Whether an equation is a hi-primitive, or is shown in the place of one."""
+    return eqn.primitive.name == CALL or _HELD in eqn.params
+
+
+def is_unopened(eqn: Eqn) -> bool:
+    """Whether an equation is a hi-primitive that may hold a program and is not shown.
+
+    One of JAX's that is no program, only moves data or counts, is none."""
+    if not eqn.primitive.name.startswith(CALL):
+        return False
+    return _class_name(eqn.params["_prim"]) not in _AS_WRITTEN
+
+
+def describe(eqn: Eqn) -> str:
+    """The name of an equation's primitive, with the class of a hi-primitive."""
+    hi = _hi_of(eqn)
+    name = eqn.primitive.name
+    return name if hi is None else f"{name}[{type(hi).__module__}.{type(hi).__name__}]"
+
+
+def shown(jaxpr: Jaxpr) -> Jaxpr:
+    """A program with classic equations in place of hi-primitives, at any depth."""
+    return _translated(jaxpr, _shown_eqn, _shown)
+
+
+def hidden(jaxpr: Jaxpr) -> Jaxpr:
+    """A program with hi-primitives again where `shown` has replaced them."""
+    return _translated(jaxpr, hidden_eqn, _hidden)
+
+
+def hidden_eqn(eqn: Eqn) -> Eqn:
+    """An equation as the hi-primitive that it is shown for, or else as it is."""
+    params = _with_programs(eqn.params, hidden)
+    if _HELD not in params:
+        return eqn if params is eqn.params else eqn.replace(params=params)
+    hi = _rebuilt(params, eqn.invars)
+    return eqn.replace(primitive=_call_primitive(), params={"_prim": hi})
+
+
+def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Binds a primitive; for an equation that is shown, its hi-primitive."""
+    if _HELD not in params:
+        return primitive.bind(*operands, **params)
+    hi = _rebuilt(_with_programs(params, hidden), operands)
+    outs = _call_primitive().bind(*operands, _prim=hi)
+    return outs if primitive.multiple_results else outs[0]
+
+
+# The programs that were translated, or `None` where nothing was to be done: JAX finds
+# what it has made of a program by its identity.
+_shown: Any = WeakKeyDictionary()
+_hidden: Any = WeakKeyDictionary()
+
+
+def _translated(jaxpr: Jaxpr, of_eqn: Callable[[Eqn], Eqn], known: Any) -> Jaxpr:
+    if jaxpr not in known:
+        inner = raw(jaxpr)
+        eqns = [of_eqn(eqn) for eqn in inner.eqns]
+        if all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
+            known[jaxpr] = None
+        else:
+            new = inner.replace(eqns=eqns)
+            new = new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+            known[jaxpr] = new
+    new = known[jaxpr]
+    return jaxpr if new is None else new
+
+
+def _shown_eqn(eqn: Eqn) -> Eqn:
+    if eqn.primitive.name == CALL:
+        eqn = _opened(eqn)
+    params = _with_programs(eqn.params, shown)
+    return eqn if params is eqn.params else eqn.replace(params=params)
+
+
+def _with_programs(
+    params: dict[str, Any], translate: Callable[[Jaxpr], Jaxpr]
+) -> dict[str, Any]:
+    """Parameters with other programs; the same object if none is another."""
+
+    def of(value: Any) -> Any:
+        if hasattr(raw(value), "eqns"):
+            return translate(value)
+        if not isinstance(value, tuple | list):
+            return value
+        items = [of(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        is_named = hasattr(value, "_fields")
+        return type(value)(*items) if is_named else type(value)(items)
+
+    new = {name: of(value) for name, value in params.items()}
+    return params if all(new[name] is params[name] for name in params) else new
+
+
+def _opened(eqn: Eqn) -> Eqn:
+    """The classic equation of a hi-primitive; the same equation if there is none."""
+    hi = eqn.params["_prim"]
+    if _class_name(hi) in _AS_WRITTEN:
+        return eqn
+    types = (*hi.in_avals_flat, *(v.aval for v in eqn.outvars))
+    if any(getattr(aval, "is_high", False) for aval in types):
+        return eqn
+    row = _row_of(hi)
+    params = None if row is None else row.params(eqn)
+    if row is None or params is None:
+        return eqn
+    primitive = getattr(primitives, row.name)
+    return eqn.replace(primitive=primitive, params=params | {_HELD: _Held(hi)})
+
+
+def _row_of(hi: Any) -> _Row | None:
+    row = _ROWS.get(_class_name(hi))
+    return _by_expansion(hi) if row is None else row
+
+
+def _class_name(hi: Any) -> str | None:
+    """The name of a class of JAX's own; none of a user's."""
+    cls = type(hi)
+    return cls.__name__ if cls.__module__.startswith("jax.") else None
+
+
+def _by_expansion(hi: Any) -> _Row | None:
+    """How a class is shown of which only the meaning and the rules are known.
+
+    Its program is what it expands to. One with a rule for the forward pass alone has
+    the backward pass from that. With rules of its own for both, neither can be left
+    out, and nothing in JAX but a hi-primitive holds both."""
+    forward = _is_own(hi, "jvp") or _is_own(hi, "lin")
+    backward = _is_own(hi, "vjp_fwd")
+    if forward and backward:
+        return None
+    return _CUSTOM_JVP if forward else _CUSTOM_VJP
+
+
+def _is_own(hi: Any, rule: str) -> bool:
+    """Whether a class has a rule that JAX has not derived from another."""
+    function = getattr(type(hi), rule, None)
+    module = getattr(function, "__module__", "jax._src.hijax")
+    return not module.startswith("jax._src.hijax")
+
+
+def _rebuilt(params: dict[str, Any], operands: Sequence[Any]) -> Any:
+    hi = params[_HELD].hi
+    row = _ROWS.get(_class_name(hi))
+    return hi if row is None or row.again is None else row.again(hi, params, operands)
+
+
+def _hi_of(eqn: Eqn) -> Any:
+    held = eqn.params.get(_HELD)
+    return eqn.params.get("_prim") if held is None else held.hi
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a parameter is the object of a hi-primitive."""
+    return hasattr(value, "in_avals_flat") and hasattr(value, "expand")
+
+
+@functools.cache
+def _call_primitive() -> Any:
+    # The first of its kind has been seen in a program, so that JAX has it.
+    from jax._src.hijax import call_hi_primitive_p
+
+    return call_hi_primitive_p
+
+
+def _program(hi: Any) -> Jaxpr | None:
+    """What a hi-primitive computes, of its operands in order."""
+    traced = getattr(hi, "traced", None)
+    if isinstance(traced, jax.stages.Traced):
+        if len(raw(traced.jaxpr).invars) == len(hi.in_avals_flat):
+            return traced.jaxpr
+    return _expanded(hi)
+
+
+def _expanded(hi: Any) -> Jaxpr | None:
+    def flat(*operands: Any) -> Any:
+        return jax.tree.leaves(hi.expand(*jax.tree.unflatten(hi.in_tree, operands)))
+
+    try:
+        return jax.make_jaxpr(flat)(*hi.in_avals_flat)
+    except Exception:  # whatever the author's code raises
+        return None
+
+
+def _params_of_remat(eqn: Eqn) -> dict[str, Any] | None:
+    hi = eqn.params["_prim"]
+    if getattr(hi.jaxpr, "consts", ()):
+        return None  # the classic equation has no room for them
+    frames = eqn.source_info.name_stack.stack
+    return {
+        "jaxpr": raw(hi.jaxpr),
+        "prevent_cse": getattr(hi, "prevent_cse", True),
+        "differentiated": any(frame.name == RECOMPUTED for frame in frames),
+        "policy": hi.policy,
+    }
+
+
+def _remat_again(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+    del operands
+    fields = params | {"jaxpr": _closed(params["jaxpr"])}
+    return type(hi)(*(fields[name] for name in hi.params))
+
+
+def _closed(jaxpr: Jaxpr) -> Jaxpr:
+    return jaxpr if raw(jaxpr) is not jaxpr else jex.ClosedJaxpr(jaxpr, [])
+
+
+def _name_again(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+    (x,) = operands
+    is_atom = isinstance(x, jex.Var | jex.Literal)
+    return type(hi)(params["name"], x.aval if is_atom else jax.typeof(x))
+
+
+def _params_of_rule(eqn: Eqn) -> dict[str, Any] | None:
+    hi = eqn.params["_prim"]
+    # What a rule writes beside the gradients goes through the object alone.
+    if getattr(hi, "with_logs", False) or getattr(hi, "bwd_accums", None) is not None:
+        return None
+    program = _program(hi)
+    if program is None:
+        return None
+    # The first two arguments hold what the function and its rule close over.
+    closed_over = hi.in_avals[:2] if hasattr(hi, "drop_fwd_consts") else ()
+    return {
+        "call_jaxpr": program,
+        "num_consts": len(jax.tree.leaves(closed_over)),
+        "symbolic_zeros": bool(getattr(hi, "symbolic_zeros", True)),
+    }
+
+
+def _params_of_call(eqn: Eqn) -> dict[str, Any] | None:
+    program = _expanded(eqn.params["_prim"])
+    return None if program is None else {"call_jaxpr": program}
+
+
+_CUSTOM_JVP = _Row("custom_jvp_call_p", _params_of_rule)
+_CUSTOM_VJP = _Row("custom_vjp_call_p", _params_of_rule)
+
+_ROWS: dict[str | None, _Row] = {
+    "RematTraced": _Row("remat_p", _params_of_remat, _remat_again),
+    "CheckpointName": _Row(
+        "name_p", lambda eqn: dict(eqn.params["_prim"].params), _name_again
+    ),
+    "CustomVJPTraced": _CUSTOM_VJP,
+    "CustomJVPTraced": _CUSTOM_JVP,
+    "Einsum": _Row("closed_call_p", _params_of_call),
+}
+
+# JAX's own that hold no contraction: they run in the author's dtypes.
+_AS_WRITTEN = frozenset(
+    """
+    CheckpointNameFwd Frexp Ldexp Nonzero PrimalLeftTangentRight SearchSorted
+    _RootLinearMap
+    """.split()
+)
