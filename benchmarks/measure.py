@@ -22,9 +22,9 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Any]:
             yield from subjaxprs(value.params)
             continue
         for item in value if isinstance(value, tuple | list) else (value,):
-            inner = item
-            while hasattr(inner, "jaxpr"):  # what was traced holds a closed jaxpr,
-                inner = inner.jaxpr  # and that an open one
+            # What was traced holds a closed jaxpr, and that an open one.
+            inner = getattr(item, "jaxpr", item)
+            inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield inner
 

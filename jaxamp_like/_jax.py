@@ -474,13 +474,7 @@ def reemit(
     if params is not None:
         eqn = eqn.replace(params=params)
     if is_hi(eqn):
-        given = iter(env.values())
-        operands = [
-            jnp.asarray(atom.val, atom.aval.dtype)
-            if isinstance(atom, Literal)
-            else next(given)
-            for atom in eqn.invars
-        ]
+        operands = [_read(env, atom) for atom in eqn.invars]
         with eqn_context(eqn):
             return bind_flat(eqn.primitive, operands, eqn.params)
     eqn = hidden_eqn(eqn)
@@ -490,6 +484,13 @@ def reemit(
         warnings.filterwarnings("ignore", message=".*debug_info.*")
         jaxpr = jex.Jaxpr([], list(env), list(eqn.outvars), [eqn], eqn.effects)
     return jax.core.eval_jaxpr(jaxpr, [], *env.values())
+
+
+def _read(env: dict[Atom, Any], atom: Any) -> Any:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    aval: Any = atom.aval
+    return jnp.asarray(atom.val, aval.dtype)
 
 
 def bind_flat(
