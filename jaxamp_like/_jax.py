@@ -354,7 +354,8 @@ the forward pass made of it. JAX 0.6 can't."""
 
 def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.checkpoint` of the classic kind, whichever the user's flags ask for."""
-    marked = jax.checkpoint(fn, **options)
+    with _without_remat3():  # JAX 0.10 asks for the flag here, JAX 0.12 below
+        marked = jax.checkpoint(fn, **options)
 
     def run(*args: Any) -> Any:
         with _without_remat3():
@@ -366,7 +367,7 @@ def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def _without_remat3() -> contextlib.AbstractContextManager[Any]:
     try:
         from jax._src.config import remat3  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:  # JAX < 0.12
+    except ImportError:  # JAX without the flag
         return contextlib.nullcontext()
     return remat3(False)
 
