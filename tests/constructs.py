@@ -29,6 +29,8 @@ from jax.experimental import checkify, io_callback, pallas as pl
 from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, PartitionSpec as P
 
+from .hi_primitives import FLAGS
+
 Fn = Callable[..., Any]
 Wrap = Callable[[Fn], Fn]
 
@@ -81,6 +83,12 @@ def identity(fn: Fn) -> Fn:
 
 
 CONSTRUCTS: list[Construct] = []
+
+# Before JAX 0.12 some can't be differentiated as written while a flag for
+# hi-primitives is on.
+TAKES_FLAGS = jax.__version_info__ >= (0, 12) or not any(
+    getattr(jax.config, name, False) for name in FLAGS
+)
 
 
 @cache
@@ -376,7 +384,7 @@ def associative_scan(wrap):
     return lambda ws: lax.associative_scan(wrap(jnp.matmul), ws)
 
 
-@construct(low=1)
+@construct(low=1, available=TAKES_FLAGS)
 def checkpointed_while(wrap):
     """Equinox's while loop with a reverse derivative: scans of custom rules."""
 
@@ -624,7 +632,7 @@ def custom_jvp_of_custom_vjp(wrap):
     return fn
 
 
-@construct(low=1, false_gradient=True)
+@construct(low=1, false_gradient=True, available=TAKES_FLAGS)
 def filter_custom_vjp(wrap):
     """Equinox's form, with a non-array argument."""
 
@@ -705,11 +713,7 @@ def conjugate_gradient(wrap):
     return fn
 
 
-# Since 0.12 its primitive shows no jaxpr: from outside, one contraction is to be seen.
-IS_ROOT_OPAQUE = jax.__version_info__ >= (0, 12)
-
-
-@construct(low=1 if IS_ROOT_OPAQUE else 2, opaque_gradient=IS_ROOT_OPAQUE)
+@construct(low=2)
 def custom_root(wrap):
     """Solves `y + w y / 4 = x`, by iteration forward and implicitly backward."""
 
@@ -842,7 +846,7 @@ def shard_map_eight_unchecked(wrap):
     return sharded(wrap, 8, check_vma=False)
 
 
-@construct(lambda: arrays("batch", "w"), low=1)
+@construct(lambda: arrays("batch", "w"), low=1, available=TAKES_FLAGS)
 def shard_map_remat_scan(wrap):
     """Loops and recomputation inside of the mesh."""
 

@@ -257,12 +257,13 @@ class Planner:
         """The rule to ask, and whether the equation is to be bound as it stands."""
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
-        if is_unopened(eqn):
+        is_meant = stops(found) and (found.by_scope or found.key is eqn.primitive)
+        if is_unopened(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
         if name in FIXED:
             return use_original_precision, True
-        if stops(found) and (found.by_scope or found.key is eqn.primitive):
-            return found.rule, opaque  # the user has said that this is meant
+        if is_meant:
+            return found.rule, opaque  # as the user has said
         if opaque and name not in CLASSES and name not in STRUCTURAL:
             self._report_unknown(eqn, scope, "holds a program that amp does not know")
             return use_original_precision, True
