@@ -83,7 +83,8 @@ class Frame:
         `ahead` are casts of inputs that were made before a loop, and `rounded` weights
         that were rounded there."""
         env = dict(zip(plan.constvars, consts, strict=True))
-        env |= zip(plan.invars, args, strict=True)
+        # A derivative rule is given numbers of Python as they are.
+        env |= zip(plan.invars, map(_as_array, args), strict=True)
         frame = self.over(env, self.keeps)
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
         schedule = plan.islands if self.is_lean else plan.plain
@@ -107,7 +108,7 @@ class Frame:
                 here = frame.rounded_here.items()
                 frame.rounded_here = {k: x for k, x in here if k[0] not in drops}
         outs = (frame.read(atom, None) for atom in plan.outvars)
-        return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in outs]
+        return list(map(_as_array, outs))
 
     def close(
         self,
@@ -434,6 +435,10 @@ class Call(NamedTuple):
                     (inner,), dtypes = step.inner, now(step.decision.outs)
                     for keeps in both:
                         yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, bool | int | float | complex) else x
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:

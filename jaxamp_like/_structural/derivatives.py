@@ -4,7 +4,9 @@ The equation is wrapped in a new custom rule that differentiates the original eq
 which runs the author's rule, and rewrites what comes of it. So the rule sees the dtypes
 that it was written for, and its contractions are low."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,12 +19,15 @@ from .._jax import (
     Eqn,
     Jaxpr,
     SymbolicZero,
+    Zero,
     consts,
     eqn_context,
     is_array_aval,
+    new_primitive,
     raw,
     reemit,
     subjaxprs,
+    tangent_aval,
     trace,
     typeof,
     without_scopes,
@@ -221,8 +226,8 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
         trees = []
 
         def author_fwd(*args):
-            fn = _on_operands(eqn, args, live)
-            outs, vjp = jax.vjp(fn, *(args[i] for i in live))
+            fn = _with_zeros(_on_operands(eqn, args, live))
+            _, vjp, outs = jax.vjp(fn, *(args[i] for i in live), has_aux=True)
             residuals, tree = jax.tree.flatten(vjp)
             given = _references(residuals, args)
             trees.append((tree, [typeof(x) for x in residuals], given))
@@ -249,11 +254,15 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
     def bwd(residuals, cotangents):
         tree, res_avals, live, held, origins = residuals.static
+        zeros = {k for k, ct in enumerate(cotangents) if isinstance(ct, SymbolicZero)}
+        places = [k for k, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
         cotangents = list(map(_instantiate, cotangents))
 
         def author_bwd(*args):
             vjp = jax.tree.unflatten(tree, args[: len(res_avals)])
-            return list(vjp(list(args[len(res_avals) :])))
+            moves = args[len(res_avals) :]
+            with _zero_cotangents(zeros):
+                return list(vjp([moves[k] for k in places]))
 
         values = [*residuals.arrays, *cotangents]
         ct_avals = [
@@ -282,6 +291,58 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     call.defvjp(fwd, bwd, symbolic_zeros=asks)
     with eqn_context(eqn):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
+
+
+def _with_zeros(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for `jax.vjp`: results that have cotangents, and beside them all results.
+
+    An author who asks for symbolic zeros is given them, as `_zero_cotangents` says,
+    although the function that `jax.vjp` returns takes arrays only."""
+
+    def with_places(*args: Any) -> tuple[list[Any], list[Any]]:
+        outs = fn(*args)
+        places = [k for k, x in enumerate(outs) if _is_inexact(typeof(x))]
+        return [_placed(k, outs[k]) for k in places], outs
+
+    return with_places
+
+
+def _placed(place: int, x: Any) -> Any:
+    @jax.custom_jvp
+    def identity(x):
+        return x
+
+    identity.defjvp(lambda xs, ts: (xs[0], _PLACED.bind(ts[0], place=place)))
+    return identity(x)
+
+
+_zeros: ContextVar[Set[int]] = ContextVar("zeros", default=frozenset())
+
+
+@contextlib.contextmanager
+def _zero_cotangents(places: Set[int]) -> Iterator[None]:
+    """In here, the results at `places` have no cotangent, whatever is given for it."""
+    token = _zeros.set(places)
+    try:
+        yield
+    finally:
+        _zeros.reset(token)
+
+
+def _transposed(ct: Any, x: Any, *, place: int) -> list[Any]:
+    is_zero = place in _zeros.get() and not isinstance(ct, Zero)
+    return [Zero(tangent_aval(ct)) if is_zero else ct]
+
+
+# The identity of the tangent of one result.
+_PLACED = new_primitive(
+    "tangent_of_result",
+    compute=lambda x, place: x,
+    aval=lambda x, place: x,
+    jvp=lambda xs, ts, place: (_PLACED.bind(*xs, place=place), ts[0]),
+    transpose=_transposed,
+    batch=lambda xs, dims, place: (_PLACED.bind(*xs, place=place), dims[0]),
+)
 
 
 def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:

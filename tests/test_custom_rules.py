@@ -1,0 +1,86 @@
+"""Derivative rules by authors are given what JAX promises them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_derivatives import SymbolicZero
+
+from jaxamp_like import amp
+
+from .constructs import arrays, identity
+
+bf16 = functools.partial(amp, compute_dtype="bfloat16")
+
+
+def outside(wrap, fn):
+    return wrap(jax.grad(fn))
+
+
+def around_the_loss(wrap, fn):
+    return jax.grad(wrap(fn))
+
+
+def jitted(wrap, fn):
+    return jax.grad(wrap(jax.jit(fn)))
+
+
+def checkpointed(wrap, fn):
+    return jax.grad(wrap(jax.checkpoint(fn)))
+
+
+WAYS = (outside, around_the_loss, jitted, checkpointed)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
+def test_a_backward_rule_is_given_symbolic_zeros(way):
+    """A result that nobody differentiates has no cotangent, and not one of zeros."""
+    x, w = arrays("x", "w")
+    seen = []
+
+    @jax.custom_vjp
+    def two(x, w):
+        return jnp.tanh(x @ w), x @ w, jnp.argmax(x)
+
+    def forward(x, w):
+        return two(x.value, w.value), (x.value, w.value, x.perturbed, w.perturbed)
+
+    def backward(residuals, cotangents):
+        x, w, *_ = residuals
+        seen.append([isinstance(ct, SymbolicZero) for ct in cotangents])
+        _, ct, _ = cotangents
+        return ct @ w.T, x.T @ ct * (1 if seen[-1][0] else jnp.nan)
+
+    two.defvjp(forward, backward, symbolic_zeros=True)
+
+    def loss(w):
+        return jnp.sum(two(x, w)[1])
+
+    expected = way(identity, loss)(w)
+    as_written = seen[-1]
+    assert as_written == [True, False, True]
+    seen.clear()
+    np.testing.assert_allclose(way(bf16, loss)(w), expected, rtol=0.02, atol=0.02)
+    # The rule may also be traced to learn what it makes of arrays.
+    assert as_written in seen
+
+
+def test_a_forward_rule_is_given_numbers():
+    """A primal may be a number of Python, also where the rule reads it."""
+
+    @jax.custom_jvp
+    def scaled(x, factor):
+        return x * factor
+
+    @functools.partial(scaled.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        (x, factor), (dx, dfactor) = primals, tangents
+        assert isinstance(dfactor, SymbolicZero)
+        return scaled(x, factor), factor * dx
+
+    for fn in (lambda x: scaled(x, 3.0), jax.jit(lambda x: scaled(x, 3.0))):
+        assert jax.jvp(bf16(fn), (2.0,), (1.0,)) == (6.0, 3.0)
+    assert jax.jvp(lambda x: bf16(scaled)(x, 3.0), (2.0,), (1.0,)) == (6.0, 3.0)
+    assert jax.grad(lambda x: bf16(scaled)(x, 3.0))(2.0) == 3.0
