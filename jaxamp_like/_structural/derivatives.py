@@ -19,7 +19,6 @@ from .._jax import (
     Eqn,
     Jaxpr,
     SymbolicZero,
-    Zero,
     consts,
     eqn_context,
     is_array_aval,
@@ -27,7 +26,6 @@ from .._jax import (
     raw,
     reemit,
     subjaxprs,
-    tangent_aval,
     trace,
     typeof,
     without_scopes,
@@ -330,8 +328,7 @@ def _zero_cotangents(places: Set[int]) -> Iterator[None]:
 
 
 def _transposed(ct: Any, x: Any, *, place: int) -> list[Any]:
-    is_zero = place in _zeros.get() and not isinstance(ct, Zero)
-    return [Zero(tangent_aval(ct)) if is_zero else ct]
+    return [None if place in _zeros.get() else ct]
 
 
 # The identity of the tangent of one result.
