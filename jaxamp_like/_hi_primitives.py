@@ -28,15 +28,14 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
 
+from ._programs import Eqn, Jaxpr, raw, with_eqns, with_jaxprs
+
 CALL = "call_hi_primitive"
 
 RECOMPUTED = "rematted_computation"
 """The scope of what `jax.checkpoint` makes again in the backward pass."""
 
 _HELD = "hi_primitive"  # the parameter of a shown equation that holds the object
-
-Eqn = Any
-Jaxpr = Any
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,6 @@ class _Row(NamedTuple):
     again: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
 
 
-def raw(jaxpr: Jaxpr) -> Jaxpr:
-    """The open jaxpr of an open or closed one."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
 def held_by(params: dict[str, Any]) -> Iterator[Any]:
     """The parameters of an equation, and the fields of a hi-primitive among them."""
     for value in params.values():
@@ -84,9 +78,9 @@ def is_hi(eqn: Eqn) -> bool:
 
 
 def is_unopened(eqn: Eqn) -> bool:
-    """Whether an equation is a hi-primitive that may hold a program and is not shown.
+    """Whether an equation is a hi-primitive that `shown` could not translate.
 
-    One of JAX's that is no program, only moves data or counts, is none."""
+    Those of JAX that hold no contraction don't count: nothing in them could be low."""
     if not eqn.primitive.name.startswith(CALL):
         return False
     return _class_name(eqn.params["_prim"]) not in _AS_WRITTEN
@@ -111,7 +105,7 @@ def hidden(jaxpr: Jaxpr) -> Jaxpr:
 
 def hidden_eqn(eqn: Eqn) -> Eqn:
     """An equation as the hi-primitive that it is shown for, or else as it is."""
-    params = _with_programs(eqn.params, hidden)
+    params = with_jaxprs(eqn.params, hidden)
     if _HELD not in params:
         return eqn if params is eqn.params else eqn.replace(params=params)
     hi = _rebuilt(params, eqn.invars)
@@ -122,7 +116,7 @@ def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any
     """Binds a primitive; for an equation that is shown, its hi-primitive."""
     if _HELD not in params:
         return primitive.bind(*operands, **params)
-    hi = _rebuilt(_with_programs(params, hidden), operands)
+    hi = _rebuilt(with_jaxprs(params, hidden), operands)
     outs = _call_primitive().bind(*operands, _prim=hi)
     return outs if primitive.multiple_results else outs[0]
 
@@ -135,43 +129,16 @@ _hidden: Any = WeakKeyDictionary()
 
 def _translated(jaxpr: Jaxpr, of_eqn: Callable[[Eqn], Eqn], known: Any) -> Jaxpr:
     if jaxpr not in known:
-        inner = raw(jaxpr)
-        eqns = [of_eqn(eqn) for eqn in inner.eqns]
-        if all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
-            known[jaxpr] = None
-        else:
-            new = inner.replace(eqns=eqns)
-            new = new if inner is jaxpr else jaxpr.replace(jaxpr=new)
-            known[jaxpr] = new
-    new = known[jaxpr]
-    return jaxpr if new is None else new
+        new = with_eqns(jaxpr, list(map(of_eqn, raw(jaxpr).eqns)))
+        known[jaxpr] = None if new is jaxpr else new
+    return jaxpr if known[jaxpr] is None else known[jaxpr]
 
 
 def _shown_eqn(eqn: Eqn) -> Eqn:
     if eqn.primitive.name == CALL:
         eqn = _opened(eqn)
-    params = _with_programs(eqn.params, shown)
+    params = with_jaxprs(eqn.params, shown)
     return eqn if params is eqn.params else eqn.replace(params=params)
-
-
-def _with_programs(
-    params: dict[str, Any], translate: Callable[[Jaxpr], Jaxpr]
-) -> dict[str, Any]:
-    """Parameters with other programs; the same object if none is another."""
-
-    def of(value: Any) -> Any:
-        if hasattr(raw(value), "eqns"):
-            return translate(value)
-        if not isinstance(value, tuple | list):
-            return value
-        items = [of(item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        is_named = hasattr(value, "_fields")
-        return type(value)(*items) if is_named else type(value)(items)
-
-    new = {name: of(value) for name, value in params.items()}
-    return params if all(new[name] is params[name] for name in params) else new
 
 
 def _opened(eqn: Eqn) -> Eqn:
@@ -202,11 +169,12 @@ def _class_name(hi: Any) -> str | None:
 
 
 def _by_expansion(hi: Any) -> _Row | None:
-    """How a class is shown of which only the meaning and the rules are known.
+    """How a class without a row is shown, such as a user's; `None` if it can't be.
 
-    Its program is what it expands to. One with a rule for the forward pass alone has
-    the backward pass from that. With rules of its own for both, neither can be left
-    out, and nothing in JAX but a hi-primitive holds both."""
+    Its program is what it expands to. A class with a rule for forward differentiation
+    alone is shown as a `custom_jvp`: JAX derives its backward pass from that rule. Any
+    other is shown as a `custom_vjp`. A class with rules of its own for both can't be
+    shown, since each classic equation would lose one of them."""
     forward = _is_own(hi, "jvp") or _is_own(hi, "lin")
     backward = _is_own(hi, "vjp_fwd")
     if forward and backward:
@@ -328,7 +296,7 @@ _ROWS: dict[str | None, _Row] = {
     "Einsum": _Row("closed_call_p", _params_of_call),
 }
 
-# JAX's own that hold no contraction: they run in the author's dtypes.
+# Classes of JAX that hold no contraction. They run in the author's dtypes.
 _AS_WRITTEN = frozenset(
     """
     CheckpointNameFwd Frexp Ldexp Nonzero PrimalLeftTangentRight SearchSorted

@@ -59,9 +59,9 @@ from ._hi_primitives import (
     hidden_eqn,
     is_hi,
     is_unopened,
-    raw,
     shown,
 )
+from ._programs import Eqn, Jaxpr, is_jaxpr, raw, with_eqns, with_jaxprs
 
 try:
     from jax.sharding import use_abstract_mesh as _use_abstract_mesh
@@ -73,8 +73,6 @@ except ImportError:  # JAX 0.6
 # A regular expression: what it matches of the name of a source file is left out.
 from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
 
-Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
-Eqn = Any
 Atom = Any  # a variable or a literal
 Literal = jex.Literal
 Primitive = jex.Primitive
@@ -86,10 +84,13 @@ __all__ = [
     "Zero",
     "bind",
     "describe",
+    "is_jaxpr",
     "is_unopened",
     "jaxpr_as_fun",
     "raw",
     "shown",
+    "with_eqns",
+    "with_jaxprs",
     "zeros_like_aval",
 ]
 
@@ -97,10 +98,6 @@ __all__ = [
 def consts(jaxpr: Jaxpr) -> Sequence[Any]:
     """The constants of a closed jaxpr; none of an open one's are known."""
     return getattr(jaxpr, "consts", ())
-
-
-def is_jaxpr(value: Any) -> bool:
-    return hasattr(raw(value), "eqns")
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
@@ -339,12 +336,6 @@ def replace_subjaxprs(eqn: Eqn, new: dict[int, Jaxpr]) -> Eqn:
     return eqn.replace(params=params)
 
 
-def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
-    """`jaxpr` with other equations, which make the same variables."""
-    inner = raw(jaxpr).replace(eqns=list(eqns))
-    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
-
-
 CAN_PREVENT_SOME_CSE = "Sequence" in str(
     inspect.signature(jax.checkpoint).parameters["prevent_cse"].annotation
 )
@@ -467,17 +458,16 @@ def reemit(
 
     Through a jaxpr of this one equation: `jax.core.eval_jaxpr` knows how each JAX
     version takes a primitive's parameters apart."""
+    if params is not None:
+        eqn = eqn.replace(params=params)
+    if is_hi(eqn):  # it takes arrays only, where others take literals, too
+        with eqn_context(eqn):
+            return bind_flat(eqn.primitive, list(map(as_array, values)), eqn.params)
     env = {
         atom: value
         for atom, value in zip(eqn.invars, values, strict=True)
         if not isinstance(atom, Literal)
     }
-    if params is not None:
-        eqn = eqn.replace(params=params)
-    if is_hi(eqn):
-        operands = [_read(env, atom) for atom in eqn.invars]
-        with eqn_context(eqn):
-            return bind_flat(eqn.primitive, operands, eqn.params)
     eqn = hidden_eqn(eqn)
     with warnings.catch_warnings():
         # A jaxpr of one equation has no names of arguments to show; JAX 0.7 asks for
@@ -487,11 +477,9 @@ def reemit(
     return jax.core.eval_jaxpr(jaxpr, [], *env.values())
 
 
-def _read(env: dict[Atom, Any], atom: Any) -> Any:
-    if not isinstance(atom, Literal):
-        return env[atom]
-    aval: Any = atom.aval
-    return jnp.asarray(atom.val, aval.dtype)
+def as_array(x: Any) -> Any:
+    """`x`, as an array if it is a number of Python, which has no dtype."""
+    return jnp.asarray(x) if isinstance(x, bool | int | float | complex) else x
 
 
 def bind_flat(

@@ -1,4 +1,4 @@
-"""JAX's flags for hi-primitives, and programs of classes that users write."""
+"""JAX's flags that have it write hi-primitives."""
 
 import contextlib
 from collections.abc import Iterator

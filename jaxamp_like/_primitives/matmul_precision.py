@@ -23,11 +23,12 @@ from .._jax import (
     Primitive,
     bind,
     describe,
-    is_jaxpr,
     is_unopened,
     raw,
     source_line,
     subjaxprs,
+    with_eqns,
+    with_jaxprs,
 )
 from .fences import fenced
 
@@ -99,8 +100,8 @@ def with_setting(eqn: Eqn, strict: bool) -> Eqn:
             "jax.default_matmul_precision(...)` around the call in your function.",
             strict,
         )
-    params = {name: _fill(param, value) for name, param in eqn.params.items()}
-    return eqn if _same(params, eqn.params) else eqn.replace(params=params)
+    params = _filled_params(eqn, value)
+    return eqn if params is eqn.params else eqn.replace(params=params)
 
 
 _RULED = ("custom_jvp_call", "custom_vjp_call")
@@ -124,36 +125,20 @@ def _holds_rule(jaxpr: Jaxpr) -> bool:
 _ruled: Any = WeakKeyDictionary()
 
 
-def _fill(param: Any, value: str) -> Any:
-    """A parameter of an equation, with the setting in the programs that it holds."""
-    if is_jaxpr(param):
-        entries = _filled.setdefault(param, {})
-        if value not in entries:
-            entries[value] = _fill_jaxpr(param, value)
-        return entries[value]
-    if not isinstance(param, tuple | list):
-        return param
-    items = [_fill(item, value) for item in param]
-    if all(new is old for new, old in zip(items, param, strict=True)):
-        return param
-    is_named = hasattr(param, "_fields")  # of a linear solve
-    return type(param)(*items) if is_named else type(param)(items)
+def _filled_jaxpr(jaxpr: Jaxpr, value: str) -> Jaxpr:
+    """A program with the setting in its contractions and in the programs it holds."""
+    entries = _filled.setdefault(jaxpr, {})
+    if value not in entries:
+        eqns = [_filled_eqn(eqn, value) for eqn in raw(jaxpr).eqns]
+        entries[value] = with_eqns(jaxpr, eqns)
+    return entries[value]
 
 
-def _fill_jaxpr(jaxpr: Jaxpr, value: str) -> Jaxpr:
-    inner = raw(jaxpr)
-    eqns = [_fill_eqn(eqn, value) for eqn in inner.eqns]
-    if all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
-        return jaxpr
-    inner = inner.replace(eqns=eqns)
-    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
-
-
-def _fill_eqn(eqn: Eqn, value: str) -> Eqn:
-    params = {name: _fill(param, value) for name, param in eqn.params.items()}
+def _filled_eqn(eqn: Eqn, value: str) -> Eqn:
+    params = _filled_params(eqn, value)
     params = settled(eqn.primitive, params, is_low=False)
-    return eqn if _same(params, eqn.params) else eqn.replace(params=params)
+    return eqn if params is eqn.params else eqn.replace(params=params)
 
 
-def _same(params: dict[str, Any], others: dict[str, Any]) -> bool:
-    return all(params[name] is others[name] for name in others)
+def _filled_params(eqn: Eqn, value: str) -> dict[str, Any]:
+    return with_jaxprs(eqn.params, lambda jaxpr: _filled_jaxpr(jaxpr, value))

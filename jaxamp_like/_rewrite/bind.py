@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -13,6 +12,7 @@ from .._jax import (
     Atom,
     Jaxpr,
     Literal,
+    as_array,
     consts,
     eqn_context,
     raw,
@@ -84,7 +84,7 @@ class Frame:
         that were rounded there."""
         env = dict(zip(plan.constvars, consts, strict=True))
         # A derivative rule is given numbers of Python as they are.
-        env |= zip(plan.invars, map(_as_array, args), strict=True)
+        env |= zip(plan.invars, map(as_array, args), strict=True)
         frame = self.over(env, self.keeps)
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
         schedule = plan.islands if self.is_lean else plan.plain
@@ -108,7 +108,7 @@ class Frame:
                 here = frame.rounded_here.items()
                 frame.rounded_here = {k: x for k, x in here if k[0] not in drops}
         outs = (frame.read(atom, None) for atom in plan.outvars)
-        return list(map(_as_array, outs))
+        return list(map(as_array, outs))
 
     def close(
         self,
@@ -435,10 +435,6 @@ class Call(NamedTuple):
                     (inner,), dtypes = step.inner, now(step.decision.outs)
                     for keeps in both:
                         yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
-
-
-def _as_array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, bool | int | float | complex) else x
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:

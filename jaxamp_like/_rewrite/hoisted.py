@@ -49,8 +49,7 @@ class Hoisted:
             around |= _inside_of_loop(eqn)  # of several, the one that comes next
             found.append(eqn)
         found.reverse()
-        is_same = all(a is b for a, b in zip(found, raw(jaxpr).eqns, strict=True))
-        return jaxpr if is_same else with_eqns(jaxpr, found)
+        return with_eqns(jaxpr, found)
 
     def _inside_of(self, eqn: Eqn) -> Eqn:
         """`eqn` with the programs that it holds put right."""

@@ -110,9 +110,7 @@ class Solvers:
             marked, made = self._mark_eqn(eqn, scope + scopes(eqn), given)
             counting |= {eqn.outvars[i] for i in made}
             eqns.append(marked)
-        is_same = all(new is old for new, old in zip(eqns, inner.eqns, strict=True))
-        marked = jaxpr if is_same else with_eqns(jaxpr, eqns)
-        return marked, _places(inner.outvars, counting)
+        return with_eqns(jaxpr, eqns), _places(inner.outvars, counting)
 
     def _mark_eqn(self, eqn: Eqn, scope: Scope, counts: Indices) -> tuple[Eqn, Indices]:
         bodies = self._bodies(eqn, scope)

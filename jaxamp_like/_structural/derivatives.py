@@ -224,7 +224,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
         trees = []
 
         def author_fwd(*args):
-            fn = _with_zeros(_on_operands(eqn, args, live))
+            fn = _placing_results(_on_operands(eqn, args, live), asks)
             _, vjp, outs = jax.vjp(fn, *(args[i] for i in live), has_aux=True)
             residuals, tree = jax.tree.flatten(vjp)
             given = _references(residuals, args)
@@ -291,27 +291,19 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
 
 
-def _with_zeros(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`: results that have cotangents, and beside them all results.
+def _placing_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
+    """`fn` for `jax.vjp`: results that have a cotangent, and beside them all results.
 
     An author who asks for symbolic zeros is given them, as `_zero_cotangents` says,
     although the function that `jax.vjp` returns takes arrays only."""
 
-    def with_places(*args: Any) -> tuple[list[Any], list[Any]]:
+    def placing(*args: Any) -> tuple[list[Any], list[Any]]:
         outs = fn(*args)
         places = [k for k, x in enumerate(outs) if _is_inexact(typeof(x))]
-        return [_placed(k, outs[k]) for k in places], outs
+        moving = [_PLACED.bind(outs[k], place=k) if asks else outs[k] for k in places]
+        return moving, outs
 
-    return with_places
-
-
-def _placed(place: int, x: Any) -> Any:
-    @jax.custom_jvp
-    def identity(x):
-        return x
-
-    identity.defjvp(lambda xs, ts: (xs[0], _PLACED.bind(ts[0], place=place)))
-    return identity(x)
+    return placing
 
 
 _zeros: ContextVar[Set[int]] = ContextVar("zeros", default=frozenset())
@@ -331,12 +323,12 @@ def _transposed(ct: Any, x: Any, *, place: int) -> list[Any]:
     return [None if place in _zeros.get() else ct]
 
 
-# The identity of the tangent of one result.
+# The identity of one result of a function, which knows the place of the result.
 _PLACED = new_primitive(
-    "tangent_of_result",
+    "amp_placed",
     compute=lambda x, place: x,
     aval=lambda x, place: x,
-    jvp=lambda xs, ts, place: (_PLACED.bind(*xs, place=place), ts[0]),
+    jvp=lambda xs, ts, place: (xs[0], _PLACED.bind(ts[0], place=place)),
     transpose=_transposed,
     batch=lambda xs, dims, place: (_PLACED.bind(*xs, place=place), dims[0]),
 )

@@ -1,0 +1,48 @@
+"""Jaxprs, and the jaxprs that their equations hold, with other parts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
+Eqn = Any
+
+
+def raw(jaxpr: Jaxpr) -> Jaxpr:
+    """The open jaxpr of an open or closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def is_jaxpr(value: Any) -> bool:
+    return hasattr(raw(value), "eqns")
+
+
+def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
+    """`jaxpr` with other equations, which make the same variables.
+
+    The same object if none of them is another."""
+    if all(new is old for new, old in zip(eqns, raw(jaxpr).eqns, strict=True)):
+        return jaxpr
+    inner = raw(jaxpr).replace(eqns=list(eqns))
+    return inner if raw(jaxpr) is jaxpr else jaxpr.replace(jaxpr=inner)
+
+
+def with_jaxprs(
+    params: dict[str, Any], other: Callable[[Jaxpr], Jaxpr]
+) -> dict[str, Any]:
+    """An equation's parameters, with what `other` makes of each jaxpr among them.
+
+    The same object if none of them is another."""
+
+    def of(value: Any) -> Any:
+        if is_jaxpr(value):
+            return other(value)
+        if not isinstance(value, tuple | list):
+            return value
+        items = [of(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        is_named = hasattr(value, "_fields")  # of a linear solve
+        return type(value)(*items) if is_named else type(value)(items)
+
+    new = {name: of(value) for name, value in params.items()}
+    return params if all(new[name] is params[name] for name in params) else new
