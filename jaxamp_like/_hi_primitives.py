@@ -35,6 +35,8 @@ CALL = "call_hi_primitive"
 RECOMPUTED = "rematted_computation"
 """The scope of what `jax.checkpoint` makes again in the backward pass."""
 
+_HIJAX = "jax._src.hijax"  # where the base class is
+
 _HELD = "hi_primitive"  # the parameter of a shown equation that holds the object
 
 
@@ -174,19 +176,27 @@ def _by_expansion(hi: Any) -> _Row | None:
     Its program is what it expands to. A class with a rule for forward differentiation
     alone is shown as a `custom_jvp`: JAX derives its backward pass from that rule. Any
     other is shown as a `custom_vjp`. A class with rules of its own for both can't be
-    shown, since each classic equation would lose one of them."""
-    forward = _is_own(hi, "jvp") or _is_own(hi, "lin")
+    shown, since each classic equation would lose one of them. Nor can one with a rule
+    for transposition, or with effects, which neither of the two has room for."""
     backward = _is_own(hi, "vjp_fwd")
-    if forward and backward:
+    # A rule `lin` is of use to `jax.jvp` only where a `jvp` is derived from it.
+    has_jvp = getattr(type(hi), "jvp", None) is not getattr(_base(hi), "jvp", None)
+    forward = _is_own(hi, "jvp") or (_is_own(hi, "lin") and has_jvp)
+    if hi.effects or _is_own(hi, "transpose") or (forward and backward):
         return None
-    return _CUSTOM_JVP if forward else _CUSTOM_VJP
+    name = "custom_jvp_call_p" if forward else "custom_vjp_call_p"
+    return _Row(name, _params_of_expansion)
+
+
+def _base(hi: Any) -> Any:
+    """The class of JAX that the class of `hi` is derived from."""
+    return next(cls for cls in type(hi).__mro__ if cls.__module__ == _HIJAX)
 
 
 def _is_own(hi: Any, rule: str) -> bool:
     """Whether a class has a rule that JAX has not derived from another."""
     function = getattr(type(hi), rule, None)
-    module = getattr(function, "__module__", "jax._src.hijax")
-    return not module.startswith("jax._src.hijax")
+    return getattr(function, "__module__", _HIJAX) != _HIJAX
 
 
 def _rebuilt(params: dict[str, Any], operands: Sequence[Any]) -> Any:
@@ -211,15 +221,6 @@ def _call_primitive() -> Any:
     from jax._src.hijax import call_hi_primitive_p
 
     return call_hi_primitive_p
-
-
-def _program(hi: Any) -> Jaxpr | None:
-    """What a hi-primitive computes, of its operands in order."""
-    traced = getattr(hi, "traced", None)
-    if isinstance(traced, jax.stages.Traced):
-        if len(raw(traced.jaxpr).invars) == len(hi.in_avals_flat):
-            return traced.jaxpr
-    return _expanded(hi)
 
 
 def _expanded(hi: Any) -> Jaxpr | None:
@@ -266,7 +267,8 @@ def _params_of_rule(eqn: Eqn) -> dict[str, Any] | None:
     # What a rule writes beside the gradients goes through the object alone.
     if getattr(hi, "with_logs", False) or getattr(hi, "bwd_accums", None) is not None:
         return None
-    program = _program(hi)
+    is_whole = len(raw(hi.traced.jaxpr).invars) == len(hi.in_avals_flat)
+    program = hi.traced.jaxpr if is_whole else _expanded(hi)
     if program is None:
         return None
     # The first two arguments hold what the function and its rule close over.
@@ -274,7 +276,7 @@ def _params_of_rule(eqn: Eqn) -> dict[str, Any] | None:
     return {
         "call_jaxpr": program,
         "num_consts": len(jax.tree.leaves(closed_over)),
-        "symbolic_zeros": bool(getattr(hi, "symbolic_zeros", True)),
+        "symbolic_zeros": bool(hi.symbolic_zeros),
     }
 
 
@@ -283,16 +285,18 @@ def _params_of_call(eqn: Eqn) -> dict[str, Any] | None:
     return None if program is None else {"call_jaxpr": program}
 
 
-_CUSTOM_JVP = _Row("custom_jvp_call_p", _params_of_rule)
-_CUSTOM_VJP = _Row("custom_vjp_call_p", _params_of_rule)
+def _params_of_expansion(eqn: Eqn) -> dict[str, Any] | None:
+    params = _params_of_call(eqn)
+    return params and params | {"num_consts": 0, "symbolic_zeros": True}
+
 
 _ROWS: dict[str | None, _Row] = {
     "RematTraced": _Row("remat_p", _params_of_remat, _remat_again),
     "CheckpointName": _Row(
         "name_p", lambda eqn: dict(eqn.params["_prim"].params), _name_again
     ),
-    "CustomVJPTraced": _CUSTOM_VJP,
-    "CustomJVPTraced": _CUSTOM_JVP,
+    "CustomVJPTraced": _Row("custom_vjp_call_p", _params_of_rule),
+    "CustomJVPTraced": _Row("custom_jvp_call_p", _params_of_rule),
     "Einsum": _Row("closed_call_p", _params_of_call),
 }
 

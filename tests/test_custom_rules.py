@@ -84,3 +84,60 @@ def test_a_forward_rule_is_given_numbers():
         assert jax.jvp(bf16(fn), (2.0,), (1.0,)) == (6.0, 3.0)
     assert jax.jvp(lambda x: bf16(scaled)(x, 3.0), (2.0,), (1.0,)) == (6.0, 3.0)
     assert jax.grad(lambda x: bf16(scaled)(x, 3.0))(2.0) == 3.0
+
+
+def backward(residuals, ct):
+    x, w = residuals
+    ct = ct * (1 - jnp.tanh(x @ w) ** 2)
+    return ct @ w.T, x.T @ ct
+
+
+@jax.custom_vjp
+def ruled(x, w):
+    return jnp.tanh(x @ w)
+
+
+ruled.defvjp(lambda x, w: (ruled(x, w), (x, w)), backward)
+
+
+@jax.custom_vjp
+def asking(x, w):
+    return jnp.tanh(x @ w)
+
+
+asking.defvjp(
+    lambda x, w: (jnp.tanh(x.value @ w.value), (x.value, w.value)),
+    backward,
+    symbolic_zeros=True,
+)
+
+
+def by_cond(fn):
+    return lambda x, w: jax.lax.cond(True, fn, fn, x, w)
+
+
+@pytest.mark.parametrize("size", (3, 4))
+@pytest.mark.parametrize("around", (jax.jit, jax.checkpoint, by_cond))
+@pytest.mark.parametrize("fn", (ruled, asking), ids=("ruled", "asking"))
+def test_a_rule_is_used_twice_with_other_operands_mapped(fn, around, size):
+    """One traced function, of which now one operand is differentiated, now the other.
+
+    With as many examples as rows, an axis in the wrong place has the right shape."""
+    _, w = arrays("x", "w")
+    xs = jnp.stack([w * factor for factor in np.linspace(-1, 1.5, size)])
+    weights = jnp.arange(16.0).reshape(4, 4)
+
+    def gradients(wrap):
+        def both(x, w):
+            used = around(fn)
+            return used(x, w) + used(w, x)
+
+        def loss(xs):
+            return jnp.sum(jax.vmap(wrap(both), (0, None))(xs, w) * weights)
+
+        return jax.grad(loss)(xs)
+
+    expected = gradients(identity)
+    # Each of three contractions rounds operands and a result to 8 bits.
+    bound = 3 * 3 * 2**-8 * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(gradients(bf16), expected, rtol=0, atol=bound)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 from benchmarks.measure import casts, walk
 from jaxamp_like import AmpError, amp, amp_stop, explain
@@ -213,7 +214,7 @@ class Forward(Product):
         y = jnp.tanh(x @ w)
         return self(x, w), 2 * (1 - y * y) * (dx @ w + x @ dw)
 
-    if hasattr(hijax, "vjp_from_jvp"):
+    if hasattr(hijax, "linearize_from_jvp"):
         lin, linearized = hijax.linearize_from_jvp
         vjp_fwd, vjp_bwd_retval = hijax.vjp_from_jvp
 
@@ -238,20 +239,69 @@ class Closed(Product):
         return jnp.asarray(np.tanh(np.asarray(x) @ np.asarray(w)))
 
 
+class Effectful(Product):
+    """With an ordered effect."""
+
+    def __init__(self, x, w):
+        self.effects = frozenset(jax.make_jaxpr(self.expand)(x, w).effects)
+        super().__init__(x, w)
+
+    def expand(self, x, w):
+        io_callback(lambda x: None, None, x, ordered=True)
+        return jnp.tanh(x @ w)
+
+
+class Transposed(Product):
+    """With a rule for transposition."""
+
+    def transpose(self, ct, *operands):
+        raise AssertionError("not used")
+
+
+class Tracing(Product):
+    """With fields of the names that JAX's own classes have, of another meaning."""
+
+    def __init__(self, x, w):
+        self.traced = jax.jit(lambda x, w: x).trace(x, w)
+        self.with_logs = "yes"
+        super().__init__(x, w)
+
+
+class Linear(Product):
+    """With a rule for linearisation, from which only the backward pass is derived."""
+
+    def lin(self, nzs_in, x, w):
+        y = jnp.tanh(x @ w)
+        return y, (x, w, y)
+
+    def linearized(self, residuals, *tangents):
+        x, w, y = residuals
+        dx, dw = map(hijax.instantiate_zeros, tangents)
+        return 4 * (1 - y * y) * (dx @ w + x @ dw)
+
+    if hasattr(hijax, "vjp_from_lin"):
+        vjp_fwd, vjp_bwd_retval = hijax.vjp_from_lin
+
+
+DERIVES_RULES = hasattr(hijax, "vjp_from_lin")
+
+
 def call(cls):
     return lambda x, w: cls(x, w)(x, w) @ w
 
 
-@pytest.mark.parametrize("cls", [Product, Backward, Forward], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [Product, Tracing, Backward, Forward, Linear], ids=lambda c: c.__name__
+)
 def test_classes_of_users_are_opened(cls):
     """What the class expands to is low, and its own rule is what differentiates it."""
     x, w = arrays("x", "w")
     fn = amp(call(cls), compute_dtype="bfloat16")
     assert set(contractions(shown(jax.make_jaxpr(fn)(x, w)))) == {"bfloat16"}
     np.testing.assert_allclose(fn(x, w), call(Product)(x, w), atol=0.05)
-    if cls is Product or (cls is Forward and not hasattr(hijax, "vjp_from_jvp")):
+    if cls in (Product, Tracing) or (cls is not Backward and not DERIVES_RULES):
         return  # JAX has no derivative of it, with amp or without
-    factor = {Backward: 3, Forward: 2}[cls]
+    factor = {Backward: 3, Forward: 2, Linear: 4}[cls]
 
     def plain(x, w):
         return loss(jnp.tanh(x @ w) @ w)
@@ -266,7 +316,9 @@ def test_classes_of_users_are_opened(cls):
         np.testing.assert_allclose(grad(x, w), factor * inner, atol=0.1)
 
 
-@pytest.mark.parametrize("cls", [Both, Closed], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [Both, Closed, Effectful, Transposed], ids=lambda c: c.__name__
+)
 def test_what_cannot_be_opened_is_told_of(cls):
     """A warning names the class and the line; with `strict` it is an error."""
     x, w = arrays("x", "w")

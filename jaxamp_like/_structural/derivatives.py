@@ -19,6 +19,7 @@ from .._jax import (
     Eqn,
     Jaxpr,
     SymbolicZero,
+    Zero,
     consts,
     eqn_context,
     is_array_aval,
@@ -215,7 +216,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
 
     @jax.custom_vjp
     def call(*args):
-        return cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+        return _in_front(cast_all(frame.run(inner, consts(jaxpr), args), dtypes))
 
     def fwd(*primals):
         values = [p.value for p in primals] if asks else list(primals)
@@ -246,7 +247,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
         # What was a weight in the forward rule is one in the backward rule.
         origins = [fact.origin if fact else Origin.DATA for _, fact in pairs]
         held = [typeof(values[i]).dtype for i in live]
-        return cast_all(outs[:num_outs], dtypes), _Residuals(
+        return _in_front(cast_all(outs[:num_outs], dtypes)), _Residuals(
             residuals, (tree, res_avals, live, held, origins)
         )
 
@@ -289,6 +290,28 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     call.defvjp(fwd, bwd, symbolic_zeros=asks)
     with eqn_context(eqn):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
+
+
+def _in_front(outs: Sequence[Any]) -> list[Any]:
+    """`outs`, which have the axis of a `jax.vmap` in front wherever they have one.
+
+    A function and its forward rule may be rewritten so that it ends up in different
+    places. JAX takes it from one of them for both."""
+    return [_IN_FRONT.bind(x) if is_array_aval(typeof(x)) else x for x in outs]
+
+
+_IN_FRONT = new_primitive(
+    "amp_in_front",
+    compute=lambda x: x,
+    aval=lambda x: x,
+    jvp=lambda xs, ts: (_IN_FRONT.bind(*xs), _moved(ts[0])),
+    transpose=lambda ct, x: [ct],
+    batch=lambda xs, dims: (_IN_FRONT.bind(jnp.moveaxis(xs[0], dims[0], 0)), 0),
+)
+
+
+def _moved(tangent: Any) -> Any:
+    return tangent if isinstance(tangent, Zero) else _IN_FRONT.bind(tangent)
 
 
 def _placing_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
