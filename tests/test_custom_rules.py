@@ -141,3 +141,65 @@ def test_a_rule_is_used_twice_with_other_operands_mapped(fn, around, size):
     # Each of three contractions rounds operands and a result to 8 bits.
     bound = 3 * 3 * 2**-8 * float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(gradients(bf16), expected, rtol=0, atol=bound)
+
+
+@jax.custom_jvp
+def doubled(x):
+    return jnp.sin(x)
+
+
+@doubled.defjvp
+def _(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return jnp.sin(x), 2 * jnp.cos(x) * dx
+
+
+@jax.custom_vjp
+def tripled(x):
+    return jnp.sin(x)
+
+
+tripled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (3 * jnp.cos(x) * ct,))
+
+
+def outside_of_both(wrap, fn):
+    return wrap(forward_over_reverse(fn))
+
+
+def inside_of_both(wrap, fn):
+    return forward_over_reverse(wrap(fn))
+
+
+def inside_of_both_with_checkpoint(wrap, fn):
+    return forward_over_reverse(wrap(jax.checkpoint(fn)))
+
+
+def between(wrap, fn):
+    return along_itself(wrap(jax.grad(fn)))
+
+
+def forward_over_reverse(fn):
+    return along_itself(jax.grad(fn))
+
+
+def along_itself(fn):
+    return lambda x: jax.jvp(fn, (x,), (x,))[1]
+
+
+ORDERS = (outside_of_both, inside_of_both, inside_of_both_with_checkpoint, between)
+
+
+@pytest.mark.parametrize("lean", (False, True))
+@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("ruled", (doubled, tripled), ids=lambda f: f.__name__)
+def test_a_second_derivative_is_that_of_what_the_rule_returns(ruled, order, lean):
+    """The rule's value is differentiated next as it is written, and not by the rule."""
+    x, w = arrays("x", "w")
+
+    def loss(x):
+        return jnp.sum(jnp.sin(ruled(jnp.exp(0.3 * ruled(x)) @ w) @ w))
+
+    expected = order(identity, loss)(x)
+    bound = 0.02 * float(jnp.max(jnp.abs(expected)))
+    by_amp = order(functools.partial(bf16, lean=lean), loss)(x)
+    np.testing.assert_allclose(by_amp, expected, rtol=0, atol=bound)

@@ -26,7 +26,6 @@ from .._jax import (
     is_unopened,
     raw,
     source_line,
-    subjaxprs,
     with_eqns,
     with_jaxprs,
 )
@@ -102,27 +101,6 @@ def with_setting(eqn: Eqn, strict: bool) -> Eqn:
         )
     params = _filled_params(eqn, value)
     return eqn if params is eqn.params else eqn.replace(params=params)
-
-
-_RULED = ("custom_jvp_call", "custom_vjp_call")
-
-
-def holds_rule(eqn: Eqn) -> bool:
-    """Whether an equation holds a derivative rule, which is traced at its first use.
-
-    JAX remembers that trace for all uses of a function, whatever is set then: under a
-    setting, a rule must not be left to JAX, or its other uses would seem to be asked
-    for in full."""
-    return eqn.primitive.name in _RULED or any(map(_holds_rule, subjaxprs(eqn.params)))
-
-
-def _holds_rule(jaxpr: Jaxpr) -> bool:
-    if jaxpr not in _ruled:
-        _ruled[jaxpr] = any(map(holds_rule, raw(jaxpr).eqns))
-    return _ruled[jaxpr]
-
-
-_ruled: Any = WeakKeyDictionary()
 
 
 def _filled_jaxpr(jaxpr: Jaxpr, value: str) -> Jaxpr:

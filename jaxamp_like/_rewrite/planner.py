@@ -32,8 +32,8 @@ from .._jax import (
 )
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Found, Lookup
-from .._primitives import FIXED
-from .._primitives.matmul_precision import holds_rule, setting
+from .._primitives import FIXED, holds_rule
+from .._primitives.matmul_precision import setting
 from .._rules import (
     Demand,
     Fact,
@@ -195,6 +195,8 @@ class Planner:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found, cotangents)
         handler = self.matching.handler(eqn, scope)
+        # JAX traces a derivative rule at its first use and remembers that, whatever is
+        # set then: left to JAX, its other uses would seem to be asked for in full.
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if not found.is_compute and self.reads_in_full(scope):

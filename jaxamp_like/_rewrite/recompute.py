@@ -6,7 +6,7 @@ from typing import Any
 
 from .._dtypes import bits
 from .._jax import Literal, checkpoint, eqn_context, without_scopes
-from .._primitives import KEEPING_INPUTS, LINEAR
+from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
 from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
 from .._structural.kept import keep
 from .alike import code_of
@@ -63,7 +63,8 @@ def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
     is_apart = outer.keeps == Keeps.LEAN and not region.last
     mark = keep if outer.keeps == Keeps.MARKED else None
-    return keeping_copies(forward, again, False, mark, keeps_statistics)
+    rules = any(holds_rule(step.eqn) for step in region.steps)
+    return keeping_copies(forward, again, False, mark, keeps_statistics, rules)
 
 
 def casts_again(frame: Frame, step: Step) -> list[int]:

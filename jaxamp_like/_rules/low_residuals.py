@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._dtypes import DType, cast, cast_all
 from .._jax import SymbolicZero, checkpoint
@@ -17,13 +18,17 @@ def keeping_copies(
     prevent_cse: bool = True,
     mark: Callable[[Any], Any] | None = None,
     policy: Callable[..., bool] | None = None,
+    holds_rules: bool = False,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """`forward` as a function of operands and of copies of them, or `None` for none.
 
     For the backward pass a copy is kept where there is one, and else the operand, which
     `mark` then marks for the policy of a checkpoint. All else is made again there, by
     `again`, which computes what `forward` does, but what `policy` keeps of it. The
-    derivative is that of the operands, taken at the copies."""
+    derivative is that of the operands, taken at the copies.
+
+    Where `forward` `holds_rules` (derivative rules of an author's), a second derivative
+    is that of the value which these return beside the first, as JAX has it."""
 
     @jax.custom_jvp
     def op(operands, copies):
@@ -36,16 +41,17 @@ def keeping_copies(
         @functools.partial(checkpoint, prevent_cse=prevent_cse, policy=policy)
         def linear(kept, moves):
             at = cast_all(kept, dtypes)
-
-            def moving(*some):
-                operands = list(at)
-                for i, x in zip(live, some, strict=True):
-                    operands[i] = x
-                return again(*operands)
-
+            moving = of_some(again, live, at)
             return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
 
         return linear
+
+    @functools.cache
+    def differentiated_once():
+        if not holds_rules:
+            return op
+        fns = by_rules(forward), by_rules(again)
+        return keeping_copies(*fns, prevent_cse, mark, policy, holds_rules)
 
     def jvp(primals, tangents):
         (operands, copies), (moving, _) = primals, tangents
@@ -55,10 +61,36 @@ def keeping_copies(
         kept = kept if mark is None else [mark(x) for x in kept]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
         linear = derivative(tuple(moves), dtypes)
-        return op(operands, copies), linear(kept, tuple(moves.values()))
+        value = differentiated_once()(operands, copies)
+        return value, linear(kept, tuple(moves.values()))
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op
+
+
+def by_rules(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose value is the one that its derivative rules return."""
+
+    def run(*operands):
+        live = [
+            i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        moving = of_some(fn, live, operands)
+        return jax.linearize(moving, *(operands[i] for i in live))[0]
+
+    return run
+
+
+def of_some(
+    fn: Callable[..., Any], which: Sequence[int], operands: Sequence[Any]
+) -> Callable[..., Any]:
+    """`fn` as a function of the operands `which`; the others are as in `operands`."""
+
+    def of(*some):
+        changed = dict(zip(which, some, strict=True))
+        return fn(*(changed.get(i, x) for i, x in enumerate(operands)))
+
+    return of
 
 
 def copies_in(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:

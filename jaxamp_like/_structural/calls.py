@@ -15,6 +15,7 @@ from .._jax import (
     run_jaxpr,
     subjaxprs,
 )
+from .._primitives import holds_rule
 from .._rules import (
     Demand,
     Leaf,
@@ -135,7 +136,8 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
             return run_jaxpr(body, operands)
 
         copies = [None] * len(values) + frame.copies(eqn.invars, keeps)
-        call = keeping_copies(forward, again, prevent_cse)
+        rules = holds_rule(eqn)
+        call = keeping_copies(forward, again, prevent_cse, holds_rules=rules)
         return call([*values, *operands], copies)
 
 

@@ -24,13 +24,12 @@ from .._jax import (
     eqn_context,
     is_array_aval,
     new_primitive,
-    raw,
     reemit,
-    subjaxprs,
     trace,
     typeof,
     without_scopes,
 )
+from .._primitives import RULED, holds_rule
 from .._rules import (
     Demand,
     Fact,
@@ -44,7 +43,6 @@ from .base import (
     now,
 )
 
-_RULED = ("custom_vjp_call", "custom_jvp_call")
 _WITH_AXES = ("shard_map", "xla_pmap")
 
 
@@ -72,8 +70,8 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
     avals = [atom.aval for atom in eqn.invars]
     first = eqn.params.get("num_consts", 0)
     live = [i for i, aval in enumerate(avals) if i >= first and _is_inexact(aval)]
-    is_rule = eqn.primitive.name in _RULED
-    is_around = eqn.primitive.name in _WITH_AXES and _holds_rule(eqn)
+    is_rule = eqn.primitive.name in RULED
+    is_around = eqn.primitive.name in _WITH_AXES and holds_rule(eqn)
     if not live or not (is_rule or is_around):
         return None
     is_backward = eqn.primitive.name != "custom_jvp_call"
@@ -90,12 +88,6 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
         return trace(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *moves])
     except Exception:  # whatever the author's code raises
         return None
-
-
-def _holds_rule(eqn: Eqn) -> bool:
-    """Whether a rule stands in a program of an equation, at any depth."""
-    inner = (one for jaxpr in subjaxprs(eqn.params) for one in raw(jaxpr).eqns)
-    return any(one.primitive.name in _RULED or _holds_rule(one) for one in inner)
 
 
 def _as_cotangent(x: Any) -> Any:
