@@ -611,9 +611,12 @@ def _check_errors(
     # Tangents of what is low are added up low: there a sum may leave the range.
     is_narrow = jnp.finfo(case.dtype).maxexp < 128 and bool(case.outer)
     limit = float(jnp.finfo(case.dtype).max) / 16 if is_narrow else np.inf
+    has_float16 = case.dtype == "float16" or '"float16"' in case.policy
+    largest = float(jnp.finfo("float16").max) if has_float16 else np.inf
 
     def complaint(i):
-        return _complaint(want[i], got[i], [outs[i] for outs in rounded], i, limit)
+        refs = [outs[i] for outs in rounded]
+        return _complaint(want[i], got[i], refs, i, limit, largest)
 
     suspect = [i for i in range(len(want)) if complaint(i)]
     if not suspect:
@@ -707,11 +710,17 @@ def _oracles(case: Case) -> list[tuple[type[Rounding], str]]:
 
 
 def _complaint(
-    x: np.ndarray, y: np.ndarray, refs: Sequence[np.ndarray], i: int, limit: float
+    x: np.ndarray,
+    y: np.ndarray,
+    refs: Sequence[np.ndarray],
+    i: int,
+    limit: float,
+    largest: float,
 ) -> tuple[str, str] | None:
     """What is wrong with result `i`, if its error is more than rounding explains.
 
-    Beyond `limit` it may be infinite."""
+    Beyond `limit` it may be infinite, and where an error that is allowed would take it
+    beyond `largest`, the largest number of the narrowest format."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         wrong = x != y
         for ref in refs:
@@ -727,13 +736,14 @@ def _complaint(
             known &= np.isfinite(ref)
         if not known.any():
             return None
-        known &= np.isfinite(y) | (np.abs(x) < limit)
+        allowed = max((np.abs(x - ref)[known].max() for ref in refs), default=0.0)
+        reached = np.abs(x) + FACTOR * allowed
+        known &= np.isfinite(y) | ((np.abs(x) < limit) & (reached < largest))
         if not known.any():
             return None
         if not np.isfinite(y[known]).all():
             return "finite", f"result {i}: {_differing(x[known], y[known])}"
         error = np.abs(x - y)[known].max()
-        allowed = max((np.abs(x - ref)[known].max() for ref in refs), default=0.0)
         floor = ULPS * np.finfo(np.float32).eps * np.abs(x[known]).max()
     if error <= FACTOR * allowed + floor + 1e-30:
         return None
