@@ -1094,6 +1094,36 @@ def test_gradients_beside_weights_that_are_closed_over(around):
     assert op.dtype == E5M2
 
 
+@pytest.mark.parametrize("is_outside", (False, True), ids=("grad(amp)", "amp(grad)"))
+@pytest.mark.parametrize("around", (None, in_a_loop, jax.checkpoint, jax.jit))
+def test_gradients_beside_what_weights_and_data_are_multiplied_with(around, is_outside):
+    """A memory that is read without a projection: its scores have 16 bits both ways."""
+
+    def layer(w, x):
+        keys = jnp.tanh(x @ w["keys"])
+        scores = jax.nn.softmax(x @ keys.T)
+        return jnp.tanh(x @ w["values"]) + jnp.tanh(scores @ jnp.sin(x))
+
+    w = {"keys": values(16, 16), "values": values(16, 16, seed=1)}
+    if around is in_a_loop:
+        w = jax.tree.map(lambda w: w[None], w)
+    fn = layer if around is None else around(layer)
+    x = values(24, 16, seed=2)
+
+    def loss(w, x):
+        return jnp.mean(fn(w, x) ** 2)
+
+    grad = low(jax.grad(loss, (0, 1)), FLOAT8)
+    if not is_outside:
+        grad = jax.grad(low(loss, FLOAT8), (0, 1))
+    ops = [op for op in explain(grad)(w, x).now.ops if op.flops]
+    of_data = [op for op in ops if op.flops == 2 * 24 * 24 * 16]
+    of_weights = [op for op in ops if op.flops == 2 * 24 * 16 * 16]
+    assert {op.dtype for op in of_data} == {"bfloat16"}
+    assert {op.dtype for op in of_weights} == {E4M3, E5M2}
+    assert len(of_data) >= 2 * 3 and len(of_weights) >= 2 * 3
+
+
 def test_gradients_of_a_convolution_are_made_in_the_compute_dtype():
     def loss(w, x):
         return jnp.sum(jnp.sin(lax.conv(x, w, (1, 1), "SAME")))

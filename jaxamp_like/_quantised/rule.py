@@ -166,13 +166,13 @@ class Quantising(Rule):
 def _is_of_parameter(site: Site) -> bool:
     """Whether an operand is a parameter, or the result may be the gradient of one.
 
-    In a backward pass, neither operand of a weight's gradient is one: the partner of
-    what stands beside the cotangent tells. Where none is known, what is made again
+    In a backward pass, neither operand of a weight's gradient is one: the partners of
+    what stands beside the cotangent tell. Where none is known, what is made again
     there reads what the forward pass has kept; attention's are batches of products."""
     if any(map(is_parameter, site.facts[:2])):
         return True
-    if (partner := site.partner) is not None:
-        return partner.origin > Origin.DATA
+    if site.partners:
+        return all(partner.origin > Origin.DATA for partner in site.partners)
     numbers = dot_numbers(site.params)
     return site.backward and (numbers is None or not numbers[1][0])
 

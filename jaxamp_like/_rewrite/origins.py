@@ -26,7 +26,7 @@ def with_origins(site: Site, outs: Facts) -> Facts:
     else:
         origins = [_made_of(site)] * len(outs)
     return tuple(
-        fact and as_number(fact._replace(origin=origin, partner=None), aval)
+        fact and as_number(fact._replace(origin=origin, partners=frozenset()), aval)
         for fact, origin, aval in zip(outs, origins, site.out_avals, strict=True)
     )
 

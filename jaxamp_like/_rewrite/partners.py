@@ -1,8 +1,8 @@
 """What values are multiplied with: by it a gradient is known for that of a weight.
 
 A backward pass multiplies a cotangent with one operand of a forward contraction, and so
-makes the gradient of the other one. That other one is the partner in the fact of the
-first, which hands it on from the program of a forward pass to that of its backward
+makes the gradient of the other one. That one is among the partners in the fact of the
+first, which hands them on from the program of a forward pass to that of its backward
 pass, where these are the bodies of two loops."""
 
 from typing import Any
@@ -30,7 +30,7 @@ class Partners:
         if fact is None or isinstance(atom, Literal) or atom not in self._shown:
             return fact
         shown = self._facts[self._shown[atom]]
-        return fact._replace(partner=shown and shown.partner)
+        return fact._replace(partners=shown.partners if shown else frozenset())
 
     def meet(self, step: Step, which: Which) -> None:
         """Takes note of a step, after the facts of its results.
@@ -42,8 +42,8 @@ class Partners:
             for body, plan in zip(step.handler.bodies(eqn), step.inner, strict=False):
                 for i, var in zip(body.ins, plan.invars, strict=True):
                     inside = plan.facts[var]
-                    if inside is not None and inside.partner is not None:
-                        self._add(eqn.invars[i], inside.partner)
+                    if inside is not None:
+                        self._add(eqn.invars[i], inside.partners)
         elif any(isinstance(atom, Literal) for atom in atoms):
             return
         elif name in VIEWS | IDENTITIES and len(atoms) == len(eqn.outvars) == 1:
@@ -53,22 +53,21 @@ class Partners:
             for i, var in enumerate(atoms):
                 other = facts[1 - i]
                 origin = Origin.DATA if other is None else other.origin
-                self._add(var, Partner(origin, 1 - i))
+                sizes = tuple(sorted(atoms[1 - i].aval.shape))
+                self._add(var, frozenset([Partner(origin, 1 - i, sizes)]))
 
-    def _add(self, atom: Atom, new: Partner) -> None:
+    def _add(self, atom: Atom, new: frozenset[Partner]) -> None:
         if isinstance(atom, Literal):
             return
         var = self._shown.get(atom, atom)
         if (fact := self._facts[var]) is not None:
-            old = fact.partner or new
-            side = new.side if new.side == old.side else None
-            partner = Partner(max(old.origin, new.origin), side)
-            self._facts[var] = fact._replace(partner=partner)
+            self._facts[var] = fact._replace(partners=fact.partners | new)
 
 
 def without_partners(facts: Facts) -> Facts:
     """Facts for a program of a forward pass, which is the same wherever it is called,
     whatever its operands have been multiplied with before."""
     return tuple(
-        fact._replace(partner=None) if fact and fact.partner else fact for fact in facts
+        fact._replace(partners=frozenset()) if fact and fact.partners else fact
+        for fact in facts
     )

@@ -99,10 +99,11 @@ def demand_in(dtype: DType, demand: Demand) -> Demand:
 
 
 class Partner(NamedTuple):
-    """What a value was multiplied with in the contractions of a forward pass."""
+    """What a value was multiplied with in a contraction of a forward pass."""
 
-    origin: Origin  # the surest, if there are several
-    side: int | None  # on which it stood: 0 or 1, if always there
+    origin: Origin
+    side: int  # on which it stood: 0 or 1
+    sizes: tuple[int, ...]  # of its axes, in rising order, as its gradient has them
 
 
 class Fact(NamedTuple):
@@ -117,7 +118,7 @@ class Fact(NamedTuple):
     copy: DType | None = None  # a lower dtype that holds the same numbers
     sampled: bool = False  # `values` are not all of them
     origin: Origin = Origin.DATA
-    partner: Partner | None = None  # if it is known
+    partners: frozenset[Partner] = frozenset()  # as far as they are known
 
     @property
     def kept_as(self) -> DType | None:
@@ -166,12 +167,17 @@ class Site(NamedTuple):
         return tuple(author_dtype(aval) for aval in self.out_avals)
 
     @property
-    def partner(self) -> Partner | None:
-        """That of the operand beside the one cotangent: the result is its gradient."""
+    def partners(self) -> frozenset[Partner]:
+        """Those that the result may be the gradient of: none, where none is known.
+
+        The operand beside the one cotangent was multiplied with them, and they have the
+        sizes of the result."""
         if self.cotangents[:2].count(True) != 1:
-            return None
+            return frozenset()
         fact = self.facts[self.cotangents.index(False)]
-        return fact and fact.partner
+        known = frozenset() if fact is None else fact.partners
+        sizes = tuple(sorted(self.out_avals[0].shape))
+        return frozenset(p for p in known if p.sizes == sizes) or known
 
     def is_cotangent(self, i: int) -> bool:
         """Whether operand `i` is what a backward pass is linear in."""

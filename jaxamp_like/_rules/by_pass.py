@@ -121,11 +121,11 @@ class UsePrecisionByPass(Rule):
         """What a contraction of a backward pass makes the gradient of.
 
         Of one that its author wrote, or of one that JAX made of a gradient inside."""
-        side = None if site.partner is None else site.partner.side
+        sides = {partner.side for partner in site.partners}
         of = gradient_of(site)
-        if of is None or self.weight is None or side is None:
+        if of is None or self.weight is None or len(sides) != 1:
             return of
-        return "weight" if side == ("lhs", "rhs").index(self.weight) else "input"
+        return "weight" if sides == {("lhs", "rhs").index(self.weight)} else "input"
 
     def _backward(self, site: Site, of: Gradient) -> Decision:
         """In the precision of that gradient; both halves of its derivative too."""

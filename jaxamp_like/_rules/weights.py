@@ -55,9 +55,11 @@ def gradient_of(site: Site) -> Gradient | None:
         return None
     fact = site.facts[site.cotangents.index(False)]
     beside = Origin.DATA if fact is None else max(fact.origin, Origin.DATA)
-    if site.partner is not None:
-        of = max(site.partner.origin, Origin.DATA)
-        return "either" if of == beside else "weight" if of > beside else "input"
+    if site.partners:
+        of = {max(partner.origin, Origin.DATA) for partner in site.partners}
+        if all(origin > beside for origin in of):
+            return "weight"
+        return "input" if all(origin < beside for origin in of) else "either"
     if beside in (Origin.DATA, Origin.PARAMETER):
         return "weight" if beside == Origin.DATA else "input"
     return "either"  # it may be a weight, or what a first layer makes of what it knows

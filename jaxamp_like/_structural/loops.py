@@ -170,7 +170,7 @@ def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
         return fact
     low = lowered(fact.dtype, site.compute_dtype)
     moved = Fact(low, Mark.LOW, small=fact.small, origin=fact.origin)
-    return moved._replace(partner=fact.partner)
+    return moved._replace(partners=fact.partners)
 
 
 def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:
