@@ -122,6 +122,21 @@ def test_the_first_step_by_delayed_scales_is_scaled_by_what_it_measures():
     np.testing.assert_allclose(op.error, expected, rtol=0.01)
 
 
+def test_another_power_of_two_is_no_error_of_a_delayed_scale():
+    """The largest cotangent lies so near one that rounding takes it to the next."""
+    policy = quantised(float8(where=None, delayed=True, amax_history_length=2))
+    gradient = jax.grad(lambda w, x: jnp.sum((jnp.tanh(x @ w) @ w) ** 2))
+    step = amp_with_state(gradient, compute_dtype="bfloat16", amp_policy=policy)
+    rows = np.random.RandomState(2).randn(8, 16)
+    w = jnp.asarray(np.random.RandomState(0).randn(16, 16) / 4, jnp.float32)
+    x = jnp.asarray(rows, jnp.float32)
+    state = init_amp_state(step, w, x)
+    for _ in range(2):
+        report = trace_numerics(step)(state, w, x)
+        assert report.ops and max(op.error for op in report.ops) < 0.2
+        _, state = step(state, w, x)
+
+
 def test_in_a_loop_shares_are_those_of_all_iterations():
     def fn(w, x):
         return jax.lax.scan(lambda _, x: (None, product(w, x)), None, x)[1]

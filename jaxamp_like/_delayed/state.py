@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._errors import AmpError
 from .._jax import is_array
+from .._policies.dictionary import REWRITTEN
 from .._quantised.delayed import (
     TensorScale,
     first_scale,
@@ -36,14 +38,17 @@ def by_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def scales_of(tensors: Mapping[str, Tensor], state: State) -> dict[str, Any]:
     """What each tensor is divided by in this step; see `next_scale`."""
-    return {key: next_scale(state[t.name], t.wanted.fmt) for key, t in tensors.items()}
+    with jax.named_scope(REWRITTEN):
+        return {
+            key: next_scale(state[tensor.name], tensor.wanted.fmt)
+            for key, tensor in tensors.items()
+        }
 
 
 def next_state(
     tensors: Mapping[str, Tensor], state: State, scales: Any, maxima: Any
 ) -> State:
     """The state after a step that began with `scales` and saw `maxima`."""
-
     largest: dict[str, Any] = {}
     for key, tensor in tensors.items():
         known = largest.get(tensor.name)
@@ -54,7 +59,8 @@ def next_state(
         scale = measured(scales[name], amax, tensors[name].wanted.fmt)
         return seen(state[name], scale, amax)
 
-    return {name: after(name, largest[name]) for name in state}
+    with jax.named_scope(REWRITTEN):
+        return {name: after(name, largest[name]) for name in state}
 
 
 def as_state(state: Any) -> State:

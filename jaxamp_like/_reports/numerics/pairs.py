@@ -91,7 +91,9 @@ def role_of(eqn: Eqn, at: walk.Around) -> Role:
     name = eqn.primitive.name
     if (rounded := rounded_operand(eqn, at)) is not None:
         return Role(inserted=rounded, literals=literals)
-    if name == "bitcast_convert_type" and _is_of_8_bits(at):
+    # Scales that are known before a step begins are made for none of its equations.
+    is_scale = _is_of_8_bits(at) or (at.in_amp and at.step is None)
+    if name == "bitcast_convert_type" and is_scale:
         return Role(is_scale=True, literals=literals)
     if name == "reduce_precision":
         # JAX puts one on what `jax.checkpoint` saves, in the dtype that it has now.
