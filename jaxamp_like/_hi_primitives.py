@@ -28,16 +28,15 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
 
+from ._name_stacks import HELD, classic, is_recomputed
 from ._programs import Eqn, Jaxpr, raw, with_eqns, with_jaxprs
 
 CALL = "call_hi_primitive"
 
-RECOMPUTED = "rematted_computation"
-"""The scope of what `jax.checkpoint` makes again in the backward pass."""
-
 _HIJAX = "jax._src.hijax"  # where the base class is
 
-_HELD = "hi_primitive"  # the parameter of a shown equation that holds the object
+
+_ARE_KNOWN = hasattr(jax.config, "jax_remat3")  # whether this JAX may make any
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def held_by(params: dict[str, Any]) -> Iterator[Any]:
 
 def is_hi(eqn: Eqn) -> bool:
     """Whether an equation is a hi-primitive, or is shown in the place of one."""
-    return eqn.primitive.name == CALL or _HELD in eqn.params
+    return eqn.primitive.name == CALL or HELD in eqn.params
 
 
 def is_unopened(eqn: Eqn) -> bool:
@@ -97,7 +96,8 @@ def describe(eqn: Eqn) -> str:
 
 def shown(jaxpr: Jaxpr) -> Jaxpr:
     """A program with classic equations in place of hi-primitives, at any depth."""
-    return _translated(jaxpr, _shown_eqn, _shown)
+    jaxpr = _translated(jaxpr, _shown_eqn, _shown)
+    return classic(jaxpr) if _ARE_KNOWN else jaxpr
 
 
 def hidden(jaxpr: Jaxpr) -> Jaxpr:
@@ -108,7 +108,7 @@ def hidden(jaxpr: Jaxpr) -> Jaxpr:
 def hidden_eqn(eqn: Eqn) -> Eqn:
     """An equation as the hi-primitive that it is shown for, or else as it is."""
     params = with_jaxprs(eqn.params, hidden)
-    if _HELD not in params:
+    if HELD not in params:
         return eqn if params is eqn.params else eqn.replace(params=params)
     hi = _rebuilt(params, eqn.invars)
     return eqn.replace(primitive=_call_primitive(), params={"_prim": hi})
@@ -116,7 +116,7 @@ def hidden_eqn(eqn: Eqn) -> Eqn:
 
 def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Binds a primitive; for an equation that is shown, its hi-primitive."""
-    if _HELD not in params:
+    if HELD not in params:
         return primitive.bind(*operands, **params)
     hi = _rebuilt(with_jaxprs(params, hidden), operands)
     outs = _call_primitive().bind(*operands, _prim=hi)
@@ -139,7 +139,9 @@ def _translated(jaxpr: Jaxpr, of_eqn: Callable[[Eqn], Eqn], known: Any) -> Jaxpr
 def _shown_eqn(eqn: Eqn) -> Eqn:
     if eqn.primitive.name == CALL:
         eqn = _opened(eqn)
-    params = with_jaxprs(eqn.params, shown)
+    params = with_jaxprs(
+        eqn.params, lambda jaxpr: _translated(jaxpr, _shown_eqn, _shown)
+    )
     return eqn if params is eqn.params else eqn.replace(params=params)
 
 
@@ -156,7 +158,7 @@ def _opened(eqn: Eqn) -> Eqn:
     if row is None or params is None:
         return eqn
     primitive = getattr(primitives, row.name)
-    return eqn.replace(primitive=primitive, params=params | {_HELD: _Held(hi)})
+    return eqn.replace(primitive=primitive, params=params | {HELD: _Held(hi)})
 
 
 def _row_of(hi: Any) -> _Row | None:
@@ -200,13 +202,13 @@ def _is_own(hi: Any, rule: str) -> bool:
 
 
 def _rebuilt(params: dict[str, Any], operands: Sequence[Any]) -> Any:
-    hi = params[_HELD].hi
+    hi = params[HELD].hi
     row = _ROWS.get(_class_name(hi))
     return hi if row is None or row.again is None else row.again(hi, params, operands)
 
 
 def _hi_of(eqn: Eqn) -> Any:
-    held = eqn.params.get(_HELD)
+    held = eqn.params.get(HELD)
     return eqn.params.get("_prim") if held is None else held.hi
 
 
@@ -237,11 +239,11 @@ def _params_of_remat(eqn: Eqn) -> dict[str, Any] | None:
     hi = eqn.params["_prim"]
     if getattr(hi.jaxpr, "consts", ()):
         return None  # the classic equation has no room for them
-    frames = eqn.source_info.name_stack.stack
+    inner = raw(hi.jaxpr)
     return {
-        "jaxpr": raw(hi.jaxpr),
+        "jaxpr": inner,
         "prevent_cse": getattr(hi, "prevent_cse", True),
-        "differentiated": any(frame.name == RECOMPUTED for frame in frames),
+        "differentiated": any(map(is_recomputed, (eqn, *inner.eqns[:1]))),
         "policy": hi.policy,
     }
 

@@ -51,7 +51,6 @@ from jax.lax import reduce_precision_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._hi_primitives import (
-    RECOMPUTED,
     bind,
     describe,
     held_by,
@@ -61,6 +60,7 @@ from ._hi_primitives import (
     is_unopened,
     shown,
 )
+from ._name_stacks import RECOMPUTED, is_scope
 from ._programs import Eqn, Jaxpr, is_jaxpr, raw, with_eqns, with_jaxprs
 
 try:
@@ -519,7 +519,7 @@ def scopes(eqn: Eqn) -> tuple[str, ...]:
 def scope_frames(eqn: Eqn) -> tuple[Any, ...]:
     """The frames of the author's scopes in the name stack of `eqn`, each once."""
     frames = _without_repetitions(eqn.source_info.name_stack.stack)
-    return tuple(x for x in frames if _is_scope(x) and x.name != RECOMPUTED)
+    return tuple(x for x in frames if is_scope(x) and x.name != RECOMPUTED)
 
 
 def with_frames(eqn: Eqn, frames: tuple[Any, ...], before: Any) -> Eqn:
@@ -534,10 +534,6 @@ def with_frames(eqn: Eqn, frames: tuple[Any, ...], before: Any) -> Eqn:
 def traceback_of(eqn: Eqn) -> Any:
     """The calls that led to `eqn`; the same object in all that comes of an equation."""
     return eqn.source_info.traceback
-
-
-def _is_scope(frame: Any) -> bool:
-    return type(frame).__name__ == "Scope"  # the class is private
 
 
 def _without_repetitions(frames: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -558,7 +554,7 @@ def _without_repetitions(frames: tuple[Any, ...]) -> tuple[Any, ...]:
             return frames
         start, end = repeated[-1]  # where S ends, at first and at last
         new = tuple(frames[i] for i, j in pairs[start + 1 : end] if i == j)
-        is_around = any(not _is_scope(x) and x.name == "transpose" for x in new)
+        is_around = any(not is_scope(x) and x.name == "transpose" for x in new)
         frames = (*frames[: start + 1], *(new * is_around), *frames[end + 1 :])
 
 
@@ -604,9 +600,9 @@ class Names(NamedTuple):
 def names(eqn: Eqn) -> Names:
     """What the name stack of `eqn` tells; see `Names`."""
     frames = eqn.source_info.name_stack.stack
-    transforms = [frame.name for frame in frames if not _is_scope(frame)]
+    transforms = [frame.name for frame in frames if not is_scope(frame)]
     phases = tuple(name for name in transforms if name in ("jvp", "transpose"))
-    opened = {frame.name for frame in frames if _is_scope(frame)}
+    opened = {frame.name for frame in frames if is_scope(frame)}
     return Names(scopes(eqn), "transpose" in phases, RECOMPUTED in opened, phases)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from benchmarks.measure import operand_dtype
 from jaxamp_like import PolicyMap, amp
-from jaxamp_like._jax import raw, scopes, subjaxprs
+from jaxamp_like._jax import raw, scopes, shown, subjaxprs
 from jaxamp_like._rewrite.hoisted import Hoisted
 
 F32, BF16 = "float32", "bfloat16"
@@ -168,14 +168,18 @@ DERIVATIVES = {
 # What stands where.
 
 
-def all_contractions(jaxpr, path=()):
+def all_contractions(jaxpr):
     """The contractions of a program at any depth, each with its scopes."""
+    return contractions_in(shown(jaxpr), ())
+
+
+def contractions_in(jaxpr, path):
     for eqn in raw(jaxpr).eqns:
         inner = path + scopes(eqn)
         if eqn.primitive.name == "dot_general":
             yield eqn, inner
         for sub in subjaxprs(eqn.params):
-            yield from all_contractions(sub, inner)
+            yield from contractions_in(sub, inner)
 
 
 def contractions(jaxpr):
@@ -199,7 +203,7 @@ def test_every_phase_is_in_the_scopes_of_its_author(seed):
     program = Program(seed)
     kind = [*DERIVATIVES][seed % len(DERIVATIVES)]
     jaxpr = jax.make_jaxpr(DERIVATIVES[kind](program.fn))(*program.args())
-    for eqn, path in contractions(Hoisted().put_back(jaxpr)):
+    for eqn, path in contractions(Hoisted().put_back(shown(jaxpr))):
         assert path == program.paths[length_of(eqn)], (kind, program.text, eqn)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
-from .._primitives import CONTRACTIONS, LINEAR
+from .._primitives import CONTRACTIONS, EACH_ALONE, LINEAR
 from .._rules import author_dtype
 from .._structural import STRUCTURAL, Body
 from .memo import Memo
@@ -128,7 +128,10 @@ class Cotangents:
     def _through(self, eqn: Eqn, operands: Sequence[Reach]) -> list[Reach]:
         """What reaches each result of an equation, if that reaches its operands."""
         bodies = _bodies(eqn)
-        outs = [0 if bodies else union(operands)] * len(eqn.outvars)
+        if eqn.primitive.name in EACH_ALONE and len(operands) == len(eqn.outvars):
+            outs = list(operands)
+        else:
+            outs = [0 if bodies else union(operands)] * len(eqn.outvars)
         for body in bodies:
             given = [operands[i] for i in body.ins]
             for out, reach in zip(body.outs, self._around(body), strict=True):
