@@ -243,9 +243,14 @@ def _params_of_remat(eqn: Eqn) -> dict[str, Any] | None:
     return {
         "jaxpr": inner,
         "prevent_cse": getattr(hi, "prevent_cse", True),
-        "differentiated": any(map(is_recomputed, (eqn, *inner.eqns[:1]))),
+        "differentiated": is_recomputed(eqn) or _is_made_again(inner),
         "policy": hi.policy,
     }
+
+
+def _is_made_again(program: Any) -> bool:
+    """Whether the equations of a checkpoint are named so, as `classic` names them."""
+    return any(is_recomputed(eqn) for eqn in program.eqns if not is_hi(eqn))
 
 
 def _remat_again(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:

@@ -8,7 +8,7 @@ reads and makes.
 
 After Alpern, Wegman, Zadeck, "Detecting equality of variables in programs" (1988)."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,8 @@ class Numbers:
         """What each iteration sees of a value that a scan goes through."""
         if self._is("stacked", number) and self._made[number][1] == depth:
             return self._made[number][2]
+        if self._is("cast", number):
+            return self._recast(number, lambda n: self.sliced(n, depth))
         return self.of(("sliced", depth, number), self.varies[number] | {depth})
 
     def stacked(self, number: int, depth: int) -> int:
@@ -125,6 +127,8 @@ class Numbers:
         """What a branch gets if it is given `number`."""
         if self._is("chosen", number) and self._made[number][1] == index:
             return self._made[number][2][branch]
+        if self._is("cast", number):
+            return self._recast(number, lambda n: self.in_branch(n, index, branch))
         return number
 
     def chosen(self, index: int, outs: tuple[int, ...]) -> int:
@@ -136,11 +140,21 @@ class Numbers:
         """What the body of a `shard_map` gets of a value."""
         if self._is("global", number) and self._made[number][1] == spec:
             return self._made[number][2]
+        if self._is("cast", number):
+            return self._recast(number, lambda n: self.local(n, spec))
         return self.of(("local", spec, number), self.varies[number])
 
     def whole(self, number: int, spec: Hashable) -> int:
         """What comes out of the body of a `shard_map`."""
         return self.of(("global", spec, number), self.varies[number])
+
+    def _recast(self, number: int, of: Callable[[int], int]) -> int:
+        """The number of a cast, for what a body sees of what was cast before it.
+
+        So it is that of a cast inside of the body."""
+        *made, before = self._made[number]
+        inside = of(before)
+        return self.of((*made, inside), self.varies[inside])
 
     def _is(self, kind: str, number: int) -> bool:
         return self._made[number][0] == kind

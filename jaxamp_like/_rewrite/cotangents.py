@@ -80,7 +80,7 @@ class Cotangents:
     def _find(
         self, jaxpr: Any, given: Which, is_backward: bool, is_rule: bool
     ) -> Sequence[Which]:
-        starts = _Starts(jaxpr, is_rule)
+        starts = _Starts(jaxpr, is_rule, are_given=is_backward and any(given))
         known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
         if is_backward:
             outer = set(known)  # what is made of what came in, and not of a gradient
@@ -179,8 +179,9 @@ class Cotangents:
 class _Starts:
     """Where cotangents begin, in a program that JAX has transposed."""
 
-    def __init__(self, jaxpr: Any, is_rule: bool):
+    def __init__(self, jaxpr: Any, is_rule: bool, are_given: bool):
         self.eqns = jaxpr.eqns
+        self.are_given = are_given  # else only the 1 of a gradient begins one
         self.phases = [_phases(eqn, is_rule) for eqn in jaxpr.eqns]
         # A rule may be handed what a forward pass keeps, and run its backward pass.
         self.has_forwards = not is_rule or any(
@@ -263,7 +264,7 @@ class _Starts:
     def _is_outside(self, var: Any, before: Phases, perhaps: bool) -> bool:
         """Whether a value is made outside of a forward pass, which doesn't read it."""
         made = self.made[var]
-        if made != before[: len(made)] or not self.has_forwards:
+        if self.are_given or made != before[: len(made)] or not self.has_forwards:
             return False
         forward = (*before, "jvp")
         read = self.read[var] if perhaps else self.read[var] | self.made_of[var]

@@ -44,10 +44,12 @@ class Partners:
                     inside = plan.facts[var]
                     if inside is not None:
                         self._add(eqn.invars[i], inside.partners)
+        elif name in VIEWS | IDENTITIES and len(eqn.invars) == len(eqn.outvars):
+            for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
+                if not isinstance(atom, Literal):
+                    self._shown[var] = self._shown.get(atom, atom)
         elif any(isinstance(atom, Literal) for atom in atoms):
             return
-        elif name in VIEWS | IDENTITIES and len(atoms) == len(eqn.outvars) == 1:
-            self._shown[eqn.outvars[0]] = self._shown.get(atoms[0], atoms[0])
         elif name in CONTRACTIONS and not any(which):
             facts = [self._facts[var] for var in atoms]
             for i, var in enumerate(atoms):
