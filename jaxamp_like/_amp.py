@@ -15,7 +15,15 @@ from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
 from ._frameworks.mixed import holds_parameters, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
-from ._jax import consts, is_array, is_array_aval, raw, teach_interpreters, trace
+from ._jax import (
+    consts,
+    has_hi_type,
+    is_array,
+    is_array_aval,
+    raw,
+    teach_interpreters,
+    trace,
+)
 from ._parameters import Argnums, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
@@ -351,7 +359,7 @@ def _rewritten(
             args, kwargs = jax.tree.unflatten(tree, _merge(leaves, dynamic, arrays))
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_lazy)
             refuse_lazy_results(fn, outs)
-            is_out = [isinstance(x, jax.Array) for x in outs]
+            is_out = [isinstance(x, jax.Array) or has_hi_type(x) for x in outs]
             # Its arrays belong to this trace, and must not outlive it.
             static = [
                 None if is_array else x
@@ -400,8 +408,10 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
 
 def _as_author(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
+    if not is_array_aval(aval):
+        return x
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
-    return cast_as(x, aval) if is_array_aval(aval) else x
+    return cast_as(x, aval)
 
 
 def _report_unused(

@@ -82,9 +82,13 @@ def is_unopened(eqn: Eqn) -> bool:
     """Whether an equation is a hi-primitive that `shown` could not translate.
 
     Those of JAX that hold no contraction don't count: nothing in them could be low."""
-    if not eqn.primitive.name.startswith(CALL):
+    name = eqn.primitive.name
+    if not name.startswith(CALL):
         return False
-    return _class_name(eqn.params["_prim"]) not in _AS_WRITTEN
+    of = _class_name(eqn.params["_prim"])
+    # Like the classic `custom_lin`, this one is there to be transposed, and never runs.
+    is_to_transpose = name != CALL and of == "CustomVJPTraced"
+    return of not in _AS_WRITTEN and not is_to_transpose
 
 
 def describe(eqn: Eqn) -> str:

@@ -648,14 +648,21 @@ def scan_arity(eqn: Eqn) -> tuple[int, int]:
     JAX 0.11."""
     body = raw(eqn.params["jaxpr"])
     num_carry = sum(
-        outer.aval.ndim == inner.aval.ndim
+        not _is_slice(inner.aval, outer.aval)
         for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
     )
     num_xs = sum(
-        getattr(outer.aval, "ndim", 0) == getattr(inner.aval, "ndim", 0) + 1
+        _is_slice(inner.aval, outer.aval)
         for outer, inner in zip(eqn.invars, body.invars, strict=True)
     )
     return len(eqn.invars) - num_carry - num_xs, num_carry
+
+
+def _is_slice(inner: Any, outer: Any) -> bool:
+    """Whether one type is that of a slice of the other, and not the same."""
+    if hasattr(inner, "ndim") and hasattr(outer, "ndim"):
+        return outer.ndim == inner.ndim + 1
+    return inner != outer  # of a reference, or a hi-type
 
 
 _Values = list[Any]
@@ -717,10 +724,21 @@ def call_vmap_rule(
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is traced (JAX and NumPy arrays, references)."""
+    """Whether a leaf of the arguments is traced.
+
+    These are JAX's and NumPy's arrays, references, and values of hi-types."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         # NumPy's strings, objects and dates are none of JAX's business.
         return (
             not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "biufcV"
         )
-    return type(leaf).__name__ in ("Ref", "MutableArray", "ArrayRef")
+    is_ref = type(leaf).__name__ in ("Ref", "MutableArray", "ArrayRef")
+    return is_ref or has_hi_type(leaf)
+
+
+def has_hi_type(x: Any) -> bool:
+    """Whether a value is of a class that JAX lowers to arrays (`HiType`)."""
+    try:
+        return getattr(jax.typeof(x), "is_high", False)
+    except TypeError:  # of no type that JAX knows
+        return False

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._jax import Atom, Literal
 from .._primitives import CONTRACTIONS, IDENTITIES, VIEWS
-from .._rules import Fact, Origin, Partner
+from .._rules import Fact, Origin, Partner, sizes_of
 from .cotangents import Which
 from .facts import fact_of
 from .plan import Facts, Step
@@ -55,7 +55,7 @@ class Partners:
             for i, var in enumerate(atoms):
                 other = facts[1 - i]
                 origin = Origin.DATA if other is None else other.origin
-                sizes = tuple(sorted(atoms[1 - i].aval.shape))
+                sizes = sizes_of(atoms[1 - i].aval)
                 self._add(var, frozenset([Partner(origin, 1 - i, sizes)]))
 
     def _add(self, atom: Atom, new: frozenset[Partner]) -> None:

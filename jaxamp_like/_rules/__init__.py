@@ -27,6 +27,7 @@ from .base import (
     held_in_full as held_in_full,
     is_full as is_full,
     outs_of as outs_of,
+    sizes_of as sizes_of,
 )
 from .callback import Callback as Callback
 from .computing import (

@@ -103,7 +103,12 @@ class Partner(NamedTuple):
 
     origin: Origin
     side: int  # on which it stood: 0 or 1
-    sizes: tuple[int, ...]  # of its axes, in rising order, as its gradient has them
+    sizes: tuple[str, ...]  # of its axes, as its gradient has them, in any order
+
+
+def sizes_of(aval: Any) -> tuple[str, ...]:
+    """As text, which has an order also where sizes are symbols."""
+    return tuple(sorted(map(str, aval.shape)))
 
 
 class Fact(NamedTuple):
@@ -176,7 +181,7 @@ class Site(NamedTuple):
             return frozenset()
         fact = self.facts[self.cotangents.index(False)]
         known = frozenset() if fact is None else fact.partners
-        sizes = tuple(sorted(self.out_avals[0].shape))
+        sizes = sizes_of(self.out_avals[0])
         return frozenset(p for p in known if p.sizes == sizes) or known
 
     def is_cotangent(self, i: int) -> bool:

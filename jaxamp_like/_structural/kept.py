@@ -19,7 +19,7 @@ def keep(x: Any) -> Any:
 
     By a copy, which is none once it is compiled: a `checkpoint_name` has no transpose,
     so that linear code would be no longer linear."""
-    return lax.copy_p.bind(x) if is_float(x.dtype) else x
+    return lax.copy_p.bind(x) if is_float(getattr(x, "dtype", None)) else x
 
 
 def is_kept(primitive: Any) -> bool:

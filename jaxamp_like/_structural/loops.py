@@ -12,6 +12,7 @@ from .._jax import (
     checkpoint,
     consts,
     eqn_context,
+    has_hi_type,
     raw,
     run_jaxpr,
     scan_arity,
@@ -224,13 +225,14 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
     are made before the loop, and made again before the loop of the backward pass:
     neither once an iteration nor kept in between. Such a loop is made by `lax.scan`,
     since there are new constants of its body. The policy of the checkpoint around casts
-    would overrule the author's checkpoints inside: there they stay in the body."""
+    would overrule the author's checkpoints inside: there they stay in the body. So they
+    do beside hi-types, which JAX's classic checkpoint does not take."""
     (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
     all_fixed, _, all_slices = scan_operands(eqn, inner.invars)
     places = {var: i for i, var in enumerate(all_fixed)}
     casts = frame.recast_roots(inner)
     ahead = [cast for cast in casts if cast[0] in places]
-    if eqn.effects or _holds_remat(inner):
+    if eqn.effects or _holds_remat(inner) or any(map(has_hi_type, operands)):
         ahead = []
     consts_given, _, xs_given = scan_operands(eqn, operands)
     fixed = dict(zip(all_fixed, consts_given, strict=True))

@@ -10,7 +10,16 @@ from typing import Any
 
 import jax
 
-from ..._jax import Eqn, Jaxpr, Literal, consts, is_array_aval, raw, subjaxprs
+from ..._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    consts,
+    describe,
+    is_array_aval,
+    raw,
+    subjaxprs,
+)
 from ..._rewrite.plan import Step
 from ..._structural import CALLS
 from .. import walk
@@ -206,4 +215,10 @@ def _check(eqn: Eqn) -> None:
                 f"`trace_numerics` can't follow mutable arrays, but {eqn.primitive} "
                 f"({walk.source_of(eqn)}) works on one. Trace the part of the function "
                 "that has none, or pass the arrays' values instead."
+            )
+        if getattr(atom.aval, "is_high", False):
+            raise NotImplementedError(
+                f"`trace_numerics` can't follow values of hi-types, but "
+                f"{describe(eqn)} ({walk.source_of(eqn)}) takes or makes one, of type "
+                f"{atom.aval}. Trace the parts of the function before and after it."
             )
