@@ -364,9 +364,15 @@ def _without_remat3() -> contextlib.AbstractContextManager[Any]:
 
 
 @functools.cache
-def _checkpoint_primitive() -> Primitive:
-    # JAX exports it since 0.8.
-    return raw(jax.make_jaxpr(checkpoint(lambda: ()))()).eqns[0].primitive
+def _grouping_primitives() -> tuple[Primitive, ...]:
+    """`jax.checkpoint`, and what hi-primitives expand to."""
+    # JAX exports the first since 0.8; it has the second, without a public name, since
+    # 0.12, where `custom_jvp` is a hi-primitive under a flag.
+    from jax._src import core
+
+    first = raw(jax.make_jaxpr(checkpoint(lambda: ()))()).eqns[0].primitive
+    second = getattr(core, "eval_jaxpr_p", None)
+    return (first,) if second is None else (first, second)
 
 
 def teach_interpreters() -> None:
@@ -379,14 +385,15 @@ def teach_interpreters() -> None:
     if jet is not None:
         if reduce_precision_p not in jet.jet_rules:
             jet.deflinear(reduce_precision_p)
-        of_checkpoint = {_checkpoint_primitive(): _run_checkpoint}
-        for primitive, fn in (_SERIES | of_checkpoint).items():
+        calls = dict.fromkeys(_grouping_primitives(), _run_call)
+        for primitive, fn in (_SERIES | calls).items():
             jet.jet_rules.setdefault(primitive, functools.partial(_jet_of, fn))
         jet.JetTrace.process_custom_jvp_call = _jet_of_custom_jvp
     sparse = sys.modules.get("jax.experimental.sparse.transform")
     if sparse is not None:
         for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):
-            rules.setdefault(_checkpoint_primitive(), _sparse_checkpoint)
+            for primitive in _grouping_primitives():
+                rules.setdefault(primitive, _sparse_call)
 
 
 def _jet_of(fn: Any, primals: Any, series: Any, **params: Any) -> Any:
@@ -396,7 +403,8 @@ def _jet_of(fn: Any, primals: Any, series: Any, **params: Any) -> Any:
     return jet.jet(fn, primals, series, factorial_scaled=False)
 
 
-def _run_checkpoint(*args: Any, jaxpr: Jaxpr, **_: Any) -> list[Any]:
+def _run_call(*args: Any, **params: Any) -> list[Any]:
+    (jaxpr,) = subjaxprs(params)
     return run_jaxpr(jaxpr, args)
 
 
@@ -410,9 +418,10 @@ def _jet_of_custom_jvp(
         return fun.call_wrapped(*tracers)
 
 
-def _sparse_checkpoint(env: Any, *values: Any, jaxpr: Jaxpr, **_: Any) -> Any:
+def _sparse_call(env: Any, *values: Any, **params: Any) -> Any:
     from jax.experimental.sparse import transform
 
+    (jaxpr,) = subjaxprs(params)
     return transform.eval_sparse(raw(jaxpr), consts(jaxpr), values, env)
 
 

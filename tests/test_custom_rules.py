@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.custom_derivatives import SymbolicZero
 
-from jaxamp_like import amp
+from jaxamp_like import amp, explain
 
 from .constructs import arrays, identity
 
@@ -203,3 +203,25 @@ def test_a_second_derivative_is_that_of_what_the_rule_returns(ruled, order, lean
     bound = 0.02 * float(jnp.max(jnp.abs(expected)))
     by_amp = order(functools.partial(bf16, lean=lean), loss)(x)
     np.testing.assert_allclose(by_amp, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("is_outside", (False, True))
+def test_a_rule_that_optimizes_remat_is_low(is_outside):
+    """JAX wraps its forward rule into a primitive that holds a program."""
+    x, w = arrays("x", "w")
+
+    @jax.custom_vjp
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    layer.defvjp(lambda x, w: (jnp.tanh(x @ w), (x, w)), backward, optimize_remat=True)
+
+    def loss(w):
+        return jnp.sum(layer(layer(x, w), w) ** 2)
+
+    mixed = bf16(jax.grad(loss)) if is_outside else jax.grad(bf16(loss))
+    ops = [op for op in explain(mixed)(w).now.ops if op.flops]
+    assert {op.dtype for op in ops} == {"bfloat16"}
+    expected = jax.grad(loss)(w)
+    bound = 0.02 * float(jnp.max(jnp.abs(expected)))
+    np.testing.assert_allclose(mixed(w), expected, rtol=0, atol=bound)

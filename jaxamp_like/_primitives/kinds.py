@@ -138,7 +138,7 @@ OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scatt
     nondifferentiable_backward custom_filter_vjp announce_transform maybe_set
     xla_metadata_call compute_on stage trace_value call_tf call_hi_primitive_linearized
     cudnn_fusion fused_call fusible custom_dce_call custom_transpose_call
-    custom_jvp_call_jaxpr remat_opt for program_order unreachable announce_jaxpr
+    custom_jvp_call_jaxpr for program_order unreachable announce_jaxpr
     vprim"""
 
 _UNCHANGED = (

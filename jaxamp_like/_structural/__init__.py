@@ -54,7 +54,9 @@ STRUCTURAL: dict[str, Handler] = {
         REMAT,
         Handler(call_bodies, decide_remat, bind_remat, is_call=True, hands_on=True),
     ),
-    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _INLINE),
+    **dict.fromkeys(
+        ("closed_call", "core_call", "call", "eval_jaxpr", "remat_opt"), _INLINE
+    ),
     "cond": Handler(cond_bodies, decide_cond, bind_cond),
     "scan": Handler(scan_bodies, decide_scan, bind_scan, is_loop=True, hands_on=True),
     "while": Handler(
