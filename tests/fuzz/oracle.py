@@ -7,6 +7,7 @@ values that are only moved."""
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from .code import CONTRACTIONS, Step, code_of
 from .devices import COLLECTIVES, Device, collective, shard_map
 
 _CALLS = """jit pjit closed_call core_call checkpoint remat2 custom_jvp_call
-    custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call"""
+    custom_vjp_call custom_vjp_call_jaxpr custom_lin custom_vmap_call eval_jaxpr"""
 
 MAX_STEPS = 2000  # of one `while`, after which it counts as endless
 MAX_EQUATIONS = 60_000  # of one run: loops in loops that all end take minutes
@@ -147,6 +148,24 @@ def _call(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
     return ev.run(body, args)
 
 
+def _hi_primitive(ev: Evaluator, eqn: Any, args: list[Any]) -> list[Any]:
+    """What stands for a program under some of JAX's flags."""
+    hi = eqn.params["_prim"]
+    body = _expansions.get(hi)
+    if body is None:
+
+        def flat(*operands: Any) -> Any:
+            return jax.tree.leaves(hi.expand(*jax.tree.unflatten(hi.in_tree, operands)))
+
+        body = jax.make_jaxpr(flat)(*(atom.aval for atom in eqn.invars))
+        _expansions[hi] = body
+    return ev.run(body, args)
+
+
+# By objects that are alive.
+_expansions: Any = weakref.WeakKeyDictionary()
+
+
 def _run_flat(ev: Evaluator, jaxpr: Any, *args: Any) -> list[Any]:
     return ev.run(jaxpr, args)
 
@@ -251,6 +270,7 @@ def _shard_map(ev: Evaluator, eqn: Any, args: list[Any]) -> Sequence[Any]:
 
 _STRUCTURES: dict[str, Callable[[Evaluator, Any, list[Any]], Sequence[Any]]] = {
     **dict.fromkeys(_CALLS.split(), _call),
+    "call_hi_primitive": _hi_primitive,
     "cond": _cond,
     "while": _while,
     "scan": _scan,
