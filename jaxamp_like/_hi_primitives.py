@@ -63,12 +63,16 @@ class _Row(NamedTuple):
 
 
 def held_by(params: dict[str, Any]) -> Iterator[Any]:
-    """The parameters of an equation, and the fields of a hi-primitive among them."""
+    """The parameters of an equation; of a hi-primitive, the fields of its object.
+
+    Beside other parameters, the object is that of a linear equation made of another
+    one. Then its fields tell nothing of what runs."""
+    is_linear = "_prim" in params and len(params) > 1
     for value in params.values():
         if isinstance(value, jax.stages.Traced):
             yield value.jaxpr
         elif _is_object(value):
-            yield from held_by(value.params)
+            yield from () if is_linear else held_by(value.params)
         else:
             yield value
 

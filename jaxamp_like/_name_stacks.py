@@ -71,8 +71,9 @@ def _with_one_derivative(frames: _Frames) -> _Frames:
     """The frames of a backward pass without those of the checkpoint's own.
 
     These read A S T J F A' S, where A and S stand around the checkpoint, and A' is the
-    end of A. T and J are the transposition and differentiation of the checkpoint, and F
-    the scopes around the forward pass, if the backward pass is in others."""
+    end of A. T and J are the transposition and differentiation of the checkpoint, once
+    for each in a nest of them, and F the scopes around the forward pass, if the
+    backward pass is in others."""
     while True:
         first: dict[int, int] = {}
         places = [first.setdefault(id(x), i) for i, x in enumerate(frames)]
@@ -82,7 +83,9 @@ def _with_one_derivative(frames: _Frames) -> _Frames:
         start = places[end]
         new = [frames[i] for i in range(start + 1, end) if places[i] == i]
         is_backward = "transpose" in _transforms(frames[: start + 1])
-        if not is_backward or _transforms(new) != ["transpose", "jvp"]:
+        transforms = _transforms(new)
+        pairs = ["transpose", "jvp"] * (len(transforms) // 2)
+        if not is_backward or not transforms or transforms != pairs:
             return frames
         frames = (*frames[: start + 1], *frames[end + 1 :])
 
