@@ -1,0 +1,83 @@
+"""Runs suites, and says which tests end otherwise under `amp`."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from .amp_plugin import SETTINGS
+
+HERE = Path(__file__).parent
+
+Outcomes = dict[str, list[str]]
+
+
+def folder_of(suite: str) -> Path:
+    """A path as it is; of a package, where it is installed."""
+    if Path(suite).exists():
+        return Path(suite).resolve()
+    spec = importlib.util.find_spec(suite)
+    if spec is None or spec.origin is None:
+        sys.exit(f"{suite!r} is neither a path nor an installed package.")
+    return Path(spec.origin).parent
+
+
+def run(suite: Path, setting: str, out: Path, others: list[str]) -> Outcomes:
+    """How each test of a suite ends."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "amp_plugin", "-q", "--tb=no"]
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(suite)]
+    command += ["-o", "python_files=test_*.py *_test.py", "-W", "ignore"]
+    command += ["--amp", setting, "--outcomes", str(out), *others, str(suite)]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False)
+    return json.loads(out.read_text()) if out.exists() else {}
+
+
+def judged(setting: str, written: list[str] | None, found: list[str]) -> str:
+    """How a test ended beside how it ends as written, in a word or two."""
+    if written is None:
+        return "finding: not there as written"
+    if found[0] == written[0]:
+        return "same"
+    kinds, _, _ = found[1].partition(":")
+    if setting == "bfloat16" and "AssertionError" in kinds.split(","):
+        return "numbers"
+    return "finding"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.others", description=__doc__)
+    parser.add_argument("suites", nargs="+", help="paths, or names of packages")
+    parser.add_argument("--out", type=Path, default=Path("build/others"))
+    parser.add_argument("--settings", nargs="+", choices=[*SETTINGS][1:])
+    args, others = parser.parse_known_args()
+    are_findings = False
+    for name in args.suites:
+        suite = folder_of(name)
+        out = args.out.absolute() / suite.name
+        out.mkdir(parents=True, exist_ok=True)
+        written = run(suite, "as written", out / "written.json", others)
+        for setting in args.settings or [*SETTINGS][1:]:
+            found = run(suite, setting, out / f"{setting}.json", others)
+            verdicts = {
+                test: judged(setting, written.get(test), outcome)
+                for test, outcome in found.items()
+            }
+            verdicts |= {
+                test: "finding: lost" for test in written.keys() - found.keys()
+            }
+            count = Counter(verdicts.values())
+            print(f"== {name}, {setting}: {dict(count)}")
+            for test, verdict in sorted(verdicts.items()):
+                if verdict.startswith("finding"):
+                    are_findings = True
+                    print(f"{verdict}: {test}: {found.get(test, ['', ''])[1][:300]}")
+    return int(are_findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

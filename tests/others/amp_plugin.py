@@ -1,0 +1,85 @@
+"""A plugin of pytest that puts `amp` around what a test hands to JAX's transforms.
+
+It stands by itself, in a folder of its own on the path: a suite may have a package that
+is called `tests`, too."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxamp_like import amp
+
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "as written": None,
+    "empty": {"amp_policy": {}},
+    "bfloat16": {"compute_dtype": "bfloat16"},
+}
+
+TRANSFORMS = (
+    "jit grad value_and_grad vjp jvp linearize jacfwd jacrev hessian".split()
+)  # fmt: skip
+
+_RAISED = "raised"
+
+outcomes: dict[str, list[str]] = {}
+"""By the name of a test, how it ended and what it raised."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("amp")
+    group.addoption("--amp", choices=[*SETTINGS], default="as written")
+    group.addoption("--outcomes", type=Path, help="where to write how tests ended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings = SETTINGS[str(config.getoption("amp"))]
+    if settings is not None:
+        for name in TRANSFORMS:
+            setattr(jax, name, under_amp(getattr(jax, name), settings))
+
+
+def under_amp(
+    transform: Callable[..., Any], settings: dict[str, Any]
+) -> Callable[..., Any]:
+    """A transform whose function is put under `amp`, if a test or a library calls it.
+
+    JAX's own calls and those of `amp` stay as they are."""
+
+    @functools.wraps(transform)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller in ("jax", "jaxamp_like") or not args or not callable(args[0]):
+            return transform(*args, **kwargs)
+        return transform(amp(args[0], **settings), *args[1:], **kwargs)
+
+    return transformed
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    made = yield
+    if call.excinfo is not None:
+        text = str(call.excinfo.value).strip()
+        first = text.splitlines()[0] if text else ""
+        # All of its bases: a library may derive its own from what assertions raise.
+        kinds = ",".join(kind.__name__ for kind in call.excinfo.type.__mro__[:-2])
+        made.get_result().user_properties.append((_RAISED, f"{kinds}: {first}"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.passed:
+        return
+    raised = str(dict(report.user_properties).get(_RAISED, ""))
+    outcomes.setdefault(report.nodeid, [report.outcome, raised])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("outcomes")
+    if path is not None and not hasattr(session.config, "workerinput"):
+        path.write_text(json.dumps(outcomes, indent=2) + "\n")
