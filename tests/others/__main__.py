@@ -49,6 +49,12 @@ def judged(setting: str, written: list[str] | None, found: list[str]) -> str:
     return "finding"
 
 
+def said(found: list[str]) -> str:
+    """What a test raised, in a line."""
+    kinds, _, message = found[1].partition(":")
+    return f"{kinds.partition(',')[0]}:{message}"[:300]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.others", description=__doc__)
     parser.add_argument("suites", nargs="+", help="paths, or names of packages")
@@ -75,7 +81,7 @@ def main() -> int:
             for test, verdict in sorted(verdicts.items()):
                 if verdict.startswith("finding"):
                     are_findings = True
-                    print(f"{verdict}: {test}: {found.get(test, ['', ''])[1][:300]}")
+                    print(f"{verdict}: {test}: {said(found.get(test, ['', '']))}")
     return int(are_findings)
 
 
