@@ -35,8 +35,7 @@ CALL = "call_hi_primitive"
 
 _HIJAX = "jax._src.hijax"  # where the base class is
 
-
-_ARE_KNOWN = hasattr(jax.config, "jax_remat3")  # whether this JAX may make any
+_MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")  # this JAX, as hi-primitives
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,11 @@ def is_hi(eqn: Eqn) -> bool:
     return eqn.primitive.name == CALL or HELD in eqn.params
 
 
+def is_hi_type(aval: Any) -> bool:
+    """Whether a type is one that JAX lowers to several arrays (`HiType`)."""
+    return getattr(aval, "is_high", False)
+
+
 def is_unopened(eqn: Eqn) -> bool:
     """Whether an equation is a hi-primitive that `shown` could not translate.
 
@@ -104,8 +108,8 @@ def describe(eqn: Eqn) -> str:
 
 def shown(jaxpr: Jaxpr) -> Jaxpr:
     """A program with classic equations in place of hi-primitives, at any depth."""
-    jaxpr = _translated(jaxpr, _shown_eqn, _shown)
-    return classic(jaxpr) if _ARE_KNOWN else jaxpr
+    opened = _opened_program(jaxpr)
+    return classic(opened) if _MAKES_CHECKPOINTS else opened
 
 
 def hidden(jaxpr: Jaxpr) -> Jaxpr:
@@ -144,12 +148,14 @@ def _translated(jaxpr: Jaxpr, of_eqn: Callable[[Eqn], Eqn], known: Any) -> Jaxpr
     return jaxpr if known[jaxpr] is None else known[jaxpr]
 
 
+def _opened_program(jaxpr: Jaxpr) -> Jaxpr:
+    return _translated(jaxpr, _shown_eqn, _shown)
+
+
 def _shown_eqn(eqn: Eqn) -> Eqn:
     if eqn.primitive.name == CALL:
         eqn = _opened(eqn)
-    params = with_jaxprs(
-        eqn.params, lambda jaxpr: _translated(jaxpr, _shown_eqn, _shown)
-    )
+    params = with_jaxprs(eqn.params, _opened_program)
     return eqn if params is eqn.params else eqn.replace(params=params)
 
 
@@ -159,7 +165,7 @@ def _opened(eqn: Eqn) -> Eqn:
     if _class_name(hi) in _AS_WRITTEN:
         return eqn
     types = (*hi.in_avals_flat, *(v.aval for v in eqn.outvars))
-    if any(getattr(aval, "is_high", False) for aval in types):
+    if any(map(is_hi_type, types)):
         return eqn
     row = _row_of(hi)
     params = None if row is None else row.params(eqn)

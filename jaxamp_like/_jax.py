@@ -24,7 +24,10 @@ the documented API, and why:
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
   `set_current_trace` enters it again.
 
-What is private about hi-primitives is in `_hi_primitives`.
+- `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables.
+
+What is private about hi-primitives is in `_hi_primitives`, and what is private about
+name stacks in `_name_stacks`.
 """
 
 import contextlib
@@ -35,7 +38,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -57,11 +60,28 @@ from ._hi_primitives import (
     hidden,
     hidden_eqn,
     is_hi,
+    is_hi_type,
     is_unopened,
     shown,
 )
-from ._name_stacks import RECOMPUTED, is_scope
-from ._programs import Eqn, Jaxpr, is_jaxpr, raw, with_eqns, with_jaxprs
+from ._name_stacks import (
+    in_scope,
+    made_again,
+    names,
+    scope_frames,
+    scopes,
+    with_frames,
+    without_scopes,
+)
+from ._programs import (
+    Eqn,
+    Jaxpr,
+    is_jaxpr,
+    jaxprs_in,
+    raw,
+    with_eqns,
+    with_jaxprs,
+)
 
 try:
     from jax.sharding import use_abstract_mesh as _use_abstract_mesh
@@ -79,18 +99,25 @@ Primitive = jex.Primitive
 
 # For other modules.
 __all__ = [
-    "RECOMPUTED",
     "SymbolicZero",
     "Zero",
     "bind",
     "describe",
+    "in_scope",
+    "is_hi_type",
     "is_jaxpr",
     "is_unopened",
     "jaxpr_as_fun",
+    "made_again",
+    "names",
     "raw",
+    "scope_frames",
+    "scopes",
     "shown",
     "with_eqns",
+    "with_frames",
     "with_jaxprs",
+    "without_scopes",
     "zeros_like_aval",
 ]
 
@@ -102,9 +129,7 @@ def consts(jaxpr: Jaxpr) -> Sequence[Any]:
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
-    for value in held_by(params):
-        items = value if isinstance(value, tuple | list) else (value,)
-        yield from (item for item in items if is_jaxpr(item))
+    return jaxprs_in(held_by(params))
 
 
 def holds(jaxpr: Jaxpr, primitive: Primitive) -> bool:
@@ -236,6 +261,11 @@ def is_tracer(x: Any) -> bool:
 def is_array_aval(aval: Any) -> bool:
     """Whether `aval` is a plain array's: not that of a reference, a token or a key."""
     return type(aval) is jax.core.ShapedArray
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether it is an array with a derivative; one by a reference goes elsewhere."""
+    return is_array_aval(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def empty_aval(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -499,72 +529,9 @@ def bind_flat(
     return list(outs) if primitive.multiple_results else [outs]
 
 
-def without_scopes(eqn: Eqn) -> Eqn:
-    """`eqn` without its name scopes, for when these are in force already."""
-    info = eqn.source_info.replace(name_stack=source_info.new_name_stack())
-    return eqn.replace(source_info=info)
-
-
-def in_scope(eqn: Eqn, name: str) -> Eqn:
-    """`eqn` in one more name scope, the innermost."""
-    info = eqn.source_info
-    return eqn.replace(
-        source_info=info.replace(name_stack=info.name_stack.extend(name))
-    )
-
-
-def scopes(eqn: Eqn) -> tuple[str, ...]:
-    """The components of the `jax.named_scope`s around `eqn`, outermost first.
-
-    These are the scopes that the author opened, each once, whatever JAX has made of
-    the equation: it is the same for what runs in the forward pass, in the backward
-    pass, and again for the backward pass. Frames of transforms (jvp, transpose, vmap)
-    are left out, and so are the scopes that `jnp.einsum` opens for its subscripts."""
-    names = (frame.name for frame in scope_frames(eqn))
-    parts = (part for name in names if "->" not in name for part in name.split("/"))
-    return tuple(filter(None, parts))
-
-
-def scope_frames(eqn: Eqn) -> tuple[Any, ...]:
-    """The frames of the author's scopes in the name stack of `eqn`, each once."""
-    frames = _without_repetitions(eqn.source_info.name_stack.stack)
-    return tuple(x for x in frames if is_scope(x) and x.name != RECOMPUTED)
-
-
-def with_frames(eqn: Eqn, frames: tuple[Any, ...], before: Any) -> Eqn:
-    """`eqn` with more frames in its name stack, `before` another or else at the end."""
-    info = eqn.source_info
-    old = info.name_stack.stack
-    place = next((i for i, frame in enumerate(old) if frame is before), len(old))
-    stack = type(info.name_stack)((*old[:place], *frames, *old[place:]))
-    return eqn.replace(source_info=info.replace(name_stack=stack))
-
-
 def traceback_of(eqn: Eqn) -> Any:
     """The calls that led to `eqn`; the same object in all that comes of an equation."""
     return eqn.source_info.traceback
-
-
-def _without_repetitions(frames: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A name stack without the frames that differentiation has stacked again.
-
-    Where JAX differentiates a `jax.checkpoint`, the stack of what comes of it reads
-    A S P S. A stands around the backward pass, P around the differentiation, and S is
-    all that was opened within it. The other equations of the backward pass have A S.
-    (With JAX 0.6 it is A P S, where A mostly begins with P.)
-
-    A frame that is repeated is the same object. A scope which the author opens within
-    one of the same name has a frame of its own."""
-    while True:
-        first: dict[int, int] = {}
-        pairs = [(first.setdefault(id(x), i), i) for i, x in enumerate(frames)]
-        repeated = [(i, j) for i, j in pairs if i != j]
-        if not repeated:
-            return frames
-        start, end = repeated[-1]  # where S ends, at first and at last
-        new = tuple(frames[i] for i, j in pairs[start + 1 : end] if i == j)
-        is_around = any(not is_scope(x) and x.name == "transpose" for x in new)
-        frames = (*frames[: start + 1], *(new * is_around), *frames[end + 1 :])
 
 
 # Since JAX 0.8.
@@ -588,31 +555,6 @@ def traced_afresh() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_xla_profile_version", before)
-
-
-def made_again(eqn: Eqn) -> Eqn:
-    """`eqn` of a forward pass, as one that the backward pass makes again."""
-    info = eqn.source_info
-    stack = source_info.new_name_stack().transform("transpose") + info.name_stack
-    return eqn.replace(source_info=info.replace(name_stack=stack.extend(RECOMPUTED)))
-
-
-class Names(NamedTuple):
-    """What the name stack of an equation tells."""
-
-    scopes: tuple[str, ...]  # names given to `jax.named_scope`, outermost first
-    backward: bool  # made by transposing a derivative
-    recomputed: bool  # made again in the backward pass, by `jax.checkpoint`
-    phases: tuple[str, ...]  # "jvp" and "transpose", outermost first
-
-
-def names(eqn: Eqn) -> Names:
-    """What the name stack of `eqn` tells; see `Names`."""
-    frames = eqn.source_info.name_stack.stack
-    transforms = [frame.name for frame in frames if not is_scope(frame)]
-    phases = tuple(name for name in transforms if name in ("jvp", "transpose"))
-    opened = {frame.name for frame in frames if is_scope(frame)}
-    return Names(scopes(eqn), "transpose" in phases, RECOMPUTED in opened, phases)
 
 
 def has_effect(eqn: Eqn) -> bool:
@@ -748,6 +690,6 @@ def is_array(leaf: Any) -> bool:
 def has_hi_type(x: Any) -> bool:
     """Whether a value is of a class that JAX lowers to arrays (`HiType`)."""
     try:
-        return getattr(jax.typeof(x), "is_high", False)
+        return is_hi_type(jax.typeof(x))
     except TypeError:  # of no type that JAX knows
         return False

@@ -1,46 +1,109 @@
-"""Name stacks of programs that hold hi-primitives, as those of classic programs.
+"""What the name stack of an equation tells, and equations with other name stacks.
 
-The name stack of an equation in a program that another equation holds begins where that
-one's ends. Where JAX differentiates `jax.checkpoint` as a hi-primitive, the inner one
-begins anew instead, with the frames of the outer one again; what is made again for the
-backward pass is named so in the outer one; and the backward pass of the checkpoint has
-the transforms of the loss's and its own. Frames tell what is the same: one that is
-repeated is the same object."""
+A name stack holds frames: the scopes that an author has opened, and the transforms that
+JAX has applied. Private to JAX are the attribute `stack`, which holds the frames, and
+the name of their class `Scope` (checked on JAX 0.6.2, 0.8.3, 0.10.2 and 0.12.0).
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+Differentiation stacks frames again that stand there already. A frame that is repeated
+is the same object. A scope which the author opens within one of the same name has a
+frame of its own."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ._programs import Eqn, Jaxpr, is_jaxpr, raw, with_eqns, with_jaxprs
+import jax.extend.source_info_util as source_info
+
+from ._programs import Eqn, Jaxpr, jaxprs_in, raw, with_eqns, with_jaxprs
 
 RECOMPUTED = "rematted_computation"
 """The scope of what `jax.checkpoint` makes again in the backward pass."""
 
 HELD = "hi_primitive"
-"""The parameter of an equation that is shown for a hi-primitive: its object."""
+"""The parameter with the object of the hi-primitive that an equation is shown for."""
 
 _Frames = tuple[Any, ...]
 
 
-def frames_of(eqn: Eqn) -> _Frames:
-    """The scopes and transforms around an equation, the outermost first."""
-    return eqn.source_info.name_stack.stack
+def without_scopes(eqn: Eqn) -> Eqn:
+    """`eqn` without its name scopes, for when these are in force already."""
+    return _with_stack(eqn, source_info.new_name_stack())
+
+
+def in_scope(eqn: Eqn, name: str) -> Eqn:
+    """`eqn` in one more name scope, the innermost."""
+    return _with_stack(eqn, eqn.source_info.name_stack.extend(name))
+
+
+def scopes(eqn: Eqn) -> tuple[str, ...]:
+    """The components of the `jax.named_scope`s around `eqn`, outermost first.
+
+    These are the scopes that the author opened, each once, whatever JAX has made of
+    the equation: it is the same for what runs in the forward pass, in the backward
+    pass, and again for the backward pass. Frames of transforms (jvp, transpose, vmap)
+    are left out, and so are the scopes that `jnp.einsum` opens for its subscripts."""
+    names = (frame.name for frame in scope_frames(eqn))
+    parts = (part for name in names if "->" not in name for part in name.split("/"))
+    return tuple(filter(None, parts))
+
+
+def scope_frames(eqn: Eqn) -> _Frames:
+    """The frames of the author's scopes in the name stack of `eqn`, each once."""
+    frames = _without_repetitions(_frames_of(eqn))
+    return tuple(x for x in frames if _is_scope(x) and x.name != RECOMPUTED)
+
+
+def with_frames(eqn: Eqn, frames: _Frames, before: Any) -> Eqn:
+    """`eqn` with more frames in its name stack, `before` another or else at the end."""
+    old = _frames_of(eqn)
+    place = next((i for i, frame in enumerate(old) if frame is before), len(old))
+    return _with_frames(eqn, (*old[:place], *frames, *old[place:]))
+
+
+def made_again(eqn: Eqn) -> Eqn:
+    """`eqn` of a forward pass, as one that the backward pass makes again."""
+    transposed = source_info.new_name_stack().transform("transpose")
+    stack = transposed + eqn.source_info.name_stack
+    return _with_stack(eqn, stack.extend(RECOMPUTED))
+
+
+class Names(NamedTuple):
+    """What the name stack of an equation tells."""
+
+    scopes: tuple[str, ...]  # names given to `jax.named_scope`, outermost first
+    backward: bool  # made by transposing a derivative
+    recomputed: bool  # made again in the backward pass, by `jax.checkpoint`
+    phases: tuple[str, ...]  # "jvp" and "transpose", outermost first
+
+
+def names(eqn: Eqn) -> Names:
+    """What the name stack of `eqn` tells; see `Names`."""
+    transforms = _transforms(_frames_of(eqn))
+    phases = tuple(name for name in transforms if name in ("jvp", "transpose"))
+    return Names(scopes(eqn), "transpose" in phases, is_recomputed(eqn), phases)
 
 
 def is_recomputed(eqn: Eqn) -> bool:
     """Whether an equation is named as one that the backward pass makes again."""
-    return any(frame.name == RECOMPUTED for frame in frames_of(eqn))
+    return any(map(_is_recomputed, _frames_of(eqn)))
 
 
 def classic(jaxpr: Jaxpr) -> Jaxpr:
-    """A program whose name stacks are those of one without hi-primitives."""
+    """A program whose name stacks are those of one without hi-primitives.
+
+    In a classic program, the name stack of an equation that another one holds begins
+    where that one's ends. Where JAX differentiates `jax.checkpoint` as a hi-primitive,
+    three things differ. The inner name stack begins with the frames of the outer one.
+    What is made again for the backward pass is named so in the outer one. And the
+    backward pass has the transforms of the checkpoint beside those of the loss."""
     return _classic(jaxpr, frozenset(), ())
 
 
 def _classic(jaxpr: Jaxpr, around: frozenset[int], recomputed: _Frames) -> Jaxpr:
     """`around` are the identities of the frames that the equations around have.
 
-    What is found is remembered by those that the program repeats: these are alive."""
+    A result is remembered by those among them that the program repeats: their frames
+    live as long as the program."""
     known = _known.setdefault(jaxpr, {})
     key = around & _identities(jaxpr), bool(recomputed)
     if key not in known:
@@ -51,70 +114,109 @@ def _classic(jaxpr: Jaxpr, around: frozenset[int], recomputed: _Frames) -> Jaxpr
 
 
 def _classic_eqn(eqn: Eqn, around: frozenset[int], recomputed: _Frames) -> Eqn:
-    before = frames_of(eqn)
+    before = _frames_of(eqn)
     frames = tuple(frame for frame in before if id(frame) not in around)
     inner: _Frames = ()
-    if eqn.primitive.name in _CHECKPOINTS and HELD in eqn.params:
-        inner = tuple(frame for frame in frames if frame.name == RECOMPUTED)[:1]
-        frames = tuple(frame for frame in frames if frame.name != RECOMPUTED)
+    if HELD in eqn.params and "differentiated" in eqn.params:  # it is a checkpoint
+        inner = tuple(filter(_is_recomputed, frames))[:1]
+        frames = tuple(frame for frame in frames if not _is_recomputed(frame))
     frames = _with_one_derivative((*recomputed, *frames))
     inside = around | frozenset(map(id, before))
     params = with_jaxprs(eqn.params, lambda jaxpr: _classic(jaxpr, inside, inner))
-    if frames == before:
-        return eqn if params is eqn.params else eqn.replace(params=params)
-    info = eqn.source_info
-    stack = type(info.name_stack)(frames)
-    return eqn.replace(params=params, source_info=info.replace(name_stack=stack))
+    if params is not eqn.params:
+        eqn = eqn.replace(params=params)
+    return eqn if frames == before else _with_frames(eqn, frames)
+
+
+class _Repetition(NamedTuple):
+    """What stands around the last frame that a name stack repeats.
+
+    Args:
+        first: the frames up to that one, where it stands first.
+        new: the frames from there to where it stands again, without repeated ones.
+        rest: the frames that follow."""
+
+    first: _Frames
+    new: _Frames
+    rest: _Frames
+
+
+def _last_repetition(frames: _Frames) -> _Repetition | None:
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(x), i) for i, x in enumerate(frames)]
+    end = max((i for i, j in enumerate(places) if i != j), default=None)
+    if end is None:
+        return None
+    start = places[end]
+    new = tuple(frames[i] for i in range(start + 1, end) if places[i] == i)
+    return _Repetition(frames[: start + 1], new, frames[end + 1 :])
+
+
+def _without_repetitions(frames: _Frames) -> _Frames:
+    """A name stack without the frames that differentiation has stacked again.
+
+    Where JAX differentiates a `jax.checkpoint`, the stack of what comes of it reads
+    A S P S. A stands around the backward pass, P around the differentiation, and S is
+    all that was opened within it. The other equations of the backward pass have A S.
+    (With JAX 0.6 it is A P S, where A mostly begins with P.)"""
+    while (found := _last_repetition(frames)) is not None:
+        is_around = "transpose" in _transforms(found.new)
+        frames = (*found.first, *(found.new * is_around), *found.rest)
+    return frames
 
 
 def _with_one_derivative(frames: _Frames) -> _Frames:
     """The frames of a backward pass without those of the checkpoint's own.
 
-    These read A S T J F A' S, where A and S stand around the checkpoint, and A' is the
-    end of A. T and J are the transposition and differentiation of the checkpoint, once
-    for each in a nest of them, and F the scopes around the forward pass, if the
-    backward pass is in others."""
-    while True:
-        first: dict[int, int] = {}
-        places = [first.setdefault(id(x), i) for i, x in enumerate(frames)]
-        end = max((i for i, j in enumerate(places) if i != j), default=None)
-        if end is None:
-            return frames
-        start = places[end]
-        new = [frames[i] for i in range(start + 1, end) if places[i] == i]
-        is_backward = "transpose" in _transforms(frames[: start + 1])
-        transforms = _transforms(new)
+    These read A S T J F A' S. A and S stand around the checkpoint, and A' is the end of
+    A. T and J are the transposition and differentiation of the checkpoint, once for
+    each in a nest of them. F are the scopes around the forward pass, if the backward
+    pass is in others."""
+    while (found := _last_repetition(frames)) is not None:
+        transforms = _transforms(found.new)
         pairs = ["transpose", "jvp"] * (len(transforms) // 2)
+        is_backward = "transpose" in _transforms(found.first)
         if not is_backward or not transforms or transforms != pairs:
-            return frames
-        frames = (*frames[: start + 1], *frames[end + 1 :])
+            break
+        frames = (*found.first, *found.rest)
+    return frames
+
+
+def _frames_of(eqn: Eqn) -> _Frames:
+    """The scopes and transforms around an equation, the outermost first."""
+    return eqn.source_info.name_stack.stack
+
+
+def _with_frames(eqn: Eqn, frames: _Frames) -> Eqn:
+    return _with_stack(eqn, type(eqn.source_info.name_stack)(frames))
+
+
+def _with_stack(eqn: Eqn, stack: Any) -> Eqn:
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def _transforms(frames: Sequence[Any]) -> list[str]:
-    return [frame.name for frame in frames if not is_scope(frame)]
+    return [frame.name for frame in frames if not _is_scope(frame)]
 
 
-def is_scope(frame: Any) -> bool:
+def _is_scope(frame: Any) -> bool:
     """Whether a frame is a `jax.named_scope`, and no transform."""
-    return type(frame).__name__ == "Scope"  # the class is private
+    return type(frame).__name__ == "Scope"
+
+
+def _is_recomputed(frame: Any) -> bool:
+    return frame.name == RECOMPUTED and _is_scope(frame)
 
 
 def _identities(jaxpr: Jaxpr) -> frozenset[int]:
-    """Of the frames in a program, at any depth."""
+    """Those of the frames in a program, at any depth."""
     if jaxpr not in _of_frames:
-        found = {id(frame) for eqn in raw(jaxpr).eqns for frame in frames_of(eqn)}
-        inner = (_identities(one) for eqn in raw(jaxpr).eqns for one in _held(eqn))
-        _of_frames[jaxpr] = frozenset(found.union(*inner))
+        eqns = raw(jaxpr).eqns
+        own = {id(frame) for eqn in eqns for frame in _frames_of(eqn)}
+        inner = (one for eqn in eqns for one in jaxprs_in(eqn.params.values()))
+        _of_frames[jaxpr] = frozenset(own.union(*map(_identities, inner)))
     return _of_frames[jaxpr]
 
-
-def _held(eqn: Eqn) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        items = value if isinstance(value, tuple | list) else (value,)
-        yield from (item for item in items if is_jaxpr(item))
-
-
-_CHECKPOINTS = ("remat", "remat2", "checkpoint")
 
 # By programs: JAX finds what it has made of a program by its identity.
 _known: Any = WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """Jaxprs, and the jaxprs that their equations hold, with other parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
@@ -14,6 +14,13 @@ def raw(jaxpr: Jaxpr) -> Jaxpr:
 
 def is_jaxpr(value: Any) -> bool:
     return hasattr(raw(value), "eqns")
+
+
+def jaxprs_in(values: Iterable[Any]) -> Iterator[Jaxpr]:
+    """The jaxprs among some values, such as the parameters of an equation."""
+    for value in values:
+        items = value if isinstance(value, tuple | list) else (value,)
+        yield from (item for item in items if is_jaxpr(item))
 
 
 def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:

@@ -20,6 +20,15 @@ def test_same():
 def test_numbers():
     assert jax.jit(product)(X) == product(X)
 
+jit = jax.jit(inline=True) if jax.__version_info__ >= (0, 8) else jax.jit
+
+@jit
+def inlined(x):
+    return x @ x
+
+def test_numbers_of_a_decorated_function():
+    assert jnp.all(inlined(X) == X @ X)
+
 def test_exception():
     if jax.jit(product)(X) != product(X):
         raise RuntimeError("They differ.")
@@ -43,8 +52,8 @@ def test_verdicts_on_a_suite(tmp_path):
     )
     told = [x for x in done.stdout.splitlines() if x.startswith(("== /", "finding"))]
     empty, low, finding = told
-    assert empty.endswith("{'same': 4}")
-    assert low.endswith("{'same': 2, 'numbers': 1, 'finding': 1}")
+    assert empty.endswith("{'same': 5}")
+    assert low.endswith("{'same': 2, 'numbers': 2, 'finding': 1}")
     assert finding.startswith("finding: test_theirs.py::test_exception: ")
     assert "RuntimeError: They differ." in finding
     assert done.returncode == 1

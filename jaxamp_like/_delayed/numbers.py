@@ -97,11 +97,11 @@ class Numbers:
 
     def sliced(self, number: int, depth: int) -> int:
         """What each iteration sees of a value that a scan goes through."""
-        if self._is("stacked", number) and self._made[number][1] == depth:
-            return self._made[number][2]
-        if self._is("cast", number):
-            return self._recast(number, lambda n: self.sliced(n, depth))
-        return self.of(("sliced", depth, number), self.varies[number] | {depth})
+
+        def inside(n: int) -> int:
+            return self.of(("sliced", depth, n), self.varies[n] | {depth})
+
+        return self._entering(number, ("stacked", depth), inside)
 
     def stacked(self, number: int, depth: int) -> int:
         """What a scan makes of the values of its iterations."""
@@ -125,11 +125,8 @@ class Numbers:
 
     def in_branch(self, number: int, index: int, branch: int) -> int:
         """What a branch gets if it is given `number`."""
-        if self._is("chosen", number) and self._made[number][1] == index:
-            return self._made[number][2][branch]
-        if self._is("cast", number):
-            return self._recast(number, lambda n: self.in_branch(n, index, branch))
-        return number
+        out = "chosen", index
+        return self._entering(number, out, lambda n: n, lambda outs: outs[branch])
 
     def chosen(self, index: int, outs: tuple[int, ...]) -> int:
         """What comes of branches that make `outs`."""
@@ -138,23 +135,33 @@ class Numbers:
 
     def local(self, number: int, spec: Hashable) -> int:
         """What the body of a `shard_map` gets of a value."""
-        if self._is("global", number) and self._made[number][1] == spec:
-            return self._made[number][2]
-        if self._is("cast", number):
-            return self._recast(number, lambda n: self.local(n, spec))
-        return self.of(("local", spec, number), self.varies[number])
+
+        def inside(n: int) -> int:
+            return self.of(("local", spec, n), self.varies[n])
+
+        return self._entering(number, ("global", spec), inside)
 
     def whole(self, number: int, spec: Hashable) -> int:
         """What comes out of the body of a `shard_map`."""
         return self.of(("global", spec, number), self.varies[number])
 
-    def _recast(self, number: int, of: Callable[[int], int]) -> int:
-        """The number of a cast, for what a body sees of what was cast before it.
+    def _entering(
+        self,
+        number: int,
+        out: tuple[str, Hashable],
+        inside: Callable[[int], int],
+        of_made: Callable[[Any], int] = lambda made: made,
+    ) -> int:
+        """What a body sees of a value that goes in.
 
-        So it is that of a cast inside of the body."""
-        *made, before = self._made[number]
-        inside = of(before)
-        return self.of((*made, inside), self.varies[inside])
-
-    def _is(self, kind: str, number: int) -> bool:
-        return self._made[number][0] == kind
+        If the value came `out` of such a body, that is what was made there. If it was
+        cast before it goes in, that is the number of a cast inside of the body. Else
+        `inside` says what it is."""
+        made = self._made[number]
+        if made[:2] == out:
+            return of_made(made[2])
+        if made[0] != "cast":
+            return inside(number)
+        *how, before = made
+        seen = self._entering(before, out, inside, of_made)
+        return self.of((*how, seen), self.varies[seen])

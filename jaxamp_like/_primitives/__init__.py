@@ -3,8 +3,7 @@
 `kinds` groups them and says what their derivatives keep, `contractions` what a
 contraction is, `derivative_rules` which equations hold an author's rule,
 `matmul_precision` what a global setting makes of them, `fences` what XLA has to leave
-where it is. Below this package stand only `_jax`, `_dtypes` and
-`_errors`."""
+where it is. Below this package stand only `_jax`, `_dtypes` and `_errors`."""
 
 from .contractions import is_contraction as is_contraction
 from .derivative_rules import RULED as RULED, holds_rule as holds_rule

@@ -13,7 +13,9 @@ JAX has transposed already, name stacks tell of each equation whether it is part
 forward pass (`jvp`), of its backward pass (`transpose(jvp)`), or stands outside. There
 a cotangent begins as the 1 that `jax.grad` hands over, or as what is made outside and
 not read by the forward pass, such as the argument of a function that `jax.vjp` gives.
-Where there is neither, it is what JAX reads first."""
+Where there is neither, it is what JAX reads first. In a program that is part of a
+backward pass and is handed cotangents, none begins but at the 1 of a gradient that is
+taken inside."""
 
 import itertools
 from collections import defaultdict
@@ -181,7 +183,7 @@ class _Starts:
 
     def __init__(self, jaxpr: Any, is_rule: bool, are_given: bool):
         self.eqns = jaxpr.eqns
-        self.are_given = are_given  # else only the 1 of a gradient begins one
+        self.are_given = are_given  # then only the 1 of a gradient inside begins one
         self.phases = [_phases(eqn, is_rule) for eqn in jaxpr.eqns]
         # A rule may be handed what a forward pass keeps, and run its backward pass.
         self.has_forwards = not is_rule or any(

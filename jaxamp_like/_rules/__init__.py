@@ -54,7 +54,7 @@ from .following import (
     keep_inputs as keep_inputs,
     low_if_read_low as low_if_read_low,
 )
-from .low_residuals import keeping_copies as keeping_copies
+from .low_residuals import keeping_copies as keeping_copies, of_some as of_some
 from .sending import (
     FULL_SUMS as FULL_SUMS,
     send_low as send_low,

@@ -103,11 +103,11 @@ class Partner(NamedTuple):
 
     origin: Origin
     side: int  # on which it stood: 0 or 1
-    sizes: tuple[str, ...]  # of its axes, as its gradient has them, in any order
+    sizes: tuple[str, ...]  # of its axes, which its gradient has in any order
 
 
 def sizes_of(aval: Any) -> tuple[str, ...]:
-    """As text, which has an order also where sizes are symbols."""
+    """The sizes of an array's axes, sorted as text: symbolic sizes have no order."""
     return tuple(sorted(map(str, aval.shape)))
 
 
@@ -173,10 +173,10 @@ class Site(NamedTuple):
 
     @property
     def partners(self) -> frozenset[Partner]:
-        """Those that the result may be the gradient of: none, where none is known.
+        """What the result may be the gradient of; empty, where nothing is known.
 
-        The operand beside the one cotangent was multiplied with them, and they have the
-        sizes of the result."""
+        It was multiplied with the operand that stands beside the one cotangent, and it
+        has the sizes of the result."""
         if self.cotangents[:2].count(True) != 1:
             return frozenset()
         fact = self.facts[self.cotangents.index(False)]

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._dtypes import DType, cast, cast_all
-from .._jax import SymbolicZero, checkpoint
+from .._jax import SymbolicZero, checkpoint, is_inexact
 from .base import author_dtype
 
 
@@ -72,9 +71,7 @@ def by_rules(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, whose value is the one that its derivative rules return."""
 
     def run(*operands):
-        live = [
-            i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
+        live = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
         moving = of_some(fn, live, operands)
         return jax.linearize(moving, *(operands[i] for i in live))[0]
 

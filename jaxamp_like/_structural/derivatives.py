@@ -23,6 +23,7 @@ from .._jax import (
     consts,
     eqn_context,
     is_array_aval,
+    is_inexact,
     new_primitive,
     reemit,
     trace,
@@ -37,6 +38,7 @@ from .._rules import (
     Mark,
     Origin,
     author_dtype,
+    of_some,
 )
 from .base import (
     Facts,
@@ -51,14 +53,7 @@ def _on_operands(
 ) -> Callable[..., Any]:
     """The original equation as a function of its `live` operands."""
     bare = without_scopes(eqn)
-
-    def fn(*args):
-        operands = list(values)
-        for i, x in zip(live, args, strict=True):
-            operands[i] = x
-        return reemit(bare, operands)
-
-    return fn
+    return of_some(lambda *operands: reemit(bare, operands), live, values)
 
 
 def derivative_of(eqn: Eqn) -> Jaxpr | None:
@@ -69,7 +64,7 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
     its axes there only, so that it is run with all that is around it."""
     avals = [atom.aval for atom in eqn.invars]
     first = eqn.params.get("num_consts", 0)
-    live = [i for i, aval in enumerate(avals) if i >= first and _is_inexact(aval)]
+    live = [i for i, aval in enumerate(avals) if i >= first and is_inexact(aval)]
     is_rule = eqn.primitive.name in RULED
     is_around = eqn.primitive.name in _WITH_AXES and holds_rule(eqn)
     if not live or not (is_rule or is_around):
@@ -91,7 +86,7 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
 
 
 def _as_cotangent(x: Any) -> Any:
-    is_float0 = not _is_inexact(typeof(x))
+    is_float0 = not is_inexact(typeof(x))
     return np.zeros(x.shape, jax.dtypes.float0) if is_float0 else x
 
 
@@ -213,7 +208,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     def fwd(*primals):
         values = [p.value for p in primals] if asks else list(primals)
         live = [i for i, p in enumerate(primals) if not asks or p.perturbed]
-        live = [i for i in live if i >= num_consts and _is_inexact(avals[i])]
+        live = [i for i in live if i >= num_consts and is_inexact(avals[i])]
         trees = []
 
         def author_fwd(*args):
@@ -246,7 +241,7 @@ def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
     def bwd(residuals, cotangents):
         tree, res_avals, live, held, origins = residuals.static
         zeros = {k for k, ct in enumerate(cotangents) if isinstance(ct, SymbolicZero)}
-        places = [k for k, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
+        places = [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
         cotangents = list(map(_instantiate, cotangents))
 
         def author_bwd(*args):
@@ -314,7 +309,7 @@ def _placing_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
 
     def placing(*args: Any) -> tuple[list[Any], list[Any]]:
         outs = fn(*args)
-        places = [k for k, x in enumerate(outs) if _is_inexact(typeof(x))]
+        places = [k for k, x in enumerate(outs) if is_inexact(typeof(x))]
         moving = [_PLACED.bind(outs[k], place=k) if asks else outs[k] for k in places]
         return moving, outs
 
@@ -359,7 +354,7 @@ def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
 
 def _closed_over(x: Any) -> Any:
     """A value that a `custom_vjp` function closes over: an error if differentiated."""
-    return _undifferentiated(x) if _is_inexact(typeof(x)) else x
+    return _undifferentiated(x) if is_inexact(typeof(x)) else x
 
 
 _undifferentiated = without_derivative(
@@ -367,11 +362,6 @@ _undifferentiated = without_derivative(
     "closes over, for which its rule has no gradient. (Without `amp`, JAX refuses it "
     "too.)\nPass the value as an argument, or `jax.lax.stop_gradient` of it."
 )
-
-
-def _is_inexact(aval: Any) -> bool:
-    """Whether it is an array with a derivative; one by a reference goes elsewhere."""
-    return is_array_aval(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _instantiate(cotangent: Any) -> Any:

@@ -28,6 +28,7 @@ def folder_of(suite: str) -> Path:
 
 def run(suite: Path, setting: str, out: Path, others: list[str]) -> Outcomes:
     """How each test of a suite ends."""
+    out.unlink(missing_ok=True)  # of an earlier run
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "amp_plugin", "-q", "--tb=no"]
     command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(suite)]
@@ -67,6 +68,8 @@ def main() -> int:
         out = args.out.absolute() / suite.name
         out.mkdir(parents=True, exist_ok=True)
         written = run(suite, "as written", out / "written.json", others)
+        if not written:
+            sys.exit(f"pytest found no tests in {suite}, or could not run them.")
         for setting in args.settings or [*SETTINGS][1:]:
             found = run(suite, setting, out / f"{setting}.json", others)
             verdicts = {

@@ -54,7 +54,12 @@ def under_amp(
     @functools.wraps(transform)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if caller in ("jax", "jaxamp_like") or not args or not callable(args[0]):
+        if caller in ("jax", "jaxamp_like"):
+            return transform(*args, **kwargs)
+        if not args and not kwargs.keys() & {"fun", "f"}:
+            decorator = transform(**kwargs)  # as in `@jax.jit(donate_argnums=0)`
+            return lambda fn: decorator(amp(fn, **settings))
+        if not args or not callable(args[0]):
             return transform(*args, **kwargs)
         return transform(amp(args[0], **settings), *args[1:], **kwargs)
 
@@ -76,7 +81,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.passed:
         return
     raised = str(dict(report.user_properties).get(_RAISED, ""))
-    outcomes.setdefault(report.nodeid, [report.outcome, raised])
+    if report.failed or report.nodeid not in outcomes:
+        outcomes[report.nodeid] = [report.outcome, raised]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -17,6 +17,7 @@ from ..._jax import (
     consts,
     describe,
     is_array_aval,
+    is_hi_type,
     raw,
     subjaxprs,
 )
@@ -216,7 +217,7 @@ def _check(eqn: Eqn) -> None:
                 f"({walk.source_of(eqn)}) works on one. Trace the part of the function "
                 "that has none, or pass the arrays' values instead."
             )
-        if getattr(atom.aval, "is_high", False):
+        if is_hi_type(atom.aval):
             raise NotImplementedError(
                 f"`trace_numerics` can't follow values of hi-types, but "
                 f"{describe(eqn)} ({walk.source_of(eqn)}) takes or makes one, of type "
