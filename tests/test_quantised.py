@@ -834,6 +834,31 @@ def test_cotangents_are_known_in_either_order(order, around, is_outside):
     assert error(jax.jit(grad)(w, x), jax.grad(loss)(w, x)) < 0.15
 
 
+@pytest.mark.parametrize("is_outside", (False, True), ids=("grad(amp)", "amp(grad)"))
+def test_cotangents_that_a_rule_makes_are_known(is_outside):
+    """A rule that takes another gradient inside, by a cotangent of its own."""
+
+    def dense(x, w):
+        return jnp.tanh(x @ w)
+
+    def backward(operands, ct):
+        pull = jax.vjp(dense, *operands)[1]
+        pairs = zip(pull(jnp.ones_like(ct)), pull(ct), strict=True)
+        return tuple(0.1 * a + b for a, b in pairs)
+
+    ruled = jax.custom_vjp(dense)
+    ruled.defvjp(lambda x, w: (dense(x, w), (x, w)), backward)
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(ruled(x, w)))
+
+    w, x = values(16, 16) / 4, values(8, 16, seed=1)
+    grad = low(jax.grad(loss, (0, 1))) if is_outside else jax.grad(low(loss), (0, 1))
+    found = [row[:2] for row in dtypes_of(grad, w, x)]
+    assert found.count((E5M2, E4M3)) == 4
+    assert error(jax.jit(grad)(w, x), jax.grad(loss, (0, 1))(w, x)) < 0.15
+
+
 def by_rule_of(kept, backward):
     """`x @ w` whose author keeps `kept(x)` for the backward pass."""
     dense = jax.custom_vjp(lambda w, x: x @ w)

@@ -14,8 +14,7 @@ forward pass (`jvp`), of its backward pass (`transpose(jvp)`), or stands outside
 a cotangent begins as the 1 that `jax.grad` hands over, or as what is made outside and
 not read by the forward pass, such as the argument of a function that `jax.vjp` gives.
 Where there is neither, it is what JAX reads first. In a program that is part of a
-backward pass and is handed cotangents, none begins but at the 1 of a gradient that is
-taken inside."""
+backward pass and is handed cotangents, no other value that it is handed is one."""
 
 import itertools
 from collections import defaultdict
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
-from .._primitives import CONTRACTIONS, EACH_ALONE, LINEAR
+from .._primitives import CONTRACTIONS, EACH_ALONE, IDENTITIES, LINEAR
 from .._rules import author_dtype
 from .._structural import STRUCTURAL, Body
 from .memo import Memo
@@ -183,7 +182,6 @@ class _Starts:
 
     def __init__(self, jaxpr: Any, is_rule: bool, are_given: bool):
         self.eqns = jaxpr.eqns
-        self.are_given = are_given  # then only the 1 of a gradient inside begins one
         self.phases = [_phases(eqn, is_rule) for eqn in jaxpr.eqns]
         # A rule may be handed what a forward pass keeps, and run its backward pass.
         self.has_forwards = not is_rule or any(
@@ -191,12 +189,19 @@ class _Starts:
         )
         given = (*jaxpr.invars, *jaxpr.constvars)
         self.made: dict[Any, Phases] = dict.fromkeys(given, ())
+        # Where some inputs are cotangents, the others are known to be none.
+        self.handed_over = set(given) if are_given else set()
         self.read: dict[Any, set[Phases]] = defaultdict(set)
         # By what else is read of all that a value is made of, if it is of anything.
         self.made_of: dict[Any, set[Phases]] = defaultdict(set)
         if not any(_BACKWARD in phases for phases in self.phases):
             return
         for eqn, phases in zip(jaxpr.eqns, self.phases, strict=True):
+            if eqn.primitive.name in IDENTITIES:
+                pairs = zip(eqn.invars, eqn.outvars, strict=True)
+                self.handed_over |= {
+                    v for x, v in pairs if _is_var(x) and x in self.handed_over
+                }
             self.made |= dict.fromkeys(eqn.outvars, phases)
             for atom in filter(_is_var, eqn.invars):
                 self.read[atom].add(phases)
@@ -266,7 +271,9 @@ class _Starts:
     def _is_outside(self, var: Any, before: Phases, perhaps: bool) -> bool:
         """Whether a value is made outside of a forward pass, which doesn't read it."""
         made = self.made[var]
-        if self.are_given or made != before[: len(made)] or not self.has_forwards:
+        if made != before[: len(made)] or not self.has_forwards:
+            return False
+        if var in self.handed_over:
             return False
         forward = (*before, "jvp")
         read = self.read[var] if perhaps else self.read[var] | self.made_of[var]
