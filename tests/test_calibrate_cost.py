@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from jaxamp_like import AmpWarning, Budget, Policy
 from jaxamp_like._calibrate.budget import Errors
@@ -128,6 +128,8 @@ groups = st.lists(
 )
 
 
+# The first policy misses the budget on the last batch that it is checked on.
+@example([2, 1 / 64, 2, 0.375, 2, 0.625, 0.65625], 0.125, 59, ("bfloat16", "float8"))
 @given(groups, st.floats(0, 0.3), st.integers(0, 99), several)
 @settings(max_examples=120)
 def test_a_calibration_makes_at_most_forty_passes_and_five_compilations(

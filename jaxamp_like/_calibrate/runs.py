@@ -126,6 +126,10 @@ class Runs:
             self._references[point.number] = known
         return known
 
+    def holds(self, point: Point) -> bool:
+        """Whether what the function gives as written is at hand."""
+        return point.number in self._references
+
     def _as_written(self, point: Point) -> Results:
         self.tell(f"as written, {point.name}")
         results = self._run(point, (0,) * len(self.groups))
