@@ -10,9 +10,14 @@ What is compiled is the value and gradient of a loss by its parameters. Cycles a
 summed over all that is not free, in loops as often as they run; of a conditional's
 branches the dearest counts. On a TPU a float32 product is one pass in bfloat16 by
 default, so float32 code is as fast in its contractions: what mixed precision can save
-are bytes."""
+are bytes.
+
+The record is written after each version of each model. What it holds already, compiled
+from the same program by the same compiler, is not compiled again: the command may be
+stopped, and run in pieces."""
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -137,7 +142,8 @@ class Figures:
         pieces: how many there are, as compiled.
         converts: how many of them only convert.
         unknown: how many of them the cost model knows nothing of.
-        compile_seconds: what compiling took of the processors."""
+        compile_seconds: what compiling took of the processors.
+        program: a digest of what was compiled."""
 
     cycles: int
     temp_bytes: int
@@ -146,6 +152,7 @@ class Figures:
     converts: int
     unknown: int
     compile_seconds: float
+    program: str
 
 
 def described_device(generation: str) -> Any:
@@ -156,9 +163,13 @@ def described_device(generation: str) -> Any:
     return topology.devices[0]
 
 
-def read_off(loss: Loss, shapes: tuple[Any, Any], device: Any) -> tuple[Figures, str]:
-    """The figures of a training step compiled for `device`, and its code."""
-    lowered = lower_step(loss, shapes, device)
+def digest(lowered: Any) -> str:
+    """Tells programs apart, whatever code they were traced from."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+
+
+def read_off(lowered: Any) -> tuple[Figures, str]:
+    """The figures of a training step, and the code it is compiled to."""
     start = time.process_time()
     compiled = lowered.compile()
     took = time.process_time() - start
@@ -172,6 +183,7 @@ def read_off(loss: Loss, shapes: tuple[Any, Any], device: Any) -> tuple[Figures,
         converts=sum(one.convert_only for one in found),
         unknown=sum(one.cycles is None for one in found),
         compile_seconds=took,
+        program=digest(lowered),
     )
     return figures, text
 
@@ -185,20 +197,65 @@ def compare(
     size: str,
     device: Any,
     names: Iterable[str],
+    known: Rows,
     hlo: Path | None = None,
-) -> Rows:
-    """Compiles every contender of one model; the code goes to the folder `hlo`."""
-    rows = {}
+) -> Iterator[tuple[str, Figures]]:
+    """The figures of contenders on one model, but for programs that are `known`.
+
+    With a folder `hlo` for the compiled code, all are compiled."""
     for name in names:
         loss = CONTENDERS[name](model, dtype)
         if loss is None:
             continue
-        rows[name], text = read_off(loss, model.shapes(size), device)
+        lowered = lower_step(loss, model.shapes(size), device)
+        is_known = name in known and known[name].program == digest(lowered)
+        if is_known and hlo is None:
+            continue
+        figures, text = read_off(lowered)
         if hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             file = f"{model.name} {name}.hlo".replace(" ", "_")
             (hlo / file).write_text(text)
-    return rows
+        yield name, figures
+
+
+# ------------------------------------------------------------------------- the record
+
+Record = dict[str, dict[str, Rows]]  # by device, then by model
+
+
+def heading(dtype: str, size: str) -> dict[str, Any]:
+    compiler = {k: v for k, v in versions(["libtpu"]).items() if k != "jaxamp_like"}
+    return {"versions": compiler, "dtype": dtype, "size": size}
+
+
+def read_record(path: Path | None, head: dict[str, Any]) -> Record:
+    """What a record holds, if it was made as `head` says."""
+    if path is None or not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    if record | head != record:
+        return {}
+    return {
+        device: {
+            model: {name: Figures(**one) for name, one in rows.items()}
+            for model, rows in models.items()
+        }
+        for device, models in record["devices"].items()
+    }
+
+
+def write_record(path: Path | None, head: dict[str, Any], record: Record) -> None:
+    if path is None:
+        return
+    devices = {
+        device: {
+            model: {name: asdict(rows[name]) for name in CONTENDERS if name in rows}
+            for model, rows in models.items()
+        }
+        for device, models in record.items()
+    }
+    path.write_text(json.dumps(head | {"devices": devices}, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------- the table
@@ -276,7 +333,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS]
     )
-    parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--json", type=Path, help="the record, read and written")
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled code")
     return parser.parse_args(argv)
 
@@ -285,26 +342,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # the described TPU, not one that's here
     console = Console(width=max(Console().width, 110))
-    record: dict[str, Any] = {
-        "versions": versions(["libtpu"]),
-        "dtype": args.dtype,
-        "size": args.size,
-        "devices": {},
-    }
+    head = heading(args.dtype, args.size)
+    record = read_record(args.json, head)
     for generation in args.devices:
         device = described_device(generation)
-        results: dict[str, Rows] = {}
+        hlo = args.hlo / generation if args.hlo else None
+        models = record.setdefault(generation, {})
         for name in track(args.models, f"Compiling for {generation}", console=console):
-            hlo = args.hlo / generation if args.hlo else None
-            results[name] = compare(
-                MODELS[name], args.dtype, args.size, device, args.contenders, hlo
-            )
-            record["devices"][generation] = {
-                model: {name: asdict(one) for name, one in rows.items()}
-                for model, rows in results.items()
-            }
-            if args.json is not None:
-                args.json.write_text(json.dumps(record, indent=2) + "\n")
+            rows = models.setdefault(name, {})
+            settings = MODELS[name], args.dtype, args.size, device, args.contenders
+            for contender, figures in compare(*settings, rows, hlo):
+                rows[contender] = figures
+                write_record(args.json, head, record)
+        results = {name: models[name] for name in MODELS if name in args.models}
         note = f"{args.dtype}, {args.size} size, {device.device_kind}"
         console.print(as_table(results, note))
         for model, rows in results.items():

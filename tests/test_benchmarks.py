@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import front, measure, rewrite
+from benchmarks import front, measure, rewrite, tpu
+from benchmarks.roofline import parse
 from benchmarks.workloads import FLOAT32, WORKLOADS, Style, make_workload
 from benchmarks.zoo import ZOO
 
@@ -358,3 +359,76 @@ def test_an_overflow_is_an_infinite_error():
     assert (
         front.mean_error(lambda w, x: jnp.inf * w.sum(), samples, 1.0, {}) == math.inf
     )
+
+
+@pytest.mark.rest
+def test_tpu_compiles_a_program_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tpu, "MODELS", {"tiny": tiny(), "other": tiny()})
+    monkeypatch.setattr(tpu, "described_device", lambda name: jax.devices("cpu")[0])
+    compiled = []
+
+    def read_off(lowered, original=tpu.read_off):
+        figures, text = original(lowered)
+        compiled.append(figures.program)
+        return figures, text
+
+    monkeypatch.setattr(tpu, "read_off", read_off)
+    record = tmp_path / "record.json"
+    options = f"--size toy --devices v5e --contenders default hand --json {record}"
+    tpu.main([*options.split(), "--models", "tiny"])
+    assert len({*compiled}) == 2
+
+    def rows(model):
+        return json.loads(record.read_text())["devices"]["v5e"][model]
+
+    assert [rows("tiny")[name]["program"] for name in rows("tiny")] == [*compiled][::-1]
+
+    # What is known stays, another version of a model is compiled beside it.
+    tpu.main([*options.split(), "--models", "tiny", "--contenders", "float32"])
+    assert list(rows("tiny")) == ["float32", "hand", "default"] and len(compiled) == 3
+    tpu.main([*options.split(), "--models", "tiny", "other"])
+    assert list(rows("other")) == ["hand", "default"] and len(compiled) == 5
+
+    # What changed, and what another compiler made, is compiled again.
+    monkeypatch.setitem(tpu.CONTENDERS, "default", tpu.CONTENDERS["jmp"])
+    tpu.main([*options.split(), "--models", "tiny"])
+    assert len(compiled) == 6
+    made = json.loads(record.read_text())
+    made["versions"]["libtpu"] = "another"
+    record.write_text(json.dumps(made))
+    tpu.main([*options.split(), "--models", "tiny"])
+    assert len(compiled) == 8
+    assert "As compiled for a TPU" in capsys.readouterr().out
+
+
+def test_cycles_count_as_often_as_they_run():
+    def costs(cycles):
+        return f'backend_config={{"estimated_cycles":"{cycles}"}}'
+
+    trips = 'backend_config={"known_trip_count":{"n":"5"}}'
+    text = f"""HloModule step
+
+%body (x: f32[4]) -> f32[4] {{
+  %x = f32[4] parameter(0)
+  ROOT %y = f32[4] negate(%x), metadata={{op_name="inner"}}, {costs(7)}
+}}
+
+%cond (x: f32[4]) -> pred[] {{
+  %x = f32[4] parameter(0)
+  ROOT %p = pred[] constant(false)
+}}
+
+ENTRY %main (a: f32[4]) -> f32[4] {{
+  %a = f32[4] parameter(0)
+  %b = f32[4] exponential(%a), {costs(100)}
+  %c = f32[4] negate(%b), {costs(2**63 - 1)}
+  ROOT %w = f32[4] while(%c), condition=%cond, body=%body, {trips}
+}}
+"""
+    found = tpu.pieces(parse(text))
+    assert [(one.op, one.times, one.cycles) for one in found] == [
+        ("", 1, 100),
+        ("", 1, None),
+        ("inner", 5, 7),
+    ]
+    assert tpu.total_cycles(found) == 135
