@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from .checkpointed import CHECKPOINTED
 from .rewrite import CONTENDERS, add_section, make_table, ratio, versions
 from .workloads import WORKLOADS, Loss, Workload
 
@@ -42,7 +43,7 @@ from .workloads import WORKLOADS, Loss, Workload
 # half of that, and 8 bits at twice. 64 bits is the data sheet's.
 PEAK_FLOPS = {8: 1580e12, 16: 790e12, 32: 395e12, 64: 67e12}
 BANDWIDTH = 4.3e12  # bytes/s, measured
-
+KNOWN: dict[str, Workload] = {**WORKLOADS, **CHECKPOINTED}
 DEVICE = Path(__file__).with_name("h200.txt")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
@@ -661,7 +662,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--size", default="real", choices=("toy", "real"))
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument("--workloads", nargs="+", choices=KNOWN, default=WORKLOADS)
+    parser.add_argument(
+        "--checkpointed",
+        action="store_const",
+        const=CHECKPOINTED,
+        dest="workloads",
+        help="those whose author checkpoints every block, instead",
+    )
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS
     )
@@ -703,7 +711,7 @@ def compare_all(args: argparse.Namespace, device: Any) -> dict[str, Any]:
     records = {}
     for name in track(list(args.workloads), "Compiling", console=console):
         records[name] = compare(
-            WORKLOADS[name], args.dtype, args.size, device, args.contenders, args.hlo
+            KNOWN[name], args.dtype, args.size, device, args.contenders, args.hlo
         )
     note = f"{args.dtype}, {args.size} size, {device.device_kind}, roofline"
     for table in tables(records, note):

@@ -39,7 +39,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from .front import CONTENDERS as OURS, MODELS, Contender
+from .checkpointed import CHECKPOINTED
+from .front import CONTENDERS as OURS, MODELS as OTHERS, Contender
 from .peers import by_mpx
 from .rewrite import add_section, make_table, ratio, versions
 from .roofline import (
@@ -61,6 +62,7 @@ TOPOLOGIES = {
     "v5p": "v5p:2x2x1",
     "tpu7x": "tpu7x:2x2x1",
 }
+MODELS = {**OTHERS, **CHECKPOINTED}
 KNOWN = 2**62  # more cycles than this stand for "unknown"
 
 

@@ -308,15 +308,21 @@ GPT_SIZES = {
 
 
 def init_gpt(
-    key: Array, size: str, *, rope: bool = False, stacked: bool = False
+    key: Array,
+    size: str,
+    *,
+    rope: bool = False,
+    stacked: bool = False,
+    vocabularies: int = 1,
 ) -> Params:
     c = GPT_SIZES[size]
+    vocabulary = c["vocabulary"] * vocabularies
     keys = jr.split(key, 4)
     params = {
-        "embed": normal(keys[0], c["vocabulary"], c["dim"], fan_in=1),
+        "embed": normal(keys[0], vocabulary, c["dim"], fan_in=1),
         "blocks": init_blocks(keys[1], c["depth"], c["dim"], stacked),
         "norm": init_norm(c["dim"]),
-        "head": normal(keys[2], c["dim"], c["vocabulary"]),
+        "head": normal(keys[2], c["dim"], vocabulary),
     }
     if not rope:
         params["position"] = 0.1 * normal(keys[3], c["length"], c["dim"], fan_in=1)

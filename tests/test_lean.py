@@ -525,6 +525,19 @@ def test_what_is_made_again_is_fenced_but_on_tpus(platforms):
     assert ("optimization_barrier" in text) == (platforms != ("tpu",))
 
 
+@pytest.mark.parametrize("vocabulary", (16384, 24576))
+def test_a_loss_of_many_classes_is_not_made_apart(vocabulary):
+    """A GPU reduces and reads again long rows in several kernels, in whichever pass."""
+
+    def loss(w, x):
+        return -jnp.mean(jax.nn.log_softmax(x @ w)[:, 0])
+
+    w = jax.ShapeDtypeStruct((64, vocabulary), jnp.float32)
+    gradient = jax.make_jaxpr(jax.grad(default(loss)))(w, WIDE)
+    fences = [e for e, _ in measure.walk(gradient) if e.primitive.name == "amp_apart"]
+    assert bool(fences) == (vocabulary == 16384)
+
+
 def evaluated(jaxpr, args, taken):
     """Values of a closed jaxpr, where of what is kept or made the one is `taken`."""
     env = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))

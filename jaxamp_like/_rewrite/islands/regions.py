@@ -19,6 +19,9 @@ from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
 _NEXT_TO_NOTHING = 64  # times smaller than what it is made of
+# Elements of a row that XLA reduces and reads again in one kernel on GPUs: at 16384 it
+# still does so, at 24576 no longer (JAX 0.10.2, as compiled for an H200).
+_IN_ONE_KERNEL = 16384
 
 
 def plain_schedule(
@@ -49,10 +52,11 @@ def island_schedule(
 
     read(outvars, [None] * len(outvars))
     is_split = any(map(is_sharded, facts.values()))
-    ends = {v for v in outvars if is_split and not isinstance(v, Literal)}
+    ends = {v for v in outvars if not isinstance(v, Literal)}
     units: list[Step | Region] = []
     for group in reversed(in_order(steps, grouping.groups())):
-        region = _region(group, grouping, readers, ends)
+        lasts = ends if is_split or any(map(_reduces_much, group)) else set()
+        region = _region(group, grouping, readers, lasts)
         if region is not None:
             read(region.ins, [None] * len(region.ins))
             units.append(region)
@@ -105,8 +109,18 @@ def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
     Its backward pass comes next, so nothing is kept for long that the two share. Were
     it run again, XLA would be free to put off the first run, which nothing but the loss
     reads, and to hold the logits until then; and their cotangent could not take their
-    place."""
+    place. On one GPU this is so where rows are long: shorter ones it reduces and reads
+    again in one kernel, which is best run twice."""
     return ends.issuperset(outs) and _total(outs) * _NEXT_TO_NOTHING < _total(paid)
+
+
+def _reduces_much(step: Step) -> bool:
+    """Whether a step makes a number of more than a GPU's kernel holds at a time."""
+    eqn = step.eqn
+    if eqn.primitive.name.startswith("reduce_"):
+        (operand, *_), (out, *_) = eqn.invars, eqn.outvars
+        return elements(operand.aval) > _IN_ONE_KERNEL * elements(out.aval)
+    return any(_reduces_much(inner) for plan in step.inner for inner in plan.steps)
 
 
 def _total(values: Iterable[Any]) -> int:

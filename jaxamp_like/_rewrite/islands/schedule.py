@@ -20,7 +20,7 @@ class Region:
     the backward pass, and `outs` its results, with those in which they leave; `None`
     stands for the dtype that they have. `sharded` are those of `ins` that lie on
     several devices: the backward pass uses what was brought of them before. One that
-    is `last` ends in the loss: on several devices XLA may use again what it made."""
+    is `last` ends in the loss: XLA may use again what the forward pass made."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
