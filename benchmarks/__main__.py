@@ -138,6 +138,14 @@ JOBS = {
         needs=PEERS,
     ),
     **both("roofline", "", "--workloads MLP CNN LSTM", needs=COMPILER),
+    "checkpointed": Job(
+        "roofline",
+        "--checkpointed --contenders float32 hand amp",
+        f"--checkpointed --contenders hand amp {TOY}",
+        "checkpointed-bfloat16.json",
+        (FIGURES,),
+        needs=COMPILER,
+    ),
     "tpu": Job(
         "tpu",
         ON_TPUS,
