@@ -1,4 +1,5 @@
-"""Makes pages of what stands outside of docs/: the README, examples, benchmarks.
+"""Makes pages of what stands outside of docs/: the README, examples, benchmarks, and
+the table of primitives.
 
 There is one copy of each text. Links between files work in a clone; here those that
 lead out of docs/ are led to the pages made of their targets, and a link to a file that
@@ -11,8 +12,25 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from jaxamp_like._primitives import TABLE, Kind
+
 ROOT = Path(__file__).parents[1]
 HOME = "index.md"
+PRIMITIVES = "primitives.md"
+DONE = {
+    Kind.CONTRACTION: "Computed in the compute dtype.",
+    Kind.FUNCTION: "Computed in the author's dtypes.",
+    Kind.CONVERSION: "Made as written; where only contractions read it, low at once.",
+    Kind.MOVEMENT: "Moved in the precision at hand.",
+    Kind.EXTREME: "Taken in the precision at hand, or in full where that is read.",
+    Kind.CHOICE: "Made on the numbers that are not rounded.",
+    Kind.SORT: "Made on the numbers that are not rounded.",
+    Kind.SEVERAL: "Handed on in the precision at hand.",
+    Kind.SENDING: "Sent low where only contractions read it.",
+    Kind.SUM_OVER_DEVICES: "Summed as a contraction's result would be.",
+    Kind.SOLVER: "Left as written.",
+    Kind.FIXED: "Left as written.",
+}
 TEXTS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
@@ -46,7 +64,25 @@ def on_config(config: Any) -> Any:
     sections = {title: part for entry in config.nav for title, part in entry.items()}
     guides = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
     sections["Guides"] += [guide for guide in guides if guide not in named]
+    sections["Guides"].append(PRIMITIVES)
     return config
+
+
+def primitives_page() -> str:
+    """What the default policy does with each primitive, from the table."""
+    lines = [
+        "# Primitives",
+        "",
+        "What the [default policy](default_policy.md) does depends on the kind of a",
+        "primitive. One that is not here is left in the author's dtypes. Those that",
+        "hold programs, such as `jit` and `scan`, are rewritten inside.",
+    ]
+    for kind in Kind:
+        found = sorted(name for name, row in TABLE.items() if row.kind == kind)
+        lines += ["", f"## {kind.name.replace('_', ' ').capitalize()}", ""]
+        lines += [f"{DONE[kind]} It {kind.value}.", ""]
+        lines += [", ".join(f"`{name}`" for name in found)]
+    return "\n".join(lines) + "\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -55,6 +91,7 @@ def on_files(files: Files, config: Any) -> Files:
         if source.endswith(".py"):
             text = f"# {source}\n\n```python\n{text}```\n"
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, PRIMITIVES, content=primitives_page()))
     for picture in PICTURES:
         content = (ROOT / picture).read_bytes()
         files.append(File.generated(config, picture, content=content))

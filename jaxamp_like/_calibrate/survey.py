@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
-from .._primitives import CONTRACTIONS
+from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._reports.walk import flops, size_of
 from .costs import Run, Work
 from .marks import MARK, Contraction, is_read_by_its_contraction
@@ -51,9 +51,6 @@ def _in_eight_bits(marks: Sequence[Eqn]) -> frozenset[str]:
     return frozenset(set.intersection(*some) - {None})
 
 
-_VIEWS = frozenset("reshape transpose broadcast_in_dim squeeze slice".split())
-
-
 def _contractions(
     jaxpr: Jaxpr, times: int, given: frozenset[Any]
 ) -> Iterator[tuple[Eqn, int, list[Eqn], tuple[int, int]]]:
@@ -66,7 +63,7 @@ def _contractions(
     known, seen = set(given), set()
     for eqn in eqns:
         operands = [v for v in eqn.invars if not _is_literal(v)]
-        if eqn.primitive.name in _VIEWS and operands and operands[0] in known:
+        if eqn.primitive.name in MOVING_VIEWS and operands and operands[0] in known:
             known.update(eqn.outvars)
         if eqn.primitive.name in CONTRACTIONS:
             made = (marked[v] for v in operands if v in marked)

@@ -11,22 +11,13 @@ from typing import Any, NamedTuple
 from .._dtypes import bits, is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line, without_folders
 from .._policies.dictionary import REWRITTEN
-from .._primitives import EACH_ALONE
+from .._primitives import EACH_ALONE, MOVES
 from .._structural import SOLVER, STRUCTURAL, Body
 
 Scope = tuple[str, ...]
 
-MOVES: frozenset[str] = frozenset(
-    """reshape squeeze expand_dims broadcast_in_dim tile transpose rev slice
-    dynamic_slice split unstack copy copy_p concatenate stack pad select_n gather
-    dynamic_update_slice stop_gradient name optimization_barrier sharding_constraint
-    device_put layout_constraint reshard pvary pcast all_gather all_gather_invariant
-    ppermute all_to_all""".split()
-)
-"""Primitives whose results hold numbers of their operands and no others, so that a
-cast may as well be made before them."""
-
 RESULT, CARRY = "a result", "a carry that changes"
+
 _OPAQUE = frozenset({"xla_pmap"})
 
 

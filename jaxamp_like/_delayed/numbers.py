@@ -14,14 +14,9 @@ from typing import Any
 import numpy as np
 
 from .._jax import Eqn, Literal, has_effect
-from .._primitives import IDENTITIES
+from .._primitives import IDENTITIES, WHOLE_VIEWS
 
 _NONE: frozenset[int] = frozenset()
-
-_WHOLE_VIEWS = frozenset(
-    "reshape transpose squeeze expand_dims rev broadcast_in_dim tile".split()
-)
-"""Primitives whose result holds the numbers of their operand, all of them."""
 
 
 class Numbers:
@@ -74,7 +69,7 @@ class Numbers:
         if made is None or has_effect(eqn):
             return [self.new(varies) for _ in eqn.outvars]
         outs = [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
-        if name in _WHOLE_VIEWS:
+        if name in WHOLE_VIEWS:
             self._shown[outs[0]] = self.shown(ins[0])
         return outs
 

@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._jax import raw, subjaxprs, varying_axes
+from .._primitives import LOCAL
 
 AxisName = Hashable | Sequence[Hashable] | None
-
-# They name an axis, and no device waits for another.
-_LOCAL = {"axis_index", "pvary", "pcast"}
 
 
 def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
@@ -88,7 +86,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _axes(eqn: Any) -> tuple[Hashable, ...]:
-    if eqn.primitive.name in _LOCAL:
+    if eqn.primitive.name in LOCAL:
         return ()
     names = axes_of(eqn.params.get("axes")) + axes_of(eqn.params.get("axis_name"))
     # Numbers are the axes of an array, as those of `reduce_sum`.

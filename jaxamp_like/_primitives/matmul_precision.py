@@ -30,11 +30,7 @@ from .._jax import (
     with_jaxprs,
 )
 from .fences import fenced
-
-# Those with a parameter `precision`.
-CONTRACTIONS = frozenset(
-    "dot_general conv_general_dilated ragged_dot_general ragged_dot".split()
-)
+from .kinds import CONTRACTIONS
 
 _DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
 
@@ -55,7 +51,7 @@ def settled(
     """The parameters to bind with: `precision` filled in where its author gave none.
 
     An algorithm that the author gave goes with the dtypes that it names."""
-    if primitive.name not in CONTRACTIONS:
+    if primitive.name not in CONTRACTIONS:  # which have a parameter `precision`
         return params
     given, value = params["precision"], setting()
     names_dtypes = isinstance(given, lax.DotAlgorithm | lax.DotAlgorithmPreset)

@@ -13,7 +13,7 @@ import jax
 
 from .._dtypes import DType, cast
 from .._jax import Literal, bind_flat, consts, raw, subjaxprs, trace
-from .._primitives import CONTRACTIONS
+from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._primitives.contractions import dot_numbers
 from .._primitives.matmul_precision import settled
 from .axes import axes_of, onto_result
@@ -153,9 +153,6 @@ def _bind(primitive: Any, params: Any, operands: Any, result: DType) -> Any:
 
 # Evaluating a transpose.
 
-# What moves data in whatever dtype they have.
-_MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "slice", "copy")
-
 
 def _evaluate(jaxpr: Any, constants: Any, args: Any, hook: Hook) -> list[Any]:
     """Evaluates on pairs of a value, and of which operand (0: the moving one) it is."""
@@ -177,7 +174,7 @@ def _evaluate(jaxpr: Any, constants: Any, args: Any, hook: Hook) -> list[Any]:
             outs = [(hook(eqn.primitive, params, [x for x, _ in pairs], moving), 0)]
         else:
             values = [
-                x if name in _MOVES else cast(x, atom.aval.dtype)
+                x if name in MOVING_VIEWS else cast(x, atom.aval.dtype)
                 for (x, _), atom in zip(pairs, eqn.invars, strict=True)
             ]
             made = bind_flat(eqn.primitive, values, params)

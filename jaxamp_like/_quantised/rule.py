@@ -13,7 +13,8 @@ import numpy as np
 from .._dtypes import DType, bits, lowered
 from .._errors import AmpError
 from .._jax import is_pending_sum
-from .._primitives.contractions import dot_numbers, is_contraction
+from .._primitives import CONTRACTIONS, is_contraction
+from .._primitives.contractions import dot_numbers
 from .._rules import (
     Decision,
     Demand,
@@ -81,7 +82,7 @@ class Quantising(Rule):
         return f"{type(self).__name__.lower()}({', '.join(given)})"
 
     def is_for(self, name: str) -> bool:
-        return name in contract_names
+        return name in CONTRACTIONS
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         is_dot = dot_numbers(params) is not None
@@ -194,9 +195,6 @@ def _left(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
         if any(re.fullmatch(one, plain.lower()) for one in patterns):
             return name
     return None
-
-
-contract_names = frozenset((*QUANTISING, "ragged_dot_general", "ragged_dot"))
 
 
 def low_of(site: Site) -> DType:

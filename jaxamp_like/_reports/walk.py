@@ -11,6 +11,8 @@ from typing import Any
 from .._dtypes import bits, is_float
 from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
+from .._primitives import CONTRACTIONS
+from .._primitives.contractions import summed_axes
 from .._rewrite.plan import Step
 from .._rewrite.record import MARK
 from .._rewrite.solvers import told
@@ -113,9 +115,6 @@ def source_of(eqn: Eqn) -> str:
     return _short(source_line(eqn))
 
 
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-
-
 def flops(eqn: Eqn) -> int:
     """Multiply-adds of a contraction, times two; 0 of anything else.
 
@@ -127,12 +126,7 @@ def flops(eqn: Eqn) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         out = eqn.outvars[0].aval.shape
         return 2 * multiply_adds(eqn.params, lhs.shape, rhs.shape, out)
-    if eqn.primitive.name == "ragged_dot_general":
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    else:
-        numbers = eqn.params["dimension_numbers"]
-    (contracting, _), _ = numbers
-    return 2 * size * prod(lhs.shape[axis] for axis in contracting)
+    return 2 * size * prod(summed_axes(eqn.params, [lhs.shape, rhs.shape]))
 
 
 def is_float_cast(eqn: Eqn) -> bool:

@@ -19,14 +19,14 @@ from .._jax import (
     reemit,
     trace,
 )
-from .._primitives import is_cheap, is_statistic
+from .._primitives import BROADCASTING, PLACING, is_cheap, is_statistic
 from .._primitives.matmul_precision import (
     setting,
     settled_bind,
     with_setting,
     without_setting,
 )
-from .._rules import PLACING, Demand, Leaf, author_dtype, kept_or_made
+from .._rules import Demand, Leaf, author_dtype, kept_or_made
 from .._structural.base import now
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
@@ -39,9 +39,6 @@ from .planner import Planner
 from .recompute import bind_region, casts_again, recast
 from .record import marked
 from .views import Views, bind_again, recast_roots
-
-# Ops that broadcast size-1 axes of their operands by themselves.
-_BROADCASTING = frozenset("add sub mul div max min pow atan2 rem".split())
 
 
 class Frame:
@@ -350,7 +347,7 @@ class Frame:
         if step.is_compute and (is_sharded or self.is_ahead(atom, dtype)):
             return self._attached(atom, dtype)
         shape = step.eqn.outvars[0].aval.shape
-        fans_out = step.eqn.primitive.name in _BROADCASTING and value.shape != shape
+        fans_out = step.eqn.primitive.name in BROADCASTING and value.shape != shape
         if fans_out and bits(dtype) < bits(value.dtype):
             # Broadcast first: the transpose of a broadcast is a sum, which must not add
             # up in low precision.

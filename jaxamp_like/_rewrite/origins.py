@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .._primitives import CONTRACTIONS, EACH_ALONE, is_contraction
+from .._primitives import CONTRACTIONS, EACH_ALONE, LOOKUPS, is_contraction
 from .._rules import Fact, Origin, Site
 from .._rules.weights import joined
 from .plan import Facts
-
-_LOOKUPS = ("gather", "ragged_dot", "ragged_dot_general")
 
 
 def with_origins(site: Site, outs: Facts) -> Facts:
@@ -44,7 +42,7 @@ def _made_of(site: Site) -> Origin:
         # Of truth values alone: a mask. Other integers may be tokens, or an image.
         is_free = all(getattr(x, "dtype", None) == np.bool_ for x in site.avals)
         return Origin.CONSTANT if is_free else Origin.DATA
-    if name in _LOOKUPS:
+    if name in LOOKUPS:
         return Origin.DATA
     if name in CONTRACTIONS and is_contraction(site.params, _shapes(site.avals)):
         is_free = all(fact.origin >= Origin.MADE for fact in facts)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._jax import Eqn, Jaxpr, Literal, has_effect, raw, scopes
-from .._primitives import IDENTITIES
-from .._rules import PLACING
+from .._primitives import IDENTITIES, PLACING
 from .flow import Flows, Scope
 
 CHOICE, CONSTANT, INPUT, LITERAL = "choice", "constant", "input", "literal"

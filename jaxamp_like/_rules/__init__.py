@@ -47,7 +47,6 @@ from .computing import (
 )
 from .contracting import contract as contract
 from .following import (
-    PLACING as PLACING,
     ConvertAsWritten as ConvertAsWritten,
     follow_inputs as follow_inputs,
     keep_each_input as keep_each_input,

@@ -11,7 +11,7 @@ from .._dtypes import (
     lowered,
 )
 from .._errors import AmpError
-from .._primitives.kinds import EACH, SENDING, SUMMING_FEW
+from .._primitives import COLLECTIVES
 from .._primitives.matmul_precision import settled_bind
 from .base import (
     Decision,
@@ -21,8 +21,6 @@ from .base import (
     Rule,
     Site,
 )
-
-_COLLECTIVES = frozenset(f"{SUMMING_FEW} {SENDING} {EACH}".split())
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Callback(Rule):
             for aval, fact in zip(site.avals, site.facts, strict=True)
         ]
         # Of a collective no axis is bound yet; results have the dtypes of operands.
-        is_collective = getattr(site.primitive, "name", None) in _COLLECTIVES
+        is_collective = getattr(site.primitive, "name", None) in COLLECTIVES
         outs = jax.eval_shape(
             (lambda *xs: as_read(*xs)[0]) if is_collective else bind, *structs
         )

@@ -16,6 +16,14 @@ from .._dtypes import (
     widest,
 )
 from .._errors import AmpError
+from .._primitives import (
+    FANNING_OUT,
+    LOCAL,
+    MOVES,
+    MOVING_VIEWS,
+    PLACING,
+    WHOLE_VIEWS,
+)
 from .base import (
     INPUTS,
     Decision,
@@ -142,10 +150,6 @@ class KeepEachInput(Rule):
         return _keep(site, list(enumerate(site.facts)))
 
 
-# Their transposes are sums, which add up in the dtype that was moved.
-FANNING_OUT = ("broadcast_in_dim", "gather", "dynamic_slice", "slice", "tile")
-
-
 def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | None:
     """The fact of a value that is moved or handed on, and then only read low.
 
@@ -161,14 +165,7 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
 
 
 # What shares its operand's storage, or is as cheap to make again as to read.
-_VIEWS = (
-    "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "rev", "copy",
-    "broadcast_in_dim", "expand_dims", "split", "unstack", "pvary", "pcast",
-)  # fmt: skip
-
-
-# A wish of where a value lies. The cast of a parameter comes before it, made once.
-PLACING = ("sharding_constraint", "reshard")
+_VIEWS = MOVING_VIEWS | (LOCAL & MOVES)
 
 
 def keep_one(site: Site, source: tuple[int, Fact]) -> Decision:
@@ -186,7 +183,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
             continue
         name = site.primitive and site.primitive.name
         grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
-        fans_out = name == "broadcast_in_dim" and grows
+        fans_out = name in WHOLE_VIEWS and grows
         is_view = name in _VIEWS and not fans_out
         is_placed = name in PLACING and fact.leaf in INPUTS
         small = fact.small or fans_out

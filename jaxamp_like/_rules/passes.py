@@ -24,7 +24,7 @@ from .._jax import (
     subjaxprs,
     trace,
 )
-from .._primitives import CONTRACTIONS
+from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._primitives.matmul_precision import settled_bind
 from .base import Site
 from .computing import wide_contraction
@@ -147,10 +147,6 @@ _contraction_p = new_primitive(
 )
 
 
-# What moves data in whatever dtype they have.
-_MOVES = ("transpose", "reshape", "squeeze", "expand_dims", "rev", "slice", "copy")
-
-
 def _with_wide_results(fn: Callable[..., Any], x: Any, dtype: DType) -> Any:
     """Computes `fn(x)` with results of contractions in `dtype`; also of `fn`, mostly.
 
@@ -173,7 +169,7 @@ def _evaluate_wide(jaxpr: Any, constants: Any, args: Any, dtype: DType) -> list[
 
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        values = list(read(eqn.invars, name not in _MOVES))
+        values = list(read(eqn.invars, name not in MOVING_VIEWS))
         inner = list(subjaxprs(params))
         if name in ("jit", "pjit") and len(inner) == 1:
             outs = _evaluate_wide(raw(inner[0]), consts(inner[0]), values, dtype)

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 
 from .._dtypes import DType, cast, has_range, lowered
 from .._jax import Primitive, bind_flat, varying_in
+from .._primitives import PLACING, SUMMED_BACK
 from .._primitives.fences import fenced
 from .base import INPUTS, Decision, Demand, Fact, Mark, Site
-from .following import PLACING, KeepEachInput
+from .following import KeepEachInput
 from .storing import compute_in_full
-
-# What hands the same numbers to several devices: cotangents are added up over these.
-_SUMMED_BACK = ("all_gather", "pvary")
 
 
 def may_sum_over_devices(site: Site, low: DType) -> bool:
@@ -79,7 +77,7 @@ class SendLow(KeepEachInput):
 
     def _sums_in_full(self, site: Site, low: DType) -> bool:
         """Whether what comes back, if it is low, is summed in full."""
-        if site.primitive is None or site.primitive.name not in _SUMMED_BACK:
+        if site.primitive is None or site.primitive.name not in SUMMED_BACK:
             return False
         return self.full_sums or not may_sum_over_devices(site, low)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._dtypes import bits, exact_in, is_float, lowered
+from .._primitives import FANNING_OUT, REPEATING
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import (
-    FANNING_OUT,
     ConvertAsWritten,
     keep_each_input,
     keep_one,
@@ -61,7 +61,7 @@ class MoveExactly(Rule):
         if self.extremes and Demand.FULL in site.demand:
             return compute_in_full.decide(site)
         facts = site.facts
-        if site.primitive.name in _REPEATING:
+        if site.primitive.name in REPEATING:
             facts = tuple(map(held_in_full, facts, site.authors))
         elif site.primitive.name not in FANNING_OUT:
             facts = tuple(
@@ -113,10 +113,6 @@ class ConvertExactly(ConvertAsWritten):
         dtype = params["new_dtype"]
         is_wide = is_float(dtype) and bits(dtype) >= 32
         return wanted if is_wide else _AS_IT_IS
-
-
-# What may show one element of its operand many times: their cotangents add up.
-_REPEATING = ("broadcast_in_dim", "gather", "tile")
 
 
 def _mark(facts: Any) -> Mark:

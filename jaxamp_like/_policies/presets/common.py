@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._dtypes import survives
 from ..._jax import Primitive
-from ..._primitives import FIXED, kinds
+from ..._primitives import FIXED, Kind, those
 from ..._rules import (
     ByRange,
     ConvertAsWritten,
@@ -50,7 +50,7 @@ MOVES_EACH = frozenset(
 GIVEN = {
     **{name: CLASSES[name] for name in (*FIXED, "custom_linear_solve")},
     **dict.fromkeys(
-        kinds.SUMMING_FEW.split(),
+        those(lambda row: row.kind == Kind.SUM_OVER_DEVICES),
         ByRange(narrow=use_original_precision_locally, wide=keep_each_input),
     ),
     "convert_element_type": ConvertAsWritten(),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import Eqn
+from ..._primitives import ADDING
 from .. import walk
 from .compiled import Memory, measured
 from .pairs import Pair
@@ -105,7 +106,7 @@ class Block:
         none = no_row()
         most = max(map(len, self.inputs))
         inputs = [_padded(rows, most, none) for rows in self.inputs]
-        adds_up = [seen.eqn.primitive.name in _SUMS for seen in self.seen]
+        adds_up = [seen.eqn.primitive.name in ADDING for seen in self.seen]
         if self.compiled:
             histogram = histograms(self.codes)
             table = _table(self.rows, inputs, np.asarray(adds_up), histogram)
@@ -124,9 +125,6 @@ class Block:
 
 def _padded(items: list[Any], length: int, filler: Any) -> list[Any]:
     return [*items, *[filler] * (length - len(items))]
-
-
-_SUMS = frozenset("add add_any sub reduce_sum psum psum_invariant".split())
 
 
 def _table(

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._dtypes import DType
 from ..._jax import Literal
-from ..._primitives import LINEAR, VIEWS, is_cheap
+from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
 from ..._rules import Fact, Leaf, author_dtype
 
 Step = Any  # of `plan`, which builds on this package
@@ -57,9 +57,6 @@ def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:
     return any(looks_up(inner, plan.facts) for plan in plans for inner in plan.steps)
 
 
-_SATURATING = ("tanh", "logistic")
-
-
 def readers_in(steps: Iterable[Step]) -> dict[Any, list[Step]]:
     """The steps that read each variable, once for each operand."""
     found: dict[Any, list[Step]] = {}
@@ -79,7 +76,7 @@ def only_saturates(v: Any, readers: dict[Any, list[Step]]) -> bool:
 
 def _saturates(step: Step, v: Any, readers: dict[Any, list[Step]]) -> bool:
     name, operands = step.eqn.primitive.name, step.eqn.invars
-    if name in _SATURATING:
+    if name in SATURATING:
         return True
     if step.handler is not None and step.handler.is_call:
         (plan,) = step.inner
