@@ -55,7 +55,6 @@ from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
 from ._rewrite.by_hand import report_of_float16_by_hand
 from ._rewrite.keeps import Keeps
-from ._rewrite.plan import Plan, Step, steps_of
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.rounded_losses import tell_of_rounded_losses
@@ -71,6 +70,7 @@ from ._rewrite.unquantised import (
 )
 from ._rules import Origin
 from ._rules.given import as_bool
+from ._structural import Plan, Step, steps_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -12,7 +12,6 @@ from .._errors import AmpError
 from .._jax import Jaxpr, Primitive, raw, scopes, subjaxprs
 from .._policies.dictionary import (
     CheckedPolicy,
-    Found,
     Key,
     Lookup,
     checked_policy,
@@ -23,6 +22,7 @@ from .._policies.dictionary import (
 from .._policies.presets.common import Op
 from .._policies.presets.user_lists import check_disjoint, conditions_of, names_of
 from .._rules import (
+    Match,
     Rule,
     use_compute_precision,
     use_original_precision,
@@ -62,7 +62,7 @@ class ListedPolicy:
     policy: Lookup
     lists: Lists
 
-    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Found:
+    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         found = self.policy.find(primitive, scope)
         if is_stopped(scope):
             return found
@@ -174,7 +174,7 @@ def check_matches(lists: Lists, jaxpr: Jaxpr) -> None:
         )
 
 
-def _at(excluded: CheckedPolicy, path: tuple[str, ...]) -> Found | None:
+def _at(excluded: CheckedPolicy, path: tuple[str, ...]) -> Match | None:
     """What excludes a scope: the rule is one for all primitives."""
     return excluded.find_scope(lax.dot_general_p, path)
 

@@ -9,17 +9,16 @@ from typing import Any, NoReturn, Protocol
 
 import jax.extend.core.primitives as jax_primitives
 
-from .._dtypes import DType, bits
 from .._errors import AmpError
 from .._jax import Primitive
 from .._primitives import FIXED
 from .._rules import (
     Decision,
     Demand,
+    Match,
     Rule,
     Site,
     UseOriginalPrecision,
-    demand_in,
     use_original_precision,
 )
 from .._rules.given import as_rule
@@ -100,36 +99,10 @@ dtype; what leaves the range or the resolution of 16 bits runs as written; arith
 between low ops is low; data moves in the precision that it has."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A rule, and the key of the policy under which it was found."""
-
-    key: Key
-    rule: Rule
-    by_scope: bool = False
-    compute_dtype: DType | None = None  # `None`: that of the whole function
-    also: tuple[Key, ...] = ()  # other keys that led here: of a map, of a filter
-    as_written: bool = False  # the equation runs so, whatever the rule computes
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        """How operands are read; see `Rule.demand`."""
-        if self.as_written:
-            return Demand.FULL
-        demand = self.rule.demand(params, wanted)
-        dtype = self.compute_dtype
-        return demand if dtype is None else demand_in(dtype, demand)
-
-    @property
-    def is_compute(self) -> bool:
-        """Whether the equation makes low results whatever it reads."""
-        is_low = self.compute_dtype is None or bits(self.compute_dtype) < 32
-        return is_low and self.rule.is_compute and not self.as_written
-
-
 class Lookup(Protocol):
     """What finds the rule of an equation: a policy, checked."""
 
-    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Found:
+    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         """The rule of an equation of `primitive` in `scope`."""
         ...
 
@@ -171,8 +144,8 @@ def endings(path: Scope) -> Iterator[Scope]:
     return (path[start:] for start in range(len(path)))
 
 
-_STOPPED = Found(AMP_STOP[0], use_original_precision, by_scope=True)
-_UNNAMED = Found(None, use_original_precision)
+_STOPPED = Match(AMP_STOP[0], use_original_precision, by_scope=True)
+_UNNAMED = Match(None, use_original_precision)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +157,7 @@ class CheckedPolicy:
     patterns: dict[re.Pattern[str], Rule] = field(default_factory=dict)
     default: Rule | None = None
 
-    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Found:
+    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         """The rule of an equation: by scope (outermost first), primitive, default."""
         if is_stopped(scope):
             return _STOPPED
@@ -193,35 +166,35 @@ class CheckedPolicy:
             if self.default is None:
                 return _UNNAMED
             is_for = self.default.is_for(primitive.name)
-            found = Found(AMP_DEFAULT, self.default if is_for else by_class)
+            found = Match(AMP_DEFAULT, self.default if is_for else by_class)
         is_table = isinstance(found.rule, ByName) or found.key == AMP_DEFAULT
         if is_table and is_program(primitive):
             return _UNNAMED
         if isinstance(found.rule, ByName):
             # A rule for each primitive: no word on what the author asked for here.
-            return Found(found.key, found.rule.rule_of(primitive.name))
+            return Match(found.key, found.rule.rule_of(primitive.name))
         return found
 
-    def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Found | None:
+    def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
         """What is said of the scope or, if nothing is, of the primitive."""
         found = self.find_scope(primitive, scope)
         if found is None and primitive in self.primitives:
-            found = Found(primitive, self.primitives[primitive])
+            found = Match(primitive, self.primitives[primitive])
         return found
 
-    def find_scope(self, primitive: Primitive, scope: tuple[str, ...]) -> Found | None:
+    def find_scope(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
         """What is said of the scope, by rules that are for such a primitive."""
         for depth in range(1, len(scope) + 1):
             paths = paths_to(scope[:depth])
             for part in itertools.chain.from_iterable(map(endings, paths)):
                 rule = self.paths.get(part)  # of those that end here, the longest
                 if rule is not None and rule.is_for(primitive.name):
-                    return Found("/".join(part), rule, by_scope=True)
+                    return Match("/".join(part), rule, by_scope=True)
             for pattern, rule in self.patterns.items():
                 if rule.is_for(primitive.name) and any(
                     pattern.fullmatch("/".join(path)) for path in paths
                 ):
-                    return Found(pattern, rule, by_scope=True)
+                    return Match(pattern, rule, by_scope=True)
         return None
 
     def items(self) -> list[tuple[Key, Rule]]:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .._jax import Primitive
-from .._rules import Site, UseOriginalPrecision, use_original_precision
+from .._rules import Match, Site, UseOriginalPrecision, use_original_precision
 from .._rules.conditions import When
 from .._rules.fields import check_fields
 from .codec import decode_key, decode_predicate, encode_key, encode_predicate
 from .dictionary import (
     CheckedPolicy,
-    Found,
     Key,
     Lookup,
     is_program,
@@ -96,7 +95,7 @@ class Limit:
         return f"{self.kind}({', '.join(what)})"
 
 
-_OUTSIDE = Found("outside of the policy's limit", use_original_precision, by_scope=True)
+_OUTSIDE = Match("outside of the policy's limit", use_original_precision, by_scope=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +106,7 @@ class LimitedPolicy:
     limit: Limit
     keys: CheckedPolicy | None
 
-    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Found:
+    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         found = self.policy.find(primitive, scope)
         if is_stopped(scope):
             return found
@@ -120,7 +119,7 @@ class LimitedPolicy:
             return replace(found, also=(*found.also, match.key))
         return found if is_program(primitive) else _OUTSIDE
 
-    def _asking(self, found: Found, primitive: Primitive) -> Found:
+    def _asking(self, found: Match, primitive: Primitive) -> Match:
         is_original = isinstance(found.rule, UseOriginalPrecision)
         predicate = self.limit.predicate
         if is_original or is_program(primitive) or predicate is None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from .._errors import AmpError
 from .._jax import Primitive
 from .._primitives import CONTRACTIONS
-from .._rules import UseOriginalPrecision
+from .._rules import Match, UseOriginalPrecision
 from .._rules.by_shapes import ByShapes, is_pattern
 from .._rules.measured import OfMeasuredShapes, Unmeasured, as_measured
-from .dictionary import Found, Key, Lookup, Scope, is_stopped
+from .dictionary import Key, Lookup, Scope, is_stopped
 
 
 class Kind(NamedTuple):
@@ -120,7 +120,7 @@ class MeasuredPolicy:
     policy: Lookup
     measured: Measured
 
-    def find(self, primitive: Primitive, scope: Scope) -> Found:
+    def find(self, primitive: Primitive, scope: Scope) -> Match:
         found = self.policy.find(primitive, scope)
         is_original = isinstance(found.rule, UseOriginalPrecision)
         if primitive.name not in CONTRACTIONS or is_stopped(scope) or is_original:

@@ -13,9 +13,10 @@ import numpy as np
 from .._dtypes import DType
 from .._errors import AmpError
 from .._jax import Primitive
+from .._rules import Match
 from .._rules.given import short
 from .codec import decode_key, encode_key
-from .dictionary import Found, Key, Lookup, Scope, endings, is_stopped, paths_to
+from .dictionary import Key, Lookup, Scope, endings, is_stopped, paths_to
 from .frozen import EXPRESSION, is_path, normal_key
 from .named import Policy
 from .names import get_policy
@@ -223,7 +224,7 @@ class MappedPolicy:
     compute_dtypes: dict[Key | None, DType | None]
     _keys: dict[Scope, Key | None] = field(default_factory=dict)
 
-    def find(self, primitive: Primitive, scope: Scope) -> Found:
+    def find(self, primitive: Primitive, scope: Scope) -> Match:
         key = self._key_of(scope)
         found = self.lookups[key].find(primitive, scope)
         if key is None or is_stopped(scope):

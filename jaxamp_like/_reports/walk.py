@@ -13,10 +13,9 @@ from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
-from .._rewrite.plan import Step
 from .._rewrite.record import MARK
 from .._rewrite.solvers import told
-from .._structural import SOLVER, STRUCTURAL
+from .._structural import SOLVER, STRUCTURAL, Step
 from .._structural.kept import is_kept
 from .convolutions import multiply_adds
 from .data.records import Phase, Place, SavedRecord, widest

@@ -13,7 +13,7 @@ import jax
 from .._jax import Literal, eqn_context, scan_arity
 from .._primitives import VIEWS
 from .._rules import Fact
-from .plan import Plan, Step
+from .._structural import Plan, Rounded, Step
 from .record import marked
 
 Frame = Any  # of `bind`, which builds on this module
@@ -22,8 +22,6 @@ Path = tuple[Any, ...]
 """Where a rounded operand is read: through which steps, of which one, as which operand.
 
 After a loop comes whether it is another one in each iteration."""
-
-Rounded = dict[Path, Any]
 
 # A copy of what is spread out would be larger than what it shows.
 _MOVES = VIEWS - {"broadcast_in_dim", "tile"}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .._jax import Atom, Literal
-from .plan import Step
+from .._structural import Step
 from .record import is_recorded
 
 _T = TypeVar("_T")

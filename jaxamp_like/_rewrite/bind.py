@@ -27,6 +27,7 @@ from .._primitives.matmul_precision import (
     without_setting,
 )
 from .._rules import Demand, Leaf, author_dtype, kept_or_made
+from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import now
 from .._structural.kept import keep
 from .ahead import Rounded, inside, of_loop
@@ -34,10 +35,10 @@ from .alike import Alike
 from .casts import attach, attach_moved, cast_of, fork, one_number, settle
 from .islands import Region, as_island
 from .keeps import Keeps
-from .plan import Facts, Plan, Scope, Step
 from .planner import Planner
 from .recompute import bind_region, casts_again, recast
 from .record import marked
+from .schedules import schedule_of
 from .views import Views, bind_again, recast_roots
 
 
@@ -84,7 +85,7 @@ class Frame:
         env |= zip(plan.invars, map(as_array, args), strict=True)
         frame = self.over(env, self.keeps)
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
-        schedule = plan.islands if self.is_lean else plan.plain
+        schedule = schedule_of(plan, self.is_lean)
         units, unit_drops, cotangents, frame.shared = schedule
         frame.rounded_often = plan.rounded_often
         if self.keeps != Keeps.LEAN:  # in a loop there are few sums to compute again
@@ -422,8 +423,7 @@ class Call(NamedTuple):
 
     def inside(self) -> Iterator["Call"]:
         """The programs that are closed where this one is bound."""
-        schedule = self.plan.islands if self.keeps.is_lean else self.plan.plain
-        units = schedule.units
+        units = schedule_of(self.plan, self.keeps.is_lean).units
         for unit in map(as_island, units) if self.keeps == Keeps.MARKED else units:
             is_region = isinstance(unit, Region)
             both = (Keeps.NOTHING, Keeps.STATISTICS) if is_region else (self.keeps,)

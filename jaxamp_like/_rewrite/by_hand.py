@@ -6,7 +6,7 @@ from .._dtypes import DType
 from .._jax import source_line
 from .._policies.dictionary import AMP_STOP, REWRITTEN
 from .._primitives import CONTRACTIONS
-from .plan import Step
+from .._structural import Step
 
 _DECIDED = {*AMP_STOP, REWRITTEN}
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._jax import Jaxpr, Literal, raw, scopes
-from .._structural import Body
+from .._structural import Body, Scope
 from .matching import Matching
 from .memo import Memo
-from .plan import Scope
 from .reach import Reach, around, through, union
 
 

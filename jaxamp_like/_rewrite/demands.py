@@ -9,11 +9,10 @@ from typing import Any
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes
 from .._primitives import FIXED
 from .._rules import Demand
-from .._structural import Body
+from .._structural import Body, Scope
 from .carries import Carries
 from .matching import Matching
 from .memo import Memo
-from .plan import Scope
 
 
 @dataclass(eq=False)

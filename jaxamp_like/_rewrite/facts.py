@@ -7,7 +7,7 @@ import numpy as np
 from .._dtypes import DType
 from .._jax import Atom, Literal, is_tracer
 from .._rules import Demand, Fact, Leaf, Mark, Origin, Site, author_dtype, is_full
-from .plan import Facts
+from .._structural import Facts
 
 
 def upcast_early(site: Site, outs: Facts) -> Facts:

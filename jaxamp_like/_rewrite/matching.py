@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._jax import Eqn
-from .._policies.dictionary import Found, Lookup
+from .._policies.dictionary import Lookup
 from .._primitives import CONTRACTIONS, is_contraction
-from .._rules import UseOriginalPrecision
-from .._structural import STRUCTURAL, Handler
-from .plan import Scope
+from .._rules import Match, UseOriginalPrecision
+from .._structural import STRUCTURAL, Handler, Scope
 from .solvers import find_rule
 
 
@@ -17,16 +16,16 @@ class Matching:
     """The policy, asked for each primitive and scope once."""
 
     policy: Lookup
-    _found: dict[Any, Found] = field(default_factory=dict)
+    _found: dict[Any, Match] = field(default_factory=dict)
 
-    def find(self, primitive: Any, scope: Scope) -> Found:
+    def find(self, primitive: Any, scope: Scope) -> Match:
         """What the policy says of a primitive in a scope."""
         key = (primitive, scope)
         if key not in self._found:
             self._found[key] = self.policy.find(primitive, scope)
         return self._found[key]
 
-    def found(self, eqn: Eqn, scope: Scope) -> Found:
+    def found(self, eqn: Eqn, scope: Scope) -> Match:
         """What the policy says of an equation."""
         return find_rule(self.find, eqn, scope)
 
@@ -44,6 +43,6 @@ class Matching:
         return self.found(eqn, scope).rule.may_compute_low
 
 
-def stops(found: Found) -> bool:
+def stops(found: Match) -> bool:
     """Whether a structural primitive is left as written, with all that is inside."""
     return found.key is not None and isinstance(found.rule, UseOriginalPrecision)

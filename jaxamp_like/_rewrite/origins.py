@@ -13,7 +13,7 @@ import numpy as np
 from .._primitives import CONTRACTIONS, EACH_ALONE, LOOKUPS, is_contraction
 from .._rules import Fact, Origin, Site
 from .._rules.weights import joined
-from .plan import Facts
+from .._structural import Facts
 
 
 def with_origins(site: Site, outs: Facts) -> Facts:

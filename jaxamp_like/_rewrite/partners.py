@@ -10,9 +10,9 @@ from typing import Any
 from .._jax import Atom, Literal
 from .._primitives import CONTRACTIONS, IDENTITIES, VIEWS
 from .._rules import Fact, Origin, Partner, sizes_of
+from .._structural import Facts, Step
 from .cotangents import Which
 from .facts import fact_of
-from .plan import Facts, Step
 
 
 class Partners:

@@ -31,12 +31,13 @@ from .._jax import (
     subjaxprs,
 )
 from .._policies.classes import CLASSES
-from .._policies.dictionary import Found, Lookup
+from .._policies.dictionary import Lookup
 from .._primitives import FIXED, holds_rule
 from .._primitives.matmul_precision import setting
 from .._rules import (
     Demand,
     Fact,
+    Match,
     Origin,
     Rule,
     Site,
@@ -45,7 +46,7 @@ from .._rules import (
     summed_once,
     use_original_precision,
 )
-from .._structural import STRUCTURAL
+from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
 from .carries import Carries
 from .cotangents import Cotangents, Which
 from .demands import Demands
@@ -56,7 +57,6 @@ from .memo import Memo
 from .origins import as_number, with_origins
 from .partners import Partners, without_partners
 from .placement import as_asked, leaf_of, of_operands
-from .plan import Facts, Plan, Scope, Step
 from .shared import shared
 from .solvers import Solvers
 
@@ -255,7 +255,7 @@ class Planner:
         finally:
             self._is_backward, self._is_recomputed, self._given = before
 
-    def _rule(self, eqn: Eqn, scope: Scope, found: Found) -> tuple[Rule, bool]:
+    def _rule(self, eqn: Eqn, scope: Scope, found: Match) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
@@ -290,7 +290,7 @@ class Planner:
         scope: Scope,
         facts: Facts,
         wanted: Any,
-        found: Found,
+        found: Match,
         cotangents: Which,
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)

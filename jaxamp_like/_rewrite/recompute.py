@@ -8,12 +8,12 @@ from .._dtypes import bits
 from .._jax import Literal, checkpoint, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
 from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
+from .._structural import Step
 from .._structural.kept import keep
 from .alike import code_of
 from .casts import attach
 from .islands import Region
 from .keeps import Keeps
-from .plan import Step
 
 Frame = Any  # of `bind`, which builds on this module
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from .plan import Plan, Step
+from .._structural import Plan, Step
 from .planner import Planner
 
 MARK = "amp_equation:"

@@ -45,15 +45,14 @@ from .._jax import (
     subjaxprs,
     with_eqns,
 )
-from .._policies.dictionary import Found
 from .._primitives import RANKING
-from .._rules import UseOriginalPrecision, in_solver, why_written
+from .._rules import Match, UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, Body, Handler
 from .flow import NONE, Flows, Indices, Scope, read_outside
 from .latches import stops
 
 
-def find_rule(find: Callable[[Any, Scope], Found], eqn: Eqn, scope: Scope) -> Found:
+def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Match:
     """The rule of an equation; in a solver, only rules of scopes ask for low."""
     found = find(eqn.primitive, told(scope))
     if SOLVER in scope:

@@ -5,7 +5,7 @@ from typing import Any
 
 from .._jax import source_line
 from .._rules.by_shapes import NO_ROW, ByShapes, shapes_of
-from .plan import Step
+from .._structural import Step
 from .planner import Planner
 from .solvers import told
 from .unmatched import place_of_step

@@ -10,7 +10,6 @@ from .._policies.classes import CLASSES
 from .._policies.dictionary import (
     AMP_DEFAULT,
     REWRITTEN,
-    Found,
     Key,
     Scope,
     endings,
@@ -18,8 +17,8 @@ from .._policies.dictionary import (
     show_key,
 )
 from .._policies.frozen import EXPRESSION
-from .._structural import derivative_of
-from .plan import Plan, Step
+from .._rules import Match
+from .._structural import Plan, Step, derivative_of
 from .planner import Planner
 from .record import MARK
 
@@ -32,7 +31,7 @@ class _Equation(NamedTuple):
 
     eqn: Eqn
     scope: Scope
-    found: Found
+    found: Match
 
 
 def reports_of_unmatched_keys(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .._jax import source_line
 from .._rules.measured import NOT_MEASURED, Unmeasured
-from .plan import Plan, Step
+from .._structural import Plan, Step
 from .unmatched import authors_scope, place_of_step
 
 _MOST = 8  # places to list

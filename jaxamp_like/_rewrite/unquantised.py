@@ -8,8 +8,8 @@ from .._jax import source_line
 from .._quantised.delayed import NO_STATE
 from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
 from .._rules import Origin, Rule
+from .._structural import Plan, Step
 from .facts import fact_of
-from .plan import Plan, Step
 from .unmatched import authors_scope
 
 _MOST = 8  # reasons to list

@@ -9,7 +9,7 @@ from typing import Any
 from .._dtypes import DType
 from .._jax import Atom, Literal, bind_flat, eqn_context, without_scopes
 from .._rules import author_dtype
-from .plan import Plan, Step
+from .._structural import Plan, Step
 
 
 class Views:

@@ -54,6 +54,7 @@ from .following import (
     low_if_read_low as low_if_read_low,
 )
 from .low_residuals import keeping_copies as keeping_copies, of_some as of_some
+from .match import Match as Match
 from .sending import (
     FULL_SUMS as FULL_SUMS,
     send_low as send_low,

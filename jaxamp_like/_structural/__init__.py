@@ -1,6 +1,17 @@
 """Structural primitives: those that hold programs. One row of `STRUCTURAL` for each."""
 
-from .base import REMAT, SOLVER as SOLVER, Body as Body, Handler as Handler
+from .base import (
+    REMAT,
+    SOLVER as SOLVER,
+    Body as Body,
+    Facts as Facts,
+    Handler as Handler,
+    Plan as Plan,
+    Rounded as Rounded,
+    Scope as Scope,
+    Step as Step,
+    steps_of as steps_of,
+)
 from .branches import bind_cond, cond_bodies, decide_cond
 from .calls import (
     bind_inline,

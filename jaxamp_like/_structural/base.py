@@ -5,26 +5,21 @@ bodies are planned with the facts of its operands), and how it is bound again. B
 copies the equation's parameters and replaces only the jaxprs, so that names, donation,
 shardings, unrolling, remat policies and whatever a later JAX adds survive."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
-from .._jax import (
-    Eqn,
-    Jaxpr,
-    Literal,
-    raw,
-)
-from .._rules import (
-    Decision,
-    Fact,
-    Leaf,
-    Site,
-    author_dtype,
-)
+from .._jax import Atom, Eqn, Jaxpr, Literal, Place, raw
+from .._rules import Decision, Demand, Fact, Leaf, Match, Site, author_dtype
 
 Facts = tuple[Fact | None, ...]
+Scope = tuple[str, ...]
 
+Rounded = dict[tuple[Any, ...], Any]
+"""Weights that were rounded before a loop, by the way from there to what reads them."""
 
 REMAT = ("checkpoint", "remat2")
 
@@ -65,13 +60,245 @@ class Handler(NamedTuple):
     `is_closed` holds its program rewritten by itself (see `Frame.close`)."""
 
     bodies: Callable[[Eqn], list[Body]]
-    decide: Callable[[Any, Eqn, Site], tuple[Decision, tuple[Any, ...]]]
-    bind: Callable[[Any, Any, list[Any]], Sequence[Any]]
+    decide: "Callable[[Planner, Eqn, Site], tuple[Decision, tuple[Plan, ...]]]"
+    bind: "Callable[[Frame, Step, list[Any]], Sequence[Any]]"
     is_call: bool = False
     may_run_twice: bool = False
     is_loop: bool = False
     hands_on: bool = False
     is_closed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The plan of one equation: what binding follows, and what a report shows."""
+
+    eqn: Eqn
+    scope: Scope
+    found: Match
+    decision: Decision
+    inner: tuple["Plan", ...] = ()
+    handler: Handler | None = None  # of a structural primitive
+    opaque: bool = False  # carries code in the author's dtypes: bound as it stands
+    casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
+    run_again: bool = False  # in the backward pass, if less is kept for it then
+    wanted: tuple[Demand, ...] = ()  # how its results are read
+    backward: bool = False  # whether it is part of a backward pass, as it was planned
+
+    @property
+    def is_compute(self) -> bool:
+        return self.found.is_compute
+
+    @functools.cached_property
+    def kind(self) -> Hashable:
+        """What says how it is bound, but for its variables; all else follows."""
+        eqn, decision = self.eqn, self.decision
+        return (
+            eqn.primitive,
+            tuple(eqn.params.items()),
+            Place(eqn),
+            decision._replace(params=tuple(decision.params.items())),
+            self.inner,
+            tuple(self.casts.items()),
+        )
+
+    def read_alone(self, i: int) -> Hashable:
+        """What is rounded for an operand alike by all that read it so."""
+        return self.eqn.invars[i], self.decision.reads[i], self.decision.alone[i]
+
+    @property
+    def recasts(self) -> list[int]:
+        """Operands whose casts are made again in the backward pass, not saved."""
+        return [i for i, leaf in self.casts.items() if leaf in (Leaf.ROOT, Leaf.VIEW)]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The plan of a jaxpr for operands of certain dtypes and marks.
+
+    It holds the variables and equations, not the jaxpr, which keys the cache weakly."""
+
+    invars: Sequence[Any]
+    constvars: Sequence[Any]
+    outvars: Sequence[Atom]
+    ins: Facts
+    outs: Facts
+    steps: tuple[Step, ...]
+    facts: dict[Any, Fact | None]  # of all variables
+    lean: bool
+    keys: frozenset[Any]  # keys of the policy that an equation was found under
+    closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
+
+    @functools.cached_property
+    def rounded_often(self) -> frozenset[Hashable]:
+        """Operands that several steps of 8 bits would round alike, by themselves."""
+        read = Counter(
+            step.read_alone(i)
+            for step in self.steps
+            for i, how in enumerate(step.decision.alone)
+            if how is not None and not isinstance(step.eqn.invars[i], Literal)
+        )
+        return frozenset(key for key, count in read.items() if count > 1)
+
+
+def steps_of(plan: Plan) -> Iterator[Step]:
+    """The steps of a plan, at any depth."""
+    for step in plan.steps:
+        yield step
+        for inner in step.inner:
+            yield from steps_of(inner)
+
+
+class Demands(Protocol):
+    """How values are read by what comes after them."""
+
+    def of_body(
+        self, body: Body, scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How the inputs of a body are read, whose results are read as `outs` says."""
+        ...
+
+    def body_wanted(
+        self, body: Body, scope: Scope, outs: Sequence[Demand]
+    ) -> list[Demand]:
+        """How the results of a body are read, outside or by the next iteration."""
+        ...
+
+
+class Carries(Protocol):
+    """Which carries of loops are sums."""
+
+    def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
+        """The inputs of the body that no iteration may round."""
+        ...
+
+
+class Planner(Protocol):
+    """What plans the programs that an equation holds; it is that of `_rewrite`."""
+
+    @property
+    def lean(self) -> bool: ...
+
+    @property
+    def demands(self) -> Demands: ...
+
+    @property
+    def carries(self) -> Carries: ...
+
+    def plan(
+        self,
+        jaxpr: Jaxpr,
+        facts: Facts,
+        scope: Scope = (),
+        wanted: Sequence[Demand] = (),
+    ) -> Plan:
+        """Plans `jaxpr` for inputs of which `facts` are known.
+
+        `wanted` says how its results are read; in full, if not given."""
+        ...
+
+    def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
+        """The facts of a call's operands, knowing on which devices they are to lie."""
+        ...
+
+    def reads_in_full(self, scope: Scope) -> bool:
+        """Whether arithmetic computes in full there, however operands are held."""
+        ...
+
+
+class Frame(Protocol):
+    """What binds plans on values; it is that of `_rewrite`."""
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether the backward pass makes again what is cheap."""
+        ...
+
+    def run(
+        self,
+        plan: Plan,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        ahead: dict[tuple[Any, DType], Any] | None = None,
+        rounded: Rounded | None = None,
+    ) -> list[Any]:
+        """Binds a whole plan; results are in the dtypes that they have.
+
+        `ahead` are casts of inputs that were made before a loop, and `rounded` weights
+        that were rounded there."""
+        ...
+
+    def close(
+        self,
+        plan: Plan,
+        jaxpr: Jaxpr,
+        dtypes: tuple[DType | None, ...],
+        rounded: Rounded | None = None,
+    ) -> Jaxpr:
+        """The rewritten jaxpr of a plan, with results in `dtypes`."""
+        ...
+
+    def rewrite(
+        self,
+        fn: Callable[..., Any],
+        avals: Sequence[Any],
+        values: Sequence[Any],
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[Demand],
+        cotangents: tuple[bool, ...] | None = None,
+    ) -> list[Any]:
+        """Traces `fn` on the author's `avals`, plans it and binds it on `values`."""
+        ...
+
+    def rewrite_with_facts(
+        self,
+        fn: Callable[..., Any],
+        avals: Sequence[Any],
+        values: Sequence[Any],
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[Demand],
+        cotangents: tuple[bool, ...] | None = None,
+    ) -> tuple[list[Any], Facts]:
+        """As `rewrite`, with what is known of the results."""
+        ...
+
+    def copies(
+        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+    ) -> list[Any]:
+        """Copies of values in the dtypes in which the backward pass keeps them."""
+        ...
+
+    def rounded_in(self, step: Step) -> Rounded:
+        """The weights that a step's program reads and that a loop has rounded."""
+        ...
+
+    def of_loop(
+        self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
+    ) -> tuple[Rounded, Rounded]:
+        """The weights that a loop reads, rounded before it: fixed ones, and slices."""
+        ...
+
+    def recast_roots(self, plan: Plan) -> list[tuple[Any, DType]]:
+        """The inputs that a plan's contractions read cast, with the dtypes."""
+        ...
+
+    def in_loop(self) -> "Frame":
+        """A frame for the bodies of a loop."""
+        ...
+
+    def in_rule(self) -> "Frame":
+        """A frame for derivative rules, whose authors chose what to keep."""
+        ...
+
+    def run_again(self) -> "Frame":
+        """A frame for code that the backward pass runs again as a whole."""
+        ...
+
+    def under_policy(self) -> "Frame":
+        """A frame for code in a `jax.checkpoint` with a policy of what is kept."""
+        ...
 
 
 def decision_of(

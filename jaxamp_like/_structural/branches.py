@@ -14,6 +14,9 @@ from .._rules import (
 from .._rules.weights import joined
 from .base import (
     Body,
+    Frame,
+    Planner,
+    Step,
     decision_of,
     inside,
     now,
@@ -25,7 +28,7 @@ def cond_bodies(eqn: Eqn) -> list[Body]:
     return [Body(branch, ins, outs) for branch in eqn.params["branches"]]
 
 
-def decide_cond(planner: Any, eqn: Eqn, site: Site):
+def decide_cond(planner: Planner, eqn: Eqn, site: Site):
     facts = inside(site.facts[1:])
     inner = tuple(
         planner.plan(branch, facts, site.scope, site.wanted)
@@ -46,7 +49,7 @@ def _join(*facts: Fact | None) -> Fact | None:
     return Fact(dtype, mark, carried=carried, origin=origin)
 
 
-def bind_cond(frame: Any, step: Any, operands: list[Any]):
+def bind_cond(frame: Frame, step: Step, operands: list[Any]):
     eqn, dtypes = step.eqn, now(step.decision.outs)
     branches = tuple(
         frame.close(plan, branch, dtypes)

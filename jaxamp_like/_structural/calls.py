@@ -26,6 +26,10 @@ from .._rules import (
 )
 from .base import (
     Body,
+    Frame,
+    Plan,
+    Planner,
+    Step,
     decision_of,
     inside,
     now,
@@ -41,7 +45,7 @@ def call_bodies(eqn: Eqn) -> list[Body]:
 
 
 def decide_call(
-    planner: Any,
+    planner: Planner,
     eqn: Eqn,
     site: Site,
     leaf: Leaf = Leaf.ROOT,
@@ -69,12 +73,12 @@ def decide_call(
     return decision_of(site, now(facts), outs, "its body decides"), (inner,)
 
 
-def decide_inline(planner: Any, eqn: Eqn, site: Site):
+def decide_inline(planner: Planner, eqn: Eqn, site: Site):
     raises = not planner.lean
     return decide_call(planner, eqn, site, raises=raises, sharded=Leaf.SHARDED)
 
 
-def decide_jit(planner: Any, eqn: Eqn, site: Site):
+def decide_jit(planner: Planner, eqn: Eqn, site: Site):
     params = eqn.params
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     if any(layout is not None for layout in layouts):
@@ -83,14 +87,14 @@ def decide_jit(planner: Any, eqn: Eqn, site: Site):
     return decide_inline(planner, eqn, site)
 
 
-def bind_jit(frame: Any, step: Any, operands: list[Any]):
+def bind_jit(frame: Frame, step: Step, operands: list[Any]):
     # In a loop, what is read from outside of it has no place among the operands.
     if frame.rounded_in(step):
         return cast_all(bind_inline(frame, step, operands), now(step.decision.outs))
     return bind_closed(frame, step, operands)
 
 
-def bind_closed(frame: Any, step: Any, operands: list[Any]):
+def bind_closed(frame: Frame, step: Step, operands: list[Any]):
     """Binds an equation with the one program that it holds, as a parameter."""
     (inner,), eqn = step.inner, step.eqn
     closed = frame.close(inner, eqn.params["jaxpr"], now(step.decision.outs))
@@ -98,7 +102,7 @@ def bind_closed(frame: Any, step: Any, operands: list[Any]):
         return eqn.primitive.bind(*operands, **eqn.params | {"jaxpr": closed})
 
 
-def decide_remat(planner: Any, eqn: Eqn, site: Site):
+def decide_remat(planner: Planner, eqn: Eqn, site: Site):
     decision, inner = decide_call(planner, eqn, site, leaf=Leaf.RERUN)
     policies = (None, jax.checkpoint_policies.nothing_saveable)
     if eqn.effects or eqn.params["policy"] not in policies:
@@ -110,7 +114,7 @@ def decide_remat(planner: Any, eqn: Eqn, site: Site):
     return decision, inner
 
 
-def bind_remat(frame: Any, step: Any, operands: list[Any]):
+def bind_remat(frame: Frame, step: Step, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.keeps
     dtypes = now(step.decision.outs)
     rounded = frame.rounded_in(step)
@@ -141,7 +145,7 @@ def bind_remat(frame: Any, step: Any, operands: list[Any]):
         return call([*values, *operands], copies)
 
 
-def _names_kept(plan: Any) -> frozenset[str]:
+def _names_kept(plan: Plan) -> frozenset[str]:
     """Names of scalars that rules make and would have to reduce arrays for again."""
     made = (step.decision.eight_bits for step in plan.steps)
     own = {one.kept for one in made if one is not None and one.kept is not None}
@@ -150,7 +154,7 @@ def _names_kept(plan: Any) -> frozenset[str]:
     )
 
 
-def bind_inline(frame: Any, step: Any, operands: list[Any]):
+def bind_inline(frame: Frame, step: Step, operands: list[Any]):
     (inner,), (jaxpr,) = step.inner, subjaxprs(step.eqn.params)
     with eqn_context(step.eqn):
         rounded = frame.rounded_in(step)

@@ -42,6 +42,8 @@ from .._rules import (
 )
 from .base import (
     Facts,
+    Frame,
+    Step,
     now,
 )
 
@@ -105,7 +107,7 @@ def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
     )
 
 
-def bind_custom_jvp(frame: Any, step: Any, operands: list[Any]):
+def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
@@ -186,7 +188,7 @@ class _Identity:
         return id(self.value)
 
 
-def bind_custom_vjp(frame: Any, step: Any, operands: list[Any]):
+def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     """Binds a `custom_vjp` call.
 
     The new rule asks for symbolic zeros if the author's does: only then may it matter
@@ -377,7 +379,7 @@ def _demand_as(now: Any, author: Any) -> Demand:
     return Demand.FULL if now == author else Demand.LOW
 
 
-def _demands_of(step: Any) -> list[Demand]:
+def _demands_of(step: Step) -> list[Demand]:
     """How a derivative rule's results are read: as the primal results are held."""
     return [
         _demand_as(fact and fact.dtype, author_dtype(v.aval))

@@ -34,6 +34,10 @@ from .base import (
     SOLVER,
     Body,
     Facts,
+    Frame,
+    Plan,
+    Planner,
+    Step,
     decision_of,
     inside,
     now,
@@ -69,15 +73,15 @@ def while_bodies(eqn: Eqn) -> list[Body]:
     ]
 
 
-def decide_scan(planner: Any, eqn: Eqn, site: Site):
+def decide_scan(planner: Planner, eqn: Eqn, site: Site):
     return _decide_loop(planner, site, scan_bodies(eqn))
 
 
-def decide_while(planner: Any, eqn: Eqn, site: Site):
+def decide_while(planner: Planner, eqn: Eqn, site: Site):
     return _decide_loop(planner, site, while_bodies(eqn))
 
 
-def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
+def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     *others, body = bodies
     wanted = planner.demands.body_wanted(body, site.scope, site.wanted)
     outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
@@ -115,8 +119,9 @@ def _decide_loop(planner: Any, site: Site, bodies: list[Body]):
         fact = _carried(site, i, marks[i], i in low)
         return fact._replace(carried=i in adds_up, origin=origins[i])
 
-    def learn(i: int, made: Fact) -> bool:
+    def learn(i: int, made: Fact | None) -> bool:
         """What an iteration makes of a carry; whether that is news to the next one."""
+        assert made is not None  # those of `outs` are floats
         before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
         # its way into the first iteration or the next, nor out of the last.
@@ -210,7 +215,7 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
     return saveable
 
 
-def _holds_remat(plan: Any) -> bool:
+def _holds_remat(plan: Plan) -> bool:
     """Whether some code in a plan is checkpointed by its author."""
     return any(
         step.eqn.primitive.name in REMAT or any(map(_holds_remat, step.inner))
@@ -218,7 +223,7 @@ def _holds_remat(plan: Any) -> bool:
     )
 
 
-def bind_scan(frame: Any, step: Any, operands: list[Any]):
+def bind_scan(frame: Frame, step: Step, operands: list[Any]):
     """Binds a scan; what all iterations read of parameters comes first.
 
     Weights of 8 bits are rounded before the loop, the slices of a stack together. Casts
@@ -228,7 +233,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
     would overrule the author's checkpoints inside: there they stay in the body. So they
     do beside hi-types, which JAX's classic checkpoint does not take."""
     (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
-    all_fixed, _, all_slices = scan_operands(eqn, inner.invars)
+    all_fixed, _, all_slices = scan_operands(eqn, list(inner.invars))
     places = {var: i for i, var in enumerate(all_fixed)}
     casts = frame.recast_roots(inner)
     ahead = [cast for cast in casts if cast[0] in places]
@@ -275,7 +280,7 @@ def bind_scan(frame: Any, step: Any, operands: list[Any]):
         return checkpoint(flat, policy=policy, prevent_cse=False)(operands, *values)
 
 
-def bind_while(frame: Any, step: Any, operands: list[Any]):
+def bind_while(frame: Frame, step: Step, operands: list[Any]):
     (cond, body), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
     params, dtypes = eqn.params, now(step.decision.outs)
     closed = frame.close(cond, params["cond_jaxpr"], (None,))

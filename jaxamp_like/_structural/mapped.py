@@ -22,11 +22,13 @@ from .._rules import (
     author_dtype,
 )
 from .base import (
+    Frame,
+    Step,
     now,
 )
 
 
-def bind_shard_map(frame: Any, step: Any, operands: list[Any]):
+def bind_shard_map(frame: Frame, step: Step, operands: list[Any]):
     (inner,) = step.inner
     dtypes = now(step.decision.outs)
 
@@ -37,7 +39,7 @@ def bind_shard_map(frame: Any, step: Any, operands: list[Any]):
         return jax.shard_map(body, **shard_map_options(step.eqn.params))(*operands)
 
 
-def bind_pmap(frame: Any, step: Any, operands: list[Any]):
+def bind_pmap(frame: Frame, step: Step, operands: list[Any]):
     """`pmap` up to JAX 0.9; later it is a jitted `shard_map`."""
     (inner,), params = step.inner, step.eqn.params
     dtypes = now(step.decision.outs)
@@ -60,7 +62,7 @@ def bind_pmap(frame: Any, step: Any, operands: list[Any]):
         return mapped(*operands)
 
 
-def bind_custom_vmap(frame: Any, step: Any, operands: list[Any]):
+def bind_custom_vmap(frame: Frame, step: Step, operands: list[Any]):
     """Binds a `custom_vmap` call; what the author's rule makes of it is rewritten too.
 
     The rule sees the author's dtypes, and so does what reads its results."""

@@ -16,12 +16,15 @@ from .._rules import (
 )
 from .base import (
     Body,
+    Frame,
+    Planner,
+    Step,
     author_facts,
     decision_of,
 )
 
 
-def decide_pinned(planner: Any, eqn: Eqn, site: Site):
+def decide_pinned(planner: Planner, eqn: Eqn, site: Site):
     inner = tuple(
         planner.plan(jaxpr, author_facts(jaxpr), site.scope)
         for jaxpr in subjaxprs(eqn.params)
@@ -32,7 +35,7 @@ def decide_pinned(planner: Any, eqn: Eqn, site: Site):
     ), inner
 
 
-def bind_pinned(frame: Any, step: Any, operands: list[Any]):
+def bind_pinned(frame: Frame, step: Step, operands: list[Any]):
     plans = iter(step.inner)
 
     def rewrite(value):

@@ -8,10 +8,10 @@ from jax.typing import DTypeLike
 
 from ..._errors import AmpError
 from ..._jax import Eqn, Jaxpr
-from ..._policies.dictionary import Found
 from ..._policies.mistakes import naming_mistakes
-from ..._rewrite.plan import Step
 from ..._rewrite.record import Recorder
+from ..._rules import Match
+from ..._structural import Step
 from .. import walk
 from ..call import Call
 from ..data.records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
@@ -213,6 +213,6 @@ def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
         yield RuleRecord(key, ", ".join(rules[key]), count[key], key in own)
 
 
-def _keys(found: Found) -> list[str]:
+def _keys(found: Match) -> list[str]:
     """The keys that led to a rule: of a map, of a limit, and that of the rule."""
     return list(dict.fromkeys(map(key_name, (*reversed(found.also), found.key))))

@@ -21,8 +21,7 @@ from ..._jax import (
     raw,
     subjaxprs,
 )
-from ..._rewrite.plan import Step
-from ..._structural import CALLS
+from ..._structural import CALLS, Step
 from .. import walk
 from . import pairs as p, rounding
 from .blocks import Block, Found, Loop, Path, Seen, Where

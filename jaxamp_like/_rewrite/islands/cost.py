@@ -8,8 +8,7 @@ from ..._dtypes import DType
 from ..._jax import Literal
 from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
 from ..._rules import Fact, Leaf, author_dtype
-
-Step = Any  # of `plan`, which builds on this package
+from ..._structural import Step
 
 
 def kept_for(step: Step, active: set[Any]) -> int:

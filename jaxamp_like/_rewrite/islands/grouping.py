@@ -280,7 +280,8 @@ class Grouping:
         found: set[Step] = set()
         pending = list(group)
         while pending:
-            makers = {self.maker.get(v) for v in reads(pending.pop())}
+            read = reads(pending.pop())
+            makers = {self.maker[v] for v in read if v in self.maker}
             new = (makers & self.free) - found
             found |= new
             pending += new

@@ -1,0 +1,36 @@
+"""The schedules of plans: made when they are bound, once for each plan.
+
+Of the plans that a loop tries until the dtypes of its carries settle, only the last one
+is bound."""
+
+from weakref import WeakKeyDictionary
+
+from .._structural import Plan
+from .islands import Schedule, island_schedule, plain_schedule, schedule
+
+_known: WeakKeyDictionary[Plan, dict[bool, Schedule]] = WeakKeyDictionary()
+
+
+def schedule_of(plan: Plan, is_lean: bool) -> Schedule:
+    """The steps of a plan in order; for a lean frame, islands in regions."""
+    made = _known.setdefault(plan, {})
+    if is_lean not in made:
+        made[is_lean] = _islands(plan) if is_lean else _plain(plan)
+    return made[is_lean]
+
+
+def _plain(plan: Plan) -> Schedule:
+    if any(step.run_again for step in plan.steps):
+        return plain_schedule(plan.steps, plan.facts, plan.outvars)
+    return schedule(plan.steps, plan.outvars)
+
+
+def _islands(plan: Plan) -> Schedule:
+    """With regions for a derivative that is still to be taken.
+
+    What a written out backward pass reads, its author has chosen: a region would only
+    hide from others (`amp_with_state`, reports) what it reads and makes."""
+    is_backward = any(step.backward for step in plan.steps)
+    if not is_backward and any(step.run_again or step.inner for step in plan.steps):
+        return island_schedule(plan.steps, plan.facts, plan.outvars)
+    return schedule_of(plan, False)
