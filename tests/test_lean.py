@@ -1,4 +1,4 @@
-"""Islands: what the backward pass keeps, and that nothing else changes.
+"""Regions: what the backward pass keeps, and that nothing else changes.
 
 The default policy has them by itself, others by `amp(fn, lean=True)`."""
 
@@ -51,7 +51,7 @@ def quick(fn):
     return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def islands(fn, *args):
+def regions(fn, *args):
     """The regions of a program: what is run again as a whole, without contractions."""
 
     def find(jaxpr):
@@ -77,11 +77,11 @@ W, X = jnp.ones((8, 8)) / 8, jnp.linspace(-1, 1, 32).reshape(4, 8)
 LOW = (BF16, (4, 8))
 
 
-def test_an_island_is_low_at_its_borders(lean):
+def test_a_region_is_low_at_its_borders(lean):
     def fn(w, x):
         return jnp.sum(jax.nn.softmax(x @ w) @ w)
 
-    ((eqn, inside),) = islands(lean(fn), W, X)
+    ((eqn, inside),) = regions(lean(fn), W, X)
     assert "exp" in inside and "div" in inside
     assert [v.aval.dtype for v in eqn.invars] == [jnp.bfloat16]
     assert [v.aval.dtype for v in eqn.outvars] == [jnp.bfloat16]
@@ -92,41 +92,41 @@ def test_an_island_is_low_at_its_borders(lean):
 
 
 @pytest.mark.parametrize("function", (jnp.abs, lambda y: jnp.maximum(y, 0.5)))
-def test_a_choice_alone_is_no_island(function, lean):
+def test_a_choice_alone_is_no_region(function, lean):
     """Its argument is no cheaper to keep than what it keeps by itself."""
 
     def fn(w, x):
         return jnp.sum(function(x @ w) @ w)
 
-    assert islands(lean(fn), W, X) == []
+    assert regions(lean(fn), W, X) == []
 
 
-def test_one_function_that_is_computed_low_is_no_island():
+def test_one_function_that_is_computed_low_is_no_region():
     def fn(w, x):
         return jnp.sum(jnp.tanh(x @ w) @ w)
 
-    assert islands(asked_for(fn), W, X) == []
+    assert regions(asked_for(fn), W, X) == []
 
 
-def test_linear_steps_lead_to_an_island(lean):
+def test_linear_steps_lead_to_a_region(lean):
     def fn(w, b, x):
         y = x @ w
         z = y + (y @ w + b)  # a residual and a bias: only their sum is kept
         return jnp.sum(jax.nn.gelu(z) @ w)
 
-    ((_, inside),) = islands(lean(fn), W, W[0], X)
+    ((_, inside),) = regions(lean(fn), W, W[0], X)
     assert "tanh" in inside and "dot_general" not in inside
     # y is the operand of a product; z and gelu(z).
     assert kept(lean(fn), W, W[0], X) == [LOW] * 3
 
 
-def test_an_island_makes_its_mask(lean):
+def test_a_region_makes_its_mask(lean):
     def fn(w, x):
         scores = x @ w
         causal = jnp.tril(jnp.ones(scores.shape, bool))
         return jnp.sum(jax.nn.softmax(jnp.where(causal, scores, -1e9)) @ w)
 
-    ((_, inside),) = islands(lean(fn), W, X)
+    ((_, inside),) = regions(lean(fn), W, X)
     assert "iota" in inside
     assert kept(lean(fn), W, X) == [LOW] * 2
 
@@ -146,7 +146,7 @@ def test_what_is_read_in_full_enters_in_full(lean):
         y = jnp.cumsum(x @ w, axis=0)  # float32, and costly
         return jnp.sum(jnp.exp(y) * jnp.sin(y @ w))
 
-    ((eqn, _),) = islands(lean(fn), W, X)
+    ((eqn, _),) = regions(lean(fn), W, X)
     assert {v.aval.dtype.name for v in eqn.invars} == {"float32", BF16}
 
 
@@ -155,7 +155,7 @@ def test_what_is_as_its_author_wrote_it_stays_so(lean):
         y = jnp.cumsum(x @ w, axis=0)
         return jnp.sum(jnp.exp(y) * jnp.sin(y) + jnp.exp(-y))
 
-    assert islands(lean(fn), W, X) == []
+    assert regions(lean(fn), W, X) == []
 
 
 @pytest.mark.parametrize("lean", (default, lean_default))
@@ -192,7 +192,7 @@ def test_the_authors_checkpoint_stays_whole(lean):
         if e.primitive.name in ("checkpoint", "remat2") and e.params["prevent_cse"]
     )
     assert measure.contraction_flops(written.params["jaxpr"])[BF16] > 0
-    assert islands(lean(fn), W, X) == []
+    assert regions(lean(fn), W, X) == []
 
 
 @pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit, jax.checkpoint))
@@ -462,7 +462,7 @@ def test_a_call_without_results(lean):
     np.testing.assert_array_equal(lean(fn)(W, X), amp(fn, compute_dtype=BF16)(W, X))
 
 
-def test_what_leads_to_an_island_reads_what_it_makes():
+def test_what_leads_to_a_region_reads_what_it_makes():
     """The second derivative of a layer, all of it inside of `amp`."""
 
     def fn(w, x):
@@ -475,7 +475,7 @@ def test_what_leads_to_an_island_reads_what_it_makes():
 
 @pytest.mark.sample(3)
 def test_long_chains(lean):
-    """An island whose steps stand far apart, with thousands of others between."""
+    """A region whose steps stand far apart, with thousands of others between."""
 
     def fn(w, x):
         early = jnp.exp(x @ w)
@@ -491,7 +491,7 @@ def test_long_chains(lean):
 @settings(max_examples=25, deadline=None)
 @given(programs())
 def test_any_program_computes_the_same(program):
-    """Whatever the islands are, they change neither values nor gradients."""
+    """Whatever the regions are, they change neither values nor gradients."""
     a, b = jr.normal(jr.key(0), (2, 3, 3))
 
     def total(fn):

@@ -12,7 +12,7 @@ from jax import lax
 from benchmarks.measure import operand_dtype
 from jaxamp_like import PolicyMap, amp
 from jaxamp_like._jax import raw, scopes, shown, subjaxprs
-from jaxamp_like._rewrite.hoisted import Hoisted
+from jaxamp_like._rewrite.hoisted_by_jax import Hoisted
 
 F32, BF16 = "float32", "bfloat16"
 scope = jax.named_scope

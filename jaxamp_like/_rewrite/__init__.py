@@ -1,5 +1,5 @@
 """The rewrite: a plan for every equation, and the program that comes of it.
 
-`planner` decides, knowing by `reach` and `solvers` how values flow; `islands` says what
+`planner` decides, knowing by `reach` and `solvers` how values flow; `remat` says what
 the backward pass runs again; `bind` emits the equations. `record` tells a report what
 was done, `unmatched` and `unknown_shapes` the user what was not."""

@@ -30,14 +30,14 @@ from .._rules import Demand, Leaf, author_dtype, kept_or_made
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import now
 from .._structural.kept import keep
-from .ahead import Rounded, inside, of_loop
-from .alike import Alike
 from .casts import attach, attach_moved, cast_of, fork, one_number, settle
-from .islands import Region, as_island
+from .deduplication import Deduplicated
+from .hoisting import Rounded, inside, of_loop
 from .keeps import Keeps
 from .planner import Planner
 from .recompute import bind_region, casts_again, recast
 from .record import marked
+from .remat import Region, as_region
 from .schedules import schedule_of
 from .views import Views, bind_again, recast_roots
 
@@ -58,7 +58,7 @@ class Frame:
         self.keeps = keeps
         self.casts: dict[tuple[Any, DType], Any] = {}
         self.views = Views()
-        self.alike = Alike()
+        self.deduplicated = Deduplicated()
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
         self.rounded: Rounded = {}  # weights rounded before a loop
         self.rounded_often: frozenset[Any] = frozenset()  # see `Plan`
@@ -93,7 +93,7 @@ class Frame:
         frame.cotangents = cotangents
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.keeps == Keeps.MARKED:
-                unit = as_island(unit)
+                unit = as_region(unit)
             if isinstance(unit, Region):
                 frame.env |= zip(unit.outs, bind_region(frame, unit), strict=True)
             else:
@@ -151,7 +151,7 @@ class Frame:
     def of_loop(
         self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
     ) -> tuple[Rounded, Rounded]:
-        """See `ahead.of_loop`."""
+        """See `hoisting.of_loop`."""
         return of_loop(self, step, fixed, slices)
 
     @property
@@ -424,7 +424,7 @@ class Call(NamedTuple):
     def inside(self) -> Iterator["Call"]:
         """The programs that are closed where this one is bound."""
         units = schedule_of(self.plan, self.keeps.is_lean).units
-        for unit in map(as_island, units) if self.keeps == Keeps.MARKED else units:
+        for unit in map(as_region, units) if self.keeps == Keeps.MARKED else units:
             is_region = isinstance(unit, Region)
             both = (Keeps.NOTHING, Keeps.STATISTICS) if is_region else (self.keeps,)
             for step in unit.steps if is_region else (unit,):

@@ -4,7 +4,7 @@ import enum
 
 
 class Keeps(enum.Enum):
-    """What the backward pass of code keeps; see `islands`."""
+    """What the backward pass of code keeps; see `remat`."""
 
     ALL = enum.auto()
     LEAN = enum.auto()

@@ -51,7 +51,7 @@ from .carries import Carries
 from .cotangents import Cotangents, Which
 from .demands import Demands
 from .facts import const_fact, input_fact, upcast_early
-from .hoisted import Hoisted
+from .hoisted_by_jax import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
 from .origins import as_number, with_origins
@@ -225,7 +225,7 @@ class Planner:
         decision = summed_once(site, decision)
         outs = as_asked(with_origins(site, decision.outs), self.gather_once)
         decision = decision._replace(outs=outs)
-        if not self.lean:  # lean islands are better handed what is low
+        if not self.lean:  # lean remat regions are better handed what is low
             decision = decision._replace(outs=upcast_early(site, decision.outs))
         cast = {
             i: fact.leaf

@@ -1,4 +1,4 @@
-"""What the backward pass makes again: islands, and casts of what it has anyway."""
+"""What the backward pass makes again: remat regions, and casts of what it has."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -10,10 +10,10 @@ from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
 from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
 from .._structural import Step
 from .._structural.kept import keep
-from .alike import code_of
 from .casts import attach
-from .islands import Region
+from .deduplication import code_of
 from .keeps import Keeps
+from .remat import Region
 
 Frame = Any  # of `bind`, which builds on this module
 
@@ -24,14 +24,14 @@ def bind_region(outer: Frame, region: Region) -> list[Any]:
     kept = {v: dtype or outer.rounded_for_all(v) for v, dtype in region.ins.items()}
     ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
     code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
-    run = outer.alike(code, functools.partial(_island, outer, region))
+    run = outer.deduplicated(code, functools.partial(_made_again, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
         operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
         outs = run(operands, outer.copies(kept, kept.values()))
     return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
 
 
-def _island(outer: Frame, region: Region) -> Callable[..., list[Any]]:
+def _made_again(outer: Frame, region: Region) -> Callable[..., list[Any]]:
     """A region as a function that is run again in the backward pass.
 
     A function of a list of its operands, and of the copies of these that are kept.
@@ -130,8 +130,10 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     values = [frame.in_full(v) if low else frame.read(v, None) for v, low in pairs]
     values += [*marks, *arrays.values()]
     if not any(kept):
-        return frame.alike(code, lambda: checkpoint(op, prevent_cse=False))(*values)
-    run = frame.alike(code, lambda: keeping_copies(op, op, prevent_cse=False))
+        return frame.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
+            *values
+        )
+    run = frame.deduplicated(code, lambda: keeping_copies(op, op, prevent_cse=False))
     copies = frame.copies(roots, kept)
     return run(values, [*copies, *[None] * (len(values) - len(copies))])
 

@@ -6,16 +6,16 @@ is bound."""
 from weakref import WeakKeyDictionary
 
 from .._structural import Plan
-from .islands import Schedule, island_schedule, plain_schedule, schedule
+from .remat import Schedule, plain_schedule, remat_schedule, schedule
 
 _known: WeakKeyDictionary[Plan, dict[bool, Schedule]] = WeakKeyDictionary()
 
 
 def schedule_of(plan: Plan, is_lean: bool) -> Schedule:
-    """The steps of a plan in order; for a lean frame, islands in regions."""
+    """The steps of a plan in order; for a lean frame, with remat regions."""
     made = _known.setdefault(plan, {})
     if is_lean not in made:
-        made[is_lean] = _islands(plan) if is_lean else _plain(plan)
+        made[is_lean] = _with_regions(plan) if is_lean else _plain(plan)
     return made[is_lean]
 
 
@@ -25,12 +25,12 @@ def _plain(plan: Plan) -> Schedule:
     return schedule(plan.steps, plan.outvars)
 
 
-def _islands(plan: Plan) -> Schedule:
+def _with_regions(plan: Plan) -> Schedule:
     """With regions for a derivative that is still to be taken.
 
     What a written out backward pass reads, its author has chosen: a region would only
     hide from others (`amp_with_state`, reports) what it reads and makes."""
     is_backward = any(step.backward for step in plan.steps)
     if not is_backward and any(step.run_again or step.inner for step in plan.steps):
-        return island_schedule(plan.steps, plan.facts, plan.outvars)
+        return remat_schedule(plan.steps, plan.facts, plan.outvars)
     return schedule_of(plan, False)

@@ -13,7 +13,7 @@ They are found before anything is planned, by the flow of data:
   in the loop makes (or another op that the policy computes low by itself);
 - a `while` that counts the steps of a solver before it: it runs that one again;
 - a loop that hands its carries on from then on, by a `cond` or a `where`, as such a
-  `while` with a bound is written (see `latches`);
+  `while` with a bound is written (see `early_exit`);
 - a custom derivative rule whose function holds one of these: forward, backward and
   what is run again in between then take the same steps.
 
@@ -48,8 +48,8 @@ from .._jax import (
 from .._primitives import RANKING
 from .._rules import Match, UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, Body, Handler
+from .early_exit import stops
 from .flow import NONE, Flows, Indices, Scope, read_outside
-from .latches import stops
 
 
 def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Match:

@@ -153,8 +153,8 @@ class KeepEachInput(Rule):
 def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | None:
     """The fact of a value that is moved or handed on, and then only read low.
 
-    What comes out of an island in full precision is cast before it is moved, so that
-    nothing on the way is kept in full for the backward pass."""
+    What comes out of a remat region in full precision is cast before it is moved, so
+    that nothing on the way is kept in full for the backward pass."""
     if fact is None or fact.mark != Mark.LOW or fact.values:
         return fact
     low = lowered(fact.dtype, dtype)

@@ -58,7 +58,7 @@ def saving_low(rule: Any) -> Rule:
     The value is that of `rule`, to the bit; its derivative is that at inputs which were
     rounded to the compute dtype, computed again in the backward pass. For ops that
     compute in full and are cheap to run twice. What several ops share is better left to
-    `amp(fn, lean=True)`, which keeps one low input for a whole island of them.
+    `amp(fn, lean=True)`, which keeps one low input for a whole remat region of them.
 
     Args:
         rule: a rule or a dtype, as in a policy.

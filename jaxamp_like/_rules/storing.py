@@ -3,7 +3,7 @@
 What a contraction hands over is held low until an op computes with it, and that op
 reads it in the author's dtype. Nothing between contractions is rounded, so there is no
 question which op may run low; what is kept for the backward pass is chosen elsewhere,
-by islands of ops that are run again there."""
+by remat regions of ops that are run again there."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -28,10 +28,10 @@ def is_kept(primitive: Any) -> bool:
 
 
 def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """A policy for a `jax.checkpoint` around islands: keeps what leaves them.
+    """A policy for a `jax.checkpoint` around remat regions: keeps what leaves them.
 
-    A policy overrules the checkpoints inside, so what it keeps of an island is not made
-    again there; and what it doesn't keep outside of islands is made again first, for
+    A policy overrules the checkpoints inside, so what it keeps of a region is not made
+    again there; and what it doesn't keep outside of regions is made again first, for
     all iterations of a loop."""
     del avals, params
     return is_kept(primitive) or primitive.name not in (*CHEAP, "name")

@@ -1,4 +1,4 @@
-"""Which steps make up islands: what flows between them, and how deep each lies."""
+"""Which steps may be in one remat region: what flows between them, and their depth."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ _KEEPING_NOTHING = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
 
 
 class Grouping:
-    """What flows through the steps of a jaxpr, and which of them make up islands.
+    """What flows through the steps of a jaxpr, and which of them may be in one region.
 
     Attributes:
         facts: of all variables.
@@ -38,7 +38,7 @@ class Grouping:
         free_vars: those that the backward pass has anyway: inputs, and what is made of
             inputs and constants by moving them.
         free: the steps that make these.
-        depth_of: the steps of islands, with the number of costly steps before them."""
+        depth_of: the steps of regions, with the number of costly steps before them."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Grouping:
                 for other in {self._root(other) for other in inside}:
                     self._parent[other] = step
             elif inside:
-                depth += 1  # what reads the result can't be in the island that it reads
+                depth += 1  # what reads the result can't be in the region that it reads
         self._depths |= dict.fromkeys(outs, depth)
 
     def _leads(self, step: Step) -> bool:
@@ -107,7 +107,7 @@ class Grouping:
         if step.eqn.primitive.name not in _KEEPING_NOTHING:
             masks = (v for v in operands if v.aval.ndim and v not in self.active)
             if any(self.maker.get(v) in self.free for v in masks):
-                return False  # an island makes the mask for itself
+                return False  # a region makes the mask for itself
         paid = [v for v in operands if v in self.active and v not in self.free_vars]
         total = sum(map(self.kept, paid))
         is_low = self.kept_as(out) is not None
@@ -118,11 +118,11 @@ class Grouping:
         return self.kept_as(v) is not None or is_low(v, self.facts)
 
     def kept(self, v: Any) -> int:
-        """The bytes that it takes to keep a value for an island that reads it."""
+        """The bytes that it takes to keep a value for a region that reads it."""
         return size(v.aval, self.kept_as(v) or held(self.facts[v]))
 
     def kept_as(self, v: Any) -> DType | None:
-        """The dtype in which an island's input is kept, if not in its own."""
+        """The dtype in which a region's input is kept, if not in its own."""
         if v not in self._kept_as:
             fact = self.facts[v]
             self._kept_as[v] = (fact and fact.kept_as) or self._gate(v)
@@ -227,7 +227,7 @@ class Grouping:
 
         Others read the stream too, so that its cotangents add up, in full; that of the
         contraction's result is low. XLA would store the low one alone, and for the
-        other run the backward passes of all later islands again, in each kernel that
+        other run the backward passes of all later regions again, in each kernel that
         adds to it: it would take two to three times as long to compile. Of code that is
         split over devices each has less to compute again than to store."""
         is_sum = step.eqn.primitive.name == "add" and step.run_again
@@ -248,10 +248,10 @@ class Grouping:
         return operands.index(low[0]) if is_summed else None
 
     def _splits(self, step: Step) -> bool:
-        """Whether a step is the sum of a stream, and is kept between two islands.
+        """Whether a step is the sum of a stream, and is kept between two regions.
 
         What a stream is at first is an input, as of a loop's body: that is kept anyway,
-        and the island behind the sum makes it again."""
+        and the region behind the sum makes it again."""
         branch = self._branch(step)
         return branch is not None and step.eqn.invars[1 - branch] in self.maker
 
@@ -269,7 +269,7 @@ class Grouping:
         return root
 
     def groups(self) -> dict[Step, list[Step]]:
-        """The island of each step that is in one."""
+        """The group of each step that is in one: a candidate for a region."""
         groups: dict[Step, list[Step]] = {}
         for step in self.depth_of:
             groups.setdefault(self._root(step), []).append(step)

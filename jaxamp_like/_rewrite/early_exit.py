@@ -16,7 +16,7 @@ from .._dtypes import is_float
 from .._jax import Literal, raw, scopes
 from .._structural import Body
 from .flow import NONE, Flow, Flows, Indices, Scope, is_ref
-from .straight import CHOICE, INPUT, LITERAL, Made, Straight, hands_on, is_call
+from .value_numbers import CHOICE, INPUT, LITERAL, Inlined, Made, hands_on, is_call
 
 # What is known of a truth value is known of it in another shape or type.
 _PASSING = frozenset("broadcast_in_dim convert_element_type reshape squeeze".split())
@@ -82,7 +82,7 @@ class _Loop:
         self.flows, self.body, self.scope = flows, body, scope
         self.invars = raw(body.jaxpr).invars
         self.fixed = frozenset(i for i in fixed if not is_ref(self.invars[i]))
-        self.program = Straight(flows, body.jaxpr, scope)
+        self.program = Inlined(flows, body.jaxpr, scope)
         self.next_of = {i: self.program.outs[out] for out, i in body.loop}
         self.values = self._values(range(len(self.program.made)), {})
 

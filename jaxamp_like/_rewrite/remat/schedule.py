@@ -63,9 +63,9 @@ def schedule(
 
 
 def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list[Step]]:
-    """Steps one by one and islands as a whole, each after all that it reads."""
+    """Steps one by one and regions as a whole, each after all that it reads."""
     number = {step: i for i, step in enumerate(steps)}
-    # An island goes by its first step.
+    # A region goes by its first step.
     first = {s: number[groups[s][0]] if s in groups else number[s] for s in steps}
     maker = {v: first[step] for step in steps for v in step.eqn.outvars}
     sorter: TopologicalSorter[int] = TopologicalSorter()

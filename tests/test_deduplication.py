@@ -12,7 +12,7 @@ from benchmarks import jaxprs, measure
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
 from jaxamp_like._jax import Place, raw, scopes, source_line, subjaxprs
-from jaxamp_like._rewrite.alike import Alike
+from jaxamp_like._rewrite.deduplication import Deduplicated
 from jaxamp_like._rewrite.record import MARK, Recorder, recording
 
 pytestmark = pytest.mark.quick
@@ -57,7 +57,7 @@ def places(jaxpr):
 def apart(*call):
     """The program if nothing is alike."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Alike, "__call__", lambda self, code, make: make())
+        patch.setattr(Deduplicated, "__call__", lambda self, code, make: make())
         return program(*call)
 
 
@@ -180,9 +180,9 @@ def test_any_stack(layers, is_shared):
 
 
 def test_a_parameter_without_hash_is_like_no_other():
-    made, alike = [], Alike()
+    made, deduplicated = [], Deduplicated()
     for _ in range(2):
-        alike(("code", [1]), lambda: made.append(None))
+        deduplicated(("code", [1]), lambda: made.append(None))
     assert len(made) == 2
 
 

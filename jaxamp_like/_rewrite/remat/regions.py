@@ -1,4 +1,4 @@
-"""Which islands pay, and what each reads and gives."""
+"""Which groups of steps are worth a remat region, and what each reads and gives."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,20 +29,20 @@ def plain_schedule(
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
 ) -> Schedule:
-    """The schedule of a jaxpr's steps, one by one, as `island_schedule` is asked."""
+    """The schedule of a jaxpr's steps, one by one, as `remat_schedule` is asked."""
     return schedule(steps, outvars, Grouping(steps, facts, outvars).cotangents())
 
 
-def island_schedule(
+def remat_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
 ) -> Schedule:
-    """The schedule of a jaxpr's steps, islands put into regions.
+    """The schedule of a jaxpr's steps, groups of which are put into remat regions.
 
     `facts` are those of all its variables."""
     grouping = Grouping(steps, facts, outvars)
-    # How each variable is read outside of islands: known from the end backwards.
+    # How each variable is read outside of regions: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
 
     def read(atoms, dtypes):
@@ -77,7 +77,7 @@ def _region(
     readers: dict[Any, set[DType | None]],
     ends: set[Any],
 ) -> Region | None:
-    """The region of an island, if less is kept with it than without."""
+    """The region of a group of steps, if less is kept with it than without."""
     if group[0] not in grouping.depth_of or _mixes_rows(group):
         return None
     outs = {
@@ -87,7 +87,7 @@ def _region(
         if readers[v]
     }
     steps = [*grouping.makers(group), *group]
-    # What leads to an island may read what the island makes for itself.
+    # What leads to a region may read what the region makes for itself.
     steps = sorted([*grouping.roots_of(steps), *steps], key=grouping.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
     taken = dict.fromkeys(v for step in steps for v in reads(step) if v not in made)
@@ -104,7 +104,7 @@ def _region(
 
 
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
-    """Whether an island ends in next to nothing, such as the loss.
+    """Whether a region ends in next to nothing, such as the loss.
 
     Its backward pass comes next, so nothing is kept for long that the two share. Were
     it run again, XLA would be free to put off the first run, which nothing but the loss
@@ -130,12 +130,12 @@ def _total(values: Iterable[Any]) -> int:
 def _border(
     v: Any, readers: set[DType | None], facts: dict[Any, Fact | None]
 ) -> DType | None:
-    """The dtype that all readers of an island's result read it in, if not its own."""
+    """The dtype that all readers of a region's result read it in, if not its own."""
     dtype = next(iter(readers)) if len(readers) == 1 else None
     return None if dtype == held(facts[v]) else dtype
 
 
-def as_island(unit: Step | Region) -> Step | Region:
+def as_region(unit: Step | Region) -> Step | Region:
     """A step of its own as a region, if it may be one and has something to keep."""
     if isinstance(unit, Region) or not is_cheap_step(unit):
         return unit
@@ -146,7 +146,7 @@ def as_island(unit: Step | Region) -> Step | Region:
 
 
 def _mixes_rows(group: Sequence[Step]) -> bool:
-    """Whether an island computes with sums over what other rows hold.
+    """Whether a group computes with sums over what other rows hold.
 
     Such as the statistics of a channel: made again, they are a kernel of their own, for
     which all that goes in must be read once more."""

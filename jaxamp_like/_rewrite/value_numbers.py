@@ -37,7 +37,7 @@ class Made(NamedTuple):
     value: Any = None
 
 
-class Straight:
+class Inlined:
     """A program as a list of values, each after those that it is made of.
 
     Attributes:

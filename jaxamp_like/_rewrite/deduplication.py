@@ -1,7 +1,7 @@
 """Code that is the same but for its variables, as that of equal layers.
 
 JAX traces, differentiates and transposes a function once for as long as it is the same
-object. In a deep model the islands of all layers but the first cost little then."""
+object. In a deep model the regions of all layers but the first cost little then."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
-class Alike:
-    """What was made of code, for other code that is alike."""
+class Deduplicated:
+    """What was made of code, for other code that is the same."""
 
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def __call__(self, code: Hashable, make: Callable[[], _T]) -> _T:
         """What `make` makes, or made of equal `code`.
 
-        To a report no two steps are alike: each carries a number of its own."""
+        To a report no two steps are the same: each carries a number of its own."""
         if is_recorded():
             return make()
         try:
