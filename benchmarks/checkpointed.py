@@ -56,13 +56,13 @@ def attend(style: Style, attention: Attention, p: Params, x: Array) -> Array:
     q = heads(p["q"], HEADS).reshape(batch, length, GROUPS, -1, head_dim)
     k, v = heads(p["k"], GROUPS), heads(p["v"], GROUPS, turn=False)
     scores = jnp.einsum("bqghd,bkgd->bghqk", q, k)
-    weights = style.island(partial(attention.weights, head_dim=head_dim))(scores)
+    weights = style.in_full(partial(attention.weights, head_dim=head_dim))(scores)
     mixed = jnp.einsum("bghqk,bkgd->bqghd", weights, v).reshape(batch, length, dim)
     return mixed @ style.low(p["mix"])
 
 
 def block(style: Style, attention: Attention, p: Params, x: Array) -> Array:
-    norm = style.island(rms_norm)
+    norm = style.in_full(rms_norm)
     x = x + attend(style, attention, p, norm(x, p["norm1"]))
     y = norm(x, p["norm2"])
     gate, up = y @ style.low(p["gate"]), y @ style.low(p["up"])
@@ -91,7 +91,7 @@ def llama(style: Style, params: Params, tokens: Array) -> Array:
     length, dim = x.shape[1:]
     attention = Attention(-math.inf, rope_tables(length, dim // HEADS))
     fn = jax.checkpoint(partial(block, style, attention))
-    x = style.island(rms_norm)(run_blocks(fn, params["blocks"], x), params["norm"])
+    x = style.in_full(rms_norm)(run_blocks(fn, params["blocks"], x), params["norm"])
     return loss_of(style, x @ style.low(params["head"]), targets)
 
 

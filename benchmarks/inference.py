@@ -73,7 +73,7 @@ def init(key: Array, c: dict[str, Any]) -> Params:
 
 
 def logits_of(style: Style, params: Params, x: Array) -> Array:
-    x = style.island(layer_norm)(x, params["norm"])
+    x = style.in_full(layer_norm)(x, params["norm"])
     return style.full(x @ style.low(params["head"]))
 
 
@@ -111,15 +111,15 @@ def decode(
             is_past = jnp.arange(scores.shape[-1]) <= at
             return jax.nn.softmax(jnp.where(is_past, scores, -1e9), axis=-1)
 
-        mixed = jnp.einsum("bhk,bkhd->bhd", style.island(weights)(scores), values)
+        mixed = jnp.einsum("bhk,bkhd->bhd", style.in_full(weights)(scores), values)
         return dense(style, p["mix"], mixed.reshape(num, dim)), keys, values
 
     def one(x: Array, layer: Any):
         p, keys, values = layer
-        normed = style.island(layer_norm)(x, p["norm1"])
+        normed = style.in_full(layer_norm)(x, p["norm1"])
         made, keys, values = attend(p, normed, keys, values)
         x = x + made
-        hidden = dense(style, p["up"], style.island(layer_norm)(x, p["norm2"]))
+        hidden = dense(style, p["up"], style.in_full(layer_norm)(x, p["norm2"]))
         return x + dense(style, p["down"], jax.nn.gelu(hidden)), (keys, values)
 
     x, cache = lax.scan(one, x, (params["blocks"], *cache))

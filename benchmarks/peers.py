@@ -70,7 +70,7 @@ def by_mpx(workload: Workload, dtype: str) -> Loss:
         def _to(self, dtype, tree):
             return mpx.cast_tree(tree, dtype)
 
-        def island(self, fn):
+        def in_full(self, fn):
             return mpx.force_full_precision(fn, self.dtype)
 
     fn = workload.styled(Wrapped(jnp.dtype(dtype)))

@@ -80,7 +80,7 @@ def block(
     `whole` is applied to what goes into it, `inner` between the products, `back` to
     what comes out, and `stay` to the residual stream."""
     norm = {"scale": jnp.ones(DIM), "bias": jnp.zeros(DIM)}
-    h = whole(style.island(lambda x: layer_norm(x, norm))(x))
+    h = whole(style.in_full(lambda x: layer_norm(x, norm))(x))
     h = style.cheap(jax.nn.gelu)(inner(h @ style.low(up)))
     y = back(h @ style.low(down))
     with jax.named_scope("residual"):
@@ -191,7 +191,7 @@ def experts_body(style: Style, params: Params, x: Array) -> Array:
     """Each token goes to one expert, and the experts live on all devices."""
     x = style.low(x.reshape(-1, DIM))
     norm = {"scale": jnp.ones(DIM), "bias": jnp.zeros(DIM)}
-    h = style.island(lambda x: layer_norm(x, norm))(x)
+    h = style.in_full(lambda x: layer_norm(x, norm))(x)
 
     def route(h, router):
         chances = jax.nn.softmax(h @ router)

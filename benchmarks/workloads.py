@@ -1,9 +1,9 @@
 """Models to measure, each written once and told in three styles.
 
 A `Style` says what a careful author would add by hand to the float32 code: casts before
-contractions, float32 islands, and in the lean version a `jax.checkpoint` around what is
-cheap to recompute. The float32 style adds nothing, so that what `amp` receives is the
-code that a user writes; no framework stands between."""
+contractions, float32 between them, and in the lean version a `jax.checkpoint` around
+what is cheap to recompute. The float32 style adds nothing, so that what `amp` receives
+is the code that a user writes; no framework stands between."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ class Style:
     Args:
         dtype: the low precision; None is the float32 style, in which every method hands
             back what it was given.
-        lean: recompute cheap islands in the backward pass instead of saving what they
-            hold."""
+        lean: recompute what is cheap in the backward pass instead of saving what it
+            holds."""
 
     dtype: DTypeLike | None = None
     lean: bool = False
@@ -65,7 +65,7 @@ class Style:
         """Marks what costs less to recompute than to keep."""
         return jax.checkpoint(fn) if self.lean else fn
 
-    def island(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def in_full(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Runs `fn` in full between low neighbours."""
         if self.dtype is None:
             return fn
@@ -143,7 +143,7 @@ def dense(style: Style, p: Params, x: Array) -> Array:
 
 
 def loss_of(style: Style, logits: Array, labels: Array) -> Array:
-    """The loss in full, and its result too: an island that stays above water."""
+    """The loss and its result, both in full."""
     fn = style.cheap(lambda logits: cross_entropy(style.full(logits), labels))
     return fn(logits)
 
@@ -235,17 +235,17 @@ def attend(style: Style, attention: Attention, p: Params, x: Array) -> Array:
     qkv = dense(style, p["qkv"], x).reshape(batch, length, 3, HEADS, dim // HEADS)
     q, k, v = (qkv[:, :, i] for i in range(3))
     if attention.rope is not None:
-        # Linear, with constants: nothing to save, so no need of an island.
+        # Linear, with constants: nothing to save, so no need of a region.
         q, k = (style.low(rotate(style.full(y), *attention.rope)) for y in (q, k))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    weights = style.island(partial(attention.weights, head_dim=dim // HEADS))(scores)
+    weights = style.in_full(partial(attention.weights, head_dim=dim // HEADS))(scores)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
     return dense(style, p["mix"], mixed.reshape(batch, length, dim))
 
 
 def block(style: Style, attention: Attention, p: Params, x: Array) -> Array:
-    x = x + attend(style, attention, p, style.island(layer_norm)(x, p["norm1"]))
-    hidden = dense(style, p["up"], style.island(layer_norm)(x, p["norm2"]))
+    x = x + attend(style, attention, p, style.in_full(layer_norm)(x, p["norm1"]))
+    hidden = dense(style, p["up"], style.in_full(layer_norm)(x, p["norm2"]))
     return x + dense(style, p["down"], style.cheap(jax.nn.gelu)(hidden))
 
 
@@ -295,7 +295,7 @@ def gpt(
     x = style.low(x)
     fn = partial(block, style, attention)
     x = run_blocks(jax.checkpoint(fn) if remat else fn, params["blocks"], x)
-    x = style.island(layer_norm)(x, params["norm"])
+    x = style.in_full(layer_norm)(x, params["norm"])
     return loss_of(style, x @ style.low(params["head"]), targets)
 
 
@@ -340,7 +340,8 @@ def vit(style: Style, params: Params, batch: Any) -> Array:
     x = dense(style, params["embed"], style.low(patches(images)))
     x = x + style.spread(params["position"], x)
     x = run_blocks(partial(block, style, Attention()), params["blocks"], x)
-    x = style.island(lambda x, p: jnp.mean(layer_norm(x, p), axis=1))(x, params["norm"])
+    pooled = style.in_full(lambda x, p: jnp.mean(layer_norm(x, p), axis=1))
+    x = pooled(x, params["norm"])
     return loss_of(style, dense(style, params["head"], x), labels)
 
 
@@ -392,7 +393,7 @@ def conv(style: Style, kernel: Array, x: Array, stride: int = 1) -> Array:
 
 
 def residual_block(style: Style, p: Params, x: Array, stride: int) -> Array:
-    norm = style.island(batch_norm)
+    norm = style.in_full(batch_norm)
     y = jax.nn.relu(norm(conv(style, p["conv1"], x, stride), p["norm1"]))
     y = norm(conv(style, p["conv2"], y), p["norm2"])
     return jax.nn.relu(y + conv(style, p["skip"], x, stride))
@@ -401,7 +402,7 @@ def residual_block(style: Style, p: Params, x: Array, stride: int) -> Array:
 def cnn(style: Style, params: Params, batch: Any) -> Array:
     images, labels = batch
     x = conv(style, params["stem"], style.low(images))
-    x = jax.nn.relu(style.island(batch_norm)(x, params["norm"]))
+    x = jax.nn.relu(style.in_full(batch_norm)(x, params["norm"]))
     for i, p in enumerate(params["blocks"]):
         x = residual_block(style, p, x, stride=1 if i == 0 else 2)
     x = style.low(jnp.mean(style.full(x), axis=(1, 2)))

@@ -163,7 +163,7 @@ def test_float32_style_is_the_identity():
     x = {"a": jnp.ones(3), "b": jnp.arange(3)}
     assert FLOAT32.low(x) is x and FLOAT32.full(x) is x
     assert FLOAT32.spread(x["a"], jnp.ones((2, 3))) is x["a"]
-    assert FLOAT32.island(fn) is fn and FLOAT32.cheap(fn) is fn
+    assert FLOAT32.in_full(fn) is fn and FLOAT32.cheap(fn) is fn
 
 
 def test_low_style_leaves_integers_alone():
