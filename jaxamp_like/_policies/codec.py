@@ -7,7 +7,7 @@ process could look up, and says so."""
 import enum
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._errors import AmpError
 from .._jax import Primitive
 from .._quantised.worth import worth_eight_bits
 from .._rules import Callback, Rule, UsePrecision
+from .._rules.base import PACKAGE, RULE_CLASSES
 from .._rules.conditions import (
     Predicate,
     not_divisible_by,
@@ -196,20 +197,12 @@ def decode_rule(data: Any) -> Rule:
 
 
 def _class(name: str) -> type[Rule]:
-    package = __name__.partition(".")[0]
-    for cls in _subclasses(Rule):
-        if cls.__name__ == name and cls.__module__.partition(".")[0] == package:
-            return cls
-    raise AmpError(
-        f"This version of {package} has no rule of the class {name!r}, which the saved "
-        "policy holds."
-    )
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
+    if name not in RULE_CLASSES:
+        raise AmpError(
+            f"This version of {PACKAGE} has no rule of the class {name!r}, which the "
+            "saved policy holds."
+        )
+    return RULE_CLASSES[name]
 
 
 def _encode(value: Any, where: str) -> Any:

@@ -230,9 +230,19 @@ def author_dtype(aval: Any) -> DType | None:
     return dtype if is_array_aval(aval) and is_float(dtype) else None
 
 
+PACKAGE = __name__.partition(".")[0]
+
+RULE_CLASSES: "dict[str, type[Rule]]" = {}
+"""The library's own classes of rules, by the names that a saved policy has for them."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """Base class of the library's own rules: hashable values, one decision each."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__.partition(".")[0] == PACKAGE:
+            RULE_CLASSES[cls.__name__] = cls
 
     def __post_init__(self) -> None:
         check_fields(self)
