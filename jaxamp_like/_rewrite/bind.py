@@ -30,7 +30,14 @@ from .._rules import Demand, Leaf, author_dtype, kept_or_made
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import now
 from .._structural.kept import keep
-from .casts import attach, attach_moved, cast_of, fork, one_number, settle
+from .casts import (
+    cast_of,
+    moved_with_full_gradient,
+    one_number,
+    residual_add,
+    round_cotangent,
+    with_full_gradient,
+)
 from .deduplication import Deduplicated
 from .hoisting import Rounded, inside, of_loop
 from .keeps import Keeps
@@ -224,7 +231,7 @@ class Frame:
             return value
         held: DType = value.dtype if dtype is None else dtype
         if atom in self.shared and bits(held) < bits(author):
-            return attach(self.in_full(atom), self._in(atom, held))
+            return with_full_gradient(self.in_full(atom), self._in(atom, held))
         return self._in(atom, held)
 
     def in_full(self, var: Any) -> Any:
@@ -297,7 +304,7 @@ class Frame:
         if decision.bind is not None:
             outs = decision.bind(*operands, **self._rounded_alone(step, operands))
         elif branch is not None:
-            outs = fork(operands[1 - branch], operands[branch], low)
+            outs = residual_add(operands[1 - branch], operands[branch], low)
         else:
             is_low = any(
                 read is not None and read != v.aval.dtype
@@ -314,7 +321,7 @@ class Frame:
             # What is looked up is read by all kinds of ops: a sum of cotangents.
             is_sum = eqn.primitive.name == "gather"
             if not is_sum or has_range(low, outs[0].dtype):
-                outs = [settle(x, low) for x in outs]
+                outs = [round_cotangent(x, low) for x in outs]
         return _as_decided(step, outs)
 
     def _rounded_alone(self, step: Step, operands: Sequence[Any]) -> dict[str, Any]:
@@ -365,7 +372,7 @@ class Frame:
         low = self._cast_ahead(atom, dtype)
         roots, chain = self.views.origins([atom])
         if len(roots) > 1 or not any(s.eqn.primitive.name in PLACING for s in chain):
-            return attach(self.env[atom], low)
+            return with_full_gradient(self.env[atom], low)
 
         def move(t: Any) -> Any:
             env = dict.fromkeys(roots, t)
@@ -374,7 +381,7 @@ class Frame:
                 env |= zip(outs, bind_again(view, [env[operand]]), strict=True)
             return env[atom]
 
-        return attach_moved(self.env[roots[0]], low, move)
+        return moved_with_full_gradient(self.env[roots[0]], low, move)
 
     def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""

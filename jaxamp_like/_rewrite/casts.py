@@ -14,7 +14,7 @@ from .._rules import apart
 
 
 @jax.custom_jvp
-def attach(full: Any, low: Any) -> Any:
+def with_full_gradient(full: Any, low: Any) -> Any:
     """The value `low`, differentiated as a cast of `full`.
 
     One cast serves many readers, and still the gradient adds up in full."""
@@ -22,12 +22,12 @@ def attach(full: Any, low: Any) -> Any:
     return low
 
 
-@attach.defjvp
+@with_full_gradient.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
 
 
-def attach_moved(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
+def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
     """The value `low`, differentiated as what `move` makes of a cast of `full`.
 
     The gradient is moved back low, and adds up in full where it arrives."""
@@ -45,7 +45,7 @@ def attach_moved(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def settle(x: Any, low: DType) -> Any:
+def round_cotangent(x: Any, low: DType) -> Any:
     """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
 
     XLA would leave out a cast down that is cast up again, and store what is wide."""
@@ -53,14 +53,14 @@ def settle(x: Any, low: DType) -> Any:
     return x
 
 
-@settle.defjvp
+@round_cotangent.defjvp
 def _(low, primals, tangents):
     (x,), (t,) = primals, tangents
     return x, cast(apart(cast(t, low)), t.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def fork(stream: Any, branch: Any, low: DType) -> Any:
+def residual_add(stream: Any, branch: Any, low: DType) -> Any:
     """Their sum; its cotangent is held for the stream, and rounded for the branch.
 
     Both are made at once. Else XLA would store the rounded one alone, and compute the
@@ -69,7 +69,7 @@ def fork(stream: Any, branch: Any, low: DType) -> Any:
     return lax.add(stream, branch)
 
 
-def _fork_jvp(low, primals, tangents):
+def _residual_add_jvp(low, primals, tangents):
     (stream, branch), (t, u) = primals, tangents
     out = lax.add(stream, branch)
     if isinstance(u, SymbolicZero):
@@ -80,7 +80,7 @@ def _fork_jvp(low, primals, tangents):
     return out, lax.add(apart(t), cast(apart(rounded), t.dtype))
 
 
-fork.defjvp(_fork_jvp, symbolic_zeros=True)
+residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)
 
 
 def one_number(x: Any, aval: Any) -> Any:

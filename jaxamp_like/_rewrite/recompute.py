@@ -10,7 +10,7 @@ from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
 from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
 from .._structural import Step
 from .._structural.kept import keep
-from .casts import attach
+from .casts import with_full_gradient
 from .deduplication import code_of
 from .keeps import Keeps
 from .remat import Region
@@ -120,7 +120,7 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
             with eqn_context(without_scopes(view.eqn)):
                 outs = inner.apply(view)
                 if _is_mark(view):
-                    outs = [attach(next(summed), x) for x in outs]
+                    outs = [with_full_gradient(next(summed), x) for x in outs]
                 inner.env |= zip(view.eqn.outvars, outs, strict=True)
         read = dict(zip(arrays, operands[first_array:], strict=True))
         return inner.apply(step, static | read)

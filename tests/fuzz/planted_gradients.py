@@ -174,7 +174,9 @@ def cotangents_added_low():
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Frame, "_in", _in))
-        stack.enter_context(mock.patch.object(_bind, "attach", lambda full, low: low))
+        stack.enter_context(
+            mock.patch.object(_bind, "with_full_gradient", lambda full, low: low)
+        )
         return stack.pop_all()
 
 
@@ -185,7 +187,7 @@ def cotangent_rounded_per_reader():
     def changed(frame, step, i, x):
         atom = step.eqn.invars[i]
         is_meant = not hasattr(atom, "val") and i not in step.casts and _is_full(x)
-        return _bind.settle(x, frame.planner.compute_dtype) if is_meant else x
+        return _bind.round_cotangent(x, frame.planner.compute_dtype) if is_meant else x
 
     return _of_operands(changed)
 
