@@ -42,6 +42,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.experimental
 import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
 import jax.numpy as jnp
@@ -268,6 +269,19 @@ def is_inexact(aval: Any) -> bool:
     return is_array_aval(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
+def is_inexact_reference(aval: Any) -> bool:
+    """Whether it is a reference to an array with a derivative."""
+    is_ref = type(aval).__name__ == "AbstractRef"
+    return is_ref and is_inexact(aval.inner_aval)
+
+
+def new_reference(x: Any) -> Any:
+    """A reference to a new array; it had another name before JAX 0.7."""
+    if hasattr(jax, "new_ref"):
+        return jax.new_ref(x)
+    return vars(jax.experimental)["mutable_array"](x)
+
+
 def empty_aval(shape: tuple[int, ...], dtype: Any) -> Any:
     """The aval of an array that is the same on all devices."""
     return jax.core.ShapedArray(shape, dtype)
@@ -284,6 +298,11 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr."""
     return jax.core.eval_jaxpr(raw(hidden(jaxpr)), consts(jaxpr), *args)
+
+
+def closed(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
+    """A jaxpr with its constants."""
+    return jex.ClosedJaxpr(jaxpr, values)
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:

@@ -215,10 +215,24 @@ class Frame:
     ) -> tuple[list[Any], Facts]:
         """As `rewrite`, with what is known of the results."""
         with without_setting():
-            jaxpr = self.planner.prepared(trace(fn, avals), scope)
-        rest = (Demand.NONE,) * (len(raw(jaxpr).outvars) - len(wanted))
-        plan = self.planner.plan(jaxpr, facts, scope, (*wanted, *rest), cotangents)
+            traced = trace(fn, avals)
+        rest = (Demand.NONE,) * (len(raw(traced).outvars) - len(wanted))
+        wanted = (*wanted, *rest)
+        jaxpr, plan = self.planned(traced, facts, scope, wanted, cotangents)
         return self.run(plan, consts(jaxpr), values), plan.outs
+
+    def planned(
+        self,
+        jaxpr: Jaxpr,
+        facts: Facts,
+        scope: Scope,
+        wanted: Sequence[Demand],
+        cotangents: tuple[bool, ...] | None = None,
+    ) -> tuple[Jaxpr, Plan]:
+        """A freshly traced program, with the scopes that it is planned by; its plan."""
+        with without_setting():
+            jaxpr = self.planner.prepared(jaxpr, scope)
+        return jaxpr, self.planner.plan(jaxpr, facts, scope, wanted, cotangents)
 
     def read(self, atom: Any, dtype: DType | None) -> Any:
         """The value of `atom`, cast to `dtype` if that is given and another."""

@@ -36,8 +36,10 @@ class Hoisted:
         """`jaxpr` with scopes where they were lost; itself, if they were not."""
         known = self._known.of(jaxpr)
         if () not in known:
-            known[()] = self._put_back(jaxpr)
-        return known[()]
+            found = self._put_back(jaxpr)
+            # Not itself: what is remembered would keep the program that it is of.
+            known[()] = None if found is jaxpr else found
+        return jaxpr if known[()] is None else known[()]
 
     def _put_back(self, jaxpr: Jaxpr) -> Jaxpr:
         eqns = [self._inside_of(eqn) for eqn in raw(jaxpr).eqns]

@@ -95,8 +95,11 @@ class Solvers:
         """Also which results count the steps of a solver, if the inputs `counts` do."""
         known = self._marked.setdefault(jaxpr, {})
         if (scope, counts) not in known:
-            known[scope, counts] = self._find(jaxpr, scope, counts)
-        return known[scope, counts]
+            found, made = self._find(jaxpr, scope, counts)
+            # Not itself: what is remembered would keep the program that it is of.
+            known[scope, counts] = None if found is jaxpr else found, made
+        found, made = known[scope, counts]
+        return jaxpr if found is None else found, made
 
     def _find(
         self, jaxpr: Jaxpr, scope: Scope, counts: Indices

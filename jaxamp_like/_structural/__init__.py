@@ -26,6 +26,7 @@ from .calls import (
 from .derivatives import (
     bind_custom_jvp,
     bind_custom_vjp,
+    bind_remat_opt,
     derivative_of as derivative_of,
 )
 from .loops import (
@@ -65,8 +66,9 @@ STRUCTURAL: dict[str, Handler] = {
         REMAT,
         Handler(call_bodies, decide_remat, bind_remat, is_call=True, hands_on=True),
     ),
-    **dict.fromkeys(
-        ("closed_call", "core_call", "call", "eval_jaxpr", "remat_opt"), _INLINE
+    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _INLINE),
+    "remat_opt": Handler(
+        call_bodies, decide_call, bind_remat_opt, is_call=True, hands_on=True
     ),
     "cond": Handler(cond_bodies, decide_cond, bind_cond),
     "scan": Handler(scan_bodies, decide_scan, bind_scan, is_loop=True, hands_on=True),

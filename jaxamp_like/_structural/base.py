@@ -238,6 +238,12 @@ class Frame(Protocol):
         """The rewritten jaxpr of a plan, with results in `dtypes`."""
         ...
 
+    def planned(
+        self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
+    ) -> tuple[Jaxpr, Plan]:
+        """A freshly traced program, with the scopes that it is planned by; its plan."""
+        ...
+
     def rewrite(
         self,
         fn: Callable[..., Any],

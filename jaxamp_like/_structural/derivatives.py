@@ -4,9 +4,8 @@ The equation is wrapped in a new custom rule that differentiates the original eq
 which runs the author's rule, and rewrites what comes of it. So the rule sees the dtypes
 that it was written for, and its contractions are low."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextvars import ContextVar
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +19,18 @@ from .._jax import (
     Jaxpr,
     SymbolicZero,
     Zero,
+    bind,
+    closed,
     consts,
     eqn_context,
     is_array_aval,
     is_inexact,
+    is_inexact_reference,
     new_primitive,
+    open_jaxpr,
+    raw,
     reemit,
+    tangent_aval,
     trace,
     typeof,
     without_scopes,
@@ -45,6 +50,16 @@ from .base import (
     Frame,
     Step,
     now,
+)
+from .calls import bind_inline
+from .references import making_references, references_among, writes
+from .zeros import (
+    instantiated,
+    recording_cotangents,
+    recording_zero_tangents,
+    with_placed_results,
+    with_recorded_operands,
+    zero_cotangents,
 )
 
 _WITH_AXES = ("shard_map", "xla_pmap")
@@ -119,11 +134,13 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
 
     def rule(primals, tangents):
         live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        still: set[int] = set()  # results that do not move
 
         def author_rule(*args):
             values, ts = args[: len(avals)], args[len(avals) :]
-            fn = _on_operands(eqn, values, live)
-            outs, out_ts = jax.jvp(fn, tuple(values[i] for i in live), ts)
+            fn = recording_zero_tangents(_on_operands(eqn, values, live), still)
+            primals = 0.0, *(values[i] for i in live)
+            (_, *outs), (_, *out_ts) = jax.jvp(fn, primals, (0.0, *ts))
             return [*outs, *out_ts]
 
         ts = [tangents[i] for i in live]
@@ -138,7 +155,12 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
                 author_rule, authors, values, facts, step.scope, wanted * 2
             )
         half = len(outs) // 2
-        return cast_all(outs[:half], dtypes), _cast_tangents(outs[half:], dtypes)
+        values = cast_all(outs[:half], dtypes)
+        moves = _cast_tangents(outs[half:], dtypes)
+        return values, [
+            SymbolicZero(tangent_aval(x)) if i in still else t
+            for i, (x, t) in enumerate(zip(values, moves, strict=True))
+        ]
 
     call.defjvp(rule, symbolic_zeros=True)
     with eqn_context(eqn):
@@ -156,6 +178,34 @@ def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         x if d is None or x.dtype == jax.dtypes.float0 else cast(x, d)
         for x, d in zip(values, dtypes, strict=True)
     ]
+
+
+def bind_remat_opt(frame: Frame, step: Step, operands: list[Any]):
+    """Binds a forward rule whose author has it left out where nothing is kept of it.
+
+    JAX then runs the function in its place (`optimize_remat`), rewritten likewise."""
+    if frame.rounded_in(step):
+        return bind_inline(frame, step, operands)
+    (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
+    num_consts, num_res = params["num_consts"], params["num_res"]
+    dtypes, wanted = now(step.decision.outs), _demands_of(step)
+    body, values = open_jaxpr(frame.close(inner, params["fwd_jaxpr"], dtypes))
+
+    @functools.cache
+    def function() -> tuple[Jaxpr, Sequence[Any]]:
+        author = closed(*eqn.params["fun_jaxpr_thunk"]())
+        facts, wants = inner.ins[num_consts:], wanted[num_res:]
+        jaxpr, plan = frame.planned(author, facts, step.scope, wants)
+        made = frame.close(plan, jaxpr, dtypes[num_res:])
+        return raw(made), consts(made)
+
+    params = params | {
+        "num_consts": num_consts + len(values),
+        "fwd_jaxpr": closed(body, ()),
+        "fun_jaxpr_thunk": function,
+    }
+    with eqn_context(eqn):
+        return bind(eqn.primitive, [*values, *operands], params)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -201,6 +251,11 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
     asks = bool(eqn.params.get("symbolic_zeros"))
+    # Of a reference it matters too: one that moves is read, and has a cotangent.
+    refs = {i for i, aval in enumerate(avals) if is_inexact_reference(aval)}
+    tells = asks or bool(refs)
+    facts = enumerate(inner.ins)
+    constants = {i for i, fact in facts if fact and fact.leaf == Leaf.CONST}
     num_consts = eqn.params.get("num_consts", 0)
 
     @jax.custom_vjp
@@ -208,16 +263,31 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         return _in_front(cast_all(frame.run(inner, consts(jaxpr), args), dtypes))
 
     def fwd(*primals):
-        values = [p.value for p in primals] if asks else list(primals)
-        live = [i for i, p in enumerate(primals) if not asks or p.perturbed]
-        live = [i for i in live if i >= num_consts and is_inexact(avals[i])]
+        values = [p.value for p in primals] if tells else list(primals)
+        moving = {i for i, p in enumerate(primals) if not tells or p.perturbed}
+        live = [
+            i for i in range(num_consts, len(avals)) if i not in refs or i in moving
+        ]
+        live = [i for i in live if i in refs or is_inexact(avals[i])]
+        live = [i for i in live if not asks or i in moving]
+        # Of a function under `jax.vmap`, what it closes over is an operand like others,
+        # but its rule still refuses to be differentiated with respect to that.
+        live = [i for i in live if i not in constants]
         trees = []
 
         def author_fwd(*args):
-            fn = _placing_results(_on_operands(eqn, args, live), asks)
-            _, vjp, outs = jax.vjp(fn, *(args[i] for i in live), has_aux=True)
+            fn = _on_operands(eqn, args, live)
+            made = [k for k, i in enumerate(live) if i in refs]
+            fn = with_placed_results(making_references(fn, made), asks)
+            given = [args[i][...] if i in refs else args[i] for i in live]
+            _, vjp, (outs, left) = jax.vjp(
+                with_recorded_operands(fn), *given, has_aux=True
+            )
+            if writes(eqn):
+                for k, value in zip(made, left, strict=True):
+                    args[live[k]][...] = value
             residuals, tree = jax.tree.flatten(vjp)
-            given = _references(residuals, args)
+            given = references_among(residuals, args)
             trees.append((tree, [typeof(x) for x in residuals], given))
             return [*outs, *(x for k, x in enumerate(residuals) if k not in given)]
 
@@ -244,17 +314,21 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         tree, res_avals, live, held, origins = residuals.static
         zeros = {k for k, ct in enumerate(cotangents) if isinstance(ct, SymbolicZero)}
         places = [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
-        cotangents = list(map(_instantiate, cotangents))
+        cotangents = list(map(instantiated, cotangents))
+
+        moved: set[int] = set()  # operands with a cotangent
 
         def author_bwd(*args):
             vjp = jax.tree.unflatten(tree, args[: len(res_avals)])
             moves = args[len(res_avals) :]
-            with _zero_cotangents(zeros):
+            with zero_cotangents(zeros), recording_cotangents(moved):
                 return list(vjp([moves[k] for k in places]))
 
         values = [*residuals.arrays, *cotangents]
         ct_avals = [
-            v.aval if author_dtype(v.aval) is not None else typeof(ct)
+            typeof(ct).update(dtype=v.aval.dtype)  # its layout may be another
+            if author_dtype(v.aval) is not None
+            else typeof(ct)
             for v, ct in zip(eqn.outvars, cotangents, strict=True)
         ]
         wanted = [
@@ -272,11 +346,11 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
             )
         casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
         result: list[Any] = [None] * len(avals)
-        for i, grad in zip(live, cast_all(grads, casts), strict=True):
-            result[i] = grad
+        for k, (i, grad) in enumerate(zip(live, cast_all(grads, casts), strict=True)):
+            result[i] = grad if k in moved else None
         return tuple(result)
 
-    call.defvjp(fwd, bwd, symbolic_zeros=asks)
+    call.defvjp(fwd, bwd, symbolic_zeros=tells)
     with eqn_context(eqn):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
 
@@ -303,57 +377,6 @@ def _moved(tangent: Any) -> Any:
     return tangent if isinstance(tangent, Zero) else _IN_FRONT.bind(tangent)
 
 
-def _placing_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`: results that have a cotangent, and beside them all results.
-
-    An author who asks for symbolic zeros is given them, as `_zero_cotangents` says,
-    although the function that `jax.vjp` returns takes arrays only."""
-
-    def placing(*args: Any) -> tuple[list[Any], list[Any]]:
-        outs = fn(*args)
-        places = [k for k, x in enumerate(outs) if is_inexact(typeof(x))]
-        moving = [_PLACED.bind(outs[k], place=k) if asks else outs[k] for k in places]
-        return moving, outs
-
-    return placing
-
-
-_zeros: ContextVar[Set[int]] = ContextVar("zeros", default=frozenset())
-
-
-@contextlib.contextmanager
-def _zero_cotangents(places: Set[int]) -> Iterator[None]:
-    """In here, the results at `places` have no cotangent, whatever is given for it."""
-    token = _zeros.set(places)
-    try:
-        yield
-    finally:
-        _zeros.reset(token)
-
-
-def _transposed(ct: Any, x: Any, *, place: int) -> list[Any]:
-    return [None if place in _zeros.get() else ct]
-
-
-# The identity of one result of a function, which knows the place of the result.
-_PLACED = new_primitive(
-    "amp_placed",
-    compute=lambda x, place: x,
-    aval=lambda x, place: x,
-    jvp=lambda xs, ts, place: (xs[0], _PLACED.bind(ts[0], place=place)),
-    transpose=_transposed,
-    batch=lambda xs, dims, place: (_PLACED.bind(*xs, place=place), dims[0]),
-)
-
-
-def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
-    """Which of `values` are references that came in, and as which of `args`.
-
-    A backward rule may write to them, and no traced function returns one."""
-    places = {id(x): i for i, x in enumerate(args) if not is_array_aval(typeof(x))}
-    return {k: places[id(x)] for k, x in enumerate(values) if id(x) in places}
-
-
 def _closed_over(x: Any) -> Any:
     """A value that a `custom_vjp` function closes over: an error if differentiated."""
     return _undifferentiated(x) if is_inexact(typeof(x)) else x
@@ -364,15 +387,6 @@ _undifferentiated = without_derivative(
     "closes over, for which its rule has no gradient. (Without `amp`, JAX refuses it "
     "too.)\nPass the value as an argument, or `jax.lax.stop_gradient` of it."
 )
-
-
-def _instantiate(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    if aval.dtype == jax.dtypes.float0:
-        return np.zeros(aval.shape, jax.dtypes.float0)
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _demand_as(now: Any, author: Any) -> Demand:

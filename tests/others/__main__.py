@@ -31,7 +31,8 @@ def run(suite: Path, setting: str, out: Path, others: list[str]) -> Outcomes:
     out.unlink(missing_ok=True)  # of an earlier run
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "amp_plugin", "-q", "--tb=no"]
-    command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(suite)]
+    root = suite if suite.is_dir() else suite.parent
+    command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(root)]
     command += ["-o", "python_files=test_*.py *_test.py", "-W", "ignore"]
     command += ["--amp", setting, "--outcomes", str(out), *others, str(suite)]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False)
