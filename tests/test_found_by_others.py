@@ -9,6 +9,8 @@ from jax.experimental.ode import odeint
 
 from jaxamp_like import amp
 
+from .hi_primitives import flags
+
 X = jnp.ones((4, 4))
 new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
 
