@@ -107,7 +107,6 @@ def test_a_checkpoint_runs_the_function_of_a_rule_that_optimizes_remat():
     def checkpointed(x):
         return jax.checkpoint(f)(x)
 
-    ours, plain = (
-        jax.value_and_grad(g)(3.2) for g in (as_is(checkpointed), checkpointed)
-    )
-    assert ours == plain
+    with flags():  # with these on, the forward rule runs: docs/limits.md
+        ours = jax.value_and_grad(as_is(checkpointed))(3.2)
+        assert ours == jax.value_and_grad(checkpointed)(3.2)
