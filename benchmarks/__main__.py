@@ -99,10 +99,7 @@ FRONT = (
     '--workloads "GPT scanned" LSTM ViT CNN --policies hand "hand lean" default '
     "pytorch_autocast jmp jaxamp"
 )
-ON_TPUS = (
-    '--devices v5e --models MLP "GPT unrolled" '
-    "--contenders float32 hand default pytorch_autocast jmp"
-)
+ON_TPUS = "--devices v5e --contenders float32 hand default pytorch_autocast jmp"
 SOME = '--workloads MLP LSTM "GPT-2 (Equinox)"'
 SPLITS = '--splits "fully sharded, by types" "fully sharded, shard_map"'
 
