@@ -18,8 +18,8 @@ from jaxamp_like._quantised import formats as _formats
 from jaxamp_like._rewrite import (
     bind as _bind,
     carries as _carries,
-    plan as _plan,
     planner as _planner,
+    schedules as _schedules,
 )
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
@@ -175,9 +175,11 @@ def swapped_branches():
 @fault
 def early_drop():
     """A value is dropped before the results are read."""
-    original = _plan.schedule
+    original = _schedules.schedule
     return mock.patch.object(
-        _plan, "schedule", lambda units, outvars: original(units, list(outvars)[:-1])
+        _schedules,
+        "schedule",
+        lambda units, outvars: original(units, list(outvars)[:-1]),
     )
 
 
