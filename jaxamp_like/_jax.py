@@ -269,19 +269,6 @@ def is_inexact(aval: Any) -> bool:
     return is_array_aval(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def is_inexact_reference(aval: Any) -> bool:
-    """Whether it is a reference to an array with a derivative."""
-    is_ref = type(aval).__name__ == "AbstractRef"
-    return is_ref and is_inexact(aval.inner_aval)
-
-
-def new_reference(x: Any) -> Any:
-    """A reference to a new array; it had another name before JAX 0.7."""
-    if hasattr(jax, "new_ref"):
-        return jax.new_ref(x)
-    return vars(jax.experimental)["mutable_array"](x)
-
-
 def empty_aval(shape: tuple[int, ...], dtype: Any) -> Any:
     """The aval of an array that is the same on all devices."""
     return jax.core.ShapedArray(shape, dtype)

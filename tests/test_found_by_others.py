@@ -12,7 +12,6 @@ from jaxamp_like import amp
 from .hi_primitives import flags
 
 X = jnp.ones((4, 4))
-new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
 
 
 def as_is(fn):
@@ -34,24 +33,6 @@ def test_what_a_function_closes_over_is_freed(is_outside):
     run()
     gc.collect()
     assert not [x for x in jax.live_arrays() if x.shape == (7, 13)]
-
-
-@pytest.mark.skipif(
-    not hasattr(jax, "new_ref"), reason="this JAX does not differentiate it either"
-)
-def test_a_reference_has_a_gradient_by_a_rule():
-    @jax.custom_vjp
-    def f(ref, y):
-        ref[...] = ref[...] * 2
-        return ref[...] * y
-
-    f.defvjp(lambda r, y: (f(r, y), (r[...], y)), lambda r, g: (2 * g * r[1], g * r[0]))
-
-    def loss(x):
-        ref = new_ref(x)
-        return f(ref, x) + ref[...]
-
-    assert jax.grad(as_is(loss))(3.0) == jax.grad(loss)(3.0)
 
 
 def test_a_rule_under_vmap_may_hold_constants():

@@ -25,7 +25,6 @@ from .._jax import (
     eqn_context,
     is_array_aval,
     is_inexact,
-    is_inexact_reference,
     new_primitive,
     open_jaxpr,
     raw,
@@ -52,7 +51,6 @@ from .base import (
     now,
 )
 from .calls import bind_inline
-from .references import making_references, references_among, writes
 from .zeros import (
     instantiated,
     recording_cotangents,
@@ -251,9 +249,6 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
     asks = bool(eqn.params.get("symbolic_zeros"))
-    # Of a reference it matters too: one that moves is read, and has a cotangent.
-    refs = {i for i, aval in enumerate(avals) if is_inexact_reference(aval)}
-    tells = asks or bool(refs)
     facts = enumerate(inner.ins)
     constants = {i for i, fact in facts if fact and fact.leaf == Leaf.CONST}
     num_consts = eqn.params.get("num_consts", 0)
@@ -263,31 +258,20 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         return _in_front(cast_all(frame.run(inner, consts(jaxpr), args), dtypes))
 
     def fwd(*primals):
-        values = [p.value for p in primals] if tells else list(primals)
-        moving = {i for i, p in enumerate(primals) if not tells or p.perturbed}
-        live = [
-            i for i in range(num_consts, len(avals)) if i not in refs or i in moving
-        ]
-        live = [i for i in live if i in refs or is_inexact(avals[i])]
-        live = [i for i in live if not asks or i in moving]
+        values = [p.value for p in primals] if asks else list(primals)
+        live = [i for i, p in enumerate(primals) if not asks or p.perturbed]
+        live = [i for i in live if i >= num_consts and is_inexact(avals[i])]
         # Of a function under `jax.vmap`, what it closes over is an operand like others,
         # but its rule still refuses to be differentiated with respect to that.
         live = [i for i in live if i not in constants]
         trees = []
 
         def author_fwd(*args):
-            fn = _on_operands(eqn, args, live)
-            made = [k for k, i in enumerate(live) if i in refs]
-            fn = with_placed_results(making_references(fn, made), asks)
-            given = [args[i][...] if i in refs else args[i] for i in live]
-            _, vjp, (outs, left) = jax.vjp(
-                with_recorded_operands(fn), *given, has_aux=True
-            )
-            if writes(eqn):
-                for k, value in zip(made, left, strict=True):
-                    args[live[k]][...] = value
+            fn = with_placed_results(_on_operands(eqn, args, live), asks)
+            fn = with_recorded_operands(fn)
+            _, vjp, outs = jax.vjp(fn, *(args[i] for i in live), has_aux=True)
             residuals, tree = jax.tree.flatten(vjp)
-            given = references_among(residuals, args)
+            given = _references(residuals, args)
             trees.append((tree, [typeof(x) for x in residuals], given))
             return [*outs, *(x for k, x in enumerate(residuals) if k not in given)]
 
@@ -350,7 +334,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
             result[i] = grad if k in moved else None
         return tuple(result)
 
-    call.defvjp(fwd, bwd, symbolic_zeros=tells)
+    call.defvjp(fwd, bwd, symbolic_zeros=asks)
     with eqn_context(eqn):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
 
@@ -375,6 +359,14 @@ _IN_FRONT = new_primitive(
 
 def _moved(tangent: Any) -> Any:
     return tangent if isinstance(tangent, Zero) else _IN_FRONT.bind(tangent)
+
+
+def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
+    """Which of `values` are references that came in, and as which of `args`.
+
+    A backward rule may write to them, and no traced function returns one."""
+    places = {id(x): i for i, x in enumerate(args) if not is_array_aval(typeof(x))}
+    return {k: places[id(x)] for k, x in enumerate(values) if id(x) in places}
 
 
 def _closed_over(x: Any) -> Any:
