@@ -42,7 +42,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.experimental
 import jax.extend.core as jex
 import jax.extend.source_info_util as source_info
 import jax.numpy as jnp
@@ -577,6 +576,26 @@ def writes_references(jaxpr: Jaxpr) -> bool:
     return any(
         type(e).__name__ in ("WriteEffect", "AccumEffect") for e in jaxpr.effects
     )
+
+
+def references_used(jaxpr: Jaxpr) -> list[int]:
+    """The inputs of a program that are references with a derivative, and that it uses.
+
+    JAX before 0.7 refuses derivative rules that use one."""
+    used = {getattr(effect, "input", None) for effect in jaxpr.effects}
+    return [i for i, v in enumerate(raw(jaxpr).invars) if v in used and _moves(v.aval)]
+
+
+def _moves(reference: Any) -> bool:
+    return is_inexact(getattr(reference, "inner_aval", None))
+
+
+def new_reference(x: Any) -> Any:
+    if hasattr(jax, "new_ref"):
+        return jax.new_ref(x)
+    from jax.experimental import mutable_array  # JAX < 0.8.
+
+    return mutable_array(x)
 
 
 def source_line(eqn: Eqn) -> str:

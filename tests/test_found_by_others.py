@@ -9,6 +9,7 @@ from jax.experimental.ode import odeint
 
 from jaxamp_like import amp
 
+from . import constructs
 from .hi_primitives import flags
 
 X = jnp.ones((4, 4))
@@ -91,3 +92,81 @@ def test_a_checkpoint_runs_the_function_of_a_rule_that_optimizes_remat():
     with flags():  # with these on, the forward rule runs: docs/limits.md
         ours = jax.value_and_grad(as_is(checkpointed))(3.2)
         assert ours == jax.value_and_grad(checkpointed)(3.2)
+
+
+@jax.custom_vjp
+def scaled(ref, x):
+    return ref[...] * x
+
+
+scaled.defvjp(
+    lambda ref, x: (ref[...] * x, (ref[...], x)),
+    lambda res, g: (g * res[1], g * res[0]),
+)
+
+
+@jax.custom_vjp
+def scaling(ref, x):
+    ref[...] = ref[...] * x
+    return ref[...] * x
+
+
+def _scaling_fwd(ref, x):
+    before = ref[...]
+    return scaling(ref, x), (before, x)
+
+
+scaling.defvjp(_scaling_fwd, lambda res, g: (g * res[1] ** 2, 2 * g * res[0] * res[1]))
+
+
+@jax.custom_vjp
+def read_late(ref, x):
+    return ref[...] * x
+
+
+read_late.defvjp(
+    lambda ref, x: (ref[...] * x, (ref, x)),
+    lambda res, g: (g * res[1], g * res[0][...]),
+)
+
+
+def _given(x):
+    return scaled(constructs.new_ref(x), x)
+
+
+def _written(x):
+    ref = constructs.new_ref(2 * x)
+    y = jnp.sin(scaling(ref, x))
+    ref[...] = ref[...] * y
+    return y + scaled(ref, x)
+
+
+def _late(x):
+    return read_late(constructs.new_ref(x), x)
+
+
+def _in_a_scan(x):
+    ref = constructs.new_ref(x)
+    return jax.lax.scan(lambda c, _: (c + scaled(ref, c), None), x, None, 3)[0]
+
+
+def _batched(x):
+    return jax.vmap(_given)(jnp.arange(3.0) + x).sum()
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX has no rules on them")
+@pytest.mark.parametrize(
+    "loss",
+    (_given, _written, _late, _in_a_scan, _batched)
+    + tuple(map(jax.checkpoint, (_given, _written, _in_a_scan, _batched))),
+)
+def test_what_stands_in_a_reference_has_its_cotangent_from_a_rule(loss):
+    grads = {
+        "plain": jax.grad(loss),
+        "outside": jax.grad(as_is(loss)),
+        "inside": as_is(jax.grad(loss)),
+        "compiled": jax.jit(jax.grad(as_is(loss))),
+    }
+    if loss is not _late:  # docs/limits.md
+        grads["around a jit"] = jax.grad(jax.jit(as_is(loss)))
+    assert len({float(grad(3.0)) for grad in grads.values()}) == 1

@@ -5,7 +5,7 @@ which runs the author's rule, and rewrites what comes of it. So the rule sees th
 that it was written for, and its contractions are low."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,16 @@ from .._jax import (
     is_array_aval,
     is_inexact,
     new_primitive,
+    new_reference,
     open_jaxpr,
     raw,
     reemit,
+    references_used,
     tangent_aval,
     trace,
     typeof,
     without_scopes,
+    writes_references,
 )
 from .._primitives import RULED, holds_rule
 from .._rules import (
@@ -249,9 +252,17 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
     asks = bool(eqn.params.get("symbolic_zeros"))
-    facts = enumerate(inner.ins)
-    constants = {i for i, fact in facts if fact and fact.leaf == Leaf.CONST}
     num_consts = eqn.params.get("num_consts", 0)
+    references = references_used(jaxpr)
+    # Of a function under `jax.vmap`, what it closes over is an operand like others, but
+    # its rule still refuses to be differentiated with respect to that.
+    differentiable = [
+        i
+        for i, (aval, fact) in enumerate(zip(avals, inner.ins, strict=True))
+        if i >= num_consts
+        and (is_inexact(aval) or i in references)
+        and not (fact and fact.leaf == Leaf.CONST)
+    ]
 
     @jax.custom_vjp
     def call(*args):
@@ -259,21 +270,21 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
 
     def fwd(*primals):
         values = [p.value for p in primals] if asks else list(primals)
-        live = [i for i, p in enumerate(primals) if not asks or p.perturbed]
-        live = [i for i in live if i >= num_consts and is_inexact(avals[i])]
-        # Of a function under `jax.vmap`, what it closes over is an operand like others,
-        # but its rule still refuses to be differentiated with respect to that.
-        live = [i for i in live if i not in constants]
+        live = [i for i in differentiable if not asks or primals[i].perturbed]
         trees = []
 
         def author_fwd(*args):
-            fn = with_placed_results(_on_operands(eqn, args, live), asks)
-            fn = with_recorded_operands(fn)
-            _, vjp, outs = jax.vjp(fn, *(args[i] for i in live), has_aux=True)
+            fn = _on_contents(_on_operands(eqn, args, live), live, references)
+            fn = with_recorded_operands(with_placed_results(fn, asks))
+            given = [args[i][...] if i in references else args[i] for i in live]
+            _, vjp, (outs, made) = jax.vjp(fn, *given, has_aux=True)
+            if writes_references(jaxpr):
+                for i, reference in made.items():
+                    args[i][...] = reference[...]
             residuals, tree = jax.tree.flatten(vjp)
-            given = _references(residuals, args)
-            trees.append((tree, [typeof(x) for x in residuals], given))
-            return [*outs, *(x for k, x in enumerate(residuals) if k not in given)]
+            same = _references(residuals, [*enumerate(args), *made.items()])
+            trees.append((tree, [typeof(x) for x in residuals], same))
+            return [*outs, *(x for k, x in enumerate(residuals) if k not in same)]
 
         wanted = _demands_of(step)
         with explaining_rules():
@@ -361,11 +372,29 @@ def _moved(tangent: Any) -> Any:
     return tangent if isinstance(tangent, Zero) else _IN_FRONT.bind(tangent)
 
 
-def _references(values: Sequence[Any], args: Sequence[Any]) -> dict[int, int]:
-    """Which of `values` are references that came in, and as which of `args`.
+def _on_contents(
+    fn: Callable[..., Any], live: Sequence[int], references: Sequence[int]
+) -> Callable[..., Any]:
+    """`fn`, given the contents of its `references`; it also returns those it made.
+
+    JAX differentiates with respect to arrays: it finds the cotangents of references
+    that are made within what it differentiates."""
+
+    def on_contents(*args: Any) -> tuple[list[Any], dict[int, Any]]:
+        given = dict(zip(live, args, strict=True))
+        made = {i: new_reference(x) for i, x in given.items() if i in references}
+        return fn(*(given | made).values()), made
+
+    return on_contents
+
+
+def _references(
+    values: Sequence[Any], operands: Iterable[tuple[int, Any]]
+) -> dict[int, int]:
+    """Which of `values` are references that came in, and as which of the operands.
 
     A backward rule may write to them, and no traced function returns one."""
-    places = {id(x): i for i, x in enumerate(args) if not is_array_aval(typeof(x))}
+    places = {id(x): i for i, x in operands if not is_array_aval(typeof(x))}
     return {k: places[id(x)] for k, x in enumerate(values) if id(x) in places}
 
 

@@ -37,16 +37,16 @@ def recording_zero_tangents(
 
 
 def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`: results that have a cotangent, and beside them all results.
+    """`fn` for `jax.vjp`: results that have a cotangent, and beside them all that it returns.
 
     An author who asks for symbolic zeros is given them, as `zero_cotangents` says,
     although the function that `jax.vjp` returns takes arrays only."""
 
-    def placing(*args: Any) -> tuple[list[Any], list[Any]]:
-        outs = fn(*args)
+    def placing(*args: Any) -> tuple[list[Any], Any]:
+        outs, rest = fn(*args)
         places = [k for k, x in enumerate(outs) if is_inexact(typeof(x))]
         moving = [_PLACED.bind(outs[k], place=k) if asks else outs[k] for k in places]
-        return moving, outs
+        return moving, (outs, rest)
 
     return placing
 
