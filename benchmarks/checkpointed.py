@@ -8,7 +8,6 @@ vocabulary, whose logits are larger than all the rest."""
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,8 @@ from .workloads import (
     Params,
     Style,
     Workload,
-    gpt,
     gpt_batch,
-    init_gpt,
+    init_blocks,
     loss_of,
     make_gpt,
     make_workload,
@@ -98,34 +96,17 @@ def llama(style: Style, params: Params, tokens: Array) -> Array:
 def init_llama(key: Array, size: str, *, stacked: bool = False) -> Params:
     c = GPT_SIZES[size]
     keys = jr.split(key, 3)
-    blocks: Any = [init_block(k, c["dim"]) for k in jr.split(keys[1], c["depth"])]
-    if stacked:
-        blocks = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks)
     return {
         "embed": normal(keys[0], c["vocabulary"], c["dim"], fan_in=1),
-        "blocks": blocks,
+        "blocks": init_blocks(keys[1], c["depth"], c["dim"], stacked, init_block),
         "norm": jnp.ones(c["dim"], jnp.float32),
         "head": normal(keys[2], c["dim"], c["vocabulary"]),
     }
 
 
-def large_batch(key: Array, size: str) -> Array:
-    c = GPT_SIZES[size]
-    shape = (c["batch"], c["length"] + 1)
-    return jr.randint(key, shape, 0, LARGE * c["vocabulary"], jnp.int32)
-
-
-def variant(name: str, model: Any, init: Any, batch: Any = gpt_batch) -> Workload:
-    return make_workload(name, model, init, batch, lean=False)
-
-
-def make_llama(name: str, stacked: bool) -> Workload:
-    return variant(name, llama, partial(init_llama, stacked=stacked))
-
-
-def make_large(name: str) -> Workload:
-    init = partial(init_gpt, stacked=True, vocabularies=LARGE)
-    return variant(name, partial(gpt, remat=True), init, large_batch)
+def make_llama(name: str, *, stacked: bool) -> Workload:
+    init = partial(init_llama, stacked=stacked)
+    return make_workload(name, llama, init, gpt_batch, lean=False)
 
 
 CHECKPOINTED = {
@@ -137,6 +118,6 @@ CHECKPOINTED = {
         WORKLOADS["GPT scanned remat"],
         make_gpt("GPT scanned RoPE remat", rope=True, stacked=True, remat=True),
         make_llama("Llama scanned remat", stacked=True),
-        make_large("GPT large vocabulary"),
+        make_gpt("GPT large vocabulary", stacked=True, remat=True, vocabularies=LARGE),
     )
 }

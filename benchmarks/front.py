@@ -416,16 +416,19 @@ def heading(settings: Settings) -> dict[str, Any]:
     }
 
 
-def read_record(path: Path | None, head: dict[str, Any]) -> dict[str, Rows]:
-    """The figures in a record, if it was made as `head` says."""
+def load_record(path: Path | None, head: dict[str, Any]) -> dict[str, Any]:
+    """A record, if it was made as `head` says; else nothing."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text())
-    if record | head != record:
-        return {}
+    return record if record | head == record else {}
+
+
+def read_record(path: Path | None, head: dict[str, Any]) -> dict[str, Rows]:
+    """The figures in a record, if it was made as `head` says."""
     return {
         model: {name: Figures(**one) for name, one in rows.items()}
-        for model, rows in record["models"].items()
+        for model, rows in load_record(path, head).get("models", {}).items()
     }
 
 

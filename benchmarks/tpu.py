@@ -40,7 +40,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .checkpointed import CHECKPOINTED
-from .front import CONTENDERS as OURS, MODELS as OTHERS, Contender
+from .front import CONTENDERS as OURS, MODELS as OTHERS, Contender, load_record
 from .peers import by_mpx
 from .rewrite import add_section, make_table, ratio, versions
 from .roofline import (
@@ -170,8 +170,8 @@ def digest(lowered: Any) -> str:
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
-def read_off(lowered: Any) -> tuple[Figures, str]:
-    """The figures of a training step, and the code it is compiled to."""
+def read_off(lowered: Any, program: str) -> tuple[Figures, str]:
+    """The figures of a training step, a `program`, and the code it is compiled to."""
     start = time.process_time()
     compiled = lowered.compile()
     took = time.process_time() - start
@@ -185,7 +185,7 @@ def read_off(lowered: Any) -> tuple[Figures, str]:
         converts=sum(one.convert_only for one in found),
         unknown=sum(one.cycles is None for one in found),
         compile_seconds=took,
-        program=digest(lowered),
+        program=program,
     )
     return figures, text
 
@@ -210,10 +210,11 @@ def compare(
         if loss is None:
             continue
         lowered = lower_step(loss, model.shapes(size), device)
-        is_known = name in known and known[name].program == digest(lowered)
+        program = digest(lowered)
+        is_known = name in known and known[name].program == program
         if is_known and hlo is None:
             continue
-        figures, text = read_off(lowered)
+        figures, text = read_off(lowered, program)
         if hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             file = f"{model.name} {name}.hlo".replace(" ", "_")
@@ -233,17 +234,13 @@ def heading(dtype: str, size: str) -> dict[str, Any]:
 
 def read_record(path: Path | None, head: dict[str, Any]) -> Record:
     """What a record holds, if it was made as `head` says."""
-    if path is None or not path.exists():
-        return {}
-    record = json.loads(path.read_text())
-    if record | head != record:
-        return {}
+    devices = load_record(path, head).get("devices", {})
     return {
         device: {
             model: {name: Figures(**one) for name, one in rows.items()}
             for model, rows in models.items()
         }
-        for device, models in record["devices"].items()
+        for device, models in devices.items()
     }
 
 

@@ -261,8 +261,14 @@ def init_block(key: Array, dim: int) -> Params:
     }
 
 
-def init_blocks(key: Array, depth: int, dim: int, stacked: bool = False) -> Any:
-    blocks = [init_block(k, dim) for k in jr.split(key, depth)]
+def init_blocks(
+    key: Array,
+    depth: int,
+    dim: int,
+    stacked: bool = False,
+    init: Callable[[Array, int], Params] = init_block,
+) -> Any:
+    blocks = [init(k, dim) for k in jr.split(key, depth)]
     return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if stacked else blocks
 
 
@@ -329,10 +335,10 @@ def init_gpt(
     return params
 
 
-def gpt_batch(key: Array, size: str) -> Array:
+def gpt_batch(key: Array, size: str, *, vocabularies: int = 1) -> Array:
     c = GPT_SIZES[size]
     shape = (c["batch"], c["length"] + 1)
-    return jr.randint(key, shape, 0, c["vocabulary"], jnp.int32)
+    return jr.randint(key, shape, 0, c["vocabulary"] * vocabularies, jnp.int32)
 
 
 def vit(style: Style, params: Params, batch: Any) -> Array:
@@ -529,13 +535,18 @@ def make_workload(
 
 
 def make_gpt(
-    name: str, *, rope: bool = False, stacked: bool = False, remat: bool = False
+    name: str,
+    *,
+    rope: bool = False,
+    stacked: bool = False,
+    remat: bool = False,
+    vocabularies: int = 1,
 ) -> Workload:
     return make_workload(
         name,
         partial(gpt, rope=rope, remat=remat),
-        partial(init_gpt, rope=rope, stacked=stacked),
-        gpt_batch,
+        partial(init_gpt, rope=rope, stacked=stacked, vocabularies=vocabularies),
+        partial(gpt_batch, vocabularies=vocabularies),
         lean=not remat,  # a block that is recomputed as a whole has little left to save
     )
 

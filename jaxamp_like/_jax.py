@@ -583,17 +583,20 @@ def references_used(jaxpr: Jaxpr) -> list[int]:
 
     JAX before 0.7 refuses derivative rules that use one."""
     used = {getattr(effect, "input", None) for effect in jaxpr.effects}
-    return [i for i, v in enumerate(raw(jaxpr).invars) if v in used and _moves(v.aval)]
+    inputs: Sequence[Any] = raw(jaxpr).invars
+    return [i for i, v in enumerate(inputs) if v in used and _moves(v)]
 
 
 def _moves(reference: Any) -> bool:
-    return is_inexact(getattr(reference, "inner_aval", None))
+    aval = reference.aval
+    return hasattr(aval, "inner_aval") and is_inexact(aval.inner_aval)
 
 
 def new_reference(x: Any) -> Any:
     if hasattr(jax, "new_ref"):
         return jax.new_ref(x)
-    from jax.experimental import mutable_array  # JAX < 0.8.
+    # JAX < 0.8.
+    from jax.experimental import mutable_array  # pyright: ignore
 
     return mutable_array(x)
 

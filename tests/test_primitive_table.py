@@ -190,7 +190,7 @@ def reads_of_derivative(name: str) -> tuple[bool, bool]:
     results = {v for v in jaxpr.outvars[:half] if not isinstance(v, Literal)}
     used = {v for v in jaxpr.outvars[half:] if not isinstance(v, Literal)}
     for eqn in reversed(jaxpr.eqns):
-        # What is read of the results is told, and not what these are made of.
+        # Where a result is read, what the result is made of does not count.
         if used & {*eqn.outvars} - results:
             used |= {v for v in eqn.invars if not isinstance(v, Literal)}
     return bool(used & {*jaxpr.invars[:number]}), bool(used & results)

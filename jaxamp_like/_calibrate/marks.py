@@ -23,7 +23,7 @@ from .._primitives.matmul_precision import settled_bind
 from .._quantised.bilinear import bilinear
 from .._quantised.linear import RESULT_OF
 from .._quantised.passes import Pass
-from .._rewrite.solvers import told
+from .._rewrite.solvers import author_scopes
 from .._rules import (
     Decision,
     Demand,
@@ -135,7 +135,9 @@ class Shadow(Rule):
         if low.reads == site.authors:
             return low
         of = Contraction(
-            told(site.scope), site.primitive.name, shapes_of(site.params, site.avals)
+            author_scopes(site.scope),
+            site.primitive.name,
+            shapes_of(site.params, site.avals),
         )
         read_low = [a != b for a, b in zip(low.reads, site.authors, strict=True)]
         ((fact,), (author,)) = low.outs, site.out_authors

@@ -94,9 +94,9 @@ class _Given(dict[Any, Any]):
 default_amp_policy: dict[Any, Any] = _Given(policy_by_name(CLASSES))
 """The policy that `amp` uses if none is given: a plain dict, to be extended by `|`.
 
-It decides by numerics and by what surrounds an op. Contractions run in the compute
-dtype; what leaves the range or the resolution of 16 bits runs as written; arithmetic
-between low ops is low; data moves in the precision that it has."""
+Contractions read the compute dtype and give results in it; all else is computed as
+written, from these results, and data moves in the precision that it has. See
+`docs/default_policy.md`."""
 
 
 class Lookup(Protocol):

@@ -39,6 +39,9 @@ LINEAR = those(lambda row: row.linear)
 KEEPING_INPUTS = those(lambda row: row.keeps_inputs)
 """Primitives whose derivative is made of their operands, not of their result."""
 
+REDUCTIONS = those(lambda row: row.reduces)
+"""Primitives that make one number of many."""
+
 RANKING = those(lambda row: row.ranks)
 """Primitives that choose by size: a rounding may change what they choose."""
 
@@ -72,7 +75,6 @@ COLLECTIVES = EACH_ALONE | those(lambda row: row.kind == Kind.SENDING)
 CHEAP = those(lambda row: row.cheap)
 """Primitives that cost no more to run twice than their results cost to keep."""
 
-_REDUCTIONS = those(lambda row: row.reduces)
 _MANY = 16
 
 
@@ -87,7 +89,7 @@ def is_statistic(eqn: Eqn) -> bool:
     """Whether an equation makes one number of many, as the mean of a row is.
 
     It takes a pass over an array to make that again, and next to nothing to keep."""
-    if eqn.primitive.name not in _REDUCTIONS:
+    if eqn.primitive.name not in REDUCTIONS:
         return False
     sizes = math.prod(eqn.invars[0].aval.shape), math.prod(eqn.outvars[0].aval.shape)
     return sizes[0] >= _MANY * sizes[1]

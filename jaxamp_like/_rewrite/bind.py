@@ -192,28 +192,13 @@ class Frame:
         scope: Scope,
         wanted: Sequence[Demand],
         cotangents: tuple[bool, ...] | None = None,
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Facts]:
         """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
         for the leading results; the others are not read low. `cotangents` tells of a
-        backward rule which of its inputs are."""
-        outs, _ = self.rewrite_with_facts(
-            fn, avals, values, facts, scope, wanted, cotangents
-        )
-        return outs
-
-    def rewrite_with_facts(
-        self,
-        fn: Callable[..., Any],
-        avals: Sequence[Any],
-        values: Sequence[Any],
-        facts: Facts,
-        scope: Scope,
-        wanted: Sequence[Demand],
-        cotangents: tuple[bool, ...] | None = None,
-    ) -> tuple[list[Any], Facts]:
-        """As `rewrite`, with what is known of the results."""
+        backward rule which of its inputs are. Returns the results and what is known of
+        them."""
         with without_setting():
             traced = trace(fn, avals)
         rest = (Demand.NONE,) * (len(raw(traced).outvars) - len(wanted))

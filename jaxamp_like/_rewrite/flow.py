@@ -9,10 +9,10 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from .._jax import Eqn, Jaxpr, Literal, is_array_aval, raw, scopes
 from .._structural import Body
+from .memo import Memo
 
 Scope = tuple[str, ...]
 Indices = frozenset[int]
@@ -41,8 +41,8 @@ class Flows:
     bodies: Callable[[Eqn, Scope], Sequence[Body]]
     is_low: Callable[[Eqn, Scope], bool]
     ends_at: Callable[[Eqn, Indices], bool] = lambda eqn, outs: False
-    _indices: Any = field(default_factory=WeakKeyDictionary)
-    _known: Any = field(default_factory=WeakKeyDictionary)
+    _indices: Memo = field(default_factory=Memo)
+    _known: Memo = field(default_factory=Memo)
 
     def through(
         self,
@@ -66,9 +66,7 @@ class Flows:
         return Flow(frozenset(body.ins[i] for i in part.grow()), part.is_low)
 
     def index(self, jaxpr: Jaxpr) -> "_Index":
-        if jaxpr not in self._indices:
-            self._indices[jaxpr] = _Index.of(raw(jaxpr))
-        return self._indices[jaxpr]
+        return self._indices(jaxpr, (), lambda: _Index.of(raw(jaxpr)))
 
     def call(
         self, bodies: Sequence[Body], scope: Scope, inputs: Indices, outs: Indices
@@ -78,7 +76,7 @@ class Flows:
             return self.through(bodies, scope, Flow(inputs), outs)
         (body,) = bodies
         key = (scope, tuple(body.ins), tuple(body.loop), inputs, outs)
-        known = self._known.setdefault(body.jaxpr, {})
+        known = self._known.of(body.jaxpr)
         if key not in known:
             known[key] = self.through(bodies, scope, Flow(inputs), outs)
         return known[key]

@@ -37,8 +37,7 @@ class Hoisted:
         known = self._known.of(jaxpr)
         if () not in known:
             found = self._put_back(jaxpr)
-            # Not itself: what is remembered would keep the program that it is of.
-            known[()] = None if found is jaxpr else found
+            known[()] = None if found is jaxpr else found  # see `Memo`
         return jaxpr if known[()] is None else known[()]
 
     def _put_back(self, jaxpr: Jaxpr) -> Jaxpr:

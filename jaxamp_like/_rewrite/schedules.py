@@ -3,20 +3,17 @@
 Of the plans that a loop tries until the dtypes of its carries settle, only the last one
 is bound."""
 
-from weakref import WeakKeyDictionary
-
 from .._structural import Plan
+from .memo import Memo
 from .remat import Schedule, plain_schedule, remat_schedule, schedule
 
-_known: WeakKeyDictionary[Plan, dict[bool, Schedule]] = WeakKeyDictionary()
+_schedules = Memo()
 
 
 def schedule_of(plan: Plan, is_lean: bool) -> Schedule:
     """The steps of a plan in order; for a lean frame, with remat regions."""
-    made = _known.setdefault(plan, {})
-    if is_lean not in made:
-        made[is_lean] = _with_regions(plan) if is_lean else _plain(plan)
-    return made[is_lean]
+    make = _with_regions if is_lean else _plain
+    return _schedules(plan, is_lean, lambda: make(plan))
 
 
 def _plain(plan: Plan) -> Schedule:

@@ -28,7 +28,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -50,11 +49,12 @@ from .._rules import Match, UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, Body, Handler
 from .early_exit import stops
 from .flow import NONE, Flows, Indices, Scope, read_outside
+from .memo import Memo
 
 
 def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Match:
     """The rule of an equation; in a solver, only rules of scopes ask for low."""
-    found = find(eqn.primitive, told(scope))
+    found = find(eqn.primitive, author_scopes(scope))
     if SOLVER in scope:
         is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
         return found if is_meant else replace(found, rule=in_solver)
@@ -66,7 +66,7 @@ def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Ma
     return found if rule is found.rule else replace(found, rule=rule)
 
 
-def told(scope: Scope) -> Scope:
+def author_scopes(scope: Scope) -> Scope:
     """The scopes that their author wrote."""
     if SOLVER not in scope:
         return scope
@@ -83,7 +83,7 @@ class Solvers:
 
     handler: Callable[[Eqn, Scope], Handler | None]
     makes_low: Callable[[Eqn, Scope], bool]
-    _marked: Any = field(default_factory=WeakKeyDictionary)
+    _marked: Memo = field(default_factory=Memo)
 
     def mark(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """`jaxpr` with its solvers in the scope `SOLVER`; itself, if it has none."""
@@ -93,11 +93,10 @@ class Solvers:
         self, jaxpr: Jaxpr, scope: Scope, counts: Indices
     ) -> tuple[Jaxpr, Indices]:
         """Also which results count the steps of a solver, if the inputs `counts` do."""
-        known = self._marked.setdefault(jaxpr, {})
+        known = self._marked.of(jaxpr)
         if (scope, counts) not in known:
             found, made = self._find(jaxpr, scope, counts)
-            # Not itself: what is remembered would keep the program that it is of.
-            known[scope, counts] = None if found is jaxpr else found, made
+            known[scope, counts] = None if found is jaxpr else found, made  # see `Memo`
         found, made = known[scope, counts]
         return jaxpr if found is None else found, made
 

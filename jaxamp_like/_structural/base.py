@@ -253,21 +253,10 @@ class Frame(Protocol):
         scope: Scope,
         wanted: Sequence[Demand],
         cotangents: tuple[bool, ...] | None = None,
-    ) -> list[Any]:
-        """Traces `fn` on the author's `avals`, plans it and binds it on `values`."""
-        ...
-
-    def rewrite_with_facts(
-        self,
-        fn: Callable[..., Any],
-        avals: Sequence[Any],
-        values: Sequence[Any],
-        facts: Facts,
-        scope: Scope,
-        wanted: Sequence[Demand],
-        cotangents: tuple[bool, ...] | None = None,
     ) -> tuple[list[Any], Facts]:
-        """As `rewrite`, with what is known of the results."""
+        """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
+
+        Returns the results and what is known of them."""
         ...
 
     def copies(

@@ -152,7 +152,7 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         facts = _rerun(inner.ins)
         facts += tuple(facts[i] for i in live)
         with explaining_rules():
-            outs = frame.rewrite(
+            outs, _ = frame.rewrite(
                 author_rule, authors, values, facts, step.scope, wanted * 2
             )
         half = len(outs) // 2
@@ -288,7 +288,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
 
         wanted = _demands_of(step)
         with explaining_rules():
-            outs, facts = frame.rewrite_with_facts(
+            outs, facts = frame.rewrite(
                 author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
             )
         tree, res_avals, given = trees[0]
@@ -330,7 +330,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
             _demand_as(d, avals[i].dtype) for i, d in zip(live, held, strict=True)
         ]
         with explaining_rules():
-            grads = frame.rewrite(
+            grads, _ = frame.rewrite(
                 author_bwd,
                 [*res_avals, *ct_avals],
                 values,

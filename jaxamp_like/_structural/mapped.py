@@ -85,7 +85,7 @@ def bind_custom_vmap(frame: Frame, step: Step, operands: list[Any]):
         avals = list(map(typeof, args))
         facts = tuple(d and Fact(d) for d in map(author_dtype, avals))
         wanted = [Demand.FULL] * len(authors)
-        outs = frame.rewrite(author_rule, avals, args, facts, step.scope, wanted)
+        outs, _ = frame.rewrite(author_rule, avals, args, facts, step.scope, wanted)
         return cast_all(outs, authors), are_batched
 
     with eqn_context(eqn):

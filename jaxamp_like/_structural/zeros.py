@@ -6,13 +6,15 @@ What an author's rule says of symbolic zeros, or asks for, goes around them."""
 import contextlib
 from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._jax import SymbolicZero, Zero, is_inexact, new_primitive, typeof
+
+_T = TypeVar("_T")
 
 
 def recording_zero_tangents(
@@ -37,7 +39,7 @@ def recording_zero_tangents(
 
 
 def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`: results that have a cotangent, and beside them all that it returns.
+    """`fn` for `jax.vjp`: results with a cotangent, and beside them everything.
 
     An author who asks for symbolic zeros is given them, as `zero_cotangents` says,
     although the function that `jax.vjp` returns takes arrays only."""
@@ -45,76 +47,68 @@ def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any
     def placing(*args: Any) -> tuple[list[Any], Any]:
         outs, rest = fn(*args)
         places = [k for k, x in enumerate(outs) if is_inexact(typeof(x))]
-        moving = [_PLACED.bind(outs[k], place=k) if asks else outs[k] for k in places]
+        moving = [_RESULT.bind(outs[k], place=k) if asks else outs[k] for k in places]
         return moving, (outs, rest)
 
     return placing
 
 
-_zeros: ContextVar[Set[int]] = ContextVar("zeros", default=frozenset())
+def with_recorded_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` for `jax.vjp`, so that `recording_cotangents` knows of its cotangents."""
+    return lambda *args: fn(*(_OPERAND.bind(x, place=k) for k, x in enumerate(args)))
 
 
-@contextlib.contextmanager
-def zero_cotangents(places: Set[int]) -> Iterator[None]:
+def zero_cotangents(places: Set[int]) -> contextlib.AbstractContextManager[None]:
     """In here, the results at `places` have no cotangent, whatever is given for it."""
-    token = _zeros.set(places)
-    try:
-        yield
-    finally:
-        _zeros.reset(token)
+    return _within(_zeros, places)
 
 
-def _transposed(ct: Any, x: Any, *, place: int) -> list[Any]:
-    return [None if place in _zeros.get() else ct]
+def recording_cotangents(places: set[int]) -> contextlib.AbstractContextManager[None]:
+    """Adds to `places` which operands have a cotangent other than a symbolic zero.
+
+    The function that `jax.vjp` returns gives arrays of zeros for these."""
+    return _within(_recorded, places)
 
 
-# The identity of one result of a function, which knows the place of the result.
-_PLACED = new_primitive(
-    "amp_placed",
-    compute=lambda x, place: x,
-    aval=lambda x, place: x,
-    jvp=lambda xs, ts, place: (xs[0], _PLACED.bind(ts[0], place=place)),
-    transpose=_transposed,
-    batch=lambda xs, dims, place: (_PLACED.bind(*xs, place=place), dims[0]),
-)
-
-
+_zeros: ContextVar[Set[int]] = ContextVar("zeros", default=frozenset())
 _recorded: ContextVar[set[int] | None] = ContextVar("recorded", default=None)
 
 
 @contextlib.contextmanager
-def recording_cotangents(places: set[int]) -> Iterator[None]:
-    """Adds to `places` which operands have a cotangent other than a symbolic zero.
-
-    The function that `jax.vjp` returns gives arrays of zeros for these."""
-    token = _recorded.set(places)
+def _within(variable: ContextVar[_T], value: _T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _recorded.reset(token)
+        variable.reset(token)
 
 
-def with_recorded_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`, so that `recording_cotangents` knows of its cotangents."""
-    return lambda *args: fn(*(_RECORDED.bind(x, place=k) for k, x in enumerate(args)))
+def _unless_zero(ct: Any, place: int) -> Any:
+    return None if place in _zeros.get() else ct
 
 
-def _record(ct: Any, x: Any, *, place: int) -> list[Any]:
+def _recording(ct: Any, place: int) -> Any:
     places = _recorded.get()
     if places is not None and not isinstance(ct, Zero):
         places.add(place)
-    return [ct]
+    return ct
 
 
-# The identity of one operand of a function, which knows the place of the operand.
-_RECORDED = new_primitive(
-    "amp_recorded",
-    compute=lambda x, place: x,
-    aval=lambda x, place: x,
-    jvp=lambda xs, ts, place: (xs[0], _RECORDED.bind(ts[0], place=place)),
-    transpose=_record,
-    batch=lambda xs, dims, place: (_RECORDED.bind(*xs, place=place), dims[0]),
-)
+def _identity(name: str, of_cotangent: Callable[[Any, int], Any]) -> Any:
+    """The identity of what stands at a place; `of_cotangent` makes its cotangent."""
+    made = new_primitive(
+        name,
+        compute=lambda x, place: x,
+        aval=lambda x, place: x,
+        jvp=lambda xs, ts, place: (xs[0], made.bind(ts[0], place=place)),
+        transpose=lambda ct, x, *, place: [of_cotangent(ct, place)],
+        batch=lambda xs, dims, place: (made.bind(*xs, place=place), dims[0]),
+    )
+    return made
+
+
+_RESULT = _identity("amp_placed", _unless_zero)
+_OPERAND = _identity("amp_recorded", _recording)
 
 
 def instantiated(cotangent: Any) -> Any:

@@ -1,10 +1,11 @@
 """Which groups of steps are worth a remat region, and what each reads and gives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..._dtypes import DType
 from ..._jax import Literal
+from ..._primitives import REDUCTIONS
 from ..._rules import Fact
 from .cost import (
     Step,
@@ -53,10 +54,15 @@ def remat_schedule(
     read(outvars, [None] * len(outvars))
     is_split = any(map(is_sharded, facts.values()))
     ends = {v for v in outvars if not isinstance(v, Literal)}
+
+    def is_last(group, outs, paid):
+        return _is_last(outs, paid, ends) and (
+            is_split or any(map(_reduces_much, group))
+        )
+
     units: list[Step | Region] = []
     for group in reversed(in_order(steps, grouping.groups())):
-        lasts = ends if is_split or any(map(_reduces_much, group)) else set()
-        region = _region(group, grouping, readers, lasts)
+        region = _region(group, grouping, readers, is_last)
         if region is not None:
             read(region.ins, [None] * len(region.ins))
             units.append(region)
@@ -75,7 +81,7 @@ def _region(
     group: Sequence[Step],
     grouping: Grouping,
     readers: dict[Any, set[DType | None]],
-    ends: set[Any],
+    is_last: Callable[..., bool],
 ) -> Region | None:
     """The region of a group of steps, if less is kept with it than without."""
     if group[0] not in grouping.depth_of or _mixes_rows(group):
@@ -99,8 +105,9 @@ def _region(
     gain -= sum(map(grouping.kept, paid))
     ins = {v: keeps.get(v) for v in taken}
     sharded = frozenset(v for v in taken if is_sharded(grouping.facts[v]))
-    last = bool(ends) and _is_last(outs, paid, ends)
-    return Region(tuple(steps), ins, outs, sharded, last) if gain > 0 else None
+    if gain <= 0:
+        return None
+    return Region(tuple(steps), ins, outs, sharded, is_last(group, outs, paid))
 
 
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
@@ -117,7 +124,7 @@ def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
 def _reduces_much(step: Step) -> bool:
     """Whether a step makes a number of more than a GPU's kernel holds at a time."""
     eqn = step.eqn
-    if eqn.primitive.name.startswith("reduce_"):
+    if eqn.primitive.name in REDUCTIONS:
         (operand, *_), (out, *_) = eqn.invars, eqn.outvars
         return elements(operand.aval) > _IN_ONE_KERNEL * elements(out.aval)
     return any(_reduces_much(inner) for plan in step.inner for inner in plan.steps)
@@ -156,7 +163,7 @@ def _mixes_rows(group: Sequence[Step]) -> bool:
         summed = [sizes[v] for v in reads(step) if v in sizes]
         if any(elements(v.aval) >= n for v in eqn.outvars for n in summed):
             return True
-        if eqn.primitive.name.startswith("reduce_") and not _is_trailing(eqn):
+        if eqn.primitive.name in REDUCTIONS and not _is_trailing(eqn):
             summed.append(elements(eqn.invars[0].aval))
         if summed:
             sizes |= dict.fromkeys(eqn.outvars, max(summed))
