@@ -35,6 +35,9 @@ def test_exception():
 
 def test_fails_anyway():
     raise ValueError
+
+def test_reads_a_number():
+    jax.vjp(lambda x: x * bool(x[0, 0] > 0), X)
 """
 
 
@@ -52,8 +55,8 @@ def test_verdicts_on_a_suite(tmp_path):
     )
     told = [x for x in done.stdout.splitlines() if x.startswith(("== /", "finding"))]
     empty, low, finding = told
-    assert empty.endswith("{'same': 5}")
-    assert low.endswith("{'same': 2, 'numbers': 2, 'finding': 1}")
+    assert empty.endswith("{'same': 5, 'so under jit': 1}")
+    assert low.endswith("{'same': 2, 'numbers': 2, 'finding': 1, 'so under jit': 1}")
     assert finding.startswith("finding: test_theirs.py::test_exception: ")
     assert "RuntimeError: They differ." in finding
     assert done.returncode == 1

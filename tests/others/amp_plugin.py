@@ -10,16 +10,42 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import pytest
 
 from jaxamp_like import amp
 
-SETTINGS: dict[str, dict[str, Any] | None] = {
+_jit = jax.jit
+
+
+def jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` under `jax.jit`, whose arguments and results need not be arrays."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arrays, others = eqx.partition((args, kwargs), eqx.is_array)
+        results = []
+
+        def flat(arrays: Any) -> Any:
+            args, kwargs = eqx.combine(arrays, others)
+            outs, rest = eqx.partition(fn(*args, **kwargs), eqx.is_array)
+            results.append(rest)
+            return outs
+
+        return eqx.combine(_jit(flat)(arrays), results[0])
+
+    return run
+
+
+SETTINGS: dict[str, Callable[..., Any] | None] = {
     "as written": None,
-    "empty": {"amp_policy": {}},
-    "bfloat16": {"compute_dtype": "bfloat16"},
+    "jitted": jitted,
+    "empty": functools.partial(amp, amp_policy={}),
+    "bfloat16": functools.partial(amp, compute_dtype="bfloat16"),
 }
+"""What a function is put under. A test that ends otherwise under `jit` as well needs
+functions that are not traced, or fails by JAX's own doing."""
 
 TRANSFORMS = (
     "jit grad value_and_grad vjp jvp linearize jacfwd jacrev hessian".split()
@@ -38,16 +64,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings = SETTINGS[str(config.getoption("amp"))]
-    if settings is not None:
+    wrap = SETTINGS[str(config.getoption("amp"))]
+    if wrap is not None:
         for name in TRANSFORMS:
-            setattr(jax, name, under_amp(getattr(jax, name), settings))
+            setattr(jax, name, wrapping(getattr(jax, name), wrap))
 
 
-def under_amp(
-    transform: Callable[..., Any], settings: dict[str, Any]
+def wrapping(
+    transform: Callable[..., Any], wrap: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A transform whose function is put under `amp`, if a test or a library calls it.
+    """A transform whose function is wrapped, if a test or a library calls it.
 
     JAX's own calls and those of `amp` stay as they are."""
 
@@ -58,10 +84,10 @@ def under_amp(
             return transform(*args, **kwargs)
         if not args and not kwargs.keys() & {"fun", "f"}:
             decorator = transform(**kwargs)  # as in `@jax.jit(donate_argnums=0)`
-            return lambda fn: decorator(amp(fn, **settings))
+            return lambda fn: decorator(wrap(fn))
         if not args or not callable(args[0]):
             return transform(*args, **kwargs)
-        return transform(amp(args[0], **settings), *args[1:], **kwargs)
+        return transform(wrap(args[0]), *args[1:], **kwargs)
 
     return transformed
 
