@@ -1,22 +1,24 @@
 """What a training step sends from device to device, read off the code compiled for it.
 
-    python -m benchmarks.collectives [--devices 8] [--models ...] [--ways ...]
+    python -m benchmarks.collectives [--machine v5e] [--models ...] [--ways ...]
 
 The step (value and gradient of the loss) of each model is compiled for several
-described H200s, with its parameters and its batch split in the usual ways, by `jit` and
-where the arrays lie; the models of `split_models` split their own work. No GPU is
-needed, see `benchmarks/roofline.py`. Every collective is counted as often as it runs,
+described H200s or TPUs, with its parameters and its batch split in the usual ways, by
+`jit` and where the arrays lie; the models of `split_models` split their own work. None
+of the machines is needed, see `benchmarks/roofline.py` and `benchmarks/tpu.py`. Every
+collective is counted as often as it runs,
 with the bytes that a device sends in a ring: of n devices, (n - 1)/n of what is
 gathered, scattered or exchanged, and twice that of what is summed for all. What is sent
 takes at least its bytes over the bandwidth of the link; nothing is taken to overlap."""
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from rich.table import Table
 
 from jaxamp_like import amp, default_amp_policy
 
+from . import tpu
 from .rewrite import CONTENDERS, make_table, ratio, versions
 from .roofline import (
     DEVICE,
@@ -44,9 +47,6 @@ from .roofline import (
 )
 from .split_models import SPLITS, Split, in_style
 from .workloads import GPT_SIZES, WORKLOADS, Workload
-
-# Bytes/s that a device sends over NVLink, by the data sheet.
-LINK = 450e9
 
 KINDS = (
     "all-gather",
@@ -79,6 +79,9 @@ class Collective:
 
 def group_size(one: Instruction, devices: int) -> int:
     """How many devices take part in a collective."""
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] {([^}]*)}", one.attributes):
+        sizes = dict(re.findall(r"('\w+')=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in found[2].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", one.attributes):
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", one.attributes):
@@ -111,10 +114,30 @@ def sent_by(kind: str, left: float, n: int) -> float:
 def collectives(module: Module, devices: int) -> list[Collective]:
     """All collectives of a module; of the branches of a conditional, the dearest."""
 
+    seen: set[str] = set()  # channels
+
     def leaf(one: Instruction, scope: Any, times: int) -> Iterator[Collective]:
         kind = one.opcode.removesuffix("-start")
         if kind in KINDS:
             yield from collective(one, kind, devices, times)
+        if one.opcode == "fusion":
+            for name in one.called("calls"):
+                yield from fused(name, times)
+
+    def fused(name: str, times: int) -> Iterator[Collective]:
+        """On TPUs a collective is fused with what runs meanwhile, in several parts."""
+        for one in module.computations[name].values():
+            channel = re.search(r"channel_id=(\d+)", one.attributes)
+            if one.opcode in KINDS and channel and channel[1] not in seen:
+                seen.add(channel[1])
+                scatters = name.startswith("all-reduce-scatter")
+                kind = "reduce-scatter" if scatters else one.opcode
+                for found in collective(one, one.opcode, devices, times):
+                    # A sum of which a device takes its part is sent once, not twice.
+                    sent = found.sent / 2 if scatters else found.sent
+                    yield replace(found, kind=kind, sent=sent)
+            for inner in one.called("calls"):
+                yield from fused(inner, times)
 
     return walk(module, leaf, total_sent)
 
@@ -224,6 +247,47 @@ def described_devices(count: int) -> Sequence[Any]:
     return topology.devices
 
 
+def described_tpus(generation: str, count: int) -> Sequence[Any]:
+    """Chips in two rows, as XLA sees them."""
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{generation}:2x{count // 2}"
+    )
+    return topology.devices
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step is compiled for.
+
+    Args:
+        devices: so many of them, described.
+        link: bytes/s that a device sends, by the data sheet.
+        step_seconds: at least, for the kernels, by compiled text and temp bytes."""
+
+    devices: Callable[[int], Sequence[Any]]
+    link: float
+    step_seconds: Callable[[str, int], float]
+
+
+def gpu_seconds(text: str, temp: int) -> float:
+    return figures(text, temp).step_seconds
+
+
+def tpu_seconds(clock: float) -> Callable[[str, int], float]:
+    """By the cycles that XLA estimates, at so many a second."""
+
+    def seconds(text: str, temp: int) -> float:
+        return tpu.total_cycles(tpu.pieces(parse(text))) / clock
+
+    return seconds
+
+
+MACHINES = {
+    "H200": Machine(described_devices, 450e9, gpu_seconds),
+    "v5e": Machine(partial(described_tpus, "v5e"), 200e9, tpu_seconds(1.5e9)),
+}
+
+
 def mesh_of(
     axes_of: Callable[[int], Mapping[str, int]],
     devices: Sequence[Any],
@@ -243,7 +307,7 @@ class Row:
         by_kind: the same by kind and dtype.
         counts: how many collectives of each kind run in a step.
         link_seconds: at least, for what is sent.
-        step_seconds: the roofline of the kernels.
+        step_seconds: at least, for the kernels.
         temp_bytes: memory beside arguments and results, of a device."""
 
     sent: float
@@ -287,7 +351,7 @@ def compile_step(loss: Any, args: Any, mesh: Mesh) -> Any:
         return step.lower(*args).compile()
 
 
-def read_off(compiled: Any, devices: int) -> Row:
+def read_off(compiled: Any, devices: int, machine: Machine) -> Row:
     text = compiled.as_text()
     by_kind: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -297,8 +361,8 @@ def read_off(compiled: Any, devices: int) -> Row:
         counts[one.kind] = counts.get(one.kind, 0) + one.times
     sent = sum(by_kind.values())
     temp = compiled.memory_analysis().temp_size_in_bytes
-    kernels = figures(text, temp)
-    return Row(sent, sent / LINK, kernels.step_seconds, temp, by_kind, counts)
+    step = machine.step_seconds(text, temp)
+    return Row(sent, sent / machine.link, step, temp, by_kind, counts)
 
 
 def again(loss: Any, dtype: str) -> Any:
@@ -329,10 +393,14 @@ def of_split(split: Split, dtype: str, mesh: Mesh) -> tuple[Any, Mapping[str, An
 
 
 def compare(
-    args: Any, losses: Mapping[str, Any], mesh: Mesh, contenders: Sequence[str]
+    args: Any,
+    losses: Mapping[str, Any],
+    mesh: Mesh,
+    contenders: Sequence[str],
+    machine: Machine,
 ) -> dict[str, Row]:
     return {
-        name: read_off(compile_step(losses[name], args, mesh), mesh.size)
+        name: read_off(compile_step(losses[name], args, mesh), mesh.size, machine)
         for name in contenders
         if losses.get(name) is not None
     }
@@ -382,6 +450,7 @@ COMPARED = ("float32", "hand", "lean", "amp", "amp lean", "amp again")
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives")
+    parser.add_argument("--machine", choices=MACHINES, default="H200")
     parser.add_argument("--devices", type=int, default=8, help="8, or a multiple")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
@@ -422,13 +491,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         GPT_SIZES[args.size]["depth"] = args.depth
     sizes = {"devices": args.devices, "dtype": args.dtype, "size": args.size}
     sizes["layers of the GPTs"] = GPT_SIZES[args.size]["depth"]
-    record = {"versions": versions() | plugin_versions(), "device": "H200"} | sizes
+    machine, is_gpu = MACHINES[args.machine], args.machine == "H200"
+    compiler = versions() | plugin_versions() if is_gpu else versions(["libtpu"])
+    record = {"versions": compiler, "device": args.machine} | sizes
+    jax.config.update("jax_platforms", "cpu")  # what is described, not what is here
     console = Console(width=max(Console().width, 170))
     found: dict[str, Any] = {}
-    work = list(jobs(args, described_devices(args.devices)))
+    work = list(jobs(args, machine.devices(args.devices)))
     for title, make in track(work, "compiling", console=Console(stderr=True)):
         step_args, losses, mesh = make()
-        rows = compare(step_args, losses, mesh, args.contenders)
+        rows = compare(step_args, losses, mesh, args.contenders, machine)
         console.print(table(f"{title}, {args.dtype}, {args.devices} devices", rows))
         found[title] = {name: asdict(row) for name, row in rows.items()}
         if args.json:

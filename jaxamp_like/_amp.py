@@ -53,7 +53,10 @@ from ._policies.settings import (
 )
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Frame
-from ._rewrite.by_hand import report_of_float16_by_hand
+from ._rewrite.in_float16 import (
+    report_of_float16_by_hand,
+    report_of_float16_on_tpus,
+)
 from ._rewrite.keeps import Keeps
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
@@ -429,6 +432,7 @@ def _report_unused(
         report_of_few_quantised(steps),
         report_of_weights_closed_over(plan),
         report_of_float16_by_hand(planner.compute_dtype, steps),
+        report_of_float16_on_tpus(steps),
     ):
         if report is not None:
             warn_or_raise(f"{report} {place}", planner.strict)

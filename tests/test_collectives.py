@@ -1,4 +1,4 @@
-"""The reader of collectives, on HLO as XLA writes it for several GPUs; no plugin."""
+"""The reader of collectives, on HLO as XLA writes it for several devices."""
 
 import jax
 import jax.random as jr
@@ -89,6 +89,31 @@ def test_what_runs_beside_is_looked_into():
     called = f"%wrapped (p: f32[8]) -> f32[8] {{\n  {PERMUTE}\n}}"
     start = "%s = ((f32[8]), f32[8]{0}) async-start(%x), calls=%wrapped"
     assert len(found(start, called)) == 1
+
+
+def test_what_a_tpu_fuses_with_the_parts_of_a_gather_counts_once():
+    gather = (
+        "%g = bf16[512,2048]{1,0} all-gather(%a), channel_id=5, dimensions={1}, "
+        "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}"
+    )
+    parts = [f"%part{i} (p: f32[8]) -> f32[8] {{\n  {gather}\n}}" for i in range(3)]
+    calls = [
+        f"%f{i} = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%part{i}"
+        for i in range(3)
+    ]
+    (one,) = found("\n  ".join(calls), *parts)
+    assert one == Collective("all-gather", "bf16", 3 / 4 * 512 * 2048 * 2, 1)
+
+
+def test_a_tpu_fuses_a_sum_with_taking_a_part_of_it():
+    reduce = (
+        "%r = f32[2048,8]{1,0} all-reduce(%a), channel_id=5, "
+        "replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add"
+    )
+    part = f"%all-reduce-scatter.1 (p: f32[8]) -> f32[8] {{\n  {reduce}\n}}"
+    call = "%f = f32[256,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1"
+    (one,) = found(call, part)
+    assert one == Collective("reduce-scatter", "f32", 7 / 8 * 2048 * 8 * 4, 1)
 
 
 SMALL = dict(ROWS=2, LENGTH=8, DIM=16, HIDDEN=32, EXPERTS=8, MICROBATCHES=4)

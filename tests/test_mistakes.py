@@ -520,3 +520,20 @@ def test_the_default_policy_is_a_dict():
         assert [*policy] == [*default_amp_policy]
         policy["mine"] = "float32"
     assert "mine" not in jaxamp_like.default_amp_policy
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("backend", ("tpu", "gpu"))
+def test_float16_is_no_format_of_tpus(backend, dtype, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+    def fresh(x):
+        return net(x) + {"tpu": 1, "gpu": 2}[backend]
+
+    mixed = amp(fresh, compute_dtype=dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mixed(x)
+    told = [str(w.message) for w in caught if "JAX runs on a TPU" in str(w.message)]
+    assert len(told) == (backend == "tpu" and dtype == "float16")
+    assert all(LINE in message and "`fresh`" in message for message in told)

@@ -1,5 +1,6 @@
-"""Functions that their author made float16, and what to say of them."""
+"""Where float16 is not what the user wants, and what to say then."""
 
+import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType
@@ -31,4 +32,23 @@ def report_of_float16_by_hand(compute_dtype: DType, steps: list[Step]) -> str | 
         f"{source_line(contractions[0])}, and stay so: bfloat16 changes nothing, and "
         "in float16 a loss wants a scale. Leave the dtypes of layers (`dtype=`, "
         "`param_dtype=`, Keras' policy) at float32, for `amp` to lower."
+    )
+
+
+def report_of_float16_on_tpus(steps: list[Step]) -> str | None:
+    """What to say where contractions are lowered to float16 and JAX runs on a TPU."""
+    first = next((step for step in steps if _is_lowered(step)), None)
+    if first is None or jax.default_backend() != "tpu":
+        return None
+    return (
+        "JAX runs on a TPU, whose matrix units multiply bfloat16. In float16, as in "
+        f"{source_line(first.eqn)}, contractions are no faster, and a loss wants a "
+        "scale. Ask for `compute_dtype='bfloat16'`."
+    )
+
+
+def _is_lowered(step: Step) -> bool:
+    return step.is_compute and any(
+        read == jnp.float16 != atom.aval.dtype
+        for read, atom in zip(step.decision.reads, step.eqn.invars, strict=True)
     )
