@@ -1,7 +1,5 @@
 """What goes from device to device in a loop: low where a rule says so, and compiled."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -122,7 +120,7 @@ def test_it_compiles_for_described_gpus(tick, policy):
         in_turn(TICKS[tick], devices), amp_policy=policy, compute_dtype="bfloat16"
     )
     text = jax.jit(jax.grad(low)).lower(*args).compile().as_text() or ""
-    sent = set(re.findall(r"= (\w+)\S* collective-permute\(", text))
-    sent |= set(re.findall(r"= \((\w+)\S* .* collective-permute-start\(", text))
+    found = collectives.collectives(roofline.parse(text), N)
+    sent = {one.dtype for one in found if one.kind == "collective-permute"}
     is_low = policy is SENT_LOW or tick == "only read low"
     assert sent == {"bf16" if is_low else "f32"}
