@@ -286,6 +286,34 @@ def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(raw(hidden(jaxpr)), consts(jaxpr), *args)
 
 
+def evaluate(
+    jaxpr: Jaxpr,
+    args: Sequence[Any],
+    bind: Callable[[Eqn, list[Any]], Sequence[Any]],
+    constants: Sequence[Any] | None = None,
+    literal: Callable[[Any], Any] = lambda value: value,
+) -> list[Any]:
+    """Evaluates a jaxpr, on arrays or on whatever stands for them.
+
+    Args:
+        args: what stands for its inputs.
+        bind: gives the results of an equation, by what stands for its operands.
+        constants: what stands for its constants; if not given, these themselves.
+        literal: gives what stands for the value of a literal."""
+    inner = raw(jaxpr)
+    constants = consts(jaxpr) if constants is None else constants
+    env = dict(zip(inner.constvars, constants, strict=True))
+    env |= zip(inner.invars, args, strict=True)
+
+    def read(atom: Any) -> Any:
+        return literal(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in inner.eqns:
+        outs = bind(eqn, list(map(read, eqn.invars)))
+        env |= zip(eqn.outvars, outs, strict=True)
+    return list(map(read, inner.outvars))
+
+
 def closed(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
     """A jaxpr with its constants."""
     return jex.ClosedJaxpr(jaxpr, values)

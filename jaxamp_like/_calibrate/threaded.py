@@ -15,12 +15,11 @@ from .._errors import AmpError
 from .._jax import (
     Eqn,
     Jaxpr,
-    Literal,
-    consts,
     eqn_context,
+    evaluate,
     holds,
-    raw,
     reemit,
+    scan_like,
     scan_operands,
     shard_map_options,
     source_line,
@@ -46,19 +45,9 @@ class Threaded:
 
     def run(self, jaxpr: Jaxpr, choices: Any, args: Sequence[Any]) -> list[Any]:
         """What `jaxpr` gives for `args` if it rounds by `choices`, an int array."""
-        inner = raw(jaxpr)
-        env = dict(zip(inner.constvars, consts(jaxpr), strict=True))
-        env |= zip(inner.invars, args, strict=True)
+        return evaluate(jaxpr, args, functools.partial(self._eqn, choices))
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for eqn in inner.eqns:
-            outs = self._eqn(eqn, choices, [read(atom) for atom in eqn.invars])
-            env |= zip(eqn.outvars, outs, strict=True)
-        return [read(atom) for atom in inner.outvars]
-
-    def _eqn(self, eqn: Eqn, choices: Any, values: list[Any]) -> Sequence[Any]:
+    def _eqn(self, choices: Any, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is MARK:
             choice = choices[self.numbers[eqn.params["of"]]]
             return [chosen(values[0], choice, eqn.params["to"])]
@@ -87,13 +76,12 @@ def _call(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any
 def _scan(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
     fixed, carry, xs = scan_operands(eqn, values)
     num_carry = len(carry)
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
     def body(carry, x):
         outs = self.run(eqn.params["jaxpr"], choices, [*fixed, *carry, *x])
         return outs[:num_carry], outs[num_carry:]
 
-    carry, ys = lax.scan(body, carry, xs, **params)
+    carry, ys = scan_like(eqn, body, carry, xs)
     return [*carry, *ys]
 
 

@@ -14,11 +14,11 @@ from .._errors import AmpError
 from .._jax import (
     Eqn,
     Jaxpr,
-    Literal,
     bind,
     bind_flat,
     consts,
     eqn_context,
+    evaluate,
     open_jaxpr,
     raw,
     reemit,
@@ -47,18 +47,7 @@ class _Rewriter:
         self._closed: dict[Any, tuple[Jaxpr, Jaxpr]] = {}
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Any], args: Sequence[Any]):
-        env = dict(
-            zip((*jaxpr.constvars, *jaxpr.invars), (*values, *args), strict=True)
-        )
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = list(map(read, eqn.invars))
-            outs = self.bind(eqn, operands)
-            env |= zip(eqn.outvars, outs, strict=True)
-        return list(map(read, jaxpr.outvars))
+        return evaluate(jaxpr, args, self.bind, values)
 
     def bind(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         pairs = list(zip(operands, eqn.invars, strict=True))

@@ -5,6 +5,7 @@ as the largest of a `while` loop's iterations, by every branch, over the axes of
 `shard_map`. All else is bound as it stands."""
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,12 @@ from .._errors import AmpError
 from .._jax import (
     Eqn,
     Jaxpr,
-    Literal,
     bind,
-    consts,
     eqn_context,
+    evaluate,
     open_jaxpr,
-    raw,
     reemit,
+    scan_like,
     scan_operands,
     shard_map_options,
     source_line,
@@ -65,33 +65,26 @@ class Threaded:
         self, jaxpr: Jaxpr, sites: Sites, scales: Arrays, args: Sequence[Any]
     ) -> tuple[list[Any], Arrays]:
         """What `jaxpr` gives for `args`, and the maxima of the tensors it makes."""
-        inner, scales = raw(jaxpr), dict(scales)
-        env = dict(zip(inner.constvars, consts(jaxpr), strict=True))
-        env |= zip(inner.invars, args, strict=True)
-        maxima: Arrays = {}
+        scales, maxima = dict(scales), {}
+        numbers = itertools.count()
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
+        def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+            i = next(numbers)
+            if i not in sites and not _is_gone_through(eqn):
+                return reemit(eqn, values)
+            found = sites.get(i, ({},))
+            with eqn_context(eqn):
+                outs, made = self._eqn(eqn, found, scales, values)
+            maxima.update(larger(maxima, made))
+            # From here on: the backward pass divides by what the forward one has.
+            if isinstance(found, Use):
+                scales[found.tensor.key] = outs[0]
+                return outs
+            for key in made.keys() & scales.keys():
+                scales[key] = self.measured(key, scales[key], maxima[key])
+            return outs
 
-        for i, eqn in enumerate(inner.eqns):
-            values = list(map(read, eqn.invars))
-            if i in sites or _is_gone_through(eqn):
-                with eqn_context(eqn):
-                    found = sites.get(i, ({},))
-                    outs, made = self._eqn(eqn, found, scales, values)
-                maxima = larger(maxima, made)
-                # From here on: the backward pass divides by what the forward one has.
-                if isinstance(found, Use):
-                    scales[found.tensor.key] = outs[0]
-                else:
-                    scales |= {
-                        key: self.measured(key, scales[key], maxima[key])
-                        for key in made.keys() & scales.keys()
-                    }
-            else:
-                outs = reemit(eqn, values)
-            env |= zip(eqn.outvars, outs, strict=True)
-        return list(map(read, inner.outvars)), maxima
+        return evaluate(jaxpr, args, bind), maxima
 
     def _eqn(
         self, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
@@ -239,7 +232,6 @@ def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     (sites,) = found
     fixed, carry, xs = scan_operands(eqn, values)
     num_carry = len(carry)
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     inner = Threaded(self.tensors, self.depth + 1, self.axes)
     read = {key: scales[key] for key in read_in(sites)}
     own = {key for key in read if inner.depth in self.tensors[key].lengths}
@@ -251,7 +243,7 @@ def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
         outs, maxima = inner.run(eqn.params["jaxpr"], sites, shared | sliced, args)
         return outs[:num_carry], (outs[num_carry:], maxima)
 
-    carry, (ys, maxima) = lax.scan(body, carry, (xs, sliced), **params)
+    carry, (ys, maxima) = scan_like(eqn, body, carry, (xs, sliced))
     made = {
         key: x if key in own else jnp.max(x, axis=0, initial=NOT_SEEN)
         for key, x in maxima.items()

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from .._dtypes import DType, cast
-from .._jax import Literal, bind_flat, consts, raw, subjaxprs, trace
+from .._jax import Eqn, Jaxpr, bind_flat, consts, evaluate, raw, subjaxprs, trace
 from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._primitives.contractions import dot_numbers
 from .._primitives.matmul_precision import settled
@@ -68,7 +68,7 @@ def transposed(fn: Bilinear, moving: Any, other: Any, low: DType) -> Bilinear:
 
     def evaluated(ct: Any, other: Any, hook: Hook) -> Any:
         jaxpr = traced()
-        (out,) = _evaluate(raw(jaxpr), consts(jaxpr), [(ct, 0), (other, 1)], hook)
+        (out,) = _evaluate(jaxpr, [(ct, 0), (other, 1)], hook)
         return out[0]
 
     return evaluated
@@ -154,30 +154,23 @@ def _bind(primitive: Any, params: Any, operands: Any, result: DType) -> Any:
 # Evaluating a transpose.
 
 
-def _evaluate(jaxpr: Any, constants: Any, args: Any, hook: Hook) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
     """Evaluates on pairs of a value, and of which operand (0: the moving one) it is."""
-    env = dict(zip(jaxpr.constvars, ((x, 1) for x in constants), strict=True))
-    env |= zip(jaxpr.invars, args, strict=True)
 
-    def read(atom: Any) -> Any:
-        return (atom.val, 1) if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
+    def bind(eqn: Eqn, pairs: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
-        pairs = list(map(read, eqn.invars))
-        which = min((i for _, i in pairs), default=1)
         inner = list(subjaxprs(params))
         if name in ("jit", "pjit") and len(inner) == 1:
-            outs = _evaluate(raw(inner[0]), consts(inner[0]), pairs, hook)
-        elif name in CONTRACTIONS:
+            return _evaluate(inner[0], pairs, hook)
+        if name in CONTRACTIONS:
             moving = [i for _, i in pairs].index(0)
-            outs = [(hook(eqn.primitive, params, [x for x, _ in pairs], moving), 0)]
-        else:
-            values = [
-                x if name in MOVING_VIEWS else cast(x, atom.aval.dtype)
-                for (x, _), atom in zip(pairs, eqn.invars, strict=True)
-            ]
-            made = bind_flat(eqn.primitive, values, params)
-            outs = [(x, which) for x in made]
-        env |= zip(eqn.outvars, outs, strict=True)
-    return list(map(read, jaxpr.outvars))
+            return [(hook(eqn.primitive, params, [x for x, _ in pairs], moving), 0)]
+        values = [
+            x if name in MOVING_VIEWS else cast(x, atom.aval.dtype)
+            for (x, _), atom in zip(pairs, eqn.invars, strict=True)
+        ]
+        which = min((i for _, i in pairs), default=1)
+        return [(x, which) for x in bind_flat(eqn.primitive, values, params)]
+
+    constants = [(x, 1) for x in consts(jaxpr)]
+    return evaluate(jaxpr, args, bind, constants, literal=lambda value: (value, 1))

@@ -4,7 +4,7 @@ JAX's own transposes copy the dtype of the result from one to the next, so that 
 precisions of the three hang together. Here each is a `Pass` of its own."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +13,12 @@ from jax import lax
 
 from .._dtypes import DType, bits, cast, lowered
 from .._jax import (
+    Eqn,
     Literal as JaxprLiteral,
     SymbolicZero,
     Zero,
     bind_flat,
-    consts,
+    evaluate,
     is_linear_operand,
     new_primitive,
     raw,
@@ -153,29 +154,20 @@ def _with_wide_results(fn: Callable[..., Any], x: Any, dtype: DType) -> Any:
     Their operands stay as they are. Ops around them move data, and a later JAX may add
     others: these read the dtypes that they were traced with."""
     jaxpr = trace(fn, [jax.typeof(x)])
-    (out,) = _evaluate_wide(raw(jaxpr), consts(jaxpr), [x], dtype)
-    return out
 
-
-def _evaluate_wide(jaxpr: Any, constants: Any, args: Any, dtype: DType) -> list[Any]:
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
-
-    def read(atoms: Any, as_traced: bool) -> Iterator[Any]:
-        for atom in atoms:
-            if isinstance(atom, JaxprLiteral):
-                yield atom.val
-            else:
-                yield cast(env[atom], atom.aval.dtype) if as_traced else env[atom]
-
-    for eqn in jaxpr.eqns:
+    def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
-        values = list(read(eqn.invars, name not in MOVING_VIEWS))
+        if name not in MOVING_VIEWS:
+            values = [
+                x if isinstance(atom, JaxprLiteral) else cast(x, atom.aval.dtype)
+                for x, atom in zip(values, eqn.invars, strict=True)
+            ]
         inner = list(subjaxprs(params))
         if name in ("jit", "pjit") and len(inner) == 1:
-            outs = _evaluate_wide(raw(inner[0]), consts(inner[0]), values, dtype)
-        elif name in CONTRACTIONS:
-            outs = [wide_contraction(eqn.primitive, params, dtype)(*values)]
-        else:
-            outs = bind_flat(eqn.primitive, values, params)
-        env |= zip(eqn.outvars, outs, strict=True)
-    return list(read(jaxpr.outvars, as_traced=False))
+            return evaluate(inner[0], values, bind)
+        if name in CONTRACTIONS:
+            return [wide_contraction(eqn.primitive, params, dtype)(*values)]
+        return bind_flat(eqn.primitive, values, params)
+
+    (out,) = evaluate(jaxpr, [x], bind)
+    return out
