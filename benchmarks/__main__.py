@@ -175,6 +175,14 @@ JOBS = {
         (FIGURES,),
         needs=COMPILER,
     ),
+    "collectives-v5e": Job(
+        "collectives",
+        '--machine v5e --depth 2 --contenders float32 hand amp "amp again"',
+        f"--machine v5e --models {SPLITS} {TOY}",
+        "collectives-v5e.json",
+        (FIGURES,),
+        needs=TPU_COMPILER,
+    ),
     "reduction": Job(
         "reduction", "", "--devices 8", "reduction.json", ("docs/many_devices.md",)
     ),
