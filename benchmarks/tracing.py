@@ -241,6 +241,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--compile-to", type=int, default=1000, metavar="SIZE")
     parser.add_argument("--json", type=Path, help="where to write the record")
     args = parser.parse_args(argv)
+    least = max(min(CASES[name].sizes) for name in args.cases)
+    if args.largest < least:
+        parser.error(f"--largest must be at least {least}, not {args.largest}")
     console = Console(width=100)
     record: dict[str, Any] = {"versions": versions(), "machine": machine()}
     for name in args.cases:

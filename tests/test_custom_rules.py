@@ -199,7 +199,11 @@ def test_a_second_derivative_is_that_of_what_the_rule_returns(ruled, order, lean
     def loss(x):
         return jnp.sum(jnp.sin(ruled(jnp.exp(0.3 * ruled(x)) @ w) @ w))
 
-    expected = order(identity, loss)(x)
+    try:
+        expected = order(identity, loss)(x)
+    except TypeError as e:  # with `jax_remat3` on, and `jax_custom_vjp3` not
+        assert "can't apply forward-mode autodiff" in str(e)
+        pytest.skip("JAX can't differentiate the function as written twice.")
     bound = 0.02 * float(jnp.max(jnp.abs(expected)))
     by_amp = order(functools.partial(bf16, lean=lean), loss)(x)
     np.testing.assert_allclose(by_amp, expected, rtol=0, atol=bound)

@@ -176,7 +176,10 @@ def test_checkpoints_keep_scales(policy):
 
     step = jax.value_and_grad(low(fn, RULES[0]))
     # Of what goes in, once; of the cotangent, for both gradients.
-    assert maxima(step, values(*WS), values(*X)) == [X, X, X]
+    expected = [X, X, X]
+    if policy is not None and getattr(jax.config, "jax_remat3", False):
+        expected.append(X)  # docs/limits.md
+    assert maxima(step, values(*WS), values(*X)) == expected
 
 
 @pytest.mark.parametrize("fn", (recurrent, of_stack))
