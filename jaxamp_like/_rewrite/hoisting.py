@@ -14,9 +14,8 @@ from .._jax import Literal, eqn_context, scan_arity
 from .._primitives import VIEWS
 from .._rules import Fact
 from .._structural import Plan, Rounded, Step
+from .frames import Frame
 from .record import marked
-
-Frame = Any  # of `bind`, which builds on this module
 
 Path = tuple[Any, ...]
 """Where a rounded operand is read: through which steps, of which one, as which operand.

@@ -12,10 +12,9 @@ from .._structural import Step
 from .._structural.kept import keep
 from .casts import with_full_gradient
 from .deduplication import code_of
+from .frames import Frame
 from .keeps import Keeps
 from .remat import Region
-
-Frame = Any  # of `bind`, which builds on this module
 
 
 def bind_region(outer: Frame, region: Region) -> list[Any]:

@@ -5,7 +5,7 @@ its results with the tables of its bodies. Tables of a loop are among its carrie
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,39 @@ from ..._jax import (
 from ..._structural import CALLS
 from . import pairs as p
 from .blocks import Found, Loop, Where
-from .compiled import taken
-from .pairs import Pair
+from .compiled import Memory, taken
+from .pairs import Pair, Value
 from .statistics import at_iteration, merge, merge_parts, no_runs
+
+
+class Interpreter(Protocol):
+    """What runs programs with pairs; that of `interpret` builds on this module."""
+
+    axes: tuple[Any, ...]
+    memory: Memory
+
+    def body(
+        self,
+        jaxpr: Jaxpr,
+        args: Sequence[Pair],
+        eqn: Eqn,
+        where: Where,
+        index: int,
+        loop: Loop | None = None,
+        compiled: bool = True,
+    ) -> tuple[list[Pair], Found]:
+        """Runs a program that an equation holds, as a block of its own."""
+        ...
+
+    def joined(self, value: Value) -> Pair:
+        """A value as one array."""
+        ...
+
 
 # Loops. A carry has a value in the author's dtype if any iteration gives it one.
 
 
-def _shapes(self: Any, fn: Callable[..., Any], *args: Any) -> Any:
+def _shapes(self: Interpreter, fn: Callable[..., Any], *args: Any) -> Any:
     """What `fn` returns, for its shapes and structure only.
 
     In a `shard_map`, `jax.eval_shape` up to JAX 0.6 forgets over which axes its
@@ -41,7 +66,9 @@ def _shapes(self: Any, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _settled(
-    self: Any, step: Callable[[list[Pair]], tuple[list[Pair], Found]], carry: list[Pair]
+    self: Interpreter,
+    step: Callable[[list[Pair]], tuple[list[Pair], Found]],
+    carry: list[Pair],
 ) -> tuple[list[Pair], Found]:
     """The carry in a form that the loop's body keeps, and its statistics' types."""
     while True:
@@ -59,7 +86,7 @@ def _form(carry: list[Pair]) -> list[Any]:
     return [pair.true is not None and pair.true.dtype for pair in carry]
 
 
-def _none_yet(self: Any, found: Found) -> Found:
+def _none_yet(self: Interpreter, found: Found) -> Found:
     """Tables for a loop's carry, of which `found` are the body's."""
 
     def deeper(found):
@@ -69,7 +96,7 @@ def _none_yet(self: Any, found: Found) -> Found:
     return _varying(self, {key: no_runs(table) for key, table in tables.items()})
 
 
-def _varying(self: Any, found: Found) -> Found:
+def _varying(self: Interpreter, found: Found) -> Found:
     """The same tables, typed as different on every device of a `shard_map`.
 
     What a loop carries, and what branches return, must have one such type."""
@@ -87,7 +114,7 @@ def _pinned(outs: Sequence[Pair], carry: Sequence[Pair]) -> list[Pair]:
     return [p.joined(out, like) for out, like in zip(outs, carry, strict=True)]
 
 
-def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+def _scan(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
     fixed, given, xs = scan_operands(eqn, operands)
     num_carry = len(given)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
@@ -120,7 +147,7 @@ def _scan(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     return [*carry, *ys], found
 
 
-def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+def _while(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
     params = eqn.params
     cond_consts, body_consts, given = while_operands(eqn, operands)
     cond = params["cond_jaxpr"]
@@ -146,7 +173,7 @@ def _while(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
     return carry, found
 
 
-def _cond(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+def _cond(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
     def branch(k, operands):
         return self.body(eqn.params["branches"][k], operands, eqn, where, k)
 
@@ -168,7 +195,7 @@ def _cond(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
 # Manual sharding: each device measures its own part; the parts are merged outside.
 
 
-def _shard_map(self: Any, eqn: Eqn, where: Where, operands: list[Pair]):
+def _shard_map(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
     options = shard_map_options(eqn.params)
     shard_map: Any = jax.shard_map
     axes = tuple(options["axis_names"]) or tuple(options["mesh"].axis_names)
@@ -216,7 +243,7 @@ _MOST_EQUATIONS = 20_000  # run one by one; beyond, compiling the loop pays
 
 
 def _scan_one_by_one(
-    self: Any, eqn: Eqn, where: Where, operands: list[Pair]
+    self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]
 ) -> tuple[list[Pair], Found] | None:
     jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
     if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
@@ -247,7 +274,7 @@ def _slices(pairs: Sequence[Pair]) -> p.Slices:
     return p.Slices([p.joined(pair, form) for pair in pairs])
 
 
-def _taken(self: Any, xs: list[Any], i: int) -> list[Pair]:
+def _taken(self: Interpreter, xs: list[Any], i: int) -> list[Pair]:
     whole = [x for x in xs if isinstance(x, Pair)]
     parts = iter(taken(self.memory, whole, i) if whole else ())
     return [next(parts) if isinstance(x, Pair) else x.pairs[i] for x in xs]
@@ -262,7 +289,7 @@ def _deeper(found: Found, i: Any) -> Found:
 
 
 def _cond_one_by_one(
-    self: Any, eqn: Eqn, where: Where, operands: list[Pair]
+    self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]
 ) -> tuple[list[Pair], Found]:
     branches = eqn.params["branches"]
     k = min(max(int(operands[0].run), 0), len(branches) - 1)

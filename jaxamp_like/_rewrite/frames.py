@@ -1,0 +1,67 @@
+"""What the parts of binding ask of a frame: the values of a program, and how to bind.
+
+`bind` has the class. It builds on the modules that are typed by this."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from .._dtypes import DType
+from .._jax import Atom
+from .._structural import Rounded, Step
+from .deduplication import Deduplicated
+from .keeps import Keeps
+from .views import Views
+
+
+class NewFrame(Protocol):
+    """Makes a frame for other values, by variable."""
+
+    def __call__(self, env: dict[Any, Any], keeps: Keeps = ..., /) -> "Frame": ...
+
+
+class Frame(Protocol):
+    """The values of a program, by variable, and how its steps are bound on them."""
+
+    env: dict[Any, Any]
+    keeps: Keeps
+    views: Views
+    deduplicated: Deduplicated
+    rounded: Rounded
+    cotangents: Mapping[Any, int | None]
+
+    @property
+    def over(self) -> NewFrame: ...
+
+    def bind(self, step: Step) -> list[Any]:
+        """Binds a step, as it was decided."""
+        ...
+
+    def apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
+        """Casts the operands, but those that are `given`, and binds the primitive."""
+        ...
+
+    def operand(self, step: Step, i: int) -> Any:
+        """An operand in the dtype in which its step reads it."""
+        ...
+
+    def read(self, atom: Any, dtype: DType | None) -> Any:
+        """The value of `atom`, cast to `dtype` if that is given and another."""
+        ...
+
+    def in_full(self, var: Any) -> Any:
+        """The value of `var` in the author's dtype, in which cotangents add up."""
+        ...
+
+    def copies(
+        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+    ) -> Sequence[Any]:
+        """Low copies for the backward pass; `None` where no dtype is given."""
+        ...
+
+    def rounded_for_all(self, var: Any) -> DType | None:
+        """The dtype of a low value that is read more than once, else `None`."""
+        ...
+
+    def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
+        """Whether the cast of the input that `atom` shows was made before the loop."""
+        ...
