@@ -474,6 +474,22 @@ def test_all_readers_of_a_result_read_one_number(dtype):
     np.testing.assert_allclose(loss, jnp.mean(cross_entropy(logits)), rtol=1e-5)
 
 
+def test_cotangents_are_rounded_by_casts_alone():
+    """A TPU fuses these with the contractions that read them."""
+
+    def fn(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    mixed = amp(fn, compute_dtype="bfloat16")
+    w, x = jnp.eye(3), jnp.ones((2, 3))
+
+    def roundings(fn):
+        eqns = (eqn for eqn, _ in measure.walk(jax.make_jaxpr(fn)(w, x)))
+        return sum(eqn.primitive.name == "reduce_precision" for eqn in eqns)
+
+    assert roundings(mixed) == roundings(jax.grad(mixed, (0, 1))) == 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_the_backward_pass_keeps_of_sums(dtype):
     """Results of contractions are kept low; of sums, only those that gates read."""

@@ -217,6 +217,33 @@ def test_a_bias_sums_up_what_the_contraction_before_it_reads(wrap, lean):
     assert not np.allclose(bias, jnp.sum(cotangent, 0), **close)
 
 
+@pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit))
+def test_a_bias_of_gates_sums_up_what_their_contractions_read(wrap, lean):
+    """As in an LSTM, whose gates add up two products."""
+
+    @wrap
+    def gates(params, x):
+        w, b = params
+        return jax.nn.sigmoid(x @ w + jnp.tanh(x) @ w + b)
+
+    def fn(params, x, weight):
+        return jnp.sum(gates(params, x) * weight)
+
+    params, weight = (W, jnp.linspace(-1, 1, 8)), jr.normal(jr.key(0), X.shape)
+    gradient = jax.jit(jax.grad(lean(fn)), compiler_options=AS_WRITTEN)
+    (_, bias) = gradient(params, X, weight)
+    low = jnp.bfloat16
+    products = (x.astype(low) @ W.astype(low) for x in (X, jnp.tanh(X)))
+    summed = sum(y.astype(jnp.float32) for y in products)
+    kept = summed.astype(low).astype(jnp.float32) + params[1]
+    gate = jax.nn.sigmoid(kept)
+    cotangent = weight * gate * (1 - gate)
+    rounded = cotangent.astype(low).astype(jnp.float32)
+    close = dict(rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(bias, jnp.sum(rounded, 0), **close)
+    assert not np.allclose(bias, jnp.sum(cotangent, 0), **close)
+
+
 def residual_layers(ws, x):
     for w, v, b in ws:
         x = x + (jnp.tanh(jax.nn.standardize(x) @ w) @ v + b)

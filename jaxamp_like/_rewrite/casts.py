@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
-from .._jax import SymbolicZero
+from .._jax import SymbolicZero, new_primitive
 from .._rules import apart
 
 
@@ -94,7 +94,20 @@ def one_number(x: Any, aval: Any) -> Any:
     if x.dtype == aval.dtype or not is_float(x.dtype) or bits(x.dtype) != 16:
         return x
     info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
+    return _ROUNDED.bind(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+# `lax.reduce_precision`, of which the derivative rounds nothing: the cotangent is read
+# by contractions alone, which take 16 bits. JAX's own rounds it, and that cuts a TPU's
+# fusions: what makes the cotangent would be stored instead of fused with its readers.
+_ROUNDED = new_primitive(
+    "reduce_precision",
+    compute=lax.reduce_precision,
+    aval=lambda x, **_: x,
+    jvp=lambda xs, ts, **params: (_ROUNDED.bind(*xs, **params), ts[0]),
+    transpose=lambda ct, x, **_: [ct],
+    batch=lambda xs, dims, **params: (_ROUNDED.bind(*xs, **params), dims[0]),
+)
 
 
 def cast_of(var: Any, value: Any, dtype: DType) -> Any:

@@ -200,7 +200,7 @@ class Grouping:
         return found
 
     def _adds_bias(self, step: Step) -> bool:
-        """Whether a step adds what is smaller to a contraction's result.
+        """Whether a step adds a bias to a contraction's result, or to a gate's two.
 
         Its cotangent is that of the contraction's result, which is low anyway; where
         that has other readers, it is low once all of theirs are added up. The bias'
@@ -210,7 +210,7 @@ class Grouping:
         if Demand.FULL not in step.wanted[0]:
             return False  # only contractions read it: its cotangent is low as it is
         (out,), operands = step.eqn.outvars, list(reads(step))
-        low = [v for v in operands if is_low(v, self.facts)]
+        low = [v for v in operands if is_low(v, self.facts) or self._gate(v)]
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != out.aval.shape:
             return False
