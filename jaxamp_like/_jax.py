@@ -264,8 +264,15 @@ def is_array_aval(aval: Any) -> bool:
 
 
 def is_inexact(aval: Any) -> bool:
-    """Whether it is an array with a derivative; one by a reference goes elsewhere."""
-    return is_array_aval(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+    """Whether it is an array with a derivative; one by a reference goes elsewhere.
+
+    Flax has an extended dtype with one: cotangents of float8's scales, whose sum is the
+    largest."""
+    if not is_array_aval(aval):
+        return False
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return aval.to_tangent_aval().dtype != jax.dtypes.float0
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def empty_aval(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -5,6 +5,7 @@ import gc
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.linen import fp8_ops
 from jax.experimental.ode import odeint
 
 from jaxamp_like import amp
@@ -170,3 +171,29 @@ def test_what_stands_in_a_reference_has_its_cotangent_from_a_rule(loss):
     if loss is not _late:  # docs/limits.md
         grads["around a jit"] = jax.grad(jax.jit(as_is(loss)))
     assert len({float(grad(3.0)) for grad in grads.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "settings", ({"amp_policy": {}}, {"compute_dtype": "bfloat16"})
+)
+@pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit))
+def test_cotangents_may_be_of_an_extended_dtype(wrap, settings):
+    """Flax's scales of float8: the sum of their cotangents is the largest of them."""
+    largest = fp8_ops.fp32_max_grad
+
+    def loss(x, history, scale):
+        history, scale = (
+            jax.lax.convert_element_type(a, largest) for a in (history, scale)
+        )
+
+        def step(x, _):
+            x = fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history)
+            return x, None
+
+        return jax.lax.scan(step, x, None, 3)[0].sum()
+
+    args = jnp.array([2.0]), jnp.zeros(3), jnp.ones(1)
+    expected = wrap(jax.grad(loss, (0, 1, 2)))(*args)
+    ours = wrap(jax.grad(amp(loss, **settings), (0, 1, 2)))(*args)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, ours, expected))
+    assert expected[1].tolist() == [2.0, 0.0, 0.0]

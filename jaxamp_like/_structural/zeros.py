@@ -9,10 +9,16 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .._jax import SymbolicZero, Zero, is_inexact, new_primitive, typeof
+from .._jax import (
+    SymbolicZero,
+    Zero,
+    is_inexact,
+    new_primitive,
+    typeof,
+    zeros_like_aval,
+)
 
 _T = TypeVar("_T")
 
@@ -117,4 +123,4 @@ def instantiated(cotangent: Any) -> Any:
     aval: Any = cotangent.aval
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, jax.dtypes.float0)
-    return jnp.zeros(aval.shape, aval.dtype)
+    return zeros_like_aval(aval)
