@@ -367,8 +367,8 @@ def test_tpu_compiles_a_program_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tpu, "described_device", lambda name: jax.devices("cpu")[0])
     compiled = []
 
-    def read_off(lowered, original=tpu.read_off):
-        figures, text = original(lowered)
+    def read_off(lowered, program, original=tpu.read_off):
+        figures, text = original(lowered, program)
         compiled.append(figures.program)
         return figures, text
 
