@@ -6,10 +6,10 @@ The step (value and gradient of the loss) of each model is compiled for several
 described H200s or TPUs, with its parameters and its batch split in the usual ways, by
 `jit` and where the arrays lie; the models of `split_models` split their own work. None
 of the machines is needed, see `benchmarks/roofline.py` and `benchmarks/tpu.py`. Every
-collective is counted as often as it runs,
-with the bytes that a device sends in a ring: of n devices, (n - 1)/n of what is
-gathered, scattered or exchanged, and twice that of what is summed for all. What is sent
-takes at least its bytes over the bandwidth of the link; nothing is taken to overlap."""
+collective is counted as often as it runs, with the bytes that a device sends in a ring:
+of n devices, (n - 1)/n of what is gathered, scattered or exchanged, and twice that of
+what is summed for all. What is sent takes at least its bytes over the bandwidth of the
+link; nothing is taken to overlap."""
 
 import argparse
 import json
@@ -125,7 +125,7 @@ def collectives(module: Module, devices: int) -> list[Collective]:
                 yield from fused(name, times)
 
     def fused(name: str, times: int) -> Iterator[Collective]:
-        """On TPUs a collective is fused with what runs meanwhile, in several parts."""
+        """TPUs fuse a collective, in several parts, with what runs at the same time."""
         for one in module.computations[name].values():
             channel = re.search(r"channel_id=(\d+)", one.attributes)
             if one.opcode in KINDS and channel and channel[1] not in seen:
@@ -260,9 +260,10 @@ class Machine:
     """What a step is compiled for.
 
     Args:
-        devices: so many of them, described.
+        devices: describes so many of them.
         link: bytes/s that a device sends, by the data sheet.
-        step_seconds: at least, for the kernels, by compiled text and temp bytes."""
+        step_seconds: the time that the kernels of a step take at least, from its
+            compiled text and its temp bytes."""
 
     devices: Callable[[int], Sequence[Any]]
     link: float
