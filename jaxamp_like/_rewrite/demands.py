@@ -63,7 +63,9 @@ class Demands:
             found = self.matching.found(eqn, scope)
             return [found.demand(eqn.params, wanted)] * len(eqn.invars)
         reads = [Demand.NONE] * len(eqn.invars)
-        for body in handler.bodies(eqn):
+        bodies = handler.bodies(eqn)
+        outs = self.with_conditions(bodies, scope, outs)
+        for body in bodies:
             inner = self.of_body(body, scope, outs)
             for i, demand in zip(body.ins, inner, strict=True):
                 reads[i] |= demand
@@ -75,6 +77,23 @@ class Demands:
         """How the inputs of a body are read, by way of its loop if it has one."""
         reads = self.of_inputs(body.jaxpr, scope, self.body_wanted(body, scope, outs))
         return [how & ~Demand.CARRY for how in reads] if body.loop else reads
+
+    def with_conditions(
+        self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How the results of a loop are read, by its condition, too, if it has one."""
+        loops = [body for body in bodies if body.loop]
+        if len(loops) == len(bodies):
+            return outs
+        outs = list(outs)
+        made = {body.ins[i]: body.outs[out] for body in loops for out, i in body.loop}
+        for body in bodies:
+            if not body.loop and made:
+                reads = self.of_body(body, scope, outs)
+                for i, how in zip(body.ins, reads, strict=True):
+                    if (out := made.get(i)) is not None:
+                        outs[out] |= how
+        return outs
 
     def body_wanted(
         self, body: Body, scope: Scope, outs: Sequence[Demand]

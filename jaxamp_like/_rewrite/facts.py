@@ -6,7 +6,7 @@ import numpy as np
 
 from .._dtypes import DType
 from .._jax import Atom, Literal, is_tracer
-from .._rules import Demand, Fact, Leaf, Mark, Origin, Site, author_dtype, is_full
+from .._rules import Constants, Demand, Fact, Leaf, Mark, Origin, Site, author_dtype, is_full
 from .._structural import Facts
 
 
@@ -28,8 +28,8 @@ def fact_of(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
     dtype = author_dtype(atom.aval)
     if dtype is None:
         return None
-    values = frozenset([_plain(float(atom.val))])
-    return Fact(dtype, leaf=Leaf.CONST, values=values, origin=Origin.CONSTANT)
+    known = Constants(frozenset([_plain(float(atom.val))]))
+    return Fact(dtype, leaf=Leaf.CONST, constants=known, origin=Origin.CONSTANT)
 
 
 def _plain(value: float) -> float:
@@ -44,27 +44,26 @@ def const_fact(var: Any, const: Any, root: Leaf = Leaf.ROOT) -> Fact | None:
     # Other constants are values of an outer transformation: closed-over parameters.
     is_constant = const is not None and not is_tracer(const)
     leaf = Leaf.CONST if is_constant else root
-    values = _const_values(const, dtype)
-    is_sampled, origin = var.aval.ndim > 0, Origin.CLOSED_OVER
-    return Fact(dtype, leaf=leaf, values=values, sampled=is_sampled, origin=origin)
+    known = _constants(const)
+    return Fact(dtype, leaf=leaf, constants=known, origin=Origin.CLOSED_OVER)
 
 
 _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger
 
 
-def _const_values(const: Any, dtype: DType) -> frozenset[float] | None:
-    """The values of a small constant; of an array the largest, which may overflow."""
+def _constants(const: Any) -> Constants | None:
+    """The number of a constant scalar; of a small array the largest, if it is large."""
     if const is None or is_tracer(const) or const.size > _SMALL_CONST:
         return None
     if not getattr(const, "is_fully_addressable", True) or const.size == 0:
         return None
     values = np.asarray(const).astype(np.float64)
     if values.ndim == 0:
-        return frozenset([_plain(float(values))])
+        return Constants(frozenset([_plain(float(values))]))
     finite = values[np.isfinite(values)]
     largest = float(np.max(np.abs(finite), initial=0.0))
     # Within the range of every dtype: the array is no constant to worry about.
-    return frozenset([largest]) if largest > 1e4 else None
+    return Constants(frozenset([largest]), are_all=False) if largest > 1e4 else None
 
 
 def input_fact(

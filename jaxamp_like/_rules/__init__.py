@@ -12,6 +12,7 @@ from .again import (
 )
 from .base import (
     INPUTS as INPUTS,
+    Constants as Constants,
     Decision as Decision,
     Demand as Demand,
     EightBits as EightBits,

@@ -26,8 +26,10 @@ from .._dtypes import (
     DType,
     bits,
     cast_all,
+    exact_in,
     is_float,
     lowered,
+    survives,
 )
 from .._jax import is_array_aval, typeof
 from .fields import check_fields
@@ -111,6 +113,21 @@ def sizes_of(aval: Any) -> tuple[str, ...]:
     return tuple(sorted(map(str, aval.shape)))
 
 
+class Constants(NamedTuple):
+    """Numbers that a value is made of, known before the program runs."""
+
+    numbers: frozenset[float]
+    are_all: bool = True  # of a large array, only the largest is looked at
+
+    def exact_in(self, dtype: DType) -> bool:
+        """Whether a cast of the value to `dtype` is sure to round nothing."""
+        return self.are_all and all(exact_in(x, dtype) for x in self.numbers)
+
+    def survive(self, dtype: DType) -> bool:
+        """Whether those that are known do their job in `dtype`."""
+        return all(survives(x, dtype) for x in self.numbers)
+
+
 class Fact(NamedTuple):
     """What is known of a float value of the rewritten program."""
 
@@ -118,10 +135,9 @@ class Fact(NamedTuple):
     mark: Mark = Mark.NEUTRAL
     leaf: Leaf = Leaf.NO
     small: bool = False  # holds only as much as an array smaller than itself
-    values: frozenset[float] | None = None  # the constants that it is made of
+    constants: Constants | None = None  # if it is made of nothing else
     carried: bool = False  # made from a carry that adds up in full
     copy: DType | None = None  # a lower dtype that holds the same numbers
-    sampled: bool = False  # `values` are not all of them
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
 
@@ -138,6 +154,15 @@ def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
     if fact is None or author is None or fact.dtype == author:
         return fact
     return fact._replace(dtype=author, copy=fact.dtype)
+
+
+def joined_constants(parts: Sequence[Constants | None]) -> Constants | None:
+    """What a value is made of that is put together from `parts`."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not known:
+        return None
+    numbers = frozenset[float]().union(*(part.numbers for part in known))
+    return Constants(numbers, all(part.are_all for part in known))
 
 
 class Site(NamedTuple):

@@ -16,7 +16,6 @@ from .._dtypes import (
     as_float_dtype,
     bits,
     lowered,
-    survives,
     widest,
 )
 from .._jax import SymbolicZero
@@ -200,9 +199,9 @@ class UseWidestPrecision(Rule):
         lost = [
             fact
             for fact in facts
-            if not all(survives(v, site.compute_dtype) for v in fact.values or ())
+            if fact.constants and not fact.constants.survive(site.compute_dtype)
         ]
-        voting = [fact for fact in facts if fact.values is None] + lost or facts
+        voting = [fact for fact in facts if fact.constants is None] + lost or facts
         if not voting:
             return use_original_precision.decide(site)
         dtype = widest(fact.dtype for fact in voting)

@@ -12,7 +12,6 @@ from .._dtypes import (
     bits,
     is_float,
     lowered,
-    survives,
     widest,
 )
 from .._errors import AmpError
@@ -26,6 +25,7 @@ from .._primitives import (
 )
 from .base import (
     INPUTS,
+    Constants,
     Decision,
     Demand,
     Fact,
@@ -34,6 +34,7 @@ from .base import (
     Rule,
     Site,
     author_dtype,
+    joined_constants,
     outs_of,
 )
 from .computing import use_original_precision
@@ -63,7 +64,7 @@ def _follow(site: Site) -> Decision:
         outs = outs_of(site, None, mark, small=small, carried=carried)
         return Decision(site.authors, site.params, outs, why)
 
-    if any(not survives(v, dtype) for _, fact in floats for v in fact.values or ()):
+    if any(f.constants and not f.constants.survive(dtype) for _, f in floats):
         return in_full(Mark.FULL, f"a constant does not survive {dtype.name}")
     if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
         return in_full(Mark.FULL, "an input must stay in full precision")
@@ -106,25 +107,22 @@ class KeepInputs(Rule):
             return use_original_precision.decide(site)
         if len(floats) == 1:
             return keep_one(site, floats[0])
-        fixed = {fact.dtype for _, fact in floats if fact.values is None}
-        constants = [v for _, fact in floats for v in fact.values or ()]
+        fixed = {fact.dtype for _, fact in floats if fact.constants is None}
+        constants = [fact.constants for _, fact in floats if fact.constants]
         if len(fixed) <= 1:
             dtype = next(iter(fixed), floats[0][1].dtype)
-            if all(survives(v, dtype) for v in constants):
+            if all(known.survive(dtype) for known in constants):
                 return self._join(site, floats, dtype)
         return _follow(site)
 
     @staticmethod
     def _join(site: Site, floats: list[tuple[int, Fact]], dtype: DType) -> Decision:
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
-        if all(fact.values for _, fact in floats):
-            values = frozenset().union(*(fact.values or () for _, fact in floats))
-        else:
-            values = None
+        constants = [fact.constants for _, fact in floats]
         known = {
             "mark": max(fact.mark for _, fact in floats),
             "small": all(fact.small or not site.spreads(i) for i, fact in floats),
-            "values": values,
+            "constants": joined_constants(constants),
             "carried": any(fact.carried for _, fact in floats),
         }
         outs = outs_of(site, dtype, **known)
@@ -155,7 +153,7 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
 
     What comes out of a remat region in full precision is cast before it is moved, so
     that nothing on the way is kept in full for the backward pass."""
-    if fact is None or fact.mark != Mark.LOW or fact.values:
+    if fact is None or fact.mark != Mark.LOW or fact.constants:
         return fact
     low = lowered(fact.dtype, dtype)
     is_of_another = fact.copy not in (None, low)  # which has another range
@@ -187,13 +185,12 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         is_view = name in _VIEWS and not fans_out
         is_placed = name in PLACING and fact.leaf in INPUTS
         small = fact.small or fans_out
-        values = (
-            fact.values if name in ("broadcast_in_dim", "reshape", "copy") else None
-        )
+        is_same = name in ("broadcast_in_dim", "reshape", "copy")
+        constants = fact.constants if is_same else None
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
         if is_placed:  # also if it is to be whole: that is a gather
             leaf = Leaf.SHARDED
-        outs.append(fact._replace(leaf=leaf, small=small, values=values))
+        outs.append(fact._replace(leaf=leaf, small=small, constants=constants))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 
@@ -233,11 +230,8 @@ class ConvertAsWritten(Rule):
             return Decision((fact.dtype,), params, (out,), "keeps its dtype")
         outs = (None,)
         if new is not None:
-            outs = (
-                Fact(
-                    new, self._mark(site.avals[0].dtype, new), values=self._values(site)
-                ),
-            )
+            mark = self._mark(site.avals[0].dtype, new)
+            outs = (Fact(new, mark, constants=self._constants(site)),)
         reads = (fact and fact.dtype,)
         return Decision(reads, site.params, outs, "a cast that the author wrote")
 
@@ -249,10 +243,11 @@ class ConvertAsWritten(Rule):
         return Mark.NEUTRAL if old == np.bool_ else Mark.FULL
 
     @staticmethod
-    def _values(site: Site) -> frozenset[float] | None:
+    def _constants(site: Site) -> Constants | None:
         if site.facts[0] is not None:
-            return site.facts[0].values
-        return frozenset({0.0, 1.0}) if site.avals[0].dtype == np.bool_ else None
+            return site.facts[0].constants
+        is_bool = site.avals[0].dtype == np.bool_
+        return Constants(frozenset({0.0, 1.0})) if is_bool else None
 
 
 follow_inputs = FollowInputs()

@@ -89,7 +89,7 @@ def _sent_in(site: Site) -> DType | None:
     (fact,), (wanted,) = site.facts, site.wanted
     if fact is None:
         return None
-    if wanted & ~Demand.WIDE != Demand.LOW or fact.values or fact.carried:
+    if wanted & ~Demand.WIDE != Demand.LOW or fact.constants or fact.carried:
         return None
     if is_mark_of_input(site):
         return None  # nothing is sent but what comes back: see `summed_once`

@@ -8,7 +8,7 @@ by remat regions of ops that are run again there."""
 from dataclasses import dataclass
 from typing import Any
 
-from .._dtypes import bits, exact_in, is_float, lowered
+from .._dtypes import bits, is_float, lowered
 from .._primitives import FANNING_OUT, REPEATING
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import (
@@ -74,11 +74,11 @@ class MoveExactly(Rule):
         if len(floats) == 1:
             return keep_one(site, floats[0])
         # Constants may be written in any dtype that holds them.
-        known = [f.values for _, f in floats if f.values and not f.sampled]
-        dtypes = {f.dtype for _, f in floats if not f.values or f.sampled}
+        constants = [f.constants for _, f in floats if f.constants]
+        constants = [known for known in constants if known.are_all]
+        dtypes = {f.dtype for _, f in floats if f.constants not in constants}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        constants = frozenset[float]().union(*known)
-        if dtype is None or not all(exact_in(v, dtype) for v in constants):
+        if dtype is None or not all(known.exact_in(dtype) for known in constants):
             return compute_in_full.decide(site)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
         outs = outs_of(site, dtype, _mark(fact for _, fact in floats))

@@ -158,6 +158,12 @@ class Demands(Protocol):
         """How the inputs of a body are read, whose results are read as `outs` says."""
         ...
 
+    def with_conditions(
+        self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How the results of a loop are read, by its condition, too, if it has one."""
+        ...
+
     def body_wanted(
         self, body: Body, scope: Scope, outs: Sequence[Demand]
     ) -> list[Demand]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import lax
 
-from .._dtypes import DType, cast, cast_all, exact_in, lowered
+from .._dtypes import DType, cast, cast_all, lowered
 from .._jax import (
     Eqn,
     checkpoint,
@@ -83,10 +83,11 @@ def decide_while(planner: Planner, eqn: Eqn, site: Site):
 
 def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     *others, body = bodies
-    wanted = planner.demands.body_wanted(body, site.scope, site.wanted)
+    read = planner.demands.with_conditions(bodies, site.scope, site.wanted)
+    wanted = planner.demands.body_wanted(body, site.scope, read)
     outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
     adds_up = {body.ins[i] for i in planner.carries.must_stay_full(body, site.scope)}
-    demands = planner.demands.of_body(body, site.scope, site.wanted)
+    demands = planner.demands.of_body(body, site.scope, read)
     # Those may be low that are read low, and made by compute ops on every path.
     read_low = {
         i
@@ -163,9 +164,8 @@ def _is_exact(site: Site, i: int) -> bool:
     fact, author = site.facts[i], site.authors[i]
     assert fact is not None and author is not None
     low = lowered(author, site.compute_dtype)
-    constants = fact.values
-    is_constant = constants is not None and all(exact_in(v, low) for v in constants)
-    return fact.dtype == low or is_constant
+    is_exact = fact.constants is not None and fact.constants.exact_in(low)
+    return fact.dtype == low or is_exact
 
 
 def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
