@@ -162,6 +162,26 @@ def varying_in(aval: Any) -> frozenset[Any]:
     return getattr(aval, "vma", frozenset())  # JAX < 0.10
 
 
+def axes_of(params: dict[str, Any]) -> frozenset[Any]:
+    """The axes of a collective: names, or positions where `jax.vmap` was inside."""
+    axes = params.get("axes", params.get("axis_name", ()))
+    return frozenset(axes if isinstance(axes, tuple | list) else (axes,))
+
+
+def axes_of_devices(eqn: Eqn | None = None) -> frozenset[Any]:
+    """The axes of devices that a mapped program may name: of `eqn`, or around here."""
+    if eqn is None:
+        return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    if eqn.primitive.name == "xla_pmap":
+        return frozenset([eqn.params["axis_name"]])
+    return frozenset(_manual_axes(eqn.params) or ())
+
+
+def _manual_axes(params: dict[str, Any]) -> Any:
+    # `manual_axes` is called `newly_manual_axes` since JAX 0.10.
+    return params.get("newly_manual_axes", params.get("manual_axes"))
+
+
 def varying_over(x: Any, axes: Sequence[str]) -> Any:
     """`x`, marked as varying over `axes`, where it is not already."""
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
@@ -715,8 +735,7 @@ def while_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values
 
 def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
     """The keywords of `jax.shard_map` for a `shard_map` equation's parameters."""
-    # `manual_axes` is called `newly_manual_axes` since JAX 0.10.
-    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    axes = _manual_axes(params)
     return {
         "mesh": params["mesh"],
         "in_specs": tuple(params["in_specs"]),

@@ -405,14 +405,208 @@ SHARED = {
 }
 
 
+# ------------------------------------- what looks exact, and what is read out of sight
+
+START = np.asarray(values(8, 16, seed=9)) * 30 + 300
+START[0, 0] = 16384.0  # the largest number, and exact in 16 bits
+TABLE = jax.device_put(START.astype(np.float16))
+
+
+def from_constants(dot, p, x):
+    """A loop that starts from numbers of which the largest is exact in 16 bits."""
+
+    def step(h, _):
+        return dot(h, p["in"]), jnp.sum(jnp.sin(h) * x)
+
+    return jnp.sum(lax.scan(step, jnp.asarray(START, x.dtype), None, length=1)[1])
+
+
+def beside_a_table(put_together):
+    """A product beside a table of float16 numbers, the largest of them exact."""
+
+    def program(dot, p, x):
+        table = TABLE.astype(x.dtype)
+        both = put_together(dot(x, p["in"]), table)
+        return jnp.sum(jnp.sin(both[..., :4, :8]) * jnp.sin(both[..., :4, -8:]))
+
+    return program
+
+
+PUT_TOGETHER = {
+    "where": lambda a, table: jnp.where(np.arange(16) % 3 == 0, a, table),
+    "concatenate": lambda a, table: jnp.concatenate([table, a], 1),
+    "update": lambda a, table: lax.dynamic_update_slice(table, a[:, :2], (0, 3)),
+}
+
+
+def by_author(differentiated):
+    """A product by a rule that reads the sine of what the function multiplies."""
+
+    def program(dot, p, x):
+        def rule(h, w, cotangent):
+            return dot(cotangent, w.T) * jnp.cos(h), dot(h.T, cotangent)
+
+        def forward(h, w):
+            return dot(h, w)
+
+        product = differentiated(forward, rule)
+        return jnp.sum(jnp.tanh(product(jnp.sin(x) * 30 + 300, p["in"]) / 300))
+
+    return program
+
+
+def by_vjp(forward, rule):
+    fn = jax.custom_vjp(forward)
+    fn.defvjp(lambda *args: (forward(*args), args), lambda args, ct: rule(*args, ct))
+    return fn
+
+
+def by_gradient(forward, rule):
+    @jax.custom_gradient
+    def fn(h, w):
+        return forward(h, w), lambda ct: rule(h, w, ct)
+
+    return fn
+
+
+def by_jvp(forward, rule):
+    fn = jax.custom_jvp(forward)
+
+    @fn.defjvp
+    def _(args, moves):
+        return fn(*args), moves[0] * jnp.cos(args[0])
+
+    return fn
+
+
+def in_a_scan(differentiated):
+    def program(dot, p, x):
+        def forward(h, w):
+            return dot(h, w)
+
+        def rule(h, w, cotangent):
+            return dot(cotangent, w.T) * jnp.cos(h), dot(h.T, cotangent)
+
+        product = differentiated(forward, rule)
+
+        def step(h, _):
+            return 300 + 30 * jnp.tanh(product(h, p["in"]) / 300), None
+
+        return jnp.sum(
+            lax.scan(step, x + 300, None, length=3)[0] * WEIGHTS.astype(x.dtype)
+        )
+
+    return program
+
+
+RULES = {"custom_vjp": by_vjp, "custom_gradient": by_gradient, "custom_jvp": by_jvp}
+
+
+def nearly_equal(choose):
+    """The larger of numbers that are close, which only a product reads."""
+
+    def program(dot, p, x):
+        a, b = dot(x, p["in"]), dot(x, p["out"])
+        close = jnp.stack([jax.nn.sigmoid(a + k * b / 100) for k in range(3)])
+        return jnp.sum(dot(choose(close), p["in"]) * WEIGHTS.astype(x.dtype))
+
+    return program
+
+
+CHOOSE = {
+    "max": lambda close: jnp.maximum(close[0], close[1]),
+    "min": lambda close: jnp.minimum(close[0], close[1]),
+    "reduce_max": lambda close: jnp.max(close, 0),
+    "clip": lambda close: jnp.clip(close[0], close[1], 1.01 * close[2]),
+    "cummax": lambda close: lax.cummax(close)[-1],
+    "reduce_window_max": lambda close: lax.reduce_window(
+        close, -jnp.inf, lax.max, (3, 1, 1), (3, 1, 1), "VALID"
+    )[0],
+}
+
+
+def normed_over_axis(dot, p, x):
+    """A batch norm with a mean over a mapped axis."""
+
+    def norm(x):
+        h = dot(x[None], p["in"])[0]
+        mean = lax.pmean(h, "batch")
+        variance = lax.pmean(h * h, "batch") - mean * mean
+        return (h - mean) * lax.rsqrt(variance + 1e-5)
+
+    normed = jax.vmap(norm, axis_name="batch")(x + 3)
+    return jnp.mean(dot(normed, p["out"]) ** 2)
+
+
+READ = {
+    "from constants": from_constants,
+    **{f"table, {k}": beside_a_table(put) for k, put in PUT_TOGETHER.items()},
+    **{f"rule, {k}": by_author(rule) for k, rule in RULES.items()},
+    **{f"rule in a scan, {k}": in_a_scan(rule) for k, rule in RULES.items()},
+    **{f"nearly equal, {k}": nearly_equal(choose) for k, choose in CHOOSE.items()},
+    "normed over an axis": normed_over_axis,
+}
+
+
+# ------------------------------------------------------- `amp` inside of `jax.vmap`
+
+
+def looked_up(wrap, dot, p, x):
+    """A product that all examples share, of which each reads a row."""
+
+    def one(p, i):
+        table = dot(p["in"], p["out"])
+        return jnp.sum(dot(table[i][None], p["pair"]))
+
+    ids = jnp.arange(4000) % 3
+    return jnp.mean(jax.vmap(wrap(one), (None, 0))(p, ids))
+
+
+def averaged(wrap, dot, p, x):
+    """A mean over a mapped axis, of a product that has another reader."""
+
+    def one(p, x):
+        h = dot(x[None], p["in"])[0]
+        return jnp.sin(lax.pmean(h, "batch")) * h
+
+    rows = jnp.tile(x, (200, 1)) + 3
+    mapped = jax.vmap(wrap(one), (None, 0), axis_name="batch")
+    return jnp.sum(mapped(p, rows) ** 2 * WEIGHTS.astype(x.dtype)) / 256
+
+
+def summed(wrap, dot, p, x):
+    """The same of a product that nothing else reads."""
+
+    def one(p, x):
+        return lax.psum(dot(x[None], p["in"])[0], "batch") / 1600
+
+    rows = jnp.tile(x, (200, 1))
+    mapped = jax.vmap(wrap(one), (None, 0), axis_name="batch")
+    return jnp.sum(jnp.sin(20 * mapped(p, rows))) / 16
+
+
+MAPPED = {
+    "looked up": looked_up,
+    "averaged": averaged,
+    "summed": summed,
+}
+
+
 # ------------------------------------------------------------------------- the tests
 
 
-def gradient_errors(program: Any, dtype: str, **options: Any) -> tuple[Any, Any]:
-    """The error of each leaf's gradient: of the mixed program, and of the oracle's."""
+def gradient_errors(
+    program: Any, dtype: str, inside: bool = False, **options: Any
+) -> tuple[Any, Any]:
+    """The error of each leaf's gradient: of the mixed program, and of the oracle's.
+
+    A program that has `amp` `inside` of it is given what to wrap by."""
 
     def gradient(dot, wrap=lambda fn: fn):
-        return jax.jit(jax.grad(wrap(lambda p, x: program(dot, p, x)), (0, 1)))
+        def fn(p, x):
+            return program(wrap, dot, p, x) if inside else program(dot, p, x)
+
+        return jax.jit(jax.grad(fn if inside else wrap(fn), (0, 1)))
 
     with enable_x64(True):
         wide = jax.tree.map(lambda a: a.astype(np.float64), (P, X))
@@ -456,6 +650,75 @@ def test_sums_are_not_rounded(program, dtype):
 )
 def test_cotangents_add_up_in_full(program, dtype):
     is_as_good(program, dtype)
+
+
+@pytest.mark.parametrize("program", READ.values(), ids=READ.keys())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_reads_a_value_reads_it_as_it_is(program, dtype):
+    is_as_good(program, dtype)
+
+
+@pytest.mark.parametrize("program", MAPPED.values(), ids=MAPPED.keys())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_over_a_mapped_axis_are_made_in_full(program, dtype):
+    is_as_good(program, dtype, inside=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_condition_that_ranks_its_carry_reads_it_as_it_is(dtype):
+    close = jnp.full((1, 16), 300.0).at[0, 3].add(0.01)  # all the same in 16 bits
+
+    def fn(w, h):
+        def goes_on(state):
+            i, h = state
+            return (i < 10) & (jnp.argmax(h[0]) != 3)
+
+        def step(state):
+            i, h = state
+            return i + 1, h @ w
+
+        return lax.while_loop(goes_on, step, (0, h))[0]
+
+    assert amp(fn, compute_dtype=dtype)(jnp.eye(16), close) == 0
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_cotangents_of_windows_add_up_in_full_where_they_overlap(stride):
+    def fn(w, x):
+        pooled = lax.reduce_window(
+            x @ w, -jnp.inf, lax.max, (3, 3), (stride, stride), "SAME"
+        )
+        return jnp.sum((pooled @ w[: pooled.shape[1]]) ** 2)
+
+    gradient = jax.make_jaxpr(jax.grad(amp(fn, compute_dtype="bfloat16")))
+    (made,) = (
+        eqn.outvars[0].aval
+        for eqn, _ in measure.walk(gradient(P["in"], X))
+        if eqn.primitive is lax.select_and_scatter_add_p
+    )
+    assert made.dtype == ("bfloat16" if stride == 3 else "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "stream"])
+def test_tangents_are_not_rounded(dtype, bias):
+    """In forward mode, what is added to a product moves as it is."""
+
+    def fn(x, b):
+        h = jnp.tanh(x @ P["in"])
+        stream = jnp.cos(h) * b * 1e-3
+        moved = h @ P["out"] + b
+        out = layer_norm(moved if bias else stream + moved)
+        return out + jnp.sin(stream)
+
+    b = jnp.linspace(-1, 1, 16)
+    moves = jnp.zeros_like(X), 300 + b
+
+    def tangent(fn):
+        return jax.jit(lambda: jax.jvp(fn, (X, b), moves)[1])()
+
+    mixed, exact = tangent(amp(fn, compute_dtype=dtype)), tangent(fn)
+    assert _distance(mixed, exact) < 4 * jnp.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -33,5 +33,6 @@ from .kinds import (
     WHOLE_VIEWS as WHOLE_VIEWS,
     is_cheap as is_cheap,
     is_statistic as is_statistic,
+    may_repeat as may_repeat,
 )
 from .table import TABLE as TABLE, Kind as Kind, Row as Row, those as those

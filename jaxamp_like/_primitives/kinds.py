@@ -1,6 +1,7 @@
 """Sets of primitives by what is true of them, as the table has it."""
 
 import math
+from typing import Any
 
 from .._jax import Eqn
 from .contractions import is_contraction
@@ -74,6 +75,17 @@ COLLECTIVES = EACH_ALONE | those(lambda row: row.kind == Kind.SENDING)
 
 CHEAP = those(lambda row: row.cheap)
 """Primitives that cost no more to run twice than their results cost to keep."""
+
+
+def may_repeat(name: str, params: dict[str, Any]) -> bool:
+    """Whether a result of a primitive may show one number of its operand many times."""
+    if name not in REPEATING:
+        return False
+    windows, strides = (params.get(f"window_{x}") for x in ("dimensions", "strides"))
+    if windows is None or strides is None:
+        return True
+    return any(size > step for size, step in zip(windows, strides, strict=True))
+
 
 _MANY = 16
 

@@ -143,8 +143,9 @@ def _movement() -> Iterator[tuple[str, Row]]:
     )
     yield "reshape squeeze expand_dims transpose rev", mover(view=True, whole=True)
     yield "split unstack", mover(view=True)
-    yield "slice dynamic_slice", mover(view=True, fans_out=True)
+    yield "slice", mover(view=True, fans_out=True)
     repeating = {"fans_out": True, "repeats": True}
+    yield "dynamic_slice", mover(view=True, **repeating)  # under `jax.vmap`
     yield "broadcast_in_dim tile", mover(view=True, whole=True, **repeating)
     yield "gather", mover(looks_up=True, **repeating)
     yield "select_n concatenate stack pad dynamic_update_slice", mover()
@@ -161,7 +162,11 @@ def _selection() -> Iterator[tuple[str, Row]]:
     yield "max min", Row(Kind.EXTREME, cheap=True, broadcasts=True)
     yield "reduce_max reduce_min", Row(Kind.EXTREME, cheap=True, reduces=True)
     yield "clamp", Row(Kind.EXTREME, cheap=True)
-    yield "cummax cummin reduce_window_max reduce_window_min", Row(Kind.EXTREME)
+    yield "cummax cummin", Row(Kind.EXTREME)
+    yield (  # where windows overlap
+        "reduce_window_max reduce_window_min",
+        Row(Kind.EXTREME, fans_out=True, repeats=True),
+    )
     yield "sign ceil floor round is_finite", Row(Kind.CHOICE, cheap=True)
     yield "eq ne lt le gt ge eq_to lt_to le_to", Row(Kind.CHOICE, cheap=True)
     yield "argmax argmin", Row(Kind.CHOICE, cheap=True, ranks=True)

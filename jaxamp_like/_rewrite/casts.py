@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
-from .._jax import SymbolicZero, new_primitive
+from .._jax import SymbolicZero, Zero, new_primitive
 from .._rules import apart
 
 
@@ -44,19 +44,36 @@ def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) ->
     return attached(full, low)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_cotangent(x: Any, low: DType) -> Any:
     """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
 
     XLA would leave out a cast down that is cast up again, and store what is wide."""
-    del low
-    return x
+    return _ROUNDED_BACK.bind(x, low=low)
 
 
-@round_cotangent.defjvp
-def _(low, primals, tangents):
-    (x,), (t,) = primals, tangents
-    return x, cast(apart(cast(t, low)), t.dtype)
+# The tangent of forward mode is not rounded, so no composition of JAX's will do.
+_ROUNDED_BACK = new_primitive(
+    "amp_rounded_back",
+    compute=lambda x, low: x,
+    aval=lambda x, low: x,
+    jvp=lambda xs, ts, low: (xs[0], _ROUNDED_BACK.bind(ts[0], low=low)),
+    transpose=lambda ct, x, low: [_rounded(ct, low)],
+    batch=lambda xs, dims, low: (_ROUNDED_BACK.bind(*xs, low=low), dims[0]),
+)
+
+
+def _rounded(ct: Any, low: DType) -> Any:
+    return ct if isinstance(ct, Zero) else cast(apart(cast(ct, low)), ct.dtype)
+
+
+_HELD_BACK = new_primitive(
+    "amp_held_back",
+    compute=lambda x: x,
+    aval=lambda x: x,
+    jvp=lambda xs, ts: (xs[0], _HELD_BACK.bind(ts[0])),
+    transpose=lambda ct, x: [ct if isinstance(ct, Zero) else apart(ct)],
+    batch=lambda xs, dims: (_HELD_BACK.bind(*xs), dims[0]),
+)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -74,10 +91,10 @@ def _residual_add_jvp(low, primals, tangents):
     out = lax.add(stream, branch)
     if isinstance(u, SymbolicZero):
         return out, t
-    rounded = cast(u, low)
+    rounded = round_cotangent(u, low)
     if isinstance(t, SymbolicZero):
-        return out, cast(apart(rounded), u.dtype)
-    return out, lax.add(apart(t), cast(apart(rounded), t.dtype))
+        return out, rounded
+    return out, lax.add(_HELD_BACK.bind(t), rounded)
 
 
 residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)

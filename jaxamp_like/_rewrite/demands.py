@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._jax import Eqn, Jaxpr, Literal, raw, scopes
-from .._primitives import FIXED
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
+from .._primitives import FIXED, RULED
 from .._rules import Demand
-from .._structural import Body, Scope
+from .._structural import Body, Scope, derivative_of
 from .carries import Carries
 from .matching import Matching
 from .memo import Memo
@@ -22,6 +22,7 @@ class Demands:
     matching: Matching
     carries: Carries
     _known: Memo = field(default_factory=Memo)
+    _by_rule: Memo = field(default_factory=Memo)
 
     def of_inputs(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
@@ -62,14 +63,44 @@ class Demands:
             wanted = functools.reduce(operator.or_, outs, Demand.NONE)
             found = self.matching.found(eqn, scope)
             return [found.demand(eqn.params, wanted)] * len(eqn.invars)
+        return self.of_operands(eqn, handler.bodies(eqn), scope, outs)
+
+    def of_operands(
+        self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How the operands of an equation are read, by all that it holds."""
         reads = [Demand.NONE] * len(eqn.invars)
-        bodies = handler.bodies(eqn)
         outs = self.with_conditions(bodies, scope, outs)
         for body in bodies:
             inner = self.of_body(body, scope, outs)
             for i, demand in zip(body.ins, inner, strict=True):
                 reads[i] |= demand
+        if eqn.primitive.name in RULED:
+            reads = self._with_rule(eqn, scope, reads)
         return reads
+
+    def _with_rule(
+        self, eqn: Eqn, scope: Scope, reads: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """As `reads`, by an author's derivative rule, too.
+
+        It is traced only where it may matter: for what the function reads low alone."""
+        if all(Demand.LOW not in how or Demand.FULL in how for how in reads):
+            return reads
+        rule = tuple(x for x in eqn.params.values() if callable(x))
+        (body,) = subjaxprs(eqn.params)
+        by_rule = self._by_rule(
+            body, (rule, scope), lambda: self._demands_of_rule(eqn, scope)
+        )
+        return [how | also for how, also in zip(reads, by_rule, strict=True)]
+
+    def _demands_of_rule(self, eqn: Eqn, scope: Scope) -> Sequence[Demand]:
+        derivative = derivative_of(eqn)
+        if derivative is None:  # it can't be traced here
+            return [Demand.FULL | Demand.AS_HELD] * len(eqn.invars)
+        wanted = [Demand.FULL] * len(raw(derivative).outvars)
+        # After the operands come tangents or cotangents.
+        return self.of_inputs(derivative, scope, wanted)[: len(eqn.invars)]
 
     def of_body(
         self, body: Body, scope: Scope, outs: Sequence[Demand]

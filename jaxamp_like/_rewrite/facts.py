@@ -6,7 +6,17 @@ import numpy as np
 
 from .._dtypes import DType
 from .._jax import Atom, Literal, is_tracer
-from .._rules import Constants, Demand, Fact, Leaf, Mark, Origin, Site, author_dtype, is_full
+from .._rules import (
+    Constants,
+    Demand,
+    Fact,
+    Leaf,
+    Mark,
+    Origin,
+    Site,
+    author_dtype,
+    is_full,
+)
 from .._structural import Facts
 
 

@@ -59,7 +59,8 @@ def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Ma
         is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
         return found if is_meant else replace(found, rule=in_solver)
     avals = [atom.aval for atom in eqn.invars]
-    rule = found.rule.for_equation(eqn.params, avals)
+    literals = [x.val if isinstance(x, Literal) else None for x in eqn.invars]
+    rule = found.rule.for_equation(eqn.params, avals).with_literals(literals)
     may_be_low = rule.may_compute_low
     if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
         return replace(found, rule=rule, as_written=True)

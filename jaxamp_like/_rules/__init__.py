@@ -29,6 +29,7 @@ from .base import (
     is_full as is_full,
     outs_of as outs_of,
     sizes_of as sizes_of,
+    survive as survive,
 )
 from .callback import Callback as Callback
 from .computing import (

@@ -123,10 +123,6 @@ class Constants(NamedTuple):
         """Whether a cast of the value to `dtype` is sure to round nothing."""
         return self.are_all and all(exact_in(x, dtype) for x in self.numbers)
 
-    def survive(self, dtype: DType) -> bool:
-        """Whether those that are known do their job in `dtype`."""
-        return all(survives(x, dtype) for x in self.numbers)
-
 
 class Fact(NamedTuple):
     """What is known of a float value of the rewritten program."""
@@ -154,6 +150,11 @@ def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
     if fact is None or author is None or fact.dtype == author:
         return fact
     return fact._replace(dtype=author, copy=fact.dtype)
+
+
+def survive(constants: Constants | None, dtype: DType) -> bool:
+    """Whether all constants that are known still do their job in `dtype`."""
+    return constants is None or all(survives(x, dtype) for x in constants.numbers)
 
 
 def joined_constants(parts: Sequence[Constants | None]) -> Constants | None:
@@ -186,6 +187,7 @@ class Site(NamedTuple):
     backward: bool = False  # whether JAX made it by transposing a derivative
     recomputed: bool = False  # whether it is made again in the backward pass
     cotangents: tuple[bool, ...] = ()  # which operands are; none of them, if empty
+    device_axes: frozenset[Any] = frozenset()  # named axes that are not of `jax.vmap`
 
     @property
     def demand(self) -> Demand:
@@ -295,6 +297,10 @@ class Rule:
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> "Rule":
         """The rule for an equation of which parameters and operands are known."""
+        return self
+
+    def with_literals(self, literals: Sequence[Any]) -> "Rule":
+        """The rule for an equation with such literals among its operands, or `None`."""
         return self
 
     @property

@@ -28,6 +28,7 @@ from .base import (
     Site,
     author_dtype,
     outs_of,
+    survive,
 )
 
 
@@ -197,9 +198,7 @@ class UseWidestPrecision(Rule):
     def decide(self, site: Site) -> Decision:
         facts = [fact for fact in site.facts if fact]
         lost = [
-            fact
-            for fact in facts
-            if fact.constants and not fact.constants.survive(site.compute_dtype)
+            fact for fact in facts if not survive(fact.constants, site.compute_dtype)
         ]
         voting = [fact for fact in facts if fact.constants is None] + lost or facts
         if not voting:

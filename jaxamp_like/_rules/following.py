@@ -36,6 +36,7 @@ from .base import (
     author_dtype,
     joined_constants,
     outs_of,
+    survive,
 )
 from .computing import use_original_precision
 
@@ -64,7 +65,7 @@ def _follow(site: Site) -> Decision:
         outs = outs_of(site, None, mark, small=small, carried=carried)
         return Decision(site.authors, site.params, outs, why)
 
-    if any(f.constants and not f.constants.survive(dtype) for _, f in floats):
+    if not all(survive(fact.constants, dtype) for _, fact in floats):
         return in_full(Mark.FULL, f"a constant does not survive {dtype.name}")
     if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
         return in_full(Mark.FULL, "an input must stay in full precision")
@@ -108,21 +109,19 @@ class KeepInputs(Rule):
         if len(floats) == 1:
             return keep_one(site, floats[0])
         fixed = {fact.dtype for _, fact in floats if fact.constants is None}
-        constants = [fact.constants for _, fact in floats if fact.constants]
         if len(fixed) <= 1:
             dtype = next(iter(fixed), floats[0][1].dtype)
-            if all(known.survive(dtype) for known in constants):
+            if all(survive(fact.constants, dtype) for _, fact in floats):
                 return self._join(site, floats, dtype)
         return _follow(site)
 
     @staticmethod
     def _join(site: Site, floats: list[tuple[int, Fact]], dtype: DType) -> Decision:
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
-        constants = [fact.constants for _, fact in floats]
         known = {
             "mark": max(fact.mark for _, fact in floats),
             "small": all(fact.small or not site.spreads(i) for i, fact in floats),
-            "constants": joined_constants(constants),
+            "constants": joined_constants([fact.constants for _, fact in floats]),
             "carried": any(fact.carried for _, fact in floats),
         }
         outs = outs_of(site, dtype, **known)
@@ -190,7 +189,9 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
         if is_placed:  # also if it is to be whole: that is a gather
             leaf = Leaf.SHARDED
-        outs.append(fact._replace(leaf=leaf, small=small, constants=constants))
+        copy = fact.copy if name is None or name in MOVES else None
+        known = {"small": small, "constants": constants, "copy": copy}
+        outs.append(fact._replace(leaf=leaf, **known))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 

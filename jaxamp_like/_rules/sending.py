@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType, cast, has_range, lowered
-from .._jax import Primitive, bind_flat, varying_in
+from .._jax import Primitive, axes_of, bind_flat, varying_in
 from .._primitives import PLACING, SUMMED_BACK
 from .._primitives.fences import fenced
 from .base import INPUTS, Decision, Demand, Fact, Mark, Site
@@ -18,13 +18,14 @@ from .storing import compute_in_full
 def may_sum_over_devices(site: Site, low: DType) -> bool:
     """Whether sums over the named axes of an equation may be made in `low`.
 
-    A contraction that is split over devices is low on one device as well, so that its
-    sum fits where it fits there (the sum in a mean need not: it grows with the number
-    of devices). Without types that say what varies over devices, an axis may be one of
-    `vmap`, and its sum one of many terms on one device: it may leave the range of
-    float16."""
-    avals = (*site.avals, *site.out_avals)
-    return jnp.finfo(low).maxexp >= 128 or any(map(varying_in, avals))
+    They may over axes of devices, which are few. A contraction that is split over them
+    is low on one device as well, so that its sum fits where it fits there (the sum in a
+    mean need not: it grows with the number of devices). A sum over an axis of `vmap` is
+    one of many terms on one device. In float16 it takes types to tell that an axis is
+    none of `vmap`."""
+    typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
+    known = typed | site.device_axes if jnp.finfo(low).maxexp >= 128 else typed
+    return axes_of(site.params) <= known
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ def is_mark_of_input(site: Site) -> bool:
 
 
 sum_over_devices = SumOverDevices()
-"""As `keep_each_input`; in float16 only over axes that types tell to be of devices."""
+"""As `keep_each_input` over axes of devices; over those of `jax.vmap`, in full.
+
+In float16, too, unless types tell that the axes are of devices."""
 
 send_low = SendLow()
 """As `keep_each_input`; what only contractions read is rounded before it is sent.

@@ -5,11 +5,14 @@ reads it in the author's dtype. Nothing between contractions is rounded, so ther
 question which op may run low; what is kept for the backward pass is chosen elsewhere,
 by remat regions of ops that are run again there."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from .._dtypes import bits, is_float, lowered
-from .._primitives import FANNING_OUT, REPEATING
+from .._primitives import FANNING_OUT, may_repeat
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import (
     ConvertAsWritten,
@@ -45,25 +48,41 @@ class ComputeInFull(Rule):
 
 @dataclass(frozen=True)
 class MoveExactly(Rule):
-    """Moves data without rounding it; see `move_exactly` and `take_extremes`."""
+    """Moves data without rounding it; see `move_exactly` and `take_extremes`.
+
+    Args:
+        extremes: whether its results are set against what they were taken from.
+        beside_zero: whether they are taken from one operand and 0, which no rounding
+            makes equal."""
 
     extremes: bool = False
+    beside_zero: bool = False
 
     @property
     def is_run_again(self) -> bool:
         return True
 
+    @property
+    def _rounds_ahead(self) -> bool:
+        return not self.extremes or self.beside_zero
+
+    def with_literals(self, literals: Sequence[Any]) -> Rule:
+        zeros = [x is not None and not np.any(x) for x in literals]
+        beside_zero = self.extremes and any(zeros) and zeros.count(False) == 1
+        return replace(self, beside_zero=True) if beside_zero else self
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         is_full = self.extremes and Demand.FULL in wanted
-        return compute_in_full.demand(params, wanted) if is_full else wanted
+        rounds_ahead = self._rounds_ahead and not is_full
+        return wanted if rounds_ahead else compute_in_full.demand(params, wanted)
 
     def decide(self, site: Site) -> Decision:
         if self.extremes and Demand.FULL in site.demand:
             return compute_in_full.decide(site)
         facts = site.facts
-        if site.primitive.name in REPEATING:
+        if may_repeat(site.primitive.name, site.params):
             facts = tuple(map(held_in_full, facts, site.authors))
-        elif site.primitive.name not in FANNING_OUT:
+        elif site.primitive.name not in FANNING_OUT and self._rounds_ahead:
             facts = tuple(
                 low_if_read_low(fact, site.demand, site.compute_dtype) for fact in facts
             )
@@ -135,7 +154,8 @@ take_extremes = MoveExactly(extremes=True)
 
 XLA leaves out a rounding where a value is made and cast up in one kernel. A maximum of
 the rounded values would then not be one of those that it is subtracted from, or that
-its derivative compares it with. So what is read in full is taken in full."""
+its derivative compares it with. So what is read in full is taken in full. Nor is any
+operand rounded ahead: numbers that a rounding has made equal share a gradient."""
 
 choose_exactly = ReadExactly(compute_in_full)
 """Comparisons, steps and ranks: a rounding, or a missing one, may change the choice.

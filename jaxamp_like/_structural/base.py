@@ -158,6 +158,12 @@ class Demands(Protocol):
         """How the inputs of a body are read, whose results are read as `outs` says."""
         ...
 
+    def of_operands(
+        self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        """How operands are read by all that an equation holds: rules, too."""
+        ...
+
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:

@@ -58,7 +58,7 @@ def decide_call(
     in full: there the cast is shared with other readers. A call that keeps its operands
     for the backward pass is better given them low."""
     (body,) = call_bodies(eqn)
-    demands = planner.demands.of_body(body, site.scope, site.wanted)
+    demands = planner.demands.of_operands(eqn, [body], site.scope, site.wanted)
 
     def as_read(fact, author, demand):
         as_held = Demand.AS_HELD in demand

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..._dtypes import survives
 from ..._jax import Primitive
 from ..._primitives import FIXED, Kind, those
 from ..._rules import (
@@ -23,6 +22,7 @@ from ..._rules import (
     move_exactly,
     send_low,
     sort_exactly,
+    survive,
     take_extremes,
     use_compute_precision,
     use_original_precision,
@@ -80,9 +80,9 @@ class Promote(Rule):
         return use_widest_precision.decide(site._replace(facts=voters))
 
     def _votes(self, site: Site, i: int, fact: Fact) -> bool:
-        values = fact.values or ()
-        if fact.leaf == Leaf.CONST or (values and fact.leaf == Leaf.NO):
-            return not all(survives(value, site.compute_dtype) for value in values)
+        known = fact.constants
+        if fact.leaf == Leaf.CONST or (known and fact.leaf == Leaf.NO):
+            return not survive(known, site.compute_dtype)
         is_bias = fact.mark == Mark.NEUTRAL and not site.spreads(i)
         return not (self.bias and is_bias)
 
@@ -103,8 +103,7 @@ class ComputeUnlessFull(Rule):
 
     def decide(self, site: Site) -> Decision:
         full = any(
-            fact.mark == Mark.FULL
-            or not all(survives(v, site.compute_dtype) for v in fact.values or ())
+            fact.mark == Mark.FULL or not survive(fact.constants, site.compute_dtype)
             for fact in site.facts
             if fact
         )

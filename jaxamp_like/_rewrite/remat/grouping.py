@@ -38,6 +38,7 @@ class Grouping:
         free_vars: those that the backward pass has anyway: inputs, and what is made of
             inputs and constants by moving them.
         free: the steps that make these.
+        shared: variables whose cotangents are sums of several.
         depth_of: the steps of regions, with the number of costly steps before them."""
 
     def __init__(
@@ -56,7 +57,7 @@ class Grouping:
         }
         for v in variables(outvars):
             eqns.setdefault(v, []).append(None)
-        self._shared = shared(eqns)
+        self.shared = shared(eqns)
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
@@ -214,7 +215,7 @@ class Grouping:
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != out.aval.shape:
             return False
-        if low[0] in self._shared:
+        if low[0] in self.shared:
             return False
         (bias,) = rest
         fact = self.facts[bias]
@@ -240,7 +241,7 @@ class Grouping:
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != rest[0].aval.shape:
             return None
-        if low[0] in self._shared:
+        if low[0] in self.shared:
             return None  # what the others hand back is added to it first
         (stream,) = rest
         is_summed = stream in self.active and stream not in self.free_vars

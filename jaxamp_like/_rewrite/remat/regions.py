@@ -6,7 +6,7 @@ from typing import Any
 from ..._dtypes import DType
 from ..._jax import Literal
 from ..._primitives import REDUCTIONS
-from ..._rules import Fact
+from ..._rules import Fact, author_dtype
 from .cost import (
     Step,
     elements,
@@ -87,7 +87,7 @@ def _region(
     if group[0] not in grouping.depth_of or _mixes_rows(group):
         return None
     outs = {
-        v: _border(v, readers[v], grouping.facts)
+        v: _border(v, readers[v], grouping)
         for step in group
         for v in step.eqn.outvars
         if readers[v]
@@ -134,12 +134,15 @@ def _total(values: Iterable[Any]) -> int:
     return sum(elements(v.aval) for v in values)
 
 
-def _border(
-    v: Any, readers: set[DType | None], facts: dict[Any, Fact | None]
-) -> DType | None:
-    """The dtype that all readers of a region's result read it in, if not its own."""
-    dtype = next(iter(readers)) if len(readers) == 1 else None
-    return None if dtype == held(facts[v]) else dtype
+def _border(v: Any, readers: set[DType | None], grouping: Grouping) -> DType | None:
+    """The dtype that all readers of a region's result read it in, if not its own.
+
+    That of its author, where some read it so and cotangents are to add up."""
+    dtype, author = held(grouping.facts[v]), author_dtype(v.aval)
+    if len(readers) == 1:
+        (read,) = readers
+        return None if read == dtype else read
+    return author if v in grouping.shared and author in readers - {dtype} else None
 
 
 def as_region(unit: Step | Region) -> Step | Region:
