@@ -14,6 +14,9 @@ QUICK = (
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
     # XLA's older emitters, four times as quick; later jaxlibs don't have them.
     QUICK = (*QUICK, "--xla_cpu_use_fusion_emitters=false")
+else:
+    # With these kernels, some contractions of 16 bits add up in 16 bits on CPUs.
+    QUICK = (*QUICK, "--xla_cpu_experimental_ynn_fusion_type=")
 
 
 def add(*flags: str) -> None:

@@ -682,6 +682,21 @@ def test_a_condition_that_ranks_its_carry_reads_it_as_it_is(dtype):
     assert amp(fn, compute_dtype=dtype)(jnp.eye(16), close) == 0
 
 
+@pytest.mark.parametrize("put", [jnp.concatenate, jnp.stack])
+def test_what_all_examples_share_is_put_beside_others_in_full(put):
+    """Else its cotangents would be added up low, over the whole batch."""
+
+    def one(w, x):
+        return jnp.sum(put([w @ w, jnp.tile(x, (16, 1)) @ w]) @ w)
+
+    def loss(w, x):
+        return jnp.mean(jax.vmap(amp(one, compute_dtype="bfloat16"), (None, 0))(w, x))
+
+    eqns = measure.walk(jax.make_jaxpr(jax.grad(loss))(P["in"], X))
+    sums = {e.outvars[0].aval.dtype.name for e, _ in eqns if "sum" in e.primitive.name}
+    assert sums == {"float32"}
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_cotangents_of_windows_add_up_in_full_where_they_overlap(stride):
     def fn(w, x):

@@ -66,7 +66,7 @@ BETWEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "softmax": (jax.nn.softmax, SOFTMAX),
     "gelu, erf": (
         functools.partial(jax.nn.gelu, approximate=False),
-        "F neg mul mul erfc mul",
+        "F mul neg mul erfc mul",
     ),
     "concatenated": (lambda h: jnp.concatenate([h, -h]), "L neg concatenate"),
     "-inf": (lambda h: jnp.maximum(h, -jnp.inf), "L max"),

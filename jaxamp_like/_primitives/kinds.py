@@ -31,6 +31,9 @@ FANNING_OUT = those(lambda row: row.fans_out)
 REPEATING = those(lambda row: row.repeats)
 """Primitives that may show one number of their operand many times."""
 
+JOINING = those(lambda row: row.joins)
+"""Primitives that put several operands side by side."""
+
 IDENTITIES = those(lambda row: row.identity)
 """Primitives that hand on their operands as they are."""
 
@@ -77,10 +80,10 @@ CHEAP = those(lambda row: row.cheap)
 """Primitives that cost no more to run twice than their results cost to keep."""
 
 
-def may_repeat(name: str, params: dict[str, Any]) -> bool:
+def may_repeat(name: str, params: dict[str, Any], operands: int = 1) -> bool:
     """Whether a result of a primitive may show one number of its operand many times."""
     if name not in REPEATING:
-        return False
+        return name in JOINING and operands > 1
     windows, strides = (params.get(f"window_{x}") for x in ("dimensions", "strides"))
     if windows is None or strides is None:
         return True

@@ -48,6 +48,8 @@ class Row:
         fans_out: one number of its operand may come up more than once in results of it,
             so that its transpose is a sum.
         repeats: and does so in one result.
+        joins: it puts operands side by side, so that `jax.vmap` repeats one for all that
+            others have.
         looks_up: it picks from an operand by numbers that may be data.
         broadcasts: it repeats operands along their axes of size 1.
         adds: each result is a sum of numbers of its operands.
@@ -70,6 +72,7 @@ class Row:
     identity: bool = False
     fans_out: bool = False
     repeats: bool = False
+    joins: bool = False
     looks_up: bool = False
     broadcasts: bool = False
     adds: bool = False
@@ -148,7 +151,8 @@ def _movement() -> Iterator[tuple[str, Row]]:
     yield "dynamic_slice", mover(view=True, **repeating)  # under `jax.vmap`
     yield "broadcast_in_dim tile", mover(view=True, whole=True, **repeating)
     yield "gather", mover(looks_up=True, **repeating)
-    yield "select_n concatenate stack pad dynamic_update_slice", mover()
+    yield "concatenate stack", mover(joins=True)
+    yield "select_n pad dynamic_update_slice", mover()
     yield "stop_gradient", mover(whole=True)
     yield "copy", mover(view=True, whole=True, identity=True)
     yield "copy_p", row(cheap=True, moves=True, whole=True, identity=True)

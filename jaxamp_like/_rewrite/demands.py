@@ -8,6 +8,7 @@ from typing import Any
 
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
 from .._primitives import FIXED, RULED
+from .._primitives.matmul_precision import without_setting
 from .._rules import Demand
 from .._structural import Body, Scope, derivative_of
 from .carries import Carries
@@ -95,7 +96,9 @@ class Demands:
         return [how | also for how, also in zip(reads, by_rule, strict=True)]
 
     def _demands_of_rule(self, eqn: Eqn, scope: Scope) -> Sequence[Demand]:
-        derivative = derivative_of(eqn)
+        asks = eqn.params.get("symbolic_zeros")  # then it may do one thing or another
+        with without_setting():
+            derivative = None if asks else derivative_of(eqn)
         if derivative is None:  # it can't be traced here
             return [Demand.FULL | Demand.AS_HELD] * len(eqn.invars)
         wanted = [Demand.FULL] * len(raw(derivative).outvars)

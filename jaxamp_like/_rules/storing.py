@@ -80,7 +80,7 @@ class MoveExactly(Rule):
         if self.extremes and Demand.FULL in site.demand:
             return compute_in_full.decide(site)
         facts = site.facts
-        if may_repeat(site.primitive.name, site.params):
+        if may_repeat(site.primitive.name, site.params, len(facts)):
             facts = tuple(map(held_in_full, facts, site.authors))
         elif site.primitive.name not in FANNING_OUT and self._rounds_ahead:
             facts = tuple(

@@ -476,7 +476,7 @@ def make_gradient(rng: random.Random, within: float = 0.3) -> Transforms:
     if rng.random() < 0.1:
         inner, outer = make_transforms(rng)
         return (inner, outer) if within else ((), (*inner, *outer))
-    chosen = rng.choices(["grad", "value_and_grad", "vjp"], [5, 2, 1])
+    chosen = rng.choices(["grad", "value_and_grad", "vjp", "jvp"], [5, 2, 1, 0.5])
     more = rng.choices([0, 1, 2], [5, 3, 1])[0]
     names, weights = [name for _, name in _AROUND], [weight for weight, _ in _AROUND]
     chosen += rng.choices(names, weights, k=more)

@@ -53,6 +53,38 @@ SUMS = [
     "jax.vmap(lambda k: {read})(jnp.arange(1.0, {n} + 1)).sum(0)",
 ]
 
+# Of a large `y` and a matrix `w`: what a product reads, and something else, too.
+_OUT_OF_SIGHT = [
+    # derivative rules that read what the function only multiplies
+    "with_backward(lambda x, w: x @ w, lambda x, w, g: ((g @ w.T) * jnp.cos(x), "
+    "x.T @ g))(y, w) / 300",
+    "with_backward(lambda x, w: x @ w, lambda x, w, g: (g @ (w * jnp.sin(x)).T, "
+    "jnp.cos(x).T @ g))(y, w) / 300",
+    # numbers that are nearly equal
+    "jnp.maximum(jax.nn.sigmoid(y @ w), jax.nn.sigmoid(y @ w + 0.01 * (y @ w.T))) @ w",
+    "jnp.max(jnp.stack([jnp.cos(y) + 1e-3 * k * (y @ w) for k in range(4)]), 0) @ w",
+    "lax.cummax(jax.nn.sigmoid(y @ w) + 1e-3 * w)[-1:] @ w * y",
+    "jnp.clip(jnp.tanh(y @ w), jnp.sin(y) * 0.9, jnp.sin(y)) @ w",
+    # a loop that starts from constants of which the largest is exact in 16 bits
+    "lax.scan(lambda h, _: (h @ w, jnp.sin(h) * y), LARGE, None, length=2)[1].sum(0)",
+    "jnp.sin(jnp.where(w > 0, y @ w, lax.convert_element_type(LARGE.astype(np.float16), "
+    "jnp.float32))) * y",
+    # a condition that ranks what the body multiplies
+    "lax.while_loop(lambda c: (c[0] < 3) & (jnp.argmax(c[1][0]) == jnp.argmax(y[0])), "
+    "lambda c: (c[0] + 1, c[1] @ lax.stop_gradient(jnp.eye(3) + 1e-4 * w)), "
+    "(0, lax.stop_gradient(y)))[1] * 1e-3 @ w",
+    # windows that overlap
+    "lax.reduce_window(y @ w, -jnp.inf, lax.max, (3, 3), (1, 1), 'SAME') @ w",
+]
+
+# Of the rows of a product, which name the axis that they are mapped over.
+_OVER_AN_AXIS = [
+    "lax.pmean(r, 'rows')", "jnp.sin(lax.psum(r, 'rows')) * r", "r - lax.pmean(r, 'rows')",
+    "(r - lax.pmean(r, 'rows')) * lax.rsqrt(1e-3 + lax.pmean(r * r, 'rows') "
+    "- lax.pmean(r, 'rows') ** 2)",
+    "lax.pmax(r, 'rows') - r", "jnp.sin(lax.all_gather(r, 'rows')).sum(0)",
+]  # fmt: skip
+
 _BY_NUMBER = [
     "jnp.sin(0.1 * k * y)", "jnp.tanh(y - 0.02 * k)", "y * jnp.cos(0.3 * k)",
     "jnp.exp(-0.01 * k * y**2)", "y / (1.0 + 0.1 * k)",
@@ -74,6 +106,8 @@ class Wide(Structures):
             (8.0, self.stream),
             (3.0, self.in_logs),
             (4.0, self.read_often),
+            (2.0, self.out_of_sight),
+            (1.0, self.over_an_axis),
             (0.7, self.shift_low),
             (0.5, self.shift_integers),
         ]
@@ -226,6 +260,22 @@ class Wide(Structures):
             made = f"{self.offset()} + {made}"
         total = loop.format(read=read, n=n)
         self.interesting(f"(lambda y, w: {total} / {n})({made}, {{1}})", [y, w], SQUARE)
+
+    def out_of_sight(self) -> None:
+        """A value that something reads which does not look like a reader."""
+        y, w = self.argument(0, 0.4), self.matrix()
+        scale = self.rng.choice(["", "30 * ", "0.1 * "])
+        made = f"({self.offset()} + {scale}jnp.sin({{0}}))"
+        end = self.rng.choice(_OUT_OF_SIGHT)
+        self.interesting(f"(lambda y, w: {end})({made}, {{1}})", [y, w], SQUARE)
+
+    def over_an_axis(self) -> None:
+        """Collectives over an axis of `jax.vmap`."""
+        y, w = self.argument(0, 0.4), self.matrix()
+        read = self.rng.choice(_OVER_AN_AXIS)
+        made = self.rng.choice(["{0} @ {1}", f"({self.offset()} + {{0}}) @ {{1}}"])
+        code = f"jax.vmap(lambda r: {read}, axis_name='rows')({made})"
+        self.interesting(f"{code} * {{0}}", [y, w], SQUARE)
 
 
 class ReadOften(Wide):
