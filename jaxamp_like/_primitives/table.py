@@ -48,8 +48,7 @@ class Row:
         fans_out: one number of its operand may come up more than once in results of it,
             so that its transpose is a sum.
         repeats: and does so in one result.
-        joins: it puts operands side by side, so that `jax.vmap` repeats one for all that
-            others have.
+        joins: it puts operands side by side; `jax.vmap` may repeat some of them.
         looks_up: it picks from an operand by numbers that may be data.
         broadcasts: it repeats operands along their axes of size 1.
         adds: each result is a sum of numbers of its operands.
