@@ -499,6 +499,52 @@ def in_a_scan(differentiated):
     return program
 
 
+def in_the_rule_alone(dot, p, x):
+    """An operand that the function leaves out, and a product elsewhere reads."""
+
+    def forward(h, w):
+        return w[0] * jnp.ones_like(h)
+
+    def rule(h, w, cotangent):
+        return cotangent * jnp.cos(h), jnp.sum(cotangent * jnp.cos(h), 0)[None] * w
+
+    read = by_vjp(forward, rule)
+
+    def step(s, h):
+        return s + jnp.sum(dot(h, p["out"]) / 300), jnp.sum(read(h, p["in"]))
+
+    large = jnp.sin(x)[None] * jnp.arange(10.0, 13.0)[:, None, None] * 10 + 300
+    total, sums = lax.scan(step, jnp.zeros((), x.dtype), large)
+    return total + jnp.sum(sums)
+
+
+def by_residual(made):
+    """A forward rule that hands on something made, which only a product reads there."""
+
+    def program(dot, p, x):
+        def forward(h, w):
+            kept = made(h)
+            return dot(kept.reshape(h.shape), w), (kept, w)
+
+        def backward(residuals, cotangent):
+            kept, w = residuals
+            h = kept.reshape(cotangent.shape)
+            return dot(cotangent, w.T) * jnp.cos(h), dot(h.T, cotangent)
+
+        product = jax.custom_vjp(lambda h, w: forward(h, w)[0])
+        product.defvjp(forward, backward)
+        return jnp.sum(jnp.tanh(product(jnp.sin(x) * 30 + 300, p["in"]) / 300))
+
+    return program
+
+
+MADE = {
+    "reshaped": lambda h: h.reshape(4, 2, 16),
+    "jit": jax.jit(lambda h: h[:, None]),
+    "remat": jax.checkpoint(lambda h: h[:, None]),
+    "scan": lambda h: lax.scan(lambda _, row: (None, row), None, h)[1],
+}
+
 RULES = {"custom_vjp": by_vjp, "custom_gradient": by_gradient, "custom_jvp": by_jvp}
 
 
@@ -543,6 +589,8 @@ READ = {
     **{f"table, {k}": beside_a_table(put) for k, put in PUT_TOGETHER.items()},
     **{f"rule, {k}": by_author(rule) for k, rule in RULES.items()},
     **{f"rule in a scan, {k}": in_a_scan(rule) for k, rule in RULES.items()},
+    "read in a rule alone": in_the_rule_alone,
+    **{f"residual, {k}": by_residual(made) for k, made in MADE.items()},
     **{f"nearly equal, {k}": nearly_equal(choose) for k, choose in CHOOSE.items()},
     "normed over an axis": normed_over_axis,
 }

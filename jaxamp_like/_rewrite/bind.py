@@ -190,21 +190,24 @@ class Frame:
         values: Sequence[Any],
         facts: Facts,
         scope: Scope,
-        wanted: Sequence[Demand],
+        wanted: Callable[[int], Sequence[Demand]],
         cotangents: tuple[bool, ...] | None = None,
     ) -> tuple[list[Any], Facts]:
         """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
 
         For code that only exists once JAX asks for it: derivative rules. `wanted` is
-        for the leading results; the others are not read low. `cotangents` tells of a
+        asked how its results are read once these are counted. `cotangents` tells of a
         backward rule which of its inputs are. Returns the results and what is known of
         them."""
         with without_setting():
             traced = trace(fn, avals)
-        rest = (Demand.NONE,) * (len(raw(traced).outvars) - len(wanted))
-        wanted = (*wanted, *rest)
-        jaxpr, plan = self.planned(traced, facts, scope, wanted, cotangents)
+        demands = wanted(len(raw(traced).outvars))
+        jaxpr, plan = self.planned(traced, facts, scope, demands, cotangents)
         return self.run(plan, consts(jaxpr), values), plan.outs
+
+    def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
+        """See `Demands.of_rule`."""
+        return self.planner.demands.of_rule(rule, count, scope)
 
     def planned(
         self,

@@ -1,6 +1,7 @@
 """How each value is read: low, in full, or not at all; known from the end backwards."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,8 +9,7 @@ from typing import Any
 
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
 from .._primitives import FIXED, RULED
-from .._primitives.matmul_precision import without_setting
-from .._rules import Demand
+from .._rules import Demand, author_dtype
 from .._structural import Body, Scope, derivative_of
 from .carries import Carries
 from .matching import Matching
@@ -86,7 +86,8 @@ class Demands:
         """As `reads`, by an author's derivative rule, too.
 
         It is traced only where it may matter: for what the function reads low alone."""
-        if all(Demand.LOW not in how or Demand.FULL in how for how in reads):
+        floats = [author_dtype(atom.aval) is not None for atom in eqn.invars]
+        if all(Demand.FULL in how for how in itertools.compress(reads, floats)):
             return reads
         rule = tuple(x for x in eqn.params.values() if callable(x))
         (body,) = subjaxprs(eqn.params)
@@ -97,13 +98,15 @@ class Demands:
 
     def _demands_of_rule(self, eqn: Eqn, scope: Scope) -> Sequence[Demand]:
         asks = eqn.params.get("symbolic_zeros")  # then it may do one thing or another
-        with without_setting():
-            derivative = None if asks else derivative_of(eqn)
-        if derivative is None:  # it can't be traced here
-            return [Demand.FULL | Demand.AS_HELD] * len(eqn.invars)
-        wanted = [Demand.FULL] * len(raw(derivative).outvars)
-        # After the operands come tangents or cotangents.
-        return self.of_inputs(derivative, scope, wanted)[: len(eqn.invars)]
+        rule = None if asks else derivative_of(eqn)
+        return self.of_rule(rule, len(eqn.invars), scope)
+
+    def of_rule(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
+        """How a rule reads its first `count` inputs: in full, if it is not known."""
+        if rule is None:
+            return [Demand.FULL | Demand.AS_HELD] * count
+        wanted = [Demand.FULL] * len(raw(rule).outvars)
+        return self.of_inputs(rule, scope, wanted)[:count]
 
     def of_body(
         self, body: Body, scope: Scope, outs: Sequence[Demand]

@@ -263,12 +263,17 @@ class Frame(Protocol):
         values: Sequence[Any],
         facts: Facts,
         scope: Scope,
-        wanted: Sequence[Demand],
+        wanted: Callable[[int], Sequence[Demand]],
         cotangents: tuple[bool, ...] | None = None,
     ) -> tuple[list[Any], Facts]:
         """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
 
-        Returns the results and what is known of them."""
+        `wanted` is asked how its results are read once these are counted. Returns the
+        results and what is known of them."""
+        ...
+
+    def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
+        """How a rule reads its first `count` inputs: in full, if it is not known."""
         ...
 
     def copies(

@@ -38,6 +38,7 @@ from .._jax import (
     writes_references,
 )
 from .._primitives import RULED, holds_rule
+from .._primitives.matmul_precision import without_setting
 from .._rules import (
     Demand,
     Fact,
@@ -97,8 +98,14 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
 
     moves = [v.aval for v in eqn.outvars] if is_backward else [avals[i] for i in live]
     n = len(avals)
+    return _traced(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *moves])
+
+
+def _traced(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr | None:
+    """A rule as a program, if it can be traced by itself."""
     try:
-        return trace(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *moves])
+        with without_setting():
+            return trace(rule, avals)
     except Exception:  # whatever the author's code raises
         return None
 
@@ -147,13 +154,13 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         ts = [tangents[i] for i in live]
         values = [*primals, *ts]
         authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
-        wanted = _demands_of(step)
+        wanted = [*_demands_of(step), *_demands_of(step)]
         # Tangents are read as their primals: a sum of cotangents, once transposed.
         facts = _rerun(inner.ins)
         facts += tuple(facts[i] for i in live)
         with explaining_rules():
             outs, _ = frame.rewrite(
-                author_rule, authors, values, facts, step.scope, wanted * 2
+                author_rule, authors, values, facts, step.scope, lambda _: wanted
             )
         half = len(outs) // 2
         values = cast_all(outs[:half], dtypes)
@@ -251,6 +258,8 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
+    places = [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
+    moving = [eqn.outvars[k].aval for k in places]
     asks = bool(eqn.params.get("symbolic_zeros"))
     num_consts = eqn.params.get("num_consts", 0)
     references = references_used(jaxpr)
@@ -286,10 +295,19 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
             trees.append((tree, [typeof(x) for x in residuals], same))
             return [*outs, *(x for k, x in enumerate(residuals) if k not in same)]
 
-        wanted = _demands_of(step)
+        def demands(count: int) -> list[Demand]:
+            """How the `count` results are read, those behind by the backward rule."""
+            tree, res_avals, given = trees[0]
+            n = len(res_avals)
+            backward = _backward(tree, n, set(), set())
+            rule = None if asks else _traced(backward, [*res_avals, *moving])
+            of_rule = frame.read_by(rule, n, step.scope)
+            rest = [how for k, how in enumerate(of_rule) if k not in given]
+            return [*_demands_of(step), *rest][:count]
+
         with explaining_rules():
             outs, facts = frame.rewrite(
-                author_fwd, avals, values, _rerun(inner.ins), step.scope, wanted
+                author_fwd, avals, values, _rerun(inner.ins), step.scope, demands
             )
         tree, res_avals, given = trees[0]
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
@@ -308,35 +326,26 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     def bwd(residuals, cotangents):
         tree, res_avals, live, held, origins = residuals.static
         zeros = {k for k, ct in enumerate(cotangents) if isinstance(ct, SymbolicZero)}
-        places = [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
-        cotangents = list(map(instantiated, cotangents))
-
+        moves = [instantiated(cotangents[k]) for k in places]
         moved: set[int] = set()  # operands with a cotangent
-
-        def author_bwd(*args):
-            vjp = jax.tree.unflatten(tree, args[: len(res_avals)])
-            moves = args[len(res_avals) :]
-            with zero_cotangents(zeros), recording_cotangents(moved):
-                return list(vjp([moves[k] for k in places]))
-
-        values = [*residuals.arrays, *cotangents]
+        values = [*residuals.arrays, *moves]
         ct_avals = [
-            typeof(ct).update(dtype=v.aval.dtype)  # its layout may be another
-            if author_dtype(v.aval) is not None
+            typeof(ct).update(dtype=aval.dtype)  # its layout may be another
+            if author_dtype(aval) is not None
             else typeof(ct)
-            for v, ct in zip(eqn.outvars, cotangents, strict=True)
+            for ct, aval in zip(moves, moving, strict=True)
         ]
         wanted = [
             _demand_as(d, avals[i].dtype) for i, d in zip(live, held, strict=True)
         ]
         with explaining_rules():
             grads, _ = frame.rewrite(
-                author_bwd,
+                _backward(tree, len(res_avals), zeros, moved),
                 [*res_avals, *ct_avals],
                 values,
                 _marked(values, [*origins, *([Origin.DATA] * len(ct_avals))]),
                 step.scope,
-                wanted,
+                lambda _: wanted,
                 (False,) * len(res_avals) + (True,) * len(ct_avals),
             )
         casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
@@ -348,6 +357,22 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     call.defvjp(fwd, bwd, symbolic_zeros=asks)
     with eqn_context(eqn):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
+
+
+def _backward(
+    tree: Any, count: int, zeros: set[int], moved: set[int]
+) -> Callable[..., list[Any]]:
+    """The author's backward rule: of `count` residuals, and of cotangents.
+
+    `zeros` are the results whose cotangents are zero; `moved` is told which operands
+    have one."""
+
+    def backward(*args: Any) -> list[Any]:
+        vjp = jax.tree.unflatten(tree, args[:count])
+        with zero_cotangents(zeros), recording_cotangents(moved):
+            return list(vjp(list(args[count:])))
+
+    return backward
 
 
 def _in_front(outs: Sequence[Any]) -> list[Any]:

@@ -84,8 +84,9 @@ def bind_custom_vmap(frame: Frame, step: Step, operands: list[Any]):
 
         avals = list(map(typeof, args))
         facts = tuple(d and Fact(d) for d in map(author_dtype, avals))
-        wanted = [Demand.FULL] * len(authors)
-        outs, _ = frame.rewrite(author_rule, avals, args, facts, step.scope, wanted)
+        outs, _ = frame.rewrite(
+            author_rule, avals, args, facts, step.scope, lambda n: [Demand.FULL] * n
+        )
         return cast_all(outs, authors), are_batched
 
     with eqn_context(eqn):
