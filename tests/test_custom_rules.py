@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxamp_like import amp, explain
@@ -229,3 +230,95 @@ def test_a_rule_that_optimizes_remat_is_low(is_outside):
     expected = jax.grad(loss)(w)
     bound = 0.02 * float(jnp.max(jnp.abs(expected)))
     np.testing.assert_allclose(mixed(w), expected, rtol=0, atol=bound)
+
+
+def counted_rule(calls):
+    """A product whose rules say when they are called."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def forward(x, w):
+        calls.append("forward")
+        return x @ w, (x, w)
+
+    def backward(residuals, ct):
+        calls.append("backward")
+        x, w = residuals
+        return (ct @ w.T) * jnp.cos(x), x.T @ ct
+
+    product.defvjp(forward, backward)
+    return product
+
+
+def test_rules_are_called_as_often_as_they_are_plainly():
+    """An author may count calls, or hand something from rule to rule by himself."""
+    x, w = jnp.ones((3, 4)), jnp.ones((4, 4))
+    counts = []
+    for wrap in (lambda fn: fn, amp):
+        product = counted_rule(calls := [])
+
+        def loss(w, product=product):
+            return jnp.sum(product(jnp.sin(x), w))
+
+        jax.grad(wrap(loss))(w)
+        counts.append(calls)
+    assert counts[0] == counts[1] == ["forward", "backward"]
+
+
+def test_rules_in_rules_are_not_traced_over_and_over():
+    """Recursive halving: each rule differentiates the function of half the depth."""
+
+    def halved(depth, calls):
+        if depth == 0:
+            return lambda a, w: a + jnp.tanh(a) @ w
+        half = halved(depth - 1, calls)
+
+        def whole(a, w):
+            return half(half(a, w), w)
+
+        def backward(residuals, ct):
+            calls.append(depth)
+            a, w = residuals
+            middle, pull = jax.vjp(half, a, w)
+            ct, second = jax.vjp(half, middle, w)[1](ct)
+            ct, first = pull(ct)
+            return ct, first + second
+
+        fn = jax.custom_vjp(whole)
+        fn.defvjp(lambda a, w: (whole(a, w), (a, w)), backward)
+        return fn
+
+    x, w = jnp.ones((3, 4)), jnp.ones((4, 4)) / 8
+    counts = []
+    for wrap in (lambda fn: fn, amp):
+        fn = halved(4, calls := [])
+
+        def loss(w, fn=fn):
+            return jnp.sum(fn(x, w))
+
+        jax.make_jaxpr(jax.grad(wrap(loss)))(w)
+        counts.append(len(calls))
+    plainly, mixed = counts
+    assert mixed <= 2 * plainly
+
+
+def test_a_backward_rule_may_name_a_mapped_axis():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(residuals, ct):
+        x, w = residuals
+        return ct @ w.T, lax.psum(x.T @ ct, "batch")
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def loss(wrap):
+        fn = jax.vmap(wrap(product), (0, None), axis_name="batch")
+        return lambda w: jnp.sum(jnp.sin(fn(xs, w)))
+
+    xs, w = jnp.linspace(-1, 1, 24).reshape(2, 3, 4), jnp.eye(4) / 2
+    mixed = jax.grad(loss(functools.partial(amp, compute_dtype="bfloat16")))(w)
+    np.testing.assert_allclose(mixed, jax.grad(loss(lambda fn: fn))(w), atol=0.05)

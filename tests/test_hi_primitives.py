@@ -57,6 +57,11 @@ def flagged(request):
     return request.param
 
 
+# The new checkpoint's policy is not asked of what stands in a checkpoint of the old
+# kind, as `amp` makes one for each contraction: computed again (docs/limits.md).
+_COMPUTED_AGAIN = {("remat_dots_saveable", "inside")}
+
+
 @needs_whole_flags
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("placement", ["inside", "outside"])
@@ -74,7 +79,8 @@ def test_flags_change_nothing(case, placement, flagged):
         counts, results = made()
     with flags(*flagged):
         flagged_counts, flagged_results = made()
-    assert flagged_counts == counts
+    if "jax_remat3" not in flagged or (case.name, placement) not in _COMPUTED_AGAIN:
+        assert flagged_counts == counts
     assert_same_bits(flagged_results, results)
 
 

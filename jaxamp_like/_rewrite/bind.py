@@ -15,7 +15,6 @@ from .._jax import (
     as_array,
     consts,
     eqn_context,
-    raw,
     reemit,
     trace,
 )
@@ -185,24 +184,19 @@ class Frame:
 
     def rewrite(
         self,
-        fn: Callable[..., Any],
-        avals: Sequence[Any],
+        jaxpr: Jaxpr,
         values: Sequence[Any],
         facts: Facts,
         scope: Scope,
-        wanted: Callable[[int], Sequence[Demand]],
+        wanted: Sequence[Demand],
         cotangents: tuple[bool, ...] | None = None,
     ) -> tuple[list[Any], Facts]:
-        """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
+        """Plans a freshly traced program and binds it on `values`.
 
-        For code that only exists once JAX asks for it: derivative rules. `wanted` is
-        asked how its results are read once these are counted. `cotangents` tells of a
-        backward rule which of its inputs are. Returns the results and what is known of
-        them."""
-        with without_setting():
-            traced = trace(fn, avals)
-        demands = wanted(len(raw(traced).outvars))
-        jaxpr, plan = self.planned(traced, facts, scope, demands, cotangents)
+        For code that only exists once JAX asks for it: derivative rules. `wanted` says
+        how its results are read, and `cotangents` which inputs of a backward rule are
+        such. Returns the results and what is known of them."""
+        jaxpr, plan = self.planned(jaxpr, facts, scope, wanted, cotangents)
         return self.run(plan, consts(jaxpr), values), plan.outs
 
     def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:

@@ -85,7 +85,8 @@ class Demands:
     ) -> Sequence[Demand]:
         """As `reads`, by an author's derivative rule, too.
 
-        It is traced only where it may matter: for what the function reads low alone."""
+        It is traced only where it may matter: for what the function does not read in
+        full."""
         floats = [author_dtype(atom.aval) is not None for atom in eqn.invars]
         if all(Demand.FULL in how for how in itertools.compress(reads, floats)):
             return reads
@@ -97,8 +98,11 @@ class Demands:
         return [how | also for how, also in zip(reads, by_rule, strict=True)]
 
     def _demands_of_rule(self, eqn: Eqn, scope: Scope) -> Sequence[Demand]:
-        asks = eqn.params.get("symbolic_zeros")  # then it may do one thing or another
-        rule = None if asks else derivative_of(eqn)
+        # One that asks for symbolic zeros may do one thing or another, and a backward
+        # rule may count its calls.
+        is_one = eqn.primitive.name == "custom_jvp_call"
+        is_one = is_one and not eqn.params.get("symbolic_zeros")
+        rule = derivative_of(eqn) if is_one else None
         return self.of_rule(rule, len(eqn.invars), scope)
 
     def of_rule(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:

@@ -258,18 +258,16 @@ class Frame(Protocol):
 
     def rewrite(
         self,
-        fn: Callable[..., Any],
-        avals: Sequence[Any],
+        jaxpr: Jaxpr,
         values: Sequence[Any],
         facts: Facts,
         scope: Scope,
-        wanted: Callable[[int], Sequence[Demand]],
+        wanted: Sequence[Demand],
         cotangents: tuple[bool, ...] | None = None,
     ) -> tuple[list[Any], Facts]:
-        """Traces `fn` on the author's `avals`, plans it and binds it on `values`.
+        """Plans a freshly traced program and binds it on `values`.
 
-        `wanted` is asked how its results are read once these are counted. Returns the
-        results and what is known of them."""
+        Returns the results and what is known of them."""
         ...
 
     def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:

@@ -101,11 +101,16 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
     return _traced(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *moves])
 
 
+def trace_rule(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
+    """A rule as a program, as it is traced where no precision is set."""
+    with without_setting():
+        return trace(rule, avals)
+
+
 def _traced(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr | None:
     """A rule as a program, if it can be traced by itself."""
     try:
-        with without_setting():
-            return trace(rule, avals)
+        return trace_rule(rule, avals)
     except Exception:  # whatever the author's code raises
         return None
 
@@ -159,9 +164,8 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         facts = _rerun(inner.ins)
         facts += tuple(facts[i] for i in live)
         with explaining_rules():
-            outs, _ = frame.rewrite(
-                author_rule, authors, values, facts, step.scope, lambda _: wanted
-            )
+            traced = trace_rule(author_rule, authors)
+            outs, _ = frame.rewrite(traced, values, facts, step.scope, wanted)
         half = len(outs) // 2
         values = cast_all(outs[:half], dtypes)
         moves = _cast_tangents(outs[half:], dtypes)
@@ -295,21 +299,19 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
             trees.append((tree, [typeof(x) for x in residuals], same))
             return [*outs, *(x for k, x in enumerate(residuals) if k not in same)]
 
-        def demands(count: int) -> list[Demand]:
-            """How the `count` results are read, those behind by the backward rule."""
-            tree, res_avals, given = trees[0]
-            n = len(res_avals)
-            backward = _backward(tree, n, set(), set())
-            rule = None if asks else _traced(backward, [*res_avals, *moving])
-            of_rule = frame.read_by(rule, n, step.scope)
-            rest = [how for k, how in enumerate(of_rule) if k not in given]
-            return [*_demands_of(step), *rest][:count]
-
+        with explaining_rules():
+            traced = trace_rule(author_fwd, avals)
+        tree, res_avals, given = trees[0]
+        backward = _Backward(tree, res_avals)
+        if not asks:
+            backward.trace_ahead(moving)
+        reads = frame.read_by(backward.known, len(res_avals), step.scope)
+        wanted = [how for k, how in enumerate(reads) if k not in given]
+        wanted = [*_demands_of(step), *wanted]
         with explaining_rules():
             outs, facts = frame.rewrite(
-                author_fwd, avals, values, _rerun(inner.ins), step.scope, demands
+                traced, values, _rerun(inner.ins), step.scope, wanted
             )
-        tree, res_avals, given = trees[0]
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
         pairs = [
             (values[given[k]], None) if k in given else next(made)
@@ -320,14 +322,13 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         origins = [fact.origin if fact else Origin.DATA for _, fact in pairs]
         held = [typeof(values[i]).dtype for i in live]
         return _in_front(cast_all(outs[:num_outs], dtypes)), _Residuals(
-            residuals, (tree, res_avals, live, held, origins)
+            residuals, (backward, live, held, origins)
         )
 
     def bwd(residuals, cotangents):
-        tree, res_avals, live, held, origins = residuals.static
+        backward, live, held, origins = residuals.static
         zeros = {k for k, ct in enumerate(cotangents) if isinstance(ct, SymbolicZero)}
         moves = [instantiated(cotangents[k]) for k in places]
-        moved: set[int] = set()  # operands with a cotangent
         values = [*residuals.arrays, *moves]
         ct_avals = [
             typeof(ct).update(dtype=aval.dtype)  # its layout may be another
@@ -339,14 +340,14 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
             _demand_as(d, avals[i].dtype) for i, d in zip(live, held, strict=True)
         ]
         with explaining_rules():
+            traced, moved = backward.traced(ct_avals, zeros)
             grads, _ = frame.rewrite(
-                _backward(tree, len(res_avals), zeros, moved),
-                [*res_avals, *ct_avals],
+                traced,
                 values,
                 _marked(values, [*origins, *([Origin.DATA] * len(ct_avals))]),
                 step.scope,
-                lambda _: wanted,
-                (False,) * len(res_avals) + (True,) * len(ct_avals),
+                wanted,
+                (False,) * len(residuals.arrays) + (True,) * len(ct_avals),
             )
         casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
         result: list[Any] = [None] * len(avals)
@@ -359,20 +360,46 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         return call(*map(_closed_over, operands[:num_consts]), *operands[num_consts:])
 
 
-def _backward(
-    tree: Any, count: int, zeros: set[int], moved: set[int]
-) -> Callable[..., list[Any]]:
-    """The author's backward rule: of `count` residuals, and of cotangents.
+class _Backward:
+    """The backward rule of an author: of residuals, and of cotangents.
 
-    `zeros` are the results whose cotangents are zero; `moved` is told which operands
-    have one."""
+    Args:
+        tree: what its residuals are the leaves of.
+        avals: of the residuals."""
 
-    def backward(*args: Any) -> list[Any]:
-        vjp = jax.tree.unflatten(tree, args[:count])
-        with zero_cotangents(zeros), recording_cotangents(moved):
-            return list(vjp(list(args[count:])))
+    def __init__(self, tree: Any, avals: Sequence[Any]):
+        self.tree = tree
+        self.avals = avals
+        self.known: Jaxpr | None = None  # as it was traced for the forward rule
+        self._moving: Sequence[Any] = ()
+        self._moved: set[int] = set()
 
-    return backward
+    def trace_ahead(self, moving: Sequence[Any]) -> None:
+        """Traces it, for cotangents that are `moving`, if it can be traced by then.
+
+        What its residuals are read for is known of the program. It is not traced again
+        for that: an author may count how often his rules are called."""
+        fn = self._fn(set(), self._moved)
+        self.known, self._moving = _traced(fn, [*self.avals, *moving]), moving
+
+    def traced(self, moving: Sequence[Any], zeros: set[int]) -> tuple[Jaxpr, set[int]]:
+        """As a program, and which operands it makes cotangents of.
+
+        `zeros` are the results whose cotangents are zero."""
+        if self.known is not None and not zeros and [*self._moving] == [*moving]:
+            return self.known, self._moved
+        moved: set[int] = set()
+        return trace_rule(self._fn(zeros, moved), [*self.avals, *moving]), moved
+
+    def _fn(self, zeros: set[int], moved: set[int]) -> Callable[..., list[Any]]:
+        count = len(self.avals)
+
+        def backward(*args: Any) -> list[Any]:
+            vjp = jax.tree.unflatten(self.tree, args[:count])
+            with zero_cotangents(zeros), recording_cotangents(moved):
+                return list(vjp(list(args[count:])))
+
+        return backward
 
 
 def _in_front(outs: Sequence[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from .base import (
     Step,
     now,
 )
+from .derivatives import trace_rule
 
 
 def bind_shard_map(frame: Frame, step: Step, operands: list[Any]):
@@ -84,9 +85,9 @@ def bind_custom_vmap(frame: Frame, step: Step, operands: list[Any]):
 
         avals = list(map(typeof, args))
         facts = tuple(d and Fact(d) for d in map(author_dtype, avals))
-        outs, _ = frame.rewrite(
-            author_rule, avals, args, facts, step.scope, lambda n: [Demand.FULL] * n
-        )
+        wanted = [Demand.FULL] * len(authors)
+        traced = trace_rule(author_rule, avals)
+        outs, _ = frame.rewrite(traced, args, facts, step.scope, wanted)
         return cast_all(outs, authors), are_batched
 
     with eqn_context(eqn):
