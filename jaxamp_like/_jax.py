@@ -397,15 +397,6 @@ def new_primitive(
     return primitive
 
 
-def batched_in_front(args: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Operands of a primitive under `jax.vmap`, all with the mapped axis in front."""
-    (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
-    return [
-        jnp.broadcast_to(x, (size, *x.shape)) if i is None else jnp.moveaxis(x, i, 0)
-        for x, i in zip(args, dims, strict=True)
-    ]
-
-
 def is_of_jet(x: Any) -> bool:
     """Whether `jax.experimental.jet` is taking a Taylor series of what is computed.
 

@@ -9,39 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
-from .._jax import SymbolicZero, Zero, batched_in_front, new_primitive, tangent_aval
+from .._jax import SymbolicZero, Zero, new_primitive
 from .._rules import apart
 
 
+@jax.custom_jvp
 def with_full_gradient(full: Any, low: Any) -> Any:
     """The value `low`, differentiated as a cast of `full`.
 
     One cast serves many readers, and still the gradient adds up in full."""
-    return low if low is full else _OF_FULL.bind(full, low)
+    del full
+    return low
 
 
-def _of_full_jvp(primals: Any, tangents: Any) -> Any:
-    low = primals[1]
-    tangent = tangents[0]
-    if isinstance(tangent, Zero):
-        return low, Zero(tangent_aval(low))
-    return low, cast(tangent, low.dtype)
-
-
-def _of_full_batch(args: Any, dims: Any) -> Any:
-    return _OF_FULL.bind(*batched_in_front(args, dims)), 0
-
-
-# A `custom_jvp` function would cost ten times as much to trace, at each reader.
-_OF_FULL = new_primitive(
-    "amp_of_full",
-    compute=lambda full, low: low,
-    aval=lambda full, low: low,
-    jvp=_of_full_jvp,
-    transpose=lambda ct, full, low: [None, ct],
-    batch=_of_full_batch,
-    series=lambda full, low: cast(full, low.dtype),
-)
+@with_full_gradient.defjvp
+def _(primals, tangents):
+    return primals[1], cast(tangents[0], primals[1].dtype)
 
 
 def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
@@ -61,21 +44,28 @@ def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) ->
     return attached(full, low)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_cotangent(x: Any, low: DType) -> Any:
     """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
 
     XLA would leave out a cast down that is cast up again, and store what is wide."""
-    return _ROUNDED_BACK.bind(x, low=low)
+    del low
+    return x
+
+
+@round_cotangent.defjvp
+def _(low, primals, tangents):
+    return primals[0], _ROUNDED_BACK.bind(*tangents, low=low)
 
 
 # The tangent of forward mode is not rounded, so no composition of JAX's will do.
 _ROUNDED_BACK = new_primitive(
     "amp_rounded_back",
-    compute=lambda x, low: x,
-    aval=lambda x, low: x,
-    jvp=lambda xs, ts, low: (xs[0], _ROUNDED_BACK.bind(ts[0], low=low)),
-    transpose=lambda ct, x, low: [_rounded(ct, low)],
-    batch=lambda xs, dims, low: (_ROUNDED_BACK.bind(*xs, low=low), dims[0]),
+    compute=lambda t, low: t,
+    aval=lambda t, low: t,
+    jvp=lambda ts, dts, low: (ts[0], _ROUNDED_BACK.bind(*dts, low=low)),
+    transpose=lambda ct, t, low: [_rounded(ct, low)],
+    batch=lambda ts, dims, low: (_ROUNDED_BACK.bind(*ts, low=low), dims[0]),
 )
 
 
@@ -85,11 +75,11 @@ def _rounded(ct: Any, low: DType) -> Any:
 
 _HELD_BACK = new_primitive(
     "amp_held_back",
-    compute=lambda x: x,
-    aval=lambda x: x,
-    jvp=lambda xs, ts: (xs[0], _HELD_BACK.bind(ts[0])),
-    transpose=lambda ct, x: [ct if isinstance(ct, Zero) else apart(ct)],
-    batch=lambda xs, dims: (_HELD_BACK.bind(*xs), dims[0]),
+    compute=lambda t: t,
+    aval=lambda t: t,
+    jvp=lambda ts, dts: (ts[0], _HELD_BACK.bind(*dts)),
+    transpose=lambda ct, t: [ct if isinstance(ct, Zero) else apart(ct)],
+    batch=lambda ts, dims: (_HELD_BACK.bind(*ts), dims[0]),
 )
 
 
@@ -108,7 +98,7 @@ def _residual_add_jvp(low, primals, tangents):
     out = lax.add(stream, branch)
     if isinstance(u, SymbolicZero):
         return out, t
-    rounded = round_cotangent(u, low)
+    rounded = _ROUNDED_BACK.bind(u, low=low)
     if isinstance(t, SymbolicZero):
         return out, rounded
     return out, lax.add(_HELD_BACK.bind(t), rounded)

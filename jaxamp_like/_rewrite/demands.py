@@ -24,12 +24,13 @@ class Demands:
     carries: Carries
     _known: Memo = field(default_factory=Memo)
     _by_rule: Memo = field(default_factory=Memo)
+    _is_rule: bool = False  # whether a derivative rule is looked at
 
     def of_inputs(
         self, jaxpr: Jaxpr, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Demand, ...]:
         """How the inputs of `jaxpr` are read, if its results are read as `wanted`."""
-        known, key = self._known.of(jaxpr), (scope, tuple(wanted))
+        known, key = self._known.of(jaxpr), (scope, tuple(wanted), self._is_rule)
         if key not in known:
             demand = self.of_variables(raw(jaxpr), scope, wanted)
             ins = raw(jaxpr).invars
@@ -76,7 +77,8 @@ class Demands:
             inner = self.of_body(body, scope, outs)
             for i, demand in zip(body.ins, inner, strict=True):
                 reads[i] |= demand
-        if eqn.primitive.name in RULED:
+        # A rule runs functions that have rules as they are, and does not differentiate.
+        if eqn.primitive.name in RULED and not self._is_rule:
             reads = self._with_rule(eqn, scope, reads)
         return reads
 
@@ -109,8 +111,12 @@ class Demands:
         """How a rule reads its first `count` inputs: in full, if it is not known."""
         if rule is None:
             return [Demand.FULL | Demand.AS_HELD] * count
-        wanted = [Demand.FULL] * len(raw(rule).outvars)
-        return self.of_inputs(rule, scope, wanted)[:count]
+        wanted, before = [Demand.FULL] * len(raw(rule).outvars), self._is_rule
+        self._is_rule = True
+        try:
+            return self.of_inputs(rule, scope, wanted)[:count]
+        finally:
+            self._is_rule = before
 
     def of_body(
         self, body: Body, scope: Scope, outs: Sequence[Demand]

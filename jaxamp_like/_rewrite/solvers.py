@@ -59,12 +59,21 @@ def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Ma
         is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
         return found if is_meant else replace(found, rule=in_solver)
     avals = [atom.aval for atom in eqn.invars]
-    literals = [x.val if isinstance(x, Literal) else None for x in eqn.invars]
-    rule = found.rule.for_equation(eqn.params, avals).with_literals(literals)
+    rule = found.rule.for_equation(eqn.params, avals)
+    if _is_beside_zero(eqn):
+        rule = rule.beside_zero(eqn.primitive.name)
     may_be_low = rule.may_compute_low
     if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
         return replace(found, rule=rule, as_written=True)
     return found if rule is found.rule else replace(found, rule=rule)
+
+
+def _is_beside_zero(eqn: Eqn) -> bool:
+    """Whether an equation has two operands, one of which is written as 0."""
+    if len(eqn.invars) != 2:
+        return False
+    zeros = [isinstance(x, Literal) and not np.any(x.val) for x in eqn.invars]
+    return zeros[0] != zeros[1]
 
 
 def author_scopes(scope: Scope) -> Scope:

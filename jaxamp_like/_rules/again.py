@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax import Zero, batched_in_front, new_primitive
+from .._jax import Zero, new_primitive
 
 
 def apart(x: Any) -> Any:
@@ -58,7 +58,14 @@ def _begun_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _kept_batch(args: Any, dims: Any) -> Any:
-    return _KEPT_OR_MADE.bind(*batched_in_front(args, dims)), 0
+    (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
+
+    def in_front(x: Any, i: int | None) -> Any:
+        if i is None:
+            return jnp.broadcast_to(x, (size, *x.shape))
+        return jnp.moveaxis(x, i, 0)
+
+    return _KEPT_OR_MADE.bind(*map(in_front, args, dims)), 0
 
 
 _APART = new_primitive(

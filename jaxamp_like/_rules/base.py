@@ -299,8 +299,8 @@ class Rule:
         """The rule for an equation of which parameters and operands are known."""
         return self
 
-    def with_literals(self, literals: Sequence[Any]) -> "Rule":
-        """The rule for an equation with such literals among its operands, or `None`."""
+    def beside_zero(self, name: str) -> "Rule":
+        """The rule for an equation that sets one operand against a literal 0."""
         return self
 
     @property

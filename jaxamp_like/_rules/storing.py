@@ -5,11 +5,8 @@ reads it in the author's dtype. Nothing between contractions is rounded, so ther
 question which op may run low; what is kept for the backward pass is chosen elsewhere,
 by remat regions of ops that are run again there."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from .._dtypes import bits, is_float, lowered
 from .._primitives import FANNING_OUT, may_repeat
@@ -52,11 +49,11 @@ class MoveExactly(Rule):
 
     Args:
         extremes: whether its results are set against what they were taken from.
-        beside_zero: whether they are taken from one operand and 0, which no rounding
-            makes equal."""
+        of_zero: whether they are taken from one operand and 0, which no rounding makes
+            equal."""
 
     extremes: bool = False
-    beside_zero: bool = False
+    of_zero: bool = False
 
     @property
     def is_run_again(self) -> bool:
@@ -64,12 +61,10 @@ class MoveExactly(Rule):
 
     @property
     def _rounds_ahead(self) -> bool:
-        return not self.extremes or self.beside_zero
+        return not self.extremes or self.of_zero
 
-    def with_literals(self, literals: Sequence[Any]) -> Rule:
-        zeros = [x is not None and not np.any(x) for x in literals]
-        beside_zero = self.extremes and any(zeros) and zeros.count(False) == 1
-        return replace(self, beside_zero=True) if beside_zero else self
+    def beside_zero(self, name: str) -> Rule:
+        return replace(self, of_zero=True) if self.extremes else self
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         is_full = self.extremes and Demand.FULL in wanted
@@ -106,16 +101,24 @@ class MoveExactly(Rule):
 
 @dataclass(frozen=True)
 class ReadExactly(Rule):
-    """Decides as another rule; no operand is rounded ahead. See `choose_exactly`."""
+    """Decides as another rule; no operand is rounded ahead. See `choose_exactly`.
+
+    Args:
+        rule: the other rule.
+        of_zero: whether the sign of one operand is asked, which no rounding changes."""
 
     rule: Rule
+    of_zero: bool = False
 
     @property
     def is_run_again(self) -> bool:
         return self.rule.is_run_again
 
+    def beside_zero(self, name: str) -> Rule:
+        return replace(self, of_zero=True) if name in ("lt", "le", "gt", "ge") else self
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return _AS_IT_IS
+        return Demand.NONE if self.of_zero else _AS_IT_IS
 
     def decide(self, site: Site) -> Decision:
         wanted = (_AS_IT_IS,) * len(site.wanted)
