@@ -10,7 +10,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax import lax
+from jax import export, lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -605,3 +605,24 @@ def test_a_statistic_is_the_same_kept_and_made_again():
     assert sum(map(measure.size_in_bytes, small)) < 0.1 * sum(
         map(measure.size_in_bytes, stored)
     )
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_gradient_is_exported_for_sizes_that_are_not_known(axis):
+    """Also where it sums over an axis of such a size, which is no statistic for sure."""
+
+    def loss(w, x):
+        return jnp.mean(jax.nn.log_softmax(jnp.tanh(x @ w) @ x.T, axis) ** 2)
+
+    shapes = (
+        jax.ShapeDtypeStruct((4, 4), jnp.float32),
+        jax.ShapeDtypeStruct(export.symbolic_shape("n, 4"), jnp.float32),
+    )
+    gradient = jax.jit(jax.grad(amp(loss, compute_dtype="bfloat16")))
+    exported = export.export(gradient)(*shapes)
+    for n in (2, 40):
+        w, x = jnp.eye(4), jnp.sin(jnp.arange(4.0 * n)).reshape(n, 4)
+        exact = jax.grad(loss)(w, x)
+        np.testing.assert_allclose(
+            exported.call(w, x), exact, atol=0.05 * abs(exact).max()
+        )

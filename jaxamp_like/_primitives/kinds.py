@@ -106,5 +106,8 @@ def is_statistic(eqn: Eqn) -> bool:
     It takes a pass over an array to make that again, and next to nothing to keep."""
     if eqn.primitive.name not in REDUCTIONS:
         return False
-    sizes = math.prod(eqn.invars[0].aval.shape), math.prod(eqn.outvars[0].aval.shape)
-    return sizes[0] >= _MANY * sizes[1]
+    shape = eqn.invars[0].aval.shape
+    summed = [shape[axis] for axis in eqn.params["axes"]]
+    # An axis whose length is symbolic counts as long.
+    is_known = all(isinstance(n, int) for n in summed)
+    return not is_known or math.prod(summed) >= _MANY
