@@ -609,7 +609,7 @@ def test_a_statistic_is_the_same_kept_and_made_again():
 
 @pytest.mark.parametrize("axis", [0, -1])
 def test_a_gradient_is_exported_for_sizes_that_are_not_known(axis):
-    """Also where it sums over an axis of such a size, which is no statistic for sure."""
+    """Also where it sums over an axis of such a size."""
 
     def loss(w, x):
         return jnp.mean(jax.nn.log_softmax(jnp.tanh(x @ w) @ x.T, axis) ** 2)
