@@ -16,6 +16,7 @@ from ._errors import place_of, warn_or_raise
 from ._frameworks.mixed import holds_parameters, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import (
+    are_partly_mapped,
     consts,
     has_hi_type,
     is_array,
@@ -375,6 +376,8 @@ def _rewritten(
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
         with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
+        if are_partly_mapped([*arrays, *consts(jaxpr)]):
+            in_force = in_force.of_partly_mapped
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():

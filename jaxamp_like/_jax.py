@@ -397,6 +397,16 @@ def new_primitive(
     return primitive
 
 
+def are_partly_mapped(values: Sequence[Any]) -> bool:
+    """Whether `jax.vmap` maps some values, and its examples share others.
+
+    What is no tracer is not differentiated, and does not count. The tracer of `vmap`
+    has no public name since JAX 0.7."""
+    tracers = [x for x in values if is_tracer(x) and is_inexact(typeof(x))]
+    mapped = [type(x).__name__ == "BatchTracer" for x in tracers]
+    return any(mapped) and not all(mapped)
+
+
 def is_of_jet(x: Any) -> bool:
     """Whether `jax.experimental.jet` is taking a Taylor series of what is computed.
 

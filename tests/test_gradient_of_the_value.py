@@ -7,6 +7,7 @@ program may err by twice as much as the oracle's, leaf by leaf. Both are compare
 float64. What is tested are sizes: offsets, phases and shifts that a rounded copy of the
 sum would carry into the gradient, and cotangents that cancel."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -730,18 +731,42 @@ def test_a_condition_that_ranks_its_carry_reads_it_as_it_is(dtype):
     assert amp(fn, compute_dtype=dtype)(jnp.eye(16), close) == 0
 
 
-@pytest.mark.parametrize("put", [jnp.concatenate, jnp.stack])
-def test_what_all_examples_share_is_put_beside_others_in_full(put):
-    """Else its cotangents would be added up low, over the whole batch."""
+def in_a_carry(w, x):
+    return lax.scan(lambda h, _: (h @ w + x[:16] @ w, None), w @ w, None, length=2)[0]
+
+
+MOVED = {
+    "concatenate": lambda w, x: jnp.concatenate([w @ w, x @ w]),
+    "stack": lambda w, x: jnp.stack([w @ w, x @ w]),
+    "where": lambda w, x: jnp.where(x > 0, w @ w, x @ w),
+    "update": lambda w, x: lax.dynamic_update_slice(x @ w, (w @ w)[:2], (1, 0)),
+    "update of it": lambda w, x: lax.dynamic_update_slice(w @ w, (x @ w)[:2], (1, 0)),
+    "index": lambda w, x: (w @ w)[jnp.argmax(x[0])][None],
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda: w @ w, lambda: x @ w),
+    "carry": in_a_carry,
+}
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+@pytest.mark.parametrize("move", MOVED.values(), ids=MOVED.keys())
+def test_cotangents_of_what_all_examples_share_add_up_in_full(move, closed_over):
+    """Whatever is done with it, over the whole batch of a `jax.vmap` around `amp`."""
+    mixed = functools.partial(amp, compute_dtype="bfloat16")
 
     def one(w, x):
-        return jnp.sum(put([w @ w, jnp.tile(x, (16, 1)) @ w]) @ w)
+        return jnp.sum(move(w, jnp.tile(x, (16, 1))) @ w)
 
     def loss(w, x):
-        return jnp.mean(jax.vmap(amp(one, compute_dtype="bfloat16"), (None, 0))(w, x))
+        if closed_over:
+            return jnp.mean(jax.vmap(mixed(lambda x: one(w, x)))(x))
+        return jnp.mean(jax.vmap(mixed(one), (None, 0))(w, x))
 
     eqns = measure.walk(jax.make_jaxpr(jax.grad(loss))(P["in"], X))
-    sums = {e.outvars[0].aval.dtype.name for e, _ in eqns if "sum" in e.primitive.name}
+    sums = {
+        eqn.outvars[0].aval.dtype.name
+        for eqn, _ in eqns
+        if "sum" in eqn.primitive.name or "scatter-add" in eqn.primitive.name
+    }
     assert sums == {"float32"}
 
 

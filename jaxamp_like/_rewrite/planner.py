@@ -7,6 +7,7 @@ planned with the facts of their operands, so decisions flow through jit, loops a
 branches; see `_structural`."""
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Planner:
     strict: bool = False
     lean: bool = False
     gather_once: bool | None = None  # `None`: where the program shows that it matters
+    partly_mapped: bool = False  # whether examples of a `jax.vmap` share some inputs
     _plans: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
@@ -92,7 +94,14 @@ class Planner:
     def afresh(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
         settings = self.policy, self.compute_dtype, self.strict, self.lean
-        return Planner(*settings, self.gather_once)
+        return Planner(*settings, self.gather_once, self.partly_mapped)
+
+    @functools.cached_property
+    def of_partly_mapped(self) -> "Planner":
+        """The same, for a call of which `jax.vmap` maps some values and not others."""
+        planner = self.afresh()
+        planner.partly_mapped = True
+        return planner
 
     def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """A freshly traced program, with the scopes that it is planned by."""
@@ -323,6 +332,7 @@ class Planner:
             recomputed=again,
             cotangents=cotangents,
             device_axes=self._device_axes(),
+            partly_mapped=self.partly_mapped,
         )
 
 

@@ -188,6 +188,7 @@ class Site(NamedTuple):
     recomputed: bool = False  # whether it is made again in the backward pass
     cotangents: tuple[bool, ...] = ()  # which operands are; none of them, if empty
     device_axes: frozenset[Any] = frozenset()  # named axes that are not of `jax.vmap`
+    partly_mapped: bool = False  # whether examples of a `jax.vmap` share some values
 
     @property
     def demand(self) -> Demand:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._dtypes import bits, is_float, lowered
-from .._primitives import FANNING_OUT, may_repeat
+from .._primitives import FANNING_OUT, VIEWS, may_repeat
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import (
     ConvertAsWritten,
@@ -75,7 +75,7 @@ class MoveExactly(Rule):
         if self.extremes and Demand.FULL in site.demand:
             return compute_in_full.decide(site)
         facts = site.facts
-        if may_repeat(site.primitive.name, site.params, len(facts)):
+        if _may_repeat(site):
             facts = tuple(map(held_in_full, facts, site.authors))
         elif site.primitive.name not in FANNING_OUT and self._rounds_ahead:
             facts = tuple(
@@ -135,6 +135,14 @@ class ConvertExactly(ConvertAsWritten):
         dtype = params["new_dtype"]
         is_wide = is_float(dtype) and bits(dtype) >= 32
         return wanted if is_wide else _AS_IT_IS
+
+
+def _may_repeat(site: Site) -> bool:
+    """Whether one number of an operand may come up many times in the results."""
+    name = site.primitive.name
+    if site.partly_mapped and name not in VIEWS:
+        return True  # one of what all examples share, among those of each
+    return may_repeat(name, site.params, len(site.facts))
 
 
 def _mark(facts: Any) -> Mark:

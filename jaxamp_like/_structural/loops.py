@@ -102,7 +102,8 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     if not site.params.get("length"):
         starts_full |= read_full
     low = (outs.keys() & read_low) - adds_up
-    if SOLVER in site.scope and not site.by_scope:
+    is_solver = SOLVER in site.scope and not site.by_scope
+    if is_solver or site.partly_mapped:  # examples may start from what they share
         low = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     origins = {i: fact.origin for i in outs if (fact := site.facts[i])}
