@@ -9,6 +9,7 @@ from .contractions import is_contraction as is_contraction
 from .derivative_rules import RULED as RULED, holds_rule as holds_rule
 from .kinds import (
     ADDING as ADDING,
+    ASKING_SIGNS as ASKING_SIGNS,
     BROADCASTING as BROADCASTING,
     CHEAP as CHEAP,
     COLLECTIVES as COLLECTIVES,

@@ -61,6 +61,9 @@ BROADCASTING = those(lambda row: row.broadcasts)
 ADDING = those(lambda row: row.adds)
 """Primitives that make sums of their operands' numbers."""
 
+ASKING_SIGNS = those(lambda row: row.asks_sign)
+"""Primitives of two operands that ask for a sign, where one of them is 0."""
+
 PLACING = those(lambda row: row.places)
 """Primitives that say where their operand lies. A parameter is cast before, once."""
 
@@ -108,6 +111,5 @@ def is_statistic(eqn: Eqn) -> bool:
         return False
     shape = eqn.invars[0].aval.shape
     summed = [shape[axis] for axis in eqn.params["axes"]]
-    # An axis whose length is symbolic counts as long.
-    is_known = all(isinstance(n, int) for n in summed)
-    return not is_known or math.prod(summed) >= _MANY
+    count = math.prod(summed)
+    return not isinstance(count, int) or count >= _MANY  # a symbolic one is long

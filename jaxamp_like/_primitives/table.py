@@ -55,6 +55,7 @@ class Row:
         reduces: it makes one number of many.
         saturates: it levels off, so that its derivative vanishes for large operands.
         ranks: it chooses by size; a rounding may change what it chooses.
+        asks_sign: of one operand and 0, it asks for the sign of the operand.
         places: it says on which devices its operand lies.
         summed_back: it hands the same numbers to several devices, and their cotangents
             are added up over these.
@@ -78,6 +79,7 @@ class Row:
     reduces: bool = False
     saturates: bool = False
     ranks: bool = False
+    asks_sign: bool = False
     places: bool = False
     summed_back: bool = False
     local: bool = False
@@ -162,7 +164,7 @@ def _movement() -> Iterator[tuple[str, Row]]:
 
 
 def _selection() -> Iterator[tuple[str, Row]]:
-    yield "max min", Row(Kind.EXTREME, cheap=True, broadcasts=True)
+    yield "max min", Row(Kind.EXTREME, cheap=True, broadcasts=True, asks_sign=True)
     yield "reduce_max reduce_min", Row(Kind.EXTREME, cheap=True, reduces=True)
     yield "clamp", Row(Kind.EXTREME, cheap=True)
     yield "cummax cummin", Row(Kind.EXTREME)
@@ -171,7 +173,8 @@ def _selection() -> Iterator[tuple[str, Row]]:
         Row(Kind.EXTREME, fans_out=True, repeats=True),
     )
     yield "sign ceil floor round is_finite", Row(Kind.CHOICE, cheap=True)
-    yield "eq ne lt le gt ge eq_to lt_to le_to", Row(Kind.CHOICE, cheap=True)
+    yield "lt le gt ge", Row(Kind.CHOICE, cheap=True, asks_sign=True)
+    yield "eq ne eq_to lt_to le_to", Row(Kind.CHOICE, cheap=True)
     yield "argmax argmin", Row(Kind.CHOICE, cheap=True, ranks=True)
     yield "top_k approx_top_k", Row(Kind.CHOICE, ranks=True)
     yield "sort", Row(Kind.SORT, ranks=True)

@@ -72,7 +72,8 @@ class Demands:
     ) -> Sequence[Demand]:
         """How the operands of an equation are read, by all that it holds."""
         reads = [Demand.NONE] * len(eqn.invars)
-        outs = self.with_conditions(bodies, scope, outs)
+        if len(bodies) > 1:
+            outs = self.with_conditions(bodies, scope, outs)
         for body in bodies:
             inner = self.of_body(body, scope, outs)
             for i, demand in zip(body.ins, inner, strict=True):

@@ -1,5 +1,6 @@
 """What is known of a value beforehand: of inputs, constants and literals."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,12 @@ def fact_of(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
     dtype = author_dtype(atom.aval)
     if dtype is None:
         return None
-    known = Constants(frozenset([_plain(float(atom.val))]))
+    return _literal_fact(dtype, _plain(float(atom.val)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _literal_fact(dtype: DType, value: float) -> Fact:
+    known = Constants(frozenset([value]))
     return Fact(dtype, leaf=Leaf.CONST, constants=known, origin=Origin.CONSTANT)
 
 

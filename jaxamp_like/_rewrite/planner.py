@@ -87,7 +87,7 @@ class Planner:
         self.hoisted = Hoisted()
         # Of the equation whose bodies are being planned.
         self._is_backward = self._is_recomputed = False
-        self._mapped = frozenset[Any]()  # over which axes of devices
+        self._mapped = self._axes = frozenset[Any]()  # of devices: by it, and by all
         self.cotangents = Cotangents()
         self._given: dict[Jaxpr, Which] = {}  # cotangents among inputs of those bodies
 
@@ -139,7 +139,8 @@ class Planner:
         given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
         key = (*args, setting() is None, self._is_backward, self._is_recomputed)
-        key = (*key, self._device_axes())
+        self._axes = self._mapped | axes_of_devices()
+        key = (*key, self._axes)
         known = self._plans.of(jaxpr)
         if key not in known:
             known[key] = self._plan(jaxpr, *args)
@@ -259,18 +260,16 @@ class Planner:
     @contextlib.contextmanager
     def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:
         """While the bodies of an equation are planned: what holds of it holds there."""
-        before = self._is_backward, self._is_recomputed, self._given, self._mapped
+        before = self._is_backward, self._is_recomputed, self._given
+        axes = self._mapped, self._axes
         self._mapped |= axes_of_devices(eqn)
         self._is_backward, self._is_recomputed = site.backward, site.recomputed
         self._given = self.cotangents.inside(eqn, site.cotangents)
         try:
             yield
         finally:
-            self._is_backward, self._is_recomputed, self._given, self._mapped = before
-
-    def _device_axes(self) -> frozenset[Any]:
-        """The named axes of devices that the program being planned may name."""
-        return self._mapped | axes_of_devices()
+            self._is_backward, self._is_recomputed, self._given = before
+            self._mapped, self._axes = axes
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Match) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -331,7 +330,7 @@ class Planner:
             backward=told.backward or (self._is_backward and not again),
             recomputed=again,
             cotangents=cotangents,
-            device_axes=self._device_axes(),
+            device_axes=self._axes,
             partly_mapped=self.partly_mapped,
         )
 

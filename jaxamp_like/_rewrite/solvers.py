@@ -44,7 +44,7 @@ from .._jax import (
     subjaxprs,
     with_eqns,
 )
-from .._primitives import RANKING
+from .._primitives import ASKING_SIGNS, RANKING
 from .._rules import Match, UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, Body, Handler
 from .early_exit import stops
@@ -60,8 +60,8 @@ def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Ma
         return found if is_meant else replace(found, rule=in_solver)
     avals = [atom.aval for atom in eqn.invars]
     rule = found.rule.for_equation(eqn.params, avals)
-    if _is_beside_zero(eqn):
-        rule = rule.beside_zero(eqn.primitive.name)
+    if eqn.primitive.name in ASKING_SIGNS and _is_beside_zero(eqn):
+        rule = rule.beside_zero()
     may_be_low = rule.may_compute_low
     if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
         return replace(found, rule=rule, as_written=True)
@@ -70,10 +70,10 @@ def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Ma
 
 def _is_beside_zero(eqn: Eqn) -> bool:
     """Whether an equation has two operands, one of which is written as 0."""
-    if len(eqn.invars) != 2:
-        return False
-    zeros = [isinstance(x, Literal) and not np.any(x.val) for x in eqn.invars]
-    return zeros[0] != zeros[1]
+    left, right = eqn.invars
+    literal, other = (right, left) if isinstance(right, Literal) else (left, right)
+    is_one = isinstance(literal, Literal) and not isinstance(other, Literal)
+    return is_one and np.ndim(literal.val) == 0 and not literal.val
 
 
 def author_scopes(scope: Scope) -> Scope:

@@ -300,7 +300,7 @@ class Rule:
         """The rule for an equation of which parameters and operands are known."""
         return self
 
-    def beside_zero(self, name: str) -> "Rule":
+    def beside_zero(self) -> "Rule":
         """The rule for an equation that sets one operand against a literal 0."""
         return self
 

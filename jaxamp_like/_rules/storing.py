@@ -63,7 +63,7 @@ class MoveExactly(Rule):
     def _rounds_ahead(self) -> bool:
         return not self.extremes or self.of_zero
 
-    def beside_zero(self, name: str) -> Rule:
+    def beside_zero(self) -> Rule:
         return replace(self, of_zero=True) if self.extremes else self
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
@@ -114,8 +114,8 @@ class ReadExactly(Rule):
     def is_run_again(self) -> bool:
         return self.rule.is_run_again
 
-    def beside_zero(self, name: str) -> Rule:
-        return replace(self, of_zero=True) if name in ("lt", "le", "gt", "ge") else self
+    def beside_zero(self) -> Rule:
+        return replace(self, of_zero=True)
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.NONE if self.of_zero else _AS_IT_IS
