@@ -8,7 +8,8 @@ the documented API, and why:
   source line and the context (compute_on, XLA metadata, abstract mesh) that its author
   gave it, and one that is found to be a solver is marked by a name scope;
 - the parameters of structural primitives, where their names changed between versions;
-- the class names of references and of symbolic zeros, where they moved;
+- the class names of references and of symbolic zeros, where they moved, and of the
+  tracers of `jet` and `vmap`, which have no public name;
 - `use_abstract_mesh` (JAX 0.6 does not export it): a cast of what lies in another mesh
   than the context's, as JAX's own `auto_axes` enters it;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
@@ -400,8 +401,7 @@ def new_primitive(
 def are_partly_mapped(values: Sequence[Any]) -> bool:
     """Whether `jax.vmap` maps some values, and its examples share others.
 
-    What is no tracer is not differentiated, and does not count. The tracer of `vmap`
-    has no public name since JAX 0.7."""
+    What is no tracer is not differentiated, and does not count."""
     tracers = [x for x in values if is_tracer(x) and is_inexact(typeof(x))]
     mapped = [type(x).__name__ == "BatchTracer" for x in tracers]
     return any(mapped) and not all(mapped)

@@ -29,10 +29,7 @@ FANNING_OUT = those(lambda row: row.fans_out)
 """Primitives whose transposes are sums, which add up in the dtype that was moved."""
 
 REPEATING = those(lambda row: row.repeats)
-"""Primitives that may show one number of their operand many times."""
-
-JOINING = those(lambda row: row.joins)
-"""Primitives that put several operands side by side."""
+"""Primitives that may show one number of an operand many times in one result."""
 
 IDENTITIES = those(lambda row: row.identity)
 """Primitives that hand on their operands as they are."""
@@ -83,10 +80,10 @@ CHEAP = those(lambda row: row.cheap)
 """Primitives that cost no more to run twice than their results cost to keep."""
 
 
-def may_repeat(name: str, params: dict[str, Any], operands: int = 1) -> bool:
-    """Whether a result of a primitive may show one number of its operand many times."""
+def may_repeat(name: str, params: dict[str, Any]) -> bool:
+    """Whether a result of a primitive may show one number of an operand many times."""
     if name not in REPEATING:
-        return name in JOINING and operands > 1
+        return False
     windows, strides = (params.get(f"window_{x}") for x in ("dimensions", "strides"))
     if windows is None or strides is None:
         return True
@@ -110,6 +107,5 @@ def is_statistic(eqn: Eqn) -> bool:
     if eqn.primitive.name not in REDUCTIONS:
         return False
     shape = eqn.invars[0].aval.shape
-    summed = [shape[axis] for axis in eqn.params["axes"]]
-    count = math.prod(summed)
+    count = math.prod(shape[axis] for axis in eqn.params["axes"])
     return not isinstance(count, int) or count >= _MANY  # a symbolic one is long

@@ -47,8 +47,8 @@ class Row:
         identity: it hands on its operands as they are.
         fans_out: one number of its operand may come up more than once in results of it,
             so that its transpose is a sum.
-        repeats: and does so in one result.
-        joins: it puts operands side by side; `jax.vmap` may repeat some of them.
+        repeats: one number of an operand may come up more than once in one result, if
+            only under `jax.vmap`.
         looks_up: it picks from an operand by numbers that may be data.
         broadcasts: it repeats operands along their axes of size 1.
         adds: each result is a sum of numbers of its operands.
@@ -72,7 +72,6 @@ class Row:
     identity: bool = False
     fans_out: bool = False
     repeats: bool = False
-    joins: bool = False
     looks_up: bool = False
     broadcasts: bool = False
     adds: bool = False
@@ -149,10 +148,10 @@ def _movement() -> Iterator[tuple[str, Row]]:
     yield "split unstack", mover(view=True)
     yield "slice", mover(view=True, fans_out=True)
     repeating = {"fans_out": True, "repeats": True}
-    yield "dynamic_slice", mover(view=True, **repeating)  # under `jax.vmap`
+    yield "dynamic_slice", mover(view=True, **repeating)
     yield "broadcast_in_dim tile", mover(view=True, whole=True, **repeating)
     yield "gather", mover(looks_up=True, **repeating)
-    yield "concatenate stack", mover(joins=True)
+    yield "concatenate stack", mover(repeats=True)
     yield "select_n pad dynamic_update_slice", mover()
     yield "stop_gradient", mover(whole=True)
     yield "copy", mover(view=True, whole=True, identity=True)

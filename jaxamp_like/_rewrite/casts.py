@@ -10,7 +10,7 @@ from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
 from .._jax import SymbolicZero, Zero, new_primitive
-from .._rules import apart
+from .._rules import apart, begun_apart
 
 
 @jax.custom_jvp
@@ -73,16 +73,6 @@ def _rounded(ct: Any, low: DType) -> Any:
     return ct if isinstance(ct, Zero) else cast(apart(cast(ct, low)), ct.dtype)
 
 
-_HELD_BACK = new_primitive(
-    "amp_held_back",
-    compute=lambda t: t,
-    aval=lambda t: t,
-    jvp=lambda ts, dts: (ts[0], _HELD_BACK.bind(*dts)),
-    transpose=lambda ct, t: [ct if isinstance(ct, Zero) else apart(ct)],
-    batch=lambda ts, dims: (_HELD_BACK.bind(*ts), dims[0]),
-)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def residual_add(stream: Any, branch: Any, low: DType) -> Any:
     """Their sum; its cotangent is held for the stream, and rounded for the branch.
@@ -101,7 +91,7 @@ def _residual_add_jvp(low, primals, tangents):
     rounded = _ROUNDED_BACK.bind(u, low=low)
     if isinstance(t, SymbolicZero):
         return out, rounded
-    return out, lax.add(_HELD_BACK.bind(t), rounded)
+    return out, lax.add(begun_apart(t), rounded)
 
 
 residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)

@@ -70,7 +70,7 @@ class Demands:
     def of_operands(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How the operands of an equation are read, by all that it holds."""
+        """How operands are read by the programs and the rule that an equation holds."""
         reads = [Demand.NONE] * len(eqn.invars)
         if len(bodies) > 1:
             outs = self.with_conditions(bodies, scope, outs)
@@ -101,8 +101,8 @@ class Demands:
         return [how | also for how, also in zip(reads, by_rule, strict=True)]
 
     def _demands_of_rule(self, eqn: Eqn, scope: Scope) -> Sequence[Demand]:
-        # One that asks for symbolic zeros may do one thing or another, and a backward
-        # rule may count its calls.
+        # A rule that asks for symbolic zeros may depend on which tangents are zero, and
+        # the author of a backward rule may count its calls.
         is_one = eqn.primitive.name == "custom_jvp_call"
         is_one = is_one and not eqn.params.get("symbolic_zeros")
         rule = derivative_of(eqn) if is_one else None
@@ -129,18 +129,16 @@ class Demands:
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How the results of a loop are read, by its condition, too, if it has one."""
-        loops = [body for body in bodies if body.loop]
-        if len(loops) == len(bodies):
-            return outs
+        """How the results of an equation are read, also by the condition of a loop."""
+        made = {b.ins[i]: b.outs[out] for b in bodies for out, i in b.loop}
         outs = list(outs)
-        made = {body.ins[i]: body.outs[out] for body in loops for out, i in body.loop}
-        for body in bodies:
-            if not body.loop and made:
-                reads = self.of_body(body, scope, outs)
-                for i, how in zip(body.ins, reads, strict=True):
-                    if (out := made.get(i)) is not None:
-                        outs[out] |= how
+        for condition in bodies if made else ():
+            if condition.loop:
+                continue
+            reads = self.of_body(condition, scope, outs)
+            for i, how in zip(condition.ins, reads, strict=True):
+                if (out := made.get(i)) is not None:
+                    outs[out] |= how
         return outs
 
     def body_wanted(

@@ -87,7 +87,8 @@ class Planner:
         self.hoisted = Hoisted()
         # Of the equation whose bodies are being planned.
         self._is_backward = self._is_recomputed = False
-        self._mapped = self._axes = frozenset[Any]()  # of devices: by it, and by all
+        self._mapped = frozenset[Any]()  # the axes of devices that it names
+        self._axes = frozenset[Any]()  # those, and the ones around the traced code
         self.cotangents = Cotangents()
         self._given: dict[Jaxpr, Which] = {}  # cotangents among inputs of those bodies
 
@@ -98,7 +99,7 @@ class Planner:
 
     @functools.cached_property
     def of_partly_mapped(self) -> "Planner":
-        """The same, for a call of which `jax.vmap` maps some values and not others."""
+        """The same planner for calls of which `jax.vmap` maps some values only."""
         planner = self.afresh()
         planner.partly_mapped = True
         return planner
@@ -138,9 +139,9 @@ class Planner:
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
-        key = (*args, setting() is None, self._is_backward, self._is_recomputed)
         self._axes = self._mapped | axes_of_devices()
-        key = (*key, self._axes)
+        phase = self._is_backward, self._is_recomputed
+        key = (*args, setting() is None, *phase, self._axes)
         known = self._plans.of(jaxpr)
         if key not in known:
             known[key] = self._plan(jaxpr, *args)
@@ -260,16 +261,16 @@ class Planner:
     @contextlib.contextmanager
     def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:
         """While the bodies of an equation are planned: what holds of it holds there."""
-        before = self._is_backward, self._is_recomputed, self._given
-        axes = self._mapped, self._axes
+        phase = self._is_backward, self._is_recomputed
+        before = self._given, self._mapped, self._axes
         self._mapped |= axes_of_devices(eqn)
         self._is_backward, self._is_recomputed = site.backward, site.recomputed
         self._given = self.cotangents.inside(eqn, site.cotangents)
         try:
             yield
         finally:
-            self._is_backward, self._is_recomputed, self._given = before
-            self._mapped, self._axes = axes
+            self._is_backward, self._is_recomputed = phase
+            self._given, self._mapped, self._axes = before
 
     def _rule(self, eqn: Eqn, scope: Scope, found: Match) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""

@@ -69,7 +69,7 @@ def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Ma
 
 
 def _is_beside_zero(eqn: Eqn) -> bool:
-    """Whether an equation has two operands, one of which is written as 0."""
+    """Whether one of the two operands of an equation is the literal 0."""
     left, right = eqn.invars
     literal, other = (right, left) if isinstance(right, Literal) else (left, right)
     is_one = isinstance(literal, Literal) and not isinstance(other, Literal)

@@ -117,7 +117,7 @@ class Constants(NamedTuple):
     """Numbers that a value is made of, known before the program runs."""
 
     numbers: frozenset[float]
-    are_all: bool = True  # of a large array, only the largest is looked at
+    are_all: bool = True  # of an array, only the largest number is known
 
     def exact_in(self, dtype: DType) -> bool:
         """Whether a cast of the value to `dtype` is sure to round nothing."""

@@ -18,11 +18,11 @@ from .storing import compute_in_full
 def may_sum_over_devices(site: Site, low: DType) -> bool:
     """Whether sums over the named axes of an equation may be made in `low`.
 
-    They may over axes of devices, which are few. A contraction that is split over them
-    is low on one device as well, so that its sum fits where it fits there (the sum in a
-    mean need not: it grows with the number of devices). A sum over an axis of `vmap` is
-    one of many terms on one device. In float16 it takes types to tell that an axis is
-    none of `vmap`."""
+    Sums over axes of devices may, since these are few. A contraction that is split over
+    them is low on one device as well, so that its sum fits where it fits there (the sum
+    in a mean need not: it grows with the number of devices). A sum over an axis of
+    `vmap` is one of many terms on one device. In float16 only types are trusted to tell
+    that an axis is none of `vmap`."""
     typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
     known = typed | site.device_axes if jnp.finfo(low).maxexp >= 128 else typed
     return axes_of(site.params) <= known
@@ -169,7 +169,7 @@ def is_mark_of_input(site: Site) -> bool:
 sum_over_devices = SumOverDevices()
 """As `keep_each_input` over axes of devices; over those of `jax.vmap`, in full.
 
-In float16, too, unless types tell that the axes are of devices."""
+In float16 it sums in full unless types tell that the axes are of devices."""
 
 send_low = SendLow()
 """As `keep_each_input`; what only contractions read is rounded before it is sent.
@@ -178,8 +178,9 @@ The numbers are those that contractions would round anyway, in half the bytes. W
 comes back of them is a sum over devices in the backward pass: in the dtype that the
 contraction's gradient has, which is the compute dtype, or float32 where the user has
 asked for gradients that are not rounded
-(`use_precision_by_pass(weight_gradient=wide())`), for `full_sums_over_devices`, or, in
-float16, where types don't tell what varies over devices (`check_vma=False`)."""
+(`use_precision_by_pass(weight_gradient=wide())`), for `full_sums_over_devices`, where
+the axis is one of `jax.vmap`, or, in float16, where types don't tell what varies over
+devices (`check_vma=False`)."""
 
 FULL_SUMS = {
     sum_over_devices: SumOverDevices(full_sums=True),

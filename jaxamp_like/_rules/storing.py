@@ -138,11 +138,11 @@ class ConvertExactly(ConvertAsWritten):
 
 
 def _may_repeat(site: Site) -> bool:
-    """Whether one number of an operand may come up many times in the results."""
+    """Whether one number of an operand may come up many times in one result."""
     name = site.primitive.name
     if site.partly_mapped and name not in VIEWS:
         return True  # one of what all examples share, among those of each
-    return may_repeat(name, site.params, len(site.facts))
+    return may_repeat(name, site.params)
 
 
 def _mark(facts: Any) -> Mark:

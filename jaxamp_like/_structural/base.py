@@ -161,13 +161,13 @@ class Demands(Protocol):
     def of_operands(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How operands are read by all that an equation holds: rules, too."""
+        """How operands are read by the programs and the rule that an equation holds."""
         ...
 
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How the results of a loop are read, by its condition, too, if it has one."""
+        """How the results of an equation are read, also by the condition of a loop."""
         ...
 
     def body_wanted(

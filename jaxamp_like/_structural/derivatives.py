@@ -159,7 +159,7 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         ts = [tangents[i] for i in live]
         values = [*primals, *ts]
         authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
-        wanted = [*_demands_of(step), *_demands_of(step)]
+        wanted = _demands_of(step) * 2
         # Tangents are read as their primals: a sum of cotangents, once transposed.
         facts = _rerun(inner.ins)
         facts += tuple(facts[i] for i in live)
@@ -361,11 +361,11 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
 
 
 class _Backward:
-    """The backward rule of an author: of residuals, and of cotangents.
+    """An author's backward rule, a function of residuals and cotangents.
 
     Args:
-        tree: what its residuals are the leaves of.
-        avals: of the residuals."""
+        tree: the structure of the residuals.
+        avals: the avals of the residuals."""
 
     def __init__(self, tree: Any, avals: Sequence[Any]):
         self.tree = tree
@@ -375,17 +375,19 @@ class _Backward:
         self._moved: set[int] = set()
 
     def trace_ahead(self, moving: Sequence[Any]) -> None:
-        """Traces it, for cotangents that are `moving`, if it can be traced by then.
+        """Traces the rule before its cotangents are there, if it can be traced so.
 
-        What its residuals are read for is known of the program. It is not traced again
-        for that: an author may count how often his rules are called."""
+        `moving` are the avals of the cotangents. The program tells how the residuals
+        are read, and the backward pass uses it, too: an author may count how often his
+        rules are called."""
         fn = self._fn(set(), self._moved)
         self.known, self._moving = _traced(fn, [*self.avals, *moving]), moving
 
     def traced(self, moving: Sequence[Any], zeros: set[int]) -> tuple[Jaxpr, set[int]]:
-        """As a program, and which operands it makes cotangents of.
+        """The rule as a program, and the operands that it makes cotangents of.
 
-        `zeros` are the results whose cotangents are zero."""
+        `moving` are the avals of the cotangents, and `zeros` says which results have a
+        cotangent of zero."""
         if self.known is not None and not zeros and [*self._moving] == [*moving]:
             return self.known, self._moved
         moved: set[int] = set()
