@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxamp_like import amp, explain
 
 from .constructs import arrays, identity
+from .fuzz.runtime import with_backward
 
 bf16 = functools.partial(amp, compute_dtype="bfloat16")
 
@@ -305,15 +306,9 @@ def test_rules_in_rules_are_not_traced_over_and_over():
 
 
 def test_a_backward_rule_may_name_a_mapped_axis():
-    @jax.custom_vjp
-    def product(x, w):
-        return x @ w
-
-    def backward(residuals, ct):
-        x, w = residuals
-        return ct @ w.T, lax.psum(x.T @ ct, "batch")
-
-    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    product = with_backward(
+        jnp.matmul, lambda x, w, ct: (ct @ w.T, lax.psum(x.T @ ct, "batch"))
+    )
 
     def loss(wrap):
         fn = jax.vmap(wrap(product), (0, None), axis_name="batch")

@@ -20,6 +20,8 @@ from jax import lax
 from benchmarks import measure
 from jaxamp_like import amp
 
+from .fuzz.runtime import with_backward
+
 DTYPES = ("bfloat16", "float16")
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -440,26 +442,24 @@ PUT_TOGETHER = {
 }
 
 
+def ruled(dot, differentiated):
+    """A product by a rule that reads the cosine of what the function multiplies."""
+
+    def forward(h, w):
+        return dot(h, w)
+
+    def rule(h, w, cotangent):
+        return dot(cotangent, w.T) * jnp.cos(h), dot(h.T, cotangent)
+
+    return differentiated(forward, rule)
+
+
 def by_author(differentiated):
-    """A product by a rule that reads the sine of what the function multiplies."""
-
     def program(dot, p, x):
-        def rule(h, w, cotangent):
-            return dot(cotangent, w.T) * jnp.cos(h), dot(h.T, cotangent)
-
-        def forward(h, w):
-            return dot(h, w)
-
-        product = differentiated(forward, rule)
+        product = ruled(dot, differentiated)
         return jnp.sum(jnp.tanh(product(jnp.sin(x) * 30 + 300, p["in"]) / 300))
 
     return program
-
-
-def by_vjp(forward, rule):
-    fn = jax.custom_vjp(forward)
-    fn.defvjp(lambda *args: (forward(*args), args), lambda args, ct: rule(*args, ct))
-    return fn
 
 
 def by_gradient(forward, rule):
@@ -482,20 +482,13 @@ def by_jvp(forward, rule):
 
 def in_a_scan(differentiated):
     def program(dot, p, x):
-        def forward(h, w):
-            return dot(h, w)
-
-        def rule(h, w, cotangent):
-            return dot(cotangent, w.T) * jnp.cos(h), dot(h.T, cotangent)
-
-        product = differentiated(forward, rule)
+        product = ruled(dot, differentiated)
 
         def step(h, _):
             return 300 + 30 * jnp.tanh(product(h, p["in"]) / 300), None
 
-        return jnp.sum(
-            lax.scan(step, x + 300, None, length=3)[0] * WEIGHTS.astype(x.dtype)
-        )
+        h = lax.scan(step, x + 300, None, length=3)[0]
+        return jnp.sum(h * WEIGHTS.astype(x.dtype))
 
     return program
 
@@ -509,7 +502,7 @@ def in_the_rule_alone(dot, p, x):
     def rule(h, w, cotangent):
         return cotangent * jnp.cos(h), jnp.sum(cotangent * jnp.cos(h), 0)[None] * w
 
-    read = by_vjp(forward, rule)
+    read = with_backward(forward, rule)
 
     def step(s, h):
         return s + jnp.sum(dot(h, p["out"]) / 300), jnp.sum(read(h, p["in"]))
@@ -546,7 +539,11 @@ MADE = {
     "scan": lambda h: lax.scan(lambda _, row: (None, row), None, h)[1],
 }
 
-RULES = {"custom_vjp": by_vjp, "custom_gradient": by_gradient, "custom_jvp": by_jvp}
+RULES = {
+    "custom_vjp": with_backward,
+    "custom_gradient": by_gradient,
+    "custom_jvp": by_jvp,
+}
 
 
 def nearly_equal(choose):

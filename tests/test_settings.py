@@ -21,6 +21,7 @@ from jaxamp_like.rules import (
 )
 
 from .constructs import CONSTRUCTS, identity
+from .fuzz.runtime import with_backward
 from .test_structure import is_contraction, left_behind, run_and_differentiate
 
 pytestmark = pytest.mark.sample(3)
@@ -194,15 +195,7 @@ def test_rules_that_bind_by_themselves():
 
 
 def test_rules_of_derivatives_that_are_traced_later():
-    @jax.custom_vjp
-    def layer(w, x):
-        return x @ w
-
-    def bwd(saved, ct):
-        w, x = saved
-        return x.T @ ct, ct @ w.T
-
-    layer.defvjp(lambda w, x: (x @ w, (w, x)), bwd)
+    layer = with_backward(lambda w, x: x @ w, lambda w, x, ct: (x.T @ ct, ct @ w.T))
     gradient = jax.jit(jax.grad(bf16(lambda w, x: jnp.sum(layer(w, x) ** 2)), (0, 1)))
     with jax.default_matmul_precision("highest"):
         assert set(precisions(gradient, w, x)) == {("bfloat16", DEFAULT)}
