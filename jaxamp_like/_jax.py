@@ -9,7 +9,10 @@ the documented API, and why:
   gave it, and one that is found to be a solver is marked by a name scope;
 - the parameters of structural primitives, where their names changed between versions;
 - the class names of references and of symbolic zeros, where they moved, and of the
-  tracers of `jet` and `vmap`, which have no public name;
+  tracer of `jet`, which has no public name;
+- the traces of tracers (`_trace`, `parent_trace`, `tag`, and of what they trace `val`,
+  `batch_dim` and `primal`; the class names `BatchTrace` and `DynamicJaxprTrace`): which
+  values a `vmap` around maps;
 - `use_abstract_mesh` (JAX 0.6 does not export it): a cast of what lies in another mesh
   than the context's, as JAX's own `auto_axes` enters it;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
@@ -399,12 +402,60 @@ def new_primitive(
 
 
 def are_partly_mapped(values: Sequence[Any]) -> bool:
-    """Whether `jax.vmap` maps some values, and its examples share others.
+    """Whether the examples of a `jax.vmap` share some of the values that it is given.
 
-    What is no tracer is not differentiated, and does not count."""
-    tracers = [x for x in values if is_tracer(x) and is_inexact(typeof(x))]
-    mapped = [type(x).__name__ == "BatchTracer" for x in tracers]
-    return any(mapped) and not all(mapped)
+    It concerns floats that are differentiated outside of the `vmap`, by which their
+    cotangents are sums over the examples."""
+    chains = [(_traces(x), is_inexact(typeof(x))) for x in values if is_tracer(x)]
+    mapped = {_tag(t) for traces, _ in chains for t in traces if _is_of_vmap(t)}
+    return any(
+        has_cotangents and _is_shared(traces, tag)
+        for traces, has_cotangents in chains
+        for tag in mapped
+    )
+
+
+def _is_shared(traces: Sequence[Any], tag: int) -> bool:
+    """Whether a value comes from outside of a `vmap`, which does not map it.
+
+    What is differentiated inside, and only staged out outside, has no sums there."""
+    if any(_tag(trace) == tag for trace in traces):
+        return False
+    outside = [t for t in traces if all(_tag(other) != tag for other in _around(t))]
+    if len(outside) == len(traces):
+        return bool(outside)
+    return any(type(trace).__name__ != "DynamicJaxprTrace" for trace in outside)
+
+
+def _traces(x: Any) -> list[Any]:
+    """The transformations that trace a value, the innermost first.
+
+    Without a `vmap` that knows the value and does not map it."""
+    found = []
+    while is_tracer(x):
+        is_of_vmap = _is_of_vmap(x._trace)
+        if not is_of_vmap or x.batch_dim is not None:
+            found.append(x._trace)
+        x = getattr(x, "val" if is_of_vmap else "primal", None)
+    return found
+
+
+def _around(trace: Any) -> Iterator[Any]:
+    """The transformations that a transformation stands in."""
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
+        yield trace
+
+
+def _is_of_vmap(trace: Any) -> bool:
+    return type(trace).__name__ == "BatchTrace"
+
+
+def _tag(trace: Any) -> int:
+    """What is the same for all objects that stand for one transformation.
+
+    Tags are compared by identity: to `==`, all of them are equal."""
+    tag = getattr(trace, "tag", None)
+    return id(trace if tag is None else tag)
 
 
 def is_of_jet(x: Any) -> bool:

@@ -744,9 +744,41 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("closed_over", [False, True])
+def by_arguments(mixed, one, w, x):
+    return jax.vmap(mixed(one), (None, 0))(w, x)
+
+
+def closed_over(mixed, one, w, x):
+    return jax.vmap(mixed(lambda x: one(w, x)))(x)
+
+
+def by_integers(mixed, one, w, x):
+    return jax.vmap(mixed(lambda w, i: one(w, x[i])), (None, 0))(w, jnp.arange(8))
+
+
+def in_two_maps(mixed, one, w, x):
+    inner = jax.vmap(mixed(one), (None, 0))
+    return jax.vmap(inner, (0, None))(jnp.stack([w, 2 * w]), x)
+
+
+@jax.custom_jvp
+def as_it_is(x):
+    return x
+
+
+as_it_is.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+
+
+def known_to_the_map(mixed, one, w, x):
+    return jax.vmap(lambda x: mixed(one)(as_it_is(w), x))(x)
+
+
+WAYS = (by_arguments, closed_over, by_integers, in_two_maps, known_to_the_map)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("move", MOVED.values(), ids=MOVED.keys())
-def test_cotangents_of_what_all_examples_share_add_up_in_full(move, closed_over):
+def test_cotangents_of_what_all_examples_share_add_up_in_full(move, way):
     """Whatever is done with it, over the whole batch of a `jax.vmap` around `amp`."""
     mixed = functools.partial(amp, compute_dtype="bfloat16")
 
@@ -754,9 +786,7 @@ def test_cotangents_of_what_all_examples_share_add_up_in_full(move, closed_over)
         return jnp.sum(move(w, jnp.tile(x, (16, 1))) @ w)
 
     def loss(w, x):
-        if closed_over:
-            return jnp.mean(jax.vmap(mixed(lambda x: one(w, x)))(x))
-        return jnp.mean(jax.vmap(mixed(one), (None, 0))(w, x))
+        return jnp.mean(way(mixed, one, w, x))
 
     eqns = measure.walk(jax.make_jaxpr(jax.grad(loss))(P["in"], X))
     sums = {
@@ -765,6 +795,18 @@ def test_cotangents_of_what_all_examples_share_add_up_in_full(move, closed_over)
         if "sum" in eqn.primitive.name or "scatter-add" in eqn.primitive.name
     }
     assert sums == {"float32"}
+
+
+def test_gradients_of_single_examples_keep_what_they_keep_alone():
+    """A gradient inside of the `jax.vmap` sums over no examples."""
+
+    def one(w, x):
+        return jnp.sum(jnp.where(x > 0, w @ w, jnp.tile(x, (16, 1)) @ w) @ w)
+
+    gradient = jax.grad(amp(one, compute_dtype="bfloat16"))
+    mapped = jax.make_jaxpr(jax.vmap(gradient, (None, 0)))(P["in"], X)
+    alone = jax.make_jaxpr(gradient)(P["in"], X[0])
+    assert measure.casts(mapped) == measure.casts(alone)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
