@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
-from .._jax import SymbolicZero, Zero, new_primitive
+from .._jax import SymbolicZero, Zero, new_primitive, traced_once
 from .._rules import apart, begun_apart
 
 
 @jax.custom_jvp
-def with_full_gradient(full: Any, low: Any) -> Any:
+def _with_full_gradient(full: Any, low: Any) -> Any:
     """The value `low`, differentiated as a cast of `full`.
 
     One cast serves many readers, and still the gradient adds up in full."""
@@ -22,9 +22,12 @@ def with_full_gradient(full: Any, low: Any) -> Any:
     return low
 
 
-@with_full_gradient.defjvp
+@_with_full_gradient.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
+
+
+with_full_gradient = traced_once(_with_full_gradient, 2)
 
 
 def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
@@ -45,7 +48,7 @@ def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) ->
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def round_cotangent(x: Any, low: DType) -> Any:
+def _round_cotangent(x: Any, low: DType) -> Any:
     """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
 
     XLA would leave out a cast down that is cast up again, and store what is wide."""
@@ -53,9 +56,12 @@ def round_cotangent(x: Any, low: DType) -> Any:
     return x
 
 
-@round_cotangent.defjvp
+@_round_cotangent.defjvp
 def _(low, primals, tangents):
     return primals[0], _ROUNDED_BACK.bind(*tangents, low=low)
+
+
+round_cotangent = traced_once(_round_cotangent, 1)
 
 
 # The tangent of forward mode is not rounded, so no composition of JAX's will do.
@@ -74,7 +80,7 @@ def _rounded(ct: Any, low: DType) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def residual_add(stream: Any, branch: Any, low: DType) -> Any:
+def _residual_add(stream: Any, branch: Any, low: DType) -> Any:
     """Their sum; its cotangent is held for the stream, and rounded for the branch.
 
     Both are made at once. Else XLA would store the rounded one alone, and compute the
@@ -94,7 +100,8 @@ def _residual_add_jvp(low, primals, tangents):
     return out, lax.add(begun_apart(t), rounded)
 
 
-residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)
+_residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)
+residual_add = traced_once(_residual_add, 2)
 
 
 def one_number(x: Any, aval: Any) -> Any:

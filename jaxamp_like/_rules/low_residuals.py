@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._dtypes import DType, cast, cast_all
-from .._jax import SymbolicZero, checkpoint, is_inexact
+from .._jax import SymbolicZero, checkpoint, is_inexact, traced_once
 from .base import author_dtype
 
 
@@ -64,7 +64,7 @@ def keeping_copies(
         return value, linear(kept, tuple(moves.values()))
 
     op.defjvp(jvp, symbolic_zeros=True)
-    return op
+    return traced_once(op, 2)
 
 
 def by_rules(fn: Callable[..., Any]) -> Callable[..., Any]:
