@@ -23,7 +23,7 @@ from .search import Choices
 from .state import State
 from .subject import Point, Results, Subject
 from .survey import Found, survey
-from .threaded import Threaded
+from .threaded import run_chosen
 
 KEPT = 3  # references held at a time: each is as large as the parameters
 
@@ -89,11 +89,10 @@ class Runs:
         numbers = {
             one: i for i, group in enumerate(self.groups) for one in group.contractions
         }
-        threaded = Threaded(numbers)
 
         def run(choices, seed, spread, arrays):
             arrays = self.subject.moved(seed, spread, arrays)
-            outs = threaded.run(self.jaxpr, choices, arrays)
+            outs = run_chosen(self.jaxpr, numbers, choices, arrays)
             return jax.tree.unflatten(self.tree, outs)
 
         return self._compiled(run, np.zeros(len(self.groups), np.int32))

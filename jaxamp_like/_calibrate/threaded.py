@@ -3,8 +3,7 @@
 The choices are handed down into every program that holds a mark; all else is bound as
 it stands. One compiled program serves all choices."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,108 +18,72 @@ from .._jax import (
     evaluate,
     holds,
     reemit,
-    scan_like,
-    scan_operands,
     shard_map_options,
     source_line,
     subjaxprs,
-    while_operands,
 )
-from .._structural import CALLS
+from .._structural import CALLS, STRUCTURAL
+from .._structural.running import run_programs
 from .marks import MARK, Contraction
 from .rounding import chosen
 
-Run = Callable[..., list[Any]]
+_LOOKED_INTO = CALLS | {"scan", "while", "cond", "shard_map"}
 
 
-class Threaded:
-    """Evaluates programs with marks.
+def run_chosen(
+    jaxpr: Jaxpr,
+    numbers: Mapping[Contraction, int],
+    choices: Any,
+    args: Sequence[Any],
+) -> list[Any]:
+    """What a program with marks gives for `args` if it rounds by `choices`.
 
     Args:
-        numbers: which of the choices is a contraction's. A choice of 0 rounds nothing,
-            n as a mark has it of the n-th candidate."""
+        jaxpr: the program.
+        numbers: which of the choices is a contraction's.
+        choices: an array of integers: 0 rounds nothing, n as a mark has it of the n-th
+            candidate.
+        args: the inputs of the program."""
 
-    def __init__(self, numbers: Mapping[Contraction, int]):
-        self.numbers = numbers
-
-    def run(self, jaxpr: Jaxpr, choices: Any, args: Sequence[Any]) -> list[Any]:
-        """What `jaxpr` gives for `args` if it rounds by `choices`, an int array."""
-        return evaluate(jaxpr, args, functools.partial(self._eqn, choices))
-
-    def _eqn(self, choices: Any, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+    def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive is MARK:
-            choice = choices[self.numbers[eqn.params["of"]]]
+            choice = choices[numbers[eqn.params["of"]]]
             return [chosen(values[0], choice, eqn.params["to"])]
         if not any(holds(inner, MARK) for inner in subjaxprs(eqn.params)):
             return reemit(eqn, values)
-        name = eqn.primitive.name
-        handler = _call if name in CALLS else _HANDLERS.get(name)
-        if handler is None:
+        if eqn.primitive.name not in _LOOKED_INTO:
             raise AmpError(
-                f"`calibrate` can't look into `{name}` ({source_line(eqn)}), which "
-                "holds contractions that `amp` would lower. Put the call that makes it "
-                "under `amp_stop()`, and decide on it by hand."
+                f"`calibrate` can't look into `{eqn.primitive}` ({source_line(eqn)}), "
+                "which holds contractions that `amp` would lower. Put the call that "
+                "makes it under `amp_stop()`, and decide on it by hand."
             )
         with eqn_context(eqn):
-            return handler(self, eqn, choices, values)
+            return _bind_programs(eqn, numbers, choices, values)
+
+    return evaluate(jaxpr, args, bind)
 
 
-def _call(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
-    if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+def _bind_programs(
+    eqn: Eqn, numbers: Mapping[Contraction, int], choices: Any, values: list[Any]
+) -> Sequence[Any]:
+    """Binds an equation with the choices handed into the programs that it holds."""
+    params = eqn.params
+    programs = [body.jaxpr for body in STRUCTURAL[eqn.primitive.name].bodies(eqn)]
+    # A call that `amp` leaves as written has none there.
+    programs = programs or [*subjaxprs(params)]
+    if params.get("differentiated") and params.get("prevent_cse"):
         # What the backward pass runs again must not be taken from the forward pass.
         values = lax.optimization_barrier(values)
-    jaxpr = next(sub for sub in subjaxprs(eqn.params))
-    return self.run(jaxpr, choices, values)
+    if eqn.primitive.name != "shard_map":
 
+        def run(i: int, args: Sequence[Any], _: Any) -> list[Any]:
+            return run_chosen(programs[i], numbers, choices, args)
 
-def _scan(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
-    fixed, carry, xs = scan_operands(eqn, values)
-    num_carry = len(carry)
+        return run_programs(eqn, values, run)
 
-    def body(carry, x):
-        outs = self.run(eqn.params["jaxpr"], choices, [*fixed, *carry, *x])
-        return outs[:num_carry], outs[num_carry:]
+    def on_device(choices: Any, *args: Any) -> list[Any]:
+        return run_chosen(programs[0], numbers, choices, args)
 
-    carry, ys = scan_like(eqn, body, carry, xs)
-    return [*carry, *ys]
-
-
-def _while(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
-    params = eqn.params
-    for_cond, for_body, carry = while_operands(eqn, values)
-
-    def goes_on(carry):
-        return self.run(params["cond_jaxpr"], choices, [*for_cond, *carry])[0]
-
-    def step(carry):
-        return self.run(params["body_jaxpr"], choices, [*for_body, *carry])
-
-    return lax.while_loop(goes_on, step, carry)
-
-
-def _cond(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
-    def branch(jaxpr, *operands):
-        return self.run(jaxpr, choices, operands)
-
-    branches = [functools.partial(branch, jaxpr) for jaxpr in eqn.params["branches"]]
-    index = lax.convert_element_type(values[0], "int32")
-    return lax.switch(index, branches, *values[1:])
-
-
-def _shard_map(self: Threaded, eqn: Eqn, choices: Any, values: list[Any]) -> list[Any]:
-    options = shard_map_options(eqn.params)
+    options = shard_map_options(params)
     options["in_specs"] = (PartitionSpec(), *options["in_specs"])
-    shard_map: Any = jax.shard_map
-
-    def body(choices, *operands):
-        return self.run(eqn.params["jaxpr"], choices, operands)
-
-    return shard_map(body, **options)(choices, *values)
-
-
-_HANDLERS = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}
+    return jax.shard_map(on_device, **options)(choices, *values)

@@ -8,35 +8,17 @@ prepared.
 A parameter is folded so if what is made of it, all in all, takes fewer bytes than it
 would otherwise, and holds numbers of 8 bits."""
 
-import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from .._errors import AmpError, without_derivative
-from .._jax import (
-    Eqn,
-    Jaxpr,
-    Literal,
-    eqn_context,
-    raw,
-    reemit,
-    scan_like,
-    scan_operands,
-)
+from .._jax import Eqn, Jaxpr, eqn_context, evaluate, raw, reemit
+from .._structural.running import run_programs
 from .models import is_parameter
-from .splitting import (
-    CONSTANT,
-    INPUT,
-    Owners,
-    Split,
-    carried_operands,
-    is_call,
-    is_scan,
-    split,
-)
+from .splitting import CONSTANT, INPUT, Owners, Split, is_call, split
 from .traced import traced
 from .uses import bodies
 
@@ -45,134 +27,78 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """What is made of parameters alone: the results, and all that is needed.
 
     `args` are the inputs, `None` where they are not there."""
-    jaxpr = split.jaxpr
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    env |= zip(jaxpr.constvars, split.values, strict=True)
+    made = dict(zip(raw(split.jaxpr).invars, args, strict=True))
+    in_programs: list[Any] = []
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env.get(atom)
-
-    found = []
-    for i, eqn in enumerate(jaxpr.eqns):
-        values = list(map(read, eqn.invars))
-        if i not in split.inner:
-            if all(not split.of(v) & INPUT for v in eqn.outvars) and not eqn.effects:
-                env |= zip(eqn.outvars, reemit(eqn, values), strict=True)
-            continue
-        inner = split.inner[i]
-        if is_scan(eqn):
-            found += _prepare_slices(inner[0], eqn, values)
-        elif is_call(eqn):
-            outs, needed = prepare(inner[0], values)
-            env |= zip(eqn.outvars, outs, strict=True)
-            found += needed
-        else:
+    def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+        outs: Sequence[Any] = [None] * len(eqn.outvars)
+        if (inner := split.inner.get(id(eqn))) is not None:
             for one, body in zip(inner, bodies(eqn), strict=True):
-                found += prepare(one, [values[j] for j in body.ins])[1]
-    return list(map(read, jaxpr.outvars)), [*(env[v] for v in split.needed), *found]
+                results, needed = _prepare_program(one, [values[j] for j in body.ins])
+                in_programs.extend(needed)
+                outs = results if is_call(eqn) else outs
+        elif not eqn.effects and not any(split.of(v) & INPUT for v in eqn.outvars):
+            outs = reemit(eqn, values)
+        made.update(zip(eqn.outvars, outs, strict=True))
+        return outs
+
+    results = evaluate(split.jaxpr, args, bind)
+    return results, [*(made[v] for v in split.needed), *in_programs]
 
 
-def _prepare_slices(inner: Split, eqn: Eqn, values: list[Any]) -> list[Any]:
-    fixed, carry, slices = scan_operands(eqn, values)
+def _prepare_program(one: Split, args: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same of a program that an equation holds: for all slices, if it scans any."""
+    if one.length is None:
+        return prepare(one, args)
+    is_sliced = [v in one.sliced for v in raw(one.jaxpr).invars]
+    stacks = [x if moves else None for x, moves in zip(args, is_sliced, strict=True)]
 
-    def one(slices: Sequence[Any]) -> list[Any]:
-        return prepare(inner, [*fixed, *[None] * len(carry), *slices])[1]
+    def needed(slices: Sequence[Any]) -> list[Any]:
+        pairs = zip(slices, args, is_sliced, strict=True)
+        return prepare(one, [s if moves else x for s, x, moves in pairs])[1]
 
-    axes = [0 if is_sliced else None for is_sliced in inner.slices()]
-    if not any(x is not None for x in slices):
-        return one(slices)
-    return jax.vmap(one, out_axes=axes)(slices)
+    if all(x is None for x in stacks):
+        return [], needed(stacks)
+    axes = [0 if moves else None for moves in one.slices()]
+    return [], jax.vmap(needed, out_axes=axes)(stacks)
 
 
-def run(
-    split: Split, bind: Callable[..., Any], args: Sequence[Any], parts: Sequence[Any]
-) -> list[Any]:
+def run(split: Split, args: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
     """Computes the rest, on what was prepared; `args` are `None` for parameters."""
-    jaxpr, parts = split.jaxpr, list(parts)
-    env = dict(zip(jaxpr.invars, args, strict=True))
-    env |= zip(jaxpr.constvars, split.values, strict=True)
-    num = len(split.needed)
-    env |= zip(split.needed, parts[:num], strict=True)
-    parts = parts[num:]
+    given = dict(zip(split.needed, parts, strict=False))
+    rest = iter(parts[len(given) :])
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env.get(atom)
+    def or_given(variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        return [given.get(v, x) for v, x in zip(variables, values, strict=True)]
 
-    for i, eqn in enumerate(jaxpr.eqns):
-        inner = split.inner.get(i)
-        values = list(map(read, eqn.invars))
-        if inner is None:
-            if i in split.again or not any(map(split.is_prepared, eqn.outvars)):
-                env |= zip(eqn.outvars, bind(eqn, values), strict=True)
-            continue
-        mine = []
-        for one in inner:
-            num = len(one.slices())
-            mine.append(parts[:num])
-            parts = parts[num:]
-        with eqn_context(eqn):
-            run_eqn = _RUN.get(eqn.primitive.name, _run_call)
-            outs = run_eqn(inner, bind, eqn, values, mine)
-        pairs = zip(eqn.outvars, outs, strict=True)
-        env |= {v: x for v, x in pairs if v not in env}
-    return list(map(read, jaxpr.outvars))
+    def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+        if (inner := split.inner.get(id(eqn))) is not None:
+            mine = [list(itertools.islice(rest, len(one.slices()))) for one in inner]
+            with eqn_context(eqn):
+                return or_given(eqn.outvars, _run_programs(inner, eqn, values, mine))
+        if id(eqn) in split.again or not any(map(split.is_prepared, eqn.outvars)):
+            return reemit(eqn, values)
+        return or_given(eqn.outvars, [None] * len(eqn.outvars))
+
+    args = or_given(raw(split.jaxpr).invars, args)
+    return evaluate(split.jaxpr, args, bind)
 
 
-_Bind = Callable[..., Any]
-_Parts = list[list[Any]]
+def _run_programs(
+    inner: list[Split], eqn: Eqn, values: list[Any], parts: list[list[Any]]
+) -> list[Any]:
+    """Runs a loop, a branch or a call on the parts of each of its programs."""
 
+    def is_sliced(i: int) -> list[bool]:
+        return [inner[i].length is not None and moves for moves in inner[i].slices()]
 
-def _run_call(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Parts):
-    return run(inner[0], bind, values, mine[0])
+    def run_one(i: int, args: list[Any], slices: Sequence[Any]) -> list[Any]:
+        rest = iter(slices)
+        pairs = zip(parts[i], is_sliced(i), strict=True)
+        return run(inner[i], args, [next(rest) if moves else x for x, moves in pairs])
 
-
-def _run_cond(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Parts):
-    index, *operands = values
-    branches = [
-        functools.partial(run, one, bind, operands, parts)
-        for one, parts in zip(inner, mine, strict=True)
-    ]
-    return lax.switch(index, branches)
-
-
-def _run_while(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Parts):
-    all_bodies = bodies(eqn)
-    carried = sorted(carried_operands(all_bodies))
-
-    def call(which: int, carry: Sequence[Any]) -> list[Any]:
-        now = [*values]
-        for j, x in zip(carried, carry, strict=True):
-            now[j] = x
-        args = [now[j] for j in all_bodies[which].ins]
-        return run(inner[which], bind, args, mine[which])
-
-    return lax.while_loop(
-        lambda carry: call(0, carry)[0],
-        lambda carry: call(1, carry),
-        [values[j] for j in carried],
-    )
-
-
-def _run_scan(inner: list[Split], bind: _Bind, eqn: Eqn, values: Any, mine: _Parts):
-    (body,), (parts,) = inner, mine
-    fixed, carry, slices = scan_operands(eqn, values)
-    num_carry = len(carry)
-    is_sliced = body.slices()
-    moving = [x for x, is_one in zip(parts, is_sliced, strict=True) if is_one]
-
-    def step(carry: list[Any], given: Any) -> Any:
-        slices, moving = given
-        rest = iter(moving)
-        pairs = zip(parts, is_sliced, strict=True)
-        mine = [next(rest) if is_one else x for x, is_one in pairs]
-        outs = run(body, bind, [*fixed, *carry, *slices], mine)
-        return outs[:num_carry], outs[num_carry:]
-
-    carry, made = scan_like(eqn, step, list(carry), (slices, moving))
-    return [*carry, *made]
-
-
-_RUN = {"scan": _run_scan, "while": _run_while, "cond": _run_cond}
+    stacks = [x for x, moves in zip(parts[0], is_sliced(0), strict=True) if moves]
+    return run_programs(eqn, values, run_one, stacks)
 
 
 def foldable(jaxpr: Jaxpr, bytes_now: Sequence[int | None]) -> list[int]:
@@ -230,7 +156,7 @@ def folded(
         parts = [iter(leaf if i in which else ()) for i, leaf in enumerate(leaves)]
         mine = [next(parts[i], None) for i in needed_owners(rest)]
         _check_parts(rest, mine)
-        outs = run(rest, reemit, args, mine)
+        outs = run(rest, args, mine)
         return program.outs.merge(_not_differentiated(outs))
 
     return call

@@ -9,21 +9,20 @@ from typing import Any
 
 import jax
 
-from .._dtypes import DType, bits, cast, is_float
+from .._dtypes import DType, bits, cast, cast_all, is_float
 from .._errors import AmpError
 from .._jax import (
     Eqn,
     Jaxpr,
     bind,
     bind_flat,
-    consts,
     eqn_context,
     evaluate,
     open_jaxpr,
     raw,
     reemit,
+    replace_subjaxprs,
     shard_map_options,
-    subjaxprs,
     trace,
 )
 from .._primitives import EACH_ALONE
@@ -35,7 +34,7 @@ _Dtypes = tuple[DType | None, ...]
 
 def run_stored(jaxpr: Jaxpr, values: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Computes `jaxpr` on constants and inputs that may be narrower than it expects."""
-    return _Rewriter().run(raw(jaxpr), values, args)
+    return evaluate(jaxpr, args, _Rewriter().bind, values)
 
 
 class _Rewriter:
@@ -46,30 +45,33 @@ class _Rewriter:
     def __init__(self) -> None:
         self._closed: dict[Any, tuple[Jaxpr, Jaxpr]] = {}
 
-    def run(self, jaxpr: Jaxpr, values: Sequence[Any], args: Sequence[Any]):
-        return evaluate(jaxpr, args, self.bind, values)
-
     def bind(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         pairs = list(zip(operands, eqn.invars, strict=True))
         narrow = [x.dtype for x, v in pairs if _is_narrower(x, v)]
         if not narrow:
             return reemit(eqn, operands)
+        name = eqn.primitive.name
         if is_narrowing(eqn):
             return operands  # as it is stored
-        if bind := _STRUCTURAL.get(eqn.primitive.name):
-            return bind(self, eqn, operands)
-        if eqn.primitive.name not in EACH_ALONE:
+        if bind := _STRUCTURAL.get(name):
+            with eqn_context(eqn):
+                return bind(self, eqn, operands)
+        if name not in EACH_ALONE:
             # Who reads the result reads it so.
             floats = (x is not None and is_float(v.aval.dtype) for x, v in pairs)
             operands = [
                 cast(jax.numpy.asarray(x), narrow[0]) if is_one else x
                 for x, is_one in zip(operands, floats, strict=True)
             ]
+        if name == "convert_element_type":  # of a weak type
+            return operands
         with eqn_context(eqn):
-            params = eqn.params
-            if eqn.primitive.name == "convert_element_type":  # of a weak type
-                return operands
-            return bind_flat(eqn.primitive, operands, params)
+            return bind_flat(eqn.primitive, operands, eqn.params)
+
+    def run(self, eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+        """Runs the one program that an equation holds."""
+        (body,) = bodies(eqn)
+        return evaluate(body.jaxpr, operands, self.bind)
 
     def close(self, jaxpr: Jaxpr, dtypes: _Dtypes, outs: _Dtypes | None = None):
         """The program for inputs of other dtypes, closed; results cast to `outs`."""
@@ -77,11 +79,8 @@ class _Rewriter:
         if key not in self._closed:
 
             def rewritten(*args: Any) -> list[Any]:
-                results = self.run(raw(jaxpr), consts(jaxpr), args)
-                if outs is None:
-                    return results
-                pairs = zip(results, outs, strict=True)
-                return [x if d is None else cast(x, d) for x, d in pairs]
+                results = evaluate(jaxpr, args, self.bind)
+                return results if outs is None else cast_all(results, outs)
 
             avals = [
                 v.aval if d is None else v.aval.update(dtype=d, weak_type=False)
@@ -99,51 +98,25 @@ def _is_narrower(x: Any, var: Any) -> bool:
     return bits(now) < bits(author)
 
 
-def _held(operands: Sequence[Any], eqn: Eqn) -> _Dtypes:
-    """The dtypes of those operands that are narrower than expected."""
+def _bind_again(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
+    """Binds an equation with its programs rewritten for narrower operands."""
     pairs = zip(operands, eqn.invars, strict=True)
-    return tuple(x.dtype if _is_narrower(x, v) else None for x, v in pairs)
-
-
-def _pick(dtypes: _Dtypes, ins: Sequence[int]) -> _Dtypes:
-    return tuple(dtypes[i] for i in ins)
-
-
-def _bind_jit(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    closed = rewriter.close(eqn.params["jaxpr"], _held(operands, eqn))
-    with eqn_context(eqn):
-        return eqn.primitive.bind(*operands, **eqn.params | {"jaxpr": closed})
-
-
-def _bind_remat(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    closed = rewriter.close(eqn.params["jaxpr"], _held(operands, eqn))
-    body, values = open_jaxpr(closed)
-    with eqn_context(eqn):
-        params = eqn.params | {"jaxpr": body}
-        return bind(eqn.primitive, [*values, *operands], params)
-
-
-def _bind_while(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    held = _held(operands, eqn)
-    cond, body = bodies(eqn)
-    new = {
-        "cond_jaxpr": rewriter.close(cond.jaxpr, _pick(held, cond.ins)),
-        "body_jaxpr": rewriter.close(body.jaxpr, _pick(held, body.ins)),
-    }
-    with eqn_context(eqn):
-        return eqn.primitive.bind(*operands, **eqn.params | new)
-
-
-def _bind_cond(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    held = _held(operands, eqn)[1:]
-    branches = [rewriter.close(b, held) for b in eqn.params["branches"]]
-    results = zip(*(raw(b).outvars for b in branches), strict=True)
-    # One branch may hand on what is stored, where another computes: all agree on the
-    # narrower dtype, which is what the result is read in.
-    agreed = tuple(_narrowest([v.aval for v in vs]) for vs in results)
-    new = tuple(rewriter.close(b, held, agreed) for b in eqn.params["branches"])
-    with eqn_context(eqn):
-        return eqn.primitive.bind(*operands, **eqn.params | {"branches": new})
+    dtypes = [x.dtype if _is_narrower(x, v) else None for x, v in pairs]
+    programs = [(b.jaxpr, tuple(dtypes[i] for i in b.ins)) for b in bodies(eqn)]
+    new = [rewriter.close(*program) for program in programs]
+    if eqn.primitive.name == "cond":
+        # One branch may hand on what is stored, where another computes: all agree on
+        # the narrower dtype, which is what the result is read in.
+        results = zip(*(raw(branch).outvars for branch in new), strict=True)
+        agreed = tuple(_narrowest([v.aval for v in vs]) for vs in results)
+        new = [rewriter.close(*program, agreed) for program in programs]
+    values: Sequence[Any] = ()
+    if eqn.primitive.name in REMAT:
+        body, values = open_jaxpr(*new)
+        new = [body]
+    old = (id(jaxpr) for jaxpr, _ in programs)
+    again = replace_subjaxprs(eqn, dict(zip(old, new, strict=True)))
+    return bind(eqn.primitive, [*values, *operands], again.params)
 
 
 def _narrowest(avals: Sequence[Any]) -> DType | None:
@@ -152,9 +125,7 @@ def _narrowest(avals: Sequence[Any]) -> DType | None:
 
 
 def _bind_inline(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    (jaxpr,) = subjaxprs(eqn.params)
-    with eqn_context(eqn):
-        return rewriter.run(raw(jaxpr), consts(jaxpr), operands)
+    return rewriter.run(eqn, operands)
 
 
 def _bind_without_rule(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
@@ -162,13 +133,13 @@ def _bind_without_rule(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
 
     The rule was written for the dtypes of the author, so it can't be kept; and another
     derivative must not come in its place."""
-    (jaxpr,) = subjaxprs(eqn.params)
-    if not raw(jaxpr).eqns:  # hands its operands on
-        return rewriter.run(raw(jaxpr), consts(jaxpr), operands)
+    (body,) = bodies(eqn)
+    if not raw(body.jaxpr).eqns:  # hands its operands on
+        return rewriter.run(eqn, operands)
 
     @jax.custom_jvp
     def forward(*operands):
-        return rewriter.run(raw(jaxpr), consts(jaxpr), operands)
+        return rewriter.run(eqn, operands)
 
     @forward.defjvp
     def _(primals, tangents):
@@ -178,28 +149,19 @@ def _bind_without_rule(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
             "`amp(fn)` with the parameters in full, and convert what you have trained."
         )
 
-    with eqn_context(eqn):
-        return forward(*operands)
+    return forward(*operands)
 
 
 def _bind_shard_map(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    (jaxpr,) = subjaxprs(eqn.params)
-
     def body(*args):
-        return rewriter.run(raw(jaxpr), consts(jaxpr), args)
+        return rewriter.run(eqn, args)
 
-    with eqn_context(eqn):
-        return jax.shard_map(body, **shard_map_options(eqn.params))(*operands)
+    return jax.shard_map(body, **shard_map_options(eqn.params))(*operands)
 
 
 _STRUCTURAL = {
-    "jit": _bind_jit,
-    "pjit": _bind_jit,
-    "scan": _bind_jit,
-    **dict.fromkeys(REMAT, _bind_remat),
+    **dict.fromkeys(("jit", "pjit", "scan", "while", "cond", *REMAT), _bind_again),
     **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _bind_inline),
-    "cond": _bind_cond,
-    "while": _bind_while,
     "custom_jvp_call": _bind_without_rule,
     "custom_vjp_call": _bind_without_rule,
     "shard_map": _bind_shard_map,

@@ -6,21 +6,12 @@ equations hold are split too, wherever they stand: calls are gone through as if 
 code stood there; what the body of a scan makes of a slice is made of all slices; and
 what the body of a `while` or a branch makes of a parameter is made before it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._jax import (
-    Eqn,
-    Jaxpr,
-    Literal,
-    consts,
-    raw,
-    scan_arity,
-    subjaxprs,
-)
+from .._jax import Eqn, Jaxpr, Literal, raw, scan_arity
 from .._primitives import VIEWS
-from .._structural import Body
 from .rewriting import BOUND_CALLS
 from .uses import bodies
 
@@ -49,19 +40,19 @@ class Split:
     """A program, and for each variable the parameters that it is made of alone.
 
     Args:
-        jaxpr: the program, open.
-        values: its constants.
+        jaxpr: the program.
         owners: of each variable: positions of parameters, nothing for what depends on
             no input at all, or `INPUT`.
         sliced: variables that are another one in each iteration of the loop around.
+        length: how often it runs, if it is the body of a scan.
         needed: what is made of parameters and read by the rest, in order.
-        inner: the same for the programs that equations hold, by their position.
-        again: positions of equations that the rest computes, although it need not."""
+        inner: the same for the programs that equations hold, by the equation's `id`.
+        again: the `id`s of equations that the rest computes, although it need not."""
 
     jaxpr: Jaxpr
-    values: Sequence[Any]
     owners: dict[Any, Owners]
     sliced: set[Any]
+    length: Any = None
     needed: dict[Any, None] = field(default_factory=dict)
     inner: dict[int, list["Split"]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
@@ -82,20 +73,15 @@ class Split:
         for v in self.needed:
             is_8_bit = v.aval.dtype.itemsize == 1 and v.aval.dtype != bool
             yield Piece(self.owners[v], _bytes(v), v in self.sliced, is_8_bit)
-        for i, inner in self.inner.items():
-            eqn = self.jaxpr.eqns[i]
-            for piece in (piece for one in inner for piece in one.pieces()):
-                if is_scan(eqn):
-                    times = eqn.params["length"] if piece.is_sliced else 1
+        for one in (one for inner in self.inner.values() for one in inner):
+            for piece in one.pieces():
+                if one.length is not None:
+                    times = one.length if piece.is_sliced else 1
                     piece = piece._replace(size=piece.size * times, is_sliced=False)
                 yield piece
 
     def slices(self) -> list[bool]:
         return [piece.is_sliced for piece in self.pieces()]
-
-
-def is_scan(eqn: Eqn) -> bool:
-    return eqn.primitive.name == "scan"
 
 
 def is_call(eqn: Eqn) -> bool:
@@ -106,41 +92,41 @@ def split(
     jaxpr: Jaxpr,
     owners: Sequence[Owners],
     sliced: Sequence[bool] = (),
-    is_outermost: bool = True,
+    length: Any = None,
+    is_called: bool = False,
 ) -> Split:
-    """Splits a program, given what its inputs are made of."""
+    """Splits a program, given what its inputs are made of.
+
+    What is made of parameters may be a result of it; that is needed, unless the program
+    `is_called` by another one, which asks for its results itself."""
     inner = raw(jaxpr)
     known = dict(zip(inner.invars, owners, strict=True))
     known |= dict.fromkeys(inner.constvars, CONSTANT)
     slices = {v for v, is_one in zip(inner.invars, sliced, strict=False) if is_one}
-    made = Split(inner, consts(jaxpr), known, slices)
-    for i, eqn in enumerate(inner.eqns):
-        _split_eqn(made, i, eqn)
-    if is_outermost:
-        made.needed |= {v: None for v in inner.outvars if made.is_prepared(v)}
+    made = Split(jaxpr, known, slices, length)
+    for eqn in inner.eqns:
+        _split_eqn(made, eqn)
+    if not is_called:
+        _need(made, inner.outvars)
     _leave_widening(made)
     return made
 
 
-def _hand_over(made: Split, operands: Sequence[Any], inner: Split) -> None:
-    """What a body needs of its inputs as they are is handed to it, as ever."""
-    for v, operand in zip(inner.jaxpr.invars, operands, strict=True):
-        if v in inner.needed:
-            del inner.needed[v]
-            made.needed[operand] = None
+def _need(made: Split, atoms: Iterable[Any]) -> None:
+    made.needed |= {v: None for v in atoms if made.is_prepared(v)}
 
 
 def _leave_widening(made: Split) -> None:
     """Takes the narrowest of what is only cast and moved until it is needed."""
-    makers = {v: i for i, eqn in enumerate(made.jaxpr.eqns) for v in eqn.outvars}
+    makers = {v: eqn for eqn in raw(made.jaxpr).eqns for v in eqn.outvars}
     for needed in list(made.needed):
         chain, v = [needed], needed
-        while (i := makers.get(v)) is not None and _only_shows(made.jaxpr.eqns[i]):
-            v = made.jaxpr.eqns[i].invars[0]
+        while (eqn := makers.get(v)) is not None and _only_shows(eqn):
+            v = eqn.invars[0]
             chain.append(v)
         best = min(chain, key=_bytes)
         if _bytes(best) < _bytes(needed):
-            made.again |= {makers[v] for v in chain[: chain.index(best)]}
+            made.again |= {id(makers[v]) for v in chain[: chain.index(best)]}
             del made.needed[needed]
             made.needed[best] = None
 
@@ -153,9 +139,8 @@ def _bytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
 
 
-def _split_eqn(made: Split, i: int, eqn: Eqn) -> None:
-    owners = [made.of(v) for v in eqn.invars]
-    together = frozenset().union(*owners)
+def _split_eqn(made: Split, eqn: Eqn) -> None:
+    together = frozenset().union(*map(made.of, eqn.invars))
     is_sliced = any(map(made.is_slice, eqn.invars))
     # What is made of two parameters is made at each call, by the rest.
     if -1 not in together and len(together) <= 1 and not eqn.effects:
@@ -163,51 +148,45 @@ def _split_eqn(made: Split, i: int, eqn: Eqn) -> None:
         made.sliced |= set(eqn.outvars) if is_sliced else set()
         return
     made.owners |= dict.fromkeys(eqn.outvars, INPUT)
-    prepared = {v: None for v in eqn.invars if made.is_prepared(v)}
-    if prepared and is_call(eqn):
-        _split_call(made, i, eqn)
-    elif prepared and _has_bodies(eqn) and not (is_scan(eqn) and is_sliced):
-        _split_bodies(made, i, eqn)
+    if any(map(made.is_prepared, eqn.invars)) and _can_be_split(eqn, is_sliced):
+        _split_programs(made, eqn)
     else:
-        made.needed |= prepared
+        _need(made, eqn.invars)
 
 
-def _has_bodies(eqn: Eqn) -> bool:
-    return eqn.primitive.name in ("scan", "while", "cond") and not eqn.effects
+def _can_be_split(eqn: Eqn, is_sliced: bool) -> bool:
+    """Whether the programs of an equation are split; `is_sliced` if it reads slices."""
+    if is_call(eqn):
+        return True
+    name = eqn.primitive.name
+    is_nested = name == "scan" and is_sliced
+    return name in ("scan", "while", "cond") and not eqn.effects and not is_nested
 
 
-def _split_call(made: Split, i: int, eqn: Eqn) -> None:
-    (body,) = subjaxprs(eqn.params)
-    owners, slices = map(made.of, eqn.invars), map(made.is_slice, eqn.invars)
-    inner = split(body, list(owners), list(slices), is_outermost=False)
-    made.inner[i] = [inner]
-    _hand_over(made, eqn.invars, inner)
-    for v, out in zip(eqn.outvars, inner.jaxpr.outvars, strict=True):
-        made.owners[v] = inner.of(out)
-        made.sliced |= {v} if inner.is_slice(out) else set()
-
-
-def _split_bodies(made: Split, i: int, eqn: Eqn) -> None:
+def _split_programs(made: Split, eqn: Eqn) -> None:
     all_bodies = bodies(eqn)
-    carried = carried_operands(all_bodies)
-    handed = {j for body in all_bodies for j in body.ins} - carried
-    first = sum(scan_arity(eqn)) if is_scan(eqn) else None
-    made.inner[i] = []
+    # The operands that a loop begins with, and the first of those that it slices.
+    carried = {body.ins[i] for body in all_bodies for _, i in body.loop}
+    is_scan = eqn.primitive.name == "scan"
+    first = sum(scan_arity(eqn)) if is_scan else len(eqn.invars)
+    length = eqn.params["length"] if is_scan else None
+    made.inner[id(eqn)] = []
     for body in all_bodies:
         operands = [eqn.invars[j] for j in body.ins]
         owners = [INPUT if j in carried else made.of(eqn.invars[j]) for j in body.ins]
-        slices = [
-            made.is_slice(v) if first is None else j >= first
-            for j, v in zip(body.ins, operands, strict=True)
-        ]
-        inner = split(body.jaxpr, owners, slices)
-        made.inner[i].append(inner)
-        _hand_over(made, operands, inner)
+        # Where a scan is split, nothing that it reads is a slice of a loop around.
+        slices = [j >= first or made.is_slice(eqn.invars[j]) for j in body.ins]
+        inner = split(body.jaxpr, owners, slices, length, is_called=is_call(eqn))
+        made.inner[id(eqn)].append(inner)
+        # What a body needs of its inputs as they are is handed to it, as ever.
+        for v, operand in zip(raw(body.jaxpr).invars, operands, strict=True):
+            if v in inner.needed:
+                del inner.needed[v]
+                made.needed[operand] = None
+        if is_call(eqn):
+            for v, out in zip(eqn.outvars, raw(body.jaxpr).outvars, strict=True):
+                made.owners[v] = inner.of(out)
+                made.sliced |= {v} if inner.is_slice(out) else set()
     # What a loop begins with, and what picks a branch.
-    rest = [v for j, v in enumerate(eqn.invars) if j not in handed]
-    made.needed |= {v: None for v in rest if made.is_prepared(v)}
-
-
-def carried_operands(all_bodies: Sequence[Body]) -> set[int]:
-    """The operands that are what a loop begins with."""
-    return {body.ins[i] for body in all_bodies for _, i in body.loop}
+    handed = {j for body in all_bodies for j in body.ins} - carried
+    _need(made, [v for j, v in enumerate(eqn.invars) if j not in handed])
