@@ -29,9 +29,10 @@ from jaxamp_like import (
 from jaxamp_like._calibrate import deciding, runs
 from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import Prices, Run, Work, prices
+from jaxamp_like._calibrate.costs import Run
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
+from jaxamp_like._calibrate.prices import Prices, prices
 from jaxamp_like._calibrate.rounding import rounded
 from jaxamp_like._calibrate.search import Ranking, search, sensitivities
 from jaxamp_like._calibrate.state import State
@@ -405,9 +406,9 @@ def test_the_objective_decides_between_what_does_not_fit_together():
 def test_time_is_that_of_a_roofline():
     device = Device({"float32": 1e3, "float16": 4e3}, bandwidth=1e2)
     of = Contraction(("here",), "dot_general", "8x16+,16+x4")
-    work = {of: Work([Run(1024, 128 + 64, 32), Run(16384, 8, 0)])}
-    groups, low = grouped([of], "scope"), as_candidates("bfloat16")
-    found = prices(groups, work, low, "time", device)
+    work = {of: [Run(1024, 128 + 64, 32), Run(16384, 8, 0)]}
+    groups, low = grouped(work, "scope"), as_candidates("bfloat16")
+    found = prices(groups, low, "time", device)
     # The first is bound by traffic, the second by arithmetic; bfloat16 is as float16.
     assert found.full == [pytest.approx(4 * 224 / 1e2 + 16384 / 1e3)]
     assert found.low == [[pytest.approx(2 * 224 / 1e2 + 16384 / 4e3)]]

@@ -13,9 +13,10 @@ from jax import lax
 
 from jaxamp_like import AmpWarning, Budget, Policy, PolicyMap, amp, calibrate
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import Prices, Run
+from jaxamp_like._calibrate.costs import Run
 from jaxamp_like._calibrate.marks import shadow
-from jaxamp_like._calibrate.policies import Writer, names_of, primitives_in
+from jaxamp_like._calibrate.policies import Writer
+from jaxamp_like._calibrate.prices import Prices
 from jaxamp_like._calibrate.rounding import Rounding
 from jaxamp_like._calibrate.runs import Runs, traced
 from jaxamp_like._calibrate.search import Ranking
@@ -234,14 +235,14 @@ def test_roundings_are_those_of_the_rule(fn, name):
     w = weights("first", "last") | {"stack": np.stack([W["first"], W["last"]])}
     w["filters"] = np.tile(w["first"][..., None, None], (1, 1, 3, 3)) / 3
     lows = as_candidates(name)
-    subject = subject_of(fn, (w, x), 0, 1.0, lambda has_loss: True)
+    subject = subject_of(fn, (w, x), 0, 1.0, 0.1)
     points, _ = points_of(subject.call, [(w, x)], [(w, x)], 0.0, 0)
     jaxpr, tree = traced(subject, points[0], lows)
     state = State(None, {})
     runs = Runs(subject, jaxpr, tree, points[0], "scope", lows, state, print)
     low = (1,) * len(runs.groups)
-    names = names_of(runs.groups, low, lows)
-    policy = Writer(primitives_in(jaxpr), {}, lows).policy(names)
+    names = runs.precisions(low)
+    policy = Writer(runs.found.primitives, {}, lows).policy(names)
     true = runs._run(points[0], (0,) * len(runs.groups)).grads
     rounded = runs._run(points[0], low).grads
     mixed = jax.jit(jax.grad(amp(fn, amp_policy=policy)))(w, x)

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 from jaxamp_like import AmpWarning, Budget, Policy
 from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import H200, Run, Work
+from jaxamp_like._calibrate.costs import H200, Run
 from jaxamp_like._calibrate.deciding import Deciding
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
@@ -39,7 +39,7 @@ class Imagined(Runs):
         seed: int,
         candidates: tuple[str, ...] = ("bfloat16",),
     ):
-        unknown: Any = SimpleNamespace(has_loss=True)
+        unknown: Any = SimpleNamespace(budget=Budget(gradients=BUDGET))
         super().__init__(
             unknown,
             unknown,
@@ -52,10 +52,8 @@ class Imagined(Runs):
         )
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
-        self.found = Found(
-            {one: Work([Run(1.0, 1, 0, 1, 0, EIGHT)]) for one in found}, 0.0
-        )
-        self.groups = grouped(found, "scope")
+        work = {one: [Run(1.0, 1, 0, 1, 0, EIGHT)] for one in found}
+        self.found, self.groups = Found(work, 0.0, {}), grouped(work, "scope")
         self.compilations, self._last = 1, ""
 
     def _as_written(self, point: Point) -> Any:
@@ -107,12 +105,10 @@ def run(
     points = [Point(i, i, (), i, 0.01 * (i > 0), False) for i in range(batches)]
     checks = [Point(9 + i, 9, (), 9, 0.01 * (i == 1), True) for i in range(batches + 1)]
     runs = Imagined(errors, noise, seed, candidates)
-    limit = Budget(gradients=BUDGET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AmpWarning)
-        return ImaginedDeciding(
-            runs, points, checks, limit, "flops", H200, MAX_PASSES
-        ).run()
+        deciding = ImaginedDeciding(runs, points, checks, "flops", H200, MAX_PASSES)
+        return deciding.run()
 
 
 several = st.sampled_from(

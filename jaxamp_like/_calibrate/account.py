@@ -1,5 +1,6 @@
 """What was tried and found, in words and as a result."""
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,11 +11,11 @@ from .._errors import warn_or_raise
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._reports.versions import versions
-from .budget import Budget, Errors
-from .costs import Prices
+from .budget import Errors
+from .candidates import FULL
+from .costs import Device
 from .evidence import Decided, Tried, show_error
-from .options import Options
-from .policies import FULL
+from .prices import Prices, Profile, prices
 from .result import Calibration
 from .runs import Runs
 from .search import Choices, Ranking
@@ -28,19 +29,19 @@ class Account:
 
     Args:
         runs: what makes the passes.
-        budget: what is allowed.
-        objective: what is to be saved."""
+        objective: what is to be saved.
+        device: what it is saved on, for the objective "time"."""
 
     runs: Runs
-    budget: Budget
     objective: str
-    prices: Prices = field(default_factory=lambda: Prices([], []))
+    device: Device | Profile
     tried: list[Tried] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def options(self) -> Options:
-        return Options(self.runs.groups, self.runs.found.work, self.runs.candidates)
+    @functools.cached_property
+    def prices(self) -> Prices:
+        groups, lows = self.runs.groups, self.runs.candidates
+        return prices(groups, lows, self.objective, self.device)
 
     def remember(self, choices: Choices, error: float, is_real: bool) -> None:
         full = sum(self.prices.full)
@@ -55,9 +56,9 @@ class Account:
 
     def what(self, choices: Choices) -> str:
         """A set of groups in words."""
-        names = [group.name for group in self.runs.groups]
-        low = [n for n, c in zip(names, choices, strict=True) if c]
-        full = [n for n, c in zip(names, choices, strict=True) if not c]
+        pairs = [*zip(self.runs.groups, choices, strict=True)]
+        low = [group.name for group, choice in pairs if choice]
+        full = [group.name for group, choice in pairs if not choice]
         precision = self._precision(choices)
         if not full:
             return f"everything in {precision}"
@@ -70,7 +71,7 @@ class Account:
     def _precision(self, choices: Choices) -> str:
         if len(self.runs.candidates) == 1:
             return "low precision"
-        found = Counter(name for name in self.options.names(choices) if name)
+        found = Counter(self.runs.names(tuple(filter(None, choices))))
         if len(found) == 1:
             return next(iter(found))
         return " and ".join(f"{name} ({n})" for name, n in sorted(found.items()))
@@ -83,15 +84,15 @@ class Account:
         ranking: Ranking | None = None,
     ) -> Calibration:
         """What is returned to the user."""
-        found = self.runs.found
-        total = found.fixed_flops + sum(one.flops for one in found.work.values())
+        runs, budget = self.runs, self.runs.subject.budget
+        total = runs.found.fixed_flops + sum(one.flops for one in runs.groups)
         decided = tuple(self._decided(i, choices, ranking) for i in range(len(choices)))
         low = sum(one.flops for one, c in zip(decided, choices, strict=True) if c)
         return Calibration(
             policy=policy,
-            budget=self.budget,
+            budget=budget,
             held_out=held_out,
-            met=held_out.over(self.budget) <= 1,
+            met=held_out.over(budget) <= 1,
             low_share=low / total if total else 0.0,
             groups=decided,
             tried=tuple(self.tried),
@@ -106,32 +107,30 @@ class Account:
         )
 
     def _decided(self, i: int, choices: Choices, ranking: Ranking | None) -> Decided:
-        group = self.runs.groups[i]
-        works = [self.runs.found.work[one] for one in group.contractions]
-        names = [one.name for one in self.runs.candidates if self.options.has(i, one)]
+        group, every = self.runs.groups[i], self.runs.names(choices)
+        fitting = [one.name for one in self.runs.candidates if group.may_have(one)]
         errors = None
         if ranking is not None:
             row = zip(self.runs.candidates, ranking.errors[i], strict=True)
-            errors = {one.name: error for one, error in row if one.name in names}
-        every = self.options.names(choices)
-        chosen = every[i]
+            errors = {one.name: error for one, error in row if one.name in fitting}
+        why = _why(every[i], errors, len({*every}) == 1) if fitting else NONE_FOR_IT
         return Decided(
             name=group.name,
-            dtype=chosen or FULL,
+            dtype=every[i],
             sensitivity=errors,
-            flops=sum(one.flops for one in works),
-            kept=4 * sum(one.kept for one in works),
+            flops=group.flops,
+            kept=4 * group.kept,
             price=self.prices.full[i],
-            why=_why(chosen, errors, len({*every}) == 1) if names else NONE_FOR_IT,
+            why=why,
         )
 
 
-def _why(chosen: str | None, errors: dict[str, float] | None, is_uniform: bool) -> str:
+def _why(chosen: str, errors: dict[str, float] | None, is_uniform: bool) -> str:
     if errors is None and is_uniform:
         return f"everything in {chosen} meets the budget"
     if errors is None:
         return "everything as low as it may be meets the budget"
-    if chosen is not None:
+    if chosen != FULL:
         others = (f", {show_error(e)} in {n}" for n, e in errors.items() if n != chosen)
         alone = f"alone, {show_error(errors[chosen])} of the budget"
         return alone + "".join(others)

@@ -13,7 +13,22 @@ from .._rules.given import is_number
 
 
 @dataclass(frozen=True)
-class Budget:
+class _Errors:
+    """Kinds of errors, of which a `Budget` is a limit and `Errors` were measured."""
+
+    loss: float | None = None
+    outputs: float | None = None
+    gradients: float | None = None
+    cosine: float | None = None
+    worst_leaf: float | None = None
+    overflow: float = 0.0
+
+
+ERRORS = ("loss", "outputs", "gradients", "cosine", "worst_leaf")
+
+
+@dataclass(frozen=True, repr=False)
+class Budget(_Errors):
     """How far a mixed function may be from the function as written.
 
     Every limit that is given must be met, on each batch.
@@ -33,13 +48,6 @@ class Budget:
     >>> Budget(gradients=0.01)
     Budget(gradients=0.01)
     """
-
-    loss: float | None = None
-    outputs: float | None = None
-    gradients: float | None = None
-    cosine: float | None = None
-    worst_leaf: float | None = None
-    overflow: float = 0.0
 
     def __post_init__(self) -> None:
         limits = asdict(self)
@@ -73,19 +81,9 @@ class Budget:
         return f"Budget({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
-ERRORS = ("loss", "outputs", "gradients", "cosine", "worst_leaf")
-
-
 @dataclass(frozen=True)
-class Errors:
+class Errors(_Errors):
     """Measured errors, as a `Budget` has them; `None` where there is no such thing."""
-
-    loss: float | None = None
-    outputs: float | None = None
-    gradients: float | None = None
-    cosine: float | None = None
-    worst_leaf: float | None = None
-    overflow: float = 0.0
 
     def over(self, budget: Budget) -> float:
         """How many budgets this error is: 1 and less is met; infinite if it overflows.

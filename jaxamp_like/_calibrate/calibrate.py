@@ -1,27 +1,26 @@
 """`calibrate`: a policy that meets a budget, found by measurement."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .._errors import AmpError
 from .._reports.versions import versions
 from .._rules.given import is_integer, is_number
-from .budget import Budget, as_budget
+from .budget import Budget
 from .candidates import Candidate, as_candidates
-from .costs import H200, OBJECTIVES, Device, Objective
+from .costs import H200, Device
 from .deciding import Deciding
 from .fingerprint import of_points, of_program
 from .groups import GRANULARITIES, Granularity
+from .prices import OBJECTIVES, Objective, Profile
 from .progress import telling
 from .result import Calibration
 from .runs import Runs, traced
 from .sizes import patterns
 from .state import State
 from .subject import as_batches, points_of, subject_of
-
-Profile = Mapping[str, Mapping[str, float]]
 
 
 def calibrate(
@@ -122,16 +121,10 @@ def calibrate(
     if checks is None:
         half = len(tuples) // 2
         tuples, checks = (tuples[:-half], tuples[-half:]) if half else (tuples, tuples)
-    wanted: list[Budget] = []
-
-    def wants_gradients(has_loss: bool) -> bool:
-        wanted.append(as_budget(budget, has_loss))
-        return wanted[0].needs_gradients
-
-    subject = subject_of(fn, tuples[0], argnums, loss_scale, wants_gradients)
+    subject = subject_of(fn, tuples[0], argnums, loss_scale, budget)
     points, checks = points_of(subject.call, tuples, checks, perturbation, seed)
     settings = {
-        "budget": repr(wanted[0]),
+        "budget": repr(subject.budget),
         "candidates": [one.name for one in lows],
         "objective": objective,
         "granularity": granularity,
@@ -162,7 +155,6 @@ def calibrate(
             runs,
             points,
             checks,
-            wanted[0],
             objective,
             H200 if device is None else device,
             max_passes,

@@ -14,6 +14,8 @@ from .._rules import Site, why_as_written
 EIGHT_BITS: dict[str, Any] = {"float8": float8(where=None), "int8": int8(where=None)}
 _NAMES = ("bfloat16", "float16", *EIGHT_BITS)
 
+FULL = "float32"  # what stays as written
+
 
 class Candidate(NamedTuple):
     """A low precision.

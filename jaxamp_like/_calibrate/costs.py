@@ -1,17 +1,12 @@
 """What a contraction costs: FLOPs, bytes kept, or seconds on a device."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from .candidates import EIGHT_BITS, Candidate
-from .groups import Group
-from .marks import Contraction
-
-Objective = Literal["flops", "bytes", "time"]
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
+from .candidates import EIGHT_BITS
 
 
 @dataclass(frozen=True)
@@ -110,80 +105,3 @@ class Run(NamedTuple):
 
 
 KEPT_SO = frozenset(["float8"])
-
-
-@dataclass
-class Work:
-    """What the contractions of a group do."""
-
-    runs: list[Run] = field(default_factory=list)
-
-    @property
-    def flops(self) -> float:
-        """Multiply-adds, times two, forward and backward."""
-        return sum(run.flops for run in self.runs)
-
-    @property
-    def kept(self) -> int:
-        """Elements that the forward contractions read and make, parameters aside.
-
-        That is what is kept for the backward pass."""
-        return sum(run.kept_read + run.kept_made for run in self.runs)
-
-    @property
-    def eight(self) -> frozenset[str]:
-        """The 8-bit candidates in which any of it is of 8 bits."""
-        return frozenset().union(*(run.eight for run in self.runs))
-
-
-class Prices(NamedTuple):
-    """What each group costs as written and in each candidate, by the objective."""
-
-    full: list[float]
-    low: list[list[float]]  # by group, then by candidate
-
-    def of(self, choices: Sequence[int]) -> float:
-        """What all groups cost under `choices`."""
-        pairs = zip(choices, self.full, self.low, strict=True)
-        return sum(low[c - 1] if c else full for c, full, low in pairs)
-
-
-def prices(
-    groups: Sequence[Group],
-    work: Mapping[Contraction, Work],
-    candidates: Sequence[Candidate],
-    objective: str,
-    device: Device | Mapping[str, Mapping[str, float]],
-) -> Prices:
-    """Prices of groups: FLOPs by the bits of operands, bytes kept, or seconds.
-
-    Raises:
-        ValueError: a measured profile lacks a group or a precision."""
-
-    def price(group: Group, name: str) -> float:
-        runs = [run for one in group.contractions for run in work[one].runs]
-        if objective == "flops":
-            return sum(run.flops * run.bits(name) / 32 for run in runs)
-        if objective == "bytes":
-            return sum(run.kept_bytes(name) for run in runs)
-        if not isinstance(device, Device):
-            return _measured(device, group.name, name)
-        return sum(run.seconds(name, device) for run in runs)
-
-    lows = [one.name for one in candidates]
-    full = [price(group, "float32") for group in groups]
-    return Prices(full, [[price(group, name) for name in lows] for group in groups])
-
-
-def _measured(
-    profile: Mapping[str, Mapping[str, float]], group: str, dtype: str
-) -> float:
-    try:
-        return float(profile[group][dtype])
-    except (KeyError, TypeError):
-        low = "bfloat16" if dtype == "float32" else dtype
-        raise ValueError(
-            f"The profile given as `device` has no time of {group!r} in {dtype}. It "
-            "maps each group, as `granularity` has it, to seconds by dtype: "
-            f"{{{group!r}: {{'float32': 2e-3, {low!r}: 1e-3}}, ...}}."
-        ) from None

@@ -1,22 +1,21 @@
 """From measurements to a policy: what is tried, and in which order."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .._errors import AmpError
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .account import Account
-from .budget import Budget
-from .candidates import Candidate
-from .costs import Device, Prices, prices
+from .candidates import FULL, Candidate
+from .costs import Device
 from .evidence import show_error, show_errors
-from .options import Options
-from .policies import FULL, Writer, names_of, primitives_in
+from .policies import Writer
+from .prices import Profile
 from .result import Calibration
 from .runs import Runs, worst
-from .search import Choices, Ranking, only, search, sensitivities
+from .search import Choices, Ranking, digits, only, search, sensitivities
 from .subject import Point
 
 ATTEMPTS = 3  # policies that are compiled and checked
@@ -36,7 +35,6 @@ class Deciding:
         runs: what makes the passes.
         points: where to measure.
         checks: where to check: what is held out.
-        budget: what is allowed.
         objective: what is to be saved.
         device: what it is saved on, for the objective "time".
         max_passes: about how many passes to make."""
@@ -44,23 +42,19 @@ class Deciding:
     runs: Runs
     points: Sequence[Point]
     checks: Sequence[Point]
-    budget: Budget
     objective: str
-    device: Device | Mapping[str, Mapping[str, float]]
+    device: Device | Profile
     max_passes: int
     searched: dict[Choices, float] = field(default_factory=dict)
     scale: float = 1.0  # what roundings alone leave out of the error of a policy
     first: float = 1.0  # of what is allowed on all batches: so much on the first
 
     def __post_init__(self) -> None:
-        self.account = Account(self.runs, self.budget, self.objective)
+        self.budget = self.runs.subject.budget
+        self.account = Account(self.runs, self.objective, self.device)
         held_out = {point.number for point in self.checks}
         some = [p for p in self.points[:MOST_POINTS] if p.number not in held_out]
         self.certified_on = [*self.checks, *some]
-
-    @property
-    def options(self) -> Options:
-        return self.account.options
 
     def run(self) -> Calibration:
         """Finds a policy.
@@ -71,9 +65,6 @@ class Deciding:
         groups = self.runs.groups
         if not groups:
             return self._nothing_to_decide()
-        work, lows = self.runs.found.work, self.runs.candidates
-        self.prices: Prices = prices(groups, work, lows, self.objective, self.device)
-        self.account.prices = self.prices
         if len(groups) == 1 and self.runs.granularity != "equation":
             self.account.notes.append(
                 f"all contractions are in one group, {groups[0].name!r}: name parts of "
@@ -126,16 +117,18 @@ class Deciding:
 
     def _all_low(self) -> Calibration | None:
         """The lowest candidate for all, if that meets the budget."""
-        tried = [self.options.all_in(one) for one in self.runs.candidates]
+        tried = [self.runs.all_in(one) for one in self.runs.candidates]
         errors = {choices: self._measure(choices) for choices in tried if any(choices)}
         if not errors:
             return None
         # Of two that cost the same, the one that is nearer.
-        choices = min(errors, key=lambda one: (self.prices.of(one), errors[one]))
+        choices = min(
+            errors, key=lambda one: (self.account.prices.of(one), errors[one])
+        )
         if errors[choices] > NEAR:
             return None
         policy = self._policy(choices)
-        first = self.runs.mixed(policy, _name(choices), self.points[0])
+        first = self.runs.mixed(policy, digits(choices), self.points[0])
         error = first.over(self.budget)
         self._remember(choices, error)
         if math.isfinite(error) and errors[choices] > 0:
@@ -145,7 +138,7 @@ class Deciding:
     # Some of them.
 
     def _some_low(self) -> Calibration:
-        ranking = Ranking(self._sensitivities(), self.prices)
+        ranking = Ranking(self._sensitivities(), self.account.prices)
         limit = 1 / max(self.scale, 1.0)
         for _ in range(ATTEMPTS):
             choices, error = self._joint(ranking, limit)
@@ -172,7 +165,7 @@ class Deciding:
         return [list(row) for row in zip(*columns, strict=True)]
 
     def _alone(self, candidate: Candidate, at_most: int) -> list[float]:
-        takers, num = self.options.takers(candidate), len(self.runs.groups)
+        takers, num = self.runs.takers(candidate), len(self.runs.groups)
         number = 1 + self.runs.candidates.index(candidate)
 
         def measure(some: Choices) -> float:
@@ -203,12 +196,12 @@ class Deciding:
                 return choices, max(here, error)
             self._remember(choices, error)
             self.first = _within(self.first, here, error)
-        return (0,) * len(self.runs.groups), limit
+        return self.runs.nothing, limit
 
     def _nothing_low(self, ranking: Ranking) -> Calibration:
         errors = [ranking.error(i) for i in range(len(self.runs.groups))]
         i = min(range(len(errors)), key=errors.__getitem__)
-        if not any(map(self.options.takers, self.runs.candidates)):
+        if not any(map(self.runs.takers, self.runs.candidates)):
             names = " and ".join(one.name for one in self.runs.candidates)
             self.account.warn(
                 f"`calibrate` left everything as written: the rules of {names} leave "
@@ -226,9 +219,8 @@ class Deciding:
         return self._as_written(ranking)
 
     def _as_written(self, ranking: Ranking) -> Calibration:
-        nothing = (0,) * len(self.runs.groups)
         noise = self.runs.repeated(self.points[0])
-        return self.account.result(nothing, Policy(FULL), noise, ranking)
+        return self.account.result(self.runs.nothing, Policy(FULL), noise, ranking)
 
     # Measuring.
 
@@ -257,7 +249,7 @@ class Deciding:
         # Where the function as written is still held, it need not run again.
         rest.sort(key=self.runs.holds, reverse=True)
         for point in [first, *rest]:
-            found = self.runs.mixed(policy, _name(choices), point)
+            found = self.runs.mixed(policy, digits(choices), point)
             error = max(error, found.over(self.budget))
             if error > 1:
                 # The next policy is measured here first: most that miss do so here.
@@ -274,21 +266,16 @@ class Deciding:
                 f"{self.certified_on[0].name}: {show_error(error)} times"
             )
             return None
-        held_out = [self.runs.mixed(policy, _name(choices), p) for p in self.checks]
+        held_out = [self.runs.mixed(policy, digits(choices), p) for p in self.checks]
         return self.account.result(choices, policy, worst(held_out), ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
-        names = names_of(self.runs.groups, choices, self.runs.candidates)
-        primitives = primitives_in(self.runs.jaxpr)
-        writer = Writer(primitives, self.runs.patterns, self.runs.candidates)
-        return writer.policy(names)
+        runs = self.runs
+        writer = Writer(runs.found.primitives, runs.patterns, runs.candidates)
+        return writer.policy(runs.precisions(choices))
 
 
 def _within(limit: float, seen: float, missed: float) -> float:
     """The next limit, where what was `seen` within one came out as `missed`."""
     known = seen > 0 and math.isfinite(missed)
     return MARGIN * seen / missed if known else limit / 2
-
-
-def _name(choices: Choices) -> str:
-    return "".join(map(str, choices))

@@ -1,14 +1,11 @@
-"""What a calibration found, as data: all that its views are made of."""
+"""What a calibration tells of each group, and of each set that it measured."""
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
-from .._policies.named import Policy
-from .._policies.policy_map import PolicyMap
 from .._reports.data.columns import Column
-from .budget import Budget, Errors
+from .budget import Errors
 
 
 @dataclass(frozen=True)
@@ -61,41 +58,6 @@ class Tried:
         return "the policy" if self.is_real else "roundings"
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """A calibration without its views; see `Calibration` for its fields."""
-
-    policy: Policy | PolicyMap
-    budget: Budget
-    held_out: Errors
-    met: bool
-    low_share: float
-    groups: tuple[Decided, ...]
-    tried: tuple[Tried, ...]
-    objective: str
-    granularity: str
-    candidates: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    passes: int = 0
-    compilations: int = 0
-    versions: dict[str, str] = field(default_factory=dict)
-    seconds: float = field(default=0.0, compare=False)
-
-    @property
-    def kept_full(self) -> tuple[Decided, ...]:
-        """The groups that stay as written."""
-        return tuple(one for one in self.groups if one.dtype not in self.candidates)
-
-    @property
-    def front(self) -> tuple[Tried, ...]:
-        """Of the sets that were measured, those that none beats in cost and error."""
-        found: list[Tried] = []
-        for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
-            if not found or one.error < found[-1].error:
-                found.append(one)
-        return tuple(found)
-
-
 def show_error(error: float) -> str:
     """An error as tables show it."""
     return "inf" if error == float("inf") else f"{error:.3g}"
@@ -104,25 +66,3 @@ def show_error(error: float) -> str:
 def show_errors(errors: Errors, names: Iterable[str]) -> str:
     """Those errors that have these names."""
     return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)
-
-
-def lines(one: Evidence) -> list[str]:
-    """A calibration in words."""
-    low = len(one.groups) - len(one.kept_full)
-    found = show_errors(one.held_out, one.budget.limits())
-    met = "meets" if one.met else "MISSES"
-    rows = [
-        f"{low} of {len(one.groups)} groups in low precision ({one.granularity}), "
-        f"{one.low_share:.1%} of the contractions' FLOPs",
-        f"held out: {found}; {met} {one.budget!r}",
-        f"{one.passes} passes, {one.compilations} compilations",
-    ]
-    if len(one.candidates) > 1:
-        count = Counter(group.dtype for group in one.groups)
-        low_ones = [f"{n} in {dtype}" for dtype, n in count.most_common()]
-        rows.insert(1, "groups by precision: " + ", ".join(low_ones))
-    if one.kept_full:
-        rows.append("as written:")
-        rows += [f"  {group.name}: {group.why}" for group in one.kept_full]
-    rows += [f"note: {note}" for note in one.notes]
-    return [*rows, f"policy: {one.policy!r}"]

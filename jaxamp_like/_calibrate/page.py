@@ -4,12 +4,13 @@ from typing import Any
 
 from .._reports.page.data import table
 from .._reports.page.page import render
-from .evidence import Decided, Evidence, Tried, show_error
+from .evidence import Decided, Tried, show_error
+from .result import Calibration
 
 LEAST = 1e-4  # budgets: what is below is drawn there, as is an error of zero
 
 
-def page(one: Evidence) -> str:
+def page(one: Calibration) -> str:
     """One file of HTML that opens without a network."""
     data = {
         "tables": {
@@ -30,7 +31,7 @@ def page(one: Evidence) -> str:
     )
 
 
-def _tiles(one: Evidence) -> list[tuple[str, str, str]]:
+def _tiles(one: Calibration) -> list[tuple[str, str, str]]:
     low = len(one.groups) - len(one.kept_full)
     names = one.budget.limits()
     return [
@@ -44,7 +45,7 @@ def _tiles(one: Evidence) -> list[tuple[str, str, str]]:
     ]
 
 
-def _front(one: Evidence) -> dict[str, Any]:
+def _front(one: Calibration) -> dict[str, Any]:
     def point(t: Tried) -> dict[str, Any]:
         error = min(max(t.error, LEAST), 1 / LEAST)
         shown = {

@@ -6,36 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .._jax import Jaxpr, Primitive, raw, subjaxprs
+from .._jax import Primitive
 from .._policies.dictionary import default_amp_policy
 from .._policies.frozen import normal_key
 from .._policies.measured import Measured
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .._primitives import CONTRACTIONS
 from .._quantised.rule import QUANTISING
 from .._rules import Rule, use_precision
 from .._rules.by_shapes import ByShapes
 from .._rules.contracting import Contract
 from .._rules.storing import compute_in_full
-from .candidates import EIGHT_BITS, Candidate
-from .groups import Group
+from .candidates import EIGHT_BITS, FULL, Candidate
 from .marks import Contraction
-from .search import Choices
-
-FULL = "float32"
-
-
-def names_of(
-    groups: Sequence[Group], choices: Choices, candidates: Sequence[Candidate]
-) -> dict[Contraction, str]:
-    """The name of the precision of every contraction."""
-    names = [FULL, *(one.name for one in candidates)]
-    return {
-        one: names[choice]
-        for group, choice in zip(groups, choices, strict=True)
-        for one in group.contractions
-    }
 
 
 @dataclass(frozen=True)
@@ -154,14 +137,3 @@ def _rule(name: str) -> Rule:
 def _key(scope: tuple[str, ...]) -> Any:
     # As a string a name with brackets is an expression too, which may match others.
     return normal_key(scope)
-
-
-def primitives_in(jaxpr: Jaxpr) -> dict[str, Primitive]:
-    """The contractions' primitives of a program, by name."""
-    found: dict[str, Primitive] = {}
-    for eqn in raw(jaxpr).eqns:
-        if eqn.primitive.name in CONTRACTIONS:
-            found[eqn.primitive.name] = eqn.primitive
-        for sub in subjaxprs(eqn.params):
-            found |= primitives_in(sub)
-    return found

@@ -1,22 +1,23 @@
 """What a calibration found: a policy, with the evidence for it."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
+from .._reports.extras import need
 from .._reports.page.page import write_page
+from .._reports.page.table import record_table
 from .budget import Budget, Errors
-from .evidence import Decided, Evidence, Tried, lines
-from .page import page
-from .views import print_tables
+from .evidence import Decided, Tried, show_errors
 
 
 @dataclass(frozen=True)
-class Calibration(Evidence):
+class Calibration:
     """A policy found by measurement, and the evidence for it.
 
     Args:
@@ -37,12 +38,65 @@ class Calibration(Evidence):
         versions: of packages, and the device.
         seconds: what the passes took, compilation aside. Not compared."""
 
+    policy: Policy | PolicyMap
+    budget: Budget
+    held_out: Errors
+    met: bool
+    low_share: float
+    groups: tuple[Decided, ...]
+    tried: tuple[Tried, ...]
+    objective: str
+    granularity: str
+    candidates: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    passes: int = 0
+    compilations: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def kept_full(self) -> tuple[Decided, ...]:
+        """The groups that stay as written."""
+        return tuple(one for one in self.groups if one.dtype not in self.candidates)
+
+    @property
+    def front(self) -> tuple[Tried, ...]:
+        """Of the sets that were measured, those that none beats in cost and error."""
+        found: list[Tried] = []
+        for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
+            if not found or one.error < found[-1].error:
+                found.append(one)
+        return tuple(found)
+
     def __str__(self) -> str:
-        return "\n".join(lines(self))
+        return "\n".join([*self._summary(), f"policy: {self.policy!r}"])
+
+    def _summary(self) -> list[str]:
+        """All but the policy, in words."""
+        low = len(self.groups) - len(self.kept_full)
+        found = show_errors(self.held_out, self.budget.limits())
+        met = "meets" if self.met else "MISSES"
+        rows = [
+            f"{low} of {len(self.groups)} groups in low precision "
+            f"({self.granularity}), {self.low_share:.1%} of the contractions' FLOPs",
+            f"held out: {found}; {met} {self.budget!r}",
+            f"{self.passes} passes, {self.compilations} compilations",
+        ]
+        if len(self.candidates) > 1:
+            count = Counter(group.dtype for group in self.groups)
+            low_ones = [f"{n} in {dtype}" for dtype, n in count.most_common()]
+            rows.insert(1, "groups by precision: " + ", ".join(low_ones))
+        if self.kept_full:
+            rows.append("as written:")
+            rows += [f"  {group.name}: {group.why}" for group in self.kept_full]
+        return [*rows, *(f"note: {note}" for note in self.notes)]
 
     def print(self) -> None:
         """Prints a table of all groups (needs rich, of the extra "report")."""
-        print_tables(self)
+        console = need("rich.console", "rich").Console()
+        console.print("\n".join(self._summary()), highlight=False)
+        console.print(record_table("", Decided, self.groups))
+        console.print(f"policy: {self.policy!r}", highlight=False)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data that `json.dumps` takes; see `from_dict`."""
@@ -89,6 +143,8 @@ class Calibration(Evidence):
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the file can't be written."""
+        from .page import page
+
         return write_page(path, page(self))
 
 

@@ -16,10 +16,10 @@ from .._jax import Jaxpr, shown
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
-from .candidates import Candidate
+from .candidates import FULL, Candidate
 from .groups import Group, grouped
 from .marks import Contraction, shadow
-from .search import Choices
+from .search import Choices, digits
 from .state import State
 from .subject import Point, Results, Subject
 from .survey import Found, survey
@@ -80,7 +80,41 @@ class Runs:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        return grouped([*self.found.work], self.granularity, self.patterns)
+        return grouped(self.found.work, self.granularity, self.patterns)
+
+    @property
+    def nothing(self) -> Choices:
+        """All groups as written."""
+        return (0,) * len(self.groups)
+
+    def takers(self, candidate: Candidate) -> list[int]:
+        """The groups that may have a candidate."""
+        return [i for i, one in enumerate(self.groups) if one.may_have(candidate)]
+
+    def all_in(self, candidate: Candidate) -> Choices:
+        """All groups in a candidate.
+
+        Those that may not have it are in the compute dtype beside it, if that is a
+        candidate, else in any other that they may have, or as written."""
+        beside = Candidate(candidate.compute.name, candidate.compute)
+        order = [candidate, beside, *self.candidates]
+        known = [one for one in order if one in self.candidates]
+
+        def choice(group: Group) -> int:
+            fitting = (one for one in known if group.may_have(one))
+            return next((1 + self.candidates.index(one) for one in fitting), 0)
+
+        return tuple(map(choice, self.groups))
+
+    def names(self, choices: Choices) -> list[str]:
+        """What each group is computed in under `choices`."""
+        known = [FULL, *(one.name for one in self.candidates)]
+        return [known[choice] for choice in choices]
+
+    def precisions(self, choices: Choices) -> dict[Contraction, str]:
+        """What each contraction is computed in under `choices`."""
+        pairs = zip(self.groups, self.names(choices), strict=True)
+        return {one: name for group, name in pairs for one in group.contractions}
 
     # The programs.
 
@@ -131,7 +165,7 @@ class Runs:
 
     def _as_written(self, point: Point) -> Results:
         self.tell(f"as written, {point.name}")
-        results = self._run(point, (0,) * len(self.groups))
+        results = self._run(point, self.nothing)
         self._check(results, point)
         results = _floats(results)
         self.state.keep(point.number, [*results], beside=self._references)
@@ -157,23 +191,19 @@ class Runs:
 
     def repeated(self, point: Point) -> Errors:
         """How far the function as written is from itself, run twice."""
-        return self._measure(f"again {point.number}", point, self._again)
-
-    def _again(self, point: Point) -> Results:
-        self.tell(f"as written again, {point.name}")
-        return self._run(point, (0,) * len(self.groups))
+        return self.chosen(self.nothing, point)
 
     def chosen(self, choices: Choices, point: Point) -> Errors:
         """The errors if contractions round by `choices`."""
-        if not any(choices):
-            return self.repeated(point)
+        low = sum(map(bool, choices))
+        what = f"{low} of {len(choices)} low" if low else "as written again"
 
         def run(point):
-            low = sum(map(bool, choices))
-            self.tell(f"{low} of {len(choices)} low, {point.name}")
+            self.tell(f"{what}, {point.name}")
             return self._run(point, choices)
 
-        return self._measure(f"{_digits(choices)} {point.number}", point, run)
+        key = digits(choices) if low else "again"
+        return self._measure(f"{key} {point.number}", point, run)
 
     def mixed(self, policy: Policy | PolicyMap, name: str, point: Point) -> Errors:
         """The errors of the function under a policy, as `amp` makes it."""
@@ -191,7 +221,7 @@ class Runs:
             of = self.subject.call.live
 
             def mix(fn):
-                is_as_written = policy == Policy("float32")
+                is_as_written = policy == Policy(FULL)
                 return fn if is_as_written else amp(fn, amp_policy=policy, argnums=of)
 
             program = self.subject.program(mix)
@@ -227,10 +257,6 @@ class Runs:
 
 def _args(point: Point) -> tuple[Any, ...]:
     return np.uint32(point.seed), np.float32(point.spread), list(point.arrays)
-
-
-def _digits(choices: Choices) -> str:
-    return "".join(map(str, choices))
 
 
 def _compared(true: Results, got: Results) -> tuple[list[Row], list[Row]]:

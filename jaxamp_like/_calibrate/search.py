@@ -9,12 +9,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .costs import Prices
+from .prices import Prices
 
 Choices = tuple[int, ...]  # by group: 0 is as written, n the n-th candidate
 Measure = Callable[[Choices], float]
 
 NEGLIGIBLE = 0.05  # of a budget: a set of groups that is not looked at more closely
+
+
+def digits(choices: Choices) -> str:
+    """The choices as a text, by which measurements are remembered."""
+    return "".join(map(str, choices))
 
 
 def only(groups: Sequence[int], candidate: int, num_groups: int) -> Choices:

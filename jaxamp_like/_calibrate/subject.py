@@ -13,6 +13,7 @@ from .._dtypes import is_float
 from .._jax import is_array
 from .._parameters import as_argnums
 from .._reports.call import Call, call_of
+from .budget import Budget, as_budget
 
 Flat = Callable[..., list[Any]]
 
@@ -49,13 +50,17 @@ class Subject:
     Args:
         call: the function, taken apart by its first batch.
         has_loss: whether its first result is a floating scalar.
-        differentiates: whether gradients are measured.
+        budget: what is allowed, which says whether gradients are measured.
         loss_scale: what the loss is multiplied by before the backward pass."""
 
     call: Call
     has_loss: bool
-    differentiates: bool
+    budget: Budget
     loss_scale: float
+
+    @property
+    def differentiates(self) -> bool:
+        return self.budget.needs_gradients
 
     def moved(self, seed: Any, spread: Any, arrays: Sequence[Any]) -> list[Any]:
         """`arrays` with parameters that are moved a little; see `Point`."""
@@ -112,15 +117,12 @@ def subject_of(
     args: tuple[Any, ...],
     argnums: int | Sequence[int],
     loss_scale: float,
-    wants_gradients: Callable[[bool], bool],
+    budget: float | Budget,
 ) -> Subject:
     """A function as what is measured.
 
-    `wants_gradients` is told whether there is a loss, and says if gradients are
-    measured.
-
     Raises:
-        TypeError: `fn` is not callable.
+        TypeError: `fn` is not callable, or `budget` is none.
         ValueError: gradients are asked for of what is no loss, or by no floats."""
     if not callable(fn):
         raise TypeError(
@@ -137,18 +139,18 @@ def subject_of(
     call = call_of(fn, args, {}, places, getattr(fn, "__name__", type(fn).__name__))
     outs = jax.eval_shape(call.fn, *call.arrays)
     has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)
-    differentiates = wants_gradients(has_loss)
-    if differentiates and not has_loss:
+    subject = Subject(call, has_loss, as_budget(budget, has_loss), loss_scale)
+    if subject.differentiates and not has_loss:
         raise ValueError(
             "`budget` limits gradients, but the first result of `fn` is no floating "
             "scalar. Give a loss, or limit results: `Budget(outputs=0.01)`."
         )
-    if differentiates and not call.live:
+    if subject.differentiates and not call.live:
         raise ValueError(
             f"`budget` limits gradients, but argument {argnums} of `fn` holds no "
             "floating arrays to differentiate by. Say by `argnums` which one does."
         )
-    return Subject(call, has_loss, differentiates, float(loss_scale))
+    return subject
 
 
 def as_batches(batches: Any, argument: str) -> list[tuple[Any, ...]]:
@@ -193,14 +195,13 @@ def points_of(
 
     Raises:
         ValueError: batches differ in structure, shapes or dtypes."""
-    first = _Shape.of(batches[0])
+    first = _shape(batches[0])
     points: list[Point] = []
     checks: list[Point] = []
     for number, batch in enumerate((*batches, *held_out)):
-        shape = _Shape.of(batch)
-        if shape != first:
+        if (shape := _shape(batch)) != first:
             raise ValueError(
-                f"Batch {number} differs from the first one: {shape.unlike(first)}. "
+                f"Batch {number} differs from the first one: {_unlike(shape, first)}. "
                 "One program is compiled for all, so drop it or pad it."
             )
         start = (seed + 7919 * number) % 2**32
@@ -217,21 +218,18 @@ def points_of(
     return points, checks
 
 
-class _Shape(NamedTuple):
-    tree: Any
-    leaves: tuple[Any, ...]
+def _shape(batch: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """The structure of a batch, and what kind each of its leaves is of."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, list(map(_kind, leaves))
 
-    @classmethod
-    def of(cls, batch: tuple[Any, ...]) -> "_Shape":
-        leaves, tree = jax.tree.flatten(batch)
-        return cls(tree, tuple(map(_kind, leaves)))
 
-    def unlike(self, other: "_Shape") -> str:
-        if self.tree != other.tree:
-            return f"its structure is {self.tree}, not {other.tree}"
-        pairs = zip(self.leaves, other.leaves, strict=True)
-        mine, its = next((a, b) for a, b in pairs if a != b)
-        return f"it has {mine} where that one has {its}"
+def _unlike(shape: tuple[Any, list[Any]], first: tuple[Any, list[Any]]) -> str:
+    if shape[0] != first[0]:
+        return f"its structure is {shape[0]}, not {first[0]}"
+    pairs = zip(shape[1], first[1], strict=True)
+    mine, its = next((a, b) for a, b in pairs if a != b)
+    return f"it has {mine} where that one has {its}"
 
 
 def _kind(leaf: Any) -> Any:

@@ -6,80 +6,75 @@ forward as in the backward pass."""
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
+from .._jax import Eqn, Jaxpr, Literal, Primitive, names, raw, subjaxprs
 from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._reports.walk import flops, size_of
-from .costs import Run, Work
+from .costs import Run
 from .marks import MARK, Contraction, is_read_by_its_contraction
 
 
 class Found(NamedTuple):
-    """The contractions of a program, in order, and what each does."""
+    """The contractions of a program, in order, and what each does.
 
-    work: dict[Contraction, Work]
-    fixed_flops: float  # of contractions that `amp` leaves as written
+    Args:
+        work: what those do that may be rounded.
+        fixed_flops: of those that `amp` leaves as written.
+        primitives: of all of them, by name."""
+
+    work: dict[Contraction, list[Run]]
+    fixed_flops: float
+    primitives: dict[str, Primitive]
 
 
 def survey(jaxpr: Jaxpr) -> Found:
     """The contractions of a program with marks."""
-    work: dict[Contraction, Work] = {}
-    fixed = 0.0
+    found = Found({}, 0.0, {})
     given = frozenset([*raw(jaxpr).invars, *raw(jaxpr).constvars])
-    for eqn, times, marks, kept in _contractions(jaxpr, 1, given):
-        if not marks:
-            fixed += times * flops(eqn)
-            continue
-        read, made = (
-            sum(times * size_of(v.aval) for v in some)
-            for some in (eqn.invars[:2], eqn.outvars)
-        )
-        run = Run(
-            times * flops(eqn),
-            read,
-            made,
-            times * kept[0],
-            times * kept[1],
-            _in_eight_bits(marks),
-        )
-        work.setdefault(marks[0].params["of"], Work()).runs.append(run)
-    return Found(work, fixed)
-
-
-def _in_eight_bits(marks: Sequence[Eqn]) -> frozenset[str]:
-    """The candidates that make 8 bits of all that has a mark."""
-    some = [{how.eight_bits for how in mark.params["to"]} for mark in marks]
-    return frozenset(set.intersection(*some) - {None})
+    for eqn, marks, run in _contractions(jaxpr, 1, given):
+        found.primitives[eqn.primitive.name] = eqn.primitive
+        if marks:
+            found.work.setdefault(marks[0].params["of"], []).append(run)
+        else:
+            found = found._replace(fixed_flops=found.fixed_flops + run.flops)
+    return found
 
 
 def _contractions(
     jaxpr: Jaxpr, times: int, given: frozenset[Any]
-) -> Iterator[tuple[Eqn, int, list[Eqn], tuple[int, int]]]:
-    """Contractions, how often they run, the marks that they read, and what they keep.
+) -> Iterator[tuple[Eqn, list[Eqn], Run]]:
+    """Contractions, the marks that they read, and what they do in so many `times`.
 
-    That is in elements, of operands and of results.
     `given` are parameters and batches, which are live anyway."""
     eqns = raw(jaxpr).eqns
     marked = {e.outvars[0]: e for e in eqns if e.primitive is MARK}
     known, seen = set(given), set()
     for eqn in eqns:
-        operands = [v for v in eqn.invars if not _is_literal(v)]
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         if eqn.primitive.name in MOVING_VIEWS and operands and operands[0] in known:
             known.update(eqn.outvars)
         if eqn.primitive.name in CONTRACTIONS:
-            made = (marked[v] for v in operands if v in marked)
-            before = [e for e in made if is_read_by_its_contraction(e)]
-            kept = (0, 0)
-            if not _is_backward(eqn):
-                read = {e.invars[0] for e in before} - known - seen
-                made = {*eqn.outvars} if before else set()
-                seen |= read | made
-                kept = _size(read), _size(made)
-            yield eqn, times, before, kept
+            own = (marked[v] for v in operands if v in marked)
+            before = [e for e in own if is_read_by_its_contraction(e)]
+            kept_read, kept_made = set(), set()
+            if before and not _is_backward(eqn):
+                kept_read = {e.invars[0] for e in before} - known - seen
+                kept_made = {*eqn.outvars}
+                seen |= kept_read | kept_made
+            run = Run(
+                flops=times * flops(eqn),
+                read=times * _size(eqn.invars[:2]),
+                made=times * _size(eqn.outvars),
+                kept_read=times * _size(kept_read),
+                kept_made=times * _size(kept_made),
+                eight=_in_eight_bits(before),
+            )
+            yield eqn, before, run
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for sub in subjaxprs(eqn.params):
             # Conditions and indices come first in an equation, and are no operands.
             outer = zip(reversed(raw(sub).invars), reversed(eqn.invars), strict=False)
-            inner = frozenset(v for v, x in outer if not _is_literal(x) and x in known)
+            pairs = ((v, x) for v, x in outer if not isinstance(x, Literal))
+            inner = frozenset(v for v, x in pairs if x in known)
             yield from _contractions(sub, times * length, inner)
 
 
@@ -87,10 +82,12 @@ def _size(some: Iterable[Any]) -> int:
     return sum(size_of(v.aval) for v in some)
 
 
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
-
-
 def _is_backward(eqn: Eqn) -> bool:
     told = names(eqn)
     return told.backward or told.recomputed
+
+
+def _in_eight_bits(marks: Sequence[Eqn]) -> frozenset[str]:
+    """The candidates that make 8 bits of all that has a mark."""
+    some = [{how.eight_bits for how in mark.params["to"]} for mark in marks]
+    return frozenset(set.intersection(*some) - {None}) if some else frozenset()
