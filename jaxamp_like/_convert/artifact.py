@@ -13,7 +13,7 @@ from .._reports.versions import versions
 from . import summary as summaries
 from .extra import needed
 from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
-from .models import distinct, is_parameter
+from .models import canonical_dtype, distinct, is_parameter
 from .native import check_calls
 from .printable import printable
 from .tensors import all_described, described, read_tensors, write_tensors
@@ -41,24 +41,23 @@ def save_converted(
     leaves = [*params, *program.constants()]
     names = distinct([stored.name for stored in converted.summary.leaves])
     inputs = list(map(_shape, arrays_in(converted.example_inputs, is_parameter)))
-    num = len(leaves) - len(params)
 
     def run(leaves: list[Any], inputs: list[Any]) -> list[Any]:
-        params, constants = leaves[: len(leaves) - num], leaves[len(leaves) - num :]
-        return program.run(constants, [*params, *inputs])
+        num = len(params)
+        return program.run(leaves[num:], [*leaves[:num], *inputs])
 
     name = converted.summary.name
     exported = _exported(run, name, platforms, list(map(_shape, leaves)), inputs)
     code = exported.serialize()
+    results = program.merge([_PLACE] * len(exported.out_avals))
     rows = all_described(names, leaves)
-    is_input = is_parameter
     manifest = {
         "written_by": versions(),
         "platforms": list(exported.platforms),
         "calling_convention": exported.calling_convention_version,
-        "inputs": encode(list(converted.example_inputs), is_input, "Inputs"),
+        "inputs": encode(list(converted.example_inputs), is_parameter, "Inputs"),
         "input_types": [described("", x) for x in inputs],
-        "outputs": encode(_out_tree(program), _is_placeholder, "Results"),
+        "outputs": encode(results, lambda x: x is _PLACE, "Results"),
         "parameters": rows,
         "summary": converted.summary.to_dict(),
     }
@@ -83,28 +82,13 @@ def _exported(run: Any, name: str, platforms: Sequence[str] | None, *shapes: Any
         ) from e
 
 
-class _Placeholder:
-    """Where an array stands among results."""
-
-
-def _is_placeholder(x: Any) -> bool:
-    return isinstance(x, _Placeholder)
-
-
-def _out_tree(program: Traced) -> Any:
-    count = sum(program.outs.is_array)
-    return program.outs.merge([_Placeholder() for _ in range(count)])
+_PLACE = object()  # where an array stands among results
 
 
 def _shape(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    return jax.ShapeDtypeStruct(x.shape, _canonical(x.dtype))
-
-
-def _canonical(dtype: Any) -> Any:
-    """What JAX makes of a dtype: one of 32 bits of one of 64, unless x64 is on."""
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(x.shape, canonical_dtype(x.dtype))
 
 
 class Artifact:
@@ -133,7 +117,7 @@ class Artifact:
         names = (row["name"] for row in rows)
         self.params: dict[str, Any] = dict(zip(names, self._leaves, strict=True))
         self._inputs, self._outputs = manifest["inputs"], manifest["outputs"]
-        self._shown = tuple(decode(self._inputs, [_short(t) for t in self._types]))
+        self._shown = tuple(decode(self._inputs, [short(t) for t in self._types]))
         self._call = jax.jit(self._exported.call)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -150,7 +134,7 @@ class Artifact:
         return decode(self._outputs, self._call(self._leaves, arrays))
 
     def __repr__(self) -> str:
-        types = ", ".join(f"{t['dtype']}[{', '.join(t['shape'])}]" for t in self._types)
+        types = ", ".join(map(short, self._types))
         where = "/".join(self.platforms)
         return f"Artifact({types}) for {where}: {self.summary}"
 
@@ -283,16 +267,16 @@ def _told(x: Any) -> Any:
     return f"{x.dtype}{list(x.shape)}" if _is_array_like(x) else x
 
 
-def _short(type_: dict[str, Any]) -> str:
+def short(type_: dict[str, Any]) -> str:
+    """The type of an array as it is shown."""
     return f"{type_['dtype']}[{', '.join(type_['shape'])}]"
 
 
 def _check_input(i: int, x: Any, type_: dict[str, Any]) -> None:
-    dtype = str(_canonical(x.dtype))
+    dtype = str(canonical_dtype(x.dtype))
     if dtype != type_["dtype"]:
         raise TypeError(
-            f"Array {i} of the inputs must be {_short(type_)}, but its dtype is "
-            f"{dtype}."
+            f"Array {i} of the inputs must be {short(type_)}, but its dtype is {dtype}."
         )
     fits = len(x.shape) == len(type_["shape"]) and all(
         not want.isdigit() or int(want) == size
@@ -305,6 +289,6 @@ def _check_input(i: int, x: Any, type_: dict[str, Any]) -> None:
             "`jax.export.symbolic_shape('batch, ...')`."
         )  # fmt: skip
         raise ValueError(
-            f"Array {i} of the inputs must be {_short(type_)}, but its shape is "
+            f"Array {i} of the inputs must be {short(type_)}, but its shape is "
             f"{list(x.shape)}.{hint}"
         )

@@ -25,7 +25,7 @@ from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
 from .._reports.data.explained import human_bytes
 from . import summary as summaries
-from .artifact import explained
+from .artifact import explained, short
 from .convert import convert as convert_fn
 from .folder import open_folder, well_formed
 from .models import take_apart
@@ -210,14 +210,13 @@ def inspect(
     manifest = printable(opened.manifest)
     with well_formed(artifact):
         summary = summaries.from_dict(manifest["summary"])
-        types = [(t["dtype"], ", ".join(t["shape"])) for t in manifest["input_types"]]
+        inputs = [short(type_) for type_ in manifest["input_types"]]
         wrote = ", ".join(f"{k} {v}" for k, v in manifest["written_by"].items())
     if html is not None:
         summary.save_html(html)
     if as_json:
         _print_json({"digest": opened.digest} | opened.manifest)
         return
-    inputs = [f"{dtype}[{shape}]" for dtype, shape in types]
     size = sum(file["bytes"] for file in manifest["files"].values())
     print(f"{summary.name}: whole, {human_bytes(size)}, format {manifest['format']}")
     print(f"digest    {opened.digest}")

@@ -1,8 +1,9 @@
 """`convert`: a float32 model once, as a mixed one whose parameters are stored so."""
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from .models import (
     distinct,
     first_places,
     is_parameter,
+    map_parameters,
     path_name,
     take_apart,
 )
@@ -121,28 +123,35 @@ def convert(
     check_leaves(model.params)
     model = model._replace(params=as_jax_has_them(model.params))
     if lists.ops or lists.scopes:
-        check_matches(lists, _as_written(model.call, model.params, example_inputs))
-        policy = ListedPolicy(settings.lookup, lists)
-        settings = settings._replace(lookup=policy)
+        as_written = traced(model.call, model.params, example_inputs)
+        check_matches(lists, as_written.jaxpr)
+        settings = settings._replace(lookup=ListedPolicy(settings.lookup, lists))
     # No backward pass: nothing is read twice.
     mixed = amp_by(settings, model.call, strict=strict, gather_once=False, argnums=(0,))
     program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
-    kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), leaves), _KEPT)
+    first = first_places(leaves)
+    kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), first), _KEPT)
     if not cast_params:
         kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
     stored = _stored(program, names, leaves, kept)
-    if which := _foldable(program, leaves, stored, kept):
-        parts = parts_of(program, leaves, which)
-        parts = each_once(parts, first_places(leaves))
-        mixed = folded(mixed, jax.tree.map(type_of, model.params), which)
+    times = Counter(first)
+    sizes = [
+        None if i in kept else stored[j].bytes_now // times[j]
+        for i, j in enumerate(first)
+    ]
+    authors = jax.tree.map(type_of, model.params)
+    if which := foldable(program.jaxpr, sizes, first):
+        parts = each_once(parts_of(program, leaves, which), first)
+        mixed = folded(mixed, authors, which)
         model = model._replace(params=_with_parts(model.params, parts), rebuild=None)
+        authors = jax.tree.map(type_of, model.params)
         program = traced(mixed, model.params, example_inputs)
         stored = _stored_parts(program, model.params, stored, parts, kept)
     return Converted(
         model=model,
         mixed=mixed,
-        authors=model.params,
+        authors=authors,
         params=_cast(model.params, stored),
         example_inputs=example_inputs,
         summary=_summary(model.name, program, stored, model.params, example_inputs),
@@ -166,42 +175,19 @@ def _stored(
     return tuple(made)
 
 
-def _foldable(
-    program: Traced,
-    leaves: Sequence[Any],
-    stored: Sequence[Stored],
-    kept: dict[int, str],
-) -> list[int]:
-    """Parameters to be folded: in all places in which they stand, or in none."""
-    first = first_places(leaves)
-    times = Counter(first)
-    inputs = [None] * (len(program.uses) - len(leaves))
-    places = set(range(len(leaves))) - kept.keys()
-    while True:
-        sizes = [
-            stored[j].bytes_now // times[j] if i in places else None
-            for i, j in enumerate(first)
-        ]
-        which = foldable(program.jaxpr, [*sizes, *inputs])
-        others = _in_all_places(places - set(which), leaves)
-        if not others & set(which):
-            return which
-        places -= others
-
-
-def _in_all_places(which: Iterable[int], leaves: Sequence[Any]) -> set[int]:
+def _in_all_places(which: Iterable[int], first: Sequence[int]) -> set[int]:
     """`which`, and where else the same arrays stand."""
-    first = first_places(leaves)
     wanted = {first[i] for i in which}
     return {i for i, j in enumerate(first) if j in wanted}
 
 
 def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
-    leaves, tree = jax.tree.flatten(params)
-    places = [i for i, leaf in enumerate(leaves) if is_parameter(leaf)]
-    for i, made in parts.items():
-        leaves[places[i]] = made
-    return jax.tree.unflatten(tree, leaves)
+    places = itertools.count()
+
+    def with_parts(leaf: Any) -> Any:
+        return parts.get(next(places), leaf) if is_parameter(leaf) else leaf
+
+    return jax.tree.map(with_parts, params)
 
 
 def _stored_parts(
@@ -235,11 +221,6 @@ def _stored_parts(
 def _check_bool(value: Any, argument: str) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"`{argument}` must be a bool, but got {value!r}.")
-
-
-def _as_written(call: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Any:
-    """The program of a function as its author wrote it."""
-    return traced(call, params, inputs).jaxpr
 
 
 def _parameters(params: Any) -> tuple[list[Any], list[str]]:
@@ -285,23 +266,18 @@ def _matches(key: Any, i: int, name: str) -> bool:
 
 def _cast(params: Any, stored: Sequence[Stored]) -> Any:
     """The parameters as they are stored."""
-    rest = ticked("casting parameters", stored)
-    made: dict[int, Any] = {}  # what stands in several places stays one array
 
-    def as_stored(leaf: Any) -> Any:
-        if not is_parameter(leaf):
-            return leaf
-        dtype = narrower(leaf, next(rest))
+    def as_stored(leaf: Any, row: Stored) -> Any:
+        dtype = narrower(leaf, row)
         if dtype is None:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(dtype=dtype)
-        if id(leaf) not in made:
-            made[id(leaf)] = cast(jax.numpy.asarray(leaf), dtype)
-        return made[id(leaf)]
+        return cast(jax.numpy.asarray(leaf), dtype)
 
-    stored_params = jax.tree.map(as_stored, params)
-    next(rest, None)  # tells that all are done
+    rows = ticked("casting parameters", stored)
+    stored_params = map_parameters(as_stored, params, rows)
+    next(rows, None)  # tells that all are done
     return stored_params
 
 
@@ -311,16 +287,15 @@ def _summary(
     """Read off the converted program: what it casts and contracts is what runs."""
     constants = program.constants()
     leaves = [x for x in jax.tree.leaves((params, inputs)) if is_parameter(x)]
-    num = len(stored)
     avals = [
         x if (d := narrower(x, s)) is None else jax.ShapeDtypeStruct(x.shape, d)
-        for x, s in zip(leaves[:num], stored, strict=True)
+        for x, s in zip(leaves, stored, strict=False)
     ]
 
     def run(*args: Any) -> list[Any]:
         return program.run(args[: len(constants)], args[len(constants) :])
 
-    jaxpr = shown(trace(run, [*constants, *avals, *leaves[num:]]))
+    jaxpr = shown(trace(run, [*constants, *avals, *leaves[len(avals) :]]))
     uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
     told = [*program.stored_constants(), *stored]
     casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]

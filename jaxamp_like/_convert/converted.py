@@ -1,7 +1,8 @@
 """What `convert` returns: a function, its parameters as they are stored, a summary."""
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,10 @@ class Converted:
 
     model: Model
     mixed: Callable[..., Any]
-    authors: Any  # the parameters as they were, of which only the types are used
+    authors: Any  # the types of the parameters as they were
     params: Any
     example_inputs: Sequence[Any]
     summary: Summary
-    _run: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        types = jax.tree.map(type_of, self.authors)
-        object.__setattr__(self, "authors", types)
-        object.__setattr__(self, "_run", eqx.filter_jit(self._uncompiled))
 
     def __call__(self, *inputs: Any) -> Any:
         """Calls the model on inputs, compiled for their shapes.
@@ -156,11 +151,15 @@ class Converted:
         program.check(self.summary.parameters)
         return program
 
+    @functools.cached_property
+    def _run(self) -> Callable[..., Any]:
+        return eqx.filter_jit(self._uncompiled)
+
     def _uncompiled(self, params: Any, inputs: Sequence[Any]) -> Any:
         program = self.trace(inputs)
         leaves = jax.tree.leaves((params, tuple(inputs)))
         args = [x for x in leaves if is_parameter(x)]
-        return program.outs.merge(program.run(program.constants(), args))
+        return program.merge(program.run(program.constants(), args))
 
     def _check(self, params: Any) -> None:
         known, tree = jax.tree_util.tree_flatten_with_path(self.params)

@@ -101,24 +101,32 @@ def _run_programs(
     return run_programs(eqn, values, run_one, stacks)
 
 
-def foldable(jaxpr: Jaxpr, bytes_now: Sequence[int | None]) -> list[int]:
+def foldable(
+    jaxpr: Jaxpr, bytes_now: Sequence[int | None], first: Sequence[int]
+) -> list[int]:
     """Parameters that take fewer bytes as what is made of them, 8-bit numbers mostly.
 
-    Others are left whole, for it may hang on the inputs what is made of them: a table
-    of positions is cut to the length of a text.
+    Others are stored whole: what is made of them may depend on the inputs, as where a
+    table of positions is cut to the length of a text.
 
-    `bytes_now` says of each input what it would take else; `None` if it is to stay."""
-    inner = raw(jaxpr)
+    Args:
+        jaxpr: the program, whose first inputs are the parameters.
+        bytes_now: what each parameter would take else; `None` if it is to stay.
+        first: for each parameter, where the same array stands first. It is folded in
+            all places in which it stands, or in none."""
+    num_inputs = len(raw(jaxpr).invars)
     wanted = [i for i, size in enumerate(bytes_now) if size is not None]
     while wanted:
         sizes = dict.fromkeys(wanted, 0)
-        whole = split(jaxpr, owners_of(len(inner.invars), wanted))
         narrow: set[int] = set()
-        for piece in whole.pieces():
+        for piece in split(jaxpr, owners_of(num_inputs, wanted)).pieces():
             narrow |= piece.owners if piece.is_8_bit else CONSTANT
             for i in piece.owners:
                 sizes[i] += piece.size
         keep = [i for i in wanted if i in narrow and sizes[i] < (bytes_now[i] or 0)]
+        if keep == wanted:
+            whole = {j for i, j in enumerate(first) if i not in keep}
+            keep = [i for i in keep if first[i] not in whole]
         if keep == wanted:
             break
         wanted = keep
@@ -157,7 +165,7 @@ def folded(
         mine = [next(parts[i], None) for i in needed_owners(rest)]
         _check_parts(rest, mine)
         outs = run(rest, args, mine)
-        return program.outs.merge(_not_differentiated(outs))
+        return program.merge(_not_differentiated(outs))
 
     return call
 

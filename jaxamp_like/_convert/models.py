@@ -3,8 +3,9 @@
 A model that holds its parameters (Equinox, NNX, Keras) is taken apart; one that is
 given them (Linen, Haiku, a plain function) is called as it is."""
 
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -92,24 +93,32 @@ def as_jax_has_them(params: Any) -> Any:
 
     def canonical(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            return leaf.update(dtype=dtype)
-        if isinstance(leaf, np.ndarray | np.generic):
-            return jnp.array(leaf)
-        return leaf
+            return leaf.update(dtype=canonical_dtype(leaf.dtype))
+        return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
     return map_parameters(canonical, params)
 
 
-def map_parameters(fn: Callable[[Any], Any], params: Any) -> Any:
-    """Maps the arrays of a tree; one that stands in several places stays one array."""
+def canonical_dtype(dtype: Any) -> Any:
+    """What JAX makes of a dtype: one of 32 bits of one of 64, unless x64 is on."""
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+def map_parameters(fn: Callable[..., Any], params: Any, *rows: Iterable[Any]) -> Any:
+    """Maps the arrays of a tree; one that stands in several places stays one array.
+
+    `fn` is given each with its item of each of `rows`, which are in the same order."""
     made: dict[int, Any] = {}
+    rest = zip(*rows, strict=True) if rows else itertools.repeat(())
 
     def once(leaf: Any) -> Any:
         if not is_parameter(leaf):
             return leaf
+        items = next(rest)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return fn(leaf, *items)
         if id(leaf) not in made:
-            made[id(leaf)] = fn(leaf)
+            made[id(leaf)] = fn(leaf, *items)
         return made[id(leaf)]
 
     return jax.tree.map(once, params)

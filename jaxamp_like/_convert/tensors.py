@@ -17,22 +17,10 @@ from .printable import printable
 from .progress import ticked
 
 # The dtypes of safetensors that are kept so; arrays of others are kept as their bytes.
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
+_DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"}
+_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
+_DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
+_DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)}
 _KNOWN = frozenset(_DTYPES.values())
 _KEY = re.compile(r"key<.*>")
 
@@ -87,10 +75,8 @@ def read_tensors(data: bytes, rows: Sequence[dict[str, Any]]) -> list[Any]:
             "The artifact is damaged: it holds other parameters than its manifest says."
         )
     for row in ticked("reading parameters", rows):
-        name = row["name"]
-        found[name] = (
-            found[row["same_as"]] if "same_as" in row else _array(held[name], row)
-        )
+        known, name = row.get("same_as"), row["name"]
+        found[name] = _array(held[name], row) if known is None else found[known]
     return [found[row["name"]] for row in rows]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 
 from .._dtypes import cast_all
@@ -15,29 +16,20 @@ from .storage import Stored, narrower, storage
 from .uses import Uses, uses_of_inputs
 
 
-class Outs(NamedTuple):
-    """What a function returns, beside its arrays."""
-
-    leaves: list[Any]  # `None` where there is an array
-    is_array: list[bool]
-    tree: Any
-
-    def merge(self, arrays: Sequence[Any]) -> Any:
-        rest = iter(arrays)
-        pairs = zip(self.leaves, self.is_array, strict=True)
-        leaves = [next(rest) if is_array else leaf for leaf, is_array in pairs]
-        return jax.tree.unflatten(self.tree, leaves)
-
-
 class Traced(NamedTuple):
     """The program of a mixed function, and how its constants and inputs are read.
 
     Its inputs are the arrays among the parameters, then those among the inputs."""
 
     jaxpr: Jaxpr
-    outs: Outs
+    out_tree: Any  # of the arrays among the results
+    others: Any  # the results that are no arrays, in the same tree
     uses_of_constants: list[Uses]
     uses: list[Uses]
+
+    def merge(self, arrays: Sequence[Any]) -> Any:
+        """What the function returns, of the flat results of its program."""
+        return eqx.combine(jax.tree.unflatten(self.out_tree, arrays), self.others)
 
     def constants(self) -> list[Any]:
         """The arrays that the function closes over, as they are stored."""
@@ -79,26 +71,25 @@ class Traced(NamedTuple):
 
 def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
     """Traces `mixed(params, *inputs)`; arrays may be `jax.ShapeDtypeStruct`s."""
-    leaves, tree = jax.tree.flatten((params, tuple(inputs)))
-    dynamic = [is_parameter(x) for x in leaves]
-    result: list[Outs] = []
+    arrays, others = eqx.partition((params, tuple(inputs)), is_parameter)
+    leaves, tree = jax.tree.flatten(arrays)
+    returned: list[Any] = []
 
-    def flat(*arrays: Any) -> list[Any]:
-        rest = iter(arrays)
-        pairs = zip(leaves, dynamic, strict=True)
-        merged = [next(rest) if d else leaf for leaf, d in pairs]
-        params, inputs = jax.tree.unflatten(tree, merged)
-        outs, out_tree = jax.tree.flatten(mixed(params, *inputs))
-        is_array = [isinstance(x, jax.Array) for x in outs]
-        pairs = list(zip(outs, is_array, strict=True))
-        result.append(Outs([None if a else x for x, a in pairs], is_array, out_tree))
-        return [x for x, a in pairs if a]
+    def flat(*leaves: Any) -> list[Any]:
+        params, inputs = eqx.combine(jax.tree.unflatten(tree, leaves), others)
+        outs, rest = eqx.partition(mixed(params, *inputs), _is_array)
+        returned[:] = jax.tree.structure(outs), rest
+        return jax.tree.leaves(outs)
 
-    arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
-    jaxpr = without_transposes(shown(trace(flat, [_aval(x) for x in arrays])))
+    jaxpr = without_transposes(shown(trace(flat, [_aval(x) for x in leaves])))
     uses = uses_of_inputs(jaxpr)
     num_constants = len(raw(jaxpr).constvars)
-    return Traced(jaxpr, result[-1], uses[:num_constants], uses[num_constants:])
+    out_tree, rest = returned
+    return Traced(jaxpr, out_tree, rest, uses[:num_constants], uses[num_constants:])
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)
 
 
 def _aval(x: Any) -> Any:
