@@ -1,13 +1,13 @@
 """Choosing the policy by measurement; see `calibrate`.
 
 In the order of imports: `candidates` (the low precisions), `rounding`, `places` (what
-each rounds at a contraction), `marks` (where a program might round), `threaded` (which
-of these do, as an input), `groups` (what is decided together), `costs`, `survey` (the
-contractions of a program), `budget`, `subject` (what is measured; `fingerprint` tells
-it from others), `runs` (passes, each remembered in `state`), `sizes` (what the shapes
-of contractions hold for), `search`, `options` (which group may have what), `policies`
-(choices as a policy), `evidence` and its views (`page`, `views`), `result`, `account`
-(what is said), `deciding`, `calibrate`."""
+each rounds at a contraction), `marks` (where a program might round), `choosing` (which
+of these do, as an input), `costs`, `groups` (what is decided together), `prices`,
+`survey` (the contractions of a program), `budget`, `subject` (what is measured;
+`fingerprint` tells it from others), `runs` (passes, each remembered in `state`),
+`sizes` (what the shapes of contractions hold for), `search`, `policies` (choices as a
+policy), `records` and `result` (what was found) with its `page`, `account` (what is
+said), `deciding`, `calibrate`."""
 
 from .budget import Budget as Budget
 from .calibrate import calibrate as calibrate

@@ -14,8 +14,8 @@ from .._reports.versions import versions
 from .budget import Errors
 from .candidates import FULL
 from .costs import Device
-from .evidence import Decided, Tried, show_error
 from .prices import Prices, Profile, prices
+from .records import Decided, Tried, show_error
 from .result import Calibration
 from .runs import Runs
 from .search import Choices, Ranking

@@ -151,14 +151,8 @@ def calibrate(
             tell,
             of_shapes,
         )
-        deciding = Deciding(
-            runs,
-            points,
-            checks,
-            objective,
-            H200 if device is None else device,
-            max_passes,
-        )
+        on = H200 if device is None else device
+        deciding = Deciding(runs, points, checks, objective, on, max_passes)
         try:
             found = deciding.run()
         except AmpError:  # to start again would end here again
@@ -184,8 +178,8 @@ def _checked(
         if value not in known:
             raise ValueError(f"`{name}` must be one of {known}, but got {value!r}.")
     for name, value in (("loss_scale", loss_scale), ("perturbation", perturbation)):
-        is_fine = is_number(value) and math.isfinite(value)
-        if not is_fine or value < 0 or (name == "loss_scale" and value == 0):
+        is_fine = is_number(value) and math.isfinite(value) and value >= 0
+        if not is_fine or (name == "loss_scale" and value == 0):
             raise ValueError(
                 f"`{name}` must be a positive number, but got {value!r}."
                 + (" 0 moves nothing." if name == "perturbation" else "")

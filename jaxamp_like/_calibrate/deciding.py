@@ -10,9 +10,9 @@ from .._policies.policy_map import PolicyMap
 from .account import Account
 from .candidates import FULL, Candidate
 from .costs import Device
-from .evidence import show_error, show_errors
 from .policies import Writer
 from .prices import Profile
+from .records import show_error, show_errors
 from .result import Calibration
 from .runs import Runs, worst
 from .search import Choices, Ranking, digits, only, search, sensitivities
@@ -110,8 +110,7 @@ class Deciding:
             "a `precision=` of their author's, under `amp_stop` or in an `amp` already "
             "are left as written."
         )
-        noise = self.runs.repeated(self.points[0])
-        return self.account.result((), Policy(FULL), noise)
+        return self._as_written()
 
     # All groups low: the policy that most budgets end in.
 
@@ -218,7 +217,7 @@ class Deciding:
         )
         return self._as_written(ranking)
 
-    def _as_written(self, ranking: Ranking) -> Calibration:
+    def _as_written(self, ranking: Ranking | None = None) -> Calibration:
         noise = self.runs.repeated(self.points[0])
         return self.account.result(self.runs.nothing, Policy(FULL), noise, ranking)
 

@@ -151,12 +151,10 @@ class Shadow(Rule):
 def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., Any]:
     """The contraction of marked operands, with its result marked."""
     bind = settled_bind(site.primitive, site.params, is_low=False)
-    reads, kept, gradients = (
-        [[*column] for column in zip(*(one[i] for one in places), strict=True)]
-        for i in range(3)
-    )
-    result = [one.result for one in places]
-    cotangent = [one.cotangent for one in places]
+    columns = zip(*places, strict=True)
+    *of_operands, result, cotangent = columns
+    # By operand, then by candidate.
+    reads, kept, gradients = ([*zip(*some, strict=True)] for some in of_operands)
 
     def marked(*operands):
         columns = zip(operands, kept, gradients, strict=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from .._reports.page.data import table
 from .._reports.page.page import render
-from .evidence import Decided, Tried, show_error
+from .records import Decided, Tried, show_error
 from .result import Calibration
 
 LEAST = 1e-4  # budgets: what is below is drawn there, as is an error of zero
@@ -46,50 +46,30 @@ def _tiles(one: Calibration) -> list[tuple[str, str, str]]:
 
 
 def _front(one: Calibration) -> dict[str, Any]:
-    def point(t: Tried) -> dict[str, Any]:
-        error = min(max(t.error, LEAST), 1 / LEAST)
-        shown = {
-            "set": t.what,
-            "measured": t.measured,
-            "budgets": show_error(t.error),
-        }
-        return {"cost": t.cost, "error": error} | shown
-
-    axes: dict[str, Any] = {
-        "x": {
-            "field": "cost",
-            "type": "quantitative",
-            "title": f"{one.objective} over the function as written",
-        },
-        "y": {
-            "field": "error",
-            "type": "quantitative",
-            "scale": {"type": "log"},
-            "title": "error, in budgets",
-        },
-    }
+    """Error against cost, as a Vega-Lite specification."""
+    error = _channel("error", "quantitative", title="error, in budgets")
+    error["scale"] = {"type": "log"}
+    cost = f"{one.objective} over the function as written"
+    axes = {"x": _channel("cost", "quantitative", title=cost), "y": error}
+    legend = {"orient": "top", "title": None}
     fields = ("set", "measured", "budgets", "cost")
     points = {
         "mark": {"type": "point", "filled": True, "size": 70},
         "encoding": {
             **axes,
-            "color": {
-                "field": "measured",
-                "type": "nominal",
-                "legend": {"orient": "top", "title": None},
-            },
+            "color": _channel("measured", "nominal", legend=legend),
             "tooltip": [{"field": name} for name in fields],
         },
     }
     line = {
-        "data": {"values": [point(t) for t in one.front]},
+        "data": {"values": list(map(_point, one.front))},
         "mark": {"type": "line", "strokeDash": [4, 3], "color": "#888888"},
         "encoding": axes,
     }
     limit = {
         "data": {"values": [{"error": 1}]},
         "mark": {"type": "rule", "color": "#d55e00"},
-        "encoding": {"y": {"field": "error", "type": "quantitative"}},
+        "encoding": {"y": _channel("error", "quantitative")},
     }
     return {
         "width": "container",
@@ -97,6 +77,20 @@ def _front(one: Calibration) -> dict[str, Any]:
         "description": "error against cost of sets of groups",
         "background": "transparent",
         "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": {"values": [point(t) for t in one.tried]},
+        "data": {"values": list(map(_point, one.tried))},
         "layer": [limit, line, points],
+    }
+
+
+def _channel(name: str, kind: str, **options: Any) -> dict[str, Any]:
+    return {"field": name, "type": kind, **options}
+
+
+def _point(tried: Tried) -> dict[str, Any]:
+    return {
+        "cost": tried.cost,
+        "error": min(max(tried.error, LEAST), 1 / LEAST),
+        "set": tried.what,
+        "measured": tried.measured,
+        "budgets": show_error(tried.error),
     }

@@ -13,7 +13,7 @@ from .._reports.extras import need
 from .._reports.page.page import write_page
 from .._reports.page.table import record_table
 from .budget import Budget, Errors
-from .evidence import Decided, Tried, show_errors
+from .records import Decided, Tried, show_errors
 
 
 @dataclass(frozen=True)

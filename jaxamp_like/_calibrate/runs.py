@@ -17,13 +17,13 @@ from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
 from .candidates import FULL, Candidate
+from .choosing import run_chosen
 from .groups import Group, grouped
 from .marks import Contraction, shadow
 from .search import Choices, digits
 from .state import State
 from .subject import Point, Results, Subject
 from .survey import Found, survey
-from .threaded import run_chosen
 
 KEPT = 3  # references held at a time: each is as large as the parameters
 

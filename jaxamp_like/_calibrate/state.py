@@ -3,6 +3,7 @@
 Beside it, until the calibration is done, stand the results of the function as written,
 which all else is compared with: they are as large as the parameters."""
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -68,15 +69,14 @@ class State:
         if self.path is None:
             return
         self.clear({number, *beside})
-        rows = [[np.asarray(x) for x in some] for some in arrays]
-        head = [[(x.dtype.name, x.shape) for x in some] for some in rows]
+        head = [[(x.dtype.name, x.shape) for x in some] for some in arrays]
         text = json.dumps({"of": self.of, "arrays": head}).encode()
 
         def save(beside: Path) -> None:
             with beside.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
-                for x in (x for some in rows for x in some):
-                    file.write(np.ascontiguousarray(x).tobytes())
+                for x in itertools.chain(*arrays):
+                    file.write(np.asarray(x).tobytes())
 
         _write(self._beside(number), save)
 
@@ -88,13 +88,12 @@ class State:
         at = 8 + int.from_bytes(data[:8], "little")
         try:
             head = json.loads(data[8:at])
-            # That of an earlier calibration is written over, and so is a part of one.
-            is_ours = head["of"] == self.of
-            return (
-                _read_arrays(head["arrays"], memoryview(data)[at:]) if is_ours else None
-            )
+            if head["of"] == self.of:
+                return _read_arrays(head["arrays"], memoryview(data)[at:])
         except (ValueError, KeyError, TypeError):
-            return None
+            pass
+        # That of an earlier calibration is written over, and so is a part of one.
+        return None
 
     def clear(self, but: Collection[int] = ()) -> None:
         """Removes what was kept of points: only a later start would need it."""

@@ -18,7 +18,7 @@ from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted, type_of
 from .folding import each_once, foldable, folded, parts_of
-from .lists import ListedPolicy, check_matches, lists_of
+from .lists import ListedPolicy, check_matches, listed_policy
 from .models import (
     as_jax_has_them,
     check_leaves,
@@ -112,7 +112,8 @@ def convert(
     _check_bool(cast_params, "cast_params")
     _check_bool(strict, "strict")
     settings = settings_of(amp_policy, compute_dtype)
-    lists = lists_of(
+    listed = listed_policy(
+        settings.lookup,
         target_ops,
         float32_ops,
         widest_ops,
@@ -122,10 +123,10 @@ def convert(
     model = take_apart(fn, params)
     check_leaves(model.params)
     model = model._replace(params=as_jax_has_them(model.params))
-    if lists.ops or lists.scopes:
+    if listed != ListedPolicy(settings.lookup):
         as_written = traced(model.call, model.params, example_inputs)
-        check_matches(lists, as_written.jaxpr)
-        settings = settings._replace(lookup=ListedPolicy(settings.lookup, lists))
+        check_matches(listed, as_written.jaxpr)
+        settings = settings._replace(lookup=listed)
     # No backward pass: nothing is read twice.
     mixed = amp_by(settings, model.call, strict=strict, gather_once=False, argnums=(0,))
     program = traced(mixed, model.params, example_inputs)

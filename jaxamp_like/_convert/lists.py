@@ -32,50 +32,36 @@ from .._rules.conditions import param_is, when
 
 
 @dataclass(frozen=True)
-class Lists:
-    """Which ops run how, whatever the policy says of them, and where nothing changes.
+class ListedPolicy:
+    """A checked policy with lists of ops and scopes that come first.
+
+    A scope of the policy wins over a list of ops, as it wins over primitives.
 
     Args:
+        policy: what the lists come before.
         rules: the rule of each op that is in a list, by its name.
         conditional: for an op, a parameter and the values that it runs in full with.
         excluded: a policy of the scopes that stay as written; none, of none."""
 
+    policy: Lookup
     rules: tuple[tuple[str, Rule], ...] = ()
     conditional: tuple[tuple[str, str, tuple[Any, ...]], ...] = ()
     excluded: CheckedPolicy | None = None
-
-    @property
-    def ops(self) -> set[str]:
-        return {op for op, _ in self.rules} | {op for op, _, _ in self.conditional}
-
-    @property
-    def scopes(self) -> list[Key]:
-        return [] if self.excluded is None else [k for k, _ in self.excluded.items()]
-
-
-@dataclass(frozen=True)
-class ListedPolicy:
-    """A checked policy with lists of ops and scopes that come first.
-
-    A scope of the policy wins over a list of ops, as it wins over primitives."""
-
-    policy: Lookup
-    lists: Lists
 
     def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         found = self.policy.find(primitive, scope)
         if is_stopped(scope):
             return found
-        if self.lists.excluded is not None:
-            excluded = self.lists.excluded.find_scope(primitive, scope)
+        if self.excluded is not None:
+            excluded = self.excluded.find_scope(primitive, scope)
             if excluded is not None:
                 return excluded
         if found.by_scope or is_program(primitive):
             return found
-        rule = dict(self.lists.rules).get(primitive.name)
+        rule = dict(self.rules).get(primitive.name)
         if rule is not None:
             found = replace(found, key=primitive, rule=rule)
-        for op, parameter, values in self.lists.conditional:
+        for op, parameter, values in self.conditional:
             if op == primitive.name:
                 holds = param_is(parameter, *values)
                 rule = when(holds, use_original_precision, found.rule)
@@ -86,18 +72,18 @@ class ListedPolicy:
         return self.policy.own_keys()
 
     def items(self) -> list[tuple[Key, Any]]:
-        excluded = self.lists.excluded
-        lists = [*(() if excluded is None else excluded.items()), *self.lists.rules]
-        return [*lists, *self.policy.items()]
+        excluded = () if self.excluded is None else self.excluded.items()
+        return [*excluded, *self.rules, *self.policy.items()]
 
 
-def lists_of(
+def listed_policy(
+    policy: Lookup,
     target: Sequence[Op],
     float32: Sequence[Op],
     widest: Sequence[Op],
     conditional: Sequence[tuple[Op, str, Sequence[Any]]],
     excluded: Sequence[Any],
-) -> Lists:
+) -> ListedPolicy:
     """Checks the lists that `convert` was given; errors name its arguments.
 
     An op of the conditional list may be in another list as well: that is what it runs
@@ -117,7 +103,7 @@ def lists_of(
         "Remove it from one of them.",
     )
     rules = [(op, rule) for ops, rule in given.values() for op in sorted(ops)]
-    return Lists(tuple(rules), tuple(triples), _excluded(excluded))
+    return ListedPolicy(policy, tuple(rules), tuple(triples), _excluded(excluded))
 
 
 def _excluded(scopes: Sequence[Any]) -> CheckedPolicy | None:
@@ -141,7 +127,7 @@ def _excluded(scopes: Sequence[Any]) -> CheckedPolicy | None:
     return checked_policy(rules, "excluded_scopes")
 
 
-def check_matches(lists: Lists, jaxpr: Jaxpr) -> None:
+def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
     """Sees to it that each op and each scope of the lists is in the program.
 
     Raises:
@@ -149,18 +135,18 @@ def check_matches(lists: Lists, jaxpr: Jaxpr) -> None:
     ops: set[str] = set()
     paths: set[tuple[str, ...]] = set()
     _collect(jaxpr, (), ops, paths)
-    for op in sorted(lists.ops - ops):
+    named = [op for op, *_ in (*listed.rules, *listed.conditional)]
+    for op in sorted({*named} - ops):
         raise AmpError(
             f"The op {op!r} of the lists is not in the function."
             f"{did_you_mean(op, ops)} Its ops are {', '.join(sorted(ops))}."
         )
-    if lists.excluded is None:
+    excluded = listed.excluded
+    if excluded is None:
         return
-    matched = {
-        show_key(found.key) for path in paths if (found := _at(lists.excluded, path))
-    }
+    matched = {show_key(found.key) for path in paths if (found := _at(excluded, path))}
     known = sorted("/".join(path) for path in paths if path)
-    for key in lists.scopes:
+    for key, _ in excluded.items():
         # Where the outermost wins, an inner one may match and never be asked.
         alone = checked_policy({key: use_original_precision})
         if show_key(key) in matched or any(_at(alone, path) for path in paths):
