@@ -1,6 +1,8 @@
 """From measurements to a policy: what is tried, and in which order."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,8 +16,8 @@ from .policies import Writer
 from .prices import Profile
 from .records import show_error, show_errors
 from .result import Calibration
-from .runs import Runs, worst
-from .search import Choices, Ranking, digits, only, search, sensitivities
+from .runs import Runs
+from .search import Choices, Ranking, digits, search, sensitivities
 from .subject import Point
 
 ATTEMPTS = 3  # policies that are compiled and checked
@@ -164,16 +166,18 @@ class Deciding:
         return [list(row) for row in zip(*columns, strict=True)]
 
     def _alone(self, candidate: Candidate, at_most: int) -> list[float]:
-        takers, num = self.runs.takers(candidate), len(self.runs.groups)
+        takers = self.runs.takers(candidate)
         number = 1 + self.runs.candidates.index(candidate)
 
-        def measure(some: Choices) -> float:
-            which = [i for i, choice in zip(takers, some, strict=True) if choice]
-            return self._measure(only(which, number, num))
+        def measure(some: Sequence[int]) -> float:
+            choices = [*self.runs.nothing]
+            for i in some:
+                choices[takers[i]] = number
+            return self._measure(tuple(choices))
 
-        found = [math.inf] * num
+        found = [math.inf] * len(self.runs.groups)
         if takers:
-            errors = sensitivities(measure, len(takers), 1, at_most)
+            errors = sensitivities(measure, len(takers), at_most)
             for i, error in zip(takers, errors, strict=True):
                 found[i] = error
         return found
@@ -266,7 +270,8 @@ class Deciding:
             )
             return None
         held_out = [self.runs.mixed(policy, digits(choices), p) for p in self.checks]
-        return self.account.result(choices, policy, worst(held_out), ranking)
+        worst = functools.reduce(operator.or_, held_out)
+        return self.account.result(choices, policy, worst, ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
         runs = self.runs

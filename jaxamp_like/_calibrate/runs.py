@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,8 @@ def traced(
     """The program of a pass, with marks, and the structure of its results."""
     of = subject.call.live
     program = subject.program(lambda fn: shadow(fn, candidates, of))
-
-    def flat(*arrays):
-        return program(arrays)
-
-    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*point.arrays)
+    traced = jax.make_jaxpr(lambda *arrays: program(arrays), return_shape=True)
+    jaxpr, shapes = traced(*point.arrays)
     return shown(jaxpr), jax.tree.structure(shapes)
 
 
@@ -275,8 +272,3 @@ def _floats(results: Results) -> Results:
 def _of(nans: int, infs: int) -> str:
     parts = [f"{n} {what}" for n, what in ((nans, "NaN"), (infs, "infinite")) if n]
     return " and ".join(parts)
-
-
-def worst(measured: Sequence[Errors]) -> Errors:
-    """The worst of each error."""
-    return functools.reduce(lambda a, b: a | b, measured)

@@ -4,7 +4,6 @@ Errors of roundings are independent, so that their squares add up. That is how a
 groups is guessed; what counts is what is measured of the set. All errors here are in
 budgets: 1 is what is allowed."""
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,38 +21,30 @@ def digits(choices: Choices) -> str:
     return "".join(map(str, choices))
 
 
-def only(groups: Sequence[int], candidate: int, num_groups: int) -> Choices:
-    """These groups in a candidate, the others as written."""
-    which = set(groups)
-    return tuple(candidate if i in which else 0 for i in range(num_groups))
-
-
 def sensitivities(
-    measure: Measure, num_groups: int, candidate: int, at_most: int
+    measure: Callable[[Sequence[int]], float], num_groups: int, at_most: int
 ) -> list[float]:
     """The error of each group when it alone is low, in at most so many passes.
 
     With fewer passes than groups, sets of neighbours are measured, and the worst are
-    split in halves; a set's error is shared among its members."""
+    split in halves; a set's error is shared among its members.
 
-    def error(start: int, stop: int) -> float:
-        return measure(only(range(start, stop), candidate, num_groups))
-
+    Args:
+        measure: gives the error when the groups of these numbers are low.
+        num_groups: how many there are.
+        at_most: how often to measure."""
     if num_groups <= at_most:
-        return [error(i, i + 1) for i in range(num_groups)]
-    sets = [(-error(0, num_groups), 0, num_groups)]
-    left = at_most - 1
-    while left >= 2:
-        split = [one for one in sets if one[2] - one[1] > 1]
-        if not split or -min(split)[0] < NEGLIGIBLE:
+        return [measure([i]) for i in range(num_groups)]
+    sets = [(-measure(range(num_groups)), 0, num_groups)]
+    for _ in range((at_most - 1) // 2):
+        worst = min((one for one in sets if one[2] - one[1] > 1), default=None)
+        if worst is None or -worst[0] < NEGLIGIBLE:
             break
-        worst = min(split)
         sets.remove(worst)
         _, start, stop = worst
         middle = (start + stop) // 2
         for a, b in ((start, middle), (middle, stop)):
-            heapq.heappush(sets, (-error(a, b), a, b))
-        left -= 2
+            sets.append((-measure(range(a, b)), a, b))
     found = [0.0] * num_groups
     for less, start, stop in sets:
         found[start:stop] = [-less / math.sqrt(stop - start)] * (stop - start)

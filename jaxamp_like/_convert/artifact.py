@@ -13,12 +13,12 @@ from .._reports.versions import versions
 from . import summary as summaries
 from .extra import needed
 from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
-from .models import canonical_dtype, distinct, is_parameter
+from .models import canonical_dtype, distinct, is_parameter, parameters_in
 from .native import check_calls
 from .printable import printable
 from .tensors import all_described, described, read_tensors, write_tensors
 from .traced import Traced
-from .trees import arrays_in, decode, encode
+from .trees import decode, encode
 
 
 def save_converted(
@@ -33,14 +33,14 @@ def save_converted(
             f"{platforms!r}."
         )
     program: Traced = converted.trace(converted.example_inputs)
-    params = arrays_in(converted.params, is_parameter)
+    params = parameters_in(converted.params)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params):
         raise ValueError(
             "The parameters are shapes only: convert real ones to save them."
         )
     leaves = [*params, *program.constants()]
     names = distinct([stored.name for stored in converted.summary.leaves])
-    inputs = list(map(_shape, arrays_in(converted.example_inputs, is_parameter)))
+    inputs = list(map(_shape, parameters_in(converted.example_inputs)))
 
     def run(leaves: list[Any], inputs: list[Any]) -> list[Any]:
         num = len(params)
@@ -154,7 +154,7 @@ class Artifact:
         if json.dumps(given) != json.dumps(self._inputs):  # 1 is neither 1.0 nor True
             told = jax.tree.map(_told, tuple(inputs))
             raise TypeError(f"The inputs must be like {self._shown}, but are {told}.")
-        arrays = arrays_in(inputs, _is_array_like)
+        arrays = [x for x in jax.tree.leaves(inputs) if _is_array_like(x)]
         for i, (x, type_) in enumerate(zip(arrays, self._types, strict=True)):
             _check_input(i, x, type_)
         return arrays

@@ -26,6 +26,7 @@ from .models import (
     first_places,
     is_parameter,
     map_parameters,
+    parameters_in,
     path_name,
     take_apart,
 )
@@ -287,7 +288,7 @@ def _summary(
 ) -> Summary:
     """Read off the converted program: what it casts and contracts is what runs."""
     constants = program.constants()
-    leaves = [x for x in jax.tree.leaves((params, inputs)) if is_parameter(x)]
+    leaves = parameters_in((params, inputs))
     avals = [
         x if (d := narrower(x, s)) is None else jax.ShapeDtypeStruct(x.shape, d)
         for x, s in zip(leaves, stored, strict=False)

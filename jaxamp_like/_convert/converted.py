@@ -11,7 +11,7 @@ import jax
 
 from .._dtypes import is_float
 from .._errors import AmpError
-from .models import Model, is_parameter, path_name
+from .models import Model, is_parameter, parameters_in, path_name
 from .summary import Summary
 from .traced import Traced, traced
 
@@ -157,8 +157,7 @@ class Converted:
 
     def _uncompiled(self, params: Any, inputs: Sequence[Any]) -> Any:
         program = self.trace(inputs)
-        leaves = jax.tree.leaves((params, tuple(inputs)))
-        args = [x for x in leaves if is_parameter(x)]
+        args = parameters_in((params, tuple(inputs)))
         return program.merge(program.run(program.constants(), args))
 
     def _check(self, params: Any) -> None:

@@ -17,7 +17,7 @@ import jax
 from .._errors import AmpError, without_derivative
 from .._jax import Eqn, Jaxpr, eqn_context, evaluate, raw, reemit
 from .._structural.running import run_programs
-from .models import is_parameter
+from .models import is_parameter, parameters_in
 from .splitting import CONSTANT, INPUT, Owners, Split, is_call, split
 from .traced import traced
 from .uses import bodies
@@ -158,8 +158,8 @@ def folded(
             )
             if is_parameter(author)
         ]
-        given = [x for x in jax.tree.leaves(inputs) if is_parameter(x)]
-        args = [None if i in which else x for i, x in enumerate((*leaves, *given))]
+        given = enumerate((*leaves, *parameters_in(inputs)))
+        args = [None if i in which else x for i, x in given]
         rest = split(program.jaxpr, owners_of(len(args), which))
         parts = [iter(leaf if i in which else ()) for i, leaf in enumerate(leaves)]
         mine = [next(parts[i], None) for i in needed_owners(rest)]

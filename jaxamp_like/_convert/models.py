@@ -139,6 +139,11 @@ def is_parameter(leaf: Any) -> bool:
     return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+def parameters_in(tree: Any) -> list[Any]:
+    """The arrays of a tree."""
+    return [x for x in jax.tree.leaves(tree) if is_parameter(x)]
+
+
 def path_name(path: Any) -> str:
     """The path of a leaf as it is named here: "encoder/0/kernel"."""
     parts = []

@@ -124,10 +124,6 @@ def _narrowest(avals: Sequence[Any]) -> DType | None:
     return min(dtypes, key=bits) if len(set(dtypes)) > 1 else None
 
 
-def _bind_inline(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    return rewriter.run(eqn, operands)
-
-
 def _bind_without_rule(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
     """Binds what an author's derivative rule stands for, without the rule.
 
@@ -161,7 +157,7 @@ def _bind_shard_map(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
 
 _STRUCTURAL = {
     **dict.fromkeys(("jit", "pjit", "scan", "while", "cond", *REMAT), _bind_again),
-    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _bind_inline),
+    **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _Rewriter.run),
     "custom_jvp_call": _bind_without_rule,
     "custom_vjp_call": _bind_without_rule,
     "shard_map": _bind_shard_map,

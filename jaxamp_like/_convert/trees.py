@@ -9,13 +9,11 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 _PLAIN = (bool, int, float, str)
 
 
 def encode(tree: Any, is_array: Callable[[Any], bool], what: str) -> Any:
-    """A tree as JSON; arrays are left out, and are numbered by their order.
+    """A tree as JSON; arrays are left out, and numbered in JAX's order of leaves.
 
     Raises:
         TypeError: it holds something that JSON can't tell; the message names it."""
@@ -82,8 +80,3 @@ def decode(data: Any, arrays: list[Any]) -> Any:
 def _named_tuple(typename: str, names: tuple[str, ...]) -> Any:
     """One class for each: trees of two calls must be of the same structure."""
     return namedtuple(typename, names)
-
-
-def arrays_in(tree: Any, is_array: Callable[[Any], bool]) -> list[Any]:
-    """The arrays of a tree, in the order in which `encode` numbers them."""
-    return [x for x in jax.tree.leaves(tree) if is_array(x)]

@@ -18,8 +18,6 @@ Scope = tuple[str, ...]
 
 RESULT, CARRY = "a result", "a carry that changes"
 
-_OPAQUE = frozenset({"xla_pmap"})
-
 
 class Use(NamedTuple):
     """One way in which a value is read.
@@ -58,7 +56,7 @@ def uses_of_inputs(jaxpr: Jaxpr) -> list[Uses]:
 def holds_programs(eqn: Eqn) -> bool:
     """Whether an equation's programs can be given operands of other dtypes."""
     name = eqn.primitive.name
-    if name not in STRUCTURAL or name in _OPAQUE:
+    if name not in STRUCTURAL or name == "xla_pmap":
         return False
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
     # A layout belongs to a dtype.
