@@ -50,12 +50,11 @@ def _prepare_program(one: Split, args: list[Any]) -> tuple[list[Any], list[Any]]
     """The same of a program that an equation holds: for all slices, if it scans any."""
     if one.length is None:
         return prepare(one, args)
-    is_sliced = [v in one.sliced for v in raw(one.jaxpr).invars]
-    stacks = [x if moves else None for x, moves in zip(args, is_sliced, strict=True)]
+    inputs = zip(raw(one.jaxpr).invars, args, strict=True)
+    stacks = [x if v in one.sliced else None for v, x in inputs]
 
     def needed(slices: Sequence[Any]) -> list[Any]:
-        pairs = zip(slices, args, is_sliced, strict=True)
-        return prepare(one, [s if moves else x for s, x, moves in pairs])[1]
+        return prepare(one, _sliced(args, slices))[1]
 
     if all(x is None for x in stacks):
         return [], needed(stacks)
@@ -89,16 +88,25 @@ def _run_programs(
 ) -> list[Any]:
     """Runs a loop, a branch or a call on the parts of each of its programs."""
 
-    def is_sliced(i: int) -> list[bool]:
-        return [inner[i].length is not None and moves for moves in inner[i].slices()]
+    if inner[0].length is None:
+        return run_programs(
+            eqn, values, lambda i, args, _: run(inner[i], args, parts[i])
+        )
+    (body,), (mine,) = inner, parts
+    stacks = [
+        x if moves else None for x, moves in zip(mine, body.slices(), strict=True)
+    ]
 
-    def run_one(i: int, args: list[Any], slices: Sequence[Any]) -> list[Any]:
-        rest = iter(slices)
-        pairs = zip(parts[i], is_sliced(i), strict=True)
-        return run(inner[i], args, [next(rest) if moves else x for x, moves in pairs])
+    def run_body(_: int, args: list[Any], slices: Sequence[Any]) -> list[Any]:
+        return run(body, args, _sliced(mine, slices))
 
-    stacks = [x for x, moves in zip(parts[0], is_sliced(0), strict=True) if moves]
-    return run_programs(eqn, values, run_one, stacks)
+    return run_programs(eqn, values, run_body, stacks)
+
+
+def _sliced(whole: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
+    """The slices, and in place of `None` what is the same for all iterations."""
+    pairs = zip(whole, slices, strict=True)
+    return [x if one is None else one for x, one in pairs]
 
 
 def foldable(
