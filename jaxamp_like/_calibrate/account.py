@@ -25,7 +25,7 @@ NONE_FOR_IT = "no candidate is for it: `explain` says why rules of 8 bits leave 
 
 @dataclass
 class Account:
-    """Keeps what was tried, and says what came of it.
+    """Remembers what was tried, and makes the result of it.
 
     Args:
         runs: what makes the passes.

@@ -20,12 +20,12 @@ from .runs import Runs
 from .search import Choices, Ranking, digits, search, sensitivities
 from .subject import Point
 
-ATTEMPTS = 3  # policies that are compiled and checked
-MARGIN = 0.9  # of what is left after a policy missed the budget
-NEAR = 2.0  # budgets: so far from being met, all groups low are not tried as a policy
-FAR = 2.0  # budgets: by so much a policy is missed for reasons of its own
-FOR_SETS = 12  # passes that are left for what is measured together
-FOR_A_SEARCH = 6  # of these
+ATTEMPTS = 3  # how many policies are compiled and checked
+MARGIN = 0.9  # the share of what is allowed that is aimed at after a miss
+NEAR = 2.0  # all groups low become a policy if their roundings err less, in budgets
+FAR = 2.0  # a policy that errs more, in budgets, may do so even if it lowers nothing
+FOR_SETS = 12  # passes that are left for sets of groups
+FOR_A_SEARCH = 6  # the most of these that one search takes
 MOST_POINTS = 4  # batches that sets are measured on
 
 
@@ -48,8 +48,8 @@ class Deciding:
     device: Device | Profile
     max_passes: int
     searched: dict[Choices, float] = field(default_factory=dict)
-    scale: float = 1.0  # what roundings alone leave out of the error of a policy
-    first: float = 1.0  # of what is allowed on all batches: so much on the first
+    scale: float = 1.0  # the error of a policy over that of its roundings alone
+    first: float = 1.0  # the share of the limit that sets may reach on the first batch
 
     def __post_init__(self) -> None:
         self.budget = self.runs.subject.budget

@@ -1,4 +1,4 @@
-"""Marks: where a program would round under `amp`, which say so and compute nothing.
+"""Marks: identities that stand where a program would round under `amp`.
 
 A contraction that `amp` would lower reads and makes marked values. The cotangent of a
 marked value is marked too, so that the backward pass is rounded where that of the mixed
@@ -49,7 +49,8 @@ class Contraction(NamedTuple):
 
 
 Role = Literal["read", "operand", "result"]
-"""Of an operand that is read by the forward pass only; of any other; of a result."""
+"""What is marked: an operand that the forward pass alone reads, another operand, or a
+result."""
 
 
 def _identity(x: Any, **told: Any) -> Any:

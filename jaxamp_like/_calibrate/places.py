@@ -1,4 +1,4 @@
-"""What each candidate rounds at a contraction: operands, result, and cotangents."""
+"""What each candidate rounds at a contraction: operands, results and cotangents."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

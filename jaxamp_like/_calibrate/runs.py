@@ -25,7 +25,7 @@ from .state import State
 from .subject import Point, Results, Subject
 from .survey import Found, survey
 
-KEPT = 3  # references held at a time: each is as large as the parameters
+KEPT = 3  # references that are held at a time; each is as large as the parameters
 
 
 def traced(
@@ -242,7 +242,10 @@ class Runs:
         return self.state.measured[key]
 
     def _count(self, point: Point) -> None:
-        """Counts a pass, with that as written if it is not held: resumed or not."""
+        """Counts a pass, and the one as written that it is compared with.
+
+        The latter only if its results are not held. A calibration that goes on after a
+        kill counts alike, so that it decides alike."""
         is_new = point.number not in self._references
         if is_new:
             while len(self._references) >= KEPT:

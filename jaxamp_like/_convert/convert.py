@@ -128,7 +128,7 @@ def convert(
         as_written = traced(model.call, model.params, example_inputs)
         check_matches(listed, as_written.jaxpr)
         settings = settings._replace(lookup=listed)
-    # No backward pass: nothing is read twice.
+    # There is no backward pass, which would read a gathered parameter again.
     mixed = amp_by(settings, model.call, strict=strict, gather_once=False, argnums=(0,))
     program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
@@ -178,7 +178,7 @@ def _stored(
 
 
 def _in_all_places(which: Iterable[int], first: Sequence[int]) -> set[int]:
-    """`which`, and where else the same arrays stand."""
+    """`which`, and the other places in which the same arrays stand."""
     wanted = {first[i] for i in which}
     return {i for i, j in enumerate(first) if j in wanted}
 
@@ -199,7 +199,7 @@ def _stored_parts(
     parts: dict[int, tuple[Any, ...]],
     kept: dict[int, str],
 ) -> tuple[Stored, ...]:
-    """How all is stored, where some parameters are what was made of them."""
+    """How arrays are stored, where tuples of what is made of them replace some."""
     leaves, names = _parameters(params)
     origin = [
         (i, k) for i in range(len(before)) for k in range(len(parts.get(i, (None,))))

@@ -24,9 +24,14 @@ from .uses import bodies
 
 
 def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """What is made of parameters alone: the results, and all that is needed.
+    """Computes what is made of parameters alone.
 
-    `args` are the inputs, `None` where they are not there."""
+    Args:
+        split: the program.
+        args: its inputs; `None` for those that are only known at a call.
+    Returns:
+        The results that are made of parameters alone (`None` for others), and all that
+        the rest of the program needs."""
     made = dict(zip(raw(split.jaxpr).invars, args, strict=True))
     in_programs: list[Any] = []
 
@@ -47,7 +52,7 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _prepare_program(one: Split, args: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The same of a program that an equation holds: for all slices, if it scans any."""
+    """Does so for a program that an equation holds, and for all slices of a scan."""
     if one.length is None:
         return prepare(one, args)
     inputs = zip(raw(one.jaxpr).invars, args, strict=True)
@@ -63,7 +68,12 @@ def _prepare_program(one: Split, args: list[Any]) -> tuple[list[Any], list[Any]]
 
 
 def run(split: Split, args: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-    """Computes the rest, on what was prepared; `args` are `None` for parameters."""
+    """Computes the rest of a program.
+
+    Args:
+        split: the program.
+        args: its inputs; `None` for parameters that are folded.
+        parts: what `prepare` has made of these."""
     given = dict(zip(split.needed, parts, strict=False))
     rest = iter(parts[len(given) :])
 
@@ -154,7 +164,7 @@ def needed_owners(split: Split) -> list[int]:
 def folded(
     mixed: Callable[..., Any], authors: Any, which: Sequence[int]
 ) -> Callable[..., Any]:
-    """`mixed` for parameters of which some are tuples of what was made of them."""
+    """`mixed` as a function of parameters some of which are tuples of their parts."""
     tree = jax.tree.structure(authors)
 
     def call(params: Any, *inputs: Any) -> Any:
@@ -200,7 +210,7 @@ _All = dict[int, tuple[Any, ...]]
 
 
 def parts_of(program: Any, leaves: Sequence[Any], which: Sequence[int]) -> _All:
-    """What is made of each of the parameters `which`, by their positions."""
+    """The parts that are made of each of the parameters at the positions `which`."""
     num = len(raw(program.jaxpr).invars)
     whole = split(program.jaxpr, owners_of(num, which))
 
@@ -217,9 +227,9 @@ def parts_of(program: Any, leaves: Sequence[Any], which: Sequence[int]) -> _All:
 
 
 def each_once(parts: _All, first: Sequence[int]) -> _All:
-    """`parts`, where what several readers make alike of one array is one array.
+    """`parts` with one array where several readers make equal parts of one parameter.
 
-    `first` says of each parameter where the same array stands first."""
+    `first` says for each parameter where the same array stands first."""
     known: dict[Any, list[Any]] = {}
 
     def once(i: int, part: Any) -> Any:

@@ -128,7 +128,7 @@ def _excluded(scopes: Sequence[Any]) -> CheckedPolicy | None:
 
 
 def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
-    """Sees to it that each op and each scope of the lists is in the program.
+    """Checks that each op and each scope of the lists is in the program.
 
     Raises:
         AmpError: one matches nothing; the message names what is there."""
@@ -161,7 +161,7 @@ def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
 
 
 def _at(excluded: CheckedPolicy, path: tuple[str, ...]) -> Match | None:
-    """What excludes a scope: the rule is one for all primitives."""
+    """What excludes a scope: the same for any primitive that is asked for."""
     return excluded.find_scope(lax.dot_general_p, path)
 
 

@@ -1,4 +1,4 @@
-"""Models of frameworks as what they are here: a function and a tree of parameters.
+"""Models of frameworks, taken apart: a function and a tree of parameters.
 
 A model that holds its parameters (Equinox, NNX, Keras) is taken apart; one that is
 given them (Linen, Haiku, a plain function) is called as it is."""
@@ -67,7 +67,7 @@ def take_apart(fn: Any, params: Any) -> Model:
 
 
 def check_leaves(params: Any) -> None:
-    """Sees to it that parameters are arrays; the settings of a module may be others.
+    """Checks that parameters are arrays; the settings of a module may be anything.
 
     Raises:
         TypeError: a leaf is none; the message names it."""
@@ -125,9 +125,10 @@ def map_parameters(fn: Callable[..., Any], params: Any, *rows: Iterable[Any]) ->
 
 
 def first_places(leaves: Sequence[Any]) -> list[int]:
-    """For each array of a list where it stands first: tied weights stand twice.
+    """For each array of a list, the position at which the same array stands first.
 
-    Shapes alone don't tell whether they are of one array."""
+    Tied weights stand in several places. Whether two shapes without values are of one
+    array can't be told, so these are taken for different ones."""
     places: dict[int, int] = {}
     return [
         i if isinstance(x, jax.ShapeDtypeStruct) else places.setdefault(id(x), i)

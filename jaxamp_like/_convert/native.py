@@ -96,7 +96,7 @@ _DTYPES = {
 
 
 def check_calls(exported: export.Exported) -> None:
-    """Sees to it that a program calls no native code but as JAX does.
+    """Checks that a program calls no native code but as JAX does.
 
     Raises:
         ArtifactError: it calls other code, or talks to the host."""

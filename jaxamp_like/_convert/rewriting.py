@@ -1,8 +1,8 @@
 """A program for inputs that are stored in narrower dtypes than it was traced with.
 
-The casts of these inputs vanish, and what only moves them moves what is stored. All
-other equations stay the very same. What is asked of the inputs (`uses`) says beforehand
-that this can be done: such an input is read in its narrower dtype only."""
+The casts of these inputs vanish, and equations that only move them move what is stored.
+All other equations stay the very same. This can be done since each such input is read
+in its narrower dtype only, which `uses` has found out before."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +57,7 @@ class _Rewriter:
             with eqn_context(eqn):
                 return bind(self, eqn, operands)
         if name not in EACH_ALONE:
-            # Who reads the result reads it so.
+            # Whoever reads the result reads it in the narrower dtype.
             floats = (x is not None and is_float(v.aval.dtype) for x, v in pairs)
             operands = [
                 cast(jax.numpy.asarray(x), narrow[0]) if is_one else x

@@ -117,7 +117,7 @@ def _need(made: Split, atoms: Iterable[Any]) -> None:
 
 
 def _leave_widening(made: Split) -> None:
-    """Takes the narrowest of what is only cast and moved until it is needed."""
+    """Takes the narrowest of values that are only cast and moved until needed."""
     makers = {v: eqn for eqn in raw(made.jaxpr).eqns for v in eqn.outvars}
     for needed in list(made.needed):
         chain, v = [needed], needed

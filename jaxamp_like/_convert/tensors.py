@@ -26,7 +26,7 @@ _KEY = re.compile(r"key<.*>")
 
 
 def described(name: str, leaf: Any) -> dict[str, Any]:
-    """What is to be known of an array to have it again."""
+    """What must be known of an array to restore it."""
     dtype = str(leaf.dtype)
     row = {"name": name, "dtype": dtype, "shape": list(map(str, leaf.shape))}
     if _KEY.fullmatch(dtype):
@@ -43,7 +43,7 @@ def _implementation(keys: Any) -> str:
 
 
 def all_described(names: Sequence[str], leaves: Sequence[Any]) -> list[dict[str, Any]]:
-    """The same of many; an array that stands in several places is written once."""
+    """Describes many arrays; one that stands in several places is written once."""
     rows = [described(*pair) for pair in zip(names, leaves, strict=True)]
     for i, first in enumerate(first_places(leaves)):
         if first != i:
@@ -60,7 +60,7 @@ def write_tensors(path: Path, rows: Sequence[dict[str, Any]], leaves: Any) -> No
 
 
 def read_tensors(data: bytes, rows: Sequence[dict[str, Any]]) -> list[Any]:
-    """The arrays in a file of safetensors, which are as described.
+    """Reads the arrays of a safetensors file, and checks them by their descriptions.
 
     Read by hand: the package reads files, which may change after they were checked, or
     copies all of the arrays at once.

@@ -19,7 +19,8 @@ from .uses import Uses, uses_of_inputs
 class Traced(NamedTuple):
     """The program of a mixed function, and how its constants and inputs are read.
 
-    Its inputs are the arrays among the parameters, then those among the inputs."""
+    Its inputs are the arrays among the function's parameters, then those among the
+    function's inputs."""
 
     jaxpr: Jaxpr
     out_tree: Any  # of the arrays among the results
@@ -50,9 +51,9 @@ class Traced(NamedTuple):
         return run_stored(self.jaxpr, constants, args)
 
     def check(self, stored: Sequence[Stored]) -> None:
-        """Sees to it that parameters that are stored so will do for this program.
+        """Checks that this program needs no more bits of a parameter than are stored.
 
-        They were stored for inputs of other shapes, where another rule may hold.
+        It may have been stored for inputs of other shapes, where another rule holds.
 
         Raises:
             AmpError: a parameter is read in more bits than it has."""
