@@ -42,7 +42,6 @@ app = typer.Typer(
 )
 
 _REFUSED, _WRONG = 1, 2
-_SHOWN = 64  # parameters, from which on a bar is worth its line
 
 Target = Annotated[
     str,
@@ -280,20 +279,9 @@ def _bar() -> Iterator[None]:
     """A progress bar on stderr for models of many parameters."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    tasks: dict[str, Any] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        if total < _SHOWN:
-            return
-        if not tasks:
-            progress.start()  # leaves a line, so only where there is something to show
-        if what not in tasks:
-            tasks[what] = progress.add_task(what, total=total)
-        progress.update(tasks[what], completed=done)
-
     try:
-        with showing(show):
+        with showing(progress):
             yield
     finally:
-        if tasks:
+        if progress.tasks:  # ending it leaves a line
             progress.stop()

@@ -1,32 +1,42 @@
-"""Who is told how far a long loop over parameters has come."""
+"""A bar that shows how far a long loop over parameters has come."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 _T = TypeVar("_T")
-Show = Callable[[str, int, int], object]  # what is done, how many are, of how many
+_SHOWN = 64  # the number of parameters from which on a bar is worth its line
 
-_show: ContextVar[Show | None] = ContextVar("progress", default=None)
+
+class Bar(Protocol):
+    """What shows progress, such as a `rich.progress.Progress`."""
+
+    def start(self) -> None: ...
+
+    def track(self, sequence: Any, *, description: str) -> Iterable[Any]:
+        """The items of a sequence, while it is shown how many of them are done."""
+        ...
+
+
+_bar: ContextVar[Bar | None] = ContextVar("progress", default=None)
 
 
 @contextlib.contextmanager
-def showing(show: Show) -> Iterator[None]:
-    """Within it, `show` is called before each item and after the last one."""
-    token = _show.set(show)
+def showing(bar: Bar) -> Iterator[None]:
+    """Within it, `bar` shows long loops; the first of them starts it."""
+    token = _bar.set(bar)
     try:
         yield
     finally:
-        _show.reset(token)
+        _bar.reset(token)
 
 
 def ticked(what: str, items: Sequence[_T]) -> Iterator[_T]:
     """The items, while it is shown how many of them are done."""
-    show = _show.get()
-    for i, item in enumerate(items):
-        if show is not None:
-            show(what, i, len(items))
-        yield item
-    if show is not None:
-        show(what, len(items), len(items))
+    bar = _bar.get()
+    if bar is None or len(items) < _SHOWN:
+        yield from items
+        return
+    bar.start()
+    yield from bar.track(items, description=what)
