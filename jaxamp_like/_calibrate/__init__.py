@@ -6,8 +6,8 @@ of these do, as an input), `costs`, `groups` (what is decided together), `prices
 `survey` (the contractions of a program), `budget`, `subject` (what is measured;
 `fingerprint` tells it from others), `runs` (passes, each remembered in `state`),
 `sizes` (what the shapes of contractions hold for), `search`, `policies` (choices as a
-policy), `records` and `result` (what was found) with its `page`, `account` (what is
-said), `deciding`, `calibrate`."""
+policy), `records`, `chart` and `result` (what was found), `account` (what is said),
+`deciding`, `calibrate`."""
 
 from .budget import Budget as Budget
 from .calibrate import calibrate as calibrate

@@ -10,10 +10,12 @@ from typing import Any
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._reports.extras import need
-from .._reports.page.page import write_page
+from .._reports.page.data import table
+from .._reports.page.page import render, write_page
 from .._reports.page.table import record_table
 from .budget import Budget, Errors
-from .records import Decided, Tried, show_errors
+from .chart import error_against_cost
+from .records import Decided, Tried, show_error, show_errors
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,38 @@ class Calibration:
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the file can't be written."""
-        from .page import page
+        charts: dict[str, Any] = {}
+        if self.tried:
+            chart = error_against_cost(self.tried, self.front, self.objective)
+            charts["front"] = chart
+        tables = {
+            "groups": table(Decided, self.groups),
+            "tried": table(Tried, self.tried),
+        }
+        page = render(
+            {"tables": tables, "charts": charts},
+            "calibration.html",
+            title=f"{self.objective} by {self.granularity}",
+            budget=repr(self.budget),
+            tiles=self._tiles(),
+            notes=self.notes,
+            policy=repr(self.policy),
+            versions=self.versions,
+        )
+        return write_page(path, page)
 
-        return write_page(path, page(self))
+    def _tiles(self) -> list[tuple[str, str, str]]:
+        low = len(self.groups) - len(self.kept_full)
+        errors = [
+            (name, show_error(getattr(self.held_out, name)), f"allowed {limit:g}")
+            for name, limit in self.budget.limits().items()
+        ]
+        return [
+            ("low", f"{self.low_share:.1%}", "of the contractions' FLOPs"),
+            ("groups", f"{low} of {len(self.groups)}", "in low precision"),
+            *errors,
+            ("cost", f"{self.passes} passes", f"{self.compilations} compilations"),
+        ]
 
 
 def _plain(value: Any) -> Any:

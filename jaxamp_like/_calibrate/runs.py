@@ -121,16 +121,20 @@ class Runs:
             one: i for i, group in enumerate(self.groups) for one in group.contractions
         }
 
-        def run(choices, seed, spread, arrays):
-            arrays = self.subject.moved(seed, spread, arrays)
+        def run(arrays, choices):
             outs = run_chosen(self.jaxpr, numbers, choices, arrays)
             return jax.tree.unflatten(self.tree, outs)
 
         return self._compiled(run, np.zeros(len(self.groups), np.int32))
 
-    def _compiled(self, run: Callable[..., Results], *first: Any) -> Any:
+    def _compiled(self, run: Callable[..., Results], *more: Any) -> Any:
+        """`run` for a point's arrays, moved as it says, and for more arguments."""
+
+        def moved(seed, spread, arrays, *more):
+            return run(self.subject.moved(seed, spread, arrays), *more)
+
         self.compilations += 1
-        return jax.jit(run).lower(*first, *_args(self.first)).compile()
+        return jax.jit(moved).lower(*_args(self.first), *more).compile()
 
     def _timed(self, program: Any, *args: Any) -> Results:
         self.passes += 1
@@ -140,7 +144,7 @@ class Runs:
         return results
 
     def _run(self, point: Point, choices: Choices) -> Results:
-        return self._timed(self._chosen, np.asarray(choices, np.int32), *_args(point))
+        return self._timed(self._chosen, *_args(point), np.asarray(choices, np.int32))
 
     # What is measured.
 
@@ -221,12 +225,7 @@ class Runs:
                 is_as_written = policy == Policy(FULL)
                 return fn if is_as_written else amp(fn, amp_policy=policy, argnums=of)
 
-            program = self.subject.program(mix)
-
-            def run(seed, spread, arrays):
-                return program(self.subject.moved(seed, spread, arrays))
-
-            self._mixed[name] = self._compiled(run)
+            self._mixed[name] = self._compiled(self.subject.program(mix))
         return self._mixed[name]
 
     def _measure(
