@@ -31,7 +31,6 @@ from .folder import open_folder, well_formed
 from .models import take_apart
 from .printable import printable
 from .progress import showing
-from .views import contraction_table
 
 app = typer.Typer(
     help="Mixed precision for JAX: convert a trained model once, see what it did.",
@@ -223,7 +222,7 @@ def inspect(
     print(f"inputs    {', '.join(inputs)}")
     print(f"written   {wrote}")
     print(summary)
-    Console().print(contraction_table(summary.contractions))
+    Console().print(summaries.contraction_table(summary))
 
 
 def _made(target: str) -> tuple[Any, ...]:

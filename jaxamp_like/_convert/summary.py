@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from .._reports.data.explained import human_bytes
+from .._reports.extras import need
+from .._reports.page.data import table
+from .._reports.page.page import render, write_page
+from .._reports.page.table import MAX_ROWS, record_table
+from .._reports.versions import versions
 from .records import Cast, Contraction
 from .storage import Stored
-from .views import print_summary, write_summary
 
 _MOST = 12  # leaves to print
+_FULL = {"float32", "float64"}
+_HEADINGS = (
+    ("parameters", "Parameters", "How each is stored, and why."),
+    ("leftCasts", "Casts that are left", "Other readers need these in float32."),
+    ("contractions", "Contractions", "In what precision the program multiplies."),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +119,11 @@ class Summary:
 
         Raises:
             ImportError: rich is not installed."""
-        print_summary(self)
+        console = need("rich.console", "rich").Console()
+        console.print(str(self).split("\n")[0], markup=False, highlight=False)
+        title = "Parameters, the largest first"
+        console.print(record_table(title, Stored, self._by_size(), MAX_ROWS))
+        console.print(contraction_table(self))
 
     def save_html(self, path: str | Path) -> Path:
         """Writes one page that opens without a network.
@@ -121,7 +135,45 @@ class Summary:
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the path can't be written to; the message says why."""
-        return write_summary(self, path)
+        tables = {
+            "parameters": table(Stored, self._by_size()),
+            "leftCasts": table(Cast, self.casts),
+            "contractions": table(Contraction, self.contractions),
+        }
+        page = render(
+            {"tables": tables, "charts": {}},
+            vega="",
+            title=self.name,
+            reports=[],
+            headlines=[("converted", self._tiles())],
+            tables=_HEADINGS,
+            numerics=None,
+            sources=[],
+            versions=versions(),
+        )
+        return write_page(path, page)
+
+    def _by_size(self) -> list[Stored]:
+        return sorted(self.leaves, key=lambda leaf: -leaf.bytes_before)
+
+    def _tiles(self) -> list[tuple[str, str, str]]:
+        low = sum(set(c.reads).isdisjoint(_FULL) for c in self.contractions)
+        return [
+            ("Stored", human_bytes(self.bytes_now), f"{100 * self.share:.1f} %"),
+            ("In the model", human_bytes(self.bytes_before), ""),
+            ("Narrower", str(len(self.changed)), f"of {len(self.leaves)} arrays"),
+            ("Casts left", str(len(self.casts)), "of parameters"),
+            (
+                "Contractions",
+                str(low),
+                f"of {len(self.contractions)} read 16 bits or 8",
+            ),
+        ]
+
+
+def contraction_table(summary: Summary) -> Any:
+    """The precision of each contraction, as a table of rich."""
+    return record_table("Contractions", Contraction, summary.contractions, MAX_ROWS)
 
 
 def from_dict(data: dict[str, Any]) -> Summary:
