@@ -242,12 +242,12 @@ def test_roundings_are_those_of_the_rule(fn, name):
     runs = Runs(subject, jaxpr, tree, points[0], "scope", lows, state, print)
     low = (1,) * len(runs.groups)
     names = runs.precisions(low)
-    policy = Writer(runs.found.primitives, {}, lows).policy(names)
+    policy = Writer(runs.contractions.primitives, {}, lows).policy(names)
     true = runs._run(points[0], (0,) * len(runs.groups)).grads
     rounded = runs._run(points[0], low).grads
     mixed = jax.jit(jax.grad(amp(fn, amp_policy=policy)))(w, x)
     mixed = [mixed[k] for k in sorted(mixed)]
-    assert runs.found.fixed_flops == 0
+    assert runs.contractions.fixed_flops == 0
     assert relative(rounded, mixed) <= 0.7 * relative(mixed, true)
     assert relative(rounded, true) == pytest.approx(relative(mixed, true), rel=0.3)
 

@@ -21,7 +21,7 @@ from jaxamp_like._calibrate.runs import KEPT, Runs
 from jaxamp_like._calibrate.search import Choices
 from jaxamp_like._calibrate.state import State
 from jaxamp_like._calibrate.subject import Point
-from jaxamp_like._calibrate.survey import Found
+from jaxamp_like._calibrate.survey import Contractions
 from jaxamp_like.reports import Calibration
 
 BUDGET = 0.01
@@ -53,7 +53,8 @@ class Imagined(Runs):
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
         work = {one: [Run(1.0, 1, 0, 1, 0, EIGHT)] for one in found}
-        self.found, self.groups = Found(work, 0.0, {}), grouped(work, "scope")
+        self.contractions = Contractions(work, 0.0, {})
+        self.groups = grouped(work, "scope")
         self.compilations, self._last = 1, ""
 
     def _as_written(self, point: Point) -> Any:

@@ -85,7 +85,7 @@ class Account:
     ) -> Calibration:
         """What is returned to the user."""
         runs, budget = self.runs, self.runs.subject.budget
-        total = runs.found.fixed_flops + sum(one.flops for one in runs.groups)
+        total = runs.contractions.fixed_flops + sum(one.flops for one in runs.groups)
         decided = tuple(self._decided(i, choices, ranking) for i in range(len(choices)))
         low = sum(one.flops for one, c in zip(decided, choices, strict=True) if c)
         return Calibration(

@@ -275,7 +275,7 @@ class Deciding:
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
         runs = self.runs
-        writer = Writer(runs.found.primitives, runs.patterns, runs.candidates)
+        writer = Writer(runs.contractions.primitives, runs.patterns, runs.candidates)
         return writer.policy(runs.precisions(choices))
 
 

@@ -23,7 +23,7 @@ from .marks import Contraction, shadow
 from .search import Choices, digits
 from .state import State
 from .subject import Point, Results, Subject
-from .survey import Found, survey
+from .survey import Contractions, survey
 
 KEPT = 3  # references that are held at a time; each is as large as the parameters
 
@@ -72,12 +72,12 @@ class Runs:
     _mixed: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
-    def found(self) -> Found:
+    def contractions(self) -> Contractions:
         return survey(self.jaxpr)
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        return grouped(self.found.work, self.granularity, self.patterns)
+        return grouped(self.contractions.work, self.granularity, self.patterns)
 
     @property
     def nothing(self) -> Choices:

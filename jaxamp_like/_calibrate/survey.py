@@ -13,7 +13,7 @@ from .costs import Run
 from .marks import MARK, Contraction, is_read_by_its_contraction
 
 
-class Found(NamedTuple):
+class Contractions(NamedTuple):
     """The contractions of a program, in order, and what each does.
 
     Args:
@@ -26,9 +26,9 @@ class Found(NamedTuple):
     primitives: dict[str, Primitive]
 
 
-def survey(jaxpr: Jaxpr) -> Found:
+def survey(jaxpr: Jaxpr) -> Contractions:
     """The contractions of a program with marks."""
-    found = Found({}, 0.0, {})
+    found = Contractions({}, 0.0, {})
     given = frozenset([*raw(jaxpr).invars, *raw(jaxpr).constvars])
     for eqn, marks, run in _contractions(jaxpr, 1, given):
         found.primitives[eqn.primitive.name] = eqn.primitive
