@@ -136,7 +136,7 @@ def convert(
     kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), first), _KEPT)
     if not cast_params:
         kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
-    stored = _stored(program, names, leaves, kept)
+    stored = _stored(program, model.params, [kept.get(i) for i in range(len(leaves))])
     times = Counter(first)
     sizes = [
         None if i in kept else stored[j].bytes_now // times[j]
@@ -149,7 +149,9 @@ def convert(
         model = model._replace(params=_with_parts(model.params, parts), rebuild=None)
         authors = jax.tree.map(type_of, model.params)
         program = traced(mixed, model.params, example_inputs)
-        stored = _stored_parts(program, model.params, stored, parts, kept)
+        of = [i for i in range(len(leaves)) for _ in parts.get(i, (None,))]
+        origins = [stored[i] if i in parts else None for i in of]
+        stored = _stored(program, model.params, [kept.get(i) for i in of], origins)
     return Converted(
         model=model,
         mixed=mixed,
@@ -161,18 +163,40 @@ def convert(
 
 
 def _stored(
-    program: Traced, names: Sequence[str], leaves: Sequence[Any], kept: dict[int, str]
+    program: Traced,
+    params: Any,
+    keeps: Sequence[str | None],
+    origins: Sequence[Stored | None] | None = None,
 ) -> tuple[Stored, ...]:
+    """How each parameter is stored.
+
+    Args:
+        program: what reads them.
+        params: their tree.
+        keeps: for each the reason to leave it as it is, if there is one.
+        origins: for each the row of the parameter that it is made of, if it is made of
+            one."""
+    leaves, names = _parameters(params)
     first = first_places(leaves)
     uses: dict[int, Uses] = {}  # of an array that stands in several places, in all
     for i, one in zip(first, program.uses, strict=False):
         uses[i] = uses.get(i, frozenset()) | one
-    made = []
-    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-        row = storage(name, leaf, uses[first[i]], kept.get(i))
+    origins = [None] * len(leaves) if origins is None else origins
+    made: list[Stored] = []
+    for i, (name, leaf, origin) in enumerate(zip(names, leaves, origins, strict=True)):
+        row = storage(name, leaf, uses[first[i]], keeps[i])
         if first[i] != i:
             why = f"the same array as {names[first[i]]}"
             row = row._replace(bytes_before=0, bytes_now=0, why=why)
+        if origin is not None:
+            is_first = i == 0 or origins[i - 1] is not origin
+            why = f"made of {origin.name}, which nothing else reads"
+            row = row._replace(
+                before=origin.before,
+                bytes_before=origin.bytes_before if is_first else 0,
+                why=why if row.bytes_now else row.why,
+                folded=True,
+            )
         made.append(row)
     return tuple(made)
 
@@ -190,34 +214,6 @@ def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
         return parts.get(next(places), leaf) if is_parameter(leaf) else leaf
 
     return jax.tree.map(with_parts, params)
-
-
-def _stored_parts(
-    program: Traced,
-    params: Any,
-    before: Sequence[Stored],
-    parts: dict[int, tuple[Any, ...]],
-    kept: dict[int, str],
-) -> tuple[Stored, ...]:
-    """How arrays are stored, where tuples of what is made of them replace some."""
-    leaves, names = _parameters(params)
-    origin = [
-        (i, k) for i in range(len(before)) for k in range(len(parts.get(i, (None,))))
-    ]
-    reasons = {at: kept[i] for at, (i, _) in enumerate(origin) if i in kept}
-    rows = _stored(program, names, leaves, reasons)
-    found = []
-    for row, (i, k) in zip(rows, origin, strict=True):
-        if i in parts:
-            why = f"made of {before[i].name}, which nothing else reads"
-            row = row._replace(
-                before=before[i].before,
-                bytes_before=before[i].bytes_before if k == 0 else 0,
-                why=why if row.bytes_now else row.why,
-                folded=True,
-            )
-        found.append(row)
-    return tuple(found)
 
 
 def _check_bool(value: Any, argument: str) -> None:

@@ -83,8 +83,7 @@ class Summary:
             f"({self.share:.3f}), {len(self.changed)} of {len(self.leaves)} narrower"
         ]
         lines += [
-            f"  {leaf.name} {leaf.before}{list(leaf.shape)} stays: {leaf.why}"
-            for leaf in self.kept[:_MOST]
+            f"  {leaf.name} {leaf.was} stays: {leaf.why}" for leaf in self.kept[:_MOST]
         ]
         if len(self.kept) > _MOST:
             lines.append(f"  ... and {len(self.kept) - _MOST} more")
