@@ -17,8 +17,9 @@ from jaxamp_like._calibrate.costs import Run
 from jaxamp_like._calibrate.marks import shadow
 from jaxamp_like._calibrate.policies import Writer
 from jaxamp_like._calibrate.prices import Prices
+from jaxamp_like._calibrate.program import Program
 from jaxamp_like._calibrate.rounding import Rounding
-from jaxamp_like._calibrate.runs import Runs, traced
+from jaxamp_like._calibrate.runs import Runs
 from jaxamp_like._calibrate.search import Ranking
 from jaxamp_like._calibrate.state import State
 from jaxamp_like._calibrate.subject import points_of, subject_of
@@ -237,17 +238,16 @@ def test_roundings_are_those_of_the_rule(fn, name):
     lows = as_candidates(name)
     subject = subject_of(fn, (w, x), 0, 1.0, 0.1)
     points, _ = points_of(subject.call, [(w, x)], [(w, x)], 0.0, 0)
-    jaxpr, tree = traced(subject, points[0], lows)
-    state = State(None, {})
-    runs = Runs(subject, jaxpr, tree, points[0], "scope", lows, state, print)
-    low = (1,) * len(runs.groups)
-    names = runs.precisions(low)
-    policy = Writer(runs.contractions.primitives, {}, lows).policy(names)
-    true = runs._run(points[0], (0,) * len(runs.groups)).grads
+    program = Program(subject, points[0], lows, "scope")
+    runs = Runs(program, State(None, {}), print)
+    low = (1,) * len(program.groups)
+    names = program.precisions(low)
+    policy = Writer(program.contractions.primitives, {}, lows).policy(names)
+    true = runs._run(points[0], program.nothing).grads
     rounded = runs._run(points[0], low).grads
     mixed = jax.jit(jax.grad(amp(fn, amp_policy=policy)))(w, x)
     mixed = [mixed[k] for k in sorted(mixed)]
-    assert runs.contractions.fixed_flops == 0
+    assert program.contractions.fixed_flops == 0
     assert relative(rounded, mixed) <= 0.7 * relative(mixed, true)
     assert relative(rounded, true) == pytest.approx(relative(mixed, true), rel=0.3)
 

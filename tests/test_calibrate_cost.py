@@ -15,8 +15,8 @@ from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.candidates import as_candidates
 from jaxamp_like._calibrate.costs import H200, Run
 from jaxamp_like._calibrate.deciding import Deciding
-from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
+from jaxamp_like._calibrate.program import Program
 from jaxamp_like._calibrate.runs import KEPT, Runs
 from jaxamp_like._calibrate.search import Choices
 from jaxamp_like._calibrate.state import State
@@ -27,6 +27,11 @@ from jaxamp_like.reports import Calibration
 BUDGET = 0.01
 EIGHT = frozenset(["float8", "int8"])
 MAX_PASSES = 26
+
+
+class ImaginedProgram(Program):
+    def __post_init__(self) -> None:
+        """There is nothing to trace."""
 
 
 class Imagined(Runs):
@@ -40,21 +45,13 @@ class Imagined(Runs):
         candidates: tuple[str, ...] = ("bfloat16",),
     ):
         unknown: Any = SimpleNamespace(budget=Budget(gradients=BUDGET))
-        super().__init__(
-            unknown,
-            unknown,
-            None,
-            unknown,
-            "scope",
-            as_candidates(candidates),
-            State(None, {}),
-            print,
-        )
+        lows = as_candidates(candidates)
+        program = ImaginedProgram(unknown, unknown, lows, "scope")
+        super().__init__(program, State(None, {}), print)
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
         work = {one: [Run(1.0, 1, 0, 1, 0, EIGHT)] for one in found}
-        self.contractions = Contractions(work, 0.0, {})
-        self.groups = grouped(work, "scope")
+        program.contractions = Contractions(work, 0.0, {})
         self.compilations, self._last = 1, ""
 
     def _as_written(self, point: Point) -> Any:

@@ -40,7 +40,7 @@ class Account:
 
     @functools.cached_property
     def prices(self) -> Prices:
-        groups, lows = self.runs.groups, self.runs.candidates
+        groups, lows = self.runs.program.groups, self.runs.program.candidates
         return prices(groups, lows, self.objective, self.device)
 
     def remember(self, choices: Choices, error: float, is_real: bool) -> None:
@@ -56,7 +56,7 @@ class Account:
 
     def what(self, choices: Choices) -> str:
         """A set of groups in words."""
-        pairs = [*zip(self.runs.groups, choices, strict=True)]
+        pairs = [*zip(self.runs.program.groups, choices, strict=True)]
         low = [group.name for group, choice in pairs if choice]
         full = [group.name for group, choice in pairs if not choice]
         precision = self._precision(choices)
@@ -69,9 +69,9 @@ class Account:
         return f"{shown} in {precision}"
 
     def _precision(self, choices: Choices) -> str:
-        if len(self.runs.candidates) == 1:
+        if len(self.runs.program.candidates) == 1:
             return "low precision"
-        found = Counter(self.runs.names(tuple(filter(None, choices))))
+        found = Counter(self.runs.program.names(tuple(filter(None, choices))))
         if len(found) == 1:
             return next(iter(found))
         return " and ".join(f"{name} ({n})" for name, n in sorted(found.items()))
@@ -84,8 +84,9 @@ class Account:
         ranking: Ranking | None = None,
     ) -> Calibration:
         """What is returned to the user."""
-        runs, budget = self.runs, self.runs.subject.budget
-        total = runs.contractions.fixed_flops + sum(one.flops for one in runs.groups)
+        program = self.runs.program
+        budget, fixed = program.subject.budget, program.contractions.fixed_flops
+        total = fixed + sum(one.flops for one in program.groups)
         decided = tuple(self._decided(i, choices, ranking) for i in range(len(choices)))
         low = sum(one.flops for one, c in zip(decided, choices, strict=True) if c)
         return Calibration(
@@ -97,8 +98,8 @@ class Account:
             groups=decided,
             tried=tuple(self.tried),
             objective=self.objective,
-            granularity=self.runs.granularity,
-            candidates=tuple(one.name for one in self.runs.candidates),
+            granularity=self.runs.program.granularity,
+            candidates=tuple(one.name for one in self.runs.program.candidates),
             notes=tuple(dict.fromkeys(self.notes)),
             passes=self.runs.passes,
             compilations=self.runs.compilations,
@@ -107,11 +108,13 @@ class Account:
         )
 
     def _decided(self, i: int, choices: Choices, ranking: Ranking | None) -> Decided:
-        group, every = self.runs.groups[i], self.runs.names(choices)
-        fitting = [one.name for one in self.runs.candidates if group.may_have(one)]
+        group, every = self.runs.program.groups[i], self.runs.program.names(choices)
+        fitting = [
+            one.name for one in self.runs.program.candidates if group.may_have(one)
+        ]
         errors = None
         if ranking is not None:
-            row = zip(self.runs.candidates, ranking.errors[i], strict=True)
+            row = zip(self.runs.program.candidates, ranking.errors[i], strict=True)
             errors = {one.name: error for one, error in row if one.name in fitting}
         why = _why(every[i], errors, len({*every}) == 1) if fitting else NONE_FOR_IT
         return Decided(

@@ -15,10 +15,10 @@ from .deciding import Deciding
 from .fingerprint import of_points, of_program
 from .groups import GRANULARITIES, Granularity
 from .prices import OBJECTIVES, Objective, Profile
+from .program import Program
 from .progress import telling
 from .result import Calibration
-from .runs import Runs, traced
-from .sizes import patterns
+from .runs import Runs
 from .state import State
 from .subject import as_batches, points_of, subject_of
 
@@ -132,25 +132,13 @@ def calibrate(
         "max_passes": max_passes,
     }
     with telling(progress) as tell:
-        jaxpr, tree = traced(subject, points[0], lows)
-        by_shapes = granularity == "equation"
-        of_shapes = patterns(subject, jaxpr, points[0], lows) if by_shapes else {}
+        program = Program(subject, points[0], lows, granularity)
         if state is not None:
-            settings["function"] = of_program(jaxpr)
+            settings["function"] = of_program(program.jaxpr)
             settings["batches"] = of_points([*points, *checks])
             settings["versions"] = versions()
         remembered = State(state, settings)
-        runs = Runs(
-            subject,
-            jaxpr,
-            tree,
-            points[0],
-            granularity,
-            lows,
-            remembered,
-            tell,
-            of_shapes,
-        )
+        runs = Runs(program, remembered, tell)
         on = H200 if device is None else device
         deciding = Deciding(runs, points, checks, objective, on, max_passes)
         try:

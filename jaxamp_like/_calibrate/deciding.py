@@ -52,7 +52,8 @@ class Deciding:
     first: float = 1.0  # the share of the limit that sets may reach on the first batch
 
     def __post_init__(self) -> None:
-        self.budget = self.runs.subject.budget
+        self.program = self.runs.program
+        self.budget = self.program.subject.budget
         self.account = Account(self.runs, self.objective, self.device)
         held_out = {point.number for point in self.checks}
         some = [p for p in self.points[:MOST_POINTS] if p.number not in held_out]
@@ -64,10 +65,10 @@ class Deciding:
         Raises:
             AmpError: the function is not finite, or not deterministic, as written."""
         self._check_noise()
-        groups = self.runs.groups
+        groups = self.program.groups
         if not groups:
             return self._nothing_to_decide()
-        if len(groups) == 1 and self.runs.granularity != "equation":
+        if len(groups) == 1 and self.program.granularity != "equation":
             self.account.notes.append(
                 f"all contractions are in one group, {groups[0].name!r}: name parts of "
                 "the function by `jax.named_scope`, or use granularity='equation'"
@@ -118,7 +119,7 @@ class Deciding:
 
     def _all_low(self) -> Calibration | None:
         """The lowest candidate for all, if that meets the budget."""
-        tried = [self.runs.all_in(one) for one in self.runs.candidates]
+        tried = [self.program.all_in(one) for one in self.program.candidates]
         errors = {choices: self._measure(choices) for choices in tried if any(choices)}
         if not errors:
             return None
@@ -154,28 +155,28 @@ class Deciding:
 
     def _sensitivities(self) -> list[list[float]]:
         """By group, then by candidate; infinite where a group may not have it."""
-        num = len(self.runs.groups)
-        each = (self.max_passes - FOR_SETS) // len(self.runs.candidates)
+        num = len(self.program.groups)
+        each = (self.max_passes - FOR_SETS) // len(self.program.candidates)
         each = max(each, 3)
         if num > each:
             self.account.notes.append(
                 f"{num} groups in {each} passes: neighbours of small error were "
                 "measured together; a larger `max_passes` tells them apart"
             )
-        columns = [self._alone(one, each) for one in self.runs.candidates]
+        columns = [self._alone(one, each) for one in self.program.candidates]
         return [list(row) for row in zip(*columns, strict=True)]
 
     def _alone(self, candidate: Candidate, at_most: int) -> list[float]:
-        takers = self.runs.takers(candidate)
-        number = 1 + self.runs.candidates.index(candidate)
+        takers = self.program.takers(candidate)
+        number = 1 + self.program.candidates.index(candidate)
 
         def measure(some: Sequence[int]) -> float:
-            choices = [*self.runs.nothing]
+            choices = [*self.program.nothing]
             for i in some:
                 choices[takers[i]] = number
             return self._measure(tuple(choices))
 
-        found = [math.inf] * len(self.runs.groups)
+        found = [math.inf] * len(self.program.groups)
         if takers:
             errors = sensitivities(measure, len(takers), at_most)
             for i, error in zip(takers, errors, strict=True):
@@ -199,22 +200,23 @@ class Deciding:
                 return choices, max(here, error)
             self._remember(choices, error)
             self.first = _within(self.first, here, error)
-        return self.runs.nothing, limit
+        return self.program.nothing, limit
 
     def _nothing_low(self, ranking: Ranking) -> Calibration:
-        errors = [ranking.error(i) for i in range(len(self.runs.groups))]
+        errors = [ranking.error(i) for i in range(len(self.program.groups))]
         i = min(range(len(errors)), key=errors.__getitem__)
-        if not any(map(self.runs.takers, self.runs.candidates)):
-            names = " and ".join(one.name for one in self.runs.candidates)
+        if not any(map(self.program.takers, self.program.candidates)):
+            names = " and ".join(one.name for one in self.program.candidates)
             self.account.warn(
                 f"`calibrate` left everything as written: the rules of {names} leave "
                 "all of its contractions to 16 bits: heads, embeddings, and those of "
                 "which no operand is a parameter. Name 'bfloat16' as a candidate too."
             )
             return self._as_written(ranking)
+        name = self.program.groups[i].name
         self.account.warn(
             f"`calibrate` left everything as written: no set of groups meets "
-            f"{self.budget!r}. The least sensitive one, {self.runs.groups[i].name!r}, "
+            f"{self.budget!r}. The least sensitive one, {name!r}, "
             f"gives {show_error(errors[i])} times the budget alone"
             + (" on one batch, and more on others" if errors[i] <= 1 else "")
             + ". Allow more, or divide the function into smaller groups."
@@ -223,7 +225,7 @@ class Deciding:
 
     def _as_written(self, ranking: Ranking | None = None) -> Calibration:
         noise = self.runs.repeated(self.points[0])
-        return self.account.result(self.runs.nothing, Policy(FULL), noise, ranking)
+        return self.account.result(self.program.nothing, Policy(FULL), noise, ranking)
 
     # Measuring.
 
@@ -274,9 +276,10 @@ class Deciding:
         return self.account.result(choices, policy, worst, ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
-        runs = self.runs
-        writer = Writer(runs.contractions.primitives, runs.patterns, runs.candidates)
-        return writer.policy(runs.precisions(choices))
+        program = self.program
+        primitives = program.contractions.primitives
+        writer = Writer(primitives, program.patterns, program.candidates)
+        return writer.policy(program.precisions(choices))
 
 
 def _within(limit: float, seen: float, missed: float) -> float:

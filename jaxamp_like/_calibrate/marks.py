@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from .._amp import amp
 from .._dtypes import widest
-from .._jax import Eqn, Zero, new_primitive, tangent_aval
+from .._jax import Eqn, Jaxpr, Zero, new_primitive, shown, tangent_aval
 from .._policies.classes import CLASSES
 from .._policies.dictionary import policy_by_name
 from .._primitives import CONTRACTIONS
@@ -38,6 +39,7 @@ from .._rules.by_shapes import shapes_of
 from .candidates import Candidate
 from .places import Places, places_of
 from .rounding import AS_IT_IS, Rounding
+from .subject import Point, Subject
 
 
 class Contraction(NamedTuple):
@@ -189,3 +191,14 @@ def shadow(
     low = candidates[0].compute
     policy = policy_by_name(table)
     return amp(fn, compute_dtype=low, amp_policy=policy, argnums=argnums)
+
+
+def traced(
+    subject: Subject, point: Point, candidates: tuple[Candidate, ...]
+) -> tuple[Jaxpr, Any]:
+    """The program of a pass, with marks, and the structure of its results."""
+    of = subject.call.live
+    program = subject.program(lambda fn: shadow(fn, candidates, of))
+    traced = jax.make_jaxpr(lambda *arrays: program(arrays), return_shape=True)
+    jaxpr, shapes = traced(*point.arrays)
+    return shown(jaxpr), jax.tree.structure(shapes)

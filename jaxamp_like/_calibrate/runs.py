@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,31 +12,17 @@ import numpy as np
 from .._amp import amp
 from .._dtypes import is_float
 from .._errors import AmpError
-from .._jax import Jaxpr, shown
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .budget import Errors, Row, compare, errors
-from .candidates import FULL, Candidate
+from .candidates import FULL
 from .choosing import run_chosen
-from .groups import Group, grouped
-from .marks import Contraction, shadow
+from .program import Program
 from .search import Choices, digits
 from .state import State
-from .subject import Point, Results, Subject
-from .survey import Contractions, survey
+from .subject import Point, Results
 
 KEPT = 3  # references that are held at a time; each is as large as the parameters
-
-
-def traced(
-    subject: Subject, point: Point, candidates: tuple[Candidate, ...]
-) -> tuple[Jaxpr, Any]:
-    """The program of a pass, with marks, and the structure of its results."""
-    of = subject.call.live
-    program = subject.program(lambda fn: shadow(fn, candidates, of))
-    traced = jax.make_jaxpr(lambda *arrays: program(arrays), return_shape=True)
-    jaxpr, shapes = traced(*point.arrays)
-    return shown(jaxpr), jax.tree.structure(shapes)
 
 
 @dataclass
@@ -44,25 +30,13 @@ class Runs:
     """Runs passes, counts them, and remembers what they showed.
 
     Args:
-        subject: what is measured.
-        jaxpr: its program with marks.
-        tree: the structure of the program's results.
-        first: a point, for the types of arguments.
-        granularity: what is decided together.
-        candidates: the low precisions.
+        program: what is run.
         state: where measurements are remembered.
-        tell: is called with a line about each pass.
-        patterns: what shapes contractions are of, where these count."""
+        tell: is called with a line about each pass."""
 
-    subject: Subject
-    jaxpr: Jaxpr
-    tree: Any
-    first: Point
-    granularity: str
-    candidates: tuple[Candidate, ...]
+    program: Program
     state: State
     tell: Callable[[str], None]
-    patterns: Mapping[Contraction, str] = field(default_factory=dict)
     passes: int = 0
     spent: int = 0  # passes but those held out; made now, or before a kill
     compilations: int = 0
@@ -71,70 +45,28 @@ class Runs:
     _asked: set[str] = field(default_factory=set)
     _mixed: dict[str, Any] = field(default_factory=dict)
 
-    @functools.cached_property
-    def contractions(self) -> Contractions:
-        return survey(self.jaxpr)
-
-    @functools.cached_property
-    def groups(self) -> tuple[Group, ...]:
-        return grouped(self.contractions.work, self.granularity, self.patterns)
-
-    @property
-    def nothing(self) -> Choices:
-        """All groups as written."""
-        return (0,) * len(self.groups)
-
-    def takers(self, candidate: Candidate) -> list[int]:
-        """The groups that may have a candidate."""
-        return [i for i, one in enumerate(self.groups) if one.may_have(candidate)]
-
-    def all_in(self, candidate: Candidate) -> Choices:
-        """All groups in a candidate.
-
-        Those that may not have it are in the compute dtype beside it, if that is a
-        candidate, else in any other that they may have, or as written."""
-        beside = Candidate(candidate.compute.name, candidate.compute)
-        order = [candidate, beside, *self.candidates]
-        known = [one for one in order if one in self.candidates]
-
-        def choice(group: Group) -> int:
-            fitting = (one for one in known if group.may_have(one))
-            return next((1 + self.candidates.index(one) for one in fitting), 0)
-
-        return tuple(map(choice, self.groups))
-
-    def names(self, choices: Choices) -> list[str]:
-        """What each group is computed in under `choices`."""
-        known = [FULL, *(one.name for one in self.candidates)]
-        return [known[choice] for choice in choices]
-
-    def precisions(self, choices: Choices) -> dict[Contraction, str]:
-        """What each contraction is computed in under `choices`."""
-        pairs = zip(self.groups, self.names(choices), strict=True)
-        return {one: name for group, name in pairs for one in group.contractions}
-
     # The programs.
 
     @functools.cached_property
     def _chosen(self) -> Callable[..., Results]:
-        numbers = {
-            one: i for i, group in enumerate(self.groups) for one in group.contractions
-        }
+        program = self.program
+        pairs = enumerate(program.groups)
+        numbers = {one: i for i, group in pairs for one in group.contractions}
 
         def run(arrays, choices):
-            outs = run_chosen(self.jaxpr, numbers, choices, arrays)
-            return jax.tree.unflatten(self.tree, outs)
+            outs = run_chosen(program.jaxpr, numbers, choices, arrays)
+            return jax.tree.unflatten(program.tree, outs)
 
-        return self._compiled(run, np.zeros(len(self.groups), np.int32))
+        return self._compiled(run, np.zeros(len(program.groups), np.int32))
 
     def _compiled(self, run: Callable[..., Results], *more: Any) -> Any:
         """`run` for a point's arrays, moved as it says, and for more arguments."""
 
         def moved(seed, spread, arrays, *more):
-            return run(self.subject.moved(seed, spread, arrays), *more)
+            return run(self.program.subject.moved(seed, spread, arrays), *more)
 
         self.compilations += 1
-        return jax.jit(moved).lower(*_args(self.first), *more).compile()
+        return jax.jit(moved).lower(*_args(self.program.point), *more).compile()
 
     def _timed(self, program: Any, *args: Any) -> Results:
         self.passes += 1
@@ -166,7 +98,7 @@ class Runs:
 
     def _as_written(self, point: Point) -> Results:
         self.tell(f"as written, {point.name}")
-        results = self._run(point, self.nothing)
+        results = self._run(point, self.program.nothing)
         self._check(results, point)
         results = _floats(results)
         self.state.keep(point.number, [*results], beside=self._references)
@@ -174,11 +106,11 @@ class Runs:
 
     def _check(self, results: Results, point: Point) -> None:
         outs, grads = _compared(results, results)
-        names = self.subject.names(results)
+        names = self.program.subject.names(results)
         bad = []
         for i, (name, row) in enumerate(zip(names, [*outs, *grads], strict=True)):
             # An infinite result is no mistake: a mask may be one.
-            counts = i >= len(outs) or (i == 0 and self.subject.has_loss)
+            counts = i >= len(outs) or (i == 0 and self.program.subject.has_loss)
             if row.nans or (row.infs and counts):
                 bad.append(f"{name} ({_of(int(row.nans), int(row.infs))})")
         if bad:
@@ -192,7 +124,7 @@ class Runs:
 
     def repeated(self, point: Point) -> Errors:
         """How far the function as written is from itself, run twice."""
-        return self.chosen(self.nothing, point)
+        return self.chosen(self.program.nothing, point)
 
     def chosen(self, choices: Choices, point: Point) -> Errors:
         """The errors if contractions round by `choices`."""
@@ -219,13 +151,13 @@ class Runs:
         if name not in self._mixed:
             self._mixed.clear()  # one compiled program at a time
 
-            of = self.subject.call.live
+            of = self.program.subject.call.live
 
             def mix(fn):
                 is_as_written = policy == Policy(FULL)
                 return fn if is_as_written else amp(fn, amp_policy=policy, argnums=of)
 
-            self._mixed[name] = self._compiled(self.subject.program(mix))
+            self._mixed[name] = self._compiled(self.program.subject.program(mix))
         return self._mixed[name]
 
     def _measure(
@@ -237,7 +169,7 @@ class Runs:
         if key not in self.state.measured:
             true = self.reference(point)
             rows = _compared(true, run(point))
-            self.state.add(key, errors(*rows, self.subject.has_loss))
+            self.state.add(key, errors(*rows, self.program.subject.has_loss))
         return self.state.measured[key]
 
     def _count(self, point: Point) -> None:

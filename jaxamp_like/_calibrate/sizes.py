@@ -13,8 +13,7 @@ import jax
 from .._jax import Jaxpr, raw, subjaxprs
 from .._rules.by_shapes import Dims, as_dims, as_text, overlap, widened
 from .candidates import Candidate
-from .marks import MARK, Contraction
-from .runs import traced
+from .marks import MARK, Contraction, traced
 from .subject import Point, Subject
 
 Place = tuple[int, int]  # an array among the arguments, and one of its axes

@@ -1,0 +1,81 @@
+"""A function with marks, whose contractions are decided on in groups."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .candidates import FULL, Candidate
+from .groups import Group, grouped
+from .marks import Contraction, traced
+from .search import Choices
+from .sizes import patterns
+from .subject import Point, Subject
+from .survey import Contractions, survey
+
+
+@dataclass
+class Program:
+    """The program of a pass, with marks, and what can be decided in it.
+
+    Args:
+        subject: what is measured.
+        point: what it is traced for.
+        candidates: the low precisions.
+        granularity: what is decided together."""
+
+    subject: Subject
+    point: Point
+    candidates: tuple[Candidate, ...]
+    granularity: str
+
+    def __post_init__(self) -> None:
+        self.jaxpr, self.tree = traced(self.subject, self.point, self.candidates)
+
+    @functools.cached_property
+    def contractions(self) -> Contractions:
+        return survey(self.jaxpr)
+
+    @functools.cached_property
+    def patterns(self) -> Mapping[Contraction, str]:
+        """What shapes contractions are of, where these count."""
+        if self.granularity != "equation":
+            return {}
+        return patterns(self.subject, self.jaxpr, self.point, self.candidates)
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        return grouped(self.contractions.work, self.granularity, self.patterns)
+
+    @property
+    def nothing(self) -> Choices:
+        """All groups as written."""
+        return (0,) * len(self.groups)
+
+    def takers(self, candidate: Candidate) -> list[int]:
+        """The groups that may have a candidate."""
+        return [i for i, one in enumerate(self.groups) if one.may_have(candidate)]
+
+    def all_in(self, candidate: Candidate) -> Choices:
+        """All groups in a candidate.
+
+        Those that may not have it are in the compute dtype beside it, if that is a
+        candidate, else in any other that they may have, or as written."""
+        beside = Candidate(candidate.compute.name, candidate.compute)
+        order = [candidate, beside, *self.candidates]
+        known = [one for one in order if one in self.candidates]
+
+        def choice(group: Group) -> int:
+            fitting = (one for one in known if group.may_have(one))
+            return next((1 + self.candidates.index(one) for one in fitting), 0)
+
+        return tuple(map(choice, self.groups))
+
+    def names(self, choices: Choices) -> list[str]:
+        """What each group is computed in under `choices`."""
+        known = [FULL, *(one.name for one in self.candidates)]
+        return [known[choice] for choice in choices]
+
+    def precisions(self, choices: Choices) -> dict[Contraction, str]:
+        """What each contraction is computed in under `choices`."""
+        pairs = zip(self.groups, self.names(choices), strict=True)
+        return {one: name for group, name in pairs for one in group.contractions}
