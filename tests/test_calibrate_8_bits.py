@@ -241,8 +241,7 @@ def test_roundings_are_those_of_the_rule(fn, name):
     program = Program(subject, points[0], lows, "scope")
     runs = Runs(program, State(None, {}), print)
     low = (1,) * len(program.groups)
-    names = program.precisions(low)
-    policy = Writer(program.contractions.primitives, {}, lows).policy(names)
+    policy = Writer(program).policy(low)
     true = runs._run(points[0], program.nothing).grads
     rounded = runs._run(points[0], low).grads
     mixed = jax.jit(jax.grad(amp(fn, amp_policy=policy)))(w, x)

@@ -15,6 +15,7 @@ from .budget import Errors
 from .candidates import FULL
 from .costs import Device
 from .prices import Prices, Profile, prices
+from .program import Program
 from .records import Decided, Tried, show_error
 from .result import Calibration
 from .runs import Runs
@@ -38,9 +39,13 @@ class Account:
     tried: list[Tried] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def program(self) -> Program:
+        return self.runs.program
+
     @functools.cached_property
     def prices(self) -> Prices:
-        groups, lows = self.runs.program.groups, self.runs.program.candidates
+        groups, lows = self.program.groups, self.program.candidates
         return prices(groups, lows, self.objective, self.device)
 
     def remember(self, choices: Choices, error: float, is_real: bool) -> None:
@@ -56,7 +61,7 @@ class Account:
 
     def what(self, choices: Choices) -> str:
         """A set of groups in words."""
-        pairs = [*zip(self.runs.program.groups, choices, strict=True)]
+        pairs = [*zip(self.program.groups, choices, strict=True)]
         low = [group.name for group, choice in pairs if choice]
         full = [group.name for group, choice in pairs if not choice]
         precision = self._precision(choices)
@@ -69,9 +74,9 @@ class Account:
         return f"{shown} in {precision}"
 
     def _precision(self, choices: Choices) -> str:
-        if len(self.runs.program.candidates) == 1:
+        if len(self.program.candidates) == 1:
             return "low precision"
-        found = Counter(self.runs.program.names(tuple(filter(None, choices))))
+        found = Counter(self.program.names(tuple(filter(None, choices))))
         if len(found) == 1:
             return next(iter(found))
         return " and ".join(f"{name} ({n})" for name, n in sorted(found.items()))
@@ -84,7 +89,7 @@ class Account:
         ranking: Ranking | None = None,
     ) -> Calibration:
         """What is returned to the user."""
-        program = self.runs.program
+        program = self.program
         budget, fixed = program.subject.budget, program.contractions.fixed_flops
         total = fixed + sum(one.flops for one in program.groups)
         decided = tuple(self._decided(i, choices, ranking) for i in range(len(choices)))
@@ -98,8 +103,8 @@ class Account:
             groups=decided,
             tried=tuple(self.tried),
             objective=self.objective,
-            granularity=self.runs.program.granularity,
-            candidates=tuple(one.name for one in self.runs.program.candidates),
+            granularity=self.program.granularity,
+            candidates=tuple(one.name for one in self.program.candidates),
             notes=tuple(dict.fromkeys(self.notes)),
             passes=self.runs.passes,
             compilations=self.runs.compilations,
@@ -108,13 +113,11 @@ class Account:
         )
 
     def _decided(self, i: int, choices: Choices, ranking: Ranking | None) -> Decided:
-        group, every = self.runs.program.groups[i], self.runs.program.names(choices)
-        fitting = [
-            one.name for one in self.runs.program.candidates if group.may_have(one)
-        ]
+        group, every = self.program.groups[i], self.program.names(choices)
+        fitting = [one.name for one in self.program.candidates if group.may_have(one)]
         errors = None
         if ranking is not None:
-            row = zip(self.runs.program.candidates, ranking.errors[i], strict=True)
+            row = zip(self.program.candidates, ranking.errors[i], strict=True)
             errors = {one.name: error for one, error in row if one.name in fitting}
         why = _why(every[i], errors, len({*every}) == 1) if fitting else NONE_FOR_IT
         return Decided(

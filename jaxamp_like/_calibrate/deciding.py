@@ -276,10 +276,7 @@ class Deciding:
         return self.account.result(choices, policy, worst, ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
-        program = self.program
-        primitives = program.contractions.primitives
-        writer = Writer(primitives, program.patterns, program.candidates)
-        return writer.policy(program.precisions(choices))
+        return Writer(self.program).policy(choices)
 
 
 def _within(limit: float, seen: float, missed: float) -> float:

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,29 +19,29 @@ from .._rules.contracting import Contract
 from .._rules.storing import compute_in_full
 from .candidates import EIGHT_BITS, FULL, Candidate
 from .marks import Contraction
+from .program import Program
+from .search import Choices
 
 
 @dataclass(frozen=True)
 class Writer:
     """Writes policies, as short as they can be.
 
+    Contractions of one scope are told apart by what their shapes are of, and from what
+    was not measured too, where shapes count.
+
     Args:
-        primitives: the contractions' primitives, by name.
-        patterns: what the shapes of contractions are of, by which those of one scope
-            are told apart, and from what was not measured; of none if these don't
-            count.
-        candidates: the low precisions."""
+        program: what policies are of."""
 
-    primitives: Mapping[str, Primitive]
-    patterns: Mapping[Contraction, str]
-    candidates: Sequence[Candidate]
+    program: Program
 
-    def policy(self, names: Mapping[Contraction, str]) -> Policy | PolicyMap:
-        """The policy that gives each contraction its precision.
+    def policy(self, choices: Choices) -> Policy | PolicyMap:
+        """The policy that gives each contraction the precision that was chosen.
 
         The default's rules everywhere: a scope that stays in full computes its
         contractions in float32, and keeps as little for the backward pass as
         elsewhere. What was not measured stays as written."""
+        names = self.program.precisions(choices)
         policy = self._policy(names)
         if isinstance(policy, Policy):
             return self._measured_on(policy, names)
@@ -108,7 +108,7 @@ class Writer:
         primitive = self.primitives[next(iter(names)).primitive]
         as_default = default_amp_policy[primitive]
         rows = {
-            self.patterns.get(one, one.shapes): as_default
+            self.program.patterns.get(one, one.shapes): as_default
             if n == usual and n not in EIGHT_BITS
             else _rule(n)
             for one, n in names.items()
@@ -119,13 +119,18 @@ class Writer:
         self, policy: Policy, contractions: Iterable[Contraction]
     ) -> Policy:
         found = Measured.of(
-            (one.scope, one.primitive, self.patterns.get(one)) for one in contractions
+            (one.scope, one.primitive, self.program.patterns.get(one))
+            for one in contractions
         )
         return replace(policy, measured=found)
 
+    @property
+    def primitives(self) -> Mapping[str, Primitive]:
+        return self.program.contractions.primitives
+
     @functools.cached_property
     def _by_name(self) -> dict[str, Candidate]:
-        return {one.name: one for one in self.candidates}
+        return {one.name: one for one in self.program.candidates}
 
 
 def _rule(name: str) -> Rule:
