@@ -5,12 +5,15 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class AmpError(Exception):
@@ -63,6 +66,42 @@ def place_of(fn: Callable[..., Any]) -> str:
         f" ({code.co_filename}:{code.co_firstlineno})" if inspect.iscode(code) else ""
     )
     return f"`{name if is_named else type(fn).__name__}`{where}"
+
+
+Hints = Callable[[Mapping[str, Any], tuple[Any, ...], dict[str, Any]], list[str]]
+"""What to write instead, said of a function's parameters and of what it was given."""
+
+
+def explaining_misfits(
+    name: str, hints: Hints
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: where arguments don't fit, the error says what to write instead.
+
+    Args:
+        name: what the function is called.
+        hints: makes the sentences that the error ends with."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError as e:
+                    wrong = str(e)
+                else:
+                    raise
+            instead = hints(signature.parameters, args, kwargs)
+            what = f"`{name}` can't be called so: {wrong}."
+            raise TypeError(" ".join([what, *instead])) from None
+
+        return checked
+
+    return decorate
 
 
 def without_derivative(message: str) -> Callable[[Any], Any]:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 
 from .._dtypes import DType, bits
-from .._errors import RULE_CLOSES_OVER
+from .._errors import RULE_CLOSES_OVER, explaining_misfits
 from .._rules import (
     UsePrecision,
     follow_inputs,
@@ -44,31 +44,18 @@ _ELSEWHERE = {
 
 def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, which says what to write where its arguments don't fit."""
-    signature = inspect.signature(function)
+    name = function.__qualname__.removesuffix(".__init__")
 
-    @functools.wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as e:
-            name = function.__qualname__.removesuffix(".__init__")
-            known = {k: v for k, v in signature.parameters.items() if k != "self"}
-            hints = _hints(name, known, args[name != function.__qualname__ :], kwargs)
-            what = f"`{name}` can't be called so: {e}."
-            raise TypeError(" ".join([what, *hints])) from None
-        return function(*args, **kwargs)
+    def hints(
+        parameters: Mapping[str, Any], args: Any, kwargs: dict[str, Any]
+    ) -> list[str]:
+        taken = [p for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        known = {k: v for k, v in parameters.items() if k != "self"}
+        places = [_by_place(name, known, x) for x in args[len(taken) :]]
+        names = [_by_name(name, known, given) for given in kwargs]
+        return [*dict.fromkeys(filter(None, places + names))]
 
-    return checked
-
-
-def _hints(
-    caller: str, parameters: Mapping[str, Any], args: Any, kwargs: dict[str, Any]
-) -> list[str]:
-    """What to write instead of the arguments that don't fit."""
-    taken = [p for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
-    places = [_by_place(caller, parameters, x) for x in args[len(taken) :]]
-    names = [_by_name(caller, parameters, name) for name in kwargs]
-    return [*dict.fromkeys(filter(None, places + names))]
+    return explaining_misfits(name, hints)(function)
 
 
 def _by_place(caller: str, parameters: Mapping[str, Any], value: Any) -> str:
