@@ -5,19 +5,19 @@ Under plain `jax.jit` the program is one, and there is nothing to agree on. Insi
 or to repeat it, that the others take, their parameters would part, and a collective in
 the loss would wait for ever."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jax import raw, subjaxprs, varying_axes
+from .._jax import axes_of, raw, subjaxprs, varying_axes
 from .._primitives import LOCAL
 
 AxisName = Hashable | Sequence[Hashable] | None
 
 
-def axes_of(axis_name: AxisName) -> tuple[Hashable, ...]:
+def _named_by(axis_name: AxisName) -> tuple[Hashable, ...]:
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -39,7 +39,7 @@ def agreed(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array
         axis_name: the axes; each must be bound.
         like: a value (the scale). Axes over which `finite` is known to vary, and this
             is not, are agreed over as well: `jax.shard_map` keeps track of that."""
-    axes = axes_of(axis_name)
+    axes = _named_by(axis_name)
     for axis in axes:
         if _index(axis) is None:
             raise ValueError(
@@ -61,7 +61,7 @@ def check_uniform(program: Any, pred: Array, axis_name: AxisName) -> None:
     That is where it exchanges data over an axis along which `pred` may differ."""
     for axis in sorted(_exchanged(program), key=str):
         index = _index(axis)
-        if index is None or axis in axes_of(axis_name):
+        if index is None or axis in _named_by(axis_name):
             continue  # bound within the program itself, or agreed over
         is_tracked = axis in varying_axes(index)
         if not is_tracked or axis in varying_axes(pred):
@@ -75,19 +75,10 @@ def check_uniform(program: Any, pred: Array, axis_name: AxisName) -> None:
 
 def _exchanged(jaxpr: Any) -> set[Hashable]:
     """The named axes over which the collectives of a program run, at any depth."""
-    return {axis for eqn in _equations(jaxpr) for axis in _axes(eqn)}
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
+    found: set[Hashable] = set()
     for eqn in raw(jaxpr).eqns:
-        yield eqn
-        for sub in subjaxprs(eqn.params):
-            yield from _equations(sub)
-
-
-def _axes(eqn: Any) -> tuple[Hashable, ...]:
-    if eqn.primitive.name in LOCAL:
-        return ()
-    names = axes_of(eqn.params.get("axes")) + axes_of(eqn.params.get("axis_name"))
-    # Numbers are the axes of an array, as those of `reduce_sum`.
-    return tuple(name for name in names if not isinstance(name, int))
+        if eqn.primitive.name not in LOCAL:
+            # Numbers are the axes of an array, as those of `reduce_sum`.
+            found |= {x for x in axes_of(eqn.params) if not isinstance(x, int | None)}
+        found = found.union(*map(_exchanged, subjaxprs(eqn.params)))
+    return found

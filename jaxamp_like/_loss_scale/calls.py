@@ -1,9 +1,9 @@
 """Calls that don't fit, and what to write instead."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+
+from .._errors import explaining_misfits
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,34 +34,14 @@ def written_so(
         example: a call that fits.
         elsewhere: names that other libraries have for the arguments."""
 
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = inspect.signature(function)
+    def hints(
+        parameters: Mapping[str, Any], args: Any, kwargs: dict[str, Any]
+    ) -> list[str]:
+        called = [
+            f"Did you mean `{elsewhere[name]}` by `{name}`?"
+            for name in kwargs
+            if elsewhere.get(name) in parameters and name not in parameters
+        ]
+        return [*called, f"Write `{example}`."]
 
-        @wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                return function(*args, **kwargs)
-            except TypeError:
-                wrong = _misfit(signature, args, kwargs)
-                if not wrong:
-                    raise
-            called = [
-                f"Did you mean `{elsewhere[name]}` by `{name}`?"
-                for name in kwargs
-                if elsewhere.get(name) in signature.parameters
-                and name not in signature.parameters
-            ]
-            what = f"`{example.split('(')[0]}` can't be called so: {wrong}."
-            raise TypeError(" ".join([what, *called, f"Write `{example}`."])) from None
-
-        return checked
-
-    return decorate
-
-
-def _misfit(signature: inspect.Signature, args: Any, kwargs: dict[str, Any]) -> str:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as e:
-        return str(e)
-    return ""
+    return explaining_misfits(example.split("(")[0], hints)

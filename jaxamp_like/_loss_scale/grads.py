@@ -280,17 +280,16 @@ def _check_callable(name: str, x: Any) -> None:
 
 
 def _check_redo(redo_on_nan: Any) -> int:
-    if isinstance(redo_on_nan, bool) or not hasattr(redo_on_nan, "__index__"):
-        raise TypeError(
-            f"`redo_on_nan` must be an integer, but was given {redo_on_nan!r}.\n"
-            "It says how many times a step may be repeated; 0 is never."
-        )
-    if redo_on_nan < 0:
-        raise ValueError(
-            f"`redo_on_nan` must be 0 or more, but was given {redo_on_nan!r}.\n"
-            "It says how many times a step may be repeated; 0 is never."
-        )
-    return operator.index(redo_on_nan)
+    is_integer = hasattr(redo_on_nan, "__index__") and not isinstance(redo_on_nan, bool)
+    if is_integer and redo_on_nan >= 0:
+        return operator.index(redo_on_nan)
+    error, wanted = (
+        (ValueError, "0 or more") if is_integer else (TypeError, "an integer")
+    )
+    raise error(
+        f"`redo_on_nan` must be {wanted}, but was given {redo_on_nan!r}.\nIt says how "
+        "many times a step may be repeated; 0 is never."
+    )
 
 
 def _check_state(state: Any) -> Any:

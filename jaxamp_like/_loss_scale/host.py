@@ -191,7 +191,8 @@ class ScalerLog:
             TypeError: there is no state in `state`.
             ValueError: its states are in other places than at the beginning.
         """
-        histories = {path: _steps(one) for path, one in scalers_in(state).items()}
+        states = scalers_in(state).items()
+        histories = {path: [*_unstacked(_read(one))] for path, one in states}
         if histories.keys() != self._last.keys():
             now, first = (
                 ", ".join(path or "its root" for path in paths)
@@ -228,11 +229,8 @@ def _read(state: DynamicScalerState) -> _Values:
     return {name: np.asarray(x) for name, x in state._asdict().items()}
 
 
-def _steps(state: DynamicScalerState) -> list[_Values]:
-    return list(_unstacked(_read(state)))
-
-
 def _unstacked(values: _Values) -> Iterator[_Values]:
+    """The values after each step, where they are stacked along leading axes."""
     if values["scaler"].ndim == 0:
         yield values
         return

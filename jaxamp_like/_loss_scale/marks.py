@@ -9,6 +9,7 @@ Whether all of them are finite is decided where they are unscaled, and travels o
 their values: if one is not, all become NaN. An optimizer may be given only some of them
 (`optax.masked`), or the finite number that clipping has made of an infinity."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -102,9 +103,6 @@ class Unscaled(metaclass=_Told):
     def tree_flatten_with_keys(self) -> Any:
         return [(jax.tree_util.GetAttrKey("value"), self.value)], None
 
-    def tree_flatten(self) -> Any:
-        return [self.value], None
-
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Any) -> "Unscaled":
         return cls(*leaves)
@@ -149,7 +147,7 @@ def _elsewhere(dtype: Any) -> np.ndarray:
 def came_from_elsewhere(x: Array) -> Array:
     """Which numbers of a gradient are NaN for an overflow that was not their own."""
     other = _elsewhere(x.dtype)
-    if jnp.iscomplexobj(x) or other.tobytes() == _nan(x.dtype).tobytes():
+    if other.tobytes() == _nan(x.dtype).tobytes():
         return jnp.zeros(x.shape, bool)
     unsigned = np.dtype(f"u{other.itemsize}")
     return lax.bitcast_convert_type(x, unsigned) == other.view(unsigned)
@@ -173,8 +171,13 @@ def marked(grads: Any, verdict: Verdict | None) -> Any:
 
 def unmarked(grads: Any) -> Any:
     """The arrays themselves."""
+    return _replaced(grads, lambda g: g.value)
+
+
+def _replaced(grads: Any, by: Callable[[Unscaled], Any]) -> Any:
+    """A tree of gradients, with others in the place of those that are marked."""
     return jax.tree.map(
-        lambda g: g.value if _is_marked(g) else g, grads, is_leaf=_is_marked
+        lambda g: by(g) if _is_marked(g) else g, grads, is_leaf=_is_marked
     )
 
 
@@ -188,24 +191,35 @@ def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
     verdict = next(iter(verdicts.values()), None)
     if len(verdicts) > 1 or verdict is None or verdict.axis_name != axis_name:
         return unmarked(grads), None
-    as_they_came = jax.tree.map(
-        lambda g: g._raw if _is_marked(g) else g, grads, is_leaf=_is_marked
-    )
-    return as_they_came, verdict.finite
+    return _replaced(grads, lambda g: g._raw), verdict.finite
 
 
-def without_mark(grads: Any) -> list[str]:
-    """The paths of gradients that are not marked."""
+def _named(grads: Any, are: Callable[[Any], bool]) -> str:
+    """The places of the first gradients of a kind, if there are any."""
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_marked)
-    return [jax.tree_util.keystr(path) for path, g in leaves if eqx.is_inexact_array(g)]
+    paths = [jax.tree_util.keystr(path) for path, g in leaves if are(g)]
+    return ", ".join(f"`grads{path}`" for path in paths[:3])
+
+
+def refuse_unmarked(grads: Any) -> None:
+    """Raises for gradients that do not say that they come from a scaled loss."""
+    if named := _named(grads, eqx.is_inexact_array):
+        raise TypeError(
+            f"`update` of a `loss_scale_optimizer` was given gradients ({named}) "
+            "without a mark that they come from a scaled loss: in float16 they may "
+            "have become zero.\nTake them from `tx.value_and_grad(loss_fn, "
+            "opt_state)(...)` in the place of `jax.value_and_grad(loss_fn)(...)`. By "
+            "hand, scale by `scale_loss(loss, opt_state)` and unscale by "
+            "`unscale_grads(grads, opt_state)`; gradients that you have put together "
+            "yourself, mark by `jax.tree.map(Unscaled, grads)`. If a transform around "
+            "it has lost the marks, as `optax.flatten` does, put that within: "
+            "`loss_scale_optimizer(optax.flatten(...))`."
+        )
 
 
 def refuse_unscaled(grads: Any) -> None:
     """Raises for gradients that would be divided by the scale a second time."""
-    leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_marked)
-    paths = [jax.tree_util.keystr(path) for path, g in leaves if _is_marked(g)]
-    if paths:
-        named = ", ".join(f"`grads{path}`" for path in paths[:3])
+    if named := _named(grads, _is_marked):
         raise TypeError(
             f"These gradients ({named}) are unscaled already: `tx.value_and_grad` and "
             "`tx.grad` give back true gradients.\nGive them to `tx.update` as they "

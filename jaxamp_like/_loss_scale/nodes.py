@@ -93,30 +93,34 @@ def _of_arrays(
     argnums = argnums if isinstance(argnums, tuple | list) else (argnums,)
     live = sorted({range(len(args))[i] for i in argnums})
     taken = TakenApart(fun, args, kwargs, first=nnx_nodes([args[i] for i in live]))
-    flat = {i: jax.tree.flatten(args[i], is_leaf=is_node) for i in live}
 
     def of_live(*given: Any) -> Any:
-        by_path, leaves_of = {}, {}
-        for i, (leaves, tree) in flat.items():
-            leaves_of[i] = tree.flatten_up_to(given[i])
-            for leaf, x in zip(leaves, leaves_of[i], strict=True):
-                if is_node(leaf):
-                    by_path |= taken.with_parameters(leaf, x)
+        by_path: dict[Any, Any] = {}
+
+        def take(leaf: Any, x: Any) -> None:
+            if is_node(leaf):
+                by_path.update(taken.with_parameters(leaf, x))
+
+        for i in live:
+            jax.tree.map(take, args[i], given[i], is_leaf=is_node)
 
         def body(fun: Callable, args: Any, kwargs: Any) -> Any:
             args = list(args)
-            for i, (_, tree) in flat.items():
-                pairs = zip(tree.flatten_up_to(args[i]), leaves_of[i], strict=True)
-                args[i] = tree.unflatten([x if is_node(x) else y for x, y in pairs])
+            for i in live:
+                args[i] = jax.tree.map(
+                    lambda leaf, x: leaf if is_node(leaf) else x,
+                    *(args[i], given[i]),
+                    is_leaf=is_node,
+                )
             return fun(*args, **kwargs)
 
         (loss, aux), left = taken.run(body, by_path)
         return loss, (aux, pack(left))
 
     given: list[Any] = [None] * len(args)
-    for i, (leaves, tree) in flat.items():
-        given[i] = tree.unflatten(
-            [taken.parameters(x) if is_node(x) else x for x in leaves]
+    for i in live:
+        given[i] = jax.tree.map(
+            lambda x: taken.parameters(x) if is_node(x) else x, args[i], is_leaf=is_node
         )
     results = transform(of_live, **options)(*given)
     if has_value:

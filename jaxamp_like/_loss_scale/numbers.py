@@ -31,13 +31,10 @@ def unscaled(tree: Any, scaler: Array) -> Any:
     return jax.tree.map(unscale, tree)
 
 
-def select(pred: Array, x: Any, y: Any) -> Any:
-    """`x` where `pred` holds, else `y`, for pytrees of arrays of the same types."""
-    return jax.tree.map(functools.partial(jnp.where, pred), x, y)
-
-
 def chosen(pred: Array, new: Any, old: Any) -> Any:
-    """Like `select`, for trees that may also hold what is no array."""
+    """`new` where `pred` holds, else `old`: pytrees of the same structure and types.
+
+    Of leaves that are no arrays, `new`."""
     return jax.tree.map(
         lambda x, y: jnp.where(pred, x, y) if isinstance(x, Array) else x, new, old
     )
@@ -72,19 +69,14 @@ def _is_python_inexact(x: Any) -> bool:
 
 def checked_loss(loss: Any, name: str | None = None) -> Array:
     """`loss` as an array, or an error that says what it should have been."""
-    is_array = eqx.is_array_like(loss)
-    dtype, shape = (
-        (jnp.result_type(loss), jnp.shape(loss)) if is_array else (None, None)
-    )
-    if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.inexact):
-        given = f"{dtype}{list(shape or ())}" if is_array else type(loss).__name__
+    if not _is_scalar(loss, jnp.inexact):
         wanted = (
             f"`{name}` must return a floating-point scalar as its loss, but returned "
             if name
             else "`loss` must be a floating-point scalar, but was given "
         )
         raise TypeError(
-            f"{wanted}{given}.\nReduce an array to one number, for example by "
+            f"{wanted}{_shown(loss)}.\nReduce an array to one number, for example by "
             "`.mean()`; for a function that returns `(loss, aux)`, pass `has_aux=True`."
         )
     return jnp.asarray(loss)
@@ -94,13 +86,22 @@ def checked_finite(finite: Any) -> Array:
     """`finite` as a boolean scalar, or an error that says how to come by one.
 
     Python takes a dict for true, and NaN, whatever is wrong with the numbers."""
-    is_array = eqx.is_array_like(finite)
-    dtype = jnp.result_type(finite) if is_array else object
-    if not jnp.issubdtype(dtype, jnp.bool_) or jnp.shape(finite) != ():
-        given = f"{dtype}{[*jnp.shape(finite)]}" if is_array else type(finite).__name__
+    if not _is_scalar(finite, jnp.bool_):
         raise TypeError(
             "`finite` must be a boolean scalar, whether the gradients of the step are "
-            f"all finite, but was given {given}.\nWrite "
+            f"all finite, but was given {_shown(finite)}.\nWrite "
             "`scaler.update(all_finite(grads))`."
         )
     return jnp.asarray(finite)
+
+
+def _is_scalar(x: Any, kind: Any) -> bool:
+    """Whether `x` is one number whose dtype is of a kind."""
+    is_number = eqx.is_array_like(x) and jnp.shape(x) == ()
+    return is_number and jnp.issubdtype(jnp.result_type(x), kind)
+
+
+def _shown(x: Any) -> str:
+    if not eqx.is_array_like(x):
+        return type(x).__name__
+    return f"{jnp.result_type(x)}{[*jnp.shape(x)]}"

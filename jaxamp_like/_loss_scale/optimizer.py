@@ -19,8 +19,15 @@ from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
 from .initialising import initialised
-from .marks import Verdict, marked, read, refuse_unscaled, unmarked, without_mark
-from .numbers import all_finite, checked_loss, select
+from .marks import (
+    Verdict,
+    marked,
+    read,
+    refuse_unmarked,
+    refuse_unscaled,
+    unmarked,
+)
+from .numbers import all_finite, checked_loss, chosen
 from .state import (
     DynamicScalerState,
     NoScaler,
@@ -94,14 +101,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         (9.0, {'a': Unscaled(6.0)})
         """
         transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
-        step = self._scaled(transform, fun, opt_state, has_aux, kwargs)
-
-        @functools.wraps(fun, updated=())
-        def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-            verdict, (value, grads) = step(*args, **kwargs)
-            return value, marked(grads, verdict)
-
-        return value_and_grad
+        return self._scaled(transform, fun, opt_state, has_aux, kwargs, 1)
 
     @written_so("tx.grad(loss_fn, opt_state)(params, batch)")
     def grad(
@@ -128,17 +128,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Unscaled(6.0)
         """
         transform = eqx.filter_grad if filter else jax.grad
-        step = self._scaled(transform, fun, opt_state, has_aux, kwargs)
-
-        @functools.wraps(fun, updated=())
-        def grad(*args: Any, **kwargs: Any) -> Any:
-            verdict, results = step(*args, **kwargs)
-            if not has_aux:
-                return marked(results, verdict)
-            grads, aux = results
-            return marked(grads, verdict), aux
-
-        return grad
+        place = 0 if has_aux else None
+        return self._scaled(transform, fun, opt_state, has_aux, kwargs, place)
 
     def _scaled(
         self,
@@ -147,7 +138,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         opt_state: Any,
         has_aux: bool,
         options: dict[str, Any],
+        place: int | None,
     ) -> Callable:
+        """`transform(fun, **options)` of the scaled loss, with marked gradients.
+
+        They stand at a `place` of the results, or (`None`) are all there is."""
         if not callable(fun) and callable(opt_state) and _scale_states(fun):
             raise TypeError(
                 "`fun` and `opt_state` have changed places: the loss comes first.\n"
@@ -160,12 +155,16 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
         step = scaled(fun, has_aux=has_aux, **options)
 
-        def judged(*args: Any, **kwargs: Any) -> tuple[Verdict | None, Any]:
-            # `update` makes the next state; of this one only the verdict is wanted.
+        @functools.wraps(fun, updated=())
+        def judged(*args: Any, **kwargs: Any) -> Any:
             watch = self.watch or (lambda *call: nullcontext())
             with _scaling_by(scaler), watch(fun, args, kwargs):
                 following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
-            return _verdict(following, self.axis_name), out
+            # `update` makes the next state; of this one only the verdict is wanted.
+            verdict = _verdict(following, self.axis_name)
+            if place is None:
+                return marked(out, verdict)
+            return *out[:place], marked(out[place], verdict), *out[place + 1 :]
 
         return judged
 
@@ -241,8 +240,8 @@ def loss_scale_optimizer(
         grads: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
         scaler, inner_state = _checked_state(state)
-        if isinstance(scaler, DynamicScalerState) and (paths := without_mark(grads)):
-            raise TypeError(_UNMARKED.format(", ".join(map(_named, paths[:3]))))
+        if isinstance(scaler, DynamicScalerState):
+            refuse_unmarked(grads)
         grads, finite = read(grads, axis_name)
         # A line search is given the gradients a second time, by name.
         extra = unmarked(extra)
@@ -262,7 +261,7 @@ def loss_scale_optimizer(
         is_due = (following.overflows > 0) | _is_step(new_inner)
         # Otherwise this microbatch had no part in the scale, but was finite.
         waiting = scaler._with(overflows=0, stuck=0)
-        following = select(is_due, following, waiting)
+        following = chosen(is_due, following, waiting)
         return updates, LossScaleState(following, new_inner)
 
     wrapped = LossScaleOptimizer(init, update)  # pyright: ignore
@@ -371,18 +370,6 @@ def _scaler_of(opt_state: Any) -> Scaler:
     return as_arrays(found[0].scaler)
 
 
-_UNMARKED = (
-    "`update` of a `loss_scale_optimizer` was given gradients ({}) without a mark "
-    "that they come from a scaled loss: in float16 they may have become zero.\nTake "
-    "them from `tx.value_and_grad(loss_fn, opt_state)(...)` in the place of "
-    "`jax.value_and_grad(loss_fn)(...)`. By hand, scale by `scale_loss(loss, "
-    "opt_state)` and unscale by `unscale_grads(grads, opt_state)`; gradients that you "
-    "have put together yourself, mark by `jax.tree.map(Unscaled, grads)`. If a "
-    "transform around it has lost the marks, as `optax.flatten` does, put that within: "
-    "`loss_scale_optimizer(optax.flatten(...))`."
-)
-
-
 _NO_SCALE = (
     "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
     "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
@@ -406,10 +393,6 @@ _SEVERAL = (
     "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
     "several losses, give the state of the one optimizer that is to update."
 )
-
-
-def _named(path: str) -> str:
-    return f"`grads{path}`"
 
 
 _TWICE = (

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from .._jax import jaxpr_as_fun, writes_references, zeros_like_aval
 from .agree import AxisName, check_uniform
-from .numbers import select
+from .numbers import chosen
 from .packing import Static, pack, unpack
 from .state import NoScaler, Scaler
 
@@ -63,7 +63,7 @@ def retry(
         again = functools.reduce(jnp.logical_or, hopeful) & (tries < redo)
         check_uniform(program, again, axis_name)
         states = [
-            select(again & ~finite, low, state)
+            chosen(again & ~finite, low, state)
             for finite, low, state in zip(finite_of, lower, states, strict=True)
         ]
         return again, tries + 1, states, outs
@@ -76,7 +76,7 @@ def retry(
     # A batch that fails at every scale is not the scale's fault. It costs one step from
     # where it began, or a few such batches would use up the whole range.
     following = [
-        select(finite, end, state).update(finite)
+        chosen(finite, end, state).update(finite)
         for finite, end, state in zip(finite_of, last, states, strict=True)
     ]
     return following, unpack(*results)
