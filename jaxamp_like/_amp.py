@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
-from ._frameworks.mixed import holds_parameters, is_model, mixed_model
+from ._frameworks.mixed import holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import (
     are_partly_mapped,
@@ -230,7 +230,7 @@ def amp(
         made = options.mix(fn.func)
         return jax.tree_util.Partial(made, *fn.args, **fn.keywords)
     if not is_model(fn):
-        if holds_parameters(fn):
+        if holds_arrays(fn):
             warn_or_raise(report_of_hidden_parameters(fn), strict)
         return options.mix(fn)
     refuse_what_cannot_be_rewritten(fn)

@@ -26,10 +26,10 @@ def is_model(fn: Any) -> bool:
     """Whether a callable is an object of Equinox or NNX that holds parameters."""
     if is_nnx_module(fn):
         return True
-    return isinstance(fn, eqx.Module) and holds_parameters(fn)
+    return isinstance(fn, eqx.Module) and holds_arrays(fn)
 
 
-def holds_parameters(fn: Any) -> bool:
+def holds_arrays(fn: Any) -> bool:
     """Whether a callable is a pytree with arrays in it."""
     leaves = jax.tree.leaves(fn)
     return not any(leaf is fn for leaf in leaves) and any(map(_is_parameter, leaves))
@@ -52,13 +52,11 @@ def mixed_model(model: Any, key: Hashable, mix: Mix, again: Mix) -> Any:
         mix: makes of a function one in mixed precision.
         again: makes of `model` what this does, where it is unpickled."""
     cls = _mixed_class(type(model), key, _Uncompared(mix), _Uncompared(again))
-    if is_nnx_module(model):
-        return _with_attributes_of(model, cls)
-    return new(cls, dict(vars(model)))
+    return _as_instance(model, cls)
 
 
 class _Uncompared:
-    """An argument that is no part of the key of a cache."""
+    """Holds an argument that must not count in the key of a cache."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -72,12 +70,7 @@ class _Uncompared:
 
 @functools.cache
 def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared):
-    of_nnx = issubclass(cls, eqx.Module) is False
-
-    def plain(self: Any) -> Any:
-        if of_nnx:
-            return _with_attributes_of(self, cls)
-        return new(cls, dict(vars(self)))
+    of_nnx = not issubclass(cls, eqx.Module)
 
     def method(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -90,7 +83,8 @@ def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared)
 
         @functools.wraps(fn)
         def method(self, *args, **kwargs):
-            out = rewritten(self if of_nnx else plain(self), *args, **kwargs)
+            plain = self if of_nnx else _as_instance(self, cls)
+            out = rewritten(plain, *args, **kwargs)
             # A model that is made of this one, as by `eqx.tree_at`, is mixed as well.
             return jax.tree.map(
                 mixed_again, out, is_leaf=lambda x: is_plain(x) or is_node(x)
@@ -102,15 +96,13 @@ def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared)
         return type(x) is cls
 
     def mixed_again(x: Any) -> Any:
-        if not is_plain(x):
-            return x
-        return _with_attributes_of(x, made) if of_nnx else new(made, dict(vars(x)))
+        return _as_instance(x, made) if is_plain(x) else x
 
     body: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": f"Mixed{cls.__qualname__.rpartition('.')[2]}",
         "__doc__": cls.__doc__,
-        "__reduce__": lambda self: (again.value, (plain(self),)),
+        "__reduce__": lambda self: (again.value, (_as_instance(self, cls),)),
     }
     if not of_nnx:
         # As a function, which transforms of JAX know by its identity.
@@ -133,7 +125,10 @@ def _computes_later(fn: Any) -> bool:
     return inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn)
 
 
-def _with_attributes_of(module: Any, cls: type) -> Any:
+def _as_instance(model: Any, cls: type) -> Any:
+    """`model` as an instance of `cls`; one of NNX shares its attributes with that."""
+    if not is_nnx_module(model):
+        return new(cls, dict(vars(model)))
     made = object.__new__(cls)
-    object.__setattr__(made, "__dict__", module.__dict__)
+    object.__setattr__(made, "__dict__", model.__dict__)
     return made

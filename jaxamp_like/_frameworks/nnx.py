@@ -51,11 +51,8 @@ def _distinct(leaves: Sequence[Any]) -> list[Any]:
 
 def _owner(leaf: Any) -> Any:
     """The node that a leaf is, or is a bound method of."""
-    return next((x for x in (leaf, _self(leaf)) if is_node(x)), None)
-
-
-def _self(leaf: Any) -> Any:
-    return None if isinstance(leaf, Array) else getattr(leaf, "__self__", None)
+    holder = None if isinstance(leaf, Array) else getattr(leaf, "__self__", None)
+    return next(filter(is_node, (leaf, holder)), None)
 
 
 def instances_in(tree: Any, cls: type | tuple[type, ...]) -> list[Any]:
@@ -105,14 +102,14 @@ def nnx_options(cls: type) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Place:
-    """A leaf in the place of a node among the results of a call."""
+    """A leaf that stands for a node among the results of a call."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Hidden:
-    """What is no array, as one leaf."""
+    """A leaf that holds something which is no array."""
 
     value: Any
 
@@ -225,39 +222,36 @@ class TakenApart:
 
         Returns:
             Its result, for `put_back`, and what it left in the nodes."""
-        by_path = dict(_nnx().to_flat_state(held))
+        found: list[Any] = []
 
-        def body(fn: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+        def body(fn: Any, args: Any, kwargs: Any) -> Any:
             leaves, tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_node)
-            found = _distinct([x for x in leaves if is_node(x)])
+            found.extend(_distinct([x for x in leaves if is_node(x)]))
             numbers = {id(node): i for i, node in enumerate(found)}
             leaves = [_Place(numbers[id(x)]) if is_node(x) else x for x in leaves]
-            return tree.unflatten(leaves), found
+            return tree.unflatten(leaves)
 
-        return self._run(body, by_path, others)
+        by_path = dict(_nnx().to_flat_state(held))
+        return self.run(body, by_path, others, found)
 
     def run(
         self,
         body: Callable[[Callable[..., Any], Any, Any], Any],
         by_path: dict[Any, Any] | None = None,
+        others: Sequence[Any] | None = None,
+        found: Sequence[Any] = (),
     ) -> tuple[Any, Left]:
         """Calls `body(fn, args, kwargs)` on nodes of the current trace.
 
-        Nodes among the results stay as they are.
-
         Args:
             body: what is called instead of `fn`.
-            by_path: what the nodes hold, if it is not what they hold now."""
-        by_path = self.by_path | (by_path or {})
-        return self._run(lambda *call: (body(*call), []), by_path, self.others)
-
-    def _run(
-        self,
-        body: Callable[..., tuple[Any, list[Any]]],
-        by_path: dict[Any, Any],
-        others: Sequence[Any],
-    ) -> tuple[Any, Left]:
+            by_path: what the nodes hold, if it is not what they hold now.
+            others: leaves of the arguments, if they are not those of the call.
+            found: the nodes that `body` has found among its results; others stay there
+                as they are."""
         nnx = _nnx()
+        by_path = self.by_path | (by_path or {})
+        others = self.others if others is None else others
         before = [raw_value(by_path[path]) for path in self.by_path]
         known = nnx.graph.IndexMap()
         nodes = nnx.graph.unflatten(self._graph, before, index_ref=known)
@@ -272,11 +266,11 @@ class TakenApart:
             substitute(x) if is_place else next(rest)
             for x, is_place in zip(self._leaves, self._is_node, strict=True)
         ]
-        out, found = body(*jax.tree.unflatten(self._tree, full))
+        out = body(*jax.tree.unflatten(self._tree, full))
         for i, node in known.items():
             if type(node) is not classes[i]:  # `scope_modules`, for this call only
                 object.__setattr__(node, "__class__", classes[i])
-        return out, self._left(nodes, known, before, found)
+        return out, self._left(nodes, known, before, [*found])
 
     def _left(
         self, nodes: list[Any], known: Any, before: list[Any], found: list[Any]
