@@ -22,15 +22,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._dtypes import (
-    DType,
-    bits,
-    cast_all,
-    exact_in,
-    is_float,
-    lowered,
-    survives,
-)
+from .._dtypes import DType, bits, cast_all, exact_in, is_float, lowered, survives
 from .._jax import is_array_aval, typeof
 from .fields import check_fields
 
@@ -338,6 +330,28 @@ class Rule:
         )  # fmt: skip
         decision = self.decide(site)
         return cast_all(invars, decision.reads), decision.params
+
+
+@dataclass(frozen=True)
+class LeavesToOthers(Rule):
+    """Base class of rules that leave each equation to one of others: their `parts`.
+
+    What is asked before it is known to which holds for all of them."""
+
+    @property
+    def is_compute(self) -> bool:
+        return all(rule.is_compute for rule in self.parts)
+
+    @property
+    def may_compute_low(self) -> bool:
+        return any(rule.may_compute_low for rule in self.parts)
+
+    def is_for(self, name: str) -> bool:
+        return any(rule.is_for(name) for rule in self.parts)
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        demands = (rule.demand(params, wanted) for rule in self.parts)
+        return functools.reduce(operator.or_, demands)
 
 
 def outs_of(

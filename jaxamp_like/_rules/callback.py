@@ -1,4 +1,4 @@
-"""Casting callbacks that users write."""
+"""The rule that calls a casting callback which the user wrote."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,21 +6,11 @@ from typing import Any
 
 import jax
 
-from .._dtypes import (
-    cast,
-    lowered,
-)
+from .._dtypes import cast, lowered
 from .._errors import AmpError
 from .._primitives import COLLECTIVES
 from .._primitives.matmul_precision import settled_bind
-from .base import (
-    Decision,
-    Demand,
-    Fact,
-    Mark,
-    Rule,
-    Site,
-)
+from .base import Decision, Demand, Fact, Mark, Rule, Site
 
 
 @dataclass(frozen=True)
@@ -37,32 +27,37 @@ class Callback(Rule):
         return wanted
 
     def decide(self, site: Site) -> Decision:
-        low_read = []
-
-        def as_read(*operands):
+        def read(*operands):
             invars, params = self._call(site, operands)
-            low_read.append([x.dtype for x in invars] != [a.dtype for a in site.avals])
-            return invars, params
+            is_low = [x.dtype for x in invars] != [a.dtype for a in site.avals]
+            return invars, params, is_low
 
-        def bind(*operands):
-            invars, params = as_read(*operands)
-            outs = settled_bind(site.primitive, params, low_read[-1])(*invars)
+        def compute(invars, params, is_low):
+            outs = settled_bind(site.primitive, params, is_low)(*invars)
             outs = outs if site.primitive.multiple_results else [outs]
             return [  # never more bits than the author wrote
                 x if author is None else cast(x, lowered(author, x.dtype))
                 for x, author in zip(outs, site.out_authors, strict=True)
             ]
 
+        def bind(*operands):
+            return compute(*read(*operands))
+
+        # Of a collective no axis is bound yet; results have the dtypes of operands.
+        is_collective = getattr(site.primitive, "name", None) in COLLECTIVES
+        was_low = False
+
+        def try_out(*operands):
+            nonlocal was_low
+            invars, params, was_low = read(*operands)
+            return invars if is_collective else compute(invars, params, was_low)
+
         structs = [
             jax.ShapeDtypeStruct(aval.shape, fact.dtype if fact else aval.dtype)
             for aval, fact in zip(site.avals, site.facts, strict=True)
         ]
-        # Of a collective no axis is bound yet; results have the dtypes of operands.
-        is_collective = getattr(site.primitive, "name", None) in COLLECTIVES
-        outs = jax.eval_shape(
-            (lambda *xs: as_read(*xs)[0]) if is_collective else bind, *structs
-        )
-        mark = Mark.LOW if low_read[0] else Mark.FULL
+        outs = jax.eval_shape(try_out, *structs)
+        mark = Mark.LOW if was_low else Mark.FULL
         facts = tuple(
             author and Fact(lowered(author, out.dtype), mark)
             for out, author in zip(outs, site.out_authors, strict=True)

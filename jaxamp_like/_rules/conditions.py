@@ -2,21 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import prod
 from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
+from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
-from . import Decision, Demand, Rule, Site
+from . import Decision, Rule, Site
+from .base import LeavesToOthers
 from .given import as_rule, called, is_made_by_calling
 
 
 @dataclass(frozen=True)
-class When(Rule):
+class When(LeavesToOthers):
     """One rule where the predicate holds, another elsewhere; see `when`."""
 
     predicate: Callable[[Site], bool]
@@ -36,38 +37,17 @@ class When(Rule):
             )
         super().__post_init__()
 
-    def is_for(self, name: str) -> bool:
-        return self.rule.is_for(name) or self.otherwise.is_for(name)
-
     @property
     def parts(self) -> tuple[Rule, ...]:
         return self.rule, self.otherwise
 
-    # These two are asked before anything is known of the operands.
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        # Either rule may be picked, and must find its operands as they were made.
-        return self.rule.demand(params, wanted) | self.otherwise.demand(params, wanted)
-
-    @property
-    def is_compute(self) -> bool:
-        return self.rule.is_compute and self.otherwise.is_compute
-
-    @property
-    def may_compute_low(self) -> bool:
-        return self.rule.may_compute_low or self.otherwise.may_compute_low
-
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
-        rules = (self.rule, self.otherwise)
-        rule, otherwise = (rule.for_equation(params, avals) for rule in rules)
-        return When(self.predicate, rule, otherwise)
+        rules = (rule.for_equation(params, avals) for rule in self.parts)
+        return When(self.predicate, *rules)
 
     def decide(self, site: Site) -> Decision:
         if site.primitive is not None:
-            for one, other in (
-                (self.rule, self.otherwise),
-                (self.otherwise, self.rule),
-            ):
+            for one, other in zip(self.parts, self.parts[::-1], strict=True):
                 if not one.is_for(site.primitive.name):
                     return other.decide(site)
         holds = asked(self.predicate, site, "a `when` rule")
@@ -267,11 +247,9 @@ def _param_is(site: Site, name: str, *values: Any) -> bool:
         return any(bool(site.params[name] == value) for value in values)
     if site.by_scope:
         return False
-    close = get_close_matches(name, site.params, 1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
     raise AmpError(
         f"`{site.primitive}` has no parameter {name!r}, only: "
-        f"{', '.join(site.params) or 'none'}.{hint}"
+        f"{', '.join(site.params) or 'none'}.{did_you_mean(name, site.params)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is computed in full and kept low for the backward pass."""
+"""Functions that compute in full and keep low copies for the backward pass."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What an equation matched in a policy."""
+"""The rule that an equation got from a policy, and how it was found."""
 
 from dataclasses import dataclass
 from typing import Any

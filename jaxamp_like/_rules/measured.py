@@ -1,4 +1,4 @@
-"""Rules of contractions that a policy made by measurement has not measured."""
+"""Rules for contractions that `calibrate` has not measured, which run as written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._primitives.contractions import is_contraction
-from .base import Decision, Demand, Rule, Site
+from .base import Decision, Demand, LeavesToOthers, Rule, Site
 from .by_shapes import pattern_of, shapes_of
 from .computing import use_compute_precision, use_precision
 from .contracting import Contract
@@ -19,21 +19,20 @@ _IN_FULL = Contract(use_precision("float32"), compute_in_full)
 
 
 def as_measured(rule: Rule) -> Rule:
-    """A rule, but products are in full, and their gradients: these are not measured."""
+    """`rule`, but with products that sum nothing in full: `calibrate` measures none."""
     is_contract = isinstance(rule, Contract)
     return replace(rule, product=compute_in_full) if is_contract else rule
 
 
 @dataclass(frozen=True)
 class Unmeasured(Rule):
-    """As written, whatever the policy says of what it has measured.
+    """Runs a contraction as written, since it was not measured.
 
-    Its reason says so where `amp` would lower the contraction if all it knew was that
-    it is one.
+    The reason in reports says so where `amp` would otherwise have lowered it.
 
     Args:
-        rule: what the policy says.
-        shapes: those of its operands, if it is for these that it was not measured."""
+        rule: what the policy says of the contractions that it has measured.
+        shapes: the shapes of its operands, if others were measured in its scope."""
 
     rule: Rule = field(repr=False)
     shapes: str = ""
@@ -45,12 +44,6 @@ class Unmeasured(Rule):
     def is_for(self, name: str) -> bool:
         return self.rule.is_for(name)
 
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return Demand.FULL
-
-    def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
-        return self
-
     def decide(self, site: Site) -> Decision:
         decision = _IN_FULL.decide(site)
         as_low = site._replace(compute_dtype=jnp.dtype(jnp.bfloat16), by_scope=False)
@@ -61,7 +54,7 @@ class Unmeasured(Rule):
 
 
 @dataclass(frozen=True)
-class OfMeasuredShapes(Rule):
+class OfMeasuredShapes(LeavesToOthers):
     """A rule for contractions whose shapes were measured; others run as written.
 
     Args:
@@ -75,19 +68,8 @@ class OfMeasuredShapes(Rule):
     def parts(self) -> tuple[Rule, ...]:
         return (self.rule,)
 
-    @property
-    def is_compute(self) -> bool:
-        return self.rule.is_compute
-
-    @property
-    def may_compute_low(self) -> bool:
-        return self.rule.may_compute_low
-
-    def is_for(self, name: str) -> bool:
-        return self.rule.is_for(name)
-
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return self.rule.demand(params, wanted) | Demand.FULL
+        return super().demand(params, wanted) | Demand.FULL
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         is_known = pattern_of(self.patterns, params, avals) is not None

@@ -1,4 +1,4 @@
-"""What an op that computes in full keeps for the backward pass, stored low."""
+"""`saving_low`: a rule by which an op keeps low copies for its backward pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,33 +6,24 @@ from typing import Any
 
 from .._dtypes import lowered
 from .._primitives.matmul_precision import settled_bind
-from . import Decision, Demand, Rule, Site
+from . import Decision, Rule, Site
+from .base import LeavesToOthers
 from .given import as_rule
 from .low_residuals import copies_in, keeping_copies
 
 
 @dataclass(frozen=True)
-class SavingLow(Rule):
+class SavingLow(LeavesToOthers):
     """Decides as another rule; see `saving_low`."""
 
     rule: Rule
 
     @property
-    def is_compute(self) -> bool:
-        return self.rule.is_compute
-
-    @property
-    def may_compute_low(self) -> bool:
-        return self.rule.may_compute_low
-
-    def is_for(self, name: str) -> bool:
-        return self.rule.is_for(name)
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.rule,)
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         return SavingLow(self.rule.for_equation(params, avals))
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return self.rule.demand(params, wanted)
 
     def decide(self, site: Site) -> Decision:
         decision = self.rule.decide(site)

@@ -1,4 +1,4 @@
-"""The rule for what is sent to other devices."""
+"""Rules for equations that send values to other devices, or add up over devices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +30,15 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
 
 @dataclass(frozen=True)
 class SumOverDevices(KeepEachInput):
-    """Adds up over devices in the dtype at hand; see `sum_over_devices`."""
+    """Adds up over devices in the dtype that operands have; see `sum_over_devices`.
+
+    Args:
+        full_sums: whether it adds up in the author's dtype instead."""
 
     full_sums: bool = False
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        # Shares that are not rounded before must not be, for a reader of their sum.
+        # A low reader of the sum must not have the shares rounded that it is made of.
         return compute_in_full.demand(params, wanted)
 
     def decide(self, site: Site) -> Decision:
@@ -46,7 +49,7 @@ class SumOverDevices(KeepEachInput):
 
 @dataclass(frozen=True)
 class SendLow(KeepEachInput):
-    """Sends in the compute dtype what is only read so; see `send_low`.
+    """Sends what is only read low in the compute dtype; see `send_low`.
 
     Args:
         full_sums: whether what comes back is summed over devices in full."""
@@ -84,7 +87,7 @@ class SendLow(KeepEachInput):
 
 
 def _sent_in(site: Site) -> DType | None:
-    """The dtype to send in, if it is narrower than what is at hand."""
+    """The dtype to send a value in, if that is narrower than the one it has."""
     if site.primitive is None or len(site.facts) != 1:
         return None
     (fact,), (wanted,) = site.facts, site.wanted
@@ -102,9 +105,9 @@ def _sent_in(site: Site) -> DType | None:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What binds an equation of one operand, so that each way has a dtype of its own.
+    """Binds an equation of one operand that sends one dtype, and gets another back.
 
-    Equal ones are equal, so that layers which are alike are found to be so.
+    Two that do the same are equal, so that equal layers are recognised as such.
 
     Args:
         primitive, params: of the equation.
@@ -142,11 +145,12 @@ def _sent(site: Site, there: DType, back: DType, held: DType) -> _Sent:
 
 
 def summed_once(site: Site, decision: Decision) -> Decision:
-    """Of a mark that an input is read by all devices: cotangents are summed low.
+    """The decision on `pvary` of an input, whose cotangents are then summed low.
 
-    The transpose of the mark is a sum over devices. It is made once, of what all
-    readers' cotangents add up to on each device in full; low where all of them are of
-    what is read low, and as it is where any is not."""
+    `pvary` marks a value as read by all devices, and its transpose is a sum over them.
+    That sum is made once: each device first adds up, in full, the cotangents that its
+    readers send back. The sum over devices is low if all of the readers read low, and
+    in the dtype of the cotangents if any does not."""
     if not is_mark_of_input(site) or decision.bind is not None:
         return decision
     (fact,), (wanted,) = site.facts, site.wanted
@@ -161,7 +165,7 @@ def summed_once(site: Site, decision: Decision) -> Decision:
 
 
 def is_mark_of_input(site: Site) -> bool:
-    """Whether it marks an input of the function as read by all devices."""
+    """Whether the equation marks an input of the function as read by all devices."""
     is_mark = site.primitive is not None and site.primitive.name == "pvary"
     return is_mark and all(fact and fact.leaf in INPUTS for fact in site.facts)
 

@@ -11,14 +11,9 @@ from typing import Any
 from .._dtypes import bits, is_float, lowered
 from .._primitives import FANNING_OUT, VIEWS, may_repeat
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
-from .following import (
-    ConvertAsWritten,
-    keep_each_input,
-    keep_one,
-    low_if_read_low,
-)
+from .following import ConvertAsWritten, keep_each_input, keep_one, low_if_read_low
 
-# Nothing may round an operand ahead, but it is best handed over as it is held.
+# Nothing may round an operand for the op; one that is held low is handed over so.
 _AS_IT_IS = Demand.FULL | Demand.AS_HELD
 
 
@@ -101,7 +96,9 @@ class MoveExactly(Rule):
 
 @dataclass(frozen=True)
 class ReadExactly(Rule):
-    """Decides as another rule; no operand is rounded ahead. See `choose_exactly`.
+    """Decides as another rule, of operands that nothing has rounded for its sake.
+
+    See `choose_exactly`.
 
     Args:
         rule: the other rule.
@@ -127,9 +124,10 @@ class ReadExactly(Rule):
 
 @dataclass(frozen=True)
 class ConvertExactly(ConvertAsWritten):
-    """As its base; what becomes an integer, or low by hand, is not rounded ahead.
+    """Casts as the author wrote; see `convert_exactly`.
 
-    To the compute dtype it would be rounded first, which need not be the author's."""
+    An operand that becomes an integer, or that the author casts to a low dtype, must
+    not be rounded before: it would be rounded twice, to the compute dtype first."""
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         dtype = params["new_dtype"]
@@ -138,7 +136,7 @@ class ConvertExactly(ConvertAsWritten):
 
 
 def _may_repeat(site: Site) -> bool:
-    """Whether one number of an operand may come up many times in one result."""
+    """Whether a number of an operand may be repeated in one result."""
     name = site.primitive.name
     if site.partly_mapped and name not in VIEWS:
         return True  # one of what all examples share, among those of each

@@ -1,6 +1,6 @@
 """Which values are weights, and which operand of a contraction is the weight."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
 from .._primitives.contractions import dot_numbers, free_axes
@@ -32,13 +32,10 @@ def weight_side(site: Site) -> int:
         for fact in site.facts[:2]
     ]
     shapes = [aval.shape for aval in site.avals[:2]]
-    free = free_axes(dot_numbers(site.params), shapes)
-    for holds in (
-        lambda i: origins[i] > origins[1 - i],
-        lambda i: bool(free[i]),
-    ):
-        if (side := _only(holds)) is not None:
-            return side
+    is_free = [bool(axes) for axes in free_axes(dot_numbers(site.params), shapes)]
+    for left, right in (origins, is_free):
+        if left != right:
+            return 0 if left > right else 1
     return 1
 
 
@@ -63,8 +60,3 @@ def gradient_of(site: Site) -> Gradient | None:
     if beside in (Origin.DATA, Origin.PARAMETER):
         return "weight" if beside == Origin.DATA else "input"
     return "either"  # it may be a weight, or what a first layer makes of what it knows
-
-
-def _only(holds: Callable[[int], bool]) -> int | None:
-    sides = [i for i in (0, 1) if holds(i)]
-    return sides[0] if len(sides) == 1 else None
