@@ -11,6 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ._amp_mistakes import (
+    Decorator,
+    explaining_tracing,
+    is_lazy,
+    refuse_initialising,
+    refuse_lazy_results,
+    refuse_results_of_later,
+    refuse_unbound,
+    refuse_what_cannot_be_rewritten,
+    refuse_what_cannot_be_stopped,
+    report_of_amp_twice,
+    report_of_hidden_parameters,
+)
 from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
 from ._frameworks.mixed import holds_arrays, is_model, mixed_model
@@ -28,22 +41,7 @@ from ._jax import (
 from ._parameters import Argnums, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
-from ._policies.mistakes import (
-    Decorator,
-    explaining_tracing,
-    is_lazy,
-    lowers_nothing,
-    naming_mistakes,
-    refuse_initialising,
-    refuse_lazy_results,
-    refuse_results_of_later,
-    refuse_unbound,
-    refuse_what_cannot_be_rewritten,
-    refuse_what_cannot_be_stopped,
-    report_of_amp_twice,
-    report_of_hidden_parameters,
-    report_of_no_lowering,
-)
+from ._policies.mistakes import lowers_nothing, naming_mistakes, report_of_no_lowering
 from ._policies.policy_map import PolicyMap
 from ._policies.settings import (
     PolicyLike,

@@ -11,14 +11,13 @@ from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._jax import Jaxpr, Primitive, raw, scopes, subjaxprs
 from .._policies.dictionary import (
-    CheckedPolicy,
     Key,
     Lookup,
-    checked_policy,
     is_program,
     is_stopped,
     show_key,
 )
+from .._policies.frozen import FrozenRules, checked_policy
 from .._policies.presets.common import Op
 from .._policies.presets.user_lists import check_disjoint, conditions_of, names_of
 from .._rules import (
@@ -46,7 +45,7 @@ class ListedPolicy:
     policy: Lookup
     rules: tuple[tuple[str, Rule], ...] = ()
     conditional: tuple[tuple[str, str, tuple[Any, ...]], ...] = ()
-    excluded: CheckedPolicy | None = None
+    excluded: FrozenRules | None = None
 
     def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         found = self.policy.find(primitive, scope)
@@ -106,7 +105,7 @@ def listed_policy(
     return ListedPolicy(policy, tuple(rules), tuple(triples), _excluded(excluded))
 
 
-def _excluded(scopes: Sequence[Any]) -> CheckedPolicy | None:
+def _excluded(scopes: Sequence[Any]) -> FrozenRules | None:
     is_one = isinstance(scopes, str | re.Pattern)
     if is_one or not isinstance(scopes, Sequence | set | frozenset):
         raise TypeError(
@@ -160,7 +159,7 @@ def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
         )
 
 
-def _at(excluded: CheckedPolicy, path: tuple[str, ...]) -> Match | None:
+def _at(excluded: FrozenRules, path: tuple[str, ...]) -> Match | None:
     """What excludes a scope: the same for any primitive that is asked for."""
     return excluded.find_scope(lax.dot_general_p, path)
 

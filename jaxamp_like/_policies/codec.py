@@ -83,13 +83,11 @@ def decode_key(data: Data) -> Key:
 
 def encode_rules(rules: FrozenRules) -> list[Data]:
     """The policy that the rules extend, and a row for each rule that differs."""
-    base = _base_of(rules)
-    rows = [] if base is None else [{"extends": _base_name(base)}]
-    known = {} if base is None else policy_by_name(dict(base.rules))
-    for key, rule in rules.items():
-        if known.get(key) != rule:
-            what = encode_rule(rule, f"rules[{show_key(key)}]")
-            rows.append(encode_key(key) | {"rule": what})
+    base, own = _base_and_own(rules)
+    rows = [] if base is None else [{"extends": base}]
+    for key, rule in own.items():
+        what = encode_rule(rule, f"rules[{show_key(key)}]")
+        rows.append(encode_key(key) | {"rule": what})
     return rows
 
 
@@ -112,21 +110,21 @@ def decode_rules(rows: list[Data]) -> dict[Key, Rule]:
 
 def own_rules(rules: FrozenRules) -> tuple[str | None, dict[Key, Rule]]:
     """The name of the policy that the rules extend, and what they add to it."""
-    base = _base_of(rules)
-    known = {} if base is None else policy_by_name(dict(base.rules))
-    name = None if base is None else _base_name(base)
-    own = {key: rule for key, rule in rules.items() if known.get(key) != rule}
-    return name if isinstance(name, str) else None, own if name else dict(rules)
+    base, own = _base_and_own(rules)
+    return base if isinstance(base, str) else None, own
 
 
-def _base_of(rules: FrozenRules) -> ByName | None:
-    """The table of rules by name that all primitives of `rules` come from."""
+def _base_and_own(rules: FrozenRules) -> tuple[Any, dict[Key, Rule]]:
+    """The policy that the rules extend, by its name or as data, and what they add.
+
+    It is the table of rules by name that all of their primitives come from."""
     table = rules.get(AMP_DEFAULT)
-    if isinstance(table, ByName) and policy_by_name(dict(table.rules)).keys() <= (
-        rules.keys()
-    ):
-        return table
-    return None
+    if isinstance(table, ByName):
+        base = policy_by_name(dict(table.rules))
+        if base.keys() <= rules.keys():
+            own = {key: rule for key, rule in rules.items() if base.get(key) != rule}
+            return _base_name(table), own
+    return None, dict(rules)
 
 
 def _base_name(table: ByName) -> Any:
@@ -139,31 +137,37 @@ def _base_name(table: ByName) -> Any:
 @functools.cache
 def _bases() -> dict[str, Mapping[Key, Rule]]:
     """The library's own policies, which a saved policy names."""
-    presets: list[Callable[..., Any]] = [
-        full_precision,
-        full_sums_over_devices,
-        jmp,
-        jaxamp,
-    ]
-    calls: list[tuple[Callable[..., Any], str]] = [
+    calls: list[tuple[Callable[..., Any], *tuple[str, ...]]] = [
+        (full_precision,),
+        (full_sums_over_devices,),
+        (jmp,),
+        (jaxamp,),
         *((pytorch_autocast, device) for device in ("cuda", "cpu")),
         *((tensorflow_graph_rewrite, dtype) for dtype in ("float16", "bfloat16")),
         *((mxnet, dtype) for dtype in ("float16", "bfloat16")),
     ]
     return {
         "default_amp_policy": default_amp_policy,
-        **{f"{preset.__name__}()": preset() for preset in presets},
-        **{f"{preset.__name__}({arg!r})": preset(arg) for preset, arg in calls},
+        **{
+            f"{preset.__name__}({', '.join(map(repr, args))})": preset(*args)
+            for preset, *args in calls
+        },
         **{f"quantised({mode}())": quantised(make()) for mode, make in MODES.items()},
     }
 
 
 # One rule: a dtype, a name, or the name of its class and what its fields hold.
 
-_NAMES: dict[Rule, str] = {
-    rule: name for name, rule in vars(_rules).items() if isinstance(rule, Rule)
+_NAMED: dict[str, Rule] = {
+    name: getattr(_rules, name)
+    for name in """
+        choose_exactly compute_in_full contract convert_exactly follow_inputs in_solver
+        keep_each_input keep_inputs move_exactly send_low sort_exactly sum_over_devices
+        take_extremes use_compute_precision use_compute_precision_wide_result
+        use_original_precision use_original_precision_locally use_widest_precision
+    """.split()
 }
-_NAMED = {name: rule for rule, name in _NAMES.items()}
+_NAMES = {rule: name for name, rule in _NAMED.items()}
 
 
 def encode_rule(rule: Rule, where: str) -> Any:

@@ -1,41 +1,85 @@
-"""The rules of a policy as an immutable value: hashable, comparable, picklable."""
+"""The policy dict as a value: checked, hashable, picklable, and looked up."""
 
+import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.extend.core.primitives as jax_primitives
-
 from .._errors import AmpError
 from .._jax import Primitive
-from .._rules import Rule
+from .._rules import Match, Rule, UseOriginalPrecision, use_original_precision
 from .._rules.given import as_rule
 from .dictionary import (
     AMP_DEFAULT,
     AMP_STOP,
-    CheckedPolicy,
+    EXPORTED,
+    ByName,
     Key,
-    checked_policy,
+    Scope,
+    by_class,
+    endings,
+    is_program,
+    is_stopped,
+    paths_to,
     show_key,
 )
+from .mistakes import refuse_bad_key, refuse_under_primitive, refuse_unhashable
+
+_STOPPED = Match(AMP_STOP[0], use_original_precision, by_scope=True)
+_UNNAMED = Match(None, use_original_precision)
 
 
 class FrozenRules(Mapping[Key, Rule]):
-    """A policy dict that can't change.
+    """A policy dict that is checked and can't change, and finds an equation's rule.
 
-    Two are equal if they say the same: keys are in normal form ("/a/b/" is "a/b"), and
-    their order only counts among regular expressions, of which the first that matches
-    is taken."""
+    Its keys are in normal form: "/a/b/" is "a/b". Two are equal if they say the same in
+    the same order, which counts among regular expressions: the first that matches is
+    taken.
 
-    def __init__(self, rules: Mapping[Any, Any]):
-        checked_policy(rules, "rules")
-        items = {
-            normal_key(key): as_rule(rule, f"rules[{show_key(key)}]")
-            for key, rule in rules.items()
-            if key not in AMP_STOP  # always means the same
-        }
-        self._rules = {key: items[key] for key in sorted(items, key=_order)}
+    Args:
+        rules: a policy dict.
+        argument: what it is called in errors.
+    Raises:
+        TypeError, ValueError: a key or a rule is of the wrong kind.
+        AmpError: a rule stands under a primitive that it can't be followed for."""
+
+    def __init__(self, rules: Any, argument: str = "rules"):
+        if not isinstance(rules, Mapping):
+            raise TypeError(
+                f"`{argument}` must be a dict that maps primitives or scope names to "
+                f"rules, but got {type(rules).__name__}. For example: "
+                '`default_amp_policy | {"attention": "float32"}`.'
+            )
+        self._primitives: dict[Primitive, Rule] = {}
+        self._paths: dict[Scope, Rule] = {}
+        self._patterns: dict[re.Pattern[str], Rule] = {}
+        self._default: Rule | None = None
+        for key, value in rules.items():
+            refuse_bad_key(key, argument)
+            self._add(key, as_rule(value, f"{argument}[{show_key(key)}]"))
+        paths = {"/".join(parts): rule for parts, rule in self._paths.items()}
+        default = {} if self._default is None else {AMP_DEFAULT: self._default}
+        self._rules = {**self._primitives, **paths, **self._patterns, **default}
+        refuse_unhashable(self._rules.values(), argument)
         self._hash = hash(tuple(self._rules.items()))
+
+    def _add(self, key: Key, rule: Rule) -> None:
+        if isinstance(key, Primitive):
+            refuse_under_primitive(key, rule)
+            self._primitives[key] = rule
+        elif isinstance(key, re.Pattern):
+            self._patterns[key] = rule
+        elif key == AMP_DEFAULT:
+            self._default = rule
+        elif key not in AMP_STOP:
+            self._paths[tuple(filter(None, key.split("/")))] = rule
+        elif not isinstance(rule, UseOriginalPrecision):
+            raise AmpError(f"{key!r} always means the author's dtypes; remove the key.")
+
+    def in_order(self) -> "FrozenRules":
+        """The same, with the keys in an order that does not tell how it was made."""
+        return FrozenRules({key: self._rules[key] for key in sorted(self, key=_order)})
 
     def __getitem__(self, key: Key) -> Rule:
         return self._rules[normal_key(key)]
@@ -47,7 +91,7 @@ class FrozenRules(Mapping[Key, Rule]):
         return len(self._rules)
 
     def __or__(self, other: Mapping[Any, Any]) -> "FrozenRules":
-        return FrozenRules(self._rules | dict(other))
+        return FrozenRules(self._rules | dict(other)).in_order()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FrozenRules):
@@ -64,8 +108,70 @@ class FrozenRules(Mapping[Key, Rule]):
         rows = [(PickledKey(key), rule) for key, rule in self._rules.items()]
         return _unpickle, (rows,)
 
-    def checked(self) -> CheckedPolicy:
-        return checked_policy(self._rules, "rules")
+    # What `amp` asks.
+
+    def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
+        """The rule of an equation: by scope (outermost first), primitive, default."""
+        if is_stopped(scope):
+            return _STOPPED
+        found = self.match(primitive, scope)
+        if found is None:
+            if self._default is None:
+                return _UNNAMED
+            is_for = self._default.is_for(primitive.name)
+            found = Match(AMP_DEFAULT, self._default if is_for else by_class)
+        is_table = isinstance(found.rule, ByName) or found.key == AMP_DEFAULT
+        if is_table and is_program(primitive):
+            return _UNNAMED
+        if isinstance(found.rule, ByName):
+            # A rule for each primitive: no word on what the author asked for here.
+            return Match(found.key, found.rule.rule_of(primitive.name))
+        return found
+
+    def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
+        """What is said of the scope or, if nothing is, of the primitive."""
+        found = self.find_scope(primitive, scope)
+        if found is None and primitive in self._primitives:
+            found = Match(primitive, self._primitives[primitive])
+        return found
+
+    def find_scope(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
+        """What is said of the scope, by rules that are for such a primitive."""
+        for depth in range(1, len(scope) + 1):
+            paths = paths_to(scope[:depth])
+            for part in itertools.chain.from_iterable(map(endings, paths)):
+                rule = self._paths.get(part)  # of those that end here, the longest
+                if rule is not None and rule.is_for(primitive.name):
+                    return Match("/".join(part), rule, by_scope=True)
+            for pattern, rule in self._patterns.items():
+                if rule.is_for(primitive.name) and any(
+                    pattern.fullmatch("/".join(path)) for path in paths
+                ):
+                    return Match(pattern, rule, by_scope=True)
+        return None
+
+    def own_keys(self) -> list[Key]:
+        """The keys that the user added: not those of the policy that was extended.
+
+        What that one says of a primitive, it says by name too."""
+        base = self._default if isinstance(self._default, ByName) else by_class
+        own = [
+            p for p, rule in self._primitives.items() if rule != base.rule_of(p.name)
+        ]
+        return [*own, *map("/".join, self._paths), *self._patterns]
+
+
+def checked_policy(policy: Any, argument: str = "amp_policy") -> FrozenRules:
+    """Checks a policy dict: every key and every rule, before anything is traced.
+
+    Equal policies give one object, since rewritten programs are remembered by it."""
+    is_checked = isinstance(policy, FrozenRules)
+    return _once(policy if is_checked else FrozenRules(policy, argument))
+
+
+@functools.lru_cache(maxsize=128)
+def _once(policy: FrozenRules) -> FrozenRules:
+    return policy
 
 
 def _unpickle(rows: list[tuple["PickledKey", Rule]]) -> FrozenRules:
@@ -116,7 +222,7 @@ def _order(key: Key) -> tuple[int, str]:
 
 def primitive_name(primitive: Primitive) -> str:
     """The name by which `primitive_by_name` finds it again, perhaps in another JAX."""
-    if _EXPORTED.get(primitive.name) is primitive:
+    if EXPORTED.get(primitive.name) is primitive:
         return primitive.name
     raise AmpError(
         f"The primitive `{primitive}` can't be saved: JAX does not export it, so it "
@@ -127,18 +233,13 @@ def primitive_name(primitive: Primitive) -> str:
 
 def primitive_by_name(name: str) -> Primitive:
     """The primitive of this name among those that JAX exports."""
-    known = name if name in _EXPORTED else _RENAMED.get(name, name)
-    if known not in _EXPORTED:
+    known = name if name in EXPORTED else _RENAMED.get(name, name)
+    if known not in EXPORTED:
         raise AmpError(
             f"This version of JAX exports no primitive called {name!r}. Remove its "
             "rule from the saved policy, or load it with the JAX that it was saved by."
         )
-    return _EXPORTED[known]
+    return EXPORTED[known]
 
 
-_EXPORTED: dict[str, Primitive] = {
-    value.name: value
-    for value in vars(jax_primitives).values()
-    if isinstance(value, Primitive)
-}
 _RENAMED = {"pjit": "jit", "jit": "pjit", "remat2": "checkpoint"}  # between versions

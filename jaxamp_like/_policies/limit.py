@@ -10,14 +10,9 @@ from .._rules import Match, Site, UseOriginalPrecision, use_original_precision
 from .._rules.conditions import When
 from .._rules.fields import check_fields
 from .codec import decode_key, decode_predicate, encode_key, encode_predicate
-from .dictionary import (
-    CheckedPolicy,
-    Key,
-    Lookup,
-    is_program,
-    is_stopped,
-)
+from .dictionary import Key, Lookup, is_program, is_stopped
 from .frozen import FrozenRules
+from .mistakes import is_hashable
 
 Kind = Literal["only", "excluding", "where"]
 
@@ -52,7 +47,7 @@ class Limit:
                     f"regular expressions, but got {key!r}. To ask a predicate, use "
                     "`policy.where(predicate)`."
                 )
-        rules = FrozenRules(dict.fromkeys(keys, use_original_precision))
+        rules = FrozenRules(dict.fromkeys(keys, use_original_precision)).in_order()
         if kind == "only":
             for key in rules:
                 if isinstance(key, Primitive) and is_program(key):
@@ -69,13 +64,11 @@ class Limit:
                 "`predicate` must be callable with a `Site` and return a bool, but got "
                 f"{predicate!r}. For scopes and primitives, use `only` or `excluding`."
             )
-        try:
-            hash(predicate)
-        except TypeError:
+        if not is_hashable(predicate):
             raise TypeError(
                 "`predicate` must be hashable, since the policy is part of the key of "
                 f"caches, but got {predicate!r}."
-            ) from None
+            )
         return cls("where", predicate=predicate)
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,19 +93,18 @@ _OUTSIDE = Match("outside of the policy's limit", use_original_precision, by_sco
 
 @dataclass(frozen=True, eq=False)
 class LimitedPolicy:
-    """A checked policy that only holds within a limit."""
+    """A policy that only holds within a limit."""
 
-    policy: CheckedPolicy
+    policy: FrozenRules
     limit: Limit
-    keys: CheckedPolicy | None
 
     def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         found = self.policy.find(primitive, scope)
         if is_stopped(scope):
             return found
-        if self.keys is None:
+        if self.limit.keys is None:
             return self._asking(found, primitive)
-        match = self.keys.match(primitive, scope)
+        match = self.limit.keys.match(primitive, scope)
         if self.limit.kind == "excluding":
             return found if match is None else match
         if match is not None:
@@ -136,7 +128,6 @@ class LimitedPolicy:
 
 
 @functools.lru_cache(maxsize=128)
-def limited(policy: CheckedPolicy, limit: Limit) -> Lookup:
+def limited(policy: FrozenRules, limit: Limit) -> Lookup:
     """One object for equal settings, since rewritten programs are remembered by it."""
-    keys = None if limit.keys is None else limit.keys.checked()
-    return LimitedPolicy(policy, limit, keys)
+    return LimitedPolicy(policy, limit)

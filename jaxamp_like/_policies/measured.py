@@ -136,7 +136,7 @@ class MeasuredPolicy:
     def own_keys(self) -> list[Key]:
         return self.policy.own_keys()
 
-    def items(self) -> list[tuple[Key, Any]]:
+    def items(self) -> Iterable[tuple[Key, Any]]:
         return self.policy.items()
 
 

@@ -1,18 +1,19 @@
-"""Calls that don't fit, and what to write instead."""
+"""Policies, and arguments beside them, that don't fit, and what to write instead."""
 
-import functools
-import inspect
-import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-import jax
+import jax.extend.core.primitives as jax_primitives
 
 from .._dtypes import DType, bits
-from .._errors import RULE_CLOSES_OVER, explaining_misfits
+from .._errors import AmpError, explaining_misfits
+from .._jax import Primitive
+from .._primitives import FIXED
 from .._rules import (
+    Rule,
+    UseOriginalPrecision,
     UsePrecision,
     follow_inputs,
     keep_each_input,
@@ -23,6 +24,8 @@ from .._rules import (
     use_widest_precision,
 )
 from .._rules.given import is_dtype
+from .._structural import STRUCTURAL
+from .classes import CLASSES
 from .dictionary import AMP_DEFAULT, Lookup, show_key
 
 _P = ParamSpec("_P")
@@ -90,77 +93,6 @@ def _show(value: Any) -> str:
     return repr(getattr(value, "__name__", None) or str(value))
 
 
-def _computes_later(fn: Any) -> str | None:
-    """What a callable is that returns before it computes."""
-    codes = (fn, type(fn).__call__)
-    kinds = {
-        "a generator": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
-        "an async function": (inspect.iscoroutinefunction,),
-    }
-    for kind, tests in kinds.items():
-        if any(test(code) for test in tests for code in codes):
-            return kind
-    return None
-
-
-def refuse_what_cannot_be_rewritten(fn: Any) -> None:
-    """Raises for callables that don't return what they compute."""
-    if (kind := _computes_later(fn)) is not None:
-        raise TypeError(
-            f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
-            "there is nothing to rewrite. Wrap the function that computes one item "
-            "or step, and call that within."
-        )
-    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
-        raise TypeError(
-            f"`fn` is a {type(fn).__name__} program, which can't be traced any more. "
-            "Give the function that it was made of, under `jax.jit` or not."
-        )
-    if isinstance(fn, type):
-        raise TypeError(
-            f"`fn` is the class {fn.__name__!r}, which makes objects. Wrap what is "
-            "called with arrays: an instance, a method, or the loss that calls it."
-        )
-
-
-def refuse_unbound(fn: Any) -> None:
-    """Raises for models of Linen and Haiku that have no parameters yet."""
-    applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
-    is_bound = callable(fn) and not (
-        getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None
-    )
-    if applies and not is_bound:
-        raise TypeError(
-            f"`fn` is a {type(fn).__name__} without parameters. Wrap the loss that "
-            "calls its `apply`, or that: `amp(model.apply)(params, x)`."
-        )
-
-
-def refuse_initialising(fn: Any) -> None:
-    """Raises for modules of Linen that would make their parameters under `amp`."""
-    scope = getattr(fn, "scope", None)
-    is_mutable = getattr(scope, "is_mutable_collection", None)
-    if hasattr(fn, "apply") and is_mutable is not None and is_mutable("params"):
-        raise TypeError(
-            f"`fn` is a {type(fn).__name__} inside of `init`, which makes parameters: "
-            "they would not outlive the trace of `amp`. Wrap the loss that calls "
-            "`model.apply`, or write `dense if self.is_initializing() else amp(dense)`."
-        )
-
-
-class Decorator(functools.partial):
-    """A decorator, which is not the context manager that PyTorch's autocast is."""
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            "`amp` is no context manager: it rewrites a function, forward and backward "
-            "pass together. Write `mixed = amp(loss_fn)` and call that. Within, `with "
-            "amp_stop():` keeps a block as written."
-        )
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 # What lowers nothing where nothing is low.
 _PASSIVE = (
     follow_inputs,
@@ -196,125 +128,80 @@ def report_of_no_lowering(policy: Lookup) -> str:
     )
 
 
-def report_of_amp_twice(inner: DType, outer: DType) -> str:
-    """What to say where `amp` is given what it has made, with another dtype."""
-    return (
-        f"`fn` is what `amp` has made already, and goes on computing in {inner.name}: "
-        f"{outer.name} changes nothing in it. (A float16 loss also wants a loss scale, "
-        "which `enable_amp` gives by the dtype that it is told.) Use `amp` or "
-        "`enable_amp` once, on the function as written."
+def refuse_under_primitive(primitive: Primitive, rule: Rule) -> None:
+    """Raises for a rule that can't be followed for the primitive that is its key."""
+    is_original = isinstance(rule, UseOriginalPrecision)
+    if not rule.is_for(primitive.name):
+        raise AmpError(
+            f"`{rule!r}` is a rule for contractions, and `{primitive}` is none. Its "
+            "keys are `jax.lax.dot_general_p`, `jax.lax.conv_general_dilated_p` or the "
+            f"name of a scope; {AMP_DEFAULT!r} leaves all else to the default policy."
+        )
+    if primitive.name in STRUCTURAL and not is_original:
+        raise AmpError(
+            f"`{primitive}` holds a whole program, so a casting rule can't stand for "
+            "it. Put rules on the primitives inside, or on a `jax.named_scope` around "
+            "it; only `use_original_precision` leaves all that is inside as written."
+        )
+    if (
+        primitive.name in FIXED
+        and not is_original
+        and rule != CLASSES.get(primitive.name)
+    ):
+        raise AmpError(
+            f"`{primitive}` only exists in the dtypes that it was traced with: it has "
+            "no low-precision kernel, or carries code in these dtypes. Remove the key."
+        )
+
+
+def refuse_bad_key(key: Any, argument: str) -> None:
+    """Raises for what can't be a key of a policy dict."""
+    is_scope = isinstance(key, str) and key.strip("/") != ""
+    is_pattern = isinstance(key, re.Pattern) and isinstance(key.pattern, str)
+    if is_scope or is_pattern or isinstance(key, Primitive):
+        return
+    hint = _for_function(key) if callable(key) and not isinstance(key, type) else ""
+    raise TypeError(
+        f"A key of `{argument}` must be a primitive (`jax.lax.dot_general_p`), the "
+        "name of a `jax.named_scope`, a path of such names joined by '/', a compiled "
+        f"regular expression, or {AMP_DEFAULT!r}, but got {show_key(key)}.{hint}"
     )
 
 
-def report_of_hidden_parameters(fn: Any) -> str:
-    """What to say of a callable pytree that `amp` makes a plain function of."""
+# What functions of `jax.numpy` bind that are not called as their primitives are.
+_BINDS = {
+    **dict.fromkeys("dot matmul vdot tensordot einsum vecdot".split(), "dot_general"),
+    **dict.fromkeys("conv convolve".split(), "conv_general_dilated"),
+    **dict.fromkeys("sum prod max min".split(), "reduce_{}"),
+    **{"power": "pow", "arctan2": "atan2", "multiply": "mul", "subtract": "sub"},
+}
+
+
+def _for_function(key: Any) -> str:
+    """What to write instead of a function as a key."""
+    name = getattr(key, "__name__", "")
+    primitive = _BINDS.get(name, name).format(name)
+    if isinstance(getattr(jax_primitives, f"{primitive}_p", None), Primitive):
+        return f" Use the primitive that it binds: `jax.lax.{primitive}_p`."
     return (
-        f"`fn` is a {type(fn).__name__}, a pytree that holds arrays, and `amp` gives a "
-        "function: transforms find nothing in it to differentiate by. Wrap the loss "
-        "that calls it, `amp(loss)(model, x)`. (Models of Equinox and NNX stay models.)"
+        " Put the calls of the function into a `jax.named_scope`, and use its name; or "
+        "see by `jax.make_jaxpr` which primitives it binds."
     )
 
 
-_GENERATORS = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)
-
-
-def is_lazy(x: Any) -> bool:
-    """Whether `x` is still to compute something, when it is read."""
-    return isinstance(x, _GENERATORS + (map, filter, zip))
-
-
-def refuse_lazy_results(fn: Any, outs: list[Any]) -> None:
-    """Raises for results that would compute outside of `amp`."""
-    for x in filter(is_lazy, outs):
+def refuse_unhashable(rules: Iterable[Rule], argument: str) -> None:
+    """Raises for rules that a policy can't be remembered by."""
+    unhashable = [rule for rule in rules if not is_hashable(rule)]
+    if unhashable:
         raise TypeError(
-            f"{_named(fn)} returns a {type(x).__name__}, which computes when it is "
-            "read: outside of `amp`. Return arrays: a list or a tuple of them, or "
-            "`jnp.stack` of them."
+            f"Every rule of `{argument}` must be hashable, since the policy is part of "
+            f"the key of caches. Unhashable: {unhashable}."
         )
 
 
-def refuse_what_cannot_be_stopped(fn: Any) -> None:
-    """Raises for what would compute when `amp_stop` around it has been left."""
-    if not callable(fn):
-        raise TypeError(
-            f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
-            "Use `@amp_stop` or `with amp_stop():`."
-        )
-    if (kind := _computes_later(fn)) is not None:
-        raise TypeError(
-            f"`amp_stop` was given {kind}, {_named(fn)}: it returns before it "
-            "computes, outside of `amp_stop`. Write `with amp_stop():` in it, around "
-            "what it computes."
-        )
-    if isinstance(fn, type):
-        raise TypeError(
-            f"`amp_stop` was given the class {fn.__name__!r}, whose methods run when "
-            "it has made an object, outside of `amp_stop`. Write `@amp_stop` above its "
-            "methods, such as `__call__`."
-        )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-_LATER = (*_GENERATORS, map, type(_nothing()))
-
-
-def refuse_results_of_later(fn: Any, out: Any) -> None:
-    """Raises for a result that would compute when `amp_stop` has been left."""
-    leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, _LATER))
-    for x in leaves:
-        if isinstance(x, _LATER):
-            raise TypeError(
-                f"{_named(fn)} under `amp_stop` returns a {type(x).__name__}, which "
-                "runs later, outside of `amp_stop`. Return arrays, or write `with "
-                "amp_stop():` around what computes them."
-            )
-
-
-def _named(fn: Any) -> str:
-    name = getattr(fn, "__qualname__", None)
-    return f"`{name if isinstance(name, str) else type(fn).__name__}`"
-
-
-_CONCRETE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-
-_NOTE = """\
-`amp` traces the function, under `jax.jit` or not: the values of arrays aren't known
-while it runs. Instead of `if x > 0:` write `jnp.where(x > 0, a, b)` or `jax.lax.cond`;
-instead of `float(x)`, `x.item()` or `np.asarray(x)` inside, return `x` and convert the
-result outside of `amp`. A number that must be known inside is given as a Python number,
-which `amp` leaves as it is."""
-
-
-_SCOPED_IN_NNX = """\
-If the model was given to `scope_modules` within a transform of NNX (`nnx.grad`,
-`nnx.value_and_grad`, `nnx.jit`): NNX lets no node change its class there. Scope it
-once, where it is made, or around the transform: `amp(step)`, where `step(model, x)`
-begins with `model = scope_modules(model)` and takes the gradient after it."""
-
-
-@contextmanager
-def explaining_tracing() -> Iterator[None]:
-    """Adds to errors of JAX what they mean within `amp`, once."""
+def is_hashable(x: Any) -> bool:
     try:
-        yield
-    except _CONCRETE as error:
-        if _NOTE not in getattr(error, "__notes__", ()):
-            error.add_note(_NOTE)
-        raise
-    except jax.errors.UnexpectedTracerError as error:
-        if RULE_CLOSES_OVER not in getattr(error, "__notes__", ()):
-            error.add_note(RULE_CLOSES_OVER)
-        raise
-    except ValueError as error:  # of Flax, which tells of no more than two classes
-        if "Expected a node of type" in str(error):
-            error.add_note(_SCOPED_IN_NNX)
-        raise
+        hash(x)
+    except TypeError:
+        return False
+    return True

@@ -14,8 +14,8 @@ from .._errors import AmpError
 from .._frameworks.nnx import nnx_nodes
 from .._rules import Site
 from .codec import decode_rules, encode_rules, own_rules
-from .dictionary import Lookup, checked_policy, default_amp_policy
-from .frozen import FrozenRules
+from .dictionary import Lookup, default_amp_policy
+from .frozen import FrozenRules, checked_policy
 from .limit import Limit, limited
 from .measured import Contractions, Measured, limited_to
 from .mistakes import naming_mistakes
@@ -88,7 +88,7 @@ class Policy:
             as_dtype = as_compute_dtype if name == "compute_dtype" else as_float_dtype
             value = None if dtype is None else _as_dtype(as_dtype, dtype, name)
             object.__setattr__(self, name, value)
-        frozen = None if rules is None else FrozenRules(rules)
+        frozen = None if rules is None else FrozenRules(rules).in_order()
         object.__setattr__(self, "rules", None if frozen == _default() else frozen)
         object.__setattr__(self, "limit", limit)
         if measured is not None and not isinstance(measured, Measured):
@@ -258,9 +258,7 @@ class Policy:
 
     def __repr__(self) -> str:
         if self.rules is None and self.limit is None:
-            fields = [f"{name}={d.name!r}" for name, d in self._dtypes().items()]
-            if self.measured is not None:
-                fields.append(f"measured={self.measured.to_dict()!r}")
+            fields = [f"{name}={value!r}" for name, value in self.to_dict().items()]
             return f"Policy({', '.join(fields)})"
         try:
             return f"Policy.from_dict({self.to_dict()!r})"
@@ -287,7 +285,7 @@ DTYPE_FIELDS = ("compute_dtype", "param_dtype", "output_dtype")
 
 @functools.cache
 def _default() -> FrozenRules:
-    return FrozenRules(default_amp_policy)
+    return FrozenRules(default_amp_policy).in_order()
 
 
 def _as_dtype(as_dtype: Callable[..., DType], value: Any, argument: str) -> DType:

@@ -16,7 +16,8 @@ from .._dtypes import DType, as_compute_dtype
 from .._errors import AmpError
 from .._rules import Rule
 from .._rules.given import called, is_dtype, is_made_by_calling
-from .dictionary import Lookup, checked_policy
+from .dictionary import Lookup
+from .frozen import checked_policy
 from .named import Policy
 from .names import get_policy
 from .policy_map import PolicyMap, dtype_of

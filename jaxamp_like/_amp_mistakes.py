@@ -1,0 +1,208 @@
+"""Functions that `amp` can't rewrite, and what to give it instead."""
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import jax
+
+from ._dtypes import DType
+from ._errors import RULE_CLOSES_OVER
+
+
+def _computes_later(fn: Any) -> str | None:
+    """What a callable is that returns before it computes."""
+    codes = (fn, type(fn).__call__)
+    kinds = {
+        "a generator": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
+        "an async function": (inspect.iscoroutinefunction,),
+    }
+    for kind, tests in kinds.items():
+        if any(test(code) for test in tests for code in codes):
+            return kind
+    return None
+
+
+def refuse_what_cannot_be_rewritten(fn: Any) -> None:
+    """Raises for callables that don't return what they compute."""
+    if (kind := _computes_later(fn)) is not None:
+        raise TypeError(
+            f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
+            "there is nothing to rewrite. Wrap the function that computes one item "
+            "or step, and call that within."
+        )
+    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} program, which can't be traced any more. "
+            "Give the function that it was made of, under `jax.jit` or not."
+        )
+    if isinstance(fn, type):
+        raise TypeError(
+            f"`fn` is the class {fn.__name__!r}, which makes objects. Wrap what is "
+            "called with arrays: an instance, a method, or the loss that calls it."
+        )
+
+
+def refuse_unbound(fn: Any) -> None:
+    """Raises for models of Linen and Haiku that have no parameters yet."""
+    applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
+    is_bound = callable(fn) and not (
+        getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None
+    )
+    if applies and not is_bound:
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} without parameters. Wrap the loss that "
+            "calls its `apply`, or that: `amp(model.apply)(params, x)`."
+        )
+
+
+def refuse_initialising(fn: Any) -> None:
+    """Raises for modules of Linen that would make their parameters under `amp`."""
+    scope = getattr(fn, "scope", None)
+    is_mutable = getattr(scope, "is_mutable_collection", None)
+    if hasattr(fn, "apply") and is_mutable is not None and is_mutable("params"):
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__} inside of `init`, which makes parameters: "
+            "they would not outlive the trace of `amp`. Wrap the loss that calls "
+            "`model.apply`, or write `dense if self.is_initializing() else amp(dense)`."
+        )
+
+
+class Decorator(functools.partial):
+    """A decorator, which is not the context manager that PyTorch's autocast is."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "`amp` is no context manager: it rewrites a function, forward and backward "
+            "pass together. Write `mixed = amp(loss_fn)` and call that. Within, `with "
+            "amp_stop():` keeps a block as written."
+        )
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def report_of_amp_twice(inner: DType, outer: DType) -> str:
+    """What to say where `amp` is given what it has made, with another dtype."""
+    return (
+        f"`fn` is what `amp` has made already, and goes on computing in {inner.name}: "
+        f"{outer.name} changes nothing in it. (A float16 loss also wants a loss scale, "
+        "which `enable_amp` gives by the dtype that it is told.) Use `amp` or "
+        "`enable_amp` once, on the function as written."
+    )
+
+
+def report_of_hidden_parameters(fn: Any) -> str:
+    """What to say of a callable pytree that `amp` makes a plain function of."""
+    return (
+        f"`fn` is a {type(fn).__name__}, a pytree that holds arrays, and `amp` gives a "
+        "function: transforms find nothing in it to differentiate by. Wrap the loss "
+        "that calls it, `amp(loss)(model, x)`. (Models of Equinox and NNX stay models.)"
+    )
+
+
+_GENERATORS = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType)
+
+
+def is_lazy(x: Any) -> bool:
+    """Whether `x` is still to compute something, when it is read."""
+    return isinstance(x, _GENERATORS + (map, filter, zip))
+
+
+def refuse_lazy_results(fn: Any, outs: list[Any]) -> None:
+    """Raises for results that would compute outside of `amp`."""
+    for x in filter(is_lazy, outs):
+        raise TypeError(
+            f"{_named(fn)} returns a {type(x).__name__}, which computes when it is "
+            "read: outside of `amp`. Return arrays: a list or a tuple of them, or "
+            "`jnp.stack` of them."
+        )
+
+
+def refuse_what_cannot_be_stopped(fn: Any) -> None:
+    """Raises for what would compute when `amp_stop` around it has been left."""
+    if not callable(fn):
+        raise TypeError(
+            f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
+            "Use `@amp_stop` or `with amp_stop():`."
+        )
+    if (kind := _computes_later(fn)) is not None:
+        raise TypeError(
+            f"`amp_stop` was given {kind}, {_named(fn)}: it returns before it "
+            "computes, outside of `amp_stop`. Write `with amp_stop():` in it, around "
+            "what it computes."
+        )
+    if isinstance(fn, type):
+        raise TypeError(
+            f"`amp_stop` was given the class {fn.__name__!r}, whose methods run when "
+            "it has made an object, outside of `amp_stop`. Write `@amp_stop` above its "
+            "methods, such as `__call__`."
+        )
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+_LATER = (*_GENERATORS, map, type(_nothing()))
+
+
+def refuse_results_of_later(fn: Any, out: Any) -> None:
+    """Raises for a result that would compute when `amp_stop` has been left."""
+    leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, _LATER))
+    for x in leaves:
+        if isinstance(x, _LATER):
+            raise TypeError(
+                f"{_named(fn)} under `amp_stop` returns a {type(x).__name__}, which "
+                "runs later, outside of `amp_stop`. Return arrays, or write `with "
+                "amp_stop():` around what computes them."
+            )
+
+
+def _named(fn: Any) -> str:
+    name = getattr(fn, "__qualname__", None)
+    return f"`{name if isinstance(name, str) else type(fn).__name__}`"
+
+
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+_NOTE = """\
+`amp` traces the function, under `jax.jit` or not: the values of arrays aren't known
+while it runs. Instead of `if x > 0:` write `jnp.where(x > 0, a, b)` or `jax.lax.cond`;
+instead of `float(x)`, `x.item()` or `np.asarray(x)` inside, return `x` and convert the
+result outside of `amp`. A number that must be known inside is given as a Python number,
+which `amp` leaves as it is."""
+
+
+_SCOPED_IN_NNX = """\
+If the model was given to `scope_modules` within a transform of NNX (`nnx.grad`,
+`nnx.value_and_grad`, `nnx.jit`): NNX lets no node change its class there. Scope it
+once, where it is made, or around the transform: `amp(step)`, where `step(model, x)`
+begins with `model = scope_modules(model)` and takes the gradient after it."""
+
+
+@contextmanager
+def explaining_tracing() -> Iterator[None]:
+    """Adds to errors of JAX what they mean within `amp`, once."""
+    try:
+        yield
+    except _CONCRETE as error:
+        if _NOTE not in getattr(error, "__notes__", ()):
+            error.add_note(_NOTE)
+        raise
+    except jax.errors.UnexpectedTracerError as error:
+        if RULE_CLOSES_OVER not in getattr(error, "__notes__", ()):
+            error.add_note(RULE_CLOSES_OVER)
+        raise
+    except ValueError as error:  # of Flax, which tells of no more than two classes
+        if "Expected a node of type" in str(error):
+            error.add_note(_SCOPED_IN_NNX)
+        raise
