@@ -9,9 +9,10 @@ from .. import _rules
 from .._jax import Primitive
 from .._policies.dictionary import ByName
 from .._policies.limit import LimitedPolicy
+from .._policies.presets.common import ByRange
 from .._rewrite.planner import Planner
 from .._rewrite.record import Recorder
-from .._rules import ByRange, Callback, Rule
+from .._rules import Callback, Rule
 
 
 def settings_of(recorder: Recorder) -> tuple[str, ...]:

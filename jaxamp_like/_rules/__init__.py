@@ -1,8 +1,7 @@
 """Casting rules: what a policy says for one equation; see `base`.
 
 Rules that a function makes are in `by_pass`, `conditions`, `dot_algorithm` and
-`saving_low`; `given` says what a user may write for a rule. A value that is imported
-here is known by its name to saved policies."""
+`saving_low`; `given` says what a user may write for a rule."""
 
 from .again import (
     apart as apart,
@@ -33,7 +32,6 @@ from .base import (
 )
 from .callback import Callback as Callback
 from .computing import (
-    ByRange as ByRange,
     UseOriginalPrecision as UseOriginalPrecision,
     UsePrecision as UsePrecision,
     in_solver as in_solver,

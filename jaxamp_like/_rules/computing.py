@@ -210,27 +210,6 @@ class UseWidestPrecision(Rule):
         return Decision(reads, site.params, outs, "the widest of its inputs")
 
 
-@dataclass(frozen=True)
-class ByRange(Rule):
-    """One rule for compute dtypes of narrow range (float16), another for the rest."""
-
-    narrow: Rule
-    wide: Rule
-
-    def _pick(self, dtype: DType) -> Rule:
-        return self.narrow if jnp.finfo(dtype).maxexp < 128 else self.wide
-
-    def decide(self, site: Site) -> Decision:
-        return self._pick(site.compute_dtype).decide(site)
-
-    @property
-    def may_compute_low(self) -> bool:
-        return any(rule.may_compute_low for rule in (self.narrow, self.wide))
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return self.wide.demand(params, wanted)
-
-
 use_compute_precision = UsePrecision()
 """Casts float inputs to the compute dtype; results are in it too."""
 

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
+from ..._dtypes import DType
 from ..._jax import Primitive
 from ..._primitives import FIXED, Kind, those
 from ..._rules import (
-    ByRange,
     ConvertAsWritten,
     Decision,
     Demand,
@@ -44,6 +46,28 @@ MOVES_EACH = frozenset(
     for name, rule in CLASSES.items()
     if rule in (keep_each_input, sort_exactly, send_low)
 )
+
+
+@dataclass(frozen=True)
+class ByRange(Rule):
+    """One rule for compute dtypes of narrow range (float16), another for the rest."""
+
+    narrow: Rule
+    wide: Rule
+
+    def _pick(self, dtype: DType) -> Rule:
+        return self.narrow if jnp.finfo(dtype).maxexp < 128 else self.wide
+
+    def decide(self, site: Site) -> Decision:
+        return self._pick(site.compute_dtype).decide(site)
+
+    @property
+    def may_compute_low(self) -> bool:
+        return any(rule.may_compute_low for rule in (self.narrow, self.wide))
+
+    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
+        return self.wide.demand(params, wanted)
+
 
 # What the systems say nothing of: sums over devices, and what is given by the kind of
 # the primitive.

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from ..._rules import (
-    use_original_precision,
-)
+from ..._rules import use_original_precision
 from ..classes import CLASSES
 from ..dictionary import policy_by_name
 

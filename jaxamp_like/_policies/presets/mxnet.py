@@ -5,10 +5,7 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from ..._rules import (
-    use_compute_precision,
-    use_original_precision,
-)
+from ..._rules import use_compute_precision, use_original_precision
 from ..._rules.conditions import param_is, when
 from ..dictionary import policy_by_name
 from .common import CONTRACTIONS, Op, Promote, by_name, make_table, promote

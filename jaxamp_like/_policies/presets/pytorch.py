@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from ..._rules import (
-    use_compute_precision,
-    use_original_precision,
-)
+from ..._rules import use_compute_precision, use_original_precision
 from ..dictionary import policy_by_name
 from .common import CONTRACTIONS, Promote, by_name, make_table, promote
 
