@@ -170,7 +170,7 @@ def marked(grads: Any, verdict: Verdict | None) -> Any:
 
 
 def unmarked(grads: Any) -> Any:
-    """The arrays themselves."""
+    """The gradients without their marks."""
     return _replaced(grads, lambda g: g.value)
 
 
@@ -182,10 +182,11 @@ def _replaced(grads: Any, by: Callable[[Unscaled], Any]) -> Any:
 
 
 def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
-    """The arrays themselves, and whether they are all finite where that is known.
+    """The gradients without their marks, and whether all are finite, if it is known.
 
-    It is of gradients straight from one `value_and_grad`. These are then as they came:
-    who knows the verdict needs no NaN, and no second look at them."""
+    It is known of gradients that come straight from one `value_and_grad`. They are then
+    given as they were computed, without NaN in the place of finite numbers: who knows
+    the verdict need not look at them again."""
     leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
     verdicts = {id(g._verdict): g._verdict for g in leaves if _is_marked(g)}
     verdict = next(iter(verdicts.values()), None)

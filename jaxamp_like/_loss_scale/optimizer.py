@@ -19,22 +19,9 @@ from .agree import AxisName, agreed
 from .calls import written_so
 from .grads import dynamic_scale_tx
 from .initialising import initialised
-from .marks import (
-    Verdict,
-    marked,
-    read,
-    refuse_unmarked,
-    refuse_unscaled,
-    unmarked,
-)
+from .marks import Verdict, marked, read, refuse_unmarked, refuse_unscaled, unmarked
 from .numbers import all_finite, checked_loss, chosen
-from .state import (
-    DynamicScalerState,
-    NoScaler,
-    Scaler,
-    is_scaler,
-    static_scaler,
-)
+from .state import DynamicScalerState, NoScaler, Scaler, is_scaler, static_scaler
 
 
 class LossScaleState(NamedTuple):
