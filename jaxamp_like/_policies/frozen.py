@@ -61,8 +61,11 @@ class FrozenRules(Mapping[Key, Rule]):
         paths = {"/".join(parts): rule for parts, rule in self._paths.items()}
         default = {} if self._default is None else {AMP_DEFAULT: self._default}
         self._rules = {**self._primitives, **paths, **self._patterns, **default}
-        refuse_unhashable(self._rules.values(), argument)
-        self._hash = hash(tuple(self._rules.items()))
+        try:
+            self._hash = hash(tuple(self._rules.items()))
+        except TypeError:
+            refuse_unhashable(self._rules.values(), argument)
+            raise
 
     def _add(self, key: Key, rule: Rule) -> None:
         if isinstance(key, Primitive):

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 import jax.extend.core.primitives as jax_primitives
+import jax.numpy as jnp
 
 from .._dtypes import DType, bits
 from .._errors import AmpError, explaining_misfits
@@ -23,7 +24,7 @@ from .._rules import (
     use_original_precision_locally,
     use_widest_precision,
 )
-from .._rules.given import is_dtype
+from .._rules.given import called, is_dtype, is_made_by_calling
 from .._structural import STRUCTURAL
 from .classes import CLASSES
 from .dictionary import AMP_DEFAULT, Lookup, show_key
@@ -66,7 +67,7 @@ def _by_place(caller: str, parameters: Mapping[str, Any], value: Any) -> str:
     if "fn" not in parameters:
         return f"Give arguments by their names: {', '.join(parameters)}."
     is_name = isinstance(value, str)
-    if is_dtype(value) or (is_name and "_" not in value and "=" not in value):
+    if is_dtype(value) or (is_name and not is_like_policy_name(value)):
         return f"Write `compute_dtype={_show(value)}`."
     if is_name or isinstance(value, Mapping) or hasattr(value, "compute_dtype"):
         return f"Write `amp_policy={_show(value) if is_name else '...'}`."
@@ -91,6 +92,41 @@ def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
 
 def _show(value: Any) -> str:
     return repr(getattr(value, "__name__", None) or str(value))
+
+
+def is_like_policy_name(value: Any) -> bool:
+    """Whether `value` may be meant as the name of a policy, rather than of a dtype."""
+    return isinstance(value, str) and ("_" in value or "=" in value)
+
+
+def instead_of_policy(value: Any) -> str:
+    """What to write instead of `value`, which is no policy."""
+    if is_dtype(value):
+        return f" To compute in a dtype: `Policy({jnp.dtype(value).name!r})`."
+    if isinstance(value, Mapping | Rule):
+        return " Rules are a part of a policy: `Policy('bfloat16', rules={...})`."
+    return ""
+
+
+def instead_of_amp_policy(value: Any) -> str:
+    """What to write instead of `value`, which `amp` can't take as its policy."""
+    if isinstance(value, Rule):
+        return 'A rule for everything: `{"amp_default": rule}`.'
+    if is_dtype(value):
+        return f"A dtype: `compute_dtype={jnp.dtype(value).name!r}`."
+    if is_made_by_calling(value):
+        return f"Call it: `amp_policy={called(value)}`."
+    if hasattr(policy := getattr(value, "policy", None), "lookup"):
+        return f"It holds a {type(policy).__name__}: give its `.policy`."
+    if callable(value):
+        return 'A rule of your own for everything: `{"amp_default": rule}`.'
+    return 'For example: `default_amp_policy | {"attention": "float32"}`.'
+
+
+def with_name(value: Any) -> str:
+    """The type of a value, and the name that it has."""
+    name = getattr(value, "__name__", None)
+    return f"{type(value).__name__}" + (f" {name!r}" if isinstance(name, str) else "")
 
 
 # What lowers nothing where nothing is low.

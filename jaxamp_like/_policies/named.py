@@ -18,7 +18,7 @@ from .dictionary import Lookup, default_amp_policy
 from .frozen import FrozenRules, checked_policy
 from .limit import Limit, limited
 from .measured import Contractions, Measured, limited_to
-from .mistakes import naming_mistakes
+from .mistakes import is_like_policy_name, naming_mistakes
 
 _Tree = TypeVar("_Tree")
 
@@ -292,7 +292,7 @@ def _as_dtype(as_dtype: Callable[..., DType], value: Any, argument: str) -> DTyp
     try:
         return as_dtype(value, argument)
     except TypeError as e:
-        if isinstance(value, str) and ("=" in value or "_" in value):
+        if is_like_policy_name(value):
             raise TypeError(f"{e} A policy is made of its name by `get_policy`.") from e
         raise
 

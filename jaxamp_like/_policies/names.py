@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
-import jax.numpy as jnp
-
 from .._dtypes import NAMES, SHORT_NAMES, bits, did_you_mean, full_name
 from .._errors import AmpError
 from .._quantised import float8
-from .._rules import Rule
-from .._rules.given import is_dtype, short
+from .._rules.given import short
+from .mistakes import instead_of_policy
 from .named import DTYPE_FIELDS, Policy
 from .quantised import MODES, quantised
 
@@ -88,7 +86,7 @@ def get_policy(
         raise TypeError(
             "A policy is given as a `Policy`, as a name such as 'mixed_bfloat16' or as "
             f"a string such as 'p=f32,c=bf16,o=f32', but got {short(policy)}."
-            f"{_instead(policy)}"
+            f"{instead_of_policy(policy)}"
         )
     if "=" in policy:
         return _parse(policy)
@@ -145,15 +143,6 @@ def _delayed(policy: Any, length: int) -> Policy:
             "Give a name such as 'float8_from_mixed_bfloat16', or leave it out."
         )
     return replace(get_policy(policy), rules=quantised(rule))
-
-
-def _instead(value: Any) -> str:
-    """What to write instead of `value`, which is no policy."""
-    if is_dtype(value):
-        return f" To compute in a dtype: `Policy({jnp.dtype(value).name!r})`."
-    if isinstance(value, Mapping | Rule):
-        return " Rules are a part of a policy: `Policy('bfloat16', rules={...})`."
-    return ""
 
 
 class _Word(NamedTuple):

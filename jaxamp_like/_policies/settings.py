@@ -9,15 +9,13 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, as_compute_dtype
 from .._errors import AmpError
-from .._rules import Rule
-from .._rules.given import called, is_dtype, is_made_by_calling
 from .dictionary import Lookup
 from .frozen import checked_policy
+from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
 from .named import Policy
 from .names import get_policy
 from .policy_map import PolicyMap, dtype_of
@@ -135,8 +133,8 @@ def settings_of(
     if not isinstance(amp_policy, str | Policy | PolicyMap):
         raise TypeError(
             "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "
-            f"such as 'mixed_bfloat16', but got {_shown(amp_policy)}. "
-            f"{_instead(amp_policy)}"
+            f"such as 'mixed_bfloat16', but got {with_name(amp_policy)}. "
+            f"{instead_of_amp_policy(amp_policy)}"
         )
     policy = _as_policy(amp_policy)
     said = _default_of(policy).compute_dtype
@@ -153,33 +151,13 @@ def _as_compute_dtype(value: Any) -> DType:
     try:
         return as_compute_dtype(value, "compute_dtype")
     except TypeError as e:
-        is_name = isinstance(value, str) and ("_" in value or "=" in value)
+        is_name = is_like_policy_name(value)
         if is_name or isinstance(value, Mapping | Policy | PolicyMap):
             shown = repr(value) if is_name else "..."
             raise TypeError(
                 f"{e} Policies are given as `amp_policy={shown}`."
             ) from None
         raise
-
-
-def _shown(value: Any) -> str:
-    name = getattr(value, "__name__", None)
-    return f"{type(value).__name__}" + (f" {name!r}" if isinstance(name, str) else "")
-
-
-def _instead(value: Any) -> str:
-    """What to write instead of `value`, which is no policy."""
-    if isinstance(value, Rule):
-        return 'A rule for everything: `{"amp_default": rule}`.'
-    if is_dtype(value):
-        return f"A dtype: `compute_dtype={jnp.dtype(value).name!r}`."
-    if is_made_by_calling(value):
-        return f"Call it: `amp_policy={called(value)}`."
-    if isinstance(policy := getattr(value, "policy", None), Policy | PolicyMap):
-        return f"It holds a {type(policy).__name__}: give its `.policy`."
-    if callable(value):
-        return 'A rule of your own for everything: `{"amp_default": rule}`.'
-    return 'For example: `default_amp_policy | {"attention": "float32"}`.'
 
 
 def _default_of(policy: Policy | PolicyMap) -> Policy:
