@@ -123,25 +123,25 @@ def dynamic_scale_tx(
             if transform in _FILTERED and args:
                 _refuse_without_floats(args[0])
 
+            def backward_pass(state: Scaler) -> tuple[Any, Callable, Any]:
+                def scaled(fun: Callable) -> Callable:
+                    scaled = _scale_loss(fun, state, has_aux)
+                    return differentiate(scaled, has_aux=True, **kwargs)
+
+                results, left = call.run(scaled)
+                grads, rebuild = _split(results, has_aux)
+                return state.unscale(grads), rebuild, left
+
             def attempt(states: list[Scaler]) -> tuple[list[Array], Any]:
-                grads_of, rebuild, left = [], None, None
-                for state in states:
-
-                    def scaled(fun: Callable, state: Scaler = state) -> Callable:
-                        scaled = _scale_loss(fun, state, has_aux)
-                        return differentiate(scaled, has_aux=True, **kwargs)
-
-                    # Each backward pass begins with the same NNX objects.
-                    results, left = call.run(scaled)
-                    grads, rebuild = _split(results, has_aux)
-                    grads_of.append(state.unscale(grads))
+                # Each group has a pass of its own, from the same NNX objects.
+                passes = [backward_pass(state) for state in states]
+                grads_of, rebuilds, lefts = zip(*passes, strict=True)
                 grads, finite_of = merge_groups(structure, grads_of)
-                assert rebuild is not None
                 finite_of = [
                     agreed(finite, axis_name, like=getattr(state, "scaler", None))
                     for finite, state in zip(finite_of, states, strict=True)
                 ]
-                return finite_of, (rebuild(grads), left)
+                return finite_of, (rebuilds[-1](grads), lefts[-1])
 
             if redo and any(isinstance(s, DynamicScalerState) for s in states):
                 following, (results, left) = retry(attempt, states, redo, axis_name)
