@@ -24,15 +24,6 @@ from ._delayed import (
 from ._enable import enable_amp as enable_amp
 from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules
-from ._loss_scale import (
-    DynamicScalerState as DynamicScalerState,
-    all_finite as all_finite,
-    dynamic_scale_grad as dynamic_scale_grad,
-    dynamic_scale_tx as dynamic_scale_tx,
-    dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
-    guard_step as guard_step,
-    loss_scale_optimizer as loss_scale_optimizer,
-)
 from ._policies.dictionary import default_amp_policy as default_amp_policy
 from ._policies.named import Policy as Policy
 from ._policies.names import get_policy as get_policy
@@ -44,6 +35,15 @@ from ._policies.settings import (
 )
 from ._reports import explain as explain, trace_numerics as trace_numerics
 from ._rewrite.switch import disable_amp as disable_amp
+from .scaling import (
+    DynamicScalerState as DynamicScalerState,
+    all_finite as all_finite,
+    dynamic_scale_grad as dynamic_scale_grad,
+    dynamic_scale_tx as dynamic_scale_tx,
+    dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
+    guard_step as guard_step,
+    loss_scale_optimizer as loss_scale_optimizer,
+)
 
 __all__ = [
     "AmpError",

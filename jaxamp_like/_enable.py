@@ -10,10 +10,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ._amp import amp
 from ._errors import AmpWarning
-from ._loss_scale import loss_scale_optimizer
 from ._loss_scale.agree import AxisName
 from ._loss_scale.calls import SETTINGS, written_so
-from ._loss_scale.optimizer import LossScaleOptimizer
+from ._loss_scale.optimizer import LossScaleOptimizer, loss_scale_optimizer
 from ._loss_scale.state import NoScaler, Scaler
 from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, settings_of
