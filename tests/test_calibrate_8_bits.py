@@ -23,8 +23,8 @@ from jaxamp_like._calibrate.runs import Runs
 from jaxamp_like._calibrate.search import Ranking
 from jaxamp_like._calibrate.state import State
 from jaxamp_like._calibrate.subject import points_of, subject_of
-from jaxamp_like._quantised.alone import AsFloat8, AsInt8
-from jaxamp_like._quantised.formats import Format
+from jaxamp_like._quantised.int8 import AsInt8
+from jaxamp_like._quantised.scaled import AsFloat8
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
 from jaxamp_like.reports import Calibration, Device
 from jaxamp_like.rules import float8
@@ -252,7 +252,7 @@ def test_roundings_are_those_of_the_rule(fn, name):
 
 
 @pytest.mark.parametrize(
-    "eight", (AsFloat8(Format(jnp.dtype("float8_e4m3fn"))), AsInt8((1,), 1e-7))
+    "eight", (AsFloat8(jnp.dtype("float8_e4m3fn")), AsInt8((1,), 1e-7))
 )
 def test_a_batch_of_arrays_is_rounded_one_by_one(eight):
     xs = rng.normal(size=(3, 4, 5)) * 10.0 ** np.arange(3)[:, None, None]

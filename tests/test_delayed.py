@@ -30,7 +30,7 @@ from jaxamp_like import (
 )
 from jaxamp_like._delayed.tensors import Finder
 from jaxamp_like._quantised.delayed import TensorScale, measured, next_scale, seen
-from jaxamp_like._quantised.formats import Format
+from jaxamp_like._quantised.scaled import AsFloat8
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import error, values
@@ -543,7 +543,7 @@ def test_first_by_what_is_there_then_by_what_was_seen():
 )
 def test_scales_are_numbers_whatever_was_seen(history, amax, exact):
     """And what is not finite is not remembered: no scale is stuck for 1024 steps."""
-    fmt = Format(jnp.dtype("float8_e4m3fn"), power_of_two=not exact)
+    fmt = AsFloat8(jnp.dtype("float8_e4m3fn"), power_of_two=not exact)
     state = TensorScale(jnp.float32(1.0), jnp.abs(jnp.float32(history)))
     amax = jnp.float32(abs(amax))
     scale = measured(next_scale(state, fmt), amax, fmt)

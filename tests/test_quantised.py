@@ -267,7 +267,7 @@ def test_a_cotangent_that_overflows_is_seen():
     dtype=st.sampled_from((E4M3, E5M2)),
 )
 def test_scales_are_powers_of_two_that_fit(amax, dtype):
-    from jaxamp_like._quantised.formats import scale_of
+    from jaxamp_like._quantised.scaled import scale_of
 
     largest = float(jnp.finfo(dtype).max)
     scale = float(scale_of(jnp.float32(amax), largest))

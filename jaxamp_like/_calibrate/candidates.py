@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .._dtypes import DType, did_you_mean, full_name, is_float
-from .._quantised import float8, int8
+from .._quantised import FORMATS
 from .._quantised.rule import Quantising
 from .._rules import Site, why_as_written
 
 # Sizes don't count: what it gains is priced, and what it costs measured.
-EIGHT_BITS: dict[str, Any] = {"float8": float8(where=None), "int8": int8(where=None)}
+EIGHT_BITS: dict[str, Quantising] = {
+    name: FORMATS[name](where=None) for name in sorted(FORMATS)
+}
 _NAMES = ("bfloat16", "float16", *EIGHT_BITS)
 
 FULL = "float32"  # what stays as written
@@ -71,19 +73,21 @@ def _known(one: Any) -> str | DType:
         TypeError: it is a rule, or no floating dtype of 16 bits or more.
         ValueError: it is a float8 format, a wide dtype, or the name of nothing."""
     if isinstance(one, Quantising):
+        (name, rule), *others = EIGHT_BITS.items()
+        also = "".join(f", {name!r} for `{rule!r}`" for name, rule in others)
         raise TypeError(
-            f"`candidates` holds the rule `{one!r}`. Name it: 'float8' stands for "
-            "`float8(where=None)`, 'int8' for `int8(where=None)`."
+            f"`candidates` holds the rule `{one!r}`. Name it: {name!r} stands for "
+            f"`{rule!r}`{also}."
         )
     name = _name_of(one)
     if name in EIGHT_BITS:
         return name
-    if name is not None and name.startswith("float8"):
-        raise ValueError(
-            f"`candidates` names {name!r}, a format for one tensor. Write 'float8': "
-            "operands in float8_e4m3fn, cotangents in float8_e5m2, with a scale for "
-            "each tensor."
-        )
+    for known, rule in EIGHT_BITS.items():
+        if name is not None and name.startswith(known):
+            raise ValueError(
+                f"`candidates` names {name!r}, a format for one tensor. Write "
+                f"{known!r}: {rule.told}."
+            )
     dtype = None if name is None else jnp.dtype(name)
     if dtype is None or not is_float(dtype) or dtype.itemsize < 2:
         is_unknown = isinstance(one, str) and dtype is None

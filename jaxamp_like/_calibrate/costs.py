@@ -54,7 +54,9 @@ class Device:
 
 def _width(name: str) -> int:
     """Bits of a dtype, or of a candidate."""
-    return 8 if name in EIGHT_BITS else 8 * jnp.dtype(name).itemsize
+    if name in EIGHT_BITS:
+        return EIGHT_BITS[name].bits
+    return 8 * jnp.dtype(name).itemsize
 
 
 H200 = Device(
@@ -84,24 +86,24 @@ class Run(NamedTuple):
 
     def bits(self, name: str) -> int:
         """Of its operands in a candidate, or as written."""
-        if name in EIGHT_BITS:
-            return 8 if name in self.eight else 16
-        return _width(name)
+        is_left = name in EIGHT_BITS and name not in self.eight
+        return 16 if is_left else _width(name)
 
     def kept_bytes(self, name: str) -> float:
         """What is kept: only what is differentiated in 8 bits is kept so."""
         rest = max(self.bits(name), 16)
-        read = self.bits(name) if name in KEPT_SO else rest
+        is_kept = name in EIGHT_BITS and EIGHT_BITS[name].keeps_rounded
+        read = self.bits(name) if is_kept else rest
         return (self.kept_read * read + self.kept_made * rest) / 8
 
     def seconds(self, name: str, device: Device) -> float:
         """By a roofline. To quantise, operands are read twice, and written."""
         own, rest = self.bits(name), max(self.bits(name), 16)
-        runs_in = name if own == 8 or name not in EIGHT_BITS else "float16"
+        is_rounded = name in self.eight
+        runs_in = name if is_rounded or name not in EIGHT_BITS else "float16"
         moved = (self.read * own + self.made * rest) / 8
-        more = self.read * (2 * rest + own) / 8 if own == 8 else 0.0
+        more = self.read * (2 * rest + own) / 8 if is_rounded else 0.0
         time = max(self.flops / device.speed(runs_in), moved / device.bandwidth)
         return time + more / device.bandwidth
 
 
-KEPT_SO = frozenset(["float8"])

@@ -21,9 +21,7 @@ from .._policies.dictionary import policy_by_name
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import is_contraction
 from .._primitives.matmul_precision import settled_bind
-from .._quantised.bilinear import bilinear
 from .._quantised.linear import RESULT_OF
-from .._quantised.passes import Pass
 from .._rewrite.solvers import author_scopes
 from .._rules import (
     Decision,
@@ -36,6 +34,7 @@ from .._rules import (
     use_original_precision,
 )
 from .._rules.by_shapes import shapes_of
+from .._rules.passes import Cast, in_compute_dtype
 from .candidates import Candidate
 from .places import Places, places_of
 from .rounding import AS_IT_IS, Rounding
@@ -173,13 +172,10 @@ def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., 
     return marked
 
 
-def _passes(site: Site) -> tuple[Pass, ...]:
+def _passes(site: Site) -> tuple[Cast, Cast]:
     """The derivative of a contraction as it is written, by each operand."""
     dtype = widest([a for a in site.authors[:2] if a is not None])
-    return tuple(
-        Pass(bilinear(site.primitive, site.params, moving=i), "compute", dtype)
-        for i in (0, 1)
-    )
+    return in_compute_dtype(site, dtype)
 
 
 def shadow(

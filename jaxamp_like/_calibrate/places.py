@@ -42,7 +42,7 @@ def places_of(
         return Places(read, read, read, made, made)
     rule, site = candidate.rule, candidate.seen(site)
     reads = tuple(
-        Rounding(() if _is_weight(site, i) else read[i].dtypes, eight)
+        Rounding(() if _is_weight(site, i) else read[i].dtypes, eight, rule.name)
         for i, eight in enumerate(rule.roundings(site))
     )
     out = rule.product_dtype(result_of(site))
@@ -52,7 +52,8 @@ def places_of(
         return Places(reads, read, read, result, made)
     gradient = _both(rule.product_dtype(low_of(site)), candidate.compute)
     gradients = tuple(Rounding(gradient) if one.dtypes else AS_IT_IS for one in read)
-    return Places(reads, reads, gradients, result, Rounding(made.dtypes, eight))
+    cotangent = Rounding(made.dtypes, eight, rule.name)
+    return Places(reads, reads, gradients, result, cotangent)
 
 
 def _is_weight(site: Site, i: int) -> bool:

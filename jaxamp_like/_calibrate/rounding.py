@@ -7,16 +7,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType
-from .._quantised.alone import AsFloat8, AsInt8
+from .._quantised.passes import Rounding as OfFormat
 
 
 class Rounding(NamedTuple):
     """What an array is rounded to: to dtypes in turn, and then to 8 bits with scales.
 
-    Of neither, it stays as it is."""
+    Of neither, it stays as it is.
+
+    Args:
+        dtypes: which those are.
+        eight: the rounding to 8 bits.
+        eight_bits: the candidate that this is of."""
 
     dtypes: tuple[DType, ...] = ()
-    eight: AsFloat8 | AsInt8 | None = None
+    eight: OfFormat | None = None
+    eight_bits: str | None = None
 
     def __call__(self, x: Any) -> Any:
         """`x` as it comes back, in its own dtype."""
@@ -24,35 +30,23 @@ class Rounding(NamedTuple):
             x = rounded(x, dtype)
         return x if self.eight is None else _quantised(x, self.eight)
 
-    @property
-    def eight_bits(self) -> str | None:
-        """The candidate that it is of, if that is one of 8 bits."""
-        return None if self.eight is None else _NAMES[type(self.eight)]
-
     def batched(self, ndim: int) -> "Rounding":
         """That of a batch of arrays, along the first axis, each of `ndim` axes."""
-        match self.eight:
-            case None:
-                return self
-            case AsFloat8(fmt):
-                axes = range(ndim) if fmt.axes is None else fmt.axes
-                fmt = fmt._replace(axes=tuple(axis + 1 for axis in axes))
-                return self._replace(eight=AsFloat8(fmt))
-            case AsInt8(axes):
-                inner = tuple(axis + 1 for axis in axes)
-                return self._replace(eight=self.eight._replace(axes=inner))
+        if self.eight is None:
+            return self
+        axes = range(ndim) if self.eight.axes is None else self.eight.axes
+        inner = tuple(axis + 1 for axis in axes)
+        return self._replace(eight=self.eight._replace(axes=inner))
 
 
-_NAMES: dict[type, str] = {AsFloat8: "float8", AsInt8: "int8"}
 AS_IT_IS = Rounding()
 
 
-def _quantised(x: Any, how: AsFloat8 | AsInt8) -> Any:
-    values, scale = how(x)
+def _quantised(x: Any, how: OfFormat) -> Any:
+    numbers = how(x)
     # A cast to float8 and back is one that XLA might leave out.
-    values = lax.optimization_barrier(values).astype(jnp.float32)
-    is_factor = isinstance(how, AsFloat8)
-    return (values * scale if is_factor else values / scale).astype(x.dtype)
+    values = lax.optimization_barrier(numbers.values)
+    return numbers._replace(values=values).restored().astype(x.dtype)
 
 
 def rounded(x: Any, dtype: DType) -> Any:

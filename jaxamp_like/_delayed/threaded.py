@@ -36,7 +36,7 @@ from .._jax import (
     while_operands,
 )
 from .._quantised.delayed import NOT_SEEN, measured, not_differentiated
-from .._quantised.formats import largest_of
+from .._quantised.scaled import largest_of
 from .._structural.base import REMAT
 from .tensors import Sites, Tensor, Use, axes_of
 

@@ -18,7 +18,7 @@ from .. import _rules
 from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._jax import Primitive
-from .._quantised.worth import worth_eight_bits
+from .._quantised import FORMATS, worth_eight_bits
 from .._rules import Callback, Rule, UsePrecision
 from .._rules.base import PACKAGE, RULE_CLASSES
 from .._rules.conditions import (
@@ -47,7 +47,7 @@ from .presets import (
     pytorch_autocast,
     tensorflow_graph_rewrite,
 )
-from .quantised import MODES, quantised
+from .quantised import quantised
 
 Data = dict[str, Any]
 
@@ -152,7 +152,7 @@ def _bases() -> dict[str, Mapping[Key, Rule]]:
             f"{preset.__name__}({', '.join(map(repr, args))})": preset(*args)
             for preset, *args in calls
         },
-        **{f"quantised({mode}())": quantised(make()) for mode, make in MODES.items()},
+        **{f"quantised({mode}())": quantised(make()) for mode, make in FORMATS.items()},
     }
 
 

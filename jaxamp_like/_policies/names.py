@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from .._dtypes import NAMES, SHORT_NAMES, bits, did_you_mean, full_name
 from .._errors import AmpError
-from .._quantised import float8
+from .._quantised import FORMATS
 from .._rules.given import short
 from .mistakes import instead_of_policy
 from .named import DTYPE_FIELDS, Policy
-from .quantised import MODES, quantised
+from .quantised import quantised
 
 _NAMES: dict[str, dict[str, str]] = {
     **{name: dict.fromkeys(DTYPE_FIELDS, name) for name in NAMES},
@@ -92,17 +92,17 @@ def get_policy(
         return _parse(policy)
     name = full_name(policy)
     mode, is_quantised, source = name.partition("_from_")
-    if is_quantised and mode in MODES:
+    if is_quantised and mode in FORMATS:
         _refuse_second_mode(policy, mode, source)
         return _quantised(mode, get_policy(source), policy)
-    if is_quantised or name in MODES:
+    if is_quantised or name in FORMATS:
         raise ValueError(
             f"There is no policy called {policy!r}. Quantised policies are called by "
-            f"{' or '.join(map(repr, MODES))} and the policy that they start from: "
+            f"{' or '.join(map(repr, FORMATS))} and the policy that they start from: "
             "'int8_from_mixed_bfloat16'."
         )
     if name not in _NAMES:
-        low = [f"{mode}_from_mixed_bfloat16" for mode in MODES]
+        low = [f"{mode}_from_mixed_bfloat16" for mode in FORMATS]
         known = _ELSEWHERE.get(name)
         hint = f" Did you mean {known!r}?" if known else ""
         hint = hint or did_you_mean(name, (*_NAMES, *low, *SHORT_NAMES))
@@ -116,7 +116,7 @@ def get_policy(
 
 def _refuse_second_mode(name: str, mode: str, source: str) -> None:
     second, is_quantised, innermost = source.partition("_from_")
-    if is_quantised and second in MODES:
+    if is_quantised and second in FORMATS:
         raise ValueError(
             f"{name!r} names two rules for the same contractions. Write "
             f"'{mode}_from_{innermost}' or '{second}_from_{innermost}'; a `PolicyMap` "
@@ -130,14 +130,14 @@ def _quantised(mode: str, source: Policy, name: str) -> Policy:
             f"{name!r}: nothing of more than 32 bits is quantised. Start from "
             f"'float32' or 'mixed_bfloat16': '{mode}_from_float32'."
         )
-    return replace(source, rules=quantised(MODES[mode]()))
+    return replace(source, rules=quantised(FORMATS[mode]()))
 
 
 def _delayed(policy: Any, length: int) -> Policy:
-    """The policy of a name of float8, scaled by histories of a length."""
-    rule = float8(delayed=True, amax_history_length=length)
-    mode = policy.partition("_from_")[0] if isinstance(policy, str) else None
-    if mode != "float8":
+    """The policy of a name of a format, scaled by histories of a length."""
+    mode = policy.partition("_from_")[0] if isinstance(policy, str) else ""
+    rule = FORMATS[mode].with_history(length) if mode in FORMATS else None
+    if rule is None:
         raise ValueError(
             f"`amax_history_length` is of policies in float8, but got {short(policy)}. "
             "Give a name such as 'float8_from_mixed_bfloat16', or leave it out."

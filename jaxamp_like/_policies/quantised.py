@@ -1,16 +1,11 @@
 """Policies whose large contractions are quantised."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._quantised import float8, int8
 from .._quantised.rule import QUANTISING, Quantising
 from .._rules import Rule
 from .classes import CLASSES
 from .dictionary import policy_by_name
-
-MODES: Mapping[str, Callable[[], Rule]] = {"int8": int8, "float8": float8}
-"""What stands before "_from_" in the name of a policy, and the rule that it means."""
 
 
 def quantised(rule: Rule) -> dict[Any, Any]:

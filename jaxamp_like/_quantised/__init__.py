@@ -1,10 +1,18 @@
-"""Contractions of 8-bit operands: rules that quantise, and what they are made of.
+"""Contractions of rounded operands: rules that quantise, and what they are made of.
 
-`formats` says how numbers become 8 bits and a scale, `axes` which scales a contraction
-can carry past its sums, `linear` how a contraction whose operands are quantised is
-differentiated, `delayed` how scales follow from steps before, `rule` what `float8` and
-`int8` have in common. Above `_rules`, below `_policies`."""
+A format of numbers is a file with one rule, in `FORMATS`: how operands are rounded and
+scaled, which of the three contractions reads what, where it is native, and what a user
+may choose. `rule` is what formats have in common, `passes` how the three contractions
+of rounded operands are made, `linear` how such a contraction is transposed, `axes`
+which scales can be carried past its sums, `delayed` how scales follow from steps
+before. Above `_rules`, below `_policies`."""
 
-from .float8 import float8 as float8
-from .int8 import int8 as int8
+from collections.abc import Mapping
+
+from .float8 import Float8, float8 as float8
+from .int8 import Int8, int8 as int8
+from .rule import Quantising
 from .worth import worth_eight_bits as worth_eight_bits
+
+FORMATS: Mapping[str, type[Quantising]] = {one.name: one for one in (Int8, Float8)}
+"""The formats, by the names that policies, candidates and reports have for them."""

@@ -5,12 +5,13 @@ keeps rounded operands is differentiated twice, that would go unseen, so what it
 is tied to the operand: its derivative is a function of the operand's, if only 0 of it,
 and is refused."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
 from .._errors import AmpError
-from .._jax import Zero, is_linear_operand, new_primitive, tangent_aval
+from .._jax import Primitive, Zero, is_linear_operand, new_primitive, tangent_aval
 
 
 def constant(x: Any) -> Any:
@@ -58,29 +59,24 @@ def _nothing_batch(args: Any, dims: Any) -> Any:
     return _NOTHING.bind(*args), dims[1]
 
 
-_CONSTANT = new_primitive(
-    "amp_constant",
-    compute=lambda x: x,
-    aval=lambda x: x,
-    jvp=_constant_jvp,
-    # A transposed loop hands back 0 for its constants, but no symbol of it.
-    transpose=lambda ct, x: [Zero(x.aval)],
-    batch=lambda args, dims: (constant(*args), dims[0]),
-    series=no_series,
-)
-"""Its operand."""
+def first_operand(name: str, jvp: Callable[..., Any]) -> Primitive:
+    """A primitive that hands on its first operand; of all of them, no cotangent comes.
 
-_TIED = new_primitive(
-    "amp_tied",
-    compute=lambda scale, operand: scale,
-    aval=lambda scale, operand: scale,
-    jvp=_tied_jvp,
-    transpose=lambda ct, scale, operand: [Zero(scale.aval), Zero(operand.aval)],
-    batch=lambda args, dims: (tied(*args), dims[0]),
-    series=no_series,
-)
-"""Its first operand."""
+    A transposed loop hands back 0 for its constants, but no symbol of it."""
+    primitive = new_primitive(
+        name,
+        compute=lambda x, *_: x,
+        aval=lambda x, *_: x,
+        jvp=jvp,
+        transpose=lambda ct, *operands: [Zero(x.aval) for x in operands],
+        batch=lambda args, dims: (primitive.bind(*args), dims[0]),
+        series=no_series,
+    )
+    return primitive
 
+
+_CONSTANT = first_operand("amp_constant", _constant_jvp)
+_TIED = first_operand("amp_tied", _tied_jvp)
 _NOTHING = new_primitive(
     "amp_no_derivative",
     compute=lambda tangent, scale: jnp.zeros_like(scale),

@@ -13,15 +13,13 @@ from jax import lax
 from .._dtypes import DType, cast
 from .._errors import AmpError, without_derivative
 from .._jax import empty_aval, new_primitive, raw, trace, varying_in
-from .bilinear import Bilinear, as_it_is
+from .._rules.bilinear import Bilinear, as_it_is
 from .constant import no_series
-from .formats import (
-    Format,
-    clipped,
+from .scaled import (
+    AsFloat8,
     largest_of,
     round_up_to_power_of_two,
     scale_of,
-    to_float8,
     within_bounds,
 )
 
@@ -43,7 +41,7 @@ class Wanted(NamedTuple):
     side: int
     backward: bool
     cotangent: bool
-    fmt: Format
+    fmt: AsFloat8
     length: int
 
 
@@ -65,7 +63,7 @@ def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
     return TensorScale(scale, jnp.zeros((*shape, length), jnp.float32))
 
 
-def next_scale(state: TensorScale, fmt: Format) -> Any:
+def next_scale(state: TensorScale, fmt: AsFloat8) -> Any:
     """What a tensor is divided by in this step: by what is known from before it.
 
     Never 0, inf or NaN. Where nothing is known, as in the first step, it is negative:
@@ -77,7 +75,7 @@ def next_scale(state: TensorScale, fmt: Format) -> Any:
     return lax.select(_is_known(amax), scale, -scale)
 
 
-def measured(scale: Any, amax: Any, fmt: Format) -> Any:
+def measured(scale: Any, amax: Any, fmt: AsFloat8) -> Any:
     """The scale itself, if it follows from steps before; else that of `amax`.
 
     The one of before, if that tells nothing either."""
@@ -88,7 +86,7 @@ def _is_known(amax: Any) -> Any:
     return lax.is_finite(amax) & (amax > 0)
 
 
-def _scale(amax: Any, before: Any, fmt: Format) -> Any:
+def _scale(amax: Any, before: Any, fmt: AsFloat8) -> Any:
     """The scale of numbers up to `amax`; as `before`, if that is not known."""
     known = _is_known(amax)
     if fmt.power_of_two:
@@ -133,12 +131,11 @@ def contraction_by_marks(
     return bind
 
 
-def _divided(x: Any, scale: Any, fmt: Format) -> Any:
-    """As `to_float8`; by an exact scale in the tensor's own dtype, as Flax does."""
+def _divided(x: Any, scale: Any, fmt: AsFloat8) -> Any:
+    """`x` by a scale; by an exact one in the tensor's own dtype, as Flax does."""
     if fmt.power_of_two:
-        return to_float8(x, scale, fmt)
-    x = x / scale.astype(x.dtype)
-    return clipped(x, fmt).astype(fmt.dtype)
+        return fmt.divided(x, scale)
+    return fmt.clipped(x / scale.astype(x.dtype)).astype(fmt.dtype)
 
 
 OUTSIDE = (

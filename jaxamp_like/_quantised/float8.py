@@ -1,8 +1,9 @@
 """`float8`: contractions of float8 operands, forward and backward."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -10,26 +11,35 @@ from jax.typing import DTypeLike
 from .._dtypes import DType, cast, lowered
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
+from .._rules.bilinear import bilinear
+from .._rules.passes import Cast, Pass
 from .._rules.weights import gradient_of, weight_side
-from .alone import AsFloat8
-from .axes import axes_at, onto_result
-from .bilinear import as_it_is, bilinear
+from .axes import axes_at
 from .delayed import Wanted, contraction_by_marks
-from .formats import SCALE_NAME, Format, rescaled
-from .passes import Kind, Pass, with_passes
+from .passes import Kept, Rounded, Rounding, along
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
-from .said import as_length, float8_dtype
+from .said import float8_dtype
+from .scaled import SCALE_NAME, AsFloat8, product
 from .worth import WORTH_IT
 
 DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
 E4M3 = jnp.dtype("float8_e4m3fn")
 E5M2 = jnp.dtype("float8_e5m2")
+Kind = Literal["kept", "again", "compute"]
+"""How a gradient is made: of the other operand as it was rounded in the forward pass;
+as it was kept, to be rounded again; or without rounding, in the compute dtype."""
 _RUNS = "native on GPUs from Ada and Hopper on; the same numbers in 16 bits elsewhere"
 
 
 @dataclass(frozen=True, repr=False)
 class Float8(Quantising):
     """See `float8`."""
+
+    name: ClassVar[str] = "float8"
+    told: ClassVar[str] = (
+        "operands in float8_e4m3fn, cotangents in float8_e5m2, with a scale for each "
+        "tensor"
+    )
 
     grad_dtype: DType = E5M2
     weight_gradient: Literal["float8", "compute"] = "float8"
@@ -43,7 +53,12 @@ class Float8(Quantising):
         grad_dtype = float8_dtype(self.grad_dtype, "grad_dtype")
         object.__setattr__(self, "grad_dtype", grad_dtype)
         super().__post_init__()
-        length = as_length(self.amax_history_length, "amax_history_length")
+        length = self.amax_history_length
+        if length < 1:
+            raise ValueError(
+                f"`amax_history_length` must be 1 or more, but got {length}: the scale "
+                "of a step follows from the maxima of that many steps before it."
+            )
         if self.delayed and self.granularity == "row":
             raise ValueError(
                 "A history is of a whole tensor: `delayed=True` can't be given "
@@ -65,7 +80,7 @@ class Float8(Quantising):
         return super().why_not(site)
 
     def quantise(self, site: Site) -> Decision:
-        return self._delayed(site) if self.delayed else self._current(site)
+        return self._delayed(site) if self.delayed else super().quantise(site)
 
     def _delayed(self, site: Site) -> Decision:
         formats, out = self._formats(site), result_of(site)
@@ -82,7 +97,7 @@ class Float8(Quantising):
             for side, fmt in enumerate(formats)
         )
         fn = bilinear(site.primitive, site.params, moving=0)
-        bind = contraction_by_marks(fn, (lhs, rhs), _product_dtype(out), out)
+        bind = contraction_by_marks(fn, (lhs, rhs), self.product_dtype(out), out)
         left, right = (fmt.dtype.name for fmt in formats)
         why = f"computes in {left} x {right}, scaled by maxima of steps before"
         eight_bits = EightBits("tensor x tensor, delayed", _RUNS, needs_state=True)
@@ -91,62 +106,60 @@ class Float8(Quantising):
         reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
         return decision._replace(reads=reads)
 
-    def _current(self, site: Site) -> Decision:
-        low, out = low_of(site), result_of(site)
-        kinds = self._kinds(site)
-        formats = self._formats(site)
-        by_row = self.granularity == "row"
-        gradients = [
-            Pass(
-                bilinear(site.primitive, site.params, moving=i),
-                kinds[i],
-                low,
-                _product_dtype(low),
-                (self._format(self.grad_dtype), formats[1 - i]),
-                by_row,
-            )
-            for i in (0, 1)
-        ]
-        fn = bilinear(site.primitive, site.params, moving=0)
-        result = _product_dtype(out)
-        axes = axes_at(site)
-        roundings = self.roundings(site)
-
-        def forward(lhs, rhs, *alone):
-            del lhs, rhs
-            left, right = alone
-            made = fn(left.values, right.values, as_it_is(result))
-            scales = (
-                onto_result(x.scale, one, made)
-                for x, one in zip(alone, axes, strict=True)
-            )
-            return cast(rescaled(made, *scales), out)
-
-        bind = with_passes(forward, gradients, roundings)
-        scales = f"{self.granularity} x {self.granularity}"
-        eight_bits = EightBits(scales, _RUNS, kept=None if by_row else SCALE_NAME)
-        return decided(site, self._why(site, kinds), bind, eight_bits, roundings)
-
-    def roundings(self, site: Site) -> tuple[AsFloat8, AsFloat8]:
-        by_row = self.granularity == "row"
-        axes = axes_at(site)
-        lhs, rhs = (
-            AsFloat8(fmt._replace(axes=one.summed if by_row else None))
-            for fmt, one in zip(self._formats(site), axes, strict=True)
-        )
+    def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
+        pairs = zip(self._formats(site), axes_at(site), strict=True)
+        lhs, rhs = (along(fmt, one.summed) for fmt, one in pairs)
         return lhs, rhs
 
+    def forward(self, site: Site) -> Callable[..., Any]:
+        fn = bilinear(site.primitive, site.params, moving=0)
+        out, axes = result_of(site), axes_at(site)
+        result = self.product_dtype(out)
+
+        def forward(lhs, rhs, *numbers):
+            del lhs, rhs
+            return cast(product(fn, numbers, axes, result), out)
+
+        return forward
+
+    def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
+        low = low_of(site)
+        result = self.product_dtype(low)
+        cotangent, formats = self._format(self.grad_dtype), self._formats(site)
+
+        def made(i: int, kind: Kind) -> Pass:
+            fn = bilinear(site.primitive, site.params, moving=i)
+            if kind == "compute":
+                return compute[i]
+            if kind == "kept":
+                return Kept(fn, i, low, cotangent, result)
+            both = cotangent, formats[1 - i]
+            return Rounded(fn, i, low, both, functools.partial(product, result=result))
+
+        return [made(i, kind) for i, kind in enumerate(self._kinds(site))]
+
     def rounding_of_cotangents(self, site: Site) -> AsFloat8 | None:
-        is_rounded = self._kinds(site) != ["compute", "compute"]
-        return AsFloat8(self._format(self.grad_dtype)) if is_rounded else None
+        if self._kinds(site) == ["compute", "compute"]:
+            return None
+        return AsFloat8(self.grad_dtype, None, self.power_of_two)
 
     def product_dtype(self, dtype: DType) -> DType:
-        return _product_dtype(dtype)
+        # XLA turns a float16 result of float8 operands into a float16 contraction.
+        return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
 
-    def _format(self, dtype: DType) -> Format:
-        return Format(dtype, power_of_two=self.power_of_two)
+    @property
+    def keeps_rounded(self) -> bool:
+        return self.granularity == "tensor" and self.keep == "float8"
 
-    def _formats(self, site: Site) -> tuple[Format, Format]:
+    @classmethod
+    def with_history(cls, length: int) -> "Float8":
+        return cls(delayed=True, amax_history_length=length)
+
+    def _format(self, dtype: DType) -> AsFloat8:
+        axes = () if self.granularity == "row" else None
+        return AsFloat8(dtype, axes, self.power_of_two)
+
+    def _formats(self, site: Site) -> tuple[AsFloat8, AsFloat8]:
         """Cotangents have a range of their own; both have it, if both are some."""
         lhs, rhs = (
             self._format(self.grad_dtype if site.is_cotangent(i) else E4M3)
@@ -158,8 +171,7 @@ class Float8(Quantising):
         """How the gradients of both operands are made."""
         if site.primitive.name != "dot_general":
             return ["compute", "compute"]
-        is_kept = self.granularity == "tensor" and self.keep == "float8"
-        kinds: list[Kind] = ["kept" if is_kept else "again"] * 2
+        kinds: list[Kind] = ["kept" if self.keeps_rounded else "again"] * 2
         if self.weight_gradient == "compute":
             kinds[weight_side(site)] = "compute"
         shapes = [aval.shape for aval in site.avals]
@@ -169,7 +181,13 @@ class Float8(Quantising):
             for kind, summed in zip(kinds, reversed(free), strict=True)
         ]
 
-    def _why(self, site: Site, kinds: list[Kind]) -> str:
+    def eight_bits(self, site: Site) -> EightBits:
+        scales = f"{self.granularity} x {self.granularity}"
+        kept = SCALE_NAME if self.granularity == "tensor" else None
+        return EightBits(scales, _RUNS, kept=kept)
+
+    def why(self, site: Site) -> str:
+        kinds = self._kinds(site)
         scales = f"one scale for each {self.granularity}"
         low = low_of(site).name
         lhs, rhs = (fmt.dtype.name for fmt in self._formats(site))
@@ -185,11 +203,6 @@ class Float8(Quantising):
 def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
     """A scope without the names that this library adds."""
     return tuple(n for n in scope if not n.startswith("amp_"))
-
-
-def _product_dtype(dtype: DType) -> DType:
-    # XLA turns a float16 result of float8 operands into a float16 contraction.
-    return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
 
 
 def float8(

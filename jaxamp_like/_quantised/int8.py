@@ -1,32 +1,88 @@
 """`int8`: contractions of int8 operands, with gradients in the compute dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from .._dtypes import cast
 from .._primitives.contractions import summed_axes
-from .._rules import Decision, EightBits, Rule, Site
+from .._rules import EightBits, Rule, Site
+from .._rules.bilinear import as_it_is, bilinear
 from .._rules.weights import weight_side
-from .alone import AsInt8
-from .axes import Axes, axes_at, onto_result
-from .bilinear import as_it_is, bilinear
-from .integers import MOST_TERMS
+from .axes import axes_at, onto_result
 from .migration import migrated, pairs_of
-from .passes import Pass, with_passes
-from .rule import NO_HEADS, Quantising, decided, low_of, result_of
+from .rule import NO_HEADS, Quantising, low_of, result_of
 from .said import number
+from .scaled import largest_of
 from .worth import WORTH_IT
 
+LARGEST = 127  # as many below zero as above
+MOST_TERMS = (2**31 - 1) // LARGEST**2  # of a sum that int32 holds in any case
+_LEAST = 2.0**-119  # of a maximum, so that what brings it to 127 is finite
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
+
+
+class Integers(NamedTuple):
+    """`x ≈ values / multiplier`, with a multiplier for each row."""
+
+    values: Any
+    multiplier: Any  # float32; NaN of a row with an inf or NaN in it
+
+    def restored(self) -> Any:
+        """The numbers that they stand for, in float32."""
+        return self.values.astype(_FLOAT32) / self.multiplier
+
+
+class AsInt8(NamedTuple):
+    """How an array is rounded to integers, by multipliers of its rows.
+
+    From the magnitudes in the row, or from `largest`, where what is larger saturates.
+
+    Args:
+        axes: along which rows extend.
+        epsilon: is added to each maximum.
+        largest: the largest magnitude, if it is known.
+        is_weight: whether the multiplier may be stored."""
+
+    axes: tuple[int, ...]
+    epsilon: float
+    largest: float | None = None
+    is_weight: bool = False
+
+    def __call__(self, x: Any) -> Integers:
+        """`x` as int8.
+
+        Integers hold no NaN, so the multiplier tells of it. That of a weight may be
+        stored, so XLA is kept from what it would do with a quotient: a division by it
+        would become another, with other bits."""
+        x = x.astype(_FLOAT32)
+        amax = largest_of(x, self.axes)
+        is_finite = lax.is_finite(amax)
+        top = amax if self.largest is None else lax.full_like(amax, self.largest)
+        top = lax.max(top + self.epsilon, lax.full_like(top, _LEAST))
+        multiplier = LARGEST / lax.select(is_finite, top, lax.full_like(top, LARGEST))
+        if self.is_weight:
+            multiplier = lax.optimization_barrier(multiplier)
+        values = lax.round(x * multiplier, lax.RoundingMethod.TO_NEAREST_EVEN)
+        # NaN as an integer may be anything.
+        values = lax.select(lax.is_finite(values), values, lax.full_like(values, 0))
+        bound = np.float32(LARGEST)
+        values = lax.clamp(-bound, values, bound).astype(jnp.int8)
+        nan = lax.full_like(multiplier, jnp.nan)
+        return Integers(values, lax.select(is_finite, multiplier, nan))
 
 
 @dataclass(frozen=True, repr=False)
 class Int8(Quantising):
     """See `int8`."""
+
+    name: ClassVar[str] = "int8"
+    integers: ClassVar = (jnp.dtype("int8"), _INT32)
 
     weight_only: bool = False
     activation_max: float | None = None
@@ -67,29 +123,6 @@ class Int8(Quantising):
             f"sums of {length} terms, more than {MOST_TERMS}, may leave int32's range"
         )
 
-    def quantise(self, site: Site) -> Decision:
-        low = low_of(site)
-        gradients = [
-            Pass(bilinear(site.primitive, site.params, moving=i), "compute", low)
-            for i in (0, 1)
-        ]
-        axes = axes_at(site)
-        weight = weight_side(site)
-        both = self.roundings(site)
-        migrates = self.migration is not None and pairs_of(site.params) is not None
-        alone: list[AsInt8 | None] = [
-            None if migrates or (self.weight_only and i != weight) else both[i]
-            for i in (0, 1)
-        ]
-        if self.weight_only:
-            forward = self._weight_only(site, axes)
-        elif migrates:
-            forward = self._migrated(site, axes, both)
-        else:
-            forward = _integers(site, axes)
-        bind = with_passes(forward, gradients, alone)
-        return decided(site, self._why(site), bind, self._eight_bits(site), alone)
-
     def roundings(self, site: Site) -> tuple[AsInt8, AsInt8]:
         axes = axes_at(site)
         weight = weight_side(site)
@@ -104,43 +137,51 @@ class Int8(Quantising):
         )
         return lhs, rhs
 
-    def rounding_of_cotangents(self, site: Site) -> None:
-        return None
+    def alone(self, site: Site) -> list[AsInt8 | None]:
+        migrates, weight = self._migrates(site), weight_side(site)
+        return [
+            None if migrates or (self.weight_only and i != weight) else how
+            for i, how in enumerate(self.roundings(site))
+        ]
 
-    def _migrated(
-        self, site: Site, axes: Sequence[Axes], roundings: Sequence[AsInt8]
-    ) -> Callable[..., Any]:
-        contract, weight = _integers(site, axes), weight_side(site)
+    def _migrates(self, site: Site) -> bool:
+        return self.migration is not None and pairs_of(site.params) is not None
 
-        def forward(lhs, rhs, *_):
-            moved = migrated((lhs, rhs), site.params, weight, self.migration)
-            left, right = (how(x) for how, x in zip(roundings, moved, strict=True))
-            return contract(lhs, rhs, left, right)
-
-        return forward
-
-    def _weight_only(self, site: Site, axes: Sequence[Axes]) -> Callable[..., Any]:
+    def forward(self, site: Site) -> Callable[..., Any]:
         fn = bilinear(site.primitive, site.params, moving=0)
         low, out, weight = low_of(site), result_of(site), weight_side(site)
+        axes, roundings = axes_at(site), self.roundings(site)
 
-        def forward(lhs, rhs, *alone):
-            made = alone[weight]
+        def of_integers(lhs, rhs, *numbers):
+            if self._migrates(site):
+                moved = migrated((lhs, rhs), site.params, weight, self.migration)
+                numbers = [how(x) for how, x in zip(roundings, moved, strict=True)]
+            left, right = numbers
+            sums = fn(left.values, right.values, as_it_is(_INT32))
+            left, right = (
+                onto_result(x.multiplier, one, sums)
+                for x, one in zip(numbers, axes, strict=True)
+            )
+            # To float32 first: of integers as such, a GPU has no convolution.
+            return cast(sums.astype(_FLOAT32) / (right * left), out)
+
+        def of_weights(lhs, rhs, *numbers):
+            made = numbers[weight]
             values = [cast(lhs, low), cast(rhs, low)]
             values[weight] = made.values.astype(low)
             sums = fn(values[0], values[1], as_it_is(_FLOAT32))
-            multiplier = onto_result(made.multiplier, axes[weight], sums)
-            return cast(sums / multiplier, out)
+            return cast(sums / onto_result(made.multiplier, axes[weight], sums), out)
 
-        return forward
+        return of_weights if self.weight_only else of_integers
 
-    def _eight_bits(self, site: Site) -> EightBits:
+    def eight_bits(self, site: Site) -> EightBits:
         if self.weight_only:
             return EightBits("output", f"in {low_of(site).name} everywhere")
         scales = "row x output" if self.activation_max is None else "tensor x output"
         runs = "native on GPUs, TPUs and CPUs; in 16 bits where there is one row"
         return EightBits(scales, runs)
 
-    def _why(self, site: Site) -> str:
+    def why(self, site: Site) -> str:
         low = low_of(site).name
         if self.weight_only:
             text = f"reads weights in int8, one scale for each output, and {low}"
@@ -155,23 +196,6 @@ class Int8(Quantising):
             has_pairs = pairs_of(site.params) is not None
             text += ", scales migrated" if has_pairs else ", no migration in groups"
         return f"{text}; gradients in {low}"
-
-
-def _integers(site: Site, axes: Sequence[Axes]) -> Callable[..., Any]:
-    """The contraction of operands that are integers, which adds up integers."""
-    fn, out = bilinear(site.primitive, site.params, moving=0), result_of(site)
-
-    def forward(lhs, rhs, *alone):
-        del lhs, rhs
-        sums = fn(alone[0].values, alone[1].values, as_it_is(_INT32))
-        left, right = (
-            onto_result(x.multiplier, one, sums)
-            for x, one in zip(alone, axes, strict=True)
-        )
-        # To float32 first: of integers as such, a GPU has no convolution.
-        return cast(sums.astype(_FLOAT32) / (right * left), out)
-
-    return forward
 
 
 def int8(

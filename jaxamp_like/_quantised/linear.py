@@ -6,7 +6,6 @@ never differentiated, and neither rounding nor a maximum has a transpose. So its
 goes through a primitive that hands it on, and whose transpose is that of the
 contraction in the compute dtype."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,21 +23,20 @@ from .._jax import (
     replace_subjaxprs,
     subjaxprs,
 )
+from .._rules.passes import Cast, pulled_back
 from .constant import no_series
 
 
-def transposable(
-    fn: Callable[..., Any], gradients: Sequence[Any]
-) -> Callable[..., Any]:
-    """`fn(lhs, rhs, ...)`, transposed as the contraction in the compute dtype.
+def transposable(fn: Callable[..., Any], passes: Sequence[Cast]) -> Callable[..., Any]:
+    """`fn(lhs, rhs, ...)`, transposed by `passes`, one for each operand.
 
-    By the passes `gradients`, one for each operand. `fn` is a program of its own, which
-    JAX passes over where its result has no cotangent."""
-    passes = tuple(dataclasses.replace(one, kind="compute") for one in gradients)
+    `fn` is a program of its own, which JAX passes over where its result has no
+    cotangent."""
     program = jax.jit(fn)
 
     def call(lhs, rhs, *more):
-        return RESULT_OF.bind(program(lhs, rhs, *more), lhs, rhs, passes=passes)
+        value = program(lhs, rhs, *more)
+        return RESULT_OF.bind(value, lhs, rhs, passes=tuple(passes))
 
     return call
 
@@ -81,9 +79,7 @@ def _transpose(ct: Any, value: Any, *operands: Any, passes: Any) -> Any:
     cts = [Zero(x.aval) if is_linear_operand(x) else None for x in (value, *operands)]
     i = next(i for i in (0, 1) if is_linear_operand(operands[i]))
     if not isinstance(ct, Zero):
-        aval, other = operands[i].aval, operands[1 - i]
-        back = passes[i].transposed(aval, jax.typeof(other))
-        cts[1 + i] = cast(back(cast(ct, back.low), other), aval.dtype)
+        cts[1 + i] = pulled_back(passes[i], operands[i].aval, ct, operands[1 - i])
     return cts
 
 
@@ -95,23 +91,9 @@ def _batch(args: Any, dims: Any, *, passes: Any) -> Any:
         value = jnp.broadcast_to(value, (size, *value.shape))
     else:
         value = jnp.moveaxis(value, at, 0)
-    mapped = tuple(
-        dataclasses.replace(one, fn=_mapped(one.fn, (ats[i], ats[1 - i])))
-        for i, one in enumerate(passes)
-    )
+    lhs, rhs = passes
+    mapped = lhs.mapped(operands, ats)[0], rhs.mapped(operands, ats[::-1])[0]
     return RESULT_OF.bind(value, *operands, passes=mapped), 0
-
-
-def _mapped(fn: Any, dims: tuple[Any, Any]) -> Any:
-    def mapped(moving, other, hook):
-        def one(moving, other):
-            return fn(moving, other, hook)
-
-        if dims == (None, None):
-            return one(moving, other)
-        return jax.vmap(one, in_axes=dims)(moving, other)
-
-    return mapped
 
 
 RESULT_OF = new_primitive(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._primitives.contractions import dot_numbers
 from .axes import Axes, onto_result
-from .formats import largest_of, round_up_to_power_of_two
+from .scaled import largest_of, round_up_to_power_of_two
 
 
 def pairs_of(params: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:

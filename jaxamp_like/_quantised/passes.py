@@ -1,237 +1,158 @@
-"""The passes of a contraction whose operands are quantised: forward, and gradients.
+"""Passes of which the operands are rounded, and the contraction that is made of them.
 
-A quantised operand has no derivative: rounding has none. So the gradients are those of
-the contraction as it was meant, by two linear functions, one for each operand: JAX sees
-them as a primitive, which stands in the tangent program, and whose transpose makes the
-contractions of the backward pass."""
+A rounded operand has no derivative: rounding has none. So the gradients are those of
+the contraction as it was meant, each made as its `Pass` says."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from .._dtypes import DType, cast
+from .._dtypes import DType
 from .._errors import AmpError
-from .._jax import SymbolicZero, Zero, is_of_jet, new_primitive, raw, trace
-from .alone import Rounding
-from .bilinear import (
+from .._jax import is_of_jet
+from .._rules.bilinear import (
     Bilinear,
     as_it_is,
-    by_scales,
+    bilinear,
+    by_casts,
     in_dtype,
-    swapped,
+    mapped,
     transposed,
 )
-from .constant import constant, no_series, tied
-from .formats import Format, quantised, rescaled, round_up_to_power_of_two
+from .._rules.passes import Cast, Pass, straight, with_passes
+from .axes import Axes, axes_of
+from .constant import constant, first_operand, no_series, tied
 from .linear import transposable
+from .scaled import rescaled, round_up_to_power_of_two
 
-Kind = Literal["kept", "again", "compute"]
+
+class Rounding(Protocol):
+    """How an operand is rounded, whatever it is contracted with: a named tuple.
+
+    So it can be done once for many contractions: before a loop that reads a weight in
+    each of its iterations. See `_rewrite.hoisting`.
+
+    Args:
+        axes: those that share a scale; `None` if all do."""
+
+    @property
+    def axes(self) -> tuple[int, ...] | None: ...
+
+    def __call__(self, x: Any) -> Any:
+        """A named tuple: `values`, scales of some kind, and `restored`, a method that
+        gives the numbers that they stand for in float32."""
+
+    def _replace(self, **fields: Any) -> Any: ...
+
+
+def along(rounding: Rounding, axes: Sequence[int]) -> Rounding:
+    """The same rounding where a contraction sums over other axes."""
+    return rounding if rounding.axes is None else rounding._replace(axes=tuple(axes))
+
+
+Product = Callable[[Bilinear, Sequence[Any], Sequence[Axes]], Any]
+"""Makes a contraction, a function of both operands and a hook, of rounded numbers whose
+axes are told."""
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
-    """How one of the contractions is made, as a linear function of one operand.
+class Rounded(Pass):
+    """A contraction of operands that are rounded where it is made.
+
+    They are kept as they came.
 
     Args:
-        fn: the contraction.
-        kind: "kept": the other operand was quantised in the forward pass and kept so;
-            "again": it was kept as it was, and is quantised here; "compute": neither
-            is quantised.
-        low: the compute dtype, of operands that are not quantised.
-        result: the dtype in which products of 8-bit operands are made, if any are.
-        formats: of the moving operand, and of the other, if they are quantised.
-        by_row: whether each row has its scale; not of what is "kept".
-        before: whether scales of a "kept" operand go with the moving operand rather
-            than with the result; only if there are many, one for each example."""
+        roundings: of the moving operand, and of the other.
+        product: makes it of both."""
 
-    fn: Bilinear
-    kind: Kind
-    low: DType
-    result: DType | None = None
-    formats: tuple[Format, ...] = ()
-    by_row: bool = False
+    roundings: tuple[Rounding, Rounding]
+    product: Product
+
+    def __call__(self, moving: Any, *others: Any) -> Any:
+        return self.fn(moving, others[0], self._hook)
+
+    def _hook(self, primitive: Any, params: Any, operands: Any, moving: int) -> Any:
+        axes = axes_of(params, (operands[0].ndim, operands[1].ndim))
+        numbers = [
+            along(self.roundings[i != moving], one.summed)(constant(x))
+            for i, (x, one) in enumerate(zip(operands, axes, strict=True))
+        ]
+        return self.product(bilinear(primitive, params, moving=0), numbers, axes)
+
+    def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
+        fn = _transposed(self, [moving, *others])
+        return straight(dataclasses.replace(self, fn=fn))
+
+
+@dataclass(frozen=True, eq=False)
+class Kept(Pass):
+    """A contraction whose other operand was rounded in the forward pass, and kept so.
+
+    Args:
+        rounding: of the moving operand, by one scale.
+        result: the dtype in which products are made.
+        before: whether scales of what is kept go with the moving operand rather than
+            with the result; only if there are many, one for each example."""
+
+    rounding: Rounding
+    result: DType
     before: bool = False
 
-    def __call__(self, moving: Any, other: Any, scale: Any = None) -> Any:
-        if self.kind == "compute":
-            return self.fn(moving, other, in_dtype(self.low))
-        assert self.result is not None
-        if self.kind == "again":
-            hook = by_scales(self.formats, self.by_row, self.result)
-            return self.fn(moving, other, hook)
+    def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
+        one = numbers[1 - self.moving]
+        return [one.values, tied(one.scale, operands[1 - self.moving])]
+
+    def __call__(self, moving: Any, *others: Any) -> Any:
+        other, scale = others
         if scale.ndim and self.before:
             # By what is left of each scale, which only makes numbers smaller.
             top = round_up_to_power_of_two(jnp.max(scale))
             moving, scale = moving.astype(scale.dtype) * (scale / top), top
-        values, own = quantised(_LAST.bind(moving), self.formats[0])
+        values, own = self.rounding(constant(_LAST.bind(moving)))
         out = self.fn(values, other, as_it_is(self.result))
         return rescaled(out, own, scale)
 
-    def transposed(self, moving: Any, other: Any) -> "Pass":
-        """The transpose, for avals of the operands."""
-        fn = transposed(self.fn, moving, other, self.low)
-        return dataclasses.replace(self, fn=fn, before=not self.before)
-
     @property
-    def swapped(self) -> "Pass":
-        return dataclasses.replace(self, fn=swapped(self.fn))
+    def swapped(self) -> NoReturn:
+        _refuse()
 
+    def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
+        fn, before = _transposed(self, [moving, others[0]]), not self.before
+        return straight(dataclasses.replace(self, fn=fn, before=before))
 
-def with_passes(
-    forward: Callable[..., Any],
-    gradients: Sequence[Pass],
-    roundings: Sequence[Rounding | None],
-) -> Callable[..., Any]:
-    """`forward(lhs, rhs)`, with a derivative by `gradients`, one for each operand.
-
-    Args:
-        forward: makes the result of both operands, and of both as numbers of 8 bits.
-        gradients: as linear functions of the operand, each, that read the other.
-        roundings: of each operand, if it is rounded without a look at the other. What
-            they make is kept for the backward pass, if a gradient reads it.
-    Returns:
-        A function of both operands, and of what the roundings made of them `alone`
-        where that is known; `None` where not."""
-    keeps = any(made.kind == "kept" for made in gradients)
-
-    def completed(operands, alone):
-        return [
-            how(x) if one is None and how is not None else one
-            for how, x, one in zip(roundings, operands, alone, strict=True)
-        ]
-
-    def forward_of(lhs, rhs, *alone):
-        # Also in a `jit`: a Taylor series is refused at the first thing it meets.
-        both = constant(lhs), constant(rhs)
-        return forward(*both, *completed(both, alone))
-
-    def jvp(primals, tangents):
-        both, alone = primals[:2], primals[2:]
-        alone = completed(both, alone) if keeps else alone
-        out = contraction(*both, *alone)
-        moves = []
-        for i, made in enumerate(gradients):
-            if isinstance(tangents[i], SymbolicZero):
-                continue
-            others = both[1 - i : 2 - i]
-            if made.kind == "kept":
-                numbers: Any = alone[1 - i]
-                others = numbers._replace(scale=tied(numbers.scale, *others))
-            move = _move_p.bind(tangents[i], *others, made=made)
-            moves.append(cast(move, out.dtype))
-        return out, functools.reduce(lax.add, moves)
-
-    contraction = jax.custom_jvp(transposable(forward_of, gradients))
-    contraction.defjvp(jvp, symbolic_zeros=True)
-
-    def bind(*operands, alone=(None, None)):
-        if any(map(is_of_jet, operands)):
-            no_series()
-        return contraction(*map(jnp.asarray, operands), *alone)
-
-    return bind
-
-
-# The primitive.
-
-
-def _run(moving: Any, *others: Any, made: Pass) -> Any:
-    return made(moving, *others)
-
-
-def _aval(*avals: Any, made: Pass) -> Any:
-    jaxpr = trace(functools.partial(_run, made=made), avals)
-    return raw(jaxpr).outvars[0].aval
-
-
-def _jvp(primals: Any, tangents: Any, *, made: Pass) -> Any:
-    out = _move_p.bind(*primals, made=made)
-    return out, _tangent(primals, tangents, made, lambda t: isinstance(t, Zero))
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise AmpError(
-        "The contractions of a `float8` rule keep their operands in 8 bits, which "
-        "can't be differentiated again, and this is a second derivative. Say "
-        "`float8(keep='compute')`, which keeps them in the compute dtype, or put what "
-        "is differentiated twice under `amp_stop`."
-    )
-
-
-def _tangent(primals: Any, tangents: Any, made: Pass, is_zero: Any) -> Any:
-    moves = []
-    if not is_zero(tangents[0]):
-        moves.append(_move_p.bind(tangents[0], *primals[1:], made=made))
-    if not all(map(is_zero, tangents[1:])):
-        if made.kind == "kept":
-            _refuse()
-        moves.append(_move_p.bind(tangents[1], primals[0], made=made.swapped))
-    return functools.reduce(lax.add, moves)
-
-
-def _transpose(ct: Any, moving: Any, *others: Any, made: Pass) -> Any:
-    aval: Any = moving.aval
-    if isinstance(ct, Zero):
-        return [Zero(aval), *(None for _ in others)]
-    back = made.transposed(aval, jax.typeof(others[0]))
-    gradient = _straight(back)(cast(ct, made.low), *others)
-    return [cast(gradient, aval.dtype), *(None for _ in others)]
-
-
-def _straight(made: Pass) -> Callable[..., Any]:
-    """A pass as ordinary code, which is differentiated as the contraction is."""
-    if made.kind == "compute":
-        return made
-
-    @jax.custom_jvp
-    def contraction(moving, *others):
-        return made(moving, *others)
-
-    def jvp(primals, tangents):
-        out = contraction(*primals)
-        tangent = _tangent(
-            primals, tangents, made, lambda t: isinstance(t, SymbolicZero)
-        )
-        return out, cast(tangent, out.dtype)
-
-    contraction.defjvp(jvp, symbolic_zeros=True)
-    return contraction
-
-
-def _batch(args: Any, dims: Any, *, made: Pass) -> Any:
-    moving, other, *scales = args
-    at, other_at, *scales_at = dims
-    if scales and scales_at[0] is not None:
-        size = scales[0].shape[scales_at[0]]
-        if other_at is None:
-            other, other_at = jnp.broadcast_to(other, (size, *other.shape)), 0
-        if made.before and at is None:
-            moving, at = jnp.broadcast_to(moving, (size, *moving.shape)), 0
-
-    def fn(moving, other, hook):
-        def one(moving, other):
-            return made.fn(moving, other, hook)
-
-        return jax.vmap(one, in_axes=(at, other_at))(moving, other)
-
-    if scales:
-        along = at if made.before else 0
-        if made.before:
-            ndim = moving.ndim
+    def mapped(
+        self, args: Sequence[Any], axes: Sequence[int | None]
+    ) -> tuple[Pass, Sequence[Any]]:
+        moving, other, scale = args
+        at, other_at, scale_at = axes
+        if scale_at is not None:
+            size = scale.shape[scale_at]
+            if other_at is None:
+                other, other_at = jnp.broadcast_to(other, (size, *other.shape)), 0
+            if self.before and at is None:
+                moving, at = jnp.broadcast_to(moving, (size, *moving.shape)), 0
+        fn = mapped(self.fn, (at, other_at))
+        if self.before:
+            scale = _aligned(scale, scale_at, at, moving.ndim)
         else:
-            ndim = jax.eval_shape(
-                lambda x, y: fn(x, y, in_dtype(made.low)), moving, other
-            ).ndim
-        scales = [_aligned(scales[0], scales_at[0], along, ndim)]
-    return _move_p.bind(
-        moving, other, *scales, made=dataclasses.replace(made, fn=fn)
-    ), 0
+            made = functools.partial(fn, hook=_in_compute_dtype(self))
+            ndim = jax.eval_shape(made, moving, other).ndim
+            scale = _aligned(scale, scale_at, 0, ndim)
+        return dataclasses.replace(self, fn=fn), (moving, other, scale)
+
+
+def _in_compute_dtype(made: Pass) -> Any:
+    return by_casts((made.low, made.low), made.low)
+
+
+def _transposed(made: Pass, avals: Sequence[Any]) -> Bilinear:
+    avals = [in_dtype(aval, made.low) for aval in avals]
+    return transposed(made.fn, avals, _in_compute_dtype(made))
 
 
 def _aligned(scale: Any, at: int | None, along: int | None, ndim: int) -> Any:
@@ -249,26 +170,62 @@ def _aligned(scale: Any, at: int | None, along: int | None, ndim: int) -> Any:
     return jnp.moveaxis(scale, 0, along)
 
 
-_move_p = new_primitive(
-    "amp_contraction_8bit",
-    compute=_run,
-    aval=_aval,
-    jvp=_jvp,
-    transpose=_transpose,
-    batch=_batch,
-    series=no_series,
-)
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AmpError(
+        "The contractions of a `float8` rule keep their operands in 8 bits, which "
+        "can't be differentiated again, and this is a second derivative. Say "
+        "`float8(keep='compute')`, which keeps them in the compute dtype, or put what "
+        "is differentiated twice under `amp_stop`."
+    )
 
-_LAST = new_primitive(
-    "amp_last_derivative",
-    compute=lambda x: x,
-    aval=lambda x: x,
-    jvp=_refuse,
-    transpose=lambda ct, x: [Zero(x.aval)],
-    batch=lambda args, dims: (_LAST.bind(*args), dims[0]),
-    series=no_series,
-)
+
+_LAST = first_operand("amp_last_derivative", _refuse)
 """Its operand, which a derivative is made of that has none.
 
-In the backward pass of a loop or a branch, JAX may differentiate what `_straight` made
+In the backward pass of a loop or a branch, JAX may differentiate what `straight` made
 as the code that it is; of a rounding that would be 0."""
+
+
+def rounded_contraction(
+    forward: Callable[..., Any],
+    gradients: Sequence[Pass],
+    in_compute_dtype: Sequence[Cast],
+    roundings: Sequence[Rounding | None],
+) -> Callable[..., Any]:
+    """`forward(lhs, rhs)`, with a derivative by `gradients`, one for each operand.
+
+    Args:
+        forward: makes the result of both operands, and of both as numbers.
+        gradients: as linear functions of the operand, each, that read the other.
+        in_compute_dtype: the same without rounding, where the contraction itself is
+            transposed.
+        roundings: of each operand, if it is rounded without a look at the other. What
+            they make is kept for the backward pass, if a gradient reads it.
+    Returns:
+        A function of both operands, and of what the roundings made of them `alone`
+        where that is known; `None` where not."""
+    keeps = any(isinstance(made, Kept) for made in gradients)
+
+    def completed(operands, alone):
+        return [
+            how(constant(x)) if one is None and how is not None else one
+            for how, x, one in zip(roundings, operands, alone, strict=True)
+        ]
+
+    def read(lhs, rhs, *alone):
+        return (lhs, rhs), completed((lhs, rhs), alone) if keeps else alone
+
+    def forward_of(lhs, rhs, *alone):
+        # Also in a `jit`: a Taylor series is refused at the first thing it meets.
+        both = constant(lhs), constant(rhs)
+        return forward(*both, *completed(both, alone))
+
+    linear = transposable(forward_of, in_compute_dtype)
+    contraction = with_passes(linear, gradients, read)
+
+    def bind(*operands, alone=(None, None)):
+        if any(map(is_of_jet, operands)):
+            no_series()
+        return contraction(*map(jnp.asarray, operands), *alone)
+
+    return bind

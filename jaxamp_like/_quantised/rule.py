@@ -6,8 +6,9 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 
 from .._dtypes import DType, bits, lowered
@@ -31,9 +32,11 @@ from .._rules import (
 )
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import asked, name_of
+from .._rules.passes import Cast, Pass, in_compute_dtype
 from .._rules.weights import is_parameter, weight_side
-from .alone import Alone, Rounding
 from .axes import sides
+from .constant import constant
+from .passes import Rounding, rounded_contraction
 from .said import leave_alone, predicate_or_none
 from .worth import WORTH_IT
 
@@ -57,11 +60,24 @@ Of the innermost scope around a contraction: what stands in a module that is cal
 
 @dataclass(frozen=True, repr=False)
 class Quantising(Rule):
-    """A rule for contractions, which leaves all else to other rules."""
+    """A rule for contractions, which leaves all else to other rules.
 
-    where: Callable[[Site], bool] | None = None
+    A format of numbers derives from it, and says how both operands are rounded, what
+    is made of them, and how each gradient is. All that else there is to know of a
+    format stands here too, for reports, prices and names of policies."""
+
+    where: Callable[[Site], bool] | None = WORTH_IT
     leave: tuple[str, ...] = NO_HEADS
     parameters_only: bool = True
+
+    name: ClassVar[str]
+    """What users call it: the function that makes its rules, too."""
+    bits: ClassVar[int] = 8
+    """Of a number that is contracted, without its share of a scale."""
+    integers: ClassVar[tuple[DType, ...]] = ()
+    """The dtypes of integers that stand for rounded numbers, and for sums of them."""
+    told: ClassVar[str] = ""
+    """What its numbers are, for someone who names a dtype in its place."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", predicate_or_none(self.where))
@@ -77,9 +93,9 @@ class Quantising(Rule):
         given = [
             f"{f.name}={_shown(getattr(self, f.name))}"
             for f in fields(self)
-            if getattr(self, f.name) != (WORTH_IT if f.name == "where" else f.default)
+            if getattr(self, f.name) != f.default
         ]
-        return f"{type(self).__name__.lower()}({', '.join(given)})"
+        return f"{self.name}({', '.join(given)})"
 
     def is_for(self, name: str) -> bool:
         return name in CONTRACTIONS
@@ -115,21 +131,55 @@ class Quantising(Rule):
         return self.quantise(site)
 
     def quantise(self, site: Site) -> Decision:
-        raise NotImplementedError
+        """The decision for a contraction that is quantised."""
+        compute, alone = in_compute_dtype(site, low_of(site)), self.alone(site)
+        gradients = self.gradients(site, compute)
+        bind = rounded_contraction(self.forward(site), gradients, compute, alone)
+        return decided(site, self.why(site), bind, self.eight_bits(site), alone)
+
+    # What a format says of a contraction that is quantised.
 
     def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
-        """How both operands of a contraction that is quantised are rounded."""
+        """How both operands are rounded."""
         raise NotImplementedError
+
+    def alone(self, site: Site) -> Sequence[Rounding | None]:
+        """The same of each operand that is rounded without a look at the other."""
+        return self.roundings(site)
+
+    def forward(self, site: Site) -> Callable[..., Any]:
+        """Makes the result of both operands, and of both as rounded `alone`."""
+        raise NotImplementedError
+
+    def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
+        """How the gradient of each operand is made; `compute` are those not rounded."""
+        return compute
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """How the cotangent of its result is, for gradients of rounded operands.
 
         `None` where gradients are made in the compute dtype."""
-        raise NotImplementedError
+        return None
 
     def product_dtype(self, dtype: DType) -> DType:
-        """What products of 8-bit operands are made in, to be returned in a dtype."""
+        """What products of rounded operands are made in, to be returned in a dtype."""
         return dtype
+
+    def why(self, site: Site) -> str:
+        raise NotImplementedError
+
+    def eight_bits(self, site: Site) -> EightBits:
+        raise NotImplementedError
+
+    @property
+    def keeps_rounded(self) -> bool:
+        """Whether operands are kept for the backward pass as they were rounded."""
+        return False
+
+    @classmethod
+    def with_history(cls, length: int) -> "Quantising | None":
+        """The rule whose scales follow from so many steps before, if it has one."""
+        return None
 
     def why_not(self, site: Site) -> str | None:
         """Why a contraction is not quantised, if it is not."""
@@ -160,8 +210,8 @@ class Quantising(Rule):
         return None
 
     def _is_wanted(self, site: Site) -> bool:
-        name = type(self).__name__.lower()
-        return self.where is None or asked(self.where, site, f"`{name}(where=...)`")
+        who = f"`{self.name}(where=...)`"
+        return self.where is None or asked(self.where, site, who)
 
 
 def _is_of_parameter(site: Site) -> bool:
@@ -222,6 +272,20 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
         None if author is None or (is_read and i == weight) else lowered(author, low)
         for i, author in enumerate(site.authors)
     )
+
+
+class Alone(NamedTuple):
+    """A rounding before the readers, which have derivatives of their own."""
+
+    how: Any
+
+    def __call__(self, x: Any) -> Any:
+        return jax.tree.map(constant, _made(constant(x), self.how))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _made(x: Any, how: Rounding) -> Any:
+    return how(x)
 
 
 def decided(

@@ -8,20 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._dtypes import DType
-from .._rules.given import called, is_integer, is_made_by_calling, is_number
+from .._rules.given import called, is_made_by_calling, is_number
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-
-
-def as_length(value: Any, argument: str) -> int:
-    if not is_integer(value):
-        raise TypeError(f"`{argument}` must be an integer, but got {value!r}.")
-    if value < 1:
-        raise ValueError(
-            f"`{argument}` must be 1 or more, but got {value!r}: the scale of a step "
-            "follows from the maxima of that many steps before it."
-        )
-    return int(value)
 
 
 def float8_dtype(value: Any, argument: str) -> DType:

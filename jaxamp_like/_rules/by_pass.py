@@ -23,7 +23,7 @@ from . import (
     why_as_written,
 )
 from .given import as_bool
-from .passes import Pass, contraction_by_pass, pass_of
+from .passes import Cast, cast_pass, contraction_by_casts
 from .weights import Gradient, gradient_of, weight_side
 
 
@@ -39,6 +39,7 @@ class PassPrecision(NamedTuple):
 
 
 _COMPUTE = PassPrecision()
+_SIDES = ("lhs", "rhs")
 
 
 def wide(dtype: DTypeLike | None = None) -> PassPrecision:
@@ -98,23 +99,20 @@ class UsePrecisionByPass(Rule):
         original = use_original_precision.decide(site)
         if why := why_as_written(site):
             return original._replace(why=why)
-        forward = _pass(site, self.forward)
-        gradients = [_pass(site, self.input_gradient)] * 2
-        gradients[self._weight_side(site)] = _pass(site, self.weight_gradient)
-        passes = [forward, *gradients]
-        if all(made.reads == site.authors[:2] for made in passes):
-            return original._replace(why="the author's dtype is no wider")
-        full = forward.reads == site.authors[:2]
         author: Any = site.out_authors[0]
-        out = author if full or forward.wide else forward.out
+        forward = _pass(site, 0, self.forward, author)
+        full = forward.reads == site.authors[:2]
+        out = author if full or forward.wide else forward.low
+        gradients = [_pass(site, i, self._gradient(site, i), out) for i in (0, 1)]
+        if all(made.reads == site.authors[:2] for made in (forward, *gradients)):
+            return original._replace(why="the author's dtype is no wider")
         reads = [_bound_in(site, i, forward, gradients) for i in (0, 1)]
-        bind = contraction_by_pass(forward, gradients, out)
         return Decision(
             (*reads, *site.authors[2:]),
             site.params,
             outs_of(site, out, Mark.FULL if full else Mark.LOW),
             self._why(site),
-            bind,
+            contraction_by_casts(forward, gradients, out),
         )
 
     def _gradient_of(self, site: Site) -> Gradient | None:
@@ -125,7 +123,7 @@ class UsePrecisionByPass(Rule):
         of = gradient_of(site)
         if of is None or self.weight is None or len(sides) != 1:
             return of
-        return "weight" if sides == {("lhs", "rhs").index(self.weight)} else "input"
+        return "weight" if sides == {_SIDES.index(self.weight)} else "input"
 
     def _backward(self, site: Site, of: Gradient) -> Decision:
         """In the precision of that gradient; both halves of its derivative too."""
@@ -137,10 +135,11 @@ class UsePrecisionByPass(Rule):
         what = "weight or input" if of == "either" else of
         return decision._replace(why=f"{decision.why}: {what} gradient")
 
-    def _weight_side(self, site: Site) -> int:
-        if self.weight is None:
-            return weight_side(site)
-        return ("lhs", "rhs").index(self.weight)
+    def _gradient(self, site: Site, i: int) -> PassPrecision:
+        """How the gradient of operand `i` is made."""
+        known = self.weight
+        side = weight_side(site) if known is None else _SIDES.index(known)
+        return self.weight_gradient if i == side else self.input_gradient
 
     def _why(self, site: Site) -> str:
         def show(choice):
@@ -229,11 +228,12 @@ def _more_exact(a: PassPrecision, b: PassPrecision, low: DType) -> PassPrecision
     return PassPrecision(dtype, a.wide or b.wide)
 
 
-def _pass(site: Site, choice: PassPrecision) -> Pass:
-    return pass_of(site, choice.dtype or site.compute_dtype, choice.wide)
+def _pass(site: Site, moving: int, choice: PassPrecision, wide: DType) -> Cast:
+    dtype = choice.dtype or site.compute_dtype
+    return cast_pass(site, moving, dtype, wide if choice.wide else None)
 
 
-def _bound_in(site: Site, i: int, forward: Pass, gradients: list[Pass]) -> DType | None:
+def _bound_in(site: Site, i: int, forward: Cast, gradients: list[Cast]) -> DType | None:
     """The dtype that operand `i` is cast to before it is bound; `None` is as it is.
 
     As it is where a pass reads it, or makes its gradient, in more than the forward pass

@@ -7,7 +7,7 @@ from .._dtypes import bits
 from .._primitives.contractions import has_contracting_gradients, is_contraction
 from .base import Decision, Demand, Rule, Site
 from .computing import use_compute_precision
-from .passes import contraction_by_pass, pass_of
+from .passes import cast_pass, contraction_by_casts
 from .storing import ComputeInFull
 
 
@@ -49,8 +49,9 @@ class MultiplyInFull(ComputeInFull):
         if reads == site.authors or None in site.authors:
             return decision
         full, low = max(site.authors, key=bits), min(reads, key=bits)  # type: ignore
-        gradients, out = [pass_of(site, low)] * 2, site.out_authors[0]
-        bind = contraction_by_pass(pass_of(site, full), gradients, out)  # type: ignore
+        gradients = [cast_pass(site, i, low) for i in (0, 1)]
+        out: Any = site.out_authors[0]
+        bind = contraction_by_casts(cast_pass(site, 0, full), gradients, out)
         why = f"{decision.why}, and its gradients in {low.name}"
         return decision._replace(bind=bind, why=why)
 

@@ -1,173 +1,272 @@
-"""A contraction of which each of the three that training makes has its own precision.
+"""The three contractions of training, each made in a way of its own.
 
-JAX's own transposes copy the dtype of the result from one to the next, so that the
-precisions of the three hang together. Here each is a `Pass` of its own."""
+A contraction is made forward, for the gradient of its left operand and for that of its
+right one. JAX's own transposes copy the dtype of the result from one to the next, so
+that the precisions of the three hang together, and a rounded operand has no derivative
+at all. Here each of the three is a `Pass`. The two gradients are linear functions of
+one operand each: JAX sees them as a primitive, which stands in the tangent program, and
+whose transpose makes the contraction of the backward pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, lowered
-from .._jax import (
-    Eqn,
-    Literal as JaxprLiteral,
-    SymbolicZero,
-    Zero,
-    bind_flat,
-    evaluate,
-    is_linear_operand,
-    new_primitive,
-    raw,
-    subjaxprs,
-    trace,
-)
-from .._primitives import CONTRACTIONS, MOVING_VIEWS
-from .._primitives.matmul_precision import settled_bind
+from .._jax import SymbolicZero, Zero, is_linear_operand, new_primitive, raw, trace
 from .base import Site
+from .bilinear import (
+    Bilinear,
+    Hook,
+    bilinear,
+    by_casts,
+    in_dtype,
+    mapped,
+    swapped,
+    transposed,
+)
 from .computing import wide_contraction
 
 
-class Pass(NamedTuple):
-    """A choice, for one contraction."""
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """How one of the contractions is made, as a linear function of one operand.
 
-    make: Callable[[DType], Callable[..., Any]]  # the contraction with such results
+    A format of numbers that quantises has passes of its own; see `_quantised.passes`.
+
+    Args:
+        fn: the contraction.
+        moving: which operand of the equation moves, 0 or 1.
+        low: the dtype in which cotangents of the result are read."""
+
+    fn: Bilinear
+    moving: int
+    low: DType
+
+    def __call__(self, moving: Any, *others: Any) -> Any:
+        raise NotImplementedError
+
+    def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
+        """What it reads beside the moving operand, as it is kept for it.
+
+        `numbers` are the two operands as a format has them, if they were rounded."""
+        del numbers
+        return [operands[1 - self.moving], *operands[2:]]
+
+    @property
+    def swapped(self) -> "Pass":
+        """The same contraction, as a linear function of its other operand."""
+        fn = swapped(self.fn)
+        return dataclasses.replace(self, fn=fn, moving=1 - self.moving)
+
+    def mapped(
+        self, args: Sequence[Any], axes: Sequence[int | None]
+    ) -> tuple["Pass", Sequence[Any]]:
+        """The pass of many examples, along `axes` of its operands, and the operands."""
+        return dataclasses.replace(self, fn=mapped(self.fn, axes)), args
+
+    def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
+        """Makes the gradient of the moving operand, of a cotangent and the others.
+
+        It has a derivative. The operands are given by their avals."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Cast(Pass):
+    """A contraction of operands that are cast, and not otherwise rounded.
+
+    Args:
+        reads: the dtypes in which both are read.
+        wide: that of a result which is not rounded to `low`; the gradient of the moving
+            operand is then not rounded to the dtype in which that is read.
+        is_low: whether it is lower than its author wrote it.
+        keeps_low: whether the other operand is kept in the dtype in which it is read,
+            and not as it came."""
+
     reads: tuple[DType, DType]
-    out: DType  # of a result that is not wide
-    wide: bool
+    wide: DType | None = None
+    is_low: bool = True
+    keeps_low: bool = False
+
+    def __call__(self, moving: Any, *others: Any) -> Any:
+        hook = by_casts(self.reads, self.wide or self.low, self.is_low)
+        return self.fn(moving, others[0], hook, *others[1:])
+
+    def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
+        other, *rest = super().kept(operands, numbers)
+        if self.keeps_low:
+            other = cast(other, lowered(other.dtype, self.reads[1 - self.moving]))
+        return [other, *rest]
+
+    def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
+        other, *rest = others
+        low, read = self.reads[self.moving], self.reads[1 - self.moving]
+        hook = by_casts(self.reads, self.low, self.is_low)
+        avals = [in_dtype(moving, low), in_dtype(other, read), *rest]
+        fn = transposed(self.fn, avals, hook)
+        is_wide = self.wide is not None and bits(moving.dtype) > bits(low)
+        made = _as_traced(moving.dtype if is_wide else None)
+
+        def gradient(ct, other, *rest):
+            return fn(ct, cast(other, read), made, *rest)
+
+        return gradient
 
 
-def pass_of(site: Site, dtype: DType, wide: bool = False) -> Pass:
-    """A pass that reads its operands in `dtype`, but none in more than as written."""
+def _as_traced(wide: DType | None) -> Hook:
+    """Operands and results as they were traced; or wide results, as an alternative."""
+
+    def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
+        del moving
+        if wide is not None:
+            return wide_contraction(primitive, params, wide)(*operands)
+        return primitive.bind(*operands, **params)
+
+    return hook
+
+
+def cast_pass(site: Site, moving: int, dtype: DType, wide: DType | None = None) -> Cast:
+    """A pass that reads operands in `dtype`, but none in more than as written.
+
+    A `wide` result has that dtype, or that of the operands if it is wider."""
     lhs, rhs, out = (
         author and lowered(author, dtype)
         for author in (*site.authors[:2], site.out_authors[0])
     )
-    is_low = (lhs, rhs) != site.authors[:2]
+    return Cast(
+        bilinear(site.primitive, site.params, moving),
+        moving,
+        out,  # type: ignore[arg-type]
+        (lhs, rhs),  # type: ignore[arg-type]
+        wide=wide and max(out, wide, key=bits),  # type: ignore[arg-type]
+        is_low=(lhs, rhs) != site.authors[:2],
+        keeps_low=True,
+    )
 
-    def make(out):
-        params = site.params | {"preferred_element_type": out}
-        return settled_bind(site.primitive, params, is_low)
 
-    return Pass(make, (lhs, rhs), out, wide)  # type: ignore[arg-type]
+def in_compute_dtype(site: Site, low: DType) -> tuple[Cast, Cast]:
+    """The gradients of a contraction by each operand, of operands in one dtype."""
+    lhs, rhs = (
+        Cast(bilinear(site.primitive, site.params, i), i, low, (low, low))
+        for i in (0, 1)
+    )
+    return lhs, rhs
 
 
-def contraction_by_pass(
-    forward: Pass, gradients: Sequence[Pass], out: DType
+def contraction_by_casts(
+    forward: Cast, gradients: Sequence[Cast], out: DType
 ) -> Callable[..., Any]:
-    """The contraction with a derivative whose two halves are made by `gradients`."""
-
-    @jax.custom_jvp
-    def contraction(*operands):
-        return _contract(*operands, made=forward, out=out)
-
-    def jvp(primals, tangents):
-        moves = []
-        for i, made in enumerate(gradients):
-            if isinstance(tangents[i], SymbolicZero):
-                continue
-            # What is kept for the backward pass is no wider than what reads it.
-            operands = [
-                x if j > 1 else cast(x, lowered(x.dtype, made.reads[j]))
-                for j, x in enumerate(primals)
-            ]
-            operands[i] = tangents[i]
-            moves.append(_contraction_p.bind(*operands, made=made, out=out))
-        return contraction(*primals), functools.reduce(lax.add, moves)
-
-    contraction.defjvp(jvp, symbolic_zeros=True)
+    """A contraction of which each of the three is made of operands that are cast."""
+    contraction = with_passes(lambda *xs: cast(forward(*xs), out), gradients)
     return lambda *operands: contraction(*map(jnp.asarray, operands))
 
 
-def _contract(lhs: Any, rhs: Any, *rest: Any, made: Pass, out: DType) -> Any:
-    result = max(made.out, out, key=bits) if made.wide else made.out
-    operands = map(cast, (lhs, rhs), made.reads)
-    return cast(made.make(result)(*operands, *rest), out)
+def with_passes(
+    forward: Callable[..., Any],
+    gradients: Sequence[Pass],
+    read: Callable[..., tuple[Any, Any]] = lambda *operands: (operands, ()),
+) -> Callable[..., Any]:
+    """`forward(lhs, rhs, ...)`, with a derivative by `gradients`, one for each operand.
+
+    `read` tells the operands of the contraction from what was made of them, which
+    `forward` reads too: numbers of a format."""
+
+    @jax.custom_jvp
+    def contraction(*operands):
+        return forward(*operands)
+
+    def jvp(primals, tangents):
+        operands, numbers = read(*primals)
+        moves = [
+            MOVE.bind(tangents[i], *made.kept(operands, numbers), made=made)
+            for i, made in enumerate(gradients)
+            if not isinstance(tangents[i], SymbolicZero)
+        ]
+        out = contraction(*operands, *numbers)
+        return out, functools.reduce(lax.add, (cast(x, out.dtype) for x in moves))
+
+    contraction.defjvp(jvp, symbolic_zeros=True)
+    return contraction
 
 
-def _contraction_aval(*avals: Any, **params: Any) -> Any:
-    jaxpr = trace(functools.partial(_contract, **params), avals)
-    return raw(jaxpr).outvars[0].aval
+def straight(made: Pass) -> Callable[..., Any]:
+    """A pass that rounds as ordinary code, differentiated as the contraction is."""
+
+    @jax.custom_jvp
+    def contraction(moving, *others):
+        return made(moving, *others)
+
+    def jvp(primals, tangents):
+        out = contraction(*primals)
+        return out, cast(_tangent(primals, tangents, made, SymbolicZero), out.dtype)
+
+    contraction.defjvp(jvp, symbolic_zeros=True)
+    return contraction
 
 
-def _contraction_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def pulled_back(made: Pass, moving: Any, ct: Any, *others: Any) -> Any:
+    """The gradient of the moving operand, by its aval, as a cotangent has it."""
+    back = made.transposed(moving, *map(jax.typeof, others))
+    return cast(back(cast(ct, made.low), *others), moving.dtype)
+
+
+# The primitive. No composition of JAX's own primitives has transposes that cast the
+# cotangent which they read, need not round their result, and are mapped by `vmap` as
+# contractions are: with the sum over examples inside.
+
+
+def _run(*operands: Any, made: Pass) -> Any:
+    return made(*operands)
+
+
+def _aval(*avals: Any, made: Pass) -> Any:
+    return raw(trace(made, avals)).outvars[0].aval
+
+
+def _jvp(primals: Any, tangents: Any, *, made: Pass) -> Any:
+    out = MOVE.bind(*primals, made=made)
+    return out, _tangent(primals, tangents, made, Zero)
+
+
+def _tangent(primals: Any, tangents: Any, made: Pass, zero: type) -> Any:
+    """The derivative of a product: one operand moves, then the other."""
     moves = []
-    for i in (0, 1):
-        if not isinstance(tangents[i], Zero):
-            operands = [*primals[:i], tangents[i], *primals[i + 1 :]]
-            moves.append(_contraction_p.bind(*operands, **params))
-    return _contraction_p.bind(*primals, **params), functools.reduce(lax.add, moves)
+    if not isinstance(tangents[0], zero):
+        moves.append(MOVE.bind(tangents[0], *primals[1:], made=made))
+    if not all(isinstance(t, zero) for t in tangents[1:]):
+        other = made.swapped
+        moves.append(MOVE.bind(tangents[1], primals[0], *primals[2:], made=other))
+    return functools.reduce(lax.add, moves)
 
 
-def _contraction_transpose(ct: Any, *operands: Any, made: Pass, out: DType) -> Any:
+def _transpose(ct: Any, *operands: Any, made: Pass) -> Any:
     i = next(i for i in (0, 1) if is_linear_operand(operands[i]))
-    aval = operands[i].aval
-    cts: list[Any] = [None] * len(operands)
+    made, aval = made.swapped if i else made, operands[i].aval
+    cts: list[Any] = [None for _ in operands]
     if isinstance(ct, Zero):
-        return [*cts[:i], Zero(aval), *cts[i + 1 :]]
-    values = list(operands)
-    values[1 - i] = cast(operands[1 - i], made.reads[1 - i])
-    low = made.reads[i]
-
-    def contraction(x):
-        return made.make(made.out)(*values[:i], x, *values[i + 1 :])
-
-    def transposed(ct):
-        example = aval.update(dtype=low, weak_type=False)
-        return jax.linear_transpose(contraction, example)(ct)[0]
-
-    ct = cast(ct, made.out)
-    if made.wide and bits(aval.dtype) > bits(low):
-        gradient = _with_wide_results(transposed, ct, aval.dtype)
-    else:
-        gradient = transposed(ct)
-    cts[i] = cast(gradient, aval.dtype)
+        cts[i] = Zero(aval)
+        return cts
+    cts[i] = pulled_back(made, aval, ct, operands[1 - i], *operands[2:])
     return cts
 
 
-def _contraction_batch(args: Any, dims: Any, *, made: Pass, out: DType) -> Any:
-    def make(dtype):
-        return jax.vmap(made.make(dtype), in_axes=tuple(dims))
-
-    return _contraction_p.bind(*args, made=made._replace(make=make), out=out), 0
+def _batch(args: Any, dims: Any, *, made: Pass) -> Any:
+    made, args = made.mapped(args, dims)
+    return MOVE.bind(*args, made=made), 0
 
 
-# A contraction whose transposes cast the cotangent that they read, and need not round
-# their result. No composition of JAX's own primitives has such transposes and is
-# mapped by `vmap` as contractions are: with the sum over examples inside.
-_contraction_p = new_primitive(
+MOVE = new_primitive(
     "amp_contraction",
-    compute=_contract,
-    aval=_contraction_aval,
-    jvp=_contraction_jvp,
-    transpose=_contraction_transpose,
-    batch=_contraction_batch,
+    compute=_run,
+    aval=_aval,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
 )
-
-
-def _with_wide_results(fn: Callable[..., Any], x: Any, dtype: DType) -> Any:
-    """Computes `fn(x)` with results of contractions in `dtype`; also of `fn`, mostly.
-
-    Their operands stay as they are. Ops around them move data, and a later JAX may add
-    others: these read the dtypes that they were traced with."""
-    jaxpr = trace(fn, [jax.typeof(x)])
-
-    def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
-        name, params = eqn.primitive.name, eqn.params
-        if name not in MOVING_VIEWS:
-            values = [
-                x if isinstance(atom, JaxprLiteral) else cast(x, atom.aval.dtype)
-                for x, atom in zip(values, eqn.invars, strict=True)
-            ]
-        inner = list(subjaxprs(params))
-        if name in ("jit", "pjit") and len(inner) == 1:
-            return evaluate(inner[0], values, bind)
-        if name in CONTRACTIONS:
-            return [wide_contraction(eqn.primitive, params, dtype)(*values)]
-        return bind_flat(eqn.primitive, values, params)
-
-    (out,) = evaluate(jaxpr, [x], bind)
-    return out
+"""A pass, of its moving operand and what else it reads."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxamp_like import _amp
 from jaxamp_like._dtypes import bits
-from jaxamp_like._quantised import formats as _formats
+from jaxamp_like._quantised import scaled as _scaled
 from jaxamp_like._rewrite import (
     bind as _bind,
     carries as _carries,
@@ -278,9 +278,9 @@ def lost_scale():
 @fault
 def clipped():
     """Scales are too small for the largest numbers."""
-    original = _formats.scale_of
+    original = _scaled.scale_of
     return mock.patch.object(
-        _formats, "scale_of", lambda *args, **kwargs: original(*args, **kwargs) / 4
+        _scaled, "scale_of", lambda *args, **kwargs: original(*args, **kwargs) / 4
     )
 
 

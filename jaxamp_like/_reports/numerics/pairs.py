@@ -17,6 +17,7 @@ from jax import lax
 
 from ..._dtypes import DType, bits, cast, holds, is_float
 from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, reemit, subjaxprs
+from ..._quantised import FORMATS
 from .. import walk
 
 
@@ -133,7 +134,7 @@ def _is_of_8_bits(at: walk.Around) -> bool:
     return at.step is not None and at.step.decision.eight_bits is not None
 
 
-_INTEGERS = (jnp.dtype("int8"), jnp.dtype("int32"))
+_INTEGERS = frozenset(dtype for one in FORMATS.values() for dtype in one.integers)
 
 
 def _as_written(atom: Any, at: walk.Around) -> float | None:

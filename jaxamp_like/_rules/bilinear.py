@@ -12,27 +12,36 @@ from typing import Any
 import jax
 
 from .._dtypes import DType, cast
-from .._jax import Eqn, Jaxpr, bind_flat, consts, evaluate, raw, subjaxprs, trace
+from .._jax import (
+    Eqn,
+    Jaxpr,
+    Literal,
+    bind_flat,
+    consts,
+    evaluate,
+    raw,
+    subjaxprs,
+    trace,
+)
 from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._primitives.contractions import dot_numbers
 from .._primitives.matmul_precision import settled
-from .axes import axes_of, onto_result
-from .formats import Format, quantised, rescaled
 
 Hook = Callable[[Any, dict[str, Any], Sequence[Any], int], Any]
-"""Makes one contraction: of a primitive, its parameters, both operands, and which of
+"""Makes one contraction: of a primitive, its parameters, its operands, and which of
 them is the moving one, that of which the contraction is a linear function."""
 
-Bilinear = Callable[[Any, Any, Hook], Any]
-"""A contraction of a moving operand and another, made by a hook."""
+Bilinear = Callable[..., Any]
+"""A contraction `fn(moving, other, hook, *rest)` of a moving operand and another, made
+by a hook; `rest` are operands that are no floats, as the sizes of ragged groups."""
 
 
 def bilinear(primitive: Any, params: dict[str, Any], moving: int) -> Bilinear:
     """The contraction that an equation makes; `moving` is the index of that operand."""
 
-    def fn(x: Any, other: Any, hook: Hook) -> Any:
+    def fn(x: Any, other: Any, hook: Hook, *rest: Any) -> Any:
         operands = (x, other) if moving == 0 else (other, x)
-        return hook(primitive, params, operands, moving)
+        return hook(primitive, params, (*operands, *rest), moving)
 
     return fn
 
@@ -40,53 +49,69 @@ def bilinear(primitive: Any, params: dict[str, Any], moving: int) -> Bilinear:
 def swapped(fn: Bilinear) -> Bilinear:
     """The same contraction, as a linear function of its other operand."""
 
-    def swap(other: Any, x: Any, hook: Hook) -> Any:
+    def swap(other: Any, x: Any, hook: Hook, *rest: Any) -> Any:
         def swapped_hook(primitive, params, operands, moving):
             return hook(primitive, params, operands, 1 - moving)
 
-        return fn(x, other, swapped_hook)
+        return fn(x, other, swapped_hook, *rest)
 
     return swap
 
 
-def transposed(fn: Bilinear, moving: Any, other: Any, low: DType) -> Bilinear:
+def mapped(fn: Bilinear, axes: Sequence[int | None]) -> Bilinear:
+    """The contractions of many examples, which lie along `axes` of the operands."""
+
+    def many(moving: Any, other: Any, hook: Hook, *rest: Any) -> Any:
+        def one(moving, other, *rest):
+            return fn(moving, other, hook, *rest)
+
+        if all(axis is None for axis in axes):
+            return one(moving, other, *rest)
+        return jax.vmap(one, in_axes=tuple(axes))(moving, other, *rest)
+
+    return many
+
+
+def transposed(fn: Bilinear, avals: Sequence[Any], hook: Hook) -> Bilinear:
     """The transpose of `fn` by its moving operand: reads a cotangent in its place.
 
-    `moving` and `other` are avals, `low` is a dtype to trace contractions in."""
-    moving, other = (_in_dtype(aval, low) for aval in (moving, other))
+    It is traced for operands of some avals, the moving one first, and by a hook."""
+    moving, *others = avals
 
-    def transpose(ct: Any, other: Any) -> Any:
-        def linear(x):
-            return fn(x, other, in_dtype(low))
+    def made(x, other, *rest):
+        return fn(x, other, hook, *rest)
 
-        return jax.linear_transpose(linear, moving)(ct)[0]
+    def transpose(ct, *others):
+        return jax.linear_transpose(lambda x: made(x, *others), moving)(ct)[0]
 
     @functools.cache
     def traced() -> Any:
-        forward = trace(lambda x, y: fn(x, y, in_dtype(low)), [moving, other])
-        return trace(transpose, [raw(forward).outvars[0].aval, other])
+        result = raw(trace(made, avals)).outvars[0].aval
+        return trace(transpose, [result, *others])
 
-    def evaluated(ct: Any, other: Any, hook: Hook) -> Any:
-        jaxpr = traced()
-        (out,) = _evaluate(jaxpr, [(ct, 0), (other, 1)], hook)
+    def evaluated(ct: Any, other: Any, hook: Hook, *rest: Any) -> Any:
+        pairs = [(ct, 0), *((x, 1) for x in (other, *rest))]
+        (out,) = _evaluate(traced(), pairs, hook)
         return out[0]
 
     return evaluated
 
 
-def _in_dtype(aval: Any, dtype: DType) -> Any:
+def in_dtype(aval: Any, dtype: DType) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
 # How a contraction is made.
 
 
-def in_dtype(dtype: DType) -> Hook:
-    """Operands and results in a dtype."""
+def by_casts(reads: Sequence[DType], result: DType, is_low: bool = True) -> Hook:
+    """Operands in the dtypes `reads`, by their places; results in a dtype."""
 
     def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
         del moving
-        return _bind(primitive, params, [cast(x, dtype) for x in operands], dtype)
+        lhs, rhs, *rest = operands
+        some = [*map(cast, (lhs, rhs), reads), *rest]
+        return _bind(primitive, params, some, result, is_low)
 
     return hook
 
@@ -123,31 +148,10 @@ def _batch_first(params: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[An
     return params | {"dimension_numbers": (summed, (first, first))}, moved
 
 
-def by_scales(formats: Sequence[Format], by_row: bool, result: DType) -> Hook:
-    """Operands that are quantised here, the moving one to the first of two formats."""
-
-    def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
-        ndims = operands[0].ndim, operands[1].ndim
-        axes = axes_of(params, ndims)
-        made = []
-        for i, x in enumerate(operands):
-            fmt = formats[0] if i == moving else formats[1]
-            made.append(
-                quantised(x, fmt._replace(axes=axes[i].summed if by_row else None))
-            )
-        (lhs, lhs_scale), (rhs, rhs_scale) = made
-        out = _bind(primitive, params, [lhs, rhs], result)
-        scales = (
-            onto_result(scale, axes[i], out)
-            for i, scale in enumerate((lhs_scale, rhs_scale))
-        )
-        return rescaled(out, *scales)
-
-    return hook
-
-
-def _bind(primitive: Any, params: Any, operands: Any, result: DType) -> Any:
-    params = settled(primitive, params, is_low=True)
+def _bind(
+    primitive: Any, params: Any, operands: Any, result: DType, is_low: bool = True
+) -> Any:
+    params = settled(primitive, params, is_low)
     return primitive.bind(*operands, **params | {"preferred_element_type": result})
 
 
@@ -166,7 +170,10 @@ def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
             moving = [i for _, i in pairs].index(0)
             return [(hook(eqn.primitive, params, [x for x, _ in pairs], moving), 0)]
         values = [
-            x if name in MOVING_VIEWS else cast(x, atom.aval.dtype)
+            x
+            if name in MOVING_VIEWS or isinstance(atom, Literal)
+            # What moves the data of 8 bits leaves them so; other code was traced low.
+            else cast(x, atom.aval.dtype)
             for (x, _), atom in zip(pairs, eqn.invars, strict=True)
         ]
         which = min((i for _, i in pairs), default=1)

@@ -1,9 +1,10 @@
-"""Numbers of 8 bits with a scale.
+"""Floating numbers of few bits with a scale.
 
 `x ≈ values * scale`, where the scale is one number for the whole array, or one for each
 row of it. A float8 format holds few magnitudes, so that its scale follows the largest
 one of the array; by default it is a power of two, which no product with it rounds."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._dtypes import DType
-from .constant import constant
+from .._rules.bilinear import Bilinear, as_it_is
+from .axes import Axes, onto_result
 
 _FLOAT32 = jnp.dtype("float32")
 
@@ -28,8 +30,19 @@ SCALE_NAME = "amp_scale"
 look for the maximum of a tensor again."""
 
 
-class Format(NamedTuple):
-    """How an array is quantised: to which dtype, and by what scales.
+class Scaled(NamedTuple):
+    """An array as numbers of few bits and what they are to be multiplied by."""
+
+    values: Any
+    scale: Any  # float32: a scalar, or with an axis of length 1 for each of `axes`
+
+    def restored(self) -> Any:
+        """The numbers that they stand for, in float32."""
+        return self.values.astype(_FLOAT32) * self.scale
+
+
+class AsFloat8(NamedTuple):
+    """How an array is rounded: to which dtype, and by what scales.
 
     Args:
         dtype: a float8 dtype.
@@ -44,12 +57,28 @@ class Format(NamedTuple):
     def largest(self) -> float:
         return float(jnp.finfo(self.dtype).max)
 
+    def __call__(self, x: Any) -> Scaled:
+        """`x`, by scales from its own maxima."""
+        amax = largest_of(x, self.axes)
+        scale = scale_of(amax, self.largest, self.power_of_two)
+        if scale.ndim == 0:
+            scale = checkpoint_name(scale, SCALE_NAME)
+        return Scaled(self.divided(x, scale), scale)
 
-class Scaled(NamedTuple):
-    """An array as numbers of 8 bits and what they are to be multiplied by."""
+    def divided(self, x: Any, scale: Any) -> Any:
+        """`x / scale` in the format: what is too large is the largest, inf is NaN.
 
-    values: Any
-    scale: Any  # float32: a scalar, or with an axis of length 1 for each of `axes`
+        So that a loss scaler still sees an overflow: XLA's conversion would have made
+        NaN of large numbers in one format, and inf in another."""
+        x = x.astype(_FLOAT32)
+        x = x * (1 / scale) if self.power_of_two else x / scale
+        return self.clipped(x).astype(self.dtype)
+
+    def clipped(self, x: Any) -> Any:
+        """`x` within the range of the format; NaN where it is infinite."""
+        largest = x.dtype.type(self.largest)
+        # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
+        return lax.clamp(-largest, x, largest) + 0 * x
 
 
 def largest_of(x: Any, axes: tuple[int, ...] | None = None) -> Any:
@@ -81,23 +110,6 @@ def round_up_to_power_of_two(x: Any) -> Any:
     return lax.bitcast_convert_type(bits, _FLOAT32)
 
 
-def to_float8(x: Any, scale: Any, fmt: Format) -> Any:
-    """`x / scale` in the format: what is too large is the largest, inf is NaN.
-
-    So that a loss scaler still sees an overflow: XLA's conversion would have made NaN
-    of large numbers in one format, and inf in another."""
-    x = x.astype(_FLOAT32)
-    x = x * (1 / scale) if fmt.power_of_two else x / scale
-    return clipped(x, fmt).astype(fmt.dtype)
-
-
-def clipped(x: Any, fmt: Format) -> Any:
-    """`x` within the range of the format; NaN where it is infinite."""
-    largest = x.dtype.type(fmt.largest)
-    # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
-    return lax.clamp(-largest, x, largest) + 0 * x
-
-
 def rescaled(x: Any, one: Any, other: Any) -> Any:
     """`x * one * other`, for scales of operands.
 
@@ -109,13 +121,11 @@ def rescaled(x: Any, one: Any, other: Any) -> Any:
     return (x.astype(_FLOAT32) * low * high).astype(x.dtype)
 
 
-def quantised(x: Any, fmt: Format) -> Scaled:
-    """`x` in a format, by scales from its own maxima.
-
-    Nothing is differentiated through it: what reads the result has a derivative by `x`
-    of its own."""
-    x = constant(x)
-    scale = scale_of(largest_of(x, fmt.axes), fmt.largest, fmt.power_of_two)
-    if scale.ndim == 0:
-        scale = checkpoint_name(scale, SCALE_NAME)
-    return Scaled(to_float8(x, scale, fmt), scale)
+def product(
+    fn: Bilinear, numbers: Sequence[Scaled], axes: Sequence[Axes], result: DType
+) -> Any:
+    """The contraction of numbers, made in a dtype and multiplied by their scales."""
+    lhs, rhs = numbers
+    made = fn(lhs.values, rhs.values, as_it_is(result))
+    pairs = zip((lhs.scale, rhs.scale), axes, strict=True)
+    return rescaled(made, *(onto_result(scale, one, made) for scale, one in pairs))
