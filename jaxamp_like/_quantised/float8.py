@@ -1,6 +1,5 @@
 """`float8`: contractions of float8 operands, forward and backward."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -8,18 +7,18 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .._dtypes import DType, cast, lowered
+from .._dtypes import DType, lowered
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.bilinear import bilinear
+from .._rules.bilinear import Bilinear, as_it_is, bilinear
 from .._rules.passes import Cast, Pass
 from .._rules.weights import gradient_of, weight_side
-from .axes import axes_at
+from .axes import Axes, axes_at, onto_result
 from .delayed import Wanted, contraction_by_marks
-from .passes import Kept, Rounded, Rounding, along
+from .passes import Kept, Rounding, along
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import float8_dtype
-from .scaled import SCALE_NAME, AsFloat8, product
+from .scaled import SCALE_NAME, AsFloat8, rescaled
 from .worth import WORTH_IT
 
 DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
@@ -111,30 +110,25 @@ class Float8(Quantising):
         lhs, rhs = (along(fmt, one.summed) for fmt, one in pairs)
         return lhs, rhs
 
-    def forward(self, site: Site) -> Callable[..., Any]:
-        fn = bilinear(site.primitive, site.params, moving=0)
-        out, axes = result_of(site), axes_at(site)
-        result = self.product_dtype(out)
-
-        def forward(lhs, rhs, *numbers):
-            del lhs, rhs
-            return cast(product(fn, numbers, axes, result), out)
-
-        return forward
+    def product(
+        self, fn: Bilinear, numbers: Sequence[Any], axes: Sequence[Axes], dtype: DType
+    ) -> Any:
+        lhs, rhs = numbers
+        made = fn(lhs.values, rhs.values, as_it_is(dtype))
+        pairs = zip((lhs.scale, rhs.scale), axes, strict=True)
+        return rescaled(made, *(onto_result(scale, one, made) for scale, one in pairs))
 
     def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
         low = low_of(site)
-        result = self.product_dtype(low)
         cotangent, formats = self._format(self.grad_dtype), self._formats(site)
 
         def made(i: int, kind: Kind) -> Pass:
-            fn = bilinear(site.primitive, site.params, moving=i)
             if kind == "compute":
                 return compute[i]
-            if kind == "kept":
-                return Kept(fn, i, low, cotangent, result)
-            both = cotangent, formats[1 - i]
-            return Rounded(fn, i, low, both, functools.partial(product, result=result))
+            if kind == "again":
+                return self.rounded(site, i, (cotangent, formats[1 - i]))
+            fn = bilinear(site.primitive, site.params, moving=i)
+            return Kept(fn, i, low, cotangent, self.product_dtype(low))
 
         return [made(i, kind) for i, kind in enumerate(self._kinds(site))]
 

@@ -1,6 +1,6 @@
 """`int8`: contractions of int8 operands, with gradients in the compute dtype."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._dtypes import cast
+from .._dtypes import DType, cast
 from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
-from .._rules.bilinear import as_it_is, bilinear
+from .._rules.bilinear import Bilinear, as_it_is, bilinear
 from .._rules.weights import weight_side
-from .axes import axes_at, onto_result
+from .axes import Axes, axes_at, onto_result
 from .migration import migrated, pairs_of
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .said import number
@@ -147,23 +147,32 @@ class Int8(Quantising):
     def _migrates(self, site: Site) -> bool:
         return self.migration is not None and pairs_of(site.params) is not None
 
-    def forward(self, site: Site) -> Callable[..., Any]:
-        fn = bilinear(site.primitive, site.params, moving=0)
-        low, out, weight = low_of(site), result_of(site), weight_side(site)
-        axes, roundings = axes_at(site), self.roundings(site)
+    def product(
+        self, fn: Bilinear, numbers: Sequence[Any], axes: Sequence[Axes], dtype: DType
+    ) -> Any:
+        sums = fn(*(x.values for x in numbers), as_it_is(_INT32))
+        left, right = (
+            onto_result(x.multiplier, one, sums)
+            for x, one in zip(numbers, axes, strict=True)
+        )
+        # To float32 first: of integers as such, a GPU has no convolution.
+        return cast(sums.astype(_FLOAT32) / (right * left), dtype)
 
-        def of_integers(lhs, rhs, *numbers):
-            if self._migrates(site):
-                moved = migrated((lhs, rhs), site.params, weight, self.migration)
-                numbers = [how(x) for how, x in zip(roundings, moved, strict=True)]
-            left, right = numbers
-            sums = fn(left.values, right.values, as_it_is(_INT32))
-            left, right = (
-                onto_result(x.multiplier, one, sums)
-                for x, one in zip(numbers, axes, strict=True)
-            )
-            # To float32 first: of integers as such, a GPU has no convolution.
-            return cast(sums.astype(_FLOAT32) / (right * left), out)
+    def forward(self, site: Site) -> Callable[..., Any]:
+        forward, weight = super().forward(site), weight_side(site)
+
+        def of_migrated(lhs, rhs, *_):
+            moved = migrated((lhs, rhs), site.params, weight, self.migration)
+            pairs = zip(self.roundings(site), moved, strict=True)
+            return forward(lhs, rhs, *(how(x) for how, x in pairs))
+
+        if self.weight_only:
+            return self._of_weights(site, weight)
+        return of_migrated if self._migrates(site) else forward
+
+    def _of_weights(self, site: Site, weight: int) -> Callable[..., Any]:
+        fn = bilinear(site.primitive, site.params, moving=0)
+        low, out, axes = low_of(site), result_of(site), axes_at(site)
 
         def of_weights(lhs, rhs, *numbers):
             made = numbers[weight]
@@ -172,7 +181,7 @@ class Int8(Quantising):
             sums = fn(values[0], values[1], as_it_is(_FLOAT32))
             return cast(sums / onto_result(made.multiplier, axes[weight], sums), out)
 
-        return of_weights if self.weight_only else of_integers
+        return of_weights
 
     def eight_bits(self, site: Site) -> EightBits:
         if self.weight_only:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from .._dtypes import DType, bits, lowered
+from .._dtypes import DType, bits, cast, lowered
 from .._errors import AmpError
 from .._jax import is_pending_sum
 from .._primitives import CONTRACTIONS, is_contraction
@@ -30,13 +30,14 @@ from .._rules import (
     use_original_precision,
     why_as_written,
 )
+from .._rules.bilinear import Bilinear, bilinear
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import asked, name_of
 from .._rules.passes import Cast, Pass, in_compute_dtype
 from .._rules.weights import is_parameter, weight_side
-from .axes import sides
+from .axes import Axes, axes_at, sides
 from .constant import constant
-from .passes import Rounding, rounded_contraction
+from .passes import Rounded, Rounding, rounded_contraction
 from .said import leave_alone, predicate_or_none
 from .worth import WORTH_IT
 
@@ -147,13 +148,38 @@ class Quantising(Rule):
         """The same of each operand that is rounded without a look at the other."""
         return self.roundings(site)
 
+    def product(
+        self, fn: Bilinear, numbers: Sequence[Any], axes: Sequence[Axes], dtype: DType
+    ) -> Any:
+        """What a contraction `fn` makes of two rounded operands, in a dtype.
+
+        Args:
+            fn: of two arrays, and of how it is made (`as_it_is`).
+            numbers: the operands.
+            axes: of the operands, by which scales are laid along the result.
+            dtype: as `product_dtype` has it."""
+        raise NotImplementedError
+
     def forward(self, site: Site) -> Callable[..., Any]:
         """Makes the result of both operands, and of both as rounded `alone`."""
-        raise NotImplementedError
+        fn = bilinear(site.primitive, site.params, moving=0)
+        axes, out = axes_at(site), result_of(site)
+
+        def forward(lhs, rhs, *numbers):
+            del lhs, rhs
+            return cast(self.product(fn, numbers, axes, self.product_dtype(out)), out)
+
+        return forward
 
     def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
         """How the gradient of each operand is made; `compute` are those not rounded."""
         return compute
+
+    def rounded(self, site: Site, i: int, both: tuple[Rounding, Rounding]) -> Pass:
+        """The gradient of operand `i`, of a cotangent and the other rounded again."""
+        fn, low = bilinear(site.primitive, site.params, moving=i), low_of(site)
+        product = functools.partial(self.product, dtype=self.product_dtype(low))
+        return Rounded(fn, i, low, both, product)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """How the cotangent of its result is, for gradients of rounded operands.

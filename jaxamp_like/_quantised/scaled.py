@@ -4,7 +4,6 @@
 row of it. A float8 format holds few magnitudes, so that its scale follows the largest
 one of the array; by default it is a power of two, which no product with it rounds."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._dtypes import DType
-from .._rules.bilinear import Bilinear, as_it_is
-from .axes import Axes, onto_result
 
 _FLOAT32 = jnp.dtype("float32")
 
@@ -119,13 +116,3 @@ def rescaled(x: Any, one: Any, other: Any) -> Any:
         return x * (one * other).astype(x.dtype)
     low, high = jnp.minimum(one, other), jnp.maximum(one, other)
     return (x.astype(_FLOAT32) * low * high).astype(x.dtype)
-
-
-def product(
-    fn: Bilinear, numbers: Sequence[Scaled], axes: Sequence[Axes], result: DType
-) -> Any:
-    """The contraction of numbers, made in a dtype and multiplied by their scales."""
-    lhs, rhs = numbers
-    made = fn(lhs.values, rhs.values, as_it_is(result))
-    pairs = zip((lhs.scale, rhs.scale), axes, strict=True)
-    return rescaled(made, *(onto_result(scale, one, made) for scale, one in pairs))

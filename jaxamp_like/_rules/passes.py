@@ -111,19 +111,16 @@ class Cast(Pass):
         avals = [in_dtype(moving, low), in_dtype(other, read), *rest]
         fn = transposed(self.fn, avals, hook)
         is_wide = self.wide is not None and bits(moving.dtype) > bits(low)
-        made = _as_traced(moving.dtype if is_wide else None)
-
-        def gradient(ct, other, *rest):
-            return fn(ct, cast(other, read), made, *rest)
-
-        return gradient
+        made = _beside_cotangent(read, moving.dtype if is_wide else None)
+        return lambda ct, other, *rest: fn(ct, other, made, *rest)
 
 
-def _as_traced(wide: DType | None) -> Hook:
-    """Operands and results as they were traced; or wide results, as an alternative."""
+def _beside_cotangent(read: DType, wide: DType | None) -> Hook:
+    """The operand that does not move in a dtype; results as traced, or wide ones."""
 
     def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
-        del moving
+        operands = list(operands)
+        operands[1 - moving] = cast(operands[1 - moving], read)
         if wide is not None:
             return wide_contraction(primitive, params, wide)(*operands)
         return primitive.bind(*operands, **params)
