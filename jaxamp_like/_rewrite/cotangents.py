@@ -18,7 +18,7 @@ backward pass and is handed cotangents, no other value that it is handed is one.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,9 @@ import numpy as np
 from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
 from .._primitives import CONTRACTIONS, EACH_ALONE, IDENTITIES, LINEAR
 from .._rules import author_dtype
-from .._structural import STRUCTURAL, Body
+from .._structural import STRUCTURAL, Handler, Scope
 from .memo import Memo
-from .reach import Reach, around, through, union
+from .reach import Reach, Reaches, union
 
 Which = tuple[bool, ...]
 """Of each input or operand, whether it is a cotangent; `()` if none is."""
@@ -48,7 +48,7 @@ _LINEAR = CONTRACTIONS | (LINEAR - {"add", "sub"}) | set(
 class Cotangents:
     """Finds the cotangents of programs, and remembers them while these live."""
 
-    _reaches: Memo = field(default_factory=Memo)
+    _reaches: "_Reaches" = field(default_factory=lambda: _Reaches(_handler))
     _found: Memo = field(default_factory=Memo)
     _contracting: Memo = field(default_factory=Memo)
 
@@ -70,9 +70,11 @@ class Cotangents:
         if not any(which):
             return {}
         found: dict[Jaxpr, Which] = {}
-        for body in _bodies(eqn):
+        bodies = self._reaches.bodies(eqn, ())
+        now = self._reaches.entering(bodies, (), [int(x) for x in which])
+        for body in bodies:
             if self._contracts(body.jaxpr):
-                inner = self._entering(body, which)
+                inner = tuple(bool(now[i]) for i in body.ins)
                 before = found.get(body.jaxpr, (False,) * len(inner))
                 pairs = zip(inner, before, strict=True)
                 found[body.jaxpr] = tuple(x or y for x, y in pairs)
@@ -110,7 +112,9 @@ class Cotangents:
         """Which operands of equation `k` are; adds what it makes to those `known`."""
         eqn = starts.eqns[k]
         which = _those_in(known, eqn)
-        if starts.are_possible_at(k) and (not any(which) or _bodies(eqn)):
+        if starts.are_possible_at(k) and (
+            not any(which) or self._reaches.bodies(eqn, ())
+        ):
             for i in starts.of(k, perhaps):
                 which[i] = True
         return self._handed_on(eqn, which, known)
@@ -121,50 +125,10 @@ class Cotangents:
             return ()
         pairs = zip(eqn.invars, which, strict=True)
         known |= {x for x, is_one in pairs if is_one and _is_var(x)}
-        made = self._through(eqn, [int(x) for x in which])
+        made = self._reaches.of_equation(eqn, (), [int(x) for x in which])
         pairs = zip(eqn.outvars, made, strict=True)
         known |= {v for v, reach in pairs if reach}
         return tuple(which)
-
-    def _through(self, eqn: Eqn, operands: Sequence[Reach]) -> list[Reach]:
-        """What reaches each result of an equation, if that reaches its operands."""
-        bodies = _bodies(eqn)
-        if eqn.primitive.name in EACH_ALONE and len(operands) == len(eqn.outvars):
-            outs = list(operands)
-        else:
-            outs = [0 if bodies else union(operands)] * len(eqn.outvars)
-        for body in bodies:
-            given = [operands[i] for i in body.ins]
-            for out, reach in zip(body.outs, self._around(body), strict=True):
-                if out is not None:
-                    outs[out] |= through(reach, given)
-        pairs = zip(eqn.outvars, outs, strict=True)
-        return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
-
-    def _around(self, body: Body) -> Sequence[Reach]:
-        """The inputs that each result of a body is made of, in any iteration."""
-        return around(self._reach(body.jaxpr), body.loop)
-
-    def _reach(self, jaxpr: Jaxpr) -> Sequence[Reach]:
-        return self._reaches(jaxpr, (), lambda: self._find_reach(raw(jaxpr)))
-
-    def _find_reach(self, jaxpr: Any) -> Sequence[Reach]:
-        env = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
-
-        def read(atoms: Iterable[Any]) -> list[Reach]:
-            return [env.get(x, 0) if _is_var(x) else 0 for x in atoms]
-
-        for eqn in jaxpr.eqns:
-            env |= zip(eqn.outvars, self._through(eqn, read(eqn.invars)), strict=True)
-        return read(jaxpr.outvars)
-
-    def _entering(self, body: Body, which: Which) -> Which:
-        given = [which[i] for i in body.ins]
-        reached = [int(x) for x in given]
-        made = self._around(body) if body.loop else ()
-        for out, i in body.loop:
-            given[i] |= bool(through(made[out], reached))
-        return tuple(given)
 
     def _contracts(self, jaxpr: Jaxpr) -> bool:
         def find() -> bool:
@@ -175,6 +139,21 @@ class Cotangents:
             )
 
         return self._contracting(jaxpr, (), find)
+
+
+class _Reaches(Reaches):
+    """What is made of a cotangent, by operations that have floats of it."""
+
+    reads_scopes = False
+
+    def of_leaf(
+        self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
+    ) -> Sequence[Reach]:
+        outs = [union(operands)] * len(eqn.outvars)
+        if eqn.primitive.name in EACH_ALONE and len(operands) == len(outs):
+            outs = operands
+        pairs = zip(eqn.outvars, outs, strict=True)
+        return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
 
 
 class _Starts:
@@ -307,6 +286,5 @@ def _is_var(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-def _bodies(eqn: Eqn) -> Sequence[Body]:
-    handler = STRUCTURAL.get(eqn.primitive.name)
-    return handler.bodies(eqn) if handler is not None else ()
+def _handler(eqn: Eqn, scope: Scope) -> Handler | None:
+    return STRUCTURAL.get(eqn.primitive.name)

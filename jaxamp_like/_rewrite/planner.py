@@ -80,7 +80,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.matching = Matching(self.policy)
-        self.carries = Carries(self.matching)
+        self.carries = Carries(self.matching.handler, self.matching)
         self.demands = Demands(self.matching, self.carries)
         # A program is to be marked by it before it is planned.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)

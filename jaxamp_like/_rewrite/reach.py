@@ -1,11 +1,29 @@
-"""Which inputs of a program reach which of its results.
+"""Which inputs of a program reach which of its results: one engine, forwards.
+
+An analysis says what reaches the results of an equation that holds no program. Calls,
+branches and loops of any number of iterations are gone through here, by what the rows
+of `STRUCTURAL` say of how values flow.
 
 Sets of inputs are bits of an integer, so that what is done once for every equation
 costs next to nothing however many carries a loop has."""
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._jax import Eqn, Jaxpr, Literal, is_array_aval, raw, scopes
+from .._structural import Body, Handler, Scope
+from .memo import Memo
 
 Reach = int
+
+LOW: Reach = 1
+"""A bit beside those of inputs: something on the way may be computed low."""
+
+
+def of_input(i: int) -> Reach:
+    return 2 << i
 
 
 def union(reaches: Iterable[Reach]) -> Reach:
@@ -17,18 +35,148 @@ def union(reaches: Iterable[Reach]) -> Reach:
 
 def through(body: Reach, operands: Sequence[Reach]) -> Reach:
     """What reaches the result of a body that `body` reaches inside."""
-    return union(reach for i, reach in enumerate(operands) if body >> i & 1)
-
-
-def around(
-    results: Sequence[Reach], loop: Sequence[tuple[int, int]]
-) -> Sequence[Reach]:
-    """What reaches the results of a body after any number of its loop's iterations.
-
-    `loop` are the results that become inputs, `(out, in)`. By Kleene's algorithm."""
-    found = list(results)
-    for out, i in loop:
-        carry, via = 1 << i, found[out]
-        if via not in (0, carry):  # else it is made of no other carry, nor of an input
-            found = [reach | via if reach & carry else reach for reach in found]
+    found = body & LOW
+    for i, reach in enumerate(operands):
+        if body & 2 << i:
+            found |= reach
     return found
+
+
+@dataclass(eq=False)
+class Reaches(ABC):
+    """What reaches what in programs, remembered while these live.
+
+    Args:
+        handler: how a structural equation is gone through; `None` if it is not."""
+
+    handler: Callable[[Eqn, Scope], Handler | None]
+    _known: Memo = field(default_factory=Memo, kw_only=True)
+
+    reads_scopes = True
+    """Whether the answers depend on the scopes of equations."""
+
+    follows_control = False
+    """Whether a result is reached by what picks a branch or ends a loop, too, and by
+    what is written to the references that it is read from."""
+
+    @abstractmethod
+    def of_leaf(
+        self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
+    ) -> Sequence[Reach]:
+        """What reaches the results of an equation that holds no program."""
+
+    def bodies(self, eqn: Eqn, scope: Scope) -> Sequence[Body]:
+        """The programs of an equation that are gone through."""
+        handler = self.handler(eqn, scope)
+        return handler.bodies(eqn) if handler is not None else ()
+
+    def of_results(self, jaxpr: Jaxpr, scope: Scope = ()) -> Sequence[Reach]:
+        """For each result, what reaches it.
+
+        After the results come the references among the inputs, as they are left."""
+        known = self._known.of(jaxpr)
+        if scope not in known:
+            known[scope] = self._find(raw(jaxpr), scope)
+        return known[scope]
+
+    def _find(self, jaxpr: Any, scope: Scope) -> tuple[Reach, ...]:
+        env = {v: 2 << i for i, v in enumerate(jaxpr.invars)}
+
+        def read(atoms: Iterable[Any]) -> list[Reach]:
+            return [0 if isinstance(x, Literal) else env.get(x, 0) for x in atoms]
+
+        for eqn in jaxpr.eqns:
+            inside = scope + scopes(eqn) if self.reads_scopes else scope
+            operands = read(eqn.invars)
+            outs = self.of_equation(eqn, inside, operands)
+            env |= zip(eqn.outvars, outs, strict=False)
+            if left := outs[len(eqn.outvars) :]:
+                references = [eqn.invars[i] for i in self._references(eqn)]
+                env |= zip(references, left, strict=True)
+        left = [jaxpr.invars[i] for i in self._references(jaxpr)]
+        return tuple(read([*jaxpr.outvars, *left]))
+
+    def of_equation(
+        self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
+    ) -> Sequence[Reach]:
+        """What reaches each result of an equation, if that reaches its operands.
+
+        After the results come the references among the operands, as they are left."""
+        handler = self.handler(eqn, scope)
+        bodies = handler.bodies(eqn) if handler is not None else ()
+        references = self._references(eqn) if self.follows_control else []
+        if not bodies:
+            outs = self.of_leaf(eqn, scope, operands)
+            if references:
+                outs = [*outs, *[union([*outs, *operands])] * len(references)]
+            return outs
+        now = self.entering(bodies, scope, operands)
+        first = self.control(bodies, scope, now) if self.follows_control else 0
+        found = [first] * len(eqn.outvars) + [first | now[i] for i in references]
+        place = {i: len(eqn.outvars) + k for k, i in enumerate(references)}
+        for body in bodies:
+            given = [now[i] for i in body.ins]
+            left = [place[body.ins[i]] for i in self._references(raw(body.jaxpr))]
+            results = self.of_results(body.jaxpr, scope)
+            for out, reach in zip([*body.outs, *left], results, strict=True):
+                if out is not None:
+                    found[out] |= through(reach, given)
+        return found
+
+    def entering(
+        self, bodies: Sequence[Body], scope: Scope, operands: Sequence[Reach]
+    ) -> list[Reach]:
+        """What reaches the operands of an equation, as any iteration reads them."""
+        now = list(operands)
+        for body in bodies:
+            if loop := self._loop(body):
+                made = self.around(body, scope)
+                given = [operands[i] for i in body.ins]
+                for out, i in loop:
+                    now[body.ins[i]] |= through(made[out], given)
+        return now
+
+    def around(self, body: Body, scope: Scope = ()) -> Sequence[Reach]:
+        """As `of_results`, after any number of iterations: by Kleene's algorithm."""
+        loop = self._loop(body)
+        known = self._known.of(body.jaxpr)
+        if (scope, loop) not in known:
+            found = self.of_results(body.jaxpr, scope)
+            for out, i in loop:
+                carry, via = 2 << i, found[out]
+                if via not in (0, carry):  # else it is made of nothing but itself
+                    found = [reach | via if reach & carry else reach for reach in found]
+            known[scope, loop] = found
+        return known[scope, loop]
+
+    def control(
+        self, bodies: Sequence[Body], scope: Scope, now: Sequence[Reach]
+    ) -> Reach:
+        """What reaches the index of a branch, or the condition of a loop."""
+        found = union(now[i] for i in read_outside(len(now), bodies))
+        for body in bodies:
+            if None in body.outs:
+                (condition, *_) = self.of_results(body.jaxpr, scope)
+                found |= through(condition, [now[i] for i in body.ins])
+        return found
+
+    def _loop(self, body: Body) -> tuple[tuple[int, int], ...]:
+        """The results that become inputs, `(out, in)`."""
+        left = enumerate(self._references(raw(body.jaxpr)), len(body.outs))
+        return (*body.loop, *left) if body.loop else ()
+
+    def _references(self, holder: Any) -> list[int]:
+        """The inputs of a program, or of an equation, that it may write to."""
+        if not self.follows_control or not holder.effects:
+            return []
+        return [i for i, v in enumerate(holder.invars) if is_reference(v)]
+
+
+def is_reference(atom: Any) -> bool:
+    return not isinstance(atom, Literal) and not is_array_aval(atom.aval)
+
+
+def read_outside(count: int, bodies: Sequence[Body]) -> frozenset[int]:
+    """Those of `count` operands that an equation itself reads: what picks a branch."""
+    handed_in = {i for body in bodies for i in body.ins}
+    return frozenset(range(count)) - handed_in
