@@ -9,228 +9,130 @@ the steps that a mask leaves out, and a training step whose gradient is too larg
 decides must decide the same from then on: so its way through one iteration is followed
 under the assumption that it has decided."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Iterable, Sequence
 
 from .._dtypes import is_float
-from .._jax import Literal, raw, scopes
-from .._structural import Body
-from .flow import NONE, Flow, Flows, Indices, Scope, is_ref
-from .value_numbers import CHOICE, INPUT, LITERAL, Inlined, Made, hands_on, is_call
-
-# What is known of a truth value is known of it in another shape or type.
-_PASSING = frozenset("broadcast_in_dim convert_element_type reshape squeeze".split())
-
-Sign = tuple[int, Any]  # a value by its number, and what it is assumed to be
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes
+from .._structural import Body, Scope
+from .flow import Flow
+from .inlined import CHOICE, INPUT, Inlined, Known, hands_on, is_call
+from .reach import LOW, Reach, is_reference, of_input, through, union
 
 
-class Value(NamedTuple):
-    """What is known of a value in one iteration.
+class Loop:
+    """One iteration of a loop, as values by number: those of operands come first.
 
     Attributes:
-        inputs: of the body, those that it is made of.
-        is_low: whether anything low was on the way.
-        source: the input that it is, as it came in.
-        new: what it is made of where it is no input as it came in.
-        known: what it is, if that is known."""
+        carries: the operands that the next iteration gets as this one makes them."""
 
-    inputs: Indices = NONE
-    is_low: bool = False
-    source: int | None = None
-    new: Indices = NONE
-    known: Any = None
+    def __init__(self, flow: Flow, eqn: Eqn, bodies: Sequence[Body], scope: Scope):
+        self.operands = eqn.invars
+        self._entering = functools.partial(flow.entering, bodies, scope)
+        self.values = values = Inlined(flow, len(eqn.invars))
+        outs = [values.run(body.jaxpr, scope, body.ins) for body in bodies]
+        *self._conditions, (body, made) = zip(bodies, outs, strict=True)
+        self.next_of = {body.ins[i]: made[out] for out, i in body.loop}
+        self.carries = _inputs(self.next_of)
+        fixed = range(min(self.next_of, default=0))  # operands before the carries
+        self.fixed = _inputs(i for i in fixed if not is_reference(eqn.invars[i]))
 
+    @functools.cached_property
+    def _operands_before(self) -> Sequence[Reach]:
+        return self._entering([of_input(i) for i in range(len(self.operands))])
 
-def stops(flows: Flows, body: Body, scope: Scope, fixed: Indices) -> bool:
-    """Whether what low numbers are compared with keeps carries as they are for good.
+    def before(self, reach: Reach) -> Reach:
+        """What values are made of, by way of any number of iterations before."""
+        return through(reach, self._operands_before)
 
-    Args:
-        flows: by which comparisons are known.
-        body: of a loop.
-        scope: of the loop.
-        fixed: inputs of the body that are the same in all iterations."""
-    if not _may_hand_on(flows, body, scope):
-        return False
-    loop = _Loop(flows, body, scope, fixed)
-    return any(loop.stops_by(*sign, kept) for sign, kept in loop.signs().items())
+    def is_bounded(self) -> bool:
+        """Whether a `while` also ends by a condition that is exact in any precision.
 
+        That may have been computed by the iteration before, and carried."""
+        ((_, (condition,)),) = self._conditions
+        parts = [*self.values.implied(condition, True, by_some=True)]
+        for n, value in [*parts]:
+            if value and n in self.next_of:
+                parts += self.values.implied(self.next_of[n], True, by_some=True)
+        reaches = (self.before(self.values.reach[n]) for n, _ in parts)
+        return any(reach & self.carries and not reach & LOW for reach in reaches)
 
-def _may_hand_on(flows: Flows, body: Body, scope: Scope) -> bool:
-    """Whether a result that becomes an input is chosen: told without a look inside."""
+    def stops(self) -> bool:
+        """Whether what low numbers decide keeps carries as they are for good."""
+        return any(self._stops_by(one, kept) for one, kept in self._deciding().items())
 
-    def is_chosen(jaxpr: Any, v: Any) -> bool:
-        index = flows.index(jaxpr)
-        if isinstance(v, Literal) or v not in index.makers:
-            return False
-        place, i = index.makers[v]
-        eqn = raw(jaxpr).eqns[place]
-        if eqn.primitive.name in ("cond", "select_n"):
-            return True
-        bodies = flows.bodies(eqn, scope + scopes(eqn))
-        if is_call(bodies):
-            (inner,) = bodies
-            outs = dict(zip(inner.outs, raw(inner.jaxpr).outvars, strict=True))
-            return is_chosen(inner.jaxpr, outs[i])
-        return hands_on(eqn) and is_chosen(jaxpr, eqn.invars[i])
-
-    results = raw(body.jaxpr).outvars
-    return any(is_chosen(body.jaxpr, results[out]) for out, _ in body.loop)
-
-
-class _Loop:
-    def __init__(self, flows: Flows, body: Body, scope: Scope, fixed: Indices):
-        self.flows, self.body, self.scope = flows, body, scope
-        self.invars = raw(body.jaxpr).invars
-        self.fixed = frozenset(i for i in fixed if not is_ref(self.invars[i]))
-        self.program = Inlined(flows, body.jaxpr, scope)
-        self.next_of = {i: self.program.outs[out] for out, i in body.loop}
-        self.values = self._values(range(len(self.program.made)), {})
-
-    def signs(self) -> dict[Sign, set[int]]:
-        """What may decide that carries are handed on, each enough by itself: which."""
-        found: dict[Sign, set[int]] = {}
-        for made in self.program.made:
+    def _deciding(self) -> dict[Known, set[int]]:
+        """What may decide, if it is so, that carries are handed on; and which ones."""
+        found: dict[Known, set[int]] = {}
+        for made in [*self.values.made]:
             if made.by == CHOICE:
                 which, *cases = made.of
                 for k, case in enumerate(cases):
-                    source = self.values[case].source
-                    if source is None or source not in self.next_of:
-                        continue
-                    picks = bool(k) if len(cases) == 2 else k
-                    for sign in self._parts(which, picks):
-                        found.setdefault(sign, set()).add(source)
+                    if case in self.next_of:
+                        picks = bool(k) if len(cases) == 2 else k
+                        for one in self.values.enough(which, picks):
+                            found.setdefault(one, set()).add(case)
         return found
 
-    def _parts(self, n: int, value: Any) -> Iterator[Sign]:
-        made = self.program.made[n]
-        if made.by == "not":
-            yield from self._parts(made.of[0], not value)
-        elif made.by in _PASSING:
-            yield from self._parts(made.of[0], value)
-        elif made.by == ("or" if value else "and"):
-            for operand in made.of:
-                yield from self._parts(operand, value)
-        else:
-            yield n, value
-
-    def stops_by(self, n: int, value: Any, kept: set[int]) -> bool:
-        """Whether carries of those that are `kept` are so from then on.
-
-        From where the value `n` is what says so."""
-        read = self.values[n].inputs - self.fixed
-        if not read or not read <= self.next_of.keys():
+    def _stops_by(self, decided: Known, kept: set[int]) -> bool:
+        """Whether some of the carries that are `kept` by what is decided stay so."""
+        reach = self.values.reach[decided[0]]
+        read = reach & ~(self.fixed | LOW)
+        if not read or read & ~self.carries or not self.before(reach) & LOW:
             return False
-        if not (self.values[n].is_low or self._before(read).is_low):
+        known = dict(self.values.implied(*decided))
+        outs = self.values.given(known.items(), [*self.next_of.values()])
+        then = dict(zip(self.next_of, outs, strict=True))
+        if read & ~self._settled(then, known):
             return False
-        assumed: dict[int, Any] = {}
-        self._assume(n, value, assumed)
-        next_of = {i: self.next_of[i] for i in self._reached({*read, *kept})}
-        then = self._values(self.program.slice(next_of.values()), assumed)
-        return read <= self._settled(next_of, then, assumed) and any(
-            then[next_of[i]].source == i and self._iterates(i) for i in kept
-        )
+        return any(then[i] == i and self._iterates(i) for i in kept)
 
-    def _reached(self, carries: set[int]) -> set[int]:
-        """With what these carries are made of, through any number of iterations."""
-        reached, found = set[int](), carries
-        while found:
-            reached |= found
-            made_of = (self.values[self.next_of[i]].inputs for i in found)
-            found = self.next_of.keys() & NONE.union(*made_of) - reached
-        return reached
-
-    def _before(self, inputs: Indices) -> Flow:
-        """What inputs are made of, through any number of iterations."""
-        operands = frozenset(self.body.ins[i] for i in inputs)
-        return self.flows.through([self.body], self.scope, Flow(operands))
-
-    def _iterates(self, i: int) -> bool:
-        """Whether a carry is a float that is made of itself, if it is not handed on."""
-        aval: Any = self.invars[i].aval
-        value = self.values[self.next_of[i]]
-        if value.source == i or not is_float(aval.dtype):
-            return False
-        return self.body.ins[i] in self._before(value.new).inputs
-
-    def _assume(self, n: int, value: Any, assumed: dict[int, Any]) -> None:
-        """Adds what is known if a value is."""
-        assumed[n] = value
-        made = self.program.made[n]
-        if made.by == "not":
-            self._assume(made.of[0], not value, assumed)
-        elif made.by in (*_PASSING, "reduce_and" if value else "reduce_or"):
-            self._assume(made.of[0], value, assumed)
-        elif made.by == ("and" if value else "or"):
-            for operand in made.of:
-                self._assume(operand, value, assumed)
-
-    def _settled(
-        self,
-        next_of: dict[int, int],
-        then: dict[int, Value],
-        assumed: dict[int, Any],
-    ) -> set[int]:
+    def _settled(self, then: dict[int, int], known: dict[int, object]) -> Reach:
         """The carries that decide the same in the next iteration as in this one.
 
         Those that are handed on, and what is made of such alone. What is made of itself
         may go on to anything: a counter, the key of random numbers."""
-        settled: set[int] = set()
-        size = -1
-        while len(settled) != size:
-            size = len(settled)
-            for i, out in next_of.items():
-                value, before = then[out], assumed.get(i)
-                if value.source == i:
-                    stays = True
-                elif value.known is not None:
-                    stays = before is None or before == value.known
+        settled, before = 0, -1
+        values = self.values
+        while settled != before:
+            before = settled
+            for i, out in then.items():
+                if out in values.constants:
+                    stays = known.get(i) in (None, values.constants[out])
+                elif values.made[out].by == INPUT:
+                    stays = out == i
                 else:
-                    stays = value.source is None and value.inputs <= (
-                        settled | self.fixed
-                    )
-                if stays:
-                    settled.add(i)
+                    stays = not values.reach[out] & ~(settled | self.fixed | LOW)
+                settled |= of_input(i) * stays
         return settled
 
-    def _values(
-        self, numbers: Iterable[int], assumed: dict[int, Any]
-    ) -> dict[int, Value]:
-        values: dict[int, Value] = {}
-        for n in numbers:
-            made = self.program.made[n]
-            value = _value(made, [values[k] for k in made.of])
-            known = n in assumed
-            values[n] = value._replace(known=assumed[n]) if known else value
-        return values
+    def _iterates(self, i: int) -> bool:
+        """Whether a carry is a float that is made of itself, if it is not handed on."""
+        out = self.next_of[i]
+        if out == i or not is_float(self.operands[i].aval.dtype):
+            return False
+        return bool(self.before(self.values.fresh[out]) & of_input(i))
 
 
-def _value(made: Made, operands: list[Value]) -> Value:
-    if made.by == INPUT:
-        return Value(frozenset([made.value]), source=made.value)
-    if made.by == LITERAL:
-        return Value(known=made.value)
-    if made.ends:
-        return Value()
-    inputs = NONE.union(*(x.inputs for x in operands))
-    is_low = made.is_low or any(x.is_low for x in operands)
-    if made.by != CHOICE:
-        known = _known(made.by, [x.known for x in operands])
-        return Value(inputs, is_low, new=inputs, known=known)
-    which, *cases = operands
-    if which.known is not None and int(which.known) < len(cases):
-        return cases[int(which.known)]
-    return Value(inputs, is_low, new=NONE.union(*(x.new for x in cases)))
+def _inputs(places: Iterable[int]) -> Reach:
+    return union(map(of_input, places))
 
 
-def _known(by: str, operands: list[Any]) -> Any:
-    """What an operation makes of truth values, of which some are known."""
-    if by == "not":
-        return None if operands[0] is None else not operands[0]
-    if by in _PASSING or by in ("reduce_and", "reduce_or"):
-        return operands[0]
-    if by in ("and", "or"):
-        decides = by == "or"
-        if any(x is decides for x in operands):
-            return decides
-        return None if None in operands else not decides
-    return None
+def may_hand_on(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) -> bool:
+    """Whether one of some results is chosen: told without a look at all the rest."""
+    inner = raw(jaxpr)
+    asked = {x for i in results if not isinstance(x := inner.outvars[i], Literal)}
+    for eqn in reversed(inner.eqns):
+        if asked.isdisjoint(eqn.outvars):
+            continue
+        if eqn.primitive.name in ("cond", "select_n"):
+            return True
+        if hands_on(eqn):
+            asked |= {x for x in eqn.invars if not isinstance(x, Literal)}
+            continue
+        inside = scope + scopes(eqn)
+        bodies = flow.bodies(eqn, inside)
+        outs = {i for i, v in enumerate(eqn.outvars) if v in asked}
+        if is_call(bodies) and may_hand_on(flow, bodies[0].jaxpr, inside, outs):
+            return True
+    return False

@@ -25,13 +25,12 @@ Whatever stands in a solver is in one more name scope, `SOLVER`: so the mark rea
 all that it holds, derivative rules included, as `amp_stop` does."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from .._dtypes import is_float
 from .._jax import (
     Eqn,
     Jaxpr,
@@ -39,17 +38,18 @@ from .._jax import (
     in_scope,
     raw,
     replace_subjaxprs,
-    scan_arity,
     scopes,
-    subjaxprs,
     with_eqns,
 )
-from .._primitives import ASKING_SIGNS, RANKING
+from .._primitives import ASKING_SIGNS
 from .._rules import Match, UseOriginalPrecision, in_solver, why_written
-from .._structural import SOLVER, Body, Handler
-from .early_exit import stops
-from .flow import NONE, Flows, Indices, Scope, read_outside
+from .._structural import SOLVER, Body, Handler, Scope
+from .early_exit import Loop, may_hand_on
+from .flow import Flow, exact_results
 from .memo import Memo
+from .reach import LOW, of_input, read_outside
+
+Indices = frozenset[int]
 
 
 def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Match:
@@ -97,7 +97,7 @@ class Solvers:
 
     def mark(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """`jaxpr` with its solvers in the scope `SOLVER`; itself, if it has none."""
-        return jaxpr if SOLVER in scope else self._mark(jaxpr, scope, NONE)[0]
+        return jaxpr if SOLVER in scope else self._mark(jaxpr, scope, frozenset())[0]
 
     def _mark(
         self, jaxpr: Jaxpr, scope: Scope, counts: Indices
@@ -124,9 +124,9 @@ class Solvers:
         return with_eqns(jaxpr, eqns), _places(inner.outvars, counting)
 
     def _mark_eqn(self, eqn: Eqn, scope: Scope, counts: Indices) -> tuple[Eqn, Indices]:
-        bodies = self._bodies(eqn, scope)
+        bodies = self._flow.bodies(eqn, scope)
         if self._is_solver(eqn, bodies, scope, counts):
-            return in_scope(eqn, SOLVER), _exact_results(eqn)
+            return in_scope(eqn, SOLVER), exact_results(eqn)
         fed = set(counts)
         while True:
             inner = [
@@ -139,66 +139,58 @@ class Solvers:
             fed |= back
         new = {id(b.jaxpr): marked for b, (marked, _) in pairs if marked is not b.jaxpr}
         if new and eqn.primitive.name == "custom_vjp_call":
-            return in_scope(eqn, SOLVER), _exact_results(eqn)
+            return in_scope(eqn, SOLVER), exact_results(eqn)
         outs = {b.outs[o] for b, (_, made) in pairs for o in made}
-        if counts & read_outside(eqn, bodies):
-            outs |= _exact_results(eqn)
+        if counts and counts & read_outside(len(eqn.invars), bodies):
+            outs |= exact_results(eqn)
         marked = replace_subjaxprs(eqn, new) if new else eqn
         return marked, frozenset(i for i in outs if i is not None)
 
-    def _bodies(self, eqn: Eqn, scope: Scope) -> list[Body]:
-        handler = self.handler(eqn, scope)
-        return [] if handler is None else handler.bodies(eqn)
-
-    # Which equations are solvers.
+    @functools.cached_property
+    def _flow(self) -> Flow:
+        return Flow(self.handler, self.makes_low)
 
     @functools.cached_property
-    def _flows(self) -> Flows:
-        return Flows(self._bodies, self._is_low)
-
-    @functools.cached_property
-    def _flows_by_size(self) -> Flows:
+    def _flow_by_size(self) -> Flow:
         """Without what floats are asked that is not how large they are."""
-        return Flows(self._bodies, self._is_low, _asks_no_size)
+        return Flow(self.handler, self.makes_low, by_size=True)
 
     def _is_solver(
-        self, eqn: Eqn, bodies: list[Body], scope: Scope, counts: Indices
+        self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, counts: Indices
     ) -> bool:
-        if eqn.primitive.name == "scan" and bodies:
-            num_consts, _ = scan_arity(eqn)
-            return self._stops(bodies[0], scope, range(num_consts))
-        if eqn.primitive.name != "while" or not bodies:
+        if not bodies or not bodies[-1].loop:
             return False
-        by_size = self._is_bounded(bodies, scope)
-        flows = self._flows_by_size if by_size else self._flows
-        condition = flows.through(bodies, scope)
-        reruns = bool(condition.inputs & counts)
-        if condition.is_low or (reruns and self._is_low(eqn, scope)):
-            return True
-        num_consts = eqn.params["body_nconsts"]
-        return self._stops(bodies[1], scope, range(num_consts))
+        if eqn.primitive.name == "while":
+            flow = self._flow
+            ends = self._ends_by(flow, eqn, bodies, scope, counts)
+            if ends and Loop(flow, eqn, bodies, scope).is_bounded():
+                ends = self._ends_by(self._flow_by_size, eqn, bodies, scope, counts)
+            if ends:
+                return True
+        return self._stops(eqn, bodies, scope)
 
-    def _has_low(self, jaxpr: Jaxpr, scope: Scope) -> bool:
-        return any(self._is_low(eqn, scope + scopes(eqn)) for eqn in raw(jaxpr).eqns)
+    def _ends_by(
+        self,
+        flow: Flow,
+        eqn: Eqn,
+        bodies: Sequence[Body],
+        scope: Scope,
+        counts: Indices,
+    ) -> bool:
+        """Whether a `while` ends by something low, or by the steps of a solver."""
+        inputs = [of_input(i) for i in range(len(eqn.invars))]
+        reach = flow.control(bodies, scope, flow.entering(bodies, scope, inputs))
+        reruns = any(reach & of_input(i) for i in counts)
+        return bool(reach & LOW) or (reruns and flow.is_low(eqn, scope))
 
-    def _is_low(self, eqn: Eqn, scope: Scope) -> bool:
-        """Whether an equation, or one of a program that it holds, computes low."""
-        if self.handler(eqn, scope) is None:
-            return self.makes_low(eqn, scope)
-        return any(self._has_low(sub, scope) for sub in subjaxprs(eqn.params))
-
-    def _is_bounded(self, bodies: list[Body], scope: Scope) -> bool:
-        """Whether a `while` also ends by a condition that is exact in any precision."""
-        loop = bodies[1:]
-        carries = {body.ins[i] for body in loop for _, i in body.loop}
-        of, through = self._flows.of, self._flows.through
-        parts = (of(body, scope, [atom]) for body, atom in _conjuncts(bodies))
-        flows = (through(loop, scope, part) for part in parts)
-        return any(flow.inputs & carries and not flow.is_low for flow in flows)
-
-    def _stops(self, body: Body, scope: Scope, fixed: Iterable[int]) -> bool:
+    def _stops(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> bool:
         """Whether a loop hands its carries on from some iteration on."""
-        return stops(self._flows_by_size, body, scope, frozenset(fixed))
+        flow, body = self._flow_by_size, bodies[-1]
+        carries = [out for out, _ in body.loop]
+        return (
+            may_hand_on(flow, body.jaxpr, scope, carries)
+            and Loop(flow, eqn, bodies[-1:], scope).stops()
+        )
 
 
 def _places(atoms: Sequence[Any], chosen: set[Any]) -> Indices:
@@ -213,69 +205,3 @@ def _places(atoms: Sequence[Any], chosen: set[Any]) -> Indices:
 def _inside(body: Body, operands: Any) -> Indices:
     """The inputs of a body that are given by some operands of its equation."""
     return frozenset(i for i, operand in enumerate(body.ins) if operand in operands)
-
-
-def _exact_results(eqn: Eqn) -> Indices:
-    """Results that are no floats, and so may count steps or say that they are done."""
-    dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
-    return frozenset(i for i, d in enumerate(dtypes) if d is None or not is_float(d))
-
-
-def _asks_no_size(eqn: Eqn, outs: Indices) -> bool:
-    """Whether a question about floats is not how large they are.
-
-    Whether a number is finite or NaN (`x != x`), and which of some is the largest."""
-    name = eqn.primitive.name
-    if name in ("eq", "ne"):
-        left, right = eqn.invars
-        return left is right or any(map(_is_infinite, eqn.invars))
-    return name == "is_finite" or (name in RANKING and outs <= _exact_results(eqn))
-
-
-def _is_infinite(atom: Any) -> bool:
-    if not isinstance(atom, Literal) or np.ndim(atom.val) != 0:
-        return False
-    aval: Any = atom.aval
-    return is_float(aval.dtype) and np.isinf(float(atom.val))
-
-
-# What a conjunction implies, it implies of any element.
-_PASSING = ("reduce_or", "broadcast_in_dim", "reshape", "squeeze")
-
-
-def _conjuncts(bodies: list[Body]) -> Iterator[tuple[Body, Any]]:
-    """The parts of a condition of which each must hold for the loop to go on.
-
-    With the body that each is computed in: a condition may have been computed by the
-    iteration before, and carried."""
-    condition, body = bodies
-    carried = {condition.ins[i]: v for i, v in enumerate(raw(condition.jaxpr).invars)}
-    next_of = {
-        carried[body.ins[i]]: raw(body.jaxpr).outvars[out]
-        for out, i in body.loop
-        if body.ins[i] in carried
-    }
-
-    makers = [
-        {v: eqn for eqn in raw(b.jaxpr).eqns for v in eqn.outvars} for b in bodies
-    ]
-
-    def parts(where: Body, atom: Any, negated: bool = False) -> Iterator[Any]:
-        if isinstance(atom, Literal):
-            return
-        eqn: Any = makers[where is body].get(atom)
-        name = eqn.primitive.name if eqn else ""
-        if where is condition and atom in next_of and not negated:
-            yield from parts(body, next_of[atom])
-        elif name == "not":
-            yield from parts(where, eqn.invars[0], not negated)
-        elif name == ("or" if negated else "and"):
-            for operand in eqn.invars:
-                yield from parts(where, operand, negated)
-        elif name in _PASSING and not negated:
-            yield from parts(where, eqn.invars[0])
-        else:
-            yield where, atom
-
-    (atom,) = raw(condition.jaxpr).outvars
-    yield from parts(condition, atom)
