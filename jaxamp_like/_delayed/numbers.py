@@ -1,20 +1,16 @@
 """Which values of a program are one and the same, told from the program alone.
 
-Values get numbers, and equal numbers mean equal values: what is made by the same
-operation of the same values. So what the backward pass keeps of the forward pass, or
-makes again of it, is known for what it is, through loops and branches too. A number in
-the body of a scan stands for a value of each iteration, by its place in what the scan
-reads and makes.
-
-After Alpern, Wegman, Zadeck, "Detecting equality of variables in programs" (1988)."""
+Values get numbers as in `value_numbers`. So what the backward pass keeps of the forward
+pass, or makes again of it, is known for what it is, through loops and branches too. A
+number in the body of a scan stands for a value of each iteration, by its place in what
+the scan reads and makes."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import numpy as np
-
-from .._jax import Eqn, Literal, has_effect
+from .._jax import Eqn, Literal
 from .._primitives import IDENTITIES, WHOLE_VIEWS
+from .._rewrite.value_numbers import operation_of, value_of
 
 _NONE: frozenset[int] = frozenset()
 
@@ -50,8 +46,7 @@ class Numbers:
         return _NONE.union(*(self.varies[n] for n in numbers))
 
     def of_literal(self, atom: Literal) -> int:
-        value = np.asarray(atom.val)
-        return self.of(("literal", value.dtype.name, value.shape, value.tobytes()))
+        return self.of(value_of(atom))
 
     def of_results(self, eqn: Eqn, ins: Sequence[int]) -> list[int]:
         """The numbers of what an equation makes that holds no program."""
@@ -61,14 +56,10 @@ class Numbers:
         varies = self.all_varies(ins)
         if name == "convert_element_type":
             return [self._cast(eqn, ins[0])]
-        made = (name, *eqn.params.items(), *ins)
-        try:
-            hash(made)
-        except TypeError:  # a parameter that can't be compared with others
-            made = None
-        if made is None or has_effect(eqn):
+        made = operation_of(eqn)
+        if made is None:
             return [self.new(varies) for _ in eqn.outvars]
-        outs = [self.of((i, *made), varies) for i in range(len(eqn.outvars))]
+        outs = [self.of((i, made, *ins), varies) for i in range(len(eqn.outvars))]
         if name in WHOLE_VIEWS:
             self._shown[outs[0]] = self.shown(ins[0])
         return outs
