@@ -64,7 +64,7 @@ class Loop:
     def _deciding(self) -> dict[Known, set[int]]:
         """What may decide, if it is so, that carries are handed on; and which ones."""
         found: dict[Known, set[int]] = {}
-        for made in [*self.values.made]:
+        for made in self.values.made:
             if made.by == CHOICE:
                 which, *cases = made.of
                 for k, case in enumerate(cases):

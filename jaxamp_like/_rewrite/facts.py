@@ -1,4 +1,4 @@
-"""What is known of a value beforehand: of inputs, constants and literals."""
+"""What is known of a value beforehand: of constants and literals."""
 
 import functools
 from typing import Any
@@ -12,7 +12,6 @@ from .._rules import (
     Demand,
     Fact,
     Leaf,
-    Mark,
     Origin,
     Site,
     author_dtype,
@@ -80,18 +79,3 @@ def _constants(const: Any) -> Constants | None:
     largest = float(np.max(np.abs(finite), initial=0.0))
     # Within the range of every dtype: the array is no constant to worry about.
     return Constants(frozenset([largest]), are_all=False) if largest > 1e4 else None
-
-
-def input_fact(
-    aval: Any,
-    dtype: DType | None = None,
-    leaf: Leaf = Leaf.ROOT,
-    origin: Origin = Origin.DATA,
-) -> Fact | None:
-    """The fact of an input of the rewritten function."""
-    author = author_dtype(aval)
-    if author is None:
-        return None
-    if dtype is not None and dtype != author:
-        return Fact(dtype, Mark.LOW)
-    return Fact(author, leaf=leaf, origin=origin)

@@ -9,8 +9,8 @@ import numpy as np
 from .._dtypes import is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
 from .._primitives import RANKING
-from .._structural import Scope
-from .reach import LOW, Reach, Reaches, union
+from .._structural import Body, Scope
+from .reach import LOW, Reach, Reaches, of_input, union
 
 
 @dataclass(eq=False)
@@ -35,6 +35,11 @@ class Flow(Reaches):
         if not self.by_size:
             return outs
         return [0 if self.ends_at(eqn, i) else reach for i in range(len(outs))]
+
+    def condition(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> Reach:
+        """What reaches the condition of a loop, through any number of iterations."""
+        inputs = [of_input(i) for i in range(len(eqn.invars))]
+        return self.control(bodies, scope, self.entering(bodies, scope, inputs))
 
     def is_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation, or one of a program that it holds, computes low."""

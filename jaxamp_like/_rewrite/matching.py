@@ -1,14 +1,16 @@
 """Which rule each equation gets, and which equations are walked into."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._jax import Eqn
+import numpy as np
+
+from .._jax import Eqn, Literal
 from .._policies.dictionary import Lookup
-from .._primitives import CONTRACTIONS, is_contraction
-from .._rules import Match, UseOriginalPrecision
-from .._structural import STRUCTURAL, Handler, Scope
-from .solvers import find_rule
+from .._primitives import ASKING_SIGNS, CONTRACTIONS, is_contraction
+from .._rules import Match, UseOriginalPrecision, in_solver, why_written
+from .._structural import SOLVER, STRUCTURAL, Handler, Scope
+from .solvers import author_scopes
 
 
 @dataclass(eq=False)
@@ -26,8 +28,19 @@ class Matching:
         return self._found[key]
 
     def found(self, eqn: Eqn, scope: Scope) -> Match:
-        """What the policy says of an equation."""
-        return find_rule(self.find, eqn, scope)
+        """What the policy says of an equation; in a solver, only scopes ask for low."""
+        found = self.find(eqn.primitive, author_scopes(scope))
+        if SOLVER in scope:
+            is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
+            return found if is_meant else replace(found, rule=in_solver)
+        avals = [atom.aval for atom in eqn.invars]
+        rule = found.rule.for_equation(eqn.params, avals)
+        if eqn.primitive.name in ASKING_SIGNS and _is_beside_zero(eqn):
+            rule = rule.beside_zero()
+        may_be_low = rule.may_compute_low
+        if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
+            return replace(found, rule=rule, as_written=True)
+        return found if rule is found.rule else replace(found, rule=rule)
 
     def handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         """How a structural equation is walked into; `None` if it is not."""
@@ -46,3 +59,11 @@ class Matching:
 def stops(found: Match) -> bool:
     """Whether a structural primitive is left as written, with all that is inside."""
     return found.key is not None and isinstance(found.rule, UseOriginalPrecision)
+
+
+def _is_beside_zero(eqn: Eqn) -> bool:
+    """Whether one of the two operands of an equation is the literal 0."""
+    left, right = eqn.invars
+    literal, other = (right, left) if isinstance(right, Literal) else (left, right)
+    is_one = isinstance(literal, Literal) and not isinstance(other, Literal)
+    return is_one and np.ndim(literal.val) == 0 and not literal.val

@@ -52,7 +52,7 @@ from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
 from .carries import Carries
 from .cotangents import Cotangents, Which
 from .demands import Demands
-from .facts import const_fact, input_fact, upcast_early
+from .facts import const_fact, upcast_early
 from .hoisted_by_jax import Hoisted
 from .matching import Matching, stops
 from .memo import Memo
@@ -110,7 +110,10 @@ class Planner:
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
         """The fact of an input of the rewritten function."""
-        return input_fact(aval, leaf=leaf_of(aval, self.gather_once), origin=origin)
+        author = author_dtype(aval)
+        if author is None:
+            return None
+        return Fact(author, leaf=leaf_of(aval, self.gather_once), origin=origin)
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
         """The facts of a call's operands, knowing how it has them placed."""

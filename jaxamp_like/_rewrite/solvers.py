@@ -26,10 +26,8 @@ all that it holds, derivative rules included, as `amp_stop` does."""
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from .._jax import (
     Eqn,
@@ -41,39 +39,13 @@ from .._jax import (
     scopes,
     with_eqns,
 )
-from .._primitives import ASKING_SIGNS
-from .._rules import Match, UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, Body, Handler, Scope
 from .early_exit import Loop, may_hand_on
 from .flow import Flow, exact_results
 from .memo import Memo
-from .reach import LOW, of_input, read_outside
+from .reach import LOW, of_input, read_outside, union
 
 Indices = frozenset[int]
-
-
-def find_rule(find: Callable[[Any, Scope], Match], eqn: Eqn, scope: Scope) -> Match:
-    """The rule of an equation; in a solver, only rules of scopes ask for low."""
-    found = find(eqn.primitive, author_scopes(scope))
-    if SOLVER in scope:
-        is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
-        return found if is_meant else replace(found, rule=in_solver)
-    avals = [atom.aval for atom in eqn.invars]
-    rule = found.rule.for_equation(eqn.params, avals)
-    if eqn.primitive.name in ASKING_SIGNS and _is_beside_zero(eqn):
-        rule = rule.beside_zero()
-    may_be_low = rule.may_compute_low
-    if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
-        return replace(found, rule=rule, as_written=True)
-    return found if rule is found.rule else replace(found, rule=rule)
-
-
-def _is_beside_zero(eqn: Eqn) -> bool:
-    """Whether one of the two operands of an equation is the literal 0."""
-    left, right = eqn.invars
-    literal, other = (right, left) if isinstance(right, Literal) else (left, right)
-    is_one = isinstance(literal, Literal) and not isinstance(other, Literal)
-    return is_one and np.ndim(literal.val) == 0 and not literal.val
 
 
 def author_scopes(scope: Scope) -> Scope:
@@ -161,27 +133,14 @@ class Solvers:
         if not bodies or not bodies[-1].loop:
             return False
         if eqn.primitive.name == "while":
-            flow = self._flow
-            ends = self._ends_by(flow, eqn, bodies, scope, counts)
-            if ends and Loop(flow, eqn, bodies, scope).is_bounded():
-                ends = self._ends_by(self._flow_by_size, eqn, bodies, scope, counts)
-            if ends:
-                return True
+            flow, by_size = self._flow, self._flow_by_size
+            reruns = counts if counts and flow.is_low(eqn, scope) else ()
+            deciding = LOW | union(map(of_input, reruns))
+            if flow.condition(eqn, bodies, scope) & deciding:
+                is_bounded = Loop(flow, eqn, bodies, scope).is_bounded()
+                if not is_bounded or by_size.condition(eqn, bodies, scope) & deciding:
+                    return True
         return self._stops(eqn, bodies, scope)
-
-    def _ends_by(
-        self,
-        flow: Flow,
-        eqn: Eqn,
-        bodies: Sequence[Body],
-        scope: Scope,
-        counts: Indices,
-    ) -> bool:
-        """Whether a `while` ends by something low, or by the steps of a solver."""
-        inputs = [of_input(i) for i in range(len(eqn.invars))]
-        reach = flow.control(bodies, scope, flow.entering(bodies, scope, inputs))
-        reruns = any(reach & of_input(i) for i in counts)
-        return bool(reach & LOW) or (reruns and flow.is_low(eqn, scope))
 
     def _stops(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> bool:
         """Whether a loop hands its carries on from some iteration on."""
