@@ -365,7 +365,7 @@ def evaluate(
     args: Sequence[Any],
     bind: Callable[[Eqn, list[Any]], Sequence[Any]],
     constants: Sequence[Any] | None = None,
-    literal: Callable[[Any], Any] = lambda value: value,
+    literal: Callable[[Literal], Any] = lambda atom: atom.val,
 ) -> list[Any]:
     """Evaluates a jaxpr, on arrays or on whatever stands for them.
 
@@ -373,14 +373,14 @@ def evaluate(
         args: what stands for its inputs.
         bind: gives the results of an equation, by what stands for its operands.
         constants: what stands for its constants; if not given, these themselves.
-        literal: gives what stands for the value of a literal."""
+        literal: gives what stands for a literal; if not given, its value."""
     inner = raw(jaxpr)
     constants = consts(jaxpr) if constants is None else constants
     env = dict(zip(inner.constvars, constants, strict=True))
     env |= zip(inner.invars, args, strict=True)
 
     def read(atom: Any) -> Any:
-        return literal(atom.val) if isinstance(atom, Literal) else env[atom]
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
 
     for eqn in inner.eqns:
         outs = bind(eqn, list(map(read, eqn.invars)))

@@ -16,10 +16,9 @@ from jax import lax
 
 from .._jax import (
     Eqn,
-    Jaxpr,
     Literal,
-    consts,
     eqn_context,
+    evaluate,
     has_effect,
     made_again,
     names,
@@ -48,7 +47,8 @@ def keeping_less(fn: Callable[..., Any], *args: Any) -> Any:
         return outs
 
     jaxpr = shown(trace(flat, list(map(typeof, values))))
-    return jax.tree.unflatten(trees[0], _Values(jaxpr, values).run())
+    outs = evaluate(jaxpr, values, _Handler(_Choice(raw(jaxpr))))
+    return jax.tree.unflatten(trees[0], outs)
 
 
 class _Choice:
@@ -105,33 +105,30 @@ class _Choice:
         return known[v]
 
 
-class _Values:
-    """The values of a program; in its backward pass, some that are made again."""
+class _Handler:
+    """Binds the equations of a program; some, in its backward pass, a second time."""
 
-    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any]):
-        self.jaxpr = raw(jaxpr)
-        self.choice = _Choice(self.jaxpr)
-        self.env = dict(zip(self.jaxpr.constvars, consts(jaxpr), strict=True))
-        self.env |= zip(self.jaxpr.invars, args, strict=True)
+    def __init__(self, choice: _Choice):
+        self.choice = choice
+        self.values: dict[Any, Any] = {}  # what has been read or made so far
         self.again: dict[Any, Any] = {}
         self.fenced: dict[Any, Any] = {}
         self.cotangents: set[Any] = set()  # what the backward pass has made
 
-    def run(self) -> list[Any]:
-        for eqn in self.jaxpr.eqns:
-            if not names(eqn).backward:
-                outs = reemit(eqn, list(map(self._read, eqn.invars)))
-                held = map(self._held, eqn.outvars, outs)
-                self.env |= zip(eqn.outvars, held, strict=True)
-            elif any(v in self.choice.same for v in eqn.outvars):
-                continue
-            else:
-                read = (x for x in _variables(eqn) if x in self.cotangents)
-                after = [self.env[x] for x in read][:1]
-                values = [self._read_back(atom, after) for atom in eqn.invars]
-                self.env |= zip(eqn.outvars, reemit(eqn, values), strict=True)
-                self.cotangents.update(eqn.outvars)
-        return list(map(self._read, self.jaxpr.outvars))
+    def __call__(self, eqn: Eqn, values: list[Any]) -> Sequence[Any]:
+        pairs = zip(eqn.invars, values, strict=True)
+        self.values |= {v: x for v, x in pairs if not isinstance(v, Literal)}
+        if not names(eqn).backward:
+            outs = list(map(self._held, eqn.outvars, reemit(eqn, values)))
+        elif any(v in self.choice.same for v in eqn.outvars):
+            return [self.values[self.choice.same[v]] for v in eqn.outvars]
+        else:
+            read = (x for x in _variables(eqn) if x in self.cotangents)
+            after = [self.values[x] for x in read][:1]
+            outs = reemit(eqn, [self._read_back(atom, after) for atom in eqn.invars])
+            self.cotangents.update(eqn.outvars)
+        self.values |= zip(eqn.outvars, outs, strict=True)
+        return outs
 
     def _held(self, v: Any, value: Any) -> Any:
         """What is kept in 16 bits, for the forward pass to go on with the same number.
@@ -142,15 +139,11 @@ class _Values:
         info = jnp.finfo(v.aval.dtype)
         return lax.reduce_precision(value, info.nexp, info.nmant)
 
-    def _read(self, atom: Any) -> Any:
-        atom = self.choice.original(atom)
-        return atom.val if isinstance(atom, Literal) else self.env[atom]
-
     def _read_back(self, atom: Any, after: list[Any]) -> Any:
         """A value, as an equation of the backward pass has it."""
         atom = self.choice.original(atom)
         if not self.choice.is_made_again(atom):
-            return self._read(atom)
+            return atom.val if isinstance(atom, Literal) else self.values[atom]
         if atom not in self.again:
             eqn = made_again(self.choice.makers[atom])
             values = [self._fenced(x, eqn, after) for x in eqn.invars]

@@ -16,8 +16,8 @@ from .._errors import AmpError
 from .._jax import (
     Eqn,
     Jaxpr,
-    Literal,
     consts,
+    evaluate,
     holds,
     raw,
     scan_operands,
@@ -72,7 +72,7 @@ class Use(NamedTuple):
 
 
 Sites = dict[int, Any]
-"""By the place of an equation: a `Use`, or the `Sites` of each of its programs."""
+"""By the `id` of an equation: a `Use`, or the `Sites` of each of its programs."""
 
 
 class Around(NamedTuple):
@@ -109,22 +109,17 @@ class Finder:
     def _walk(
         self, jaxpr: Jaxpr, ins: Sequence[int], around: Around
     ) -> tuple[list[int], Sites]:
-        inner, sites = raw(jaxpr), {}
-        env: dict[Any, int] = dict(zip(inner.invars, ins, strict=True))
-        for v, value in zip(inner.constvars, consts(jaxpr), strict=True):
-            env[v] = self.numbers.of(("constant", id(value)))
+        sites: Sites = {}
 
-        def read(atom: Any) -> int:
-            if isinstance(atom, Literal):
-                return self.numbers.of_literal(atom)
-            return env[atom]
-
-        for i, eqn in enumerate(inner.eqns):
-            outs, found = self._eqn(eqn, list(map(read, eqn.invars)), around)
-            env |= zip(eqn.outvars, outs, strict=True)
+        def number(eqn: Eqn, ins: list[int]) -> list[int]:
+            outs, found = self._eqn(eqn, ins, around)
             if found:
-                sites[i] = found
-        return list(map(read, inner.outvars)), sites
+                sites[id(eqn)] = found
+            return outs
+
+        constants = [self.numbers.of(("constant", id(x))) for x in consts(jaxpr)]
+        outs = evaluate(jaxpr, ins, number, constants, self.numbers.of_literal)
+        return outs, sites
 
     def _eqn(self, eqn: Eqn, ins: list[int], around: Around) -> tuple[list[int], Any]:
         name = eqn.primitive.name

@@ -5,8 +5,7 @@ as the largest of a `while` loop's iterations, by every branch, over the axes of
 `shard_map`. All else is bound as it stands."""
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,13 +65,11 @@ class Threaded:
     ) -> tuple[list[Any], Arrays]:
         """What `jaxpr` gives for `args`, and the maxima of the tensors it makes."""
         scales, maxima = dict(scales), {}
-        numbers = itertools.count()
 
         def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
-            i = next(numbers)
-            if i not in sites and not _is_gone_through(eqn):
+            if id(eqn) not in sites and not _is_gone_through(eqn):
                 return reemit(eqn, values)
-            found = sites.get(i, ({},))
+            found = sites.get(id(eqn), ({},))
             with eqn_context(eqn):
                 outs, made = self._eqn(eqn, found, scales, values)
             maxima.update(larger(maxima, made))
@@ -80,8 +77,13 @@ class Threaded:
             if isinstance(found, Use):
                 scales[found.tensor.key] = outs[0]
                 return outs
-            for key in made.keys() & scales.keys():
-                scales[key] = self.measured(key, scales[key], maxima[key])
+            scales.update(
+                {
+                    key: self.measured(key, scales[key], maxima[key])
+                    for key in made
+                    if key in scales
+                }
+            )
             return outs
 
         return evaluate(jaxpr, args, bind), maxima
@@ -101,7 +103,7 @@ class Threaded:
         amax = largest_of(not_differentiated(values[0]))
         shape = found.tensor.shape(self.depth)
         assert not shape, "a history that is stacked more often than it is read"
-        return [measured(scale, amax, found.tensor.wanted.fmt)], {key: amax}
+        return [self.measured(key, scale, amax)], {key: amax}
 
     def measured(self, key: str, scale: Any, amax: Any) -> Any:
         """The scale of a tensor, of which the maximum is known by now."""
@@ -130,8 +132,8 @@ _SEVERAL = (
 
 
 def larger(a: Arrays, b: Arrays) -> Arrays:
-    both = {key: jnp.maximum(a[key], b[key]) for key in a.keys() & b.keys()}
-    return {key: both.get(key, x) for key, x in (a | b).items()}
+    both = {key: jnp.maximum(x, b[key]) for key, x in a.items() if key in b}
+    return a | b | both
 
 
 def uses(sites: Sites) -> Iterator[Use]:
@@ -153,12 +155,6 @@ def recorded_in(sites: Iterable[Sites]) -> list[str]:
     """The keys of tensors whose maxima programs take."""
     found = {use.tensor.key for s in sites for use in uses(s) if use.records}
     return sorted(found)
-
-
-def _split(arrays: Arrays, keys: Collection[str]) -> tuple[Arrays, Arrays]:
-    """Those under `keys`, and the others."""
-    chosen = {key: x for key, x in arrays.items() if key in keys}
-    return chosen, {key: x for key, x in arrays.items() if key not in keys}
 
 
 def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
@@ -233,9 +229,10 @@ def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     fixed, carry, xs = scan_operands(eqn, values)
     num_carry = len(carry)
     inner = Threaded(self.tensors, self.depth + 1, self.axes)
-    read = {key: scales[key] for key in read_in(sites)}
+    read = read_in(sites)
     own = {key for key in read if inner.depth in self.tensors[key].lengths}
-    sliced, shared = _split(read, own)
+    sliced = {key: scales[key] for key in read if key in own}
+    shared = {key: scales[key] for key in read if key not in own}
 
     def body(carry, slices):
         x, sliced = slices

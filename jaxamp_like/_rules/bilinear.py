@@ -180,4 +180,4 @@ def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
         return [(x, which) for x in bind_flat(eqn.primitive, values, params)]
 
     constants = [(x, 1) for x in consts(jaxpr)]
-    return evaluate(jaxpr, args, bind, constants, literal=lambda value: (value, 1))
+    return evaluate(jaxpr, args, bind, constants, literal=lambda atom: (atom.val, 1))
