@@ -67,26 +67,28 @@ class Seen:
 class Block:
     """Equations that run equally often: the body of a loop, or all outside of loops.
 
-    `memory` is for the results of those that are run one by one; `None` where they are
-    being traced."""
+    Args:
+        path: where its program stands.
+        loops: those around it.
+        memory: for the results of equations that are run one by one.
+        compiled: whether they are traced to be compiled together, instead.
+        axes: the manual mesh axes around it."""
 
     path: Path
     loops: Loops
-    memory: Memory | None
+    memory: Memory
+    compiled: bool = False
+    axes: tuple[Any, ...] = ()
     seen: list[Seen] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
     inputs: list[list[Any]] = field(default_factory=list)
     codes: list[Any] = field(default_factory=list)
 
-    @property
-    def compiled(self) -> bool:
-        return self.memory is None
-
     def measure(self, pair: Pair) -> Pair:
         """The pair, and if it is of floats, what is known of it."""
         if pair.measured is not None or not pair.is_float:
             return pair
-        if self.memory is not None:
+        if not self.compiled:
             return pair._replace(measured=measured(self.memory, pair))
         row, codes, _ = measure(jnp.asarray(pair.run), pair.true)
         return pair._replace(measured=(row, codes))
@@ -149,6 +151,12 @@ def _histogram(codes: Any) -> Any:
 
 
 class Where(NamedTuple):
+    """Where an equation stands, or a program."""
+
     at: walk.Around
     path: Path
     block: Block
+
+    def within(self, eqn: Eqn, number: int) -> "Where":
+        """The same for the program of this number that the equation holds."""
+        return Where(self.at.within(eqn), (*self.path, number), self.block)

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from ..._dtypes import cast
 from ..._jax import Eqn, Literal, eqn_context, reemit
 from . import pairs as p
-from .pairs import Pair, Role
+from .pairs import Pair, Role, Value
 from .statistics import measure
 
 # XLA may skip roundings inside of a fused kernel, and with them what overflows.
@@ -244,9 +244,11 @@ def _take(stacked: list[Pair], i: Any) -> list[Pair]:
     return jax.tree.map(one, stacked)
 
 
-def joined(memory: Memory, slices: list[Pair]) -> Pair:
-    """The array of which these are the slices."""
-    return compiled(_join, slices)(memory, slices)
+def joined(memory: Memory, value: Value) -> Pair:
+    """A value as one array."""
+    if isinstance(value, Pair):
+        return value
+    return compiled(_join, value.pairs)(memory, value.pairs)
 
 
 def _join(slices: list[Pair]) -> Pair:

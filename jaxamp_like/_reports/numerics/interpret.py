@@ -4,11 +4,13 @@ Outside of long loops, every equation is compiled by itself and run at once; equ
 share their code, so that unrolled layers cost no more to compile than one."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..._jax import (
     Eqn,
@@ -16,6 +18,7 @@ from ..._jax import (
     Literal,
     consts,
     describe,
+    evaluate,
     is_array_aval,
     is_hi_type,
     raw,
@@ -31,6 +34,13 @@ from .pairs import Pair, Value
 
 
 @dataclass(eq=False)
+class Cell:
+    """Holds a value of a program until that is read for the last time."""
+
+    value: Any
+
+
+@dataclass(eq=False)
 class Interpreter:
     """Runs programs of pairs and collects tables of statistics.
 
@@ -39,16 +49,13 @@ class Interpreter:
     steps: Sequence[Step]
     tick: Callable[[Eqn, walk.Around], None]
     seen: dict[Path, list[Seen]] = field(default_factory=dict)
-    axes: tuple[Any, ...] = ()  # manual mesh axes around what is being run
-    memory: Memory = field(default_factory=Memory)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Found]:
         """Runs a whole program. Its own arrays are written over where nothing reads
         them any more, those of `args` are not."""
-        block = Block((), (), self.memory)
-        outs, found = self._run(jaxpr, args, walk.Around(), (), block)
-        outs = [self.joined(value) for value in outs]
-        self.memory = Memory()  # gives back what was kept for results to come
+        block = Block((), (), Memory())
+        outs, found = self._run(jaxpr, args, Where(walk.Around(), (), block))
+        outs = [joined(block.memory, value) for value in outs]
         return outs, found | self._close(block)
 
     def body(
@@ -56,19 +63,31 @@ class Interpreter:
         jaxpr: Jaxpr,
         args: Sequence[Pair],
         eqn: Eqn,
-        where: "Where",
+        where: Where,
         index: int,
         loop: Loop | None = None,
         compiled: bool = True,
+        axes: tuple[Any, ...] = (),
     ) -> tuple[list[Pair], Found]:
-        """Runs a program that an equation holds, as a block of its own."""
-        path, loops = (*where.path, index), where.block.loops
-        loops = loops if loop is None else (*loops, loop)
-        block = Block(path, loops, None if compiled else self.memory)
-        outs, found = self._run(jaxpr, args, where.at.within(eqn), path, block)
-        whole = [self.joined(value).bare() for value in outs]
-        self.memory.hold(p.arrays_of(outs))
-        self.memory.hand_on(p.arrays_of(whole), instead_of=p.arrays_of(outs))
+        """Runs a program that an equation holds, as a block of its own.
+
+        Args:
+            jaxpr: the program.
+            args: what it is run on.
+            eqn: the equation that holds it.
+            where: where that stands.
+            index: the number of the program among those of the equation.
+            loop: the loop that it is the body of, if it is.
+            compiled: whether it is traced, and not run one by one.
+            axes: the mesh axes that the equation makes manual."""
+        around, inner = where.block, where.within(eqn, index)
+        loops = around.loops if loop is None else (*around.loops, loop)
+        memory = Memory() if compiled else around.memory
+        block = Block(inner.path, loops, memory, compiled, (*around.axes, *axes))
+        outs, found = self._run(jaxpr, args, inner._replace(block=block))
+        whole = [joined(memory, value).bare() for value in outs]
+        memory.hold(p.arrays_of(outs))
+        memory.hand_on(p.arrays_of(whole), instead_of=p.arrays_of(outs))
         return whole, found | self._close(block)
 
     def _close(self, block: Block) -> Found:
@@ -79,85 +98,90 @@ class Interpreter:
         self,
         jaxpr: Jaxpr,
         args: Sequence[Value],
-        around: walk.Around,
-        path: Path,
-        block: Block,
+        where: Where,
         handed_over: Sequence[Any] = (),
     ) -> tuple[list[Value], Found]:
         """Runs a program; its caller holds no more what it has `handed_over`."""
-        inner, memory = raw(jaxpr), self.memory
-        env: dict[Any, Value] = {}
-
-        def bind(atoms: Sequence[Any], values: Sequence[Value]) -> None:
-            for atom, value in zip(atoms, values, strict=True):
-                memory.hold(value.arrays)
-                env[atom] = value
-
-        bind(inner.invars, args)
-        bind(inner.constvars, [Pair(x) for x in consts(jaxpr)])
-        memory.release(handed_over, reuse=False)
-        last = {a: i for i, e in enumerate(inner.eqns) for a in _variables(e.invars)}
-        last |= dict.fromkeys(_variables(inner.outvars), len(inner.eqns))
+        inner, memory = raw(jaxpr), where.block.memory
+        last = {a: eqn for eqn in inner.eqns for a in _variables(eqn.invars)}
+        last |= dict.fromkeys(_variables(inner.outvars))
+        cells: list[Cell] = []
+        numbers = itertools.count()
         found: Found = {}
-        for i, eqn in enumerate(inner.eqns):
-            where = Where(around.at(eqn, self.steps), (*path, i), block)
-            read = set(_variables(eqn.invars))
-            dying = [v for v in read if last[v] == i]
-            outs, new = self._equation(eqn, env, where, dying)
-            found |= new
-            bind(eqn.outvars, outs)
-            for v in (*dying, *(v for v in eqn.outvars if v not in last)):
-                if v in env:
-                    memory.release(env.pop(v).arrays)
-        outs = [
-            p.literal_pair(atom, None) if isinstance(atom, Literal) else env[atom]
-            for atom in inner.outvars
-        ]
-        memory.hand_on(p.arrays_of(outs), instead_of=p.arrays_of(env.values()))
+
+        def hold(values: Iterable[Value]) -> list[Cell]:
+            new = [Cell(value) for value in values]
+            cells.extend(new)
+            memory.hold(p.arrays_of(cell.value for cell in new))
+            return new
+
+        def release(cells: Iterable[Cell]) -> None:
+            for cell in cells:
+                if cell.value is not None:
+                    memory.release(cell.value.arrays)
+                    cell.value = None
+
+        def bind(eqn: Eqn, operands: list[Cell]) -> list[Cell]:
+            at, path = where.at.at(eqn, self.steps), (*where.path, next(numbers))
+            pairs = zip(eqn.invars, operands, strict=True)
+            variables = {v: x for v, x in pairs if not isinstance(v, Literal)}
+            dying = [x for v, x in variables.items() if last[v] is eqn]
+            outs, new = self._equation(eqn, operands, Where(at, path, block), dying)
+            found.update(new)
+            made = hold(outs)
+            release(dying)
+            release(x for v, x in zip(eqn.outvars, made, strict=True) if v not in last)
+            return made
+
+        def literal(atom: Literal) -> Cell:
+            return Cell(p.literal_pair(atom))
+
+        block = where.block
+        operands, constants = hold(args), hold(map(Pair, consts(jaxpr)))
+        memory.release(handed_over, reuse=False)
+        results = evaluate(jaxpr, operands, bind, constants, literal)
+        outs = [cell.value for cell in results]
+        left = [cell.value for cell in cells if cell.value is not None]
+        memory.hand_on(p.arrays_of(outs), instead_of=p.arrays_of(left))
         return outs, found
 
     def _equation(
-        self, eqn: Eqn, env: dict[Any, Value], where: "Where", dying: Sequence[Any]
+        self, eqn: Eqn, cells: list[Cell], where: Where, dying: Sequence[Cell]
     ) -> tuple[Sequence[Value], Found]:
         _check(eqn)
         name, block = eqn.primitive.name, where.block
         role = p.role_of(eqn, where.at)
-        is_leaf = name not in CALLS and name not in HANDLERS
-        operands = []
-        for atom, written in zip(eqn.invars, role.literals, strict=True):
-            if isinstance(atom, Literal):
-                pair = p.literal_pair(atom, written)
-            else:
-                pair = env[atom] = self._held(env[atom], name)
-            if is_leaf and not p.is_move(eqn):
-                pair = block.measure(pair)
-                if not isinstance(atom, Literal):
-                    env[atom] = pair  # known to whatever reads it next
-            operands.append(pair)
+        is_measured = name not in (*CALLS, *HANDLERS) and not p.is_move(eqn)
+        for atom, cell in zip(eqn.invars, cells, strict=True):
+            cell.value = _held(block.memory, cell.value, name)
+            if (written := p.as_written(atom, where.at)) is not None:
+                cell.value = cell.value._replace(true=jnp.float32(written))
+            if is_measured:  # and known to whatever reads it next
+                cell.value = block.measure(cell.value)
+        operands = [cell.value for cell in cells]
+        last_read = p.arrays_of(cell.value for cell in dying)
         if name in CALLS:
             (body,) = subjaxprs(eqn.params)
-            path = (*where.path, 0)
-            last_read = p.arrays_of([env.pop(v) for v in dying])
-            at = where.at.within(eqn)
-            return self._run(body, operands, at, path, block, last_read)
+            for cell in dying:
+                cell.value = None
+            return self._run(body, operands, where.within(eqn, 0), last_read)
         if not block.compiled:
             self.tick(eqn, where.at)
         bare = [pair.bare() for pair in operands]
         if not block.compiled and name in ONE_BY_ONE:
-            result = ONE_BY_ONE[name](self, eqn, where, bare)
+            result = ONE_BY_ONE[name](self.body, eqn, where, bare)
             if result is not None:
                 return result
-        bare = [self.joined(pair) for pair in bare]
+        bare = [joined(block.memory, pair) for pair in bare]
         shares = rounding.shares(eqn, where.at, bare)
         if name in HANDLERS:
-            handle = functools.partial(HANDLERS[name], self, eqn, where)
+            handle = functools.partial(HANDLERS[name], self.body, eqn, where)
             if block.compiled:
                 return handle(bare)
             return jax.jit(handle, compiler_options=OPTIONS)(bare)
-        if block.memory is None:
+        if block.compiled:
             outs = p.evaluate(eqn, role, bare)
         else:
-            last_read = p.arrays_of([env[v] for v in dying])
             outs = evaluated(block.memory, eqn, role, bare, last_read)
         if p.keeps_magnitudes(eqn, role):
             outs = p.with_measures(operands, outs)
@@ -165,25 +189,12 @@ class Interpreter:
             outs = self._measured(eqn, operands, outs, where, shares)
         return outs, {}
 
-    def joined(self, value: Value) -> Pair:
-        """A value as one array."""
-        return value if isinstance(value, Pair) else joined(self.memory, value.pairs)
-
-    def _held(self, value: Value, name: str) -> Any:
-        """A value as the primitive of this name can take it."""
-        if isinstance(value, Pair) or name in CALLS or name in ONE_BY_ONE:
-            return value
-        whole = self.joined(value)
-        self.memory.hold(whole.arrays)
-        self.memory.release(value.arrays)
-        return whole
-
     def _measured(
         self,
         eqn: Eqn,
         operands: list[Pair],
         outs: list[Pair],
-        where: "Where",
+        where: Where,
         shares: rounding.Shares | None,
     ) -> list[Pair]:
         block = where.block
@@ -202,6 +213,16 @@ class Interpreter:
             seen = Seen(eqn, where.at, where.path, block.loops, written, made, reads)
             block.add(seen, floats, [pair for pair in operands if pair.is_float])
         return outs
+
+
+def _held(memory: Memory, value: Value, name: str) -> Value:
+    """A value as the primitive of this name can take it."""
+    if isinstance(value, Pair) or name in CALLS or name in ONE_BY_ONE:
+        return value
+    whole = joined(memory, value)
+    memory.hold(whole.arrays)
+    memory.release(value.arrays)
+    return whole
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -1,11 +1,12 @@
 """Programs that equations hold, run with pairs: loops, branches, manual sharding.
 
-Each takes the interpreter, an equation, where it stands and its operands, and gives
-its results with the tables of its bodies. Tables of a loop are among its carries."""
+Each takes what runs such a program, an equation, where it stands and its operands, and
+gives its results with the tables of its bodies. Tables of a loop are among its
+carries."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,58 +26,35 @@ from ..._jax import (
 from ..._structural import CALLS
 from . import pairs as p
 from .blocks import Found, Loop, Where
-from .compiled import Memory, taken
-from .pairs import Pair, Value
+from .compiled import Memory, joined, taken
+from .pairs import Pair
 from .statistics import at_iteration, merge, merge_parts, no_runs
 
-
-class Interpreter(Protocol):
-    """What runs programs with pairs; that of `interpret` builds on this module."""
-
-    axes: tuple[Any, ...]
-    memory: Memory
-
-    def body(
-        self,
-        jaxpr: Jaxpr,
-        args: Sequence[Pair],
-        eqn: Eqn,
-        where: Where,
-        index: int,
-        loop: Loop | None = None,
-        compiled: bool = True,
-    ) -> tuple[list[Pair], Found]:
-        """Runs a program that an equation holds, as a block of its own."""
-        ...
-
-    def joined(self, value: Value) -> Pair:
-        """A value as one array."""
-        ...
+Run = Callable[..., tuple[list[Pair], Found]]
+"""Runs a program that an equation holds; see `Interpreter.body`."""
 
 
 # Loops. A carry has a value in the author's dtype if any iteration gives it one.
 
 
-def _shapes(self: Interpreter, fn: Callable[..., Any], *args: Any) -> Any:
+def _shapes(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
     """What `fn` returns, for its shapes and structure only.
 
     In a `shard_map`, `jax.eval_shape` up to JAX 0.6 forgets over which axes its
     arguments vary; there `fn` is traced in place, and the compiler drops it."""
-    return fn(*args) if self.axes else jax.eval_shape(fn, *args)
+    return fn(*args) if where.block.axes else jax.eval_shape(fn, *args)
 
 
 def _settled(
-    self: Interpreter,
+    where: Where,
     step: Callable[[list[Pair]], tuple[list[Pair], Found]],
     carry: list[Pair],
 ) -> tuple[list[Pair], Found]:
     """The carry in a form that the loop's body keeps, and its statistics' types."""
     while True:
-        outs, found = _shapes(self, step, carry)
+        outs, found = _shapes(where, step, carry)
         forms = [p.common(a, b) for a, b in zip(carry, outs, strict=True)]
-        settled = [
-            p.joined(pair, form) for pair, form in zip(carry, forms, strict=True)
-        ]
+        settled = p.pinned(carry, forms)
         if _form(settled) == _form(carry):
             return carry, found
         carry = settled
@@ -86,21 +64,21 @@ def _form(carry: list[Pair]) -> list[Any]:
     return [pair.true is not None and pair.true.dtype for pair in carry]
 
 
-def _none_yet(self: Interpreter, found: Found) -> Found:
+def _none_yet(where: Where, found: Found) -> Found:
     """Tables for a loop's carry, of which `found` are the body's."""
 
     def deeper(found):
         return {key: at_iteration(table, 0) for key, table in found.items()}
 
     tables = jax.eval_shape(deeper, found)
-    return _varying(self, {key: no_runs(table) for key, table in tables.items()})
+    return _varying(where, {key: no_runs(table) for key, table in tables.items()})
 
 
-def _varying(self: Interpreter, found: Found) -> Found:
+def _varying(where: Where, found: Found) -> Found:
     """The same tables, typed as different on every device of a `shard_map`.
 
     What a loop carries, and what branches return, must have one such type."""
-    for axis in self.axes:
+    for axis in where.block.axes:
         index = lax.axis_index(axis)
         found = jax.tree.map(lambda x, i=index: x + (0 * i).astype(x.dtype), found)
     return found
@@ -110,11 +88,7 @@ def _merged(found: Found, new: Found, i: Any) -> Found:
     return {k: merge(table, at_iteration(new[k], i)) for k, table in found.items()}
 
 
-def _pinned(outs: Sequence[Pair], carry: Sequence[Pair]) -> list[Pair]:
-    return [p.joined(out, like) for out, like in zip(outs, carry, strict=True)]
-
-
-def _scan(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
+def _scan(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
     fixed, given, xs = scan_operands(eqn, operands)
     num_carry = len(given)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
@@ -122,7 +96,7 @@ def _scan(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
 
     def body(carry, slices):
         args = [*fixed, *carry, *slices]
-        return self.body(eqn.params["jaxpr"], args, eqn, where, 0, loop)
+        return run(eqn.params["jaxpr"], args, eqn, where, 0, loop)
 
     def first(x):
         return jnp.zeros(x.shape[1:], x.dtype) if length == 0 else x[0]
@@ -133,21 +107,21 @@ def _scan(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
         outs, found = body(carry, slices)
         return outs[:num_carry], found
 
-    carry, found = _settled(self, one_step, given)
+    carry, found = _settled(where, one_step, given)
 
     def step(state, slices):
         time, carry, found = state
         outs, new = body(carry, slices)
         i = length - 1 - time if reverse else time
-        kept = _pinned(outs[:num_carry], carry)
+        kept = p.pinned(outs[:num_carry], carry)
         return (time + 1, kept, _merged(found, new, i)), outs[num_carry:]
 
-    state = (jnp.int32(0), carry, _none_yet(self, found))
+    state = (jnp.int32(0), carry, _none_yet(where, found))
     (_, carry, found), ys = lax.scan(step, state, xs, length=length, reverse=reverse)
     return [*carry, *ys], found
 
 
-def _while(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
+def _while(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
     params = eqn.params
     cond_consts, body_consts, given = while_operands(eqn, operands)
     cond = params["cond_jaxpr"]
@@ -155,9 +129,9 @@ def _while(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
 
     def body(carry):
         args = [*body_consts, *carry]
-        return self.body(params["body_jaxpr"], args, eqn, where, 1, loop)
+        return run(params["body_jaxpr"], args, eqn, where, 1, loop)
 
-    carry, found = _settled(self, body, given)
+    carry, found = _settled(where, body, given)
 
     def goes_on(state):
         args = [pair.run for pair in (*cond_consts, *state[1])]
@@ -166,27 +140,27 @@ def _while(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
     def step(state):
         i, carry, found = state
         outs, new = body(carry)
-        return i + 1, _pinned(outs, carry), _merged(found, new, i)
+        return i + 1, p.pinned(outs, carry), _merged(found, new, i)
 
-    state = (jnp.int32(0), carry, _none_yet(self, found))
+    state = (jnp.int32(0), carry, _none_yet(where, found))
     _, carry, found = lax.while_loop(goes_on, step, state)
     return carry, found
 
 
-def _cond(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
+def _cond(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
     def branch(k, operands):
-        return self.body(eqn.params["branches"][k], operands, eqn, where, k)
+        return run(eqn.params["branches"][k], operands, eqn, where, k)
 
     count = len(eqn.params["branches"])
     fns = [functools.partial(branch, k) for k in range(count)]
-    each = [_shapes(self, fn, operands[1:]) for fn in fns]
+    each = [_shapes(where, fn, operands[1:]) for fn in fns]
     forms = [p.common(*outs) for outs in zip(*(outs for outs, _ in each), strict=True)]
     tables = {key: table for _, found in each for key, table in found.items()}
 
     def taken(fn, operands):
         outs, found = fn(operands)
         idle = {key: no_runs(t) for key, t in tables.items() if key not in found}
-        return _pinned(outs, forms), _varying(self, found | idle)
+        return p.pinned(outs, forms), _varying(where, found | idle)
 
     index = jnp.asarray(operands[0].run, jnp.int32)
     return lax.switch(index, [functools.partial(taken, fn) for fn in fns], operands[1:])
@@ -195,18 +169,14 @@ def _cond(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
 # Manual sharding: each device measures its own part; the parts are merged outside.
 
 
-def _shard_map(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
+def _shard_map(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
     options = shard_map_options(eqn.params)
     shard_map: Any = jax.shard_map
     axes = tuple(options["axis_names"]) or tuple(options["mesh"].axis_names)
     forms: list[list[Pair]] = []
 
     def body(operands):
-        around, self.axes = self.axes, (*self.axes, *axes)
-        try:
-            outs, found = self.body(eqn.params["jaxpr"], operands, eqn, where, 0)
-        finally:
-            self.axes = around
+        outs, found = run(eqn.params["jaxpr"], operands, eqn, where, 0, axes=axes)
         forms.append([Pair(True, None if out.true is None else True) for out in outs])
         return outs, jax.tree.map(lambda x: x[None], found)
 
@@ -217,9 +187,7 @@ def _shard_map(self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]):
         ]
 
     by_device = PartitionSpec(axes)
-    options |= {
-        "in_specs": (specs(options["in_specs"], operands),),
-    }
+    options["in_specs"] = (specs(options["in_specs"], operands),)
     # A dry run tells which results have a value of their own in the author's dtype.
     dry = shard_map(lambda x: body(x)[1], **options | {"out_specs": by_device})
     jax.eval_shape(dry, operands)
@@ -243,40 +211,40 @@ _MOST_EQUATIONS = 20_000  # run one by one; beyond, compiling the loop pays
 
 
 def _scan_one_by_one(
-    self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]
+    run: Run, eqn: Eqn, where: Where, operands: list[Pair]
 ) -> tuple[list[Pair], Found] | None:
     jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
     if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
         return None
     fixed, given, xs = scan_operands(eqn, operands)
     num_carry = len(given)
-    carry = [self.joined(value) for value in given]
+    memory = where.block.memory
+    carry = [joined(memory, value) for value in given]
     reverse = eqn.params["reverse"]
     loop = Loop(reverse, length, len(where.path))
     found: Found = {}
     ys: list[list[Pair]] = []
     for i in reversed(range(length)) if reverse else range(length):
-        args = [*fixed, *carry, *_taken(self, xs, i)]
-        outs, new = self.body(jaxpr, args, eqn, where, 0, loop, compiled=False)
+        args = [*fixed, *carry, *_taken(memory, xs, i)]
+        outs, new = run(jaxpr, args, eqn, where, 0, loop, compiled=False)
         for key, table in _deeper(new, i).items():
             found[key] = _merge(found[key], table) if key in found else table
         carry = outs[:num_carry]
         ys.append(outs[num_carry:])
-        self.memory.hold(p.arrays_of(ys[-1]))
+        memory.hold(p.arrays_of(ys[-1]))
     outs = [*carry, *map(_slices, zip(*(ys[::-1] if reverse else ys), strict=True))]
     as_they_came = p.arrays_of([pair for pairs in ys for pair in pairs])
-    self.memory.hand_on(p.arrays_of(outs), instead_of=as_they_came)
+    memory.hand_on(p.arrays_of(outs), instead_of=as_they_came)
     return outs, found
 
 
 def _slices(pairs: Sequence[Pair]) -> p.Slices:
-    form = p.common(*pairs)
-    return p.Slices([p.joined(pair, form) for pair in pairs])
+    return p.Slices(p.pinned(pairs, [p.common(*pairs)] * len(pairs)))
 
 
-def _taken(self: Interpreter, xs: list[Any], i: int) -> list[Pair]:
+def _taken(memory: Memory, xs: list[Any], i: int) -> list[Pair]:
     whole = [x for x in xs if isinstance(x, Pair)]
-    parts = iter(taken(self.memory, whole, i) if whole else ())
+    parts = iter(taken(memory, whole, i) if whole else ())
     return [next(parts) if isinstance(x, Pair) else x.pairs[i] for x in xs]
 
 
@@ -289,11 +257,11 @@ def _deeper(found: Found, i: Any) -> Found:
 
 
 def _cond_one_by_one(
-    self: Interpreter, eqn: Eqn, where: Where, operands: list[Pair]
+    run: Run, eqn: Eqn, where: Where, operands: list[Pair]
 ) -> tuple[list[Pair], Found]:
     branches = eqn.params["branches"]
     k = min(max(int(operands[0].run), 0), len(branches) - 1)
-    return self.body(branches[k], operands[1:], eqn, where, k, compiled=False)
+    return run(branches[k], operands[1:], eqn, where, k, compiled=False)
 
 
 ONE_BY_ONE = {"scan": _scan_one_by_one, "cond": _cond_one_by_one}

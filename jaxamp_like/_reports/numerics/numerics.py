@@ -1,5 +1,6 @@
 """`trace_numerics`: runs a function once and tells what became of its numbers."""
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from .blocks import PART, Seen
 from .interpret import Interpreter
 from .loops import num_ticks
 from .pairs import Pair
-from .statistics import FORMATS, Row, Table, bin_edges, limits
+from .statistics import FORMATS, Extreme, Row, Table, bin_edges, limits
 
 
 @naming_mistakes
@@ -100,12 +101,14 @@ def trace_numerics(
             _, found = interpreter.run(jaxpr, pairs)
             found = jax.device_get(found)
         ops = [
-            _op(seen, Table(*row))
+            _op(seen, jax.tree.map(operator.itemgetter(i), table))
             for (path, part), table in found.items()
-            for seen, *row in zip(
-                interpreter.seen[path][part * PART :], *table, strict=False
+            for seen, i in zip(  # rows of a last part are padded
+                interpreter.seen[path][part * PART :],
+                range(len(table.runs)),
+                strict=False,
             )
-        ]  # rows of a last part are padded
+        ]
         return NumericsReport(
             name=call.name,
             nonfinite_arguments=_nonfinite(call),
@@ -178,8 +181,10 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         most, least = limits(name)
         over[name] = _share(counts, _EDGES >= most, largest >= most, elements)
         under[name] = _share(counts, _EDGES < least, 0 < smallest <= least, elements)
-    made = int(one.made_nonfinite) > 0
-    vanished = float(one.vanished)
+    made = one.made_nonfinite.amount > 0
+    vanished = float(one.vanished.amount)
+    worst = one.made_nonfinite if made else one.error
+    of_all = ("nonfinite", "lost", "clipped", "flushed")
     return OpNumerics(
         place=at.place(eqn),
         primitive=eqn.primitive.name,
@@ -190,25 +195,20 @@ def _op(seen: Seen, one: Table) -> OpNumerics:
         runs=runs,
         largest=row.largest,
         smallest=_smallest(row.smallest),
-        nonfinite=row.nonfinite / max(runs, 1),
-        lost=row.lost / max(runs, 1),
-        clipped=row.clipped / max(runs, 1),
-        flushed=row.flushed / max(runs, 1),
+        **{k: getattr(row, k) / max(runs, 1) for k in of_all},
         written_largest=largest,
         written_smallest=smallest,
         histogram=_by_exponent(counts),
         overflow=over,
         underflow=under,
-        error=float(one.error),
-        read_error=float(one.read_error),
-        worst=tuple(map(int, one.worst)),
-        made_nonfinite=_event(seen, one.first, one.inputs) if made else None,
+        error=max(float(one.error.amount), 0.0),
+        read_error=float(one.error.read),
+        worst=tuple(map(int, one.error.iteration)),
+        made_nonfinite=_event(seen, one.made_nonfinite) if made else None,
         nonfinite_as_written=row.exact_nonfinite > 0,
         vanished=vanished,
-        vanished_event=_event(seen, one.vanished_at, one.vanished_inputs)
-        if vanished
-        else None,
-        order=_order(seen, one.first if made else one.worst),
+        vanished_event=_event(seen, one.vanished) if vanished else None,
+        order=_order(seen, worst.iteration),
     )
 
 
@@ -237,9 +237,9 @@ def _share(
     return max(float(counts[bins].sum() / max(counts.sum(), 1)), 1 / elements)
 
 
-def _event(seen: Seen, iteration: Any, ranges: Any) -> Event:
+def _event(seen: Seen, one: Extreme) -> Event:
     return Event(
-        iteration=tuple(map(int, iteration)),
+        iteration=tuple(map(int, one.iteration)),
         inputs=tuple(
             InputRange(
                 dtype=atom.aval.dtype.name,
@@ -250,7 +250,7 @@ def _event(seen: Seen, iteration: Any, ranges: Any) -> Event:
                 zero=float(row[4]),
                 is_literal=isinstance(atom, Literal),
             )
-            for atom, row in zip(seen.reads, ranges, strict=False)  # padded
+            for atom, row in zip(seen.reads, one.read, strict=False)  # padded
         ),
     )
 

@@ -75,7 +75,6 @@ class Role:
         inserted: it is a cast that `amp` put there, or a rounding that goes with one;
             as written, the operand of this number stays as it is.
         target: it is a cast that the author wrote, to this dtype.
-        literals: for each operand, the literal as the author wrote it, if that differs.
         is_scale: it makes the scale of numbers of 8 bits a power of two. That is a
             choice, and no error of what is divided by it and multiplied again: so both
             runs make the same one.
@@ -83,31 +82,29 @@ class Role:
 
     inserted: int | None = None
     target: str | None = None
-    literals: tuple[float | None, ...] = ()
     is_scale: bool = False
 
 
 def role_of(eqn: Eqn, at: walk.Around) -> Role:
-    literals = tuple(_as_written(atom, at) for atom in eqn.invars)
     name = eqn.primitive.name
     if (rounded := rounded_operand(eqn, at)) is not None:
-        return Role(inserted=rounded, literals=literals)
+        return Role(inserted=rounded)
     # Scales that are known before a step begins are made for none of its equations.
     is_scale = _is_of_8_bits(at) or (at.in_amp and at.step is None)
     if name == "bitcast_convert_type" and is_scale:
-        return Role(is_scale=True, literals=literals)
+        return Role(is_scale=True)
+    author = at.step and at.step.eqn
     if name == "reduce_precision":
         # JAX puts one on what `jax.checkpoint` saves, in the dtype that it has now.
-        is_ours = at.step is not None and at.step.eqn.primitive.name != name
-        return Role(inserted=0 if is_ours else None, literals=literals)
+        is_ours = author is not None and author.primitive.name != name
+        return Role(inserted=0 if is_ours else None)
     if name != "convert_element_type":
-        return Role(literals=literals)
-    author = at.step and at.step.eqn
-    if author is None or author.primitive.name != "convert_element_type":
+        return Role()
+    if author is None or author.primitive.name != name:
         is_ours = (author is not None or at.in_amp) and walk.is_float_cast(eqn)
-        return Role(inserted=0 if is_ours else None, literals=literals)
+        return Role(inserted=0 if is_ours else None)
     atom = author.invars[0] if at.phase == "backward" else author.outvars[0]
-    return Role(target=atom.aval.dtype.name, literals=literals)
+    return Role(target=atom.aval.dtype.name)
 
 
 def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
@@ -137,7 +134,7 @@ def _is_of_8_bits(at: walk.Around) -> bool:
 _INTEGERS = frozenset(dtype for one in FORMATS.values() for dtype in one.integers)
 
 
-def _as_written(atom: Any, at: walk.Around) -> float | None:
+def as_written(atom: Any, at: walk.Around) -> float | None:
     """The literal that `atom` was before it was rounded to a lower precision."""
     if not isinstance(atom, Literal) or at.step is None:
         return None
@@ -176,9 +173,8 @@ def keeps_magnitudes(eqn: Eqn, role: Role) -> bool:
     return is_move(eqn) or eqn.primitive.name in ("neg", "abs")
 
 
-def literal_pair(atom: Any, written: float | None) -> Pair:
-    value = jnp.asarray(atom.val, getattr(atom.aval, "dtype", None))
-    return Pair(value, None if written is None else jnp.float32(written))
+def literal_pair(atom: Any) -> Pair:
+    return Pair(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
 
 def evaluate(
@@ -290,8 +286,12 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def joined(pair: Pair, like: Any) -> Pair:
-    """`pair` with a value in the author's dtype if `like` has one, and of its dtype."""
+def pinned(pairs: Iterable[Pair], like: Iterable[Any]) -> list[Pair]:
+    """Pairs that have a value in the author's dtype where those of `like` have one."""
+    return [_pinned(pair, form) for pair, form in zip(pairs, like, strict=True)]
+
+
+def _pinned(pair: Pair, like: Any) -> Pair:
     if like.true is None:
         return pair.bare()
     exact = pair.exact

@@ -71,24 +71,31 @@ _SHARES = _SUMS[:8]
 _LEAST = ("smallest", "exact_smallest")
 
 
-class Table(NamedTuple):
-    """What is known of some equations' float results, over all their runs so far.
+class Extreme(NamedTuple):
+    """The largest amount of something in one run, and the first run that had as much.
 
     One row for each equation. Iterations of loops are columns of indices, outermost
     loop first."""
 
+    amount: Array
+    iteration: Array
+    read: Array  # what was known of the operands then
+
+
+class Table(NamedTuple):
+    """What is known of some equations' float results, over all their runs so far.
+
+    One row for each equation."""
+
     runs: Array
     rows: Array  # as `Row`; sums and shares of all runs together, and extremes
-    error: Array  # the worst run's: sum |run - exact| / sum |exact|; see `_errors`
-    read_error: Array  # of its operands, the largest then
-    worst: Array  # and which it was
-    made_nonfinite: Array  # runs that made inf or NaN out of what was not
-    first: Array  # the first of them
-    inputs: Array  # and what was known of the operands then
-    vanished: Array  # the largest share that a run lost and its operands had not
-    vanished_at: Array
-    vanished_inputs: Array
+    error: Extreme  # sum |run - exact| / sum |exact|, see `_errors`; operands' largest
+    made_nonfinite: Extreme  # 1 if inf or NaN was made of what was not; their ranges
+    vanished: Extreme  # the share that was lost, and not in the operands; their ranges
     histogram: Array  # of the codes of sampled exact magnitudes
+
+
+_EXTREMES = ("error", "made_nonfinite", "vanished")
 
 
 def row_dtype() -> Any:
@@ -324,15 +331,15 @@ def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Ta
     return Table(
         runs=jnp.ones(len(rows), jnp.int32),
         rows=rows,
-        error=_errors(row.deviation, jnp.where(is_noise, terms, row.magnitude)),
-        read_error=_errors(read.deviation, read.magnitude).max(-1, initial=0),
-        worst=nowhere,
-        made_nonfinite=made.astype(jnp.int32),
-        first=nowhere,
-        inputs=ranges,
-        vanished=jnp.maximum(row.lost - read.gone.max(-1, initial=0), 0),
-        vanished_at=nowhere,
-        vanished_inputs=ranges,
+        error=Extreme(
+            _errors(row.deviation, jnp.where(is_noise, terms, row.magnitude)),
+            nowhere,
+            _errors(read.deviation, read.magnitude).max(-1, initial=0),
+        ),
+        made_nonfinite=Extreme(made.astype(jnp.int32), nowhere, ranges),
+        vanished=Extreme(
+            jnp.maximum(row.lost - read.gone.max(-1, initial=0), 0), nowhere, ranges
+        ),
         histogram=histogram,
     )
 
@@ -357,48 +364,40 @@ def no_row() -> Array:
 def at_iteration(table: Table, i: Any) -> Table:
     """The same, one loop further out: `i` is the iteration of that loop."""
 
-    def prefixed(columns):
-        ahead = jnp.full((columns.shape[0], 1), i, jnp.int32)
-        return jnp.concatenate([ahead, columns], axis=1)
+    def deeper(one):
+        ahead = jnp.full((one.iteration.shape[0], 1), i, jnp.int32)
+        return one._replace(iteration=jnp.concatenate([ahead, one.iteration], axis=1))
 
-    names = ("worst", "first", "vanished_at")
-    return table._replace(**{name: prefixed(getattr(table, name)) for name in names})
+    return table._replace(**{k: deeper(getattr(table, k)) for k in _EXTREMES})
 
 
 def no_runs(like: Any) -> Table:
     """A table of no run yet, of the types that `like` has."""
     zeros: Table = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return zeros._replace(rows=zeros.rows + no_row())
+    # Less than the error of any run, so that the first one counts as the worst.
+    error = zeros.error._replace(amount=zeros.error.amount - 1)
+    return zeros._replace(rows=zeros.rows + no_row(), error=error)
 
 
 def merge(a: Table, b: Table) -> Table:
     """The table of the runs of `a`, followed by those of `b`."""
 
-    def pick(is_b, x, y):
-        return jnp.where(is_b.reshape(-1, *[1] * (x.ndim - 1)), y, x)
+    def larger(x: Extreme, y: Extreme) -> Extreme:
+        def pick(p, q):
+            return jnp.where(is_y.reshape(-1, *[1] * (p.ndim - 1)), q, p)
 
-    worse = (b.error > a.error) | ((a.runs == 0) & (b.runs > 0))
-    newly = (a.made_nonfinite == 0) & (b.made_nonfinite > 0)
-    more = b.vanished > a.vanished
+        is_y = y.amount > x.amount
+        return jax.tree.map(pick, x, y)
+
     rows = [
-        x + y
-        if name in _SUMS
-        else (jnp.minimum if name in _LEAST else jnp.maximum)(x, y)
+        _operation(name)(x, y)
         for name, x, y in zip(Row._fields, a.rows.T, b.rows.T, strict=True)
     ]
     return Table(
         runs=a.runs + b.runs,
         rows=jnp.stack(rows, axis=1),
-        error=pick(worse, a.error, b.error),
-        read_error=pick(worse, a.read_error, b.read_error),
-        worst=pick(worse, a.worst, b.worst),
-        made_nonfinite=a.made_nonfinite + b.made_nonfinite,
-        first=pick(newly, a.first, b.first),
-        inputs=pick(newly, a.inputs, b.inputs),
-        vanished=jnp.maximum(a.vanished, b.vanished),
-        vanished_at=pick(more, a.vanished_at, b.vanished_at),
-        vanished_inputs=pick(more, a.vanished_inputs, b.vanished_inputs),
         histogram=a.histogram + b.histogram,
+        **{k: larger(getattr(a, k), getattr(b, k)) for k in _EXTREMES},
     )
 
 
