@@ -77,6 +77,13 @@ class ScalerHistory:
             `step`; `scale` after it; `overflows`: how often the scale was lowered since
             the row before; `loss`, or None. Where there are several scales, `scale` and
             `overflows` are dicts by their paths."""
+        return [
+            row | {key: _alone(row[key]) for key in ("scale", "overflows")}
+            for row in self._rows()
+        ]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The same, with scales and overflows by path also where there is one."""
         rows, before = [], {}
         for step, found, loss in self._kept:
             scales = {path: float(scale) for path, (scale, _) in found.items()}
@@ -86,23 +93,23 @@ class ScalerHistory:
             rows.append(
                 {
                     "step": step,
-                    "scale": _alone(scales, 1.0),
-                    "overflows": _alone(overflows, 0),
+                    "scale": scales or {"": 1.0},
+                    "overflows": overflows or {"": 0},
                     "loss": None if loss is None else float(loss),
                 }
             )
         return rows
 
     def __repr__(self) -> str:
-        rows = self.rows()
+        rows = self._rows()
         if not rows:
             return "ScalerHistory of no steps"
-        first, last = (_by_path(row["scale"]) for row in (rows[0], rows[-1]))
+        first, last = rows[0]["scale"], rows[-1]["scale"]
         told = [
             f"scale{path and ' of '}{path} {first[path]:g} to {last[path]:g}"
             for path in first
         ]
-        overflows = sum(sum(_by_path(row["overflows"]).values()) for row in rows)
+        overflows = sum(sum(row["overflows"].values()) for row in rows)
         return (
             f"ScalerHistory of {self._steps} steps: {', '.join(told)}, "
             f"{overflows} overflows"
@@ -128,7 +135,7 @@ class ScalerHistory:
         need("matplotlib")
         from matplotlib.figure import Figure  # no global state, as pyplot has
 
-        rows = self.rows()
+        rows = self._rows()
         if not rows:
             raise ValueError(
                 "There is nothing to plot: call `record(scaler, loss)` once a step."
@@ -137,10 +144,10 @@ class ScalerHistory:
         figure = Figure(figsize=(7, 4.5 if has_loss else 2.8), layout="constrained")
         axes = figure.subplots(1 + has_loss, sharex=True, squeeze=False)[:, 0]
         steps = [row["step"] for row in rows]
-        paths = list(_by_path(rows[0]["scale"]))
+        paths = list(rows[0]["scale"])
         for i, path in enumerate(paths):
-            scales = [_by_path(row["scale"])[path] for row in rows]
-            lowered = [_by_path(row["overflows"])[path] > 0 for row in rows]
+            scales = [row["scale"][path] for row in rows]
+            lowered = [row["overflows"][path] > 0 for row in rows]
             axes[0].step(
                 steps,
                 scales,
@@ -179,15 +186,9 @@ class ScalerHistory:
         return path
 
 
-def _alone(by_path: dict[str, Any], default: Any) -> Any:
-    """The value of the only scale, or that of none, or all of several by path."""
-    if len(by_path) > 1:
-        return by_path
-    return next(iter(by_path.values()), default)
-
-
-def _by_path(values: Any) -> dict[str, Any]:
-    return values if isinstance(values, dict) else {"": values}
+def _alone(by_path: dict[str, Any]) -> Any:
+    """The value of the only scale, or all of several by path."""
+    return by_path if len(by_path) > 1 else next(iter(by_path.values()))
 
 
 def _places(by_path: dict[str, Any]) -> str:

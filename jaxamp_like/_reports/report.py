@@ -6,13 +6,7 @@ from typing import Any
 
 from .data.explained import Explained
 from .data.numbers import Numbers
-from .page.page import (
-    notebook_numerics,
-    notebook_view,
-    numerics_page,
-    report_page,
-    write_page,
-)
+from .page.page import notebook_numerics, notebook_view, page, write_page
 from .page.table import print_numerics, print_report
 
 
@@ -51,7 +45,7 @@ class NumericsReport(Numbers):
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the path can't be written to; the message says why."""
-        return write_page(path, numerics_page(self))
+        return write_page(path, page(None, numerics=self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,7 +98,7 @@ class Report(Explained):
             OSError: the path can't be written to; the message says why."""
         _check_kind("against", against, Report, "explain")
         _check_kind("numerics", numerics, NumericsReport, "trace_numerics")
-        return write_page(path, report_page(self, against, numerics))
+        return write_page(path, page(self, against, numerics))
 
 
 def _check_kind(name: str, given: Any, kind: type, maker: str) -> None:

@@ -68,23 +68,19 @@ def summary(report: Explained) -> list[str]:
     lines = heading(report.name, report.settings, "explain")
     if not report.now.ops:
         return [*lines, "  no equations: the function computes nothing with arrays"]
-    num_inserted = sum(cast.inserted for cast in report.now.casts)
-    lines += [
-        f"  contractions: {shares(now.flops_by_dtype)}"
-        f" (as written: {shares(written.flops_by_dtype)})",
-        f"  casts: {now.casts}, of which {num_inserted} inserted"
-        f" (as written: {written.casts})",
-    ]
-    if now.saved is None or written.saved is None:
+    if now.saved_bytes is None or written.saved_bytes is None:
         why = report.now.why_unknown or report.written.why_unknown
-        return [
-            *lines,
-            f"  saved for backward: unknown, there is no derivative: {why}",
-        ]
+        saved = f"unknown, there is no derivative: {why}"
+    else:
+        saved = f"{human_bytes(now.saved_bytes)}"
+        saved += f" (as written: {human_bytes(written.saved_bytes)})"
     return [
         *lines,
-        f"  saved for backward: {human_bytes(sum(now.saved.values()))}"
-        f" (as written: {human_bytes(sum(written.saved.values()))})",
+        f"  contractions: {shares(now.flops_by_dtype)}"
+        f" (as written: {shares(written.flops_by_dtype)})",
+        f"  casts: {now.casts}, of which {report.now.num_inserted} inserted"
+        f" (as written: {written.casts})",
+        f"  saved for backward: {saved}",
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from .columns import Column
 from .heading import heading
-from .records import Place, parts
+from .records import Path, Place, paths_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +226,10 @@ class Numbers:
 
     def by_scope(self) -> list[ScopeNumerics]:
         """What the equations of each scope made, outer scopes first."""
-        groups: dict[tuple[str, ...], list[OpNumerics]] = defaultdict(list)
+        groups: dict[Path, list[OpNumerics]] = defaultdict(list)
         for op in self.ops:
-            path = parts(op.place.scope)
-            for depth in range(len(path) + 1):
-                groups[path[:depth]].append(op)
+            for path in paths_to(op.place.scope):
+                groups[path].append(op)
         return [
             _scope_numerics("/".join(path), groups[path]) for path in sorted(groups)
         ]

@@ -1,7 +1,7 @@
 """The data of a report: frozen records, from which every view is made."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -251,6 +251,11 @@ class Program:
     why_unknown: str = ""
 
     @property
+    def num_inserted(self) -> int:
+        """The number of casts that `amp` put there."""
+        return sum(cast.inserted for cast in self.casts)
+
+    @property
     def totals(self) -> Totals:
         flops: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
         for op in self.ops:
@@ -278,58 +283,61 @@ class ScopeNode:
     saved: Annotated[Mapping[str, int], Column("saved", "bytes", 30, terminal=True)]
     children: tuple["ScopeNode", ...] = field(default=(), repr=False)
 
+    def walk(self, level: int = 0) -> Iterator[tuple[int, "ScopeNode"]]:
+        """This scope and all that are in it, each with how deep it lies."""
+        yield level, self
+        for child in self.children:
+            yield from child.walk(level + 1)
+
 
 def scope_tree(program: Program, depth: int | None = None) -> ScopeNode:
     """The scopes of a program as a tree, to `depth` levels if that is given."""
-    return _node("", (), _entries(program), depth)
-
-
-# A path of scopes, what is counted ("flops"), the dtype of it; and how much there is.
-_Entry = tuple[tuple[tuple[str, ...], str, str], int]
-
-
-def _entries(program: Program) -> list[_Entry]:
-    """For each path of scopes: ops, casts, and FLOPs and bytes by dtype."""
-    count: Counter[tuple[tuple[str, ...], str, str]] = Counter()
+    amounts: Counter[tuple[str, str, str]] = Counter()  # by scope, kind and dtype
     for op in program.ops:
-        path = parts(op.place.scope)
-        count[path, "ops", ""] += 1
+        amounts[op.place.scope, "ops", ""] += 1
         if op.flops:
-            count[path, "flops", op.dtype] += op.total_flops
+            amounts[op.place.scope, "flops", op.dtype] += op.total_flops
     for cast in program.casts:
-        count[parts(cast.place.scope), "casts", ""] += 1
+        amounts[cast.place.scope, "casts", ""] += 1
     for one in program.saved or ():
-        count[parts(one.scope), "saved", one.dtype] += one.num_bytes
-    return list(count.items())
+        amounts[one.scope, "saved", one.dtype] += one.num_bytes
+    totals: dict[Path, Counter[tuple[str, str]]] = {(): Counter()}
+    for (scope, kind, dtype), n in amounts.items():
+        for path in paths_to(scope):
+            totals.setdefault(path, Counter())[kind, dtype] += n
+    children: dict[Path, list[Path]] = defaultdict(list)
+    for path in totals:
+        if path:
+            children[path[:-1]].append(path)
+
+    def node(path: Path) -> ScopeNode:
+        def by_dtype(wanted: str) -> dict[str, int]:
+            found = totals[path].items()
+            return {dtype: n for (kind, dtype), n in found if kind == wanted}
+
+        is_last = depth is not None and len(path) >= depth
+        return ScopeNode(
+            name=path[-1] if path else "",
+            path="/".join(path),
+            ops=totals[path]["ops", ""],
+            casts=totals[path]["casts", ""],
+            flops=by_dtype("flops"),
+            saved=by_dtype("saved"),
+            children=() if is_last else tuple(map(node, children[path])),
+        )
+
+    return node(())
 
 
-def _node(
-    name: str, path: tuple[str, ...], entries: list[_Entry], depth: int | None
-) -> ScopeNode:
-    totals: dict[str, Counter[str]] = {}
-    inner: dict[str, list[_Entry]] = {}
-    for entry in entries:
-        (where, what, dtype), n = entry
-        totals.setdefault(what, Counter())[dtype] += n
-        if len(where) > len(path):
-            inner.setdefault(where[len(path)], []).append(entry)
-    deeper = depth is None or len(path) < depth
-    children = [
-        _node(child, (*path, child), below, depth) for child, below in inner.items()
-    ]
-    return ScopeNode(
-        name,
-        "/".join(path),
-        totals.get("ops", {}).get("", 0),
-        totals.get("casts", {}).get("", 0),
-        dict(totals.get("flops", {})),
-        dict(totals.get("saved", {})),
-        tuple(children) if deeper else (),
-    )
+Path = tuple[str, ...]  # of scopes
 
 
-def parts(scope: str) -> tuple[str, ...]:
-    return tuple(scope.split("/")) if scope else ()
+def paths_to(scope: str) -> list[Path]:
+    """The paths of the scopes around a scope and of itself, the outermost first.
+
+    The first is `()`, the whole program."""
+    names = tuple(scope.split("/")) if scope else ()
+    return [names[:depth] for depth in range(len(names) + 1)]
 
 
 def widest(names: Iterable[str]) -> str:

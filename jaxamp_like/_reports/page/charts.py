@@ -1,13 +1,14 @@
 """The page's diagrams, as Vega-Lite specifications."""
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ..data.explained import Explained
-from ..data.numbers import Numbers
+from ..data.numbers import FORMATS, Numbers
 from ..data.records import PHASES
 
 # Colours that are told apart with colour-blind eyes too (Okabe and Ito, 2008).
@@ -42,7 +43,15 @@ def _colour(names: set[str]) -> dict[str, Any]:
     }
 
 
-def _bars(values: list[dict[str, Any]], title: str, unit: str) -> dict[str, Any]:
+def _bars(
+    amounts: Mapping[str, Mapping[str, int]], title: str, unit: str
+) -> dict[str, Any]:
+    """A bar for each kind of thing, of its amount of each dtype."""
+    values = [
+        {"what": what, "dtype": dtype, "amount": n}
+        for what, by_dtype in amounts.items()
+        for dtype, n in by_dtype.items()
+    ]
     return _spec(
         values,
         description=f"{title}, by dtype",  # what a screen reader says
@@ -71,24 +80,17 @@ def of_report(report: Explained, against: Explained | None) -> dict[str, Any]:
     programs = {"as written": report.written, "now": report.now}
     if against is not None:
         programs["compared"] = against.now
-    flops, saved = [], []
     totals = {label: program.totals for label, program in programs.items()}
-    for phase, label in itertools.product(PHASES, totals):
-        flops += [
-            {"what": f"{phase}, {label}", "dtype": dtype, "amount": n}
-            for dtype, n in totals[label].flops.get(phase, {}).items()
-        ]
-    for label, total in totals.items():
-        saved += [
-            {"what": label, "dtype": dtype, "amount": n}
-            for dtype, n in (total.saved or {}).items()
-        ]
-    specs = {}
-    if flops:
-        specs["flops"] = _bars(flops, "FLOPs of contractions", "FLOP")
-    if saved:
-        specs["saved"] = _bars(saved, "bytes saved for the backward pass", "bytes")
-    return specs
+    flops = {
+        f"{phase}, {label}": total.flops.get(phase, {})
+        for phase, (label, total) in itertools.product(PHASES, totals.items())
+    }
+    saved = {label: total.saved or {} for label, total in totals.items()}
+    bars = {
+        "flops": _bars(flops, "FLOPs of contractions", "FLOP"),
+        "saved": _bars(saved, "bytes saved for the backward pass", "bytes"),
+    }
+    return {name: spec for name, spec in bars.items() if spec["data"]["values"]}
 
 
 MAX_EQUATIONS = 48
@@ -135,8 +137,8 @@ def of_numerics(report: Numbers) -> dict[str, Any]:
                 "field": "dtype",
                 "type": "nominal",
                 "scale": {
-                    "domain": ["float16", "float8_e4m3fn"],
-                    "range": [COLOURS["float16"], _OTHER],
+                    "domain": [*FORMATS],
+                    "range": [COLOURS.get(name, _OTHER) for name in FORMATS],
                 },
                 "legend": {"orient": "top", "title": "range of"},
             },
@@ -151,7 +153,7 @@ def _format_limits(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lowest = min(row["exponent"] for row in values)
     highest = max(row["exponent"] for row in values)
     limits = []
-    for name in ("float16", "float8_e4m3fn"):
+    for name in FORMATS:
         info = jnp.finfo(name)
         for edge in (float(info.smallest_subnormal), float(info.max)):
             exponent = float(np.floor(np.log2(edge))) + (edge > 1)

@@ -18,23 +18,19 @@ MAX_NODES = 3000
 def tiles(report: Explained) -> list[tuple[str, str, str]]:
     """Label, figure and what it was as written."""
     now, written = report.now.totals, report.written.totals
-    inserted = sum(cast.inserted for cast in report.now.casts)
+    how_many = f"{report.now.num_inserted} inserted, {written.casts} as written"
     found = [
         (
             "contraction FLOPs in low precision",
             f"{100 * now.low_share:.1f} %",
             f"as written {100 * written.low_share:.1f} %",
         ),
-        ("casts", str(now.casts), f"{inserted} inserted, {written.casts} as written"),
+        ("casts", str(now.casts), how_many),
     ]
-    if now.saved is not None and written.saved is not None:
-        found.append(
-            (
-                "saved for the backward pass",
-                human_bytes(sum(now.saved.values())),
-                f"as written {human_bytes(sum(written.saved.values()))}",
-            )
-        )
+    if now.saved_bytes is not None and written.saved_bytes is not None:
+        before = f"as written {human_bytes(written.saved_bytes)}"
+        saved = human_bytes(now.saved_bytes)
+        found.append(("saved for the backward pass", saved, before))
     return [*found, ("equations", str(len(report.now.ops)), "in the rewritten program")]
 
 

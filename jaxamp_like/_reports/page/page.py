@@ -29,58 +29,43 @@ from . import charts, source
 from .data import differences, heads, notable, table, tiles, tree
 
 
-def report_page(
-    report: Explained, against: Explained | None, numerics: Numbers | None
+def page(
+    report: Explained | None,
+    against: Explained | None = None,
+    numerics: Numbers | None = None,
 ) -> str:
-    """The page of a report, with another one and with numerics if they are given."""
-    tables = {
-        "ops": table(OpRecord, report.now.ops),
-        "casts": table(CastRecord, report.now.casts),
-        "rules": table(RuleRecord, report.rules),
-    }
-    if quantised := quantised_contractions(report.now.ops):
-        tables["quantised"] = table(ContractionRecord, quantised)
-    if against is not None:
-        tables["differences"] = table(Difference, differences(report.now, against.now))
-    data: dict[str, Any] = {
-        "tree": tree(report.scopes(), against and against.scopes()),
-        "treeColumns": heads(ScopeNode),
-        "tables": tables,
-        "charts": charts.of_report(report, against),
-    }
+    """The page of a report, of another one beside it, and of numerics.
+
+    Either a report or numerics must be given."""
+    data: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
+    drawn: dict[str, Any] = {}
+    if report is not None:
+        data["tree"] = tree(report.scopes(), against and against.scopes())
+        data["treeColumns"] = heads(ScopeNode)
+        tables["ops"] = table(OpRecord, report.now.ops)
+        tables["casts"] = table(CastRecord, report.now.casts)
+        tables["rules"] = table(RuleRecord, report.rules)
+        if quantised := quantised_contractions(report.now.ops):
+            tables["quantised"] = table(ContractionRecord, quantised)
+        if against is not None:
+            found = differences(report.now, against.now)
+            tables["differences"] = table(Difference, found)
+        drawn |= charts.of_report(report, against)
     if numerics is not None:
-        _add_numerics(data, numerics)
+        tables["numerics"] = table(OpNumerics, notable(numerics.ops))
+        tables["scopeNumerics"] = table(ScopeNumerics, numerics.by_scope())
+        drawn |= charts.of_numerics(numerics)
+    subject: Any = report or numerics
     return render(
-        data,
-        title=report.name,
+        data | {"tables": tables, "charts": drawn},
+        title=subject.name,
         reports=[(_label(r), tiles(r)) for r in (report, against) if r],
         numerics=numerics,
-        sources=source.view(report.now),
-        versions=report.versions,
+        sources=source.view(report.now) if report else [],
+        versions=subject.versions,
         quantised="quantised" in tables,
     )
-
-
-def numerics_page(numerics: Numbers) -> str:
-    """The page of what `trace_numerics` found, alone."""
-    data: dict[str, Any] = {"tables": {}, "charts": {}}
-    _add_numerics(data, numerics)
-    return render(
-        data,
-        title=numerics.name,
-        reports=[],
-        numerics=numerics,
-        sources=[],
-        versions=numerics.versions,
-    )
-
-
-def _add_numerics(data: dict[str, Any], numerics: Numbers) -> None:
-    data["tables"] |= {
-        "numerics": table(OpNumerics, notable(numerics.ops)),
-        "scopeNumerics": table(ScopeNumerics, numerics.by_scope()),
-    }
-    data["charts"] |= charts.of_numerics(numerics)
 
 
 def _label(report: Explained) -> str:
@@ -148,7 +133,7 @@ def write_page(path: str | Path, page: str) -> Path:
 
 def notebook_view(report: Explained) -> str:
     """A few lines and the two upper levels of scopes."""
-    rows = [_row(node, level) for node, level in _upper(report.scopes(2), 0)]
+    rows = [_row(node, level) for level, node in report.scopes(2).walk()]
     head = ("scope", "contractions", "FLOPs", "saved", "casts")
     return _lines(summary(report)) + _html_table(head, rows if report.now.ops else [])
 
@@ -161,11 +146,6 @@ def notebook_numerics(numerics: Numbers) -> str:
     ]
     head = ("equation", "error", "largest", "smallest")
     return _lines(str(numerics).split("\n")) + _html_table(head, rows)
-
-
-def _upper(node: ScopeNode, level: int) -> list[tuple[ScopeNode, int]]:
-    below = (pair for child in node.children for pair in _upper(child, level + 1))
-    return [(node, level), *below]
 
 
 def _row(node: ScopeNode, level: int) -> tuple[str, ...]:

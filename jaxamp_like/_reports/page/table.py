@@ -84,13 +84,9 @@ def _scopes(root: ScopeNode) -> Any:
     shown = columns(ScopeNode, terminal=True)
     table = _table("Scopes", shown)
 
-    def add(node: ScopeNode, level: int) -> None:
+    for level, node in root.walk():
         name, *values = (read(node) for _, read in shown)
         _add_row(table, shown, ["  " * level + (name or "(all)"), *values])
-        for child in node.children:
-            add(child, level + 1)
-
-    add(root, 0)
     return table
 
 
