@@ -42,7 +42,7 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +132,11 @@ __all__ = [
 def consts(jaxpr: Jaxpr) -> Sequence[Any]:
     """The constants of a closed jaxpr; none of an open one's are known."""
     return getattr(jaxpr, "consts", ())
+
+
+def variables(atoms: Iterable[Atom]) -> list[Any]:
+    """Those of some atoms that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:

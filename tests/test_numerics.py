@@ -87,12 +87,7 @@ BY_NAME = {construct.name: construct for construct in CONSTRUCTS}
 @pytest.fixture
 def recycling(monkeypatch):
     """Every array that nothing reads any more is written over, however small."""
-    caches = compiled._shared, compiled._of_types
-
-    def forget():
-        for cache in caches:
-            cache.cache_clear()
-
+    forget = compiled._of_types.cache_clear
     forget()
     monkeypatch.setattr(compiled, "_LARGE", 0)
     yield

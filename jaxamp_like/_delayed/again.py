@@ -7,7 +7,7 @@ contraction, or of what the program was given, such as a weight, the backward pa
 again. What it would round itself, as the forward pass has done, it is handed rounded.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from .._jax import (
     subjaxprs,
     trace,
     typeof,
+    variables,
 )
 from .._primitives import is_cheap
 from .._structural import CALLS
@@ -97,7 +98,9 @@ class _Choice:
             known[v] = frozenset([v]), 0
             eqn = self.makers[v]
             if _is_repeatable(eqn) and v.aval.ndim:
-                parts = [self._leaves(x, known) for x in dict.fromkeys(_variables(eqn))]
+                parts = [
+                    self._leaves(x, known) for x in dict.fromkeys(variables(eqn.invars))
+                ]
                 leaves = frozenset[Any]().union(*(some for some, _ in parts))
                 size = 1 + sum(size for _, size in parts)
                 if sum(map(_num_bytes, leaves)) < _num_bytes(v) and size <= _MOST:
@@ -123,7 +126,7 @@ class _Handler:
         elif any(v in self.choice.same for v in eqn.outvars):
             return [self.values[self.choice.same[v]] for v in eqn.outvars]
         else:
-            read = (x for x in _variables(eqn) if x in self.cotangents)
+            read = (x for x in variables(eqn.invars) if x in self.cotangents)
             after = [self.values[x] for x in read][:1]
             outs = reemit(eqn, [self._read_back(atom, after) for atom in eqn.invars])
             self.cotangents.update(eqn.outvars)
@@ -185,10 +188,6 @@ def _key(eqn: Eqn, operands: Sequence[Any]) -> Hashable:
     except TypeError:
         return None
     return key
-
-
-def _variables(eqn: Eqn) -> Iterator[Any]:
-    return (atom for atom in eqn.invars if not isinstance(atom, Literal))
 
 
 def _num_bytes(v: Any) -> int:

@@ -5,7 +5,10 @@ forward pass quantised, and what it makes again, by the scale of the forward pas
 a view: what is reshaped or transposed before it is read has the same maximum. In a
 scan, each iteration has a history of its own (layers), unless one of the two operands
 is the same in all of them (steps of a recurrence, microbatches): then all iterations
-share one, and the largest maximum counts."""
+share one, and the largest maximum counts.
+
+Programs are gone through twice, here and in `threaded`: before anything is bound, it
+must be known which scales a loop takes and which maxima its branches return."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,6 +38,22 @@ INLINED = CALLS - {"linear_call"}
 """Calls that are gone through as if what they hold stood there."""
 
 
+class Around(NamedTuple):
+    """What stands around an equation.
+
+    Args:
+        lengths: of scans.
+        context: branches and `while` loops.
+        axes: of `shard_map`s."""
+
+    lengths: tuple[int, ...] = ()
+    context: tuple[Any, ...] = ()
+    axes: frozenset[str] = frozenset()
+
+    def within(self, frame: Any) -> "Around":
+        return self._replace(context=(*self.context, frame))
+
+
 @dataclass(eq=False)
 class Tensor:
     """A tensor that has a history.
@@ -46,17 +65,15 @@ class Tensor:
         wanted: what the first mark says that reads it.
         lengths: of the scans, by how many are around their body, in which each
             iteration has its own.
-        context: the branches and `while` loops that it stands in.
-        within: the axes of the `shard_map`s that it stands in.
-        axes: those that its type says it varies over."""
+        around: what it stands in.
+        axes: the mesh axes that its type says it varies over."""
 
     key: str
     name: str
     place: str
     wanted: Wanted
     lengths: dict[int, int]
-    context: tuple[Any, ...]
-    within: frozenset[str]
+    around: Around
     axes: frozenset[str]
 
     def shape(self, depth: int = 0) -> tuple[int, ...]:
@@ -73,22 +90,6 @@ class Use(NamedTuple):
 
 Sites = dict[int, Any]
 """By the `id` of an equation: a `Use`, or the `Sites` of each of its programs."""
-
-
-class Around(NamedTuple):
-    """What stands around an equation.
-
-    Args:
-        lengths: of scans.
-        context: branches and `while` loops.
-        axes: of `shard_map`s."""
-
-    lengths: tuple[int, ...] = ()
-    context: tuple[Any, ...] = ()
-    axes: frozenset[str] = frozenset()
-
-    def within(self, frame: Any) -> "Around":
-        return self._replace(context=(*self.context, frame))
 
 
 @dataclass
@@ -157,14 +158,13 @@ class Finder:
         for tensor in alike:
             if tensor.axes == axes:
                 # Elsewhere it was perhaps not made: the maximum is taken again.
-                context = around.context[: len(tensor.context)]
-                return Use(tensor, context != tensor.context)
+                context = tensor.around.context
+                return Use(tensor, around.context[: len(context)] != context)
         if alike:
             # The same on all devices, and by its type so for some readers only. A scale
             # that is measured for these is of another type than one for the others.
             key = f"{alike[0].name} over {sorted(axes)}"
-            frames = {"context": around.context, "within": around.axes}
-            tensor = replace(alike[0], key=key, axes=axes, **frames)
+            tensor = replace(alike[0], key=key, axes=axes, around=around)
         else:
             tensor = self._tensor(wanted, number, other, around, axes)
         self.tensors[tensor.key] = tensor
@@ -184,23 +184,13 @@ class Finder:
         for known in self._by_number.get(other, ()):
             own -= varies[other] - known.lengths.keys()
         place = self._named_after(wanted, other)
-        key = f"{place}/{self._role(wanted)}"
+        role = "cotangent" if wanted.cotangent else ("lhs", "rhs")[wanted.side]
+        key = f"{place}/{role}"
         n = self._roles[key]
         self._roles[key] += 1
         name = f"{key}#{n}" if n else key
-        return Tensor(
-            name,
-            name,
-            place,
-            wanted,
-            {d: around.lengths[d - 1] for d in own},
-            around.context,
-            around.axes,
-            axes,
-        )
-
-    def _role(self, wanted: Wanted) -> str:
-        return "cotangent" if wanted.cotangent else ("lhs", "rhs")[wanted.side]
+        lengths = {d: around.lengths[d - 1] for d in own}
+        return Tensor(name, name, place, wanted, lengths, around, axes)
 
     def _named_after(self, wanted: Wanted, other: int) -> str:
         """The contraction: of a cotangent, the forward one in the same scope."""

@@ -2,7 +2,10 @@
 
 What holds marks is made again, with both handed through: sliced and stacked by a scan,
 as the largest of a `while` loop's iterations, by every branch, over the axes of a
-`shard_map`. All else is bound as it stands."""
+`shard_map`. All else is bound as it stands.
+
+The handlers of `_structural` can't be used here: they bind what a plan says, and every
+body takes scales and returns maxima beside what it takes and returns as written."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,13 +80,8 @@ class Threaded:
             if isinstance(found, Use):
                 scales[found.tensor.key] = outs[0]
                 return outs
-            scales.update(
-                {
-                    key: self.measured(key, scales[key], maxima[key])
-                    for key in made
-                    if key in scales
-                }
-            )
+            for key in [key for key in made if key in scales]:
+                scales[key] = self.measured(key, scales[key], maxima[key])
             return outs
 
         return evaluate(jaxpr, args, bind), maxima
@@ -117,7 +115,7 @@ class Threaded:
 
         def like(tensor: Tensor) -> Any:
             # Out of a `shard_map` come maxima of all its devices.
-            axes = tensor.axes - (tensor.within - self.axes)
+            axes = tensor.axes - (tensor.around.axes - self.axes)
             none = jnp.full(tensor.shape(self.depth), NOT_SEEN, jnp.float32)
             return varying_over(none, sorted(axes))
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -12,14 +12,6 @@ from .._jax import Jaxpr
 from .._parameters import as_argnums, positions_of
 from .._rewrite.record import Recorder
 from .call import Call, call_of
-
-
-class Traced(NamedTuple):
-    """A call, the program that comes of it, and what was recorded meanwhile."""
-
-    call: Call
-    recorder: Recorder
-    jaxpr: Jaxpr
 
 
 class Subject:
@@ -72,15 +64,22 @@ class Subject:
         name = getattr(fn, "__name__", None)  # of some callables, it is no string
         return name if isinstance(name, str) else type(fn).__name__
 
-    def trace(self, args: Any, kwargs: Any, differentiates: bool = False) -> Traced:
+    def trace(
+        self, args: Any, kwargs: Any, differentiates: bool = False
+    ) -> tuple[Call, Recorder, Jaxpr]:
         """Traces a call of the function as it is, or of `amp` of it if settings were
-        given: without them, the report is of what runs."""
+        given: without them, the report is of what runs.
+
+        Returns:
+            The call, what was recorded meanwhile, and the program that comes of it."""
         argnums = self.argnums if differentiates else ()
         live = positions_of(argnums, len(args), self.name)
-        if not self.is_given:
-            return _traced(call_of(self.fn, args, kwargs, live, self.name))
-        args, live = (*self.leading, *args), [i + len(self.leading) for i in live]
-        return _traced(call_of(self.mixed, args, kwargs, live, self.name))
+        fn = self.fn
+        if self.is_given:
+            fn, args = self.mixed, (*self.leading, *args)
+            live = [i + len(self.leading) for i in live]
+        call, recorder = call_of(fn, args, kwargs, live, self.name), Recorder()
+        return call, recorder, call.trace(recorder)
 
     def wraps(self, report: Callable[..., Any]) -> Callable[..., Any]:
         """`report`, with the name, the docstring and the signature of the function."""
@@ -91,8 +90,3 @@ class Subject:
 
 def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
-
-
-def _traced(call: Call) -> Traced:
-    recorder = Recorder()
-    return Traced(call, recorder, call.trace(recorder))

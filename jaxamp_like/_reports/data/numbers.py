@@ -181,16 +181,13 @@ class ScopeNumerics:
 
 def _scope_numerics(scope: str, ops: list[OpNumerics]) -> ScopeNumerics:
     formats = ops[0].overflow
+    maxima = ("largest", "vanished", "clipped", "flushed", "error")
     return ScopeNumerics(
         scope=scope,
         ops=len(ops),
-        largest=max(op.largest for op in ops),
         smallest=min((op.smallest for op in ops if op.smallest), default=0.0),
         nonfinite=sum(op.made_nonfinite is not None for op in ops),
-        vanished=max(op.vanished for op in ops),
-        clipped=max(op.clipped for op in ops),
-        flushed=max(op.flushed for op in ops),
-        error=max(op.error for op in ops),
+        **{name: max(getattr(op, name) for op in ops) for name in maxima},
         overflow={f: max(op.overflow[f] for op in ops) for f in formats},
         underflow={f: max(op.underflow[f] for op in ops) for f in formats},
     )

@@ -129,13 +129,14 @@ def _saved_by_derivative(
 
 def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
     step = at.step
+    written = [*step.eqn.invars, *step.eqn.outvars] if step else []
     num_flops = walk.flops(eqn)
     reads = walk.contraction_dtypes(eqn) if num_flops else walk.dtype_names(eqn.invars)
     return OpRecord(
         place=at.place(eqn),
         primitive=eqn.primitive.name,
         author=step.eqn.primitive.name if step else "",
-        written=_written(step) if step else (),
+        written=walk.dtype_names(written),
         reads=reads,
         makes=walk.dtype_names(eqn.outvars),
         shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
@@ -157,10 +158,6 @@ def _eight_bits(eqn: Eqn, step: Step | None) -> dict[str, Any]:
         return {}
     operands = tuple(dtype.name for dtype in dtypes)
     return {"operands": operands, "scales": made.scales, "runs": made.runs}
-
-
-def _written(step: Step) -> tuple[str, ...]:
-    return walk.dtype_names([*step.eqn.invars, *step.eqn.outvars])
 
 
 def _why(at: walk.Around) -> str:

@@ -219,13 +219,20 @@ class Compiled:
         )
 
 
-def compiled(fn: Callable[..., Any], *args: Any) -> Compiled:
-    """The code of a function for arguments of the types of `args`."""
+def run_compiled(
+    memory: Memory, fn: Callable[..., Any], *args: Any, dying: Sequence[Any] = ()
+) -> Any:
+    """`fn(*args)` by compiled code, which all arguments of the same types share."""
     leaves, tree = jax.tree.flatten(args)
-    return _of_types(fn, tree, *((x.shape, x.dtype) for x in leaves))
+    key = fn, tree, *((x.shape, x.dtype) for x in leaves)
+    try:
+        code = _of_types(*key)
+    except TypeError:  # of an equation, one of whose parameters has no hash
+        code = _of_types.__wrapped__(*key)
+    return code(memory, *args, dying=dying)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2048)
 def _of_types(fn: Callable[..., Any], tree: Any, *types: Any) -> Compiled:
     leaves = [jax.ShapeDtypeStruct(*one) for one in types]
     return Compiled(fn, *jax.tree.unflatten(tree, leaves))
@@ -233,8 +240,7 @@ def _of_types(fn: Callable[..., Any], tree: Any, *types: Any) -> Compiled:
 
 def taken(memory: Memory, stacked: list[Pair], i: int) -> list[Pair]:
     """The slices of all arrays at index `i` of their first axis."""
-    args = stacked, np.int32(i)
-    return compiled(_take, *args)(memory, *args)
+    return run_compiled(memory, _take, stacked, np.int32(i))
 
 
 def _take(stacked: list[Pair], i: Any) -> list[Pair]:
@@ -248,7 +254,7 @@ def joined(memory: Memory, value: Value) -> Pair:
     """A value as one array."""
     if isinstance(value, Pair):
         return value
-    return compiled(_join, value.pairs)(memory, value.pairs)
+    return run_compiled(memory, _join, value.pairs)
 
 
 def _join(slices: list[Pair]) -> Pair:
@@ -260,8 +266,7 @@ def measured(memory: Memory, pair: Pair) -> tuple[Any, Any]:
     run = jnp.asarray(pair.run)
     arrays = [run] if pair.true is None else [run, pair.true]
     measuring = _measure_by_chunks if _is_on_cpu(arrays) else measure
-    code = compiled(measuring, run, pair.true)
-    row, codes, scratch = code(memory, run, pair.true)
+    row, codes, scratch = run_compiled(memory, measuring, run, pair.true)
     memory.discard(scratch)
     return row, codes
 
@@ -273,50 +278,38 @@ def evaluated(
     memory: Memory, eqn: Eqn, role: Role, operands: list[Pair], dying: Sequence[Any]
 ) -> list[Pair]:
     """What an equation makes of its operands, of which `dying` are read no more."""
-    literals = tuple(
-        (i, str(atom.val), str(atom.aval))
-        for i, atom in enumerate(eqn.invars)
-        if isinstance(atom, Literal)
-    )
-    # `mul a a` is another equation than `mul a b`.
-    atoms = [id(atom) for atom in eqn.invars]
-    same = tuple(map(atoms.index, atoms))
-    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     wide = _widened(memory, eqn, operands)
-    leaves, tree = jax.tree.flatten((operands, wide))
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    key = (eqn.primitive, params, role, literals, same, tree, *types)
-    parts = eqn, role, *jax.tree.unflatten(tree, types)
-    try:
-        code = _shared(_Key(key, *parts))
-    except TypeError:  # a parameter that has no hash
-        code = _compile(*parts)
-    outs, scratch = code(memory, operands, wide, dying=dying)
+    fn = _Equation(eqn, role)
+    outs, scratch = run_compiled(memory, fn, operands, wide, dying=dying)
     memory.discard([*wide, *scratch])
     return outs
 
 
-class _Key:
-    """Equal for equations that do the same; carries one of them."""
+class _Equation:
+    """A function of an equation's operands; equal for equations that do the same."""
 
-    def __init__(self, key: Any, *parts: Any):
-        self.key, self.parts = key, parts
-        self.hash = hash(key)
+    def __init__(self, eqn: Eqn, role: Role):
+        self.eqn, self.role = eqn, role
+        literals = tuple(
+            (i, str(atom.val), str(atom.aval))
+            for i, atom in enumerate(eqn.invars)
+            if isinstance(atom, Literal)
+        )
+        # `mul a a` is another equation than `mul a b`.
+        atoms = [id(atom) for atom in eqn.invars]
+        same = tuple(map(atoms.index, atoms))
+        params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+        self.key = eqn.primitive, params, role, literals, same
 
     def __hash__(self) -> int:
-        return self.hash
+        return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
+        return isinstance(other, _Equation) and self.key == other.key
 
-
-@functools.lru_cache(maxsize=1024)
-def _shared(key: _Key) -> Compiled:
-    return _compile(*key.parts)
-
-
-def _compile(eqn: Eqn, role: Role, operands: list[Pair], wide: list[Any]) -> Compiled:
-    def evaluate(operands, wide):
+    def __call__(
+        self, operands: list[Pair], wide: list[Any]
+    ) -> tuple[list[Pair], list[Any]]:
         scratch: list[Any] = []
 
         def run(eqn, values):
@@ -327,9 +320,7 @@ def _compile(eqn: Eqn, role: Role, operands: list[Pair], wide: list[Any]) -> Com
                 scratch.append(eqn.primitive.bind(*wide, **params))
             return [cast(scratch[0], eqn.outvars[0].aval.dtype)]
 
-        return p.evaluate(eqn, role, operands, run), scratch
-
-    return Compiled(evaluate, operands, wide)
+        return p.bind(self.eqn, self.role, operands, run), scratch
 
 
 def _widened(memory: Memory, eqn: Eqn, operands: Sequence[Pair]) -> list[Any]:
@@ -343,7 +334,7 @@ def _widened(memory: Memory, eqn: Eqn, operands: Sequence[Pair]) -> list[Any]:
     values = [pair.run for pair in operands]
     if eqn.params["precision"] is not None or not _is_on_cpu(values):
         return []
-    return [compiled(_widen, x)(memory, x) for x in values]
+    return [run_compiled(memory, _widen, x) for x in values]
 
 
 _NARROW = {jnp.dtype("bfloat16"), jnp.dtype("float16")}

@@ -1,5 +1,9 @@
 """The interpreter behind `trace_numerics`.
 
+Each equation is bound by a handler of `evaluate`, the one walk through a program. The
+handler itself keeps account of where values are read for the last time, so that their
+arrays can be written over.
+
 Outside of long loops, every equation is compiled by itself and run at once; equal ones
 share their code, so that unrolled layers cost no more to compile than one."""
 
@@ -23,6 +27,7 @@ from ..._jax import (
     is_hi_type,
     raw,
     subjaxprs,
+    variables,
 )
 from ..._structural import CALLS, Step
 from .. import walk
@@ -102,9 +107,10 @@ class Interpreter:
         handed_over: Sequence[Any] = (),
     ) -> tuple[list[Value], Found]:
         """Runs a program; its caller holds no more what it has `handed_over`."""
-        inner, memory = raw(jaxpr), where.block.memory
-        last = {a: eqn for eqn in inner.eqns for a in _variables(eqn.invars)}
-        last |= dict.fromkeys(_variables(inner.outvars))
+        inner, block = raw(jaxpr), where.block
+        memory = block.memory
+        last = {a: eqn for eqn in inner.eqns for a in variables(eqn.invars)}
+        last |= dict.fromkeys(variables(inner.outvars))
         cells: list[Cell] = []
         numbers = itertools.count()
         found: Found = {}
@@ -115,8 +121,8 @@ class Interpreter:
             memory.hold(p.arrays_of(cell.value for cell in new))
             return new
 
-        def release(cells: Iterable[Cell]) -> None:
-            for cell in cells:
+        def release(unread: Iterable[Cell]) -> None:
+            for cell in unread:
                 if cell.value is not None:
                     memory.release(cell.value.arrays)
                     cell.value = None
@@ -124,8 +130,8 @@ class Interpreter:
         def bind(eqn: Eqn, operands: list[Cell]) -> list[Cell]:
             at, path = where.at.at(eqn, self.steps), (*where.path, next(numbers))
             pairs = zip(eqn.invars, operands, strict=True)
-            variables = {v: x for v, x in pairs if not isinstance(v, Literal)}
-            dying = [x for v, x in variables.items() if last[v] is eqn]
+            read = {v: x for v, x in pairs if not isinstance(v, Literal)}
+            dying = [x for v, x in read.items() if last[v] is eqn]
             outs, new = self._equation(eqn, operands, Where(at, path, block), dying)
             found.update(new)
             made = hold(outs)
@@ -136,7 +142,6 @@ class Interpreter:
         def literal(atom: Literal) -> Cell:
             return Cell(p.literal_pair(atom))
 
-        block = where.block
         operands, constants = hold(args), hold(map(Pair, consts(jaxpr)))
         memory.release(handed_over, reuse=False)
         results = evaluate(jaxpr, operands, bind, constants, literal)
@@ -180,7 +185,7 @@ class Interpreter:
                 return handle(bare)
             return jax.jit(handle, compiler_options=OPTIONS)(bare)
         if block.compiled:
-            outs = p.evaluate(eqn, role, bare)
+            outs = p.bind(eqn, role, bare)
         else:
             outs = evaluated(block.memory, eqn, role, bare, last_read)
         if p.keeps_magnitudes(eqn, role):
@@ -223,10 +228,6 @@ def _held(memory: Memory, value: Value, name: str) -> Value:
     memory.hold(whole.arrays)
     memory.release(value.arrays)
     return whole
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def _check(eqn: Eqn) -> None:

@@ -2,7 +2,10 @@
 
 Each takes what runs such a program, an equation, where it stands and its operands, and
 gives its results with the tables of its bodies. Tables of a loop are among its
-carries."""
+carries.
+
+The handlers of `_structural` can't be used here: they bind what a plan says, and every
+body has tables to return beside its results."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -177,14 +177,15 @@ def literal_pair(atom: Any) -> Pair:
     return Pair(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
 
-def evaluate(
+def bind(
     eqn: Eqn,
     role: Role,
     pairs: Sequence[Pair],
     run: Callable[[Eqn, list[Any]], Sequence[Any]] = reemit,
 ) -> list[Pair]:
-    """Evaluates an equation that holds no program that we would look into; `run` is how
-    that is done as the program has it."""
+    """Binds an equation that holds no program that we would look into.
+
+    `run` is how that is done as the program has it."""
     runs = run(eqn, [pair.run for pair in pairs])
     trues = _in_author_dtypes(eqn, role, pairs, runs)
     return [Pair(run, true) for run, true in zip(runs, trues, strict=True)]

@@ -357,8 +357,7 @@ def _errors(deviation: Array, scale: Array) -> Array:
 
 def no_row() -> Array:
     """The row of nothing."""
-    row = Row(*(jnp.inf if name in _LEAST else 0.0 for name in Row._fields))
-    return jnp.asarray(row, row_dtype())
+    return jnp.stack([_initial(name) for name in Row._fields])
 
 
 def at_iteration(table: Table, i: Any) -> Table:

@@ -60,16 +60,14 @@ def page(
     return render(
         data | {"tables": tables, "charts": drawn},
         title=subject.name,
-        reports=[(_label(r), tiles(r)) for r in (report, against) if r],
+        reports=[
+            (label(r.settings, "explain"), tiles(r)) for r in (report, against) if r
+        ],
         numerics=numerics,
         sources=source.view(report.now) if report else [],
         versions=subject.versions,
         quantised="quantised" in tables,
     )
-
-
-def _label(report: Explained) -> str:
-    return label(report.settings, "explain")
 
 
 def render(
