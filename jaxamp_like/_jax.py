@@ -338,8 +338,8 @@ def traced_once(fn: Callable[..., Any], num_arrays: int) -> Callable[..., Any]:
     def program_of(known: Any, tree: Any, avals: Any, static: Any) -> Jaxpr:
         def flat(*leaves: Any) -> list[Any]:
             outs = fn(*jax.tree.unflatten(tree, leaves), *static)
-            leaves, known.out_tree = jax.tree.flatten(outs)
-            return leaves
+            flat_outs, known.out_tree = jax.tree.flatten(outs)
+            return flat_outs
 
         return trace(flat, avals)
 

@@ -105,5 +105,3 @@ class Run(NamedTuple):
         more = self.read * (2 * rest + own) / 8 if is_rounded else 0.0
         time = max(self.flops / device.speed(runs_in), moved / device.bandwidth)
         return time + more / device.bandwidth
-
-
