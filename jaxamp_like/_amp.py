@@ -64,12 +64,7 @@ from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
-from ._rewrite.unquantised import (
-    refuse_rules_with_state,
-    report_of_few_quantised,
-    report_of_nothing_quantised,
-    report_of_weights_closed_over,
-)
+from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
 from ._rules import Origin
 from ._rules.given import as_bool
 from ._structural import Plan, Step, steps_of
@@ -429,9 +424,7 @@ def _report_unused(
     for report in (
         *reports_of_unknown_shapes(planner, steps),
         *reports_of_unmeasured(plan),
-        report_of_nothing_quantised(steps),
-        report_of_few_quantised(steps),
-        report_of_weights_closed_over(plan),
+        *reports_of_quantising(plan, steps),
         report_of_float16_by_hand(planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),
     ):

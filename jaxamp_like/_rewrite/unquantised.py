@@ -15,7 +15,16 @@ from .unmatched import authors_scope
 _MOST = 8  # reasons to list
 
 
-def report_of_nothing_quantised(steps: list[Step]) -> str | None:
+def reports_of_quantising(plan: Plan, steps: list[Step]) -> Iterator[str | None]:
+    """What to say of rules that quantise, for a plan of such steps."""
+    rules = {id(step.found.rule): step.found.rule for step in steps}
+    if any(map(_quantising, rules.values())):
+        yield _of_nothing_quantised(steps)
+        yield _of_few_quantised(steps)
+        yield _of_weights_closed_over(plan)
+
+
+def _of_nothing_quantised(steps: list[Step]) -> str | None:
     """What to say where rules that quantise have left all contractions alone."""
     asked = [step for step in steps if _may_quantise(step)]
     if not asked or any(step.decision.eight_bits for step in asked):
@@ -31,7 +40,7 @@ def report_of_nothing_quantised(steps: list[Step]) -> str | None:
     )
 
 
-def report_of_few_quantised(steps: list[Step]) -> str | None:
+def _of_few_quantised(steps: list[Step]) -> str | None:
     """What to say where most contractions of a forward pass read no parameter.
 
     Not where none is quantised, in a backward pass either."""
@@ -50,7 +59,7 @@ def report_of_few_quantised(steps: list[Step]) -> str | None:
     )
 
 
-def report_of_weights_closed_over(plan: Plan) -> str | None:
+def _of_weights_closed_over(plan: Plan) -> str | None:
     """What to say where rules that quantise find no weight where parameters are said
     to be, but weights that the function closes over, and so may take data for one."""
     beside: list[Step] = []  # of what is closed over, with what is said to be a weight
@@ -100,15 +109,17 @@ def _may_quantise(step: Step) -> bool:
     return bool(_asked_of(step))
 
 
-def _asked_of(step: Step) -> list[Rule]:
+def _asked_of(step: Step) -> list[Quantising]:
     """The rules of the policy that quantise for it, perhaps on a condition."""
+    name = step.eqn.primitive.name
+    return [rule for rule in _quantising(step.found.rule) if rule.is_for(name)]
 
-    def asked(rule: Rule) -> list[Rule]:
-        if isinstance(rule, Quantising):
-            return [rule] * rule.is_for(step.eqn.primitive.name)
-        return [one for part in rule.parts for one in asked(part)]
 
-    return asked(step.found.rule)
+def _quantising(rule: Rule) -> list[Quantising]:
+    """The rules that quantise among a rule and its parts."""
+    if isinstance(rule, Quantising):
+        return [rule]
+    return [one for part in rule.parts for one in _quantising(part)]
 
 
 def _rules_of(steps: list[Step]) -> str:
