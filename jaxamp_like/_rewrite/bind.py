@@ -87,7 +87,7 @@ class Frame:
         `ahead` are casts of inputs that were made before a loop, and `rounded` weights
         that were rounded there."""
         env = dict(zip(plan.constvars, consts, strict=True))
-        # A derivative rule is given numbers of Python as they are.
+        # A derivative rule may be handed numbers of Python, which are no arrays.
         env |= zip(plan.invars, map(as_array, args), strict=True)
         frame = self.over(env, self.keeps)
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
@@ -123,8 +123,8 @@ class Frame:
     ) -> Jaxpr:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
-        Made once: JAX finds compiled code by the identity of inner jaxprs. But for one
-        that reads what was `rounded` before a loop, which becomes its constants."""
+        It is made once, since JAX finds compiled code by the identity of inner jaxprs.
+        Only with `rounded` it is made each time: these values become its constants."""
         if rounded:
             return self._closed(Call(plan, jaxpr, dtypes, self.keeps), rounded)
         first = Call(plan, jaxpr, dtypes, self.keeps)
@@ -135,7 +135,7 @@ class Frame:
             if call.key not in call.plan.closed and call.place not in calls:
                 calls[call.place] = call
                 todo += call.inside()
-        # The inner ones first: JAX takes many frames of Python for a trace in a trace.
+        # Inner programs come first, since a trace in a trace takes many Python frames.
         for call in reversed(calls.values()):
             if call.key not in call.plan.closed:
                 call.plan.closed[call.key] = self._closed(call)
@@ -151,7 +151,7 @@ class Frame:
         return trace(rewritten, _avals_of(plan))
 
     def rounded_in(self, step: Step) -> Rounded:
-        """What the program that a step holds reads, and a loop has rounded before."""
+        """The weights that a step's program reads and that a loop has rounded."""
         return inside(self.rounded, step)
 
     def of_loop(
@@ -211,13 +211,13 @@ class Frame:
         wanted: Sequence[Demand],
         cotangents: tuple[bool, ...] | None = None,
     ) -> tuple[Jaxpr, Plan]:
-        """A freshly traced program, with the scopes that it is planned by; its plan."""
+        """A freshly traced program with the scopes that planning reads; its plan."""
         with without_setting():
             jaxpr = self.planner.prepared(jaxpr, scope)
         return jaxpr, self.planner.plan(jaxpr, facts, scope, wanted, cotangents)
 
     def read(self, atom: Any, dtype: DType | None) -> Any:
-        """The value of `atom`, cast to `dtype` if that is given and another."""
+        """The value of `atom`, cast to `dtype` if that is given and differs."""
         if isinstance(atom, Literal):
             aval: Any = atom.aval
             same = dtype is None or aval.dtype == dtype
@@ -281,7 +281,7 @@ class Frame:
         return _as_decided(step, outs)
 
     def _marked(self, step: Step, outs: list[Any]) -> list[Any]:
-        """The results of a step, kept although they could be made again."""
+        """The results of a step, marked to be kept where they would be made again."""
         is_leaf = step.handler is None
         is_kept = self.keeps == Keeps.MARKED and is_leaf and is_cheap(step.eqn)
         return list(map(keep, outs)) if is_kept else outs
@@ -314,7 +314,8 @@ class Frame:
         if step.is_compute:
             outs = list(map(one_number, outs, (v.aval for v in eqn.outvars)))
         if rounded and branch is None:
-            # What is looked up is read by all kinds of ops: a sum of cotangents.
+            # A looked up value has readers of all kinds. Their cotangents' sum is
+            # rounded only to a dtype with its range.
             is_sum = eqn.primitive.name == "gather"
             if not is_sum or has_range(low, outs[0].dtype):
                 outs = [round_cotangent(x, low) for x in outs]
@@ -362,9 +363,9 @@ class Frame:
         return cast(value, dtype) if is_input else self.read(atom, dtype)
 
     def _attached(self, atom: Any, dtype: DType) -> Any:
-        """A cast that was made for all readers; for each, its gradient adds up in full.
+        """A cast that was made for all readers, whose gradients still add up in full.
 
-        On its way back to where its input lies it is low."""
+        On their way back to the devices on which the input lies, gradients are low."""
         low = self._cast_ahead(atom, dtype)
         roots, chain = self.views.origins([atom])
         if len(roots) > 1 or not any(s.eqn.primitive.name in PLACING for s in chain):
@@ -386,10 +387,10 @@ class Frame:
         )
 
     def _cast_ahead(self, atom: Any, dtype: DType) -> Any:
-        """Casts a constant, or what a view is made of and then makes the view.
+        """The cast of `atom` or, if that is a view, the view of a cast.
 
-        So that a table is cast once, not in every shape that it is read in. The same
-        for an input whose cast was made before a loop."""
+        So a table is cast once, and not in every shape that it is read in. An input
+        whose cast was made before a loop is not cast again."""
         if author_dtype(atom.aval) is None:
             return self.read(atom, None)
         if isinstance(atom, Literal):

@@ -1,7 +1,7 @@
-"""Which inputs of a program reach its results uncrossed: through no compute op.
+"""Which inputs of a program reach its results through no compute op.
 
-A carry that a path takes round its loop uncrossed adds up, iteration by iteration, what
-would be lost in 16 bits: a residual stream, an optimizer's state, a sum of losses."""
+A carry that reaches itself so, round its loop, adds up over the iterations what would
+be lost in 16 bits: a residual stream, an optimizer's state, a sum of losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .reach import Reach, Reaches, of_input, union
 
 @dataclass(eq=False)
 class Carries(Reaches):
-    """What reaches what uncrossed, in the programs that a policy is asked of."""
+    """Which inputs reach which results through no compute op, by a policy."""
 
     matching: Matching
 
@@ -22,12 +22,12 @@ class Carries(Reaches):
         self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
     ) -> Sequence[Reach]:
         found = self.matching.found(eqn, scope)
-        # What is pinned to its dtypes, such as a linear solve, crosses as well.
+        # What is pinned to its dtypes, such as a linear solve, ends a path as well.
         is_pinned = eqn.primitive.name in STRUCTURAL and not stops(found)
         reach = 0 if found.is_compute or is_pinned else union(operands)
         return [reach] * len(eqn.outvars)
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
-        """The carries (by input) that some path takes round the loop uncrossed."""
+        """The carries, by input, that reach themselves through no compute op."""
         reach = self.around(body, scope)
         return {i for out, i in body.loop if reach[out] & of_input(i)}

@@ -51,7 +51,8 @@ def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) ->
 def _round_cotangent(x: Any, low: DType) -> Any:
     """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
 
-    XLA would leave out a cast down that is cast up again, and store what is wide."""
+    Without a fence, XLA would leave out a cast down that a cast up follows, and store
+    the wide array."""
     del low
     return x
 
@@ -64,7 +65,7 @@ def _(low, primals, tangents):
 round_cotangent = traced_once(_round_cotangent, 1)
 
 
-# The tangent of forward mode is not rounded, so no composition of JAX's will do.
+# In forward mode the tangent is not rounded, which no composition of JAX's can do.
 _ROUNDED_BACK = new_primitive(
     "amp_rounded_back",
     compute=lambda t, low: t,
@@ -81,10 +82,11 @@ def _rounded(ct: Any, low: DType) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _residual_add(stream: Any, branch: Any, low: DType) -> Any:
-    """Their sum; its cotangent is held for the stream, and rounded for the branch.
+    """The sum of both; its cotangent is rounded for the branch, and not for the stream.
 
-    Both are made at once. Else XLA would store the rounded one alone, and compute the
-    other again in each kernel that reads it, together with those of later sums."""
+    Both cotangents are made at once. Otherwise XLA would store only the rounded one,
+    and compute the other again in each kernel that reads it, with those of later
+    sums."""
     del low
     return lax.add(stream, branch)
 
@@ -132,7 +134,9 @@ _ROUNDED = new_primitive(
 
 
 def cast_of(var: Any, value: Any, dtype: DType) -> Any:
-    """A cast of the value of `var`: to the author's dtype, as weakly typed as that."""
+    """The value of `var` in `dtype`.
+
+    In the author's dtype, it is weakly typed if `var` is."""
     if value.dtype == dtype:
         return value
     is_authors = dtype == var.aval.dtype

@@ -1,20 +1,21 @@
 """Which operands of an equation are cotangents: what a backward pass is linear in.
 
-They are not told by where they stand: JAX puts the cotangent first in a contraction
-that it transposes, and an author's derivative rule where he likes. A value is a
-cotangent if an equation of a backward pass makes it of one; a float, since a mask is
-none. So is what is made of a cotangent and of something else: it has the range of the
-first. What a backward pass makes of other values alone, as a rule that makes scores
-again, is none; nor is what `jax.checkpoint` has it make again, which is a forward pass
-and reads no cotangent that comes in.
+Their place among the operands does not tell: JAX puts the cotangent first in a
+contraction that it transposes, and the author of a derivative rule where he likes. A
+float is a cotangent if an equation of a backward pass makes it of a cotangent, whatever
+else that equation reads: it has the range of the cotangent. A mask is no float, and so
+none. What a backward pass makes of other values alone is none, such as the scores that
+a rule computes again. Nor is what `jax.checkpoint` has it compute again: this is a
+forward pass, and reads no cotangent that comes in.
 
 A cotangent begins as an input of the backward rule that an author wrote. In code that
 JAX has transposed already, name stacks tell of each equation whether it is part of a
 forward pass (`jvp`), of its backward pass (`transpose(jvp)`), or stands outside. There
 a cotangent begins as the 1 that `jax.grad` hands over, or as what is made outside and
 not read by the forward pass, such as the argument of a function that `jax.vjp` gives.
-Where there is neither, it is what JAX reads first. In a program that is part of a
-backward pass and is handed cotangents, no other value that it is handed is one."""
+Where there is neither, it is what the first linear equation reads first. In a program
+that is part of a backward pass and is handed cotangents, no other value that it is
+handed is one."""
 
 import itertools
 from collections import defaultdict
@@ -38,7 +39,8 @@ Phases = tuple[str, ...]
 
 _BACKWARD = "transpose"
 
-# In what JAX reads the 1 that it begins with: no sums, which it makes by `add_any`.
+# Primitives that may read the 1 that JAX begins with. Where JAX adds, it binds
+# `add_any`, so that `add` is none of them.
 _LINEAR = CONTRACTIONS | (LINEAR - {"add", "sub"}) | set(
     "mul div add_any scatter-add scatter_add".split()
 )  # fmt: skip
@@ -57,16 +59,17 @@ class Cotangents:
     ) -> Sequence[Which]:
         """For each equation of `jaxpr`, which of its operands are cotangents.
 
-        `given` says which inputs are, and `is_backward` whether all of the program is
-        part of a backward pass; that of an author's backward rule, if it `is_rule`."""
+        `given` says which inputs are cotangents, `is_backward` whether all of the
+        program is part of a backward pass, and `is_rule` whether it is an author's
+        backward rule."""
         key = given, is_backward, is_rule
         return self._found(jaxpr, key, lambda: self._find(raw(jaxpr), *key))
 
     def inside(self, eqn: Eqn, which: Which) -> dict[Jaxpr, Which]:
-        """Which inputs of the programs in `eqn` are, if some of its operands are.
+        """Which inputs of programs in `eqn` are cotangents, if `which` operands are.
 
-        Nothing is said of programs that contract nothing, so that these are the same
-        programs wherever they are called."""
+        Programs without a contraction are left out, so that they have the same plan
+        wherever they are called."""
         if not any(which):
             return {}
         found: dict[Jaxpr, Which] = {}
@@ -86,7 +89,7 @@ class Cotangents:
         starts = _Starts(jaxpr, is_rule, are_given=is_backward and any(given))
         known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
         if is_backward:
-            outer = set(known)  # what is made of what came in, and not of a gradient
+            outer = set(known)  # made of cotangents that came in
             found = []
             for k, eqn in enumerate(jaxpr.eqns):
                 which = self._handed_on(eqn, _those_in(outer, eqn), outer)
@@ -109,7 +112,7 @@ class Cotangents:
     def _which(
         self, starts: "_Starts", k: int, known: set[Any], perhaps: bool = False
     ) -> Which:
-        """Which operands of equation `k` are; adds what it makes to those `known`."""
+        """Which operands of equation `k` are cotangents; adds to those `known`."""
         eqn = starts.eqns[k]
         which = _those_in(known, eqn)
         if starts.are_possible_at(k) and (
@@ -120,7 +123,7 @@ class Cotangents:
         return self._handed_on(eqn, which, known)
 
     def _handed_on(self, eqn: Eqn, which: Sequence[bool], known: set[Any]) -> Which:
-        """As given; adds those operands, and what is made of them, to those `known`."""
+        """Returns `which` or `()`; adds those, and what they make, to `known`."""
         if not any(which):
             return ()
         pairs = zip(eqn.invars, which, strict=True)
@@ -142,7 +145,7 @@ class Cotangents:
 
 
 class _Reaches(Reaches):
-    """What is made of a cotangent, by operations that have floats of it."""
+    """What is made of a cotangent, by way of floats alone."""
 
     reads_scopes = False
 
@@ -162,7 +165,7 @@ class _Starts:
     def __init__(self, jaxpr: Any, is_rule: bool, are_given: bool):
         self.eqns = jaxpr.eqns
         self.phases = [_phases(eqn, is_rule) for eqn in jaxpr.eqns]
-        # A rule may be handed what a forward pass keeps, and run its backward pass.
+        # A backward rule may hold a backward pass alone, whose residuals it is handed.
         self.has_forwards = not is_rule or any(
             "jvp" in phases and _BACKWARD not in phases for phases in self.phases
         )
@@ -171,7 +174,8 @@ class _Starts:
         # Where some inputs are cotangents, the others are known to be none.
         self.handed_over = set(given) if are_given else set()
         self.read: dict[Any, set[Phases]] = defaultdict(set)
-        # By what else is read of all that a value is made of, if it is of anything.
+        # For each value: the phases that read all of the floats that it is made of, or
+        # what these are made of in turn.
         self.made_of: dict[Any, set[Phases]] = defaultdict(set)
         if not any(_BACKWARD in phases for phases in self.phases):
             return
@@ -184,8 +188,9 @@ class _Starts:
             self.made |= dict.fromkeys(eqn.outvars, phases)
             for atom in filter(_is_var, eqn.invars):
                 self.read[atom].add(phases)
-        # What is the same in all iterations of a forward pass, JAX computes before it,
-        # with what the backward pass is to read of that.
+        # JAX moves what is the same in all iterations of a forward pass out of its
+        # loop, with what the backward pass reads of that. So a value counts as read
+        # wherever something that is made of it is read.
         forwards = [
             eqn
             for eqn, phases in zip(jaxpr.eqns, self.phases, strict=True)
@@ -207,11 +212,11 @@ class _Starts:
     def are_made_again_at(self, k: int) -> bool:
         """Whether an equation of a backward pass is named as one of a forward pass.
 
-        JAX 0.6 names so what it has transposed of a call in a checkpoint, too."""
+        JAX 0.6 also gives this name to what it transposed of a call in a checkpoint."""
         return names(self.eqns[k]).recomputed and not self.are_possible_at(k)
 
     def runs(self) -> Iterator[list[int]]:
-        """Equations of backward passes, as they follow each other."""
+        """The runs of equations, one after the other, that are of a backward pass."""
         ks = range(len(self.eqns))
         for is_backward, run in itertools.groupby(ks, self.are_possible_at):
             if is_backward:
@@ -220,18 +225,18 @@ class _Starts:
     def first_of(self, run: list[int]) -> Any:
         """The cotangent that a run begins with, if the forward pass makes or reads it.
 
-        What a function of `jax.vjp` gave may be handed to its transpose as it is. JAX
-        reads it in the first equation that it makes, as the first operand."""
+        A result of a function may be handed to what `jax.vjp` returns, as it is. JAX
+        reads it as the first operand of the first linear equation that it makes."""
         first = (
             e.invars[0] for k in run if (e := self.eqns[k]).primitive.name in _LINEAR
         )
         return next((x for x in first if _is_var(x) and author_dtype(x.aval)), None)
 
     def of(self, k: int, perhaps: bool) -> list[int]:
-        """Operands of an equation that are where a cotangent begins.
+        """The operands of an equation at which a cotangent begins.
 
-        What is made of a forward pass' own inputs is one `perhaps`, if nothing else
-        is."""
+        With `perhaps`, these may be made of values that a forward pass reads: this is
+        asked if nothing else is found."""
         eqn, phases = self.eqns[k], self.phases[k]
         before = phases[: phases.index(_BACKWARD)]
         found = [
@@ -244,7 +249,7 @@ class _Starts:
                 else _is_one(eqn, i)
             )
         ]
-        # If nothing else tells, as JAX orders them.
+        # In a contraction, JAX puts the cotangent first.
         return found[:1] if eqn.primitive.name in CONTRACTIONS else found
 
     def _is_outside(self, var: Any, before: Phases, perhaps: bool) -> bool:
@@ -262,7 +267,8 @@ class _Starts:
 def _phases(eqn: Eqn, is_rule: bool) -> Phases:
     """The derivatives that an equation is part of, the outermost first.
 
-    In a backward rule by an author, those beside the one that it is the rule of."""
+    In an author's backward rule, the derivative that it is the rule of, and those
+    around that, are left out."""
     phases = names(eqn).phases
     if is_rule and _BACKWARD in phases:
         return phases[phases.index(_BACKWARD) + 2 :]

@@ -24,7 +24,7 @@ class Deduplicated:
     _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def __call__(self, code: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` makes, or made of equal `code`.
+        """The result of `make`, or what was made before for equal `code`.
 
         To a report no two steps are the same: each carries a number of its own."""
         if is_recorded():
@@ -50,7 +50,7 @@ def code_of(
         steps: in order.
         ins: all variables that they read but don't make, with what matters of each.
         outs: those of their results that are used, with what matters of each.
-        results: what matters of other results; of the rest, only how they are made."""
+        results: what matters of some results, used or not, beyond how they are made."""
     number = {v: i for i, v in enumerate(ins)}
 
     def place(atom: Atom) -> Hashable:

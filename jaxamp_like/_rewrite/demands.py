@@ -78,7 +78,8 @@ class Demands:
             inner = self.of_body(body, scope, outs)
             for i, demand in zip(body.ins, inner, strict=True):
                 reads[i] |= demand
-        # A rule runs functions that have rules as they are, and does not differentiate.
+        # A derivative rule runs functions that have rules of their own, and does not
+        # differentiate them: how their rules read operands does not count.
         if eqn.primitive.name in RULED and not self._is_rule:
             reads = self._with_rule(eqn, scope, reads)
         return reads
@@ -86,10 +87,9 @@ class Demands:
     def _with_rule(
         self, eqn: Eqn, scope: Scope, reads: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """As `reads`, by an author's derivative rule, too.
+        """`reads`, joined with how an author's derivative rule reads the operands.
 
-        It is traced only where it may matter: for what the function does not read in
-        full."""
+        The rule is traced only if the function does not read all floats in full."""
         floats = [author_dtype(atom.aval) is not None for atom in eqn.invars]
         if all(Demand.FULL in how for how in itertools.compress(reads, floats)):
             return reads
@@ -101,15 +101,16 @@ class Demands:
         return [how | also for how, also in zip(reads, by_rule, strict=True)]
 
     def _demands_of_rule(self, eqn: Eqn, scope: Scope) -> Sequence[Demand]:
-        # A rule that asks for symbolic zeros may depend on which tangents are zero, and
-        # the author of a backward rule may count its calls.
+        # Only a JVP rule that does not ask for symbolic zeros is traced here. One that
+        # asks may depend on which tangents are zero, and the author of a backward rule
+        # may count its calls.
         is_one = eqn.primitive.name == "custom_jvp_call"
         is_one = is_one and not eqn.params.get("symbolic_zeros")
         rule = derivative_of(eqn) if is_one else None
         return self.of_rule(rule, len(eqn.invars), scope)
 
     def of_rule(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
-        """How a rule reads its first `count` inputs: in full, if it is not known."""
+        """How a rule reads its first `count` inputs; in full, if no rule is known."""
         if rule is None:
             return [Demand.FULL | Demand.AS_HELD] * count
         wanted, before = [Demand.FULL] * len(raw(rule).outvars), self._is_rule
@@ -122,14 +123,14 @@ class Demands:
     def of_body(
         self, body: Body, scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How the inputs of a body are read, by way of its loop if it has one."""
+        """How the inputs of a body are read, by any iteration if it has a loop."""
         reads = self.of_inputs(body.jaxpr, scope, self.body_wanted(body, scope, outs))
         return [how & ~Demand.CARRY for how in reads] if body.loop else reads
 
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How the results of an equation are read, also by the condition of a loop."""
+        """How the results of an equation are read, the condition of a loop included."""
         made = {b.ins[i]: b.outs[out] for b in bodies for out, i in b.loop}
         outs = list(outs)
         for condition in bodies if made else ():
@@ -151,7 +152,7 @@ class Demands:
         giver = {j: i for i, heirs in body.handed_on().items() for j in heirs}
 
         def want(i: int, how: Demand) -> bool:
-            """Adds to how a carry is read; whether that is news."""
+            """Adds `how` to how a carry is read; returns whether that is new."""
             out = made_by[i]
             before, wanted[out] = wanted[out], wanted[out] | how
             return wanted[out] != before

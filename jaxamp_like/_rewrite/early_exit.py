@@ -1,13 +1,13 @@
-"""Loops that stop without an end: from then on, they hand a carry on as it is.
+"""Loops that stop before they end: from some iteration on, they only hand a carry on.
 
     z = jnp.where(done, z, step(z))
     done = done | (error(z) < tolerance)
 
 A loop with a bound is written so, by `cond` or by `where`, and so is one that is mapped
-over a batch. That a carry is handed on once is no such thing: a recurrent network skips
-the steps that a mask leaves out, and a training step whose gradient is too large. What
-decides must decide the same from then on: so its way through one iteration is followed
-under the assumption that it has decided."""
+over a batch. A loop that hands a carry on in a single iteration is no such loop: a
+recurrent network skips the steps that a mask leaves out, and training skips a step
+whose gradient is too large. The value that decides must decide the same in all later
+iterations, so one iteration is followed under the assumption that it has decided."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from .reach import LOW, Reach, is_reference, of_input, through, union
 
 
 class Loop:
-    """One iteration of a loop, as values by number: those of operands come first.
+    """One iteration of a loop, as numbered values: the operands come first.
 
     Attributes:
         carries: the operands that the next iteration gets as this one makes them."""
@@ -42,13 +42,13 @@ class Loop:
         return self._entering([of_input(i) for i in range(len(self.operands))])
 
     def before(self, reach: Reach) -> Reach:
-        """What values are made of, by way of any number of iterations before."""
+        """`reach`, followed back through any number of iterations before this one."""
         return through(reach, self._operands_before)
 
     def is_bounded(self) -> bool:
         """Whether a `while` also ends by a condition that is exact in any precision.
 
-        That may have been computed by the iteration before, and carried."""
+        The iteration before may have computed this condition and carried it."""
         ((_, (condition,)),) = self._conditions
         parts = [*self.values.implied(condition, True, by_some=True)]
         for n, value in [*parts]:
@@ -58,11 +58,11 @@ class Loop:
         return any(reach & self.carries and not reach & LOW for reach in reaches)
 
     def stops(self) -> bool:
-        """Whether what low numbers decide keeps carries as they are for good."""
+        """Whether a decision by low numbers keeps carries unchanged for good."""
         return any(self._stops_by(one, kept) for one, kept in self._deciding().items())
 
     def _deciding(self) -> dict[Known, set[int]]:
-        """What may decide, if it is so, that carries are handed on; and which ones."""
+        """Which values, if known, are enough to hand carries on; and these carries."""
         found: dict[Known, set[int]] = {}
         for made in self.values.made:
             if made.by == CHOICE:
@@ -75,7 +75,7 @@ class Loop:
         return found
 
     def _stops_by(self, decided: Known, kept: set[int]) -> bool:
-        """Whether some of the carries that are `kept` by what is decided stay so."""
+        """Whether, once `decided`, some carry in `kept` is handed on for good."""
         reach = self.values.reach[decided[0]]
         read = reach & ~(self.fixed | LOW)
         if not read or read & ~self.carries or not self.before(reach) & LOW:
@@ -88,10 +88,11 @@ class Loop:
         return any(then[i] == i and self._iterates(i) for i in kept)
 
     def _settled(self, then: dict[int, int], known: dict[int, object]) -> Reach:
-        """The carries that decide the same in the next iteration as in this one.
+        """The carries that let the next iteration decide as this one does.
 
-        Those that are handed on, and what is made of such alone. What is made of itself
-        may go on to anything: a counter, the key of random numbers."""
+        They are the carries that are handed on, and those that are made of such carries
+        alone. A carry that is made of itself may become anything: a counter, a random
+        key."""
         settled, before = 0, -1
         values = self.values
         while settled != before:
@@ -107,7 +108,7 @@ class Loop:
         return settled
 
     def _iterates(self, i: int) -> bool:
-        """Whether a carry is a float that is made of itself, if it is not handed on."""
+        """Whether a carry is a float that, if it is changed, is made of itself."""
         out = self.next_of[i]
         if out == i or not is_float(self.operands[i].aval.dtype):
             return False
@@ -119,7 +120,9 @@ def _inputs(places: Iterable[int]) -> Reach:
 
 
 def may_hand_on(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) -> bool:
-    """Whether one of some results is chosen: told without a look at all the rest."""
+    """Whether a choice (`cond`, `select_n`) may make one of some `results`.
+
+    This is a quick check: it looks only at equations that these results come from."""
     inner = raw(jaxpr)
     asked = {x for i in results if not isinstance(x := inner.outvars[i], Literal)}
     for eqn in reversed(inner.eqns):

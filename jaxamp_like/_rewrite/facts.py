@@ -1,4 +1,4 @@
-"""What is known of a value beforehand: of constants and literals."""
+"""The facts of constants and literals, and of results that are cast up early."""
 
 import functools
 from typing import Any
@@ -48,7 +48,7 @@ def _literal_fact(dtype: DType, value: float) -> Fact:
 
 
 def _plain(value: float) -> float:
-    # NaN is unequal to itself, which no cache key may be; it survives as inf does.
+    # NaN is unequal to itself, which no cache key may be; inf survives as it does.
     return np.inf if np.isnan(value) else value
 
 
@@ -56,7 +56,8 @@ def const_fact(var: Any, const: Any, root: Leaf = Leaf.ROOT) -> Fact | None:
     dtype = author_dtype(var.aval)
     if dtype is None:
         return None
-    # Other constants are values of an outer transformation: closed-over parameters.
+    # A constant that is unknown, or a tracer of an outer transformation, may be a
+    # parameter that the function closes over.
     is_constant = const is not None and not is_tracer(const)
     leaf = Leaf.CONST if is_constant else root
     known = _constants(const)
@@ -67,7 +68,7 @@ _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no l
 
 
 def _constants(const: Any) -> Constants | None:
-    """The number of a constant scalar; of a small array the largest, if it is large."""
+    """The number of a scalar, or the largest magnitude of a small array if over 1e4."""
     if const is None or is_tracer(const) or const.size > _SMALL_CONST:
         return None
     if not getattr(const, "is_fully_addressable", True) or const.size == 0:
@@ -77,5 +78,5 @@ def _constants(const: Any) -> Constants | None:
         return Constants(frozenset([_plain(float(values))]))
     finite = values[np.isfinite(values)]
     largest = float(np.max(np.abs(finite), initial=0.0))
-    # Within the range of every dtype: the array is no constant to worry about.
+    # Smaller numbers are in the range of every dtype: such an array needs no care.
     return Constants(frozenset([largest]), are_all=False) if largest > 1e4 else None

@@ -1,4 +1,4 @@
-"""What floats that are computed low may decide: by the flow of data and of control."""
+"""What may depend on floats that are computed low, by data flow and control flow."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ from .reach import LOW, Reach, Reaches, of_input, union
 
 @dataclass(eq=False)
 class Flow(Reaches):
-    """Which inputs of a program, and whether anything low, reach what it makes.
+    """Which inputs of a program reach its results, and whether anything low does.
 
     Args:
-        handler: that of a structural equation which is rewritten, else `None`.
+        handler: gives the handler of a structural equation that is rewritten, else
+            `None`.
         makes_low: whether an equation computes low by itself.
         by_size: whether floats only reach what depends on how large they are."""
 
@@ -51,9 +52,9 @@ class Flow(Reaches):
         return any(self.is_low(eqn, scope + scopes(eqn)) for eqn in raw(jaxpr).eqns)
 
     def ends_at(self, eqn: Eqn, i: int) -> bool:
-        """Whether a result is to count as made of nothing: it asks floats for no size.
+        """Whether a result counts as made of nothing: it tells no size of a float.
 
-        But whether a number is finite or NaN (`x != x`), or which is the largest."""
+        It may tell whether one is finite or NaN (`x != x`), or which is largest."""
         name = eqn.primitive.name
         if not self.by_size:
             return False

@@ -1,6 +1,6 @@
 """What the parts of binding ask of a frame: the values of a program, and how to bind.
 
-`bind` has the class. It builds on the modules that are typed by this."""
+The class itself is in `bind`, which imports the modules that ask."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class Frame(Protocol):
         ...
 
     def read(self, atom: Any, dtype: DType | None) -> Any:
-        """The value of `atom`, cast to `dtype` if that is given and another."""
+        """The value of `atom`, cast to `dtype` if that is given and differs."""
         ...
 
     def in_full(self, var: Any) -> Any:

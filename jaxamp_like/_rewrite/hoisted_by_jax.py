@@ -28,7 +28,7 @@ Frames = tuple[Any, ...]
 
 @dataclass(eq=False)
 class Hoisted:
-    """Puts programs right, and remembers them while they live."""
+    """Puts lost scopes back, and remembers the results while the programs live."""
 
     _known: Memo = field(default_factory=Memo)
 
@@ -47,13 +47,13 @@ class Hoisted:
         found = []
         for eqn in reversed(eqns):
             eqn = _put_back(eqn, around)
-            around |= _inside_of_loop(eqn)  # of several, the one that comes next
+            around |= _inside_of_loop(eqn)  # of several loops, the next one counts
             found.append(eqn)
         found.reverse()
         return with_eqns(jaxpr, found)
 
     def _inside_of(self, eqn: Eqn) -> Eqn:
-        """`eqn` with the programs that it holds put right."""
+        """`eqn` with lost scopes put back in the programs that it holds."""
         pairs = [(sub, self.put_back(sub)) for sub in subjaxprs(eqn.params)]
         new = {id(old): found for old, found in pairs if found is not old}
         return replace_subjaxprs(eqn, new) if new else eqn
@@ -68,10 +68,10 @@ def _put_back(eqn: Eqn, around: dict[int, Frames]) -> Eqn:
 
 
 def _inside_of_loop(eqn: Eqn) -> dict[int, Frames]:
-    """By frames and tracebacks of what a loop holds: the frames around it.
+    """The frames around each frame and traceback in a loop, by the `id` of that.
 
-    What was made of a derivative rule has one traceback, wherever it stands in it: of
-    that, the frames that are around all of it."""
+    All that was made of a derivative rule has one traceback, wherever it stands in the
+    rule: for this one, the frames count that are around all of it."""
     found: dict[int, Frames] = {}
     if eqn.primitive.name == "scan":
         for one, around in _frames_around(eqn, scope_frames(eqn)):

@@ -18,16 +18,17 @@ from .frames import Frame
 from .record import marked
 
 Path = tuple[Any, ...]
-"""Where a rounded operand is read: through which steps, of which one, as which operand.
+"""The way to a rounded operand: the steps that it lies in, outermost first, the step
+that reads it, and its place among the operands of that one.
 
-After a loop comes whether it is another one in each iteration."""
+After the step of a loop stands whether the operand is another one in each iteration."""
 
-# A copy of what is spread out would be larger than what it shows.
+# Views that repeat numbers are left out: a rounded copy would be larger.
 _MOVES = VIEWS - {"broadcast_in_dim", "tile"}
 
 
 def inside(made: Rounded, first: Any) -> Rounded:
-    """What is read in the bodies of a step, by paths from there on."""
+    """The entries whose paths begin with `first`, by the rest of each path."""
     return {path[1:]: x for path, x in made.items() if path[0] is first}
 
 
@@ -37,10 +38,11 @@ def of_loop(
     """Weights that the last body of a loop reads, rounded: fixed ones, and slices.
 
     Args:
-        frame: in which the loop is bound, and what was rounded before a loop around it.
-        step: of the loop.
-        fixed: values of inputs of the body that are the same in all iterations.
-        slices: stacks of those that are another in each."""
+        frame: the frame that the loop is bound in, with what was rounded before a loop
+            around it.
+        step: the step of the loop.
+        fixed: the values of inputs of the body that are the same in all iterations.
+        slices: for inputs of the body that differ between iterations, their stacks."""
     made = inside(frame.rounded, step)
     made |= _of_loop(frame, step.inner[-1], fixed, slices, made)
     return inside(made, False), inside(made, True)
@@ -78,7 +80,7 @@ def _is_parameter(fact: Fact | None) -> bool:
 def _of_program(
     frame: Frame, plan: Plan, known: Mapping[Any, Any], done: Rounded
 ) -> Rounded:
-    """What a program rounds of inputs whose values are known, where it is not done."""
+    """Rounds what a program reads of inputs that are `known`, unless it is `done`."""
     values = _Values(frame, plan, known)
     made: Rounded = {}
     once: dict[Any, Any] = {}
@@ -98,7 +100,7 @@ def _of_program(
 
 
 def _of_step(frame: Frame, step: Step, values: "_Values", done: Rounded) -> Rounded:
-    """The same of the program that a step holds: the last one, if it is a loop."""
+    """As `_of_program`, for the program in a step: the last one, if it is a loop."""
     eqn, plan = step.eqn, step.inner[-1]
     assert step.handler is not None
     known = values.handed_to(step)
@@ -120,7 +122,7 @@ def _place(step: Step, var: Any) -> int:
 
 
 class _Values:
-    """Values of variables that are inputs of which the value is known, or show some."""
+    """The values of variables that are inputs with known values, or views of these."""
 
     def __init__(self, frame: Frame, plan: Plan, known: Mapping[Any, Any]):
         self.within = frame
@@ -186,7 +188,7 @@ class _Values:
 
 
 def _shows(step: Step) -> bool:
-    """Whether a step may show its operands: moves one, or hands some out of a call."""
+    """Whether a step may make views of operands: it moves one, or it is a call."""
     if step.handler is None:
         return step.eqn.primitive.name in _MOVES
     return _hands_on(step) and not step.handler.is_loop

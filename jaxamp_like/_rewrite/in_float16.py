@@ -15,7 +15,8 @@ _DECIDED = {*AMP_STOP, REWRITTEN}
 def report_of_float16_by_hand(compute_dtype: DType, steps: list[Step]) -> str | None:
     """What to say where bfloat16 is asked for and all contractions are float16.
 
-    In float16 no harm is done, nor is where some are: that is what the author mixed."""
+    Nothing is said if float16 is asked for, nor if only some contractions are float16:
+    then the author mixed dtypes on purpose."""
     if compute_dtype != jnp.bfloat16:
         return None
     contractions = [

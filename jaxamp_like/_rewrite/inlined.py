@@ -1,7 +1,7 @@
-"""Programs with their calls and branches inlined: values, each by a number.
+"""Programs with their calls and branches inlined, as a list of numbered values.
 
-Equal numbers mean equal values: see `value_numbers`. What is known of some values, such
-as that a loop has come to its end, is so known of all that follow from them."""
+Equal numbers mean equal values: see `value_numbers`. If some values are known, such as
+whether a loop is done, all values that follow from them are known, too."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from .value_numbers import operation_of, value_of
 
 CHOICE, INPUT = "choice", "input"
 
-# What hands its operands on, to other devices or without a derivative too.
+# Primitives that return their operands, also on other devices or without derivative.
 _HANDING_ON = IDENTITIES.union(PLACING, ("mesh_cast", "stop_gradient"))
 
-# What is known of a truth value is known of it in another shape or type.
+# Primitives that give a truth value another shape or type: either tells the other.
 _PASSING = frozenset("broadcast_in_dim convert_element_type reshape squeeze".split())
 
 _REDUCTIONS = ("reduce_and", "reduce_or")
@@ -34,11 +34,11 @@ class Made(NamedTuple):
     """How a value is made.
 
     Attributes:
-        by: the name of a primitive, or one of those above.
-        of: the numbers of its operands; of a choice, of what chooses and of the cases.
-        how: what tells it from other values that are made so of the same.
+        by: the name of a primitive, or what else it is, such as `CHOICE` or `INPUT`.
+        of: the numbers of its operands; for a choice, of the index and of the cases.
+        how: what tells it from what the same primitive makes of the same operands.
         is_low: whether it is computed low.
-        ends: whether it is to count as made of nothing."""
+        ends: whether it counts as made of nothing; see `Flow.ends_at`."""
 
     by: str
     of: tuple[int, ...] = ()
@@ -50,14 +50,14 @@ class Made(NamedTuple):
 class Inlined:
     """The values of programs whose calls and branches are inlined.
 
-    The first ones are inputs. Of a `cond` both branches are here, and what comes out is
-    a choice among their results, as that of a `select_n` is. Loops stay what they are:
-    operations.
+    The first ones are inputs. All branches of a `cond` are here, and each of its
+    results is a choice among theirs, as the result of a `select_n` is. A loop stays one
+    operation.
 
     Attributes:
         made: how each value is made, after those that it is made of.
         reach: the inputs that reach it.
-        fresh: those that reach it where it is no input as it came in.
+        fresh: the inputs that it is computed from, where it is not an input itself.
         constants: the truth values that are known, and the indices of cases."""
 
     def __init__(self, flow: Flow, num_inputs: int):
@@ -105,7 +105,7 @@ class Inlined:
         return [read(atom) for atom in inner.outvars]
 
     def given(self, known: Iterable[Known], outs: Sequence[int]) -> list[int]:
-        """What becomes of some values where others are known."""
+        """The numbers that `outs` have where other values are known."""
         new = {n: self.constant(value) for n, value in known}
         for n in self._made_of(outs):
             if n not in new:
@@ -115,9 +115,10 @@ class Inlined:
         return [new[n] for n in outs]
 
     def implied(self, n: int, value: Any, by_some: bool = False) -> Iterator[Known]:
-        """All that is known if a value is.
+        """What is known of values if value `n` is `value`.
 
-        What is reduced is known of all elements, or else `by_some` of them."""
+        What a reduction tells holds for all elements of its operand or, with `by_some`,
+        perhaps only for some."""
         yield n, value
         made = self.made[n]
         of_all = "reduce_and" if value else "reduce_or"
@@ -131,7 +132,7 @@ class Inlined:
                 yield from self.implied(operand, value, by_some)
 
     def enough(self, n: int, value: Any) -> Iterator[Known]:
-        """What is enough by itself for a value to be known."""
+        """Known values, each of which is enough for value `n` to be `value`."""
         made = self.made[n]
         if made.by == "not":
             yield from self.enough(made.of[0], not value)
@@ -144,7 +145,7 @@ class Inlined:
             yield n, value
 
     def _made_of(self, outs: Iterable[int]) -> list[int]:
-        """The numbers of what some values are made of, in order, and theirs."""
+        """The numbers of `outs` and of all that they are made of, in order."""
         found: set[int] = set()
         pending = [*outs]
         while pending:
@@ -155,7 +156,7 @@ class Inlined:
         return sorted(found)
 
     def _reaches(self, made: Made) -> tuple[Reach, Reach]:
-        """What reaches a value, and what does where it is no input as it came in."""
+        """The `reach` and the `fresh` of a value, as the class explains them."""
         if made.by == INPUT:
             return of_input(made.how), 0
         if made.ends:
@@ -166,7 +167,7 @@ class Inlined:
         return reach, reach
 
     def _known(self, made: Made) -> int | None:
-        """The number of what is known already, since some of the operands are."""
+        """What a choice or a logical operation comes to, if its operands settle it."""
         if made.by == CHOICE:
             which, *cases = made.of
             if which in self.constants and int(self.constants[which]) < len(cases):
@@ -191,7 +192,7 @@ class Inlined:
         return self.of(Made("literal", how=value_of(atom)))
 
     def _body(self, body: Body, scope: Scope, ins: Sequence[int]) -> list[int]:
-        """What the results of an equation are that holds one program or branches."""
+        """The results of an equation that runs `body`, as a call or a `cond` may."""
         made = self.run(body.jaxpr, scope, [ins[i] for i in body.ins])
         outs = dict(zip(body.outs, made, strict=True))
         return [outs[i] for i in range(len(outs))]
@@ -225,7 +226,7 @@ def hands_on(eqn: Eqn) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return eqn.primitive.name in _HANDING_ON
     before: Any = eqn.invars[0].aval
-    return before.dtype == eqn.params["new_dtype"]  # it is weakly typed, or no more
+    return before.dtype == eqn.params["new_dtype"]  # only its weak type may change
 
 
 def is_call(bodies: Sequence[Body]) -> bool:

@@ -1,4 +1,4 @@
-"""What the backward pass of code keeps, and what of it inner code may keep."""
+"""What the backward pass of code keeps, and what follows for the code inside."""
 
 import enum
 
@@ -11,7 +11,7 @@ class Keeps(enum.Enum):
     LEAN_IN_LOOP = enum.auto()
     MARKED = enum.auto()  # lean, in a loop, under the policy `save_marked`
     NOTHING = enum.auto()  # all of it is run again
-    STATISTICS = enum.auto()  # the same, but on TPUs small sums of much are kept
+    STATISTICS = enum.auto()  # the same, but on TPUs sums over many numbers are kept
 
     @property
     def is_lean(self) -> bool:

@@ -15,7 +15,7 @@ from .solvers import author_scopes
 
 @dataclass(eq=False)
 class Matching:
-    """The policy, asked for each primitive and scope once."""
+    """Asks the policy once for each primitive and scope, and remembers the answer."""
 
     policy: Lookup
     _found: dict[Any, Match] = field(default_factory=dict)
@@ -28,7 +28,9 @@ class Matching:
         return self._found[key]
 
     def found(self, eqn: Eqn, scope: Scope) -> Match:
-        """What the policy says of an equation; in a solver, only scopes ask for low."""
+        """What the policy says of an equation.
+
+        In a solver, only a key that is a scope can ask for low precision."""
         found = self.find(eqn.primitive, author_scopes(scope))
         if SOLVER in scope:
             is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
@@ -50,7 +52,7 @@ class Matching:
         return handler
 
     def makes_low(self, eqn: Eqn, scope: Scope) -> bool:
-        """Whether an equation may compute low, here or where its author said so."""
+        """Whether an equation may compute low, as any contraction is taken to."""
         if eqn.primitive.name in CONTRACTIONS:
             return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
         return self.found(eqn, scope).rule.may_compute_low

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Memo:
-    """Answers to one question about programs, by whatever else they depend on.
+    """Keeps the answers to one question about programs, by what else they depend on.
 
     A program is a jaxpr or a plan. No answer may hold the program that it is about: it
     would keep that alive for ever."""
@@ -23,8 +23,8 @@ class Memo:
     def of(self, program: Any) -> dict[Any, Any]:
         """The answers about one program.
 
-        For questions that are asked of programs in programs: what is deep in calls can
-        be asked with few frames of Python for each."""
+        A question that asks itself about inner programs uses this instead of a call, so
+        that programs deep in calls take fewer frames of Python for each level."""
         return self._known.setdefault(program, {})
 
     def __call__(self, program: Any, key: Hashable, find: Callable[[], _T]) -> _T:

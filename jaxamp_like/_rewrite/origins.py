@@ -1,9 +1,9 @@
-"""What results are made of: which of them are weights, as their operands are.
+"""Which results count as weights, by what they are made of.
 
 What is made of parameters alone is a parameter: a cast of one, a slice, three of them
-side by side, an average, a product with a mask, a sum with a product of factors. A
-lookup is none, for it goes by numbers that may be data; nor is what a contraction of
-anything else makes."""
+side by side, an average, a product with a mask, a sum with a product of factors. The
+result of a lookup is none, since its indices may be data, nor is that of a contraction
+which reads anything else."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +39,7 @@ def as_number(fact: Fact | None, aval: Any) -> Fact | None:
 def _made_of(site: Site) -> Origin:
     name, facts = site.primitive.name, [fact for fact in site.facts if fact]
     if not facts:
-        # Of truth values alone: a mask. Other integers may be tokens, or an image.
+        # What is made of truth values alone is a mask. Other integers may be data.
         is_free = all(getattr(x, "dtype", None) == np.bool_ for x in site.avals)
         return Origin.CONSTANT if is_free else Origin.DATA
     if name in LOOKUPS:
@@ -48,7 +48,7 @@ def _made_of(site: Site) -> Origin:
         is_free = all(fact.origin >= Origin.MADE for fact in facts)
         return Origin.MADE if is_free else Origin.DATA
     voting = [fact for fact in facts if fact.origin != Origin.CONSTANT]
-    # A bias or a gain makes no weight of what it is added to or multiplied with.
+    # A bias or a gain does not decide: what it is added to or multiplied with does.
     large = [f for f in voting if not f.small or f.origin == Origin.DATA]
     return joined([fact.origin for fact in large or voting])
 

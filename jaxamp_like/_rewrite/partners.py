@@ -1,9 +1,9 @@
-"""What values are multiplied with: by it a gradient is known for that of a weight.
+"""What values are multiplied with, which tells the gradients of weights from others.
 
 A backward pass multiplies a cotangent with one operand of a forward contraction, and so
-makes the gradient of the other one. That one is among the partners in the fact of the
-first, which hands them on from the program of a forward pass to that of its backward
-pass, where these are the bodies of two loops."""
+makes the gradient of the other operand. The fact of each operand names the other as a
+partner. Facts take partners along from a forward pass to its backward pass, also where
+these are the bodies of two loops."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from .facts import fact_of
 
 
 class Partners:
-    """Takes down the partners of values in the facts of a program, as they are met.
+    """Notes the partners of values in the facts of a program, step by step.
 
-    A view has those of what it shows, which has them all."""
+    The partners of a view are noted in the fact of the value that it shows."""
 
     def __init__(self, facts: dict[Any, Fact | None]) -> None:
         self._facts = facts
@@ -67,8 +67,10 @@ class Partners:
 
 
 def without_partners(facts: Facts) -> Facts:
-    """Facts for a program of a forward pass, which is the same wherever it is called,
-    whatever its operands have been multiplied with before."""
+    """Facts without partners, for a program of a forward pass.
+
+    Its plan is then the same wherever it is called, whatever its operands have been
+    multiplied with before."""
     return tuple(
         fact._replace(partners=frozenset()) if fact and fact.partners else fact
         for fact in facts

@@ -1,9 +1,9 @@
-"""Which inputs lie on several devices, and so are dear to read twice.
+"""Which inputs lie on several devices, and so are expensive to read twice.
 
 A cast of a parameter is made again in the backward pass, since the parameter is live
 anyway. Where it lies on several devices, XLA gathers for each reader what the reader
 does not have, and it never sees that two gathers bring the same: a cast that is made
-again is sent again. There one cast is made, and kept.
+again is gathered again. So such a parameter is cast once, and its cast is kept.
 
 The type of an array names its mesh (also where XLA chooses how to split it); so does a
 `jit` with `in_shardings`, for the code inside of it."""
@@ -16,7 +16,7 @@ from .._rules import INPUTS, Fact, Leaf
 
 
 def leaf_of(aval: Any, gather_once: bool | None) -> Leaf:
-    """What an input is; `gather_once` is the user's word, if there is one."""
+    """The `Leaf` of an input; `gather_once` is what the user asked for, if anything."""
     sharded = is_on_mesh(aval) if gather_once is None else gather_once and aval.ndim > 0
     return Leaf.SHARDED if sharded else Leaf.ROOT
 
@@ -35,7 +35,7 @@ def of_operands(
 def as_asked(
     facts: Sequence[Fact | None], gather_once: bool | None
 ) -> tuple[Fact | None, ...]:
-    """Facts of results; none is dear to read if the user has said so."""
+    """Facts of results; none stays `SHARDED` if `gather_once` is `False`."""
     if gather_once is not False:
         return tuple(facts)
     return tuple(

@@ -1,10 +1,10 @@
 """Deciding: a plan for every equation of a jaxpr, before anything is bound.
 
-Two passes over each jaxpr. Backward: which values does an op that computes low read,
-directly or through ops that follow their inputs? Forward: the rule of each equation
-decides, knowing what its operands have become. Bodies of structural primitives are
-planned with the facts of their operands, so decisions flow through jit, loops and
-branches; see `_structural`."""
+Each jaxpr is walked twice. The backward walk finds which values are read by ops that
+compute in low precision, directly or through ops that follow their inputs. In the
+forward walk the rule of each equation decides, given what its operands became. Bodies
+of structural primitives are planned with the facts of their operands, so decisions flow
+through jit, loops and branches; see `_structural`."""
 
 import contextlib
 import functools
@@ -74,7 +74,9 @@ class Planner:
     compute_dtype: DType
     strict: bool = False
     lean: bool = False
-    gather_once: bool | None = None  # `None`: where the program shows that it matters
+    # Whether an input that lies on several devices is cast once, and the cast is kept;
+    # if `None`, its type and the shardings in the program tell (see `placement`).
+    gather_once: bool | None = None
     partly_mapped: bool = False  # whether examples of a `jax.vmap` share some inputs
     _plans: Memo = field(default_factory=Memo)
 
@@ -82,10 +84,10 @@ class Planner:
         self.matching = Matching(self.policy)
         self.carries = Carries(self.matching.handler, self.matching)
         self.demands = Demands(self.matching, self.carries)
-        # A program is to be marked by it before it is planned.
+        # It marks the solvers of a program before that is planned; see `prepared`.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
         self.hoisted = Hoisted()
-        # Of the equation whose bodies are being planned.
+        # All of these but `cotangents` describe the equation whose bodies are planned.
         self._is_backward = self._is_recomputed = False
         self._mapped = frozenset[Any]()  # the axes of devices that it names
         self._axes = frozenset[Any]()  # those, and the ones around the traced code
@@ -99,13 +101,15 @@ class Planner:
 
     @functools.cached_property
     def of_partly_mapped(self) -> "Planner":
-        """The same planner for calls of which `jax.vmap` maps some values only."""
+        """The same planner, for calls where `jax.vmap` maps only some values."""
         planner = self.afresh()
         planner.partly_mapped = True
         return planner
 
     def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
-        """A freshly traced program, with the scopes that it is planned by."""
+        """`jaxpr`, freshly traced, with the scopes that planning reads.
+
+        Scopes that JAX lost are put back, and solvers get one of their own."""
         return self.solvers.mark(self.hoisted.put_back(shown(jaxpr)), scope)
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
@@ -116,13 +120,13 @@ class Planner:
         return Fact(author, leaf=leaf_of(aval, self.gather_once), origin=origin)
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
-        """The facts of a call's operands, knowing how it has them placed."""
+        """The facts of a call's operands, given the `in_shardings` in its `params`."""
         return tuple(of_operands(facts, params, self.gather_once))
 
     def reads_in_full(self, scope: Scope) -> bool:
-        """Whether arithmetic computes in full there, however its operands are held.
+        """Whether arithmetic in `scope` computes in full, however operands are held.
 
-        Under other policies what is held in full is also computed with in full."""
+        Where it does not, holding an operand in full may make it compute in full."""
         return self.matching.find(lax.add_p, scope).rule.is_run_again
 
     def plan(
@@ -135,8 +139,9 @@ class Planner:
     ) -> Plan:
         """Plans `jaxpr` for inputs of which `facts` are known.
 
-        `wanted` says how its results are read outside; in full, if not given. With
-        `cotangents`, it is an author's backward rule, and these are its cotangents."""
+        `wanted` says how its results are read outside; in full, if not given. If
+        `cotangents` is given, `jaxpr` is an author's backward rule, and `cotangents`
+        says which of its inputs are cotangents."""
         if not self._is_backward:
             facts = without_partners(facts)
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
@@ -212,8 +217,9 @@ class Planner:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found, cotangents)
         handler = self.matching.handler(eqn, scope)
-        # JAX traces a derivative rule at its first use and remembers that, whatever is
-        # set then: left to JAX, its other uses would seem to be asked for in full.
+        # JAX traces a derivative rule at its first use, with the matmul precision that
+        # is set then, and reuses the trace. If JAX traced it here, later uses under
+        # `amp` would take that precision for one that the author asked for.
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if not found.is_compute and self.reads_in_full(scope):
@@ -263,7 +269,7 @@ class Planner:
 
     @contextlib.contextmanager
     def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:
-        """While the bodies of an equation are planned: what holds of it holds there."""
+        """A context to plan the bodies of `eqn` in: what holds of it holds of them."""
         phase = self._is_backward, self._is_recomputed
         before = self._given, self._mapped, self._axes
         self._mapped |= axes_of_devices(eqn)
@@ -315,8 +321,8 @@ class Planner:
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
         told = names(eqn)
-        # What the backward pass makes again is a part of the forward pass. (Names alone
-        # don't tell: see `Cotangents`.)
+        # What the backward pass makes again is a part of the forward pass. Names alone
+        # don't tell this, but an equation that reads cotangents is none of that part.
         again = self._is_backward and told.recomputed
         again |= self._is_recomputed and not told.backward
         again = again and not any(cotangents)
@@ -342,8 +348,8 @@ class Planner:
 def _shared_in_full(eqn: Eqn, site: Site, read_often: Set[Any]) -> Facts:
     """The facts of operands, held in full if the equation is not their only reader.
 
-    The cotangent that comes back from what it makes of them, or from a program that it
-    holds, is then not rounded before it is added to those of the other readers."""
+    The cotangent that the equation, or a program in it, sends back is then not rounded
+    before it is added to those of the other readers."""
     return tuple(
         fact
         if isinstance(atom, Literal) or atom not in read_often

@@ -19,7 +19,7 @@ from .memo import Memo
 Reach = int
 
 LOW: Reach = 1
-"""A bit beside those of inputs: something on the way may be computed low."""
+"""A bit beside those of inputs: set if something on the way may be computed low."""
 
 
 def of_input(i: int) -> Reach:
@@ -34,7 +34,11 @@ def union(reaches: Iterable[Reach]) -> Reach:
 
 
 def through(body: Reach, operands: Sequence[Reach]) -> Reach:
-    """What reaches the result of a body that `body` reaches inside."""
+    """What reaches a result of a body, given what reaches each of its inputs.
+
+    Args:
+        body: which inputs of the body reach the result inside of it.
+        operands: what reaches each of these inputs from outside."""
     found = body & LOW
     for i, reach in enumerate(operands):
         if body & 2 << i:
@@ -47,7 +51,8 @@ class Reaches(ABC):
     """What reaches what in programs, remembered while these live.
 
     Args:
-        handler: how a structural equation is gone through; `None` if it is not."""
+        handler: gives the handler of an equation whose programs are gone through, else
+            `None`."""
 
     handler: Callable[[Eqn, Scope], Handler | None]
     _known: Memo = field(default_factory=Memo, kw_only=True)
@@ -56,8 +61,8 @@ class Reaches(ABC):
     """Whether the answers depend on the scopes of equations."""
 
     follows_control = False
-    """Whether a result is reached by what picks a branch or ends a loop, too, and by
-    what is written to the references that it is read from."""
+    """Whether control counts: what picks a branch or ends a loop reaches the results,
+    and what is written to a reference reaches what is read from it."""
 
     @abstractmethod
     def of_leaf(
@@ -73,7 +78,8 @@ class Reaches(ABC):
     def of_results(self, jaxpr: Jaxpr, scope: Scope = ()) -> Sequence[Reach]:
         """For each result, what reaches it.
 
-        After the results come the references among the inputs, as they are left."""
+        After the results come the references among the inputs, in the state in which
+        the program leaves them."""
         known = self._known.of(jaxpr)
         if scope not in known:
             known[scope] = self._find(raw(jaxpr), scope)
@@ -99,9 +105,10 @@ class Reaches(ABC):
     def of_equation(
         self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
     ) -> Sequence[Reach]:
-        """What reaches each result of an equation, if that reaches its operands.
+        """What reaches each result of an equation, if `operands` reach its operands.
 
-        After the results come the references among the operands, as they are left."""
+        After the results come the references among the operands, in the state in which
+        the equation leaves them."""
         handler = self.handler(eqn, scope)
         bodies = handler.bodies(eqn) if handler is not None else ()
         references = self._references(eqn) if self.follows_control else []
@@ -126,7 +133,7 @@ class Reaches(ABC):
     def entering(
         self, bodies: Sequence[Body], scope: Scope, operands: Sequence[Reach]
     ) -> list[Reach]:
-        """What reaches the operands of an equation, as any iteration reads them."""
+        """What reaches the operands of an equation, whichever iteration reads them."""
         now = list(operands)
         for body in bodies:
             if loop := self._loop(body):
@@ -144,7 +151,7 @@ class Reaches(ABC):
             found = self.of_results(body.jaxpr, scope)
             for out, i in loop:
                 carry, via = 2 << i, found[out]
-                if via not in (0, carry):  # else it is made of nothing but itself
+                if via not in (0, carry):  # else no other input reaches the carry
                     found = [reach | via if reach & carry else reach for reach in found]
             known[scope, loop] = found
         return known[scope, loop]

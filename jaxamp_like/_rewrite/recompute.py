@@ -1,4 +1,4 @@
-"""What the backward pass makes again: remat regions, and casts of what it has."""
+"""What the backward pass makes again: remat regions, and casts of what is live."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from .remat import Region
 
 def bind_region(outer: Frame, region: Region) -> list[Any]:
     """Binds steps so that only what goes into them is kept for the backward pass."""
-    # Of a value that others read, too, the cotangent is not rounded here.
+    # The cotangent of a value that has other readers is not rounded here.
     kept = {v: dtype or outer.rounded_for_all(v) for v, dtype in region.ins.items()}
     ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
     code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
@@ -33,8 +33,9 @@ def bind_region(outer: Frame, region: Region) -> list[Any]:
 def _made_again(outer: Frame, region: Region) -> Callable[..., list[Any]]:
     """A region as a function that is run again in the backward pass.
 
-    A function of a list of its operands, and of the copies of these that are kept.
-    Inside a loop there is nothing that XLA could merge the second run with."""
+    Its arguments are a list of the region's operands, and one of the copies of these
+    that are kept. Inside a loop there is nothing that XLA could merge the second run
+    with."""
     # What is run again must not hold on to the outer frame, nor to its other values.
     over, cotangents = outer.over, outer.cotangents
 
@@ -69,7 +70,8 @@ def _made_again(outer: Frame, region: Region) -> Callable[..., list[Any]]:
 def casts_again(frame: Frame, step: Step) -> list[int]:
     """Operands whose casts the backward pass makes again, and would keep otherwise.
 
-    A cast of an input can be had again, and what a cast up shows is held low."""
+    A cast of an input can be made again from the input, and a cast up from the low
+    value that is held."""
     reads, invars = step.decision.reads, step.eqn.invars
     if frame.keeps.runs_again:
         return []
@@ -97,8 +99,8 @@ def _widened(frame: Frame, step: Step) -> list[int]:
 def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     """Binds so that casts of the operands `again` are made again, not kept.
 
-    Without `prevent_cse`: inside a loop there is nothing to merge, and outside XLA
-    may weigh a second cast against a copy that is kept."""
+    `prevent_cse` is off: inside a loop there is nothing to merge, and outside of one
+    XLA may choose between a second cast and a copy that is kept."""
     atoms = step.eqn.invars
     given = {i: frame.operand(step, i) for i in range(len(atoms)) if i not in again}
     roots, chain = frame.views.origins([atoms[i] for i in again])
@@ -106,7 +108,7 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
     arrays = {i: x for i, x in given.items() if i not in static}
     over = frame.over
     marks = [frame.env[v] for s in chain if _is_mark(s) for v in s.eqn.outvars]
-    # Of a value that others read, too, the cotangent is not rounded here.
+    # The cotangent of a value that has other readers is not rounded here.
     kept = [frame.rounded_for_all(v) for v in roots]
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
     first_mark, first_array = len(roots), len(roots) + len(marks)
@@ -138,5 +140,5 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
 
 
 def _is_mark(view: Step) -> bool:
-    """Whether a view's cotangents are summed over devices: once for all readers."""
+    """Whether a view's cotangents are summed over devices, once for all its readers."""
     return view.eqn.primitive.name == "pvary"

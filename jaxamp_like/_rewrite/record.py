@@ -88,7 +88,7 @@ def record_plan(planner: Planner, plan: Plan) -> None:
 
 
 def marked(step: Step) -> contextlib.AbstractContextManager[object]:
-    """Where a step is bound: marks what it binds, if a report listens."""
+    """A context to bind `step` in: it marks the equations if a report listens."""
     recorder = _current.get()
     if recorder is None:
         return _NOTHING

@@ -12,10 +12,10 @@ from .._errors import place_of, warn_or_raise
 def tell_of_rounded_losses(
     outs: Any, dtype: DType, fn: Callable[..., Any], strict: bool
 ) -> Any:
-    """`outs`, whose scalars tell that `dtype` rounds them if they are differentiated.
+    """`outs`, whose scalars report, when differentiated, that `dtype` rounds them.
 
-    Logits may be wanted in 16 bits, for the next function reads them so; a loss is a
-    number that is compared with others, and training says nothing of its own digits."""
+    Logits may be wanted in 16 bits, for the next function reads them so. But a loss is
+    compared with other losses, and training does not show that its digits are lost."""
 
     def leaf(x: Any) -> Any:
         is_scalar = isinstance(x, jax.Array) and x.shape == () and is_float(x.dtype)
@@ -37,7 +37,7 @@ def _report(dtype: DType, fn: Callable[..., Any]) -> str:
 
 
 def _telling(report: str, strict: bool) -> Callable[[Any], Any]:
-    """An identity that tells where it is differentiated."""
+    """An identity function that gives `report` when it is differentiated."""
 
     @jax.custom_jvp
     def loss(x: Any) -> Any:

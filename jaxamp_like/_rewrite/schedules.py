@@ -23,10 +23,11 @@ def _plain(plan: Plan) -> Schedule:
 
 
 def _with_regions(plan: Plan) -> Schedule:
-    """With regions for a derivative that is still to be taken.
+    """The schedule with remat regions, for a derivative that is still to be taken.
 
-    What a written out backward pass reads, its author has chosen: a region would only
-    hide from others (`amp_with_state`, reports) what it reads and makes."""
+    A plan that holds a backward pass gets none. What that pass reads has been chosen: a
+    region would only hide from others (`amp_with_state`, reports) what is read and made
+    in it."""
     is_backward = any(step.backward for step in plan.steps)
     if not is_backward and any(step.run_again or step.inner for step in plan.steps):
         return remat_schedule(plan.steps, plan.facts, plan.outvars)

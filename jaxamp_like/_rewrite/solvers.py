@@ -11,15 +11,17 @@ They are found before anything is planned, by the flow of data:
 
 - a `while` whose condition reads, through any number of iterations, what a contraction
   in the loop makes (or another op that the policy computes low by itself);
-- a `while` that counts the steps of a solver before it: it runs that one again;
-- a loop that hands its carries on from then on, by a `cond` or a `where`, as such a
-  `while` with a bound is written (see `early_exit`);
-- a custom derivative rule whose function holds one of these: forward, backward and
-  what is run again in between then take the same steps.
+- a `while` whose condition reads how many steps a solver before it took: it runs that
+  solver again;
+- a loop that from some iteration on only hands its carries on, by a `cond` or a
+  `where`: a solver with a bound is written so (see `early_exit`);
+- a `custom_vjp` function that holds one of these: its forward pass, its backward pass
+  and what is run again for that then take the same steps.
 
-A condition that is bounded by a counter as well ends in any precision. Then only
-numbers that are compared make a solver, not what is chosen by size (the next token) nor
-whether a number is finite (a step that is repeated with another loss scale).
+A condition that also holds a bound on a counter ends its loop in any precision. Such a
+loop is a solver only if the condition compares floats by size. What was chosen by size
+(the next token) does not count, nor does whether a number is finite (a step that is
+repeated with another loss scale).
 
 Whatever stands in a solver is in one more name scope, `SOLVER`: so the mark reaches
 all that it holds, derivative rules included, as `amp_stop` does."""
@@ -49,7 +51,7 @@ Indices = frozenset[int]
 
 
 def author_scopes(scope: Scope) -> Scope:
-    """The scopes that their author wrote."""
+    """`scope` without `SOLVER`: the scopes that the author wrote."""
     if SOLVER not in scope:
         return scope
     return tuple(name for name in scope if name != SOLVER)
@@ -60,7 +62,8 @@ class Solvers:
     """Finds the solvers of programs, and remembers what it found while these live.
 
     Args:
-        handler: that of a structural equation which is rewritten, else `None`.
+        handler: gives the handler of a structural equation that is rewritten, else
+            `None`.
         makes_low: whether an equation computes low by itself."""
 
     handler: Callable[[Eqn, Scope], Handler | None]
@@ -74,7 +77,9 @@ class Solvers:
     def _mark(
         self, jaxpr: Jaxpr, scope: Scope, counts: Indices
     ) -> tuple[Jaxpr, Indices]:
-        """Also which results count the steps of a solver, if the inputs `counts` do."""
+        """As `mark`; the second result says which results count the steps of a solver.
+
+        `counts` says which inputs do."""
         known = self._marked.of(jaxpr)
         if (scope, counts) not in known:
             found, made = self._find(jaxpr, scope, counts)
@@ -124,7 +129,7 @@ class Solvers:
 
     @functools.cached_property
     def _flow_by_size(self) -> Flow:
-        """Without what floats are asked that is not how large they are."""
+        """The same, but floats only reach what depends on how large they are."""
         return Flow(self.handler, self.makes_low, by_size=True)
 
     def _is_solver(
@@ -143,7 +148,7 @@ class Solvers:
         return self._stops(eqn, bodies, scope)
 
     def _stops(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> bool:
-        """Whether a loop hands its carries on from some iteration on."""
+        """Whether a loop only hands its carries on, from some iteration on."""
         flow, body = self._flow_by_size, bodies[-1]
         carries = [out for out, _ in body.loop]
         return (

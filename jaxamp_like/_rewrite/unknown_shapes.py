@@ -1,4 +1,4 @@
-"""Contractions, and rows of a policy by shapes, that did not meet."""
+"""Contractions that no row of a policy by shapes matches, and rows that match none."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ _MOST = 8  # shapes to list
 def reports_of_unknown_shapes(planner: Planner, steps: list[Step]) -> Iterator[str]:
     """What to say of contractions that a policy by shapes does not know, and of rows.
 
-    A policy by shapes is made for a function: what changed in it is not decided on."""
+    Such a policy is made for one function: it says nothing of what changed in that."""
     entries: dict[Any, list[Step]] = {}
     for step in steps:
         found = planner.matching.find(step.eqn.primitive, step.scope)

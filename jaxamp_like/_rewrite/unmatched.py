@@ -37,7 +37,7 @@ class _Equation(NamedTuple):
 def reports_of_unmatched_keys(
     planner: Planner, plan: Plan, steps: list[Step]
 ) -> Iterator[tuple[Key, str]]:
-    """Each key that decided nothing in a plan of such steps, and what to say of it."""
+    """Each key that decided nothing in a plan of `steps`, and what to say of it."""
     unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
     if not unmatched:
         return
@@ -108,7 +108,7 @@ def _paths(steps: Sequence[_Equation]) -> dict[Scope, _Equation]:
 
 
 def _names(paths: dict[Scope, _Equation]) -> dict[str, _Equation]:
-    """What keys may be that match, each with an equation that it would match."""
+    """The keys that would match, each with an equation that it would match."""
     parts = {part: step for path, step in paths.items() for part in endings(path)}
     return {"/".join(part): step for part, step in parts.items()}
 

@@ -31,10 +31,10 @@ def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
 
 
 def _run(plan: Plan) -> Iterator[Step]:
-    """The steps that were measured if the function was.
+    """The steps that were measured, if the function was measured.
 
-    Where its gradient was, a function with a derivative rule has not run: the rule has,
-    and is planned by itself."""
+    Where its gradient was measured, the body of a function with a derivative rule has
+    not run. The rule has run instead, and is planned by itself."""
     for step in plan.steps:
         yield step
         if not step.eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
@@ -51,7 +51,7 @@ def _place(step: Step) -> str:
 
 
 def _shapes(step: Step) -> str:
-    """Those that were not measured, where others were."""
+    """The shapes of a step that was not measured, if others in its scope were."""
     rule = step.found.rule
     return rule.shapes if isinstance(rule, Unmeasured) else ""
 

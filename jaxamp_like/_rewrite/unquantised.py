@@ -43,7 +43,7 @@ def _of_nothing_quantised(steps: list[Step]) -> str | None:
 def _of_few_quantised(steps: list[Step]) -> str | None:
     """What to say where most contractions of a forward pass read no parameter.
 
-    Not where none is quantised, in a backward pass either."""
+    Nothing is said where none is quantised, not even in a backward pass."""
     if not any(step.decision.eight_bits for step in steps):
         return None
     asked = [step for step in steps if _may_quantise(step) and not step.backward]
@@ -60,9 +60,10 @@ def _of_few_quantised(steps: list[Step]) -> str | None:
 
 
 def _of_weights_closed_over(plan: Plan) -> str | None:
-    """What to say where rules that quantise find no weight where parameters are said
-    to be, but weights that the function closes over, and so may take data for one."""
-    beside: list[Step] = []  # of what is closed over, with what is said to be a weight
+    """What to say where all weights seem to be closed over, and data taken for one.
+
+    Rules that quantise then find parameters only beside what is closed over."""
+    beside: list[Step] = []  # they read what is closed over, and a parameter
     alone: list[Step] = []
     for step, origins in _operands(plan):
         if not _may_quantise(step) or step.backward:
@@ -110,7 +111,7 @@ def _may_quantise(step: Step) -> bool:
 
 
 def _asked_of(step: Step) -> list[Quantising]:
-    """The rules of the policy that quantise for it, perhaps on a condition."""
+    """The rules of the policy that may quantise a step, perhaps on a condition."""
     name = step.eqn.primitive.name
     return [rule for rule in _quantising(step.found.rule) if rule.is_for(name)]
 
@@ -130,17 +131,17 @@ def _rules_of(steps: list[Step]) -> str:
 
 
 def _why_not(step: Step) -> str:
-    """Why a step is not quantised: what a rule says of it behind what it does instead.
+    """Why a step is not quantised: what follows on the first colon in its `why`.
 
-    Where a condition leads to another rule, all that is said."""
+    Without a colon, as where a condition leads to another rule, it is all of `why`."""
     why = step.decision.why
     return why.partition(": ")[2] or why
 
 
 def refuse_rules_with_state(steps: list[Step]) -> None:
-    """Raises where a contraction is scaled by what was seen before.
+    """Raises an error if scales follow from values that were seen in earlier calls.
 
-    Nothing remembers that here."""
+    `amp` remembers no such values."""
     for step in steps:
         made = step.decision.eight_bits
         if made is not None and made.needs_state:

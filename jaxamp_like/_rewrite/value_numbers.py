@@ -11,9 +11,9 @@ from .._jax import Eqn, Literal, has_effect
 
 
 def operation_of(eqn: Eqn) -> Hashable:
-    """What says what an equation makes of its operands.
+    """The operation of an equation: with its operands, it determines the results.
 
-    `None` if that can't be compared, or if it does more than make its results."""
+    It is `None` if it can't be hashed, or if the equation has effects."""
     made = (eqn.primitive.name, *eqn.params.items())
     try:
         hash(made)
@@ -23,6 +23,6 @@ def operation_of(eqn: Eqn) -> Hashable:
 
 
 def value_of(literal: Literal) -> Hashable:
-    """What says which value a literal is."""
+    """The value of a literal, as something that can be compared and hashed."""
     value = np.asarray(literal.val)
     return "literal", value.dtype.name, value.shape, value.tobytes()

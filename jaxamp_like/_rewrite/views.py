@@ -54,16 +54,16 @@ class Views:
 
 
 def bind_again(view: Step, operands: list[Any]) -> list[Any]:
-    """Makes a view of other values, for what is bound now: in the scopes of that."""
+    """Makes the same view of other values, in the scopes of what is bound now."""
     with eqn_context(without_scopes(view.eqn)):
         return bind_flat(view.eqn.primitive, operands, view.eqn.params)
 
 
 def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
-    """The inputs that contractions of a plan read cast, with the dtypes.
+    """The inputs whose casts the contractions of a plan read, with the dtypes.
 
-    Of an input that is sliced at places which are only known when it is read, the
-    slices."""
+    Where an input is sliced at indices that are only known at run time, the slice
+    stands for it."""
     views = Views()
     casts: dict[tuple[Any, DType], None] = {}
     for step in plan.steps:

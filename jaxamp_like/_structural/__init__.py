@@ -40,7 +40,7 @@ from .loops import (
 from .mapped import bind_custom_vmap, bind_pmap, bind_shard_map
 from .pinned import bind_pinned, decide_pinned, no_bodies
 
-# A call that stays a call, and one in place of which what it holds is bound.
+# `_JIT` stays a call; `_INLINE` is replaced by what it holds.
 _JIT = Handler(
     call_bodies,
     decide_jit,

@@ -19,7 +19,7 @@ Facts = tuple[Fact | None, ...]
 Scope = tuple[str, ...]
 
 Rounded = dict[tuple[Any, ...], Any]
-"""Weights that were rounded before a loop, by the way from there to what reads them."""
+"""Weights that were rounded before a loop, by the path to their reader."""
 
 REMAT = ("checkpoint", "remat2")
 
@@ -36,10 +36,10 @@ class Body(NamedTuple):
     loop: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
 
     def handed_on(self) -> dict[int, list[int]]:
-        """For inputs that the next iteration gets as they are: as which of its inputs.
+        """As which inputs the next iteration gets those that are handed on unchanged.
 
-        Where each carry takes over from the one before, as in a history of values, what
-        is known of one is soon known of all: not by one more iteration for each."""
+        In a chain of such carries, as in a history of values, what is learned of one
+        can be told to all at once, without going through the body again for each."""
         jaxpr = raw(self.jaxpr)
         place = {v: i for i, v in enumerate(jaxpr.invars)}
         heirs: dict[int, list[int]] = {}
@@ -56,8 +56,9 @@ class Handler(NamedTuple):
     `decide` is asked by a `Planner`, `bind` by a `Frame`, both of `_rewrite`. A call
     runs its one program once, operands in and results out; one that `may_run_twice` is
     run again in the backward pass if all that it holds may be. One that `hands_on` lets
-    its program read weights that were rounded before a loop around it; one that
-    `is_closed` holds its program rewritten by itself (see `Frame.close`)."""
+    its program read weights that were rounded before a loop around it. One that
+    `is_closed` keeps its program as a jaxpr of its own, which `Frame.close`
+    rewrites."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: "Callable[[Planner, Eqn, Site], tuple[Decision, tuple[Plan, ...]]]"
@@ -91,7 +92,7 @@ class Step:
 
     @functools.cached_property
     def kind(self) -> Hashable:
-        """What says how it is bound, but for its variables; all else follows."""
+        """What determines how the step is bound, apart from its variables."""
         eqn, decision = self.eqn, self.decision
         return (
             eqn.primitive,
@@ -103,7 +104,7 @@ class Step:
         )
 
     def read_alone(self, i: int) -> Hashable:
-        """What is rounded for an operand alike by all that read it so."""
+        """The key of an operand: steps that round it alike, by itself, share it."""
         return self.eqn.invars[i], self.decision.reads[i], self.decision.alone[i]
 
     @property
@@ -131,7 +132,7 @@ class Plan:
 
     @functools.cached_property
     def rounded_often(self) -> frozenset[Hashable]:
-        """Operands that several steps of 8 bits would round alike, by themselves."""
+        """Operands that several quantised contractions round alike, by their keys."""
         read = Counter(
             step.read_alone(i)
             for step in self.steps
@@ -167,7 +168,7 @@ class Demands(Protocol):
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
-        """How the results of an equation are read, also by the condition of a loop."""
+        """How the results of an equation are read, the condition of a loop included."""
         ...
 
     def body_wanted(
@@ -186,7 +187,7 @@ class Carries(Protocol):
 
 
 class Planner(Protocol):
-    """What plans the programs that an equation holds; it is that of `_rewrite`."""
+    """What plans the programs that an equation holds; its class is in `_rewrite`."""
 
     @property
     def lean(self) -> bool: ...
@@ -210,16 +211,16 @@ class Planner(Protocol):
         ...
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
-        """The facts of a call's operands, knowing on which devices they are to lie."""
+        """The facts of a call's operands, given the `in_shardings` in its `params`."""
         ...
 
     def reads_in_full(self, scope: Scope) -> bool:
-        """Whether arithmetic computes in full there, however operands are held."""
+        """Whether arithmetic in `scope` computes in full, however operands are held."""
         ...
 
 
 class Frame(Protocol):
-    """What binds plans on values; it is that of `_rewrite`."""
+    """What binds plans on values; its class is in `_rewrite`."""
 
     @property
     def is_lean(self) -> bool:
@@ -253,7 +254,7 @@ class Frame(Protocol):
     def planned(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Jaxpr, Plan]:
-        """A freshly traced program, with the scopes that it is planned by; its plan."""
+        """A freshly traced program with the scopes that planning reads; its plan."""
         ...
 
     def rewrite(
@@ -271,7 +272,7 @@ class Frame(Protocol):
         ...
 
     def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
-        """How a rule reads its first `count` inputs: in full, if it is not known."""
+        """How a rule reads its first `count` inputs; in full, if no rule is known."""
         ...
 
     def copies(
@@ -291,7 +292,7 @@ class Frame(Protocol):
         ...
 
     def recast_roots(self, plan: Plan) -> list[tuple[Any, DType]]:
-        """The inputs that a plan's contractions read cast, with the dtypes."""
+        """The inputs whose casts a plan's contractions read, with the dtypes."""
         ...
 
     def in_loop(self) -> "Frame":
@@ -326,10 +327,11 @@ def inside(
     leaf: Leaf = Leaf.ROOT,
     sharded: Leaf | None = None,
 ) -> Facts:
-    """Facts of operands as a body's inputs; a view outside is no view inside.
+    """Facts of operands as inputs of a body, where a view is no longer known as one.
 
-    What is `sharded` outside is so inside of calls alone, unless it is said: a loop has
-    parts of it, and keeping a low copy of each would be a copy of the whole."""
+    An operand on several devices is a plain input there, a `leaf`, unless `sharded`
+    says otherwise, as for a `jit`. A loop reads slices of it, and to keep a low copy of
+    each would be to keep a copy of the whole."""
     inside = {
         Leaf.ROOT: leaf,
         Leaf.SHARDED: leaf if sharded is None else sharded,

@@ -52,11 +52,11 @@ def decide_call(
     raises: bool = False,
     sharded: Leaf | None = None,
 ):
-    """Decides a call whose operands arrive as its body reads them.
+    """Decides a call whose operands are cast outside of it, as its body reads them.
 
-    What is only read low is cast outside, and so, if it `raises`, is what is only read
-    in full: there the cast is shared with other readers. A call that keeps its operands
-    for the backward pass is better given them low."""
+    What the body only reads low is cast low. With `raises`, what it only reads in full
+    is cast up: other readers share a cast that is made outside. A call that keeps its
+    operands for the backward pass is better given them low, without `raises`."""
     (body,) = call_bodies(eqn)
     demands = planner.demands.of_operands(eqn, [body], site.scope, site.wanted)
 
@@ -88,7 +88,7 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
 
 
 def bind_jit(frame: Frame, step: Step, operands: list[Any]):
-    # In a loop, what is read from outside of it has no place among the operands.
+    # Weights that were rounded before a loop are not among the operands of the call.
     if frame.rounded_in(step):
         return cast_all(bind_inline(frame, step, operands), now(step.decision.outs))
     return bind_closed(frame, step, operands)
@@ -129,7 +129,7 @@ def bind_remat(frame: Frame, step: Step, operands: list[Any]):
     with eqn_context(eqn):
         if not keeps:
             return bind(eqn.primitive, [*values, *operands], params)
-        # Only what is run again must not be merged with the forward pass.
+        # `prevent_cse` is for what is run again alone, not for the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
         params["prevent_cse"] = False
 
@@ -146,7 +146,7 @@ def bind_remat(frame: Frame, step: Step, operands: list[Any]):
 
 
 def _names_kept(plan: Plan) -> frozenset[str]:
-    """Names of scalars that rules make and would have to reduce arrays for again."""
+    """Names of scales that are kept, since making them again would reduce arrays."""
     made = (step.decision.eight_bits for step in plan.steps)
     own = {one.kept for one in made if one is not None and one.kept is not None}
     return frozenset(own).union(

@@ -1,8 +1,8 @@
 """Derivative rules by the author.
 
-The equation is wrapped in a new custom rule that differentiates the original equation,
-which runs the author's rule, and rewrites what comes of it. So the rule sees the dtypes
-that it was written for, and its contractions are low."""
+An equation gets a new derivative rule. This differentiates the original equation, which
+runs the author's rule, and rewrites the program that comes of it. So the author's rule
+sees the dtypes that it was written for, and its contractions are low."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -78,9 +78,9 @@ def _on_operands(
 def derivative_of(eqn: Eqn) -> Jaxpr | None:
     """The derivative of an equation by an author's rule, as a program.
 
-    `None` where there is no such rule, or where it can't be run by itself: if the
-    function is differentiated, JAX tells the user of it. A rule in a `shard_map` knows
-    its axes there only, so that it is run with all that is around it."""
+    It is `None` where there is no such rule, or where the rule can't be run by itself:
+    JAX tells the user so if the function is differentiated. A rule in a `shard_map`
+    knows its axes only there, so that the whole `shard_map` is differentiated."""
     avals = [atom.aval for atom in eqn.invars]
     first = eqn.params.get("num_consts", 0)
     live = [i for i, aval in enumerate(avals) if i >= first and is_inexact(aval)]
@@ -102,7 +102,7 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
 
 
 def trace_rule(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
-    """A rule as a program, as it is traced where no precision is set."""
+    """A rule as a program, traced without `jax_default_matmul_precision`."""
     with without_setting():
         return trace(rule, avals)
 
@@ -127,7 +127,7 @@ def _rerun(facts: Facts) -> Facts:
 
 
 def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
-    """Facts of values that have been rewritten already."""
+    """Facts of values that a rewritten program has made."""
     dtypes = (author_dtype(typeof(x)) for x in values)
     return tuple(
         dtype and Fact(dtype, Mark.LOW, origin=origin)
@@ -160,7 +160,8 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         values = [*primals, *ts]
         authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
         wanted = _demands_of(step) * 2
-        # Tangents are read as their primals: a sum of cotangents, once transposed.
+        # A tangent has the fact of its primal: once this is transposed, the cotangents
+        # of its readers add up as those of the primal do.
         facts = _rerun(inner.ins)
         facts += tuple(facts[i] for i in live)
         with explaining_rules():
@@ -185,7 +186,7 @@ def _tangent_aval(aval: Any, tangent: Any) -> Any:
 
 
 def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """As `_cast_all`, leaving the float0 tangents of integers alone."""
+    """As `cast_all`, leaving the float0 tangents of integers alone."""
     return [
         x if d is None or x.dtype == jax.dtypes.float0 else cast(x, d)
         for x, d in zip(values, dtypes, strict=True)
@@ -193,9 +194,10 @@ def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 
 def bind_remat_opt(frame: Frame, step: Step, operands: list[Any]):
-    """Binds a forward rule whose author has it left out where nothing is kept of it.
+    """Binds a forward rule that JAX leaves out where nothing is kept of it.
 
-    JAX then runs the function in its place (`optimize_remat`), rewritten likewise."""
+    Its author asked for that by `optimize_remat`. JAX then runs the function in its
+    place, which is rewritten likewise."""
     if frame.rounded_in(step):
         return bind_inline(frame, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
@@ -253,10 +255,10 @@ class _Identity:
 def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     """Binds a `custom_vjp` call.
 
-    The new rule asks for symbolic zeros if the author's does: only then may it matter
-    to him which operands are differentiated, and not everything in JAX (`shard_map`)
-    knows rules that ask. What the author's function closes over, the first of its
-    operands, has no derivative in his rule."""
+    The new rule asks for symbolic zeros only if the author's does: else it can't matter
+    to him which operands are differentiated, and some of JAX (`shard_map`) does not
+    know rules that ask. The first operands are what the author's function closes over:
+    his rule has no derivative for these."""
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
     dtypes = now(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
@@ -267,8 +269,8 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     asks = bool(eqn.params.get("symbolic_zeros"))
     num_consts = eqn.params.get("num_consts", 0)
     references = references_used(jaxpr)
-    # Of a function under `jax.vmap`, what it closes over is an operand like others, but
-    # its rule still refuses to be differentiated with respect to that.
+    # Under `jax.vmap`, what a function closes over is an operand like others, but its
+    # rule still refuses to be differentiated with respect to that.
     differentiable = [
         i
         for i, (aval, fact) in enumerate(zip(avals, inner.ins, strict=True))
@@ -405,10 +407,10 @@ class _Backward:
 
 
 def _in_front(outs: Sequence[Any]) -> list[Any]:
-    """`outs`, which have the axis of a `jax.vmap` in front wherever they have one.
+    """`outs`, in which the axis of a `jax.vmap` comes first, wherever there is one.
 
-    A function and its forward rule may be rewritten so that it ends up in different
-    places. JAX takes it from one of them for both."""
+    Rewriting may leave this axis in one place for a function and in another for its
+    forward rule. JAX takes its place from one of them for both."""
     return [_IN_FRONT.bind(x) if is_array_aval(typeof(x)) else x for x in outs]
 
 
@@ -429,7 +431,7 @@ def _moved(tangent: Any) -> Any:
 def _on_contents(
     fn: Callable[..., Any], live: Sequence[int], references: Sequence[int]
 ) -> Callable[..., Any]:
-    """`fn`, given the contents of its `references`; it also returns those it made.
+    """`fn`, given contents for its `references`; it returns those that it made, too.
 
     JAX differentiates with respect to arrays: it finds the cotangents of references
     that are made within what it differentiates."""

@@ -17,8 +17,8 @@ _E4M3FN = jnp.dtype("float8_e4m3fn")
 def keep(x: Any) -> Any:
     """Marks a value that policies keep although it could be made again.
 
-    By a copy, which is none once it is compiled: a `checkpoint_name` has no transpose,
-    so that linear code would be no longer linear."""
+    The mark is a `copy`, which XLA leaves out. A `checkpoint_name` would not do: it has
+    no transpose, so that linear code could not be transposed any more."""
     return lax.copy_p.bind(x) if is_float(getattr(x, "dtype", None)) else x
 
 
@@ -41,9 +41,9 @@ def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
 class KeepingToo:
     """A policy that keeps values of some names beside what another keeps.
 
-    But no `float8_e4m3fn`, which is made again from what is kept: JAX passes what a
-    policy keeps through `reduce_precision`, which takes a format for one with
-    infinities. Of this one, which has none, it would make NaN of 256 to 448.
+    No `float8_e4m3fn` is kept by the other: it is made again from what is kept. JAX
+    passes what a policy keeps through `reduce_precision`, which assumes that a format
+    has infinities. This one has none, and its values from 256 to 448 would become NaN.
 
     Args:
         names: as `checkpoint_name` gave them.

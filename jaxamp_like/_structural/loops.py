@@ -88,22 +88,25 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
     adds_up = {body.ins[i] for i in planner.carries.must_stay_full(body, site.scope)}
     demands = planner.demands.of_body(body, site.scope, read)
-    # Those may be low that are read low, and made by compute ops on every path.
+    # A carry may be low if it is read low, and made by compute ops on every path.
     read_low = {
         i
         for i, how in zip(body.ins, demands, strict=True)
         if Demand.LOW in how and Demand.OTHER not in how
     }
-    # In the next iteration, or outside of the loop.
+    # These are read in full by the next iteration, or outside of the loop.
     read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
-    # What a loop starts with is read by its first step, and by all if there is none.
+    # What a loop starts with is read by its first iteration and, if there may be none,
+    # by all that reads the results.
     inside_loop = zip(body.ins, demands, strict=True)
     starts_full = {i for i, how in inside_loop if Demand.FULL in how}
     if not site.params.get("length"):
         starts_full |= read_full
     low = (outs.keys() & read_low) - adds_up
     is_solver = SOLVER in site.scope and not site.by_scope
-    if is_solver or site.partly_mapped:  # examples may start from what they share
+    # A carry may start as a value that examples of a `jax.vmap` share, whose cotangents
+    # add up.
+    if is_solver or site.partly_mapped:
         low = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     origins = {i: fact.origin for i in outs if (fact := site.facts[i])}
@@ -122,7 +125,7 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
         return fact._replace(carried=i in adds_up, origin=origins[i])
 
     def learn(i: int, made: Fact | None) -> bool:
-        """What an iteration makes of a carry; whether that is news to the next one."""
+        """Learns what an iteration makes of a carry; returns whether that is new."""
         assert made is not None  # those of `outs` are floats
         before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
@@ -170,9 +173,9 @@ def _is_exact(site: Site, i: int) -> bool:
 
 
 def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
-    """What a scan reads or stacks up slice by slice, each once, may be cast so.
+    """The fact, lowered if it may be, of what a scan reads or stacks up slice by slice.
 
-    Unless it is an input, whose cast would be a second copy to keep."""
+    An input is not cast, since its cast would be a second copy to keep."""
     if fact is None or fact.leaf or fact.mark == Mark.FULL:
         return fact
     low = lowered(fact.dtype, site.compute_dtype)
@@ -195,9 +198,10 @@ def _carried(site: Site, i: int, mark: Mark, is_low: bool) -> Fact:
 
 
 def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., bool]:
-    """A policy for `jax.checkpoint`: casts of such variables are made again.
+    """A policy for `jax.checkpoint` by which the given casts are made again.
 
-    So are views of them; one of a value that looks alike costs little to make again."""
+    Views of their variables are made again, too. A policy only sees shapes and dtypes:
+    views of other values that have the same ones cost little to make again."""
     casts = list(casts)
     recast = {(var.aval.shape, var.aval.dtype, dtype) for var, dtype in casts}
     views = {(var.aval.size, d) for var, low in casts for d in (var.aval.dtype, low)}
@@ -225,14 +229,14 @@ def _holds_remat(plan: Plan) -> bool:
 
 
 def bind_scan(frame: Frame, step: Step, operands: list[Any]):
-    """Binds a scan; what all iterations read of parameters comes first.
+    """Binds a scan; parameters are rounded and cast for all iterations before it.
 
-    Weights of 8 bits are rounded before the loop, the slices of a stack together. Casts
-    are made before the loop, and made again before the loop of the backward pass:
-    neither once an iteration nor kept in between. Such a loop is made by `lax.scan`,
-    since there are new constants of its body. The policy of the checkpoint around casts
-    would overrule the author's checkpoints inside: there they stay in the body. So they
-    do beside hi-types, which JAX's classic checkpoint does not take."""
+    Quantised weights are rounded before the loop, all slices of a stack together. Casts
+    are made before the loop, and again before the loop of the backward pass: not in
+    each iteration, and they are not kept in between. Such a loop is made by `lax.scan`,
+    since its body has new constants. The checkpoint around casts has a policy that
+    would overrule the author's checkpoints inside: if there are any, casts stay in the
+    body. They also do beside hi-types, which JAX's classic checkpoint does not take."""
     (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
     all_fixed, _, all_slices = scan_operands(eqn, list(inner.invars))
     places = {var: i for i, var in enumerate(all_fixed)}

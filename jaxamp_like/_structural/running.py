@@ -25,8 +25,8 @@ def run_programs(
     Args:
         eqn: a scan, a `while`, a `cond`, or a call that holds one program.
         values: its operands.
-        run: gives the results of the program of a certain number, for its inputs and
-            for slices of `stacks`.
+        run: gives the results of a program, by its place among those of `eqn`, its
+            inputs and slices of `stacks`.
         stacks: arrays that a scan goes through as well; others hand them on whole."""
     name = eqn.primitive.name
     if name == "scan":

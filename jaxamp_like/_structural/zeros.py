@@ -1,7 +1,7 @@
-"""Symbolic zeros of derivative rules: which tangents and cotangents are none.
+"""Symbolic zeros of derivative rules: tangents and cotangents that are known to be 0.
 
 A rule is differentiated by `jax.jvp` and `jax.vjp`, which take and return arrays only.
-What an author's rule says of symbolic zeros, or asks for, goes around them."""
+What an author's rule says of symbolic zeros, or is told of them, bypasses these two."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Set
@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 def recording_zero_tangents(
     fn: Callable[..., Any], still: set[int]
 ) -> Callable[..., Any]:
-    """`fn` for `jax.jvp`, which makes known which results have a symbolic zero.
+    """`fn` for `jax.jvp`; adds to `still` the results whose tangent is a symbolic zero.
 
-    The tangents that `jax.jvp` returns are arrays. What comes first, in and out, is a
-    number that moves, so that the rule is asked even if nothing else does."""
+    The tangents that `jax.jvp` returns are arrays. The first argument, and the first
+    result, is a number with a tangent: so `rule` is called even if no other has one."""
 
     @jax.custom_jvp
     def results(*outs: Any) -> tuple[Any, ...]:
@@ -45,9 +45,9 @@ def recording_zero_tangents(
 
 
 def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`: results with a cotangent, and beside them everything.
+    """`fn` for `jax.vjp`; returns results with cotangents and, beside them, all.
 
-    An author who asks for symbolic zeros is given them, as `zero_cotangents` says,
+    A rule that `asks` for symbolic zeros is given those that `zero_cotangents` names,
     although the function that `jax.vjp` returns takes arrays only."""
 
     def placing(*args: Any) -> tuple[list[Any], Any]:
@@ -60,7 +60,7 @@ def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any
 
 
 def with_recorded_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`, so that `recording_cotangents` knows of its cotangents."""
+    """`fn` for `jax.vjp`; `recording_cotangents` learns of its operands' cotangents."""
     return lambda *args: fn(*(_OPERAND.bind(x, place=k) for k, x in enumerate(args)))
 
 
@@ -72,7 +72,7 @@ def zero_cotangents(places: Set[int]) -> contextlib.AbstractContextManager[None]
 def recording_cotangents(places: set[int]) -> contextlib.AbstractContextManager[None]:
     """Adds to `places` which operands have a cotangent other than a symbolic zero.
 
-    The function that `jax.vjp` returns gives arrays of zeros for these."""
+    For the others, the function that `jax.vjp` returns gives arrays of zeros."""
     return _within(_recorded, places)
 
 
@@ -101,7 +101,7 @@ def _recording(ct: Any, place: int) -> Any:
 
 
 def _identity(name: str, of_cotangent: Callable[[Any, int], Any]) -> Any:
-    """The identity of what stands at a place; `of_cotangent` makes its cotangent."""
+    """An identity primitive with a parameter `place`; `of_cotangent` transposes it."""
     made = new_primitive(
         name,
         compute=lambda x, place: x,

@@ -49,7 +49,8 @@ def is_sharded(fact: Fact | None) -> bool:
 def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:
     """Whether a step picks from a table that lies on several devices.
 
-    They find together what each reader asks for, and would have to once more."""
+    The devices fetch together what each reader asks for, and would have to do so
+    again."""
     if step.eqn.primitive.name == "gather":
         return is_sharded(facts.get(step.eqn.invars[0]))
     plans = step.inner if step.handler is not None else ()
@@ -106,13 +107,13 @@ def held(fact: Fact | None) -> DType | None:
 
 
 def size(aval: Any, dtype: DType | None) -> int:
-    """In bytes; a dimension that is not known yet counts as one."""
+    """The size in bytes; a dimension that is not known yet counts as 1."""
     known = (d for d in aval.shape if isinstance(d, int))
     return prod(known) * (dtype or aval.dtype).itemsize
 
 
 def elements(aval: Any) -> int:
-    """A dimension that is not known yet is taken for one that is longer than one."""
+    """The number of elements; a dimension that is not known yet counts as 2."""
     return prod(d if isinstance(d, int) else 2 for d in aval.shape)
 
 

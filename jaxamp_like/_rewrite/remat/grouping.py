@@ -97,7 +97,7 @@ class Grouping:
                 for other in {self._root(other) for other in inside}:
                     self._parent[other] = step
             elif inside:
-                depth += 1  # what reads the result can't be in the region that it reads
+                depth += 1  # its readers can't be in the region that it reads from
         self._depths |= dict.fromkeys(outs, depth)
 
     def _leads(self, step: Step) -> bool:
@@ -130,11 +130,12 @@ class Grouping:
         return self._kept_as[v]
 
     def _gate(self, v: Any) -> DType | None:
-        """The dtype of a copy of `v`, if it is what a gate of two products saturates.
+        """The dtype of a low copy of `v`, a sum of two products that only gates read.
 
-        The sum of two results of contractions, as in an LSTM. Its rounding is of the
-        size of theirs, and where the sum is large a gate does not feel it. Of any other
-        sum, something that is made again may be small beside the sum itself."""
+        It is the sum of two contractions' results, as in an LSTM. Rounding it errs
+        about as much as rounding these, and where the sum is large, a gate is
+        saturated. What is made again from any other sum may be small beside the sum
+        itself."""
         step = self.maker.get(v)
         if step is None or step.eqn.primitive.name != "add":
             return None
@@ -153,8 +154,9 @@ class Grouping:
     def roots_of(self, steps: Sequence[Step]) -> list[Step]:
         """The steps that lead from what is held low to what `steps` read.
 
-        Where one result of a contraction is kept instead of what was made of it by
-        steps that read nothing else: a bias added, a constant factor, a split."""
+        If one low value costs no more to keep than what is made of it alone (by adding
+        a bias, by a constant factor, by a split), it is kept instead, and these steps
+        are run again."""
         made = {v for step in steps for v in step.eqn.outvars}
         chains: dict[Any, tuple[int, dict[Step, None]]] = {}
         for v in dict.fromkeys(v for step in steps for v in reads(step)):
@@ -201,11 +203,12 @@ class Grouping:
         return found
 
     def _adds_bias(self, step: Step) -> bool:
-        """Whether a step adds a bias to a contraction's result, or to a gate's two.
+        """Whether a step adds a bias to a product, or to a gate's sum of two products.
 
-        Its cotangent is that of the contraction's result, which is low anyway; where
-        that has other readers, it is low once all of theirs are added up. The bias'
-        gradient is better summed up from that than from a second, wide array."""
+        Its cotangent is then that of the contraction's result, which is low anyway: the
+        bias' gradient is better summed from that than from a second, wide array. It
+        does not count if the result has other readers, whose cotangents are added
+        first."""
         if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
             return False
         if Demand.FULL not in step.wanted[0]:
@@ -226,11 +229,12 @@ class Grouping:
     def _branch(self, step: Step) -> int | None:
         """Which operand is a contraction's result that is added to a stream.
 
-        Others read the stream too, so that its cotangents add up, in full; that of the
-        contraction's result is low. XLA would store the low one alone, and for the
-        other run the backward passes of all later regions again, in each kernel that
-        adds to it: it would take two to three times as long to compile. Of code that is
-        split over devices each has less to compute again than to store."""
+        The stream has other readers, too, so that its cotangents add up in full; that
+        of the contraction's result is low. XLA would store only the low one. For the
+        other, each kernel that adds to it would run the backward passes of all later
+        regions again, and compiling would take two to three times as long. In code that
+        is split over devices there is no such operand: it costs less to compute again
+        than to store."""
         is_sum = step.eqn.primitive.name == "add" and step.run_again
         if self._is_split or not is_sum:
             return None
@@ -242,17 +246,17 @@ class Grouping:
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != rest[0].aval.shape:
             return None
         if low[0] in self.shared:
-            return None  # what the others hand back is added to it first
+            return None  # the cotangents of its other readers come first
         (stream,) = rest
         is_summed = stream in self.active and stream not in self.free_vars
         is_summed = is_summed and len(self.readers[stream]) > 1
         return operands.index(low[0]) if is_summed else None
 
     def _splits(self, step: Step) -> bool:
-        """Whether a step is the sum of a stream, and is kept between two regions.
+        """Whether a step adds to a stream, and its sum is kept between two regions.
 
-        What a stream is at first is an input, as of a loop's body: that is kept anyway,
-        and the region behind the sum makes it again."""
+        This is not so if the stream is still an input, as of a loop's body: that is
+        kept anyway, and the region after the sum makes the sum again."""
         branch = self._branch(step)
         return branch is not None and step.eqn.invars[1 - branch] in self.maker
 

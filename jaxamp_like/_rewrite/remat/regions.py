@@ -19,9 +19,9 @@ from .cost import (
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
-_NEXT_TO_NOTHING = 64  # times smaller than what it is made of
-# Elements of a row that XLA reduces and reads again in one kernel on GPUs: at 16384 it
-# still does so, at 24576 no longer (JAX 0.10.2, as compiled for an H200).
+_NEXT_TO_NOTHING = 64  # it is so many times smaller than what is kept for it
+# On GPUs, XLA reduces a row of so many elements and reads it again in one kernel: at
+# 16384 it still does so, at 24576 no longer (JAX 0.10.2, as compiled for an H200).
 _IN_ONE_KERNEL = 16384
 
 
@@ -30,7 +30,9 @@ def plain_schedule(
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
 ) -> Schedule:
-    """The schedule of a jaxpr's steps, one by one, as `remat_schedule` is asked."""
+    """The schedule of a jaxpr's steps without regions.
+
+    The arguments are those of `remat_schedule`."""
     return schedule(steps, outvars, Grouping(steps, facts, outvars).cotangents())
 
 
@@ -100,7 +102,7 @@ def _region(
     paid = [v for v in taken if v in grouping.active and v not in grouping.free_vars]
     keeps = {v: low for v in paid if (low := grouping.kept_as(v))}
     if not any(outs.values()) and not any(map(grouping.is_rounded, taken)):
-        return None  # as its author wrote it, through and through
+        return None  # nothing that it reads or gives is rounded
     gain = sum(kept_for(step, grouping.active) for step in group)
     gain -= sum(map(grouping.kept, paid))
     ins = {v: keeps.get(v) for v in taken}
@@ -111,18 +113,18 @@ def _region(
 
 
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
-    """Whether a region ends in next to nothing, such as the loss.
+    """Whether a region ends in something small, such as the loss.
 
-    Its backward pass comes next, so nothing is kept for long that the two share. Were
-    it run again, XLA would be free to put off the first run, which nothing but the loss
-    reads, and to hold the logits until then; and their cotangent could not take their
-    place. On one GPU this is so where rows are long: shorter ones it reduces and reads
-    again in one kernel, which is best run twice."""
+    Its backward pass comes next, so what the two share is not kept for long. If the
+    region were run again, XLA could put off its first run, which only the loss needs,
+    and would hold the logits until then: their cotangent could not take their memory.
+    On one GPU that is so only where rows are long. XLA reduces shorter rows and reads
+    them again in one kernel, which is best run twice."""
     return ends.issuperset(outs) and _total(outs) * _NEXT_TO_NOTHING < _total(paid)
 
 
 def _reduces_much(step: Step) -> bool:
-    """Whether a step makes a number of more than a GPU's kernel holds at a time."""
+    """Whether a step reduces more elements to a number than a GPU's kernel holds."""
     eqn = step.eqn
     if eqn.primitive.name in REDUCTIONS:
         (operand, *_), (out, *_) = eqn.invars, eqn.outvars
@@ -137,7 +139,8 @@ def _total(values: Iterable[Any]) -> int:
 def _border(v: Any, readers: set[DType | None], grouping: Grouping) -> DType | None:
     """The dtype that all readers of a region's result read it in, if not its own.
 
-    That of its author, where some read it so and cotangents are to add up."""
+    If they differ, it is the author's dtype, where one of them reads that and where
+    cotangents add up."""
     dtype, author = held(grouping.facts[v]), author_dtype(v.aval)
     if len(readers) == 1:
         (read,) = readers
@@ -146,7 +149,7 @@ def _border(v: Any, readers: set[DType | None], grouping: Grouping) -> DType | N
 
 
 def as_region(unit: Step | Region) -> Step | Region:
-    """A step of its own as a region, if it may be one and has something to keep."""
+    """A single step as a region, if it is cheap and something is kept for it."""
     if isinstance(unit, Region) or not is_cheap_step(unit):
         return unit
     if not kept_for(unit, set(reads(unit))):
@@ -156,11 +159,11 @@ def as_region(unit: Step | Region) -> Step | Region:
 
 
 def _mixes_rows(group: Sequence[Step]) -> bool:
-    """Whether a group computes with sums over what other rows hold.
+    """Whether a group combines an array with sums that were taken across its rows.
 
-    Such as the statistics of a channel: made again, they are a kernel of their own, for
-    which all that goes in must be read once more."""
-    sizes: dict[Any, int] = {}  # of what was summed up, for all that is made of the sum
+    The statistics of a channel are such sums. To make them again takes a kernel of its
+    own, which must read all that goes in once more."""
+    sizes: dict[Any, int] = {}  # of summed arrays, for what is made of a sum
     for step in group:
         eqn = step.eqn
         summed = [sizes[v] for v in reads(step) if v in sizes]

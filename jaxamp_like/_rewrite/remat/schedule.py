@@ -19,8 +19,9 @@ class Region:
     `ins` are the variables that it reads, with the dtypes in which they are kept for
     the backward pass, and `outs` its results, with those in which they leave; `None`
     stands for the dtype that they have. `sharded` are those of `ins` that lie on
-    several devices: the backward pass uses what was brought of them before. One that
-    is `last` ends in the loss: XLA may use again what the forward pass made."""
+    several devices: the backward pass uses what was gathered for the forward pass. A
+    region that is `last` ends in the loss: XLA may use again what the forward pass
+    made."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
@@ -32,10 +33,10 @@ class Region:
 class Schedule(NamedTuple):
     """Steps and regions in an order that binding can follow.
 
-    `drops` are the variables that each of them is the last to read, and `cotangents`
-    those whose cotangents are rounded once: before they go anywhere, or, with a number,
-    for this operand of a sum alone. `shared` are the variables that are read more than
-    once, so that JAX adds up their cotangents."""
+    `drops` are the variables that each of them is the last to read. `cotangents` has
+    the variables whose cotangents are rounded once: before they go anywhere or, where a
+    number is given, only for that operand of a sum. `shared` are the variables that are
+    read more than once, so that JAX adds up their cotangents."""
 
     units: tuple[Step | Region, ...]
     drops: tuple[tuple[Any, ...], ...]
