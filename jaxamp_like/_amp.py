@@ -90,7 +90,8 @@ class Traced(NamedTuple):
 
 
 Run = Callable[[Planner, Traced], list[Any]]
-# Of what `amp` has made. (An attribute would be taken over by `functools.wraps`.)
+# The compute dtypes of functions that `amp` has made. (An attribute would be taken over
+# by `functools.wraps`.)
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
 
 
@@ -156,22 +157,22 @@ def amp(
             `use_precision(dtype)`.
         strict: raise instead of warn where an equation holds a program that amp can't
             rewrite, or where a key of the policy matches nothing.
-        lean: keep as little for the backward pass as the default policy does under
-            any policy: what stands between contractions (norm, softmax, activation,
+        lean: under any policy, keep as little for the backward pass as the default
+            policy does: what stands between contractions (norm, softmax, activation,
             gate) is run again there, whatever its rule.
         gather_once: whether the backward pass keeps the low copy of a parameter that
-            the forward pass read, instead of casting it once more, so that what lies
-            on several devices is sent once. If not given: where types, a sharding
-            constraint or `in_shardings` inside of `fn` show that it lies on several. A
-            `jit` around `amp` does not, if its `in_shardings` are the first to place
-            the arrays: there say so.
+            the forward pass read, instead of casting it once more, so that what lies on
+            several devices is sent once. If not given, it does where types, a sharding
+            constraint or `in_shardings` inside of `fn` show that the parameter lies on
+            several. A `jit` around `amp` does not show it, if its `in_shardings` are
+            the first to place the arrays: give True there.
         argnums: the positions of the arguments that hold parameters, as of `jax.grad`:
             by default the first one, or none where `fn` is a module that holds its own
-            parameters, or a method of one. For rules that treat weights unlike
-            activations (`float8`, `int8`, `use_precision_by_pass`). What is made of
-            parameters alone (cast, put side by side, masked) is a weight as they are.
-            Arrays that `fn` closes over count as weights beside what is computed; pass
-            `()` where they hold all of the parameters.
+            parameters, or a method of one. It matters to rules that treat weights
+            unlike activations (`float8`, `int8`, `use_precision_by_pass`). What is made
+            of parameters alone (cast, put side by side, masked) is a weight as they
+            are. Arrays that `fn` closes over count as weights beside what is computed;
+            pass `()` where they hold all of the parameters.
     Returns:
         A function with the signature of `fn`; of a model, a model. Floating results are
         cast if the policy has an output dtype.
@@ -240,7 +241,7 @@ def amp(
 
 
 class _Options(NamedTuple):
-    """What `amp` is to do, understood: equal if it is the same."""
+    """The arguments of `amp`, once they are checked: equal ones mean the same."""
 
     settings: Settings
     strict: bool
@@ -283,7 +284,7 @@ def amp_by(
 ) -> Callable[..., Any]:
     """`amp` of a function, by settings that are understood already.
 
-    `run` evaluates the program that is made of a traced one, if that needs a state."""
+    `run` plans and binds the traced program; it is given where that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
     if is_amp_disabled():
         return fn
@@ -389,7 +390,7 @@ def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> lis
 def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
-    With rules that need a state only where there is one, or where nothing is run."""
+    Rules that need a state are refused, unless there is one or the call is recorded."""
     jaxpr = planner.prepared(call.jaxpr)
     inner = raw(jaxpr)
     avals = (v.aval for v in inner.invars)
@@ -447,8 +448,9 @@ def amp_stop(fn: Any = None) -> Any:
     Returns:
         The function, in a `jax.named_scope` called "amp_stop"; or that scope.
     Raises:
-        TypeError: `fn` is not callable, or computes when it has returned (a generator,
-            an async function, a class); when it is called, if its result would.
+        TypeError: `fn` is not callable, or computes after it has returned (a generator,
+            an async function, a class). It is raised when the function is called if
+            the result of that computes later.
 
     >>> @amp_stop
     ... def norm(x):

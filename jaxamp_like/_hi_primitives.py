@@ -35,7 +35,7 @@ CALL = "call_hi_primitive"
 
 _HIJAX = "jax._src.hijax"  # where the base class is
 
-_MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")  # this JAX, as hi-primitives
+_MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")  # as hi-primitives, under a flag
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _Row(NamedTuple):
 def held_by(params: dict[str, Any]) -> Iterator[Any]:
     """The parameters of an equation; of a hi-primitive, the fields of its object.
 
-    Beside other parameters, the object is that of a linear equation made of another
-    one. Then its fields tell nothing of what runs."""
+    If an equation has parameters beside the object, it is a linear equation that was
+    made of another one. Then the fields of the object don't tell what runs."""
     is_linear = "_prim" in params and len(params) > 1
     for value in params.values():
         if isinstance(value, jax.stages.Traced):
@@ -233,7 +233,7 @@ def _is_object(value: Any) -> bool:
 
 @functools.cache
 def _call_primitive() -> Any:
-    # The first of its kind has been seen in a program, so that JAX has it.
+    # A program with such an equation came before, so this JAX has the primitive.
     from jax._src.hijax import call_hi_primitive_p
 
     return call_hi_primitive_p

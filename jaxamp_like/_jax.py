@@ -237,14 +237,14 @@ def is_pending_sum(aval: Any) -> bool:
 def _parts(spec: PartitionSpec) -> tuple[Any, ...]:
     """The axes of the mesh that each dimension is split along.
 
-    A spec that also says of a sum that it is still to be made can't be iterated."""
+    A spec that also has unreduced axes can't be iterated."""
     return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def laid_as(x: Any, other: Any) -> Any:
-    """`x`, which multiplies `other`, laid along `Explicit` axes of the mesh as that is.
+    """`x`, which multiplies `other`, sharded along `Explicit` axes as `other` is.
 
-    So that the product lies as `other`, too. Axes of length 1 are not split."""
+    The product is then sharded as `other`, too. Axes of length 1 are not split."""
     now, sharding = jax.typeof(x).sharding, jax.typeof(other).sharding
     if not any((*_parts(now.spec), *_parts(sharding.spec))):
         return x
@@ -266,7 +266,7 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
 
 
 def where_it_lies(x: Any) -> contextlib.AbstractContextManager[Any]:
-    """The mesh that the type of `x` names, for what is bound on `x` alone.
+    """A context with the mesh of the type of `x`, for what is bound on `x` alone.
 
     What enters or leaves `jax.sharding.auto_axes` is read in the context of one mesh
     and has the type of another: the same devices, along axes of another kind."""
@@ -296,10 +296,10 @@ def is_array_aval(aval: Any) -> bool:
 
 
 def is_inexact(aval: Any) -> bool:
-    """Whether it is an array with a derivative; one by a reference goes elsewhere.
+    """Whether it is the aval of an array, not of a reference, that has a derivative.
 
-    Flax has an extended dtype with one: cotangents of float8's scales, whose sum is the
-    largest."""
+    One extended dtype has derivatives, too: Flax's dtype of float8 scales, whose
+    cotangents are "added" by taking the larger."""
     if not is_array_aval(aval):
         return False
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
@@ -452,8 +452,8 @@ def new_primitive(
 def are_partly_mapped(values: Sequence[Any]) -> bool:
     """Whether the examples of a `jax.vmap` share some of the values that it is given.
 
-    It concerns floats that are differentiated outside of the `vmap`, by which their
-    cotangents are sums over the examples."""
+    Only floats that are differentiated outside of the `vmap` count: their cotangents
+    are sums over the examples."""
     chains = [(_traces(x), is_inexact(typeof(x))) for x in values if is_tracer(x)]
     mapped = {_tag(t) for traces, _ in chains for t in traces if _is_of_vmap(t)}
     return any(
@@ -466,7 +466,8 @@ def are_partly_mapped(values: Sequence[Any]) -> bool:
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:
     """Whether a value comes from outside of a `vmap`, which does not map it.
 
-    What is differentiated inside, and only staged out outside, has no sums there."""
+    If it is differentiated inside of the `vmap`, and outside is only traced to a jaxpr,
+    it doesn't count: its cotangents are no sums over the examples."""
     if any(_tag(trace) == tag for trace in traces):
         return False
     outside = [t for t in traces if all(_tag(other) != tag for other in _around(t))]
@@ -478,7 +479,7 @@ def _is_shared(traces: Sequence[Any], tag: int) -> bool:
 def _traces(x: Any) -> list[Any]:
     """The transformations that trace a value, the innermost first.
 
-    Without a `vmap` that knows the value and does not map it."""
+    A `vmap` that knows the value and does not map it is left out."""
     found = []
     while is_tracer(x):
         is_of_vmap = _is_of_vmap(x._trace)
@@ -514,12 +515,12 @@ def is_of_jet(x: Any) -> bool:
 
 
 def tangent_aval(x: Any) -> Any:
-    """Of the derivative of an array; none of numbers that are no floats."""
+    """The aval of an array's tangents: of float0 if its numbers have no derivative."""
     return jax.typeof(x).to_tangent_aval()
 
 
 def is_linear_operand(x: Any) -> bool:
-    """Whether a transpose rule is given `x` as what it is to find the cotangent of."""
+    """Whether `x` is an operand whose cotangent a transpose rule is to compute."""
     return ad.is_undefined_primal(x)
 
 
@@ -652,7 +653,7 @@ class Place:
 
 
 def _are_equal(context: Any, other: Any) -> bool:
-    """Whether two contexts are: in JAX 0.6 each equation has one, without equality."""
+    """Whether two contexts are equal; in JAX 0.6 they have no `==` of their own."""
     names = [name for name in type(context).__slots__ if not name.startswith("__")]
     return context is other or all(
         getattr(context, name, None) == getattr(other, name, None) for name in names
@@ -736,7 +737,8 @@ def has_effect(eqn: Eqn) -> bool:
 def writes_references(jaxpr: Jaxpr) -> bool:
     """Whether a program writes to a `jax.Ref` that it was given or closes over.
 
-    The classes of these effects are private; one that it makes itself has another."""
+    The classes of these effects are private. A reference that the program makes itself
+    has an effect of another class."""
     return any(
         type(e).__name__ in ("WriteEffect", "AccumEffect") for e in jaxpr.effects
     )
@@ -821,10 +823,10 @@ def scan_operands(eqn: Eqn, values: _Values) -> tuple[_Values, _Values, _Values]
 
 
 def scan_like(eqn: Eqn, body: Callable[..., Any], init: Any, xs: Any) -> Any:
-    """`lax.scan` as long, as often unrolled and in the direction of a scan `eqn`.
+    """`lax.scan` with the length, the unrolling and the direction of a scan `eqn`.
 
-    A length that is symbolic it takes from what it goes through, and from there alone:
-    so it goes through numbers too, which nothing reads."""
+    `lax.scan` takes a symbolic length from its `xs`, and from there alone: so numbers
+    are put beside the `xs`, which nothing reads."""
     options = {name: eqn.params[name] for name in ("reverse", "unroll")}
     if isinstance(length := eqn.params["length"], int):
         return jax.lax.scan(body, init, xs, length, **options)
@@ -857,9 +859,9 @@ def shard_map_options(params: dict[str, Any]) -> dict[str, Any]:
 def call_vmap_rule(
     eqn: Eqn, axis_size: int, batched: Sequence[bool], args: Sequence[Any]
 ) -> tuple[list[Any], list[bool]]:
-    """Runs the author's rule of a `custom_vmap` equation: results, which are batched.
+    """Runs the rule of a `custom_vmap` equation: results, and which are batched.
 
-    `jax.vmap` of the equation would run it too, but not say which are."""
+    `jax.vmap` of the equation would run it too, but not tell which are batched."""
     tree = eqn.params["in_tree"]
     rule = eqn.params["rule"]
     outs = rule(axis_size, list(tree.unflatten(batched)), *tree.unflatten(args))

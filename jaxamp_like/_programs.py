@@ -26,7 +26,7 @@ def jaxprs_in(values: Iterable[Any]) -> Iterator[Jaxpr]:
 def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
     """`jaxpr` with other equations, which make the same variables.
 
-    The same object if none of them is another."""
+    If none of them is new, `jaxpr` itself is returned."""
     if all(new is old for new, old in zip(eqns, raw(jaxpr).eqns, strict=True)):
         return jaxpr
     inner = raw(jaxpr).replace(eqns=list(eqns))
@@ -38,7 +38,7 @@ def with_jaxprs(
 ) -> dict[str, Any]:
     """An equation's parameters, with what `other` makes of each jaxpr among them.
 
-    The same object if none of them is another."""
+    If no jaxpr is new, `params` itself is returned."""
 
     def of(value: Any) -> Any:
         if is_jaxpr(value):

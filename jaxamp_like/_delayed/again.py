@@ -1,10 +1,10 @@
 """What a backward pass makes again of the forward pass, instead of keeping it.
 
 `amp_with_state` gets a program that is differentiated already: JAX has chosen what the
-forward pass hands over, as if nothing in it were low. Here it is chosen once more. What
-cheap equations make of something that is smaller, such as the low result of a
-contraction, or of what the program was given, such as a weight, the backward pass makes
-again. What it would round itself, as the forward pass has done, it is handed rounded.
+forward pass hands over, as if nothing in it were low. Here it is chosen once more. The
+backward pass makes again what cheap equations make of smaller values, such as the low
+result of a contraction, or of inputs of the program, such as a weight. Where it repeats
+an equation of the forward pass, such as a rounding, it takes the result of that one.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -34,7 +34,7 @@ from .._primitives import is_cheap
 from .._structural import CALLS
 
 SIXTEEN_BITS = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
-_MOST = 100  # equations to make again for one value
+_MOST = 100  # equations that are run again for one value
 
 
 def keeping_less(fn: Callable[..., Any], *args: Any) -> Any:
@@ -57,7 +57,7 @@ class _Choice:
 
     Attributes:
         makers: the equations that make the values of the forward pass.
-        same: of what the backward pass makes as the forward pass has, what that made.
+        same: the values of the forward pass by equal ones of the backward pass.
         kept: the values of the forward pass that the backward pass reads."""
 
     def __init__(self, jaxpr: Any):
@@ -76,7 +76,7 @@ class _Choice:
                 self.same |= zip(eqn.outvars, made[key].outvars, strict=True)
             else:
                 read |= dict.fromkeys(x for x in operands if self.is_made(x))
-        # The largest first, in order: others may be made of what it is made of.
+        # The largest come first: smaller ones may be made of what is kept for them.
         made_at = {v: i for i, v in enumerate(self.makers)}
         for v in sorted(read, key=lambda v: (-_num_bytes(v), made_at[v])):
             self.kept |= self._leaves(v, {})[0]
@@ -134,9 +134,10 @@ class _Handler:
         return outs
 
     def _held(self, v: Any, value: Any) -> Any:
-        """What is kept in 16 bits, for the forward pass to go on with the same number.
+        """`value`, which is sure to be rounded if it is kept in 16 bits.
 
-        Inside of a fusion, XLA would leave a rounding out."""
+        The forward pass then goes on with the number that is kept: inside of a fusion,
+        XLA would leave the rounding out."""
         if v not in self.choice.kept or v.aval.dtype not in SIXTEEN_BITS:
             return value
         info = jnp.finfo(v.aval.dtype)
@@ -154,10 +155,10 @@ class _Handler:
         return self.again[atom]
 
     def _fenced(self, atom: Any, eqn: Eqn, after: list[Any]) -> Any:
-        """What an equation reads that is bound again.
+        """An operand of an equation that is bound again, behind a barrier.
 
-        Behind a fence, lest XLA should take what the forward pass has made of it, or
-        make the value before the backward pass is `after` where it is read."""
+        So XLA neither takes what the forward pass has made of it, nor runs the equation
+        before the backward pass has made the values `after`."""
         value = self._read_back(atom, after)
         if self.choice.is_made_again(atom) or isinstance(atom, Literal):
             return value
@@ -175,7 +176,7 @@ def _is_repeatable(eqn: Eqn) -> bool:
 
 
 def _key(eqn: Eqn, operands: Sequence[Any]) -> Hashable:
-    """What says which values an equation makes; `None` if that can't be compared."""
+    """A key, equal for equations of equal values; `None` if it can't be hashed."""
     read = tuple(
         (x.aval, x.val.tobytes() if hasattr(x.val, "tobytes") else x.val)
         if isinstance(x, Literal)

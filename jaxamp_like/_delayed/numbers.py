@@ -1,7 +1,7 @@
 """Which values of a program are one and the same, told from the program alone.
 
-Values get numbers as in `value_numbers`. So what the backward pass keeps of the forward
-pass, or makes again of it, is known for what it is, through loops and branches too. A
+Values get numbers as in `value_numbers`. So a value of the forward pass has one number
+where the backward pass keeps it or makes it again, through loops and branches too. A
 number in the body of a scan stands for a value of each iteration, by its place in what
 the scan reads and makes."""
 
@@ -27,7 +27,7 @@ class Numbers:
         self._shown: dict[int, int] = {}
 
     def of(self, made: Hashable, varies: frozenset[int] = _NONE) -> int:
-        """The number of what is made so."""
+        """The number of a value, by how it is made: equal values have one number."""
         number = self._known.setdefault(made, len(self._made))
         if number == len(self._made):
             self._made.append(made)
@@ -35,7 +35,7 @@ class Numbers:
         return number
 
     def shown(self, number: int) -> int:
-        """The value that a view shows, moved about; of what is no view, itself."""
+        """The number of the value that a view shows; if it is no view, its own."""
         return self._shown.get(number, number)
 
     def new(self, varies: frozenset[int] = _NONE) -> int:
@@ -65,7 +65,7 @@ class Numbers:
         return outs
 
     def _cast(self, eqn: Eqn, number: int) -> int:
-        """The number of a cast; what was cast after it came out is cast inside."""
+        """The number of a cast; what a body made is numbered as if cast in there."""
         kind, *how = self._made[number]
         if kind == "stacked":
             return self.stacked(self._cast(eqn, how[1]), how[0])
@@ -79,7 +79,7 @@ class Numbers:
             self._shown[out] = self._cast(eqn, self._shown[number])
         return out
 
-    # Loops, branches, shards: what goes in is known again when it came out of one.
+    # Loops, branches, shards: what came out of one has its old number if it goes in.
 
     def sliced(self, number: int, depth: int) -> int:
         """What each iteration sees of a value that a scan goes through."""
@@ -98,9 +98,10 @@ class Numbers:
     ) -> list[int]:
         """What each iteration sees of carries that begin as `init`.
 
-        Equal are those of loops that go on in the same way: `how` is the depth, length,
-        direction and what the loop varies by, and `made` what an iteration makes of
-        carries, in numbers of such as `carried` gives without it."""
+        Carries of loops that go on in the same way get equal numbers. `how` is the
+        depth, length and direction of the loop, and what it varies by. `made` is what
+        an iteration makes of carries that have the numbers which `carried` gives
+        without `made`."""
         depth, *_, varies = how
         loop = "carried", *how, tuple(init), tuple(made)
         return [self.of((*loop, i), varies | {depth}) for i in range(len(init))]
@@ -140,9 +141,9 @@ class Numbers:
     ) -> int:
         """What a body sees of a value that goes in.
 
-        If the value came `out` of such a body, that is what was made there. If it was
-        cast before it goes in, that is the number of a cast inside of the body. Else
-        `inside` says what it is."""
+        If the value came `out` of such a body, its number is the one that it had there.
+        The number of a cast is that of a cast inside of the body. For any other value,
+        `inside` gives the number."""
         made = self._made[number]
         if made[:2] == out:
             return of_made(made[2])

@@ -20,7 +20,7 @@ from .._quantised.delayed import (
 from .tensors import Tensor
 
 State = dict[str, TensorScale]
-"""By the path of scopes to a contraction, and which of its tensors it is."""
+"""A scale by its name: the scopes of a contraction, and which tensor it is there."""
 
 _MOST = 6  # keys to list
 
@@ -108,7 +108,7 @@ def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
 
 
 def _by_names_of(state: State, tensors: Mapping[str, Tensor]) -> State:
-    """The state of a Linen model by its names now, if only `nn.remat` makes others.
+    """The state of a Linen model, by its names now if only `nn.remat` changed them.
 
     A class that `nn.remat` has made calls its instances `CheckpointBlock_0` and not
     `Block_0`, where they are not named."""

@@ -47,18 +47,18 @@ def amp_with_state(
     are ordinary results.
 
     The state is a dict of arrays, beside parameters and optimizer state, and never a
-    part of them. Each tensor that a quantised contraction reads has an entry, called by
+    part of them. Each tensor that a quantised contraction reads has an entry, named by
     the scopes of the contraction: its scale in the last step and its largest magnitudes
     in the steps before, as Flax orders them: the newest first, then from the oldest on.
-    In a `lax.scan` over layers each layer has
-    its own (an axis more); where iterations share an operand, as in a recurrence or
-    over microbatches, they share the entry, and the largest magnitude counts. So it
-    does over the devices of a `shard_map`. What did not run, in a branch not taken,
-    keeps its entry, and so does what held an inf or NaN.
+    In a `lax.scan` over layers each layer has its own (an axis more); where iterations
+    share an operand, as in a recurrence or over microbatches, they share the entry, and
+    the largest magnitude counts. The devices of a `shard_map` share it, too. What did
+    not run, in a branch not taken, keeps its entry, and so does what held an inf or
+    NaN.
 
     A step that is called for each microbatch returns states that differ in their newest
-    maxima only: `jax.tree.map(jnp.maximum, a, b)` is the state after both. So it is
-    after `jax.vmap` over examples: take the maximum over the first axis.
+    maxima only: `jax.tree.map(jnp.maximum, a, b)` is the state after both. After
+    `jax.vmap` over examples, take the maximum over the first axis likewise.
 
     Args:
         fn: as of `amp`. Without `fn`, returns a decorator.

@@ -1,8 +1,8 @@
 """Which tensors of a program have a history, and what they are called.
 
-A tensor has one however many contractions read it: the backward pass reads what the
-forward pass quantised, and what it makes again, by the scale of the forward pass. So is
-a view: what is reshaped or transposed before it is read has the same maximum. In a
+A tensor has one history, however many contractions read it: the backward pass reads it
+by the scale of the forward pass, also where it makes it again. A view shares the
+history: what is reshaped or transposed before it is read has the same maximum. In a
 scan, each iteration has a history of its own (layers), unless one of the two operands
 is the same in all of them (steps of a recurrence, microbatches): then all iterations
 share one, and the largest maximum counts.
@@ -63,8 +63,8 @@ class Tensor:
         name: that in the state.
         place: the contraction that it is named after.
         wanted: what the first mark says that reads it.
-        lengths: of the scans, by how many are around their body, in which each
-            iteration has its own.
+        lengths: of the scans whose iterations each have a history, by how many scans
+            are around their body.
         around: what it stands in.
         axes: the mesh axes that its type says it varies over."""
 
@@ -77,7 +77,7 @@ class Tensor:
     axes: frozenset[str]
 
     def shape(self, depth: int = 0) -> tuple[int, ...]:
-        """Of its scale, inside of as many scans."""
+        """The shape of its scale, inside of `depth` scans."""
         return tuple(n for d, n in sorted(self.lengths.items()) if d > depth)
 
 
@@ -157,12 +157,12 @@ class Finder:
         ]
         for tensor in alike:
             if tensor.axes == axes:
-                # Elsewhere it was perhaps not made: the maximum is taken again.
+                # In another branch it may not be made: its maximum is taken again.
                 context = tensor.around.context
                 return Use(tensor, around.context[: len(context)] != context)
         if alike:
-            # The same on all devices, and by its type so for some readers only. A scale
-            # that is measured for these is of another type than one for the others.
+            # It is the same on all devices, but its type says so to some readers only.
+            # A scale that is measured for these has another type than for the others.
             key = f"{alike[0].name} over {sorted(axes)}"
             tensor = replace(alike[0], key=key, axes=axes, around=around)
         else:
@@ -201,8 +201,8 @@ class Finder:
         if self._place is None:
             base = "/".join((*wanted.scope, wanted.primitive))
             n = self._places[base]
-            # Steps may come before what they are the backward pass of, in whose place
-            # they stand: a function and its gradient call tensors by the same names.
+            # A contraction of a backward pass takes the next number and does not count:
+            # a function and its gradient then give tensors the same names.
             self._places[base] += not wanted.backward
             self._place = f"{base}.{n}" if n else base
         return self._place
@@ -241,7 +241,7 @@ def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
         return finder._walk(eqn.params["jaxpr"], given, around)
 
     how = depth, eqn.params["length"], eqn.params["reverse"], numbers.all_varies(ins)
-    # What an iteration makes of its carry, found out by one that leaves no trace.
+    # A first walk, of which nothing else is kept, tells what becomes of the carry.
     entering = numbers.carried(how, carry)
     made, _ = walk(Finder(numbers=numbers), entering)
     now = numbers.carried(how, entering, made[:num_carry])

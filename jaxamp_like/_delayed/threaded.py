@@ -1,8 +1,9 @@
 """A program with marks as one whose scales come in and whose maxima go out.
 
-What holds marks is made again, with both handed through: sliced and stacked by a scan,
-as the largest of a `while` loop's iterations, by every branch, over the axes of a
-`shard_map`. All else is bound as it stands.
+An equation that holds marks is made again, with scales and maxima handed through. A
+scan slices scales and stacks maxima. A `while` loop returns the largest maxima of its
+iterations, and a `shard_map` those over its axes. Each branch takes and returns the
+same. All else is bound as it stands.
 
 The handlers of `_structural` can't be used here: they bind what a plan says, and every
 body takes scales and returns maxima beside what it takes and returns as written."""
@@ -76,7 +77,7 @@ class Threaded:
             with eqn_context(eqn):
                 outs, made = self._eqn(eqn, found, scales, values)
             maxima.update(larger(maxima, made))
-            # From here on: the backward pass divides by what the forward one has.
+            # All later readers divide by these, such as those of the backward pass.
             if isinstance(found, Use):
                 scales[found.tensor.key] = outs[0]
                 return outs
@@ -111,7 +112,7 @@ class Threaded:
         return measured(scale, amax, fmt)
 
     def not_seen(self, keys: Iterable[str]) -> Arrays:
-        """Maxima that change none."""
+        """Maxima for tensors that are not made: all others are larger."""
 
         def like(tensor: Tensor) -> Any:
             # Out of a `shard_map` come maxima of all its devices.
@@ -156,7 +157,7 @@ def recorded_in(sites: Iterable[Sites]) -> list[str]:
 
 
 def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
-    """Runs what a call holds in its place; where a `jit` says how it is sharded, so."""
+    """Runs what a call holds in its place, with the shardings that a `jit` gives."""
     (jaxpr,) = subjaxprs(eqn.params)
     values = _sharded(values, eqn.params.get("in_shardings"))
     outs, maxima = self.run(jaxpr, found[0], scales, values)
@@ -164,7 +165,7 @@ def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
 
 
 def _is_gone_through(eqn: Eqn) -> bool:
-    """Whether an equation only groups others, for a derivative that is made already."""
+    """Whether an equation is a checkpoint of a forward pass, and only groups others."""
     return eqn.primitive.name in REMAT and not eqn.params["differentiated"]
 
 
@@ -199,7 +200,7 @@ def _custom_vmap(
 
 
 def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
-    """Binds what the backward pass runs again as such, lest it be run ahead of that."""
+    """Binds a checkpoint of the backward pass as one, so that it is not run earlier."""
     params, (sites,) = eqn.params, found
     if not params["differentiated"]:
         return _call(self, eqn, found, scales, values)

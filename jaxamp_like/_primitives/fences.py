@@ -7,12 +7,12 @@ from jax import lax
 
 
 def fenced(name: str, bind: Callable[..., Any]) -> Callable[..., Any]:
-    """`bind` of a primitive called `name`, in less than its author's dtype.
+    """`bind` of a primitive `name` in a low dtype, with barriers where XLA needs them.
 
     XLA's compiler for GPUs moves a `ppermute` from the end of a loop's body to where
     the next iteration begins, past casts as well; the carry keeps its dtype, so the
     program no longer verifies (jaxlib 0.10.2, the pass collective-permute-motion). A
-    fence on either side, since the backward pass runs the other way."""
+    barrier stands on either side, since the backward pass runs the other way."""
     if name != "ppermute":
         return bind
     fence = lax.optimization_barrier

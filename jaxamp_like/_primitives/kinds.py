@@ -68,7 +68,7 @@ SUMMED_BACK = those(lambda row: row.summed_back)
 """Primitives that hand the same numbers to several devices."""
 
 LOCAL = those(lambda row: row.local)
-"""Primitives that name an axis of devices, on which none waits for another."""
+"""Primitives that name an axis of devices, and make no device wait for another."""
 
 EACH_ALONE = those(lambda row: row.kind in (Kind.SEVERAL, Kind.SUM_OVER_DEVICES))
 """Primitives that may have many operands, and make one result of each."""

@@ -36,7 +36,7 @@ _DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
 
 
 def without_setting() -> AbstractContextManager[object]:
-    """Where the author's code is traced."""
+    """The context in which the author's code is traced, without the setting."""
     return jax.default_matmul_precision(None)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def settled(
 ) -> dict[str, Any]:
     """The parameters to bind with: `precision` filled in where its author gave none.
 
-    An algorithm that the author gave goes with the dtypes that it names."""
+    A dot algorithm that the author gave names dtypes, so it is dropped if `is_low`."""
     if primitive.name not in CONTRACTIONS:  # which have a parameter `precision`
         return params
     given, value = params["precision"], setting()
@@ -83,7 +83,7 @@ _filled: Any = WeakKeyDictionary()  # JAX finds compiled code by the identity of
 
 
 def with_setting(eqn: Eqn, strict: bool) -> Eqn:
-    """`eqn`, which holds a program that is bound as it stands, under the setting."""
+    """`eqn`, with the setting in the programs that it holds, which run as written."""
     value = setting()
     if value is None:
         return eqn

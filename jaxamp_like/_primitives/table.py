@@ -42,7 +42,7 @@ class Row:
         keeps_inputs: its derivative is made of its operands, not of its result.
         cheap: it costs no more to run twice than its results cost to keep.
         moves: its results hold numbers of its operands, and no others.
-        whole: and they hold all of them.
+        whole: its results hold all numbers of its operands.
         view: it shows one operand in another way, and does nothing else.
         identity: it hands on its operands as they are.
         fans_out: one number of its operand may come up more than once in results of it,
@@ -55,7 +55,7 @@ class Row:
         reduces: it makes one number of many.
         saturates: it levels off, so that its derivative vanishes for large operands.
         ranks: it chooses by size; a rounding may change what it chooses.
-        asks_sign: of one operand and 0, it asks for the sign of the operand.
+        asks_sign: if one operand is 0, it asks for the sign of the other.
         places: it says on which devices its operand lies.
         summed_back: it hands the same numbers to several devices, and their cotangents
             are added up over these.
@@ -214,7 +214,7 @@ _SOURCES = """iota_2x32_shape rng_uniform bitcast_convert_type reduce_precision
     philox2x32 philox4x32 random_unwrap random_wrap random_seed random_split
     random_fold_in random_clone empty empty2 real imag"""
 
-# No 16-bit kernel, or another array type: the dtypes that they were traced with.
+# These have no 16-bit kernel, or another array type: they run in the traced dtypes.
 _NO_KERNEL = """cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
     householder_product ormqr eigh eigh_jacobi eig svd schur hessenberg tridiagonal
     tridiagonal_solve triangular_solve symmetric_product fft complex

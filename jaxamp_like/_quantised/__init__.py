@@ -5,7 +5,7 @@ scaled, which of the three contractions reads what, where it is native, and what
 may choose. `rule` is what formats have in common, `passes` how the three contractions
 of rounded operands are made, `linear` how such a contraction is transposed, `axes`
 which scales can be carried past its sums, `delayed` how scales follow from steps
-before. Above `_rules`, below `_policies`."""
+before. The package stands above `_rules` and below `_policies`."""
 
 from collections.abc import Mapping
 

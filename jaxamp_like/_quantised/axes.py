@@ -50,7 +50,7 @@ def axes_at(site: Site) -> tuple[Axes, Axes]:
 
 
 def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
-    """An example, and an output feature, are made of one sum over all else."""
+    """The axes of examples and of output features are kept; all others are summed."""
     (example, *inside), (feature, *filters), out = numbers
     return (
         Axes(tuple(sorted(inside)), ((example, out[0]),)),
@@ -59,7 +59,7 @@ def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
 
 
 def onto_result(scale: Any, axes: Axes, result: Any) -> Any:
-    """Scales of an operand's rows, as they multiply a result, and lie where it does."""
+    """Scales of an operand's rows, in the shape and sharding to multiply a result."""
     if scale.ndim == 0:
         return scale
     kept = sorted(axes.kept, key=lambda pair: pair[1])
@@ -74,7 +74,7 @@ def onto_result(scale: Any, axes: Axes, result: Any) -> Any:
 def sides(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | None:
     """Rows, columns and summed length of the matrix product that a contraction is.
 
-    Of each of them, if it is a batch of products; `None` if a length is symbolic. The
+    For a batch of products, they are those of one; `None` if a length is symbolic. The
     rows of a convolution are all places of all examples."""
     lhs, rhs = shapes[:2]
     if (numbers := dot_numbers(params)) is not None:

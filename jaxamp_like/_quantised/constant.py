@@ -1,9 +1,9 @@
-"""A value of which no derivative is taken, but by mistake.
+"""Values of which no derivative may be taken, and what notices where one is.
 
-What is rounded has no derivative: the contraction that reads it has. Where one that
-keeps rounded operands is differentiated twice, that would go unseen, so what it keeps
-is tied to the operand: its derivative is a function of the operand's, if only 0 of it,
-and is refused."""
+A rounded value has no derivative; the contraction that reads it has one. If a
+contraction keeps rounded operands, its second derivative would silently lack what
+depends on them. So a scale that is kept is tied to the operand: its derivative is a
+function of the operand's, if only 0 of it, and is seen and refused."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ def constant(x: Any) -> Any:
 
 
 def tied(scale: Any, operand: Any) -> Any:
-    """The scale of an operand, whose derivative is refused as that of the operand."""
+    """`scale`, with a derivative where `operand` has one, so that it can be refused."""
     return _TIED.bind(scale, operand)
 
 
@@ -43,7 +43,7 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
 def _tied_jvp(primals: Any, tangents: Any) -> Any:
     out = tied(*primals)
     moves = [t for t in tangents if not isinstance(t, Zero)]
-    # Of a constant 0, reverse mode would know that it depends on nothing.
+    # Reverse mode would drop a constant 0, since that depends on nothing.
     return out, _NOTHING.bind(moves[0], out) if moves else Zero(tangent_aval(out))
 
 
@@ -60,7 +60,7 @@ def _nothing_batch(args: Any, dims: Any) -> Any:
 
 
 def first_operand(name: str, jvp: Callable[..., Any]) -> Primitive:
-    """A primitive that hands on its first operand; of all of them, no cotangent comes.
+    """A primitive that returns its first operand, and gives no operand a cotangent.
 
     A transposed loop hands back 0 for its constants, but no symbol of it."""
     primitive = new_primitive(

@@ -1,4 +1,4 @@
-"""Delayed scaling: the scale of a tensor follows from its largest magnitudes of before.
+"""Delayed scaling: the scale of a tensor follows from its maxima in steps before.
 
 A rule can't carry state. It leaves a mark where a scale is wanted, a primitive that
 reads the tensor and stands for its scale; `amp_with_state` puts the scale in its place
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
 
     Args:
         scope: of the contraction that reads it.
-        primitive: the name of that contraction's.
+        primitive: the name of that contraction's primitive.
         side: which of its operands it is, 0 or 1.
         backward: whether the contraction is one of a backward pass.
         cotangent: whether the tensor is a cotangent.
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class TensorScale(NamedTuple):
-    """The state of one tensor; of as many as a scan has iterations, with an axis more.
+    """The state of one tensor; in a scan, one for each iteration, along a first axis.
 
     Args:
         scale: what the tensor was divided by in the last step, float32.
@@ -58,27 +58,27 @@ class TensorScale(NamedTuple):
 
 
 def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
-    """Of tensors that were never seen."""
+    """The state of tensors that were never seen."""
     scale = jnp.ones(shape, jnp.float32)
     return TensorScale(scale, jnp.zeros((*shape, length), jnp.float32))
 
 
 def next_scale(state: TensorScale, fmt: AsFloat8) -> Any:
-    """What a tensor is divided by in this step: by what is known from before it.
+    """What a tensor is divided by in this step, as follows from the steps before.
 
-    Never 0, inf or NaN. Where nothing is known, as in the first step, it is negative:
-    the scale of before, to be replaced by one that is `measured`. With exact scales,
-    the very arithmetic of Flax and Transformer Engine, with a margin of 0, but for
-    magnitudes that are out of all bounds."""
+    It is never 0, inf or NaN. Where nothing is known, as in the first step, it is the
+    last scale with a minus, which says that it is to be replaced by one that is
+    `measured`. Unless scales are powers of two, it is computed exactly as Flax and
+    Transformer Engine do with a margin of 0, except `within_bounds`."""
     amax = jnp.max(state.history, axis=-1)
     scale = _scale(amax, state.scale, fmt)
     return lax.select(_is_known(amax), scale, -scale)
 
 
 def measured(scale: Any, amax: Any, fmt: AsFloat8) -> Any:
-    """The scale itself, if it follows from steps before; else that of `amax`.
+    """`scale` itself, if it follows from steps before; else the scale for `amax`.
 
-    The one of before, if that tells nothing either."""
+    It is the last step's scale if `amax` tells nothing either."""
     return lax.select(scale > 0, scale, _scale(amax, abs(scale), fmt))
 
 
@@ -96,14 +96,14 @@ def _scale(amax: Any, before: Any, fmt: AsFloat8) -> Any:
 
 
 NOT_SEEN = -1.0
-"""The maximum of a tensor that was not made: it changes no maximum."""
+"""Stands for the maximum of a tensor that was not made: all others are larger."""
 
 
 def seen(state: TensorScale, scale: Any, amax: Any) -> TensorScale:
     """The state after a step that used `scale` and saw the magnitude `amax`.
 
-    As it was, if the tensor was not made (in a branch not taken) or held an inf or NaN:
-    that must not scale the steps to come."""
+    It stays as it was if the tensor was not made (in a branch not taken) or held an inf
+    or NaN, by which no later step may scale."""
     is_seen = lax.is_finite(amax) & (amax >= 0)
     history = jnp.roll(state.history, -1, axis=-1).at[..., 0].set(amax)
     return TensorScale(
@@ -132,7 +132,7 @@ def contraction_by_marks(
 
 
 def _divided(x: Any, scale: Any, fmt: AsFloat8) -> Any:
-    """`x` by a scale; by an exact one in the tensor's own dtype, as Flax does."""
+    """`x / scale`; in the dtype of `x`, as Flax does, if that is no power of two."""
     if fmt.power_of_two:
         return fmt.divided(x, scale)
     return fmt.clipped(x / scale.astype(x.dtype)).astype(fmt.dtype)

@@ -25,8 +25,8 @@ DEFAULT_LENGTH = 1024  # that of Flax, Keras and Transformer Engine
 E4M3 = jnp.dtype("float8_e4m3fn")
 E5M2 = jnp.dtype("float8_e5m2")
 Kind = Literal["kept", "again", "compute"]
-"""How a gradient is made: of the other operand as it was rounded in the forward pass;
-as it was kept, to be rounded again; or without rounding, in the compute dtype."""
+"""How a gradient is made. "kept": of the other operand as the forward pass rounded it.
+"again": of the other operand, rounded again. "compute": in the compute dtype."""
 _RUNS = "native on GPUs from Ada and Hopper on; the same numbers in 16 bits elsewhere"
 
 
@@ -101,7 +101,7 @@ class Float8(Quantising):
         why = f"computes in {left} x {right}, scaled by maxima of steps before"
         eight_bits = EightBits("tensor x tensor, delayed", _RUNS, needs_state=True)
         decision = decided(site, why, bind, eight_bits)
-        # Cast first, parameters too: so that all who read a tensor see the same one.
+        # Parameters are cast before, too: all readers of a tensor see the same numbers.
         reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
         return decision._replace(reads=reads)
 
@@ -154,7 +154,7 @@ class Float8(Quantising):
         return AsFloat8(dtype, axes, self.power_of_two)
 
     def _formats(self, site: Site) -> tuple[AsFloat8, AsFloat8]:
-        """Cotangents have a range of their own; both have it, if both are some."""
+        """The format of each operand, which for a cotangent is that of cotangents."""
         lhs, rhs = (
             self._format(self.grad_dtype if site.is_cotangent(i) else E4M3)
             for i in (0, 1)
@@ -216,7 +216,7 @@ def float8(
 
     Each operand is divided by a scale that brings its largest magnitude to that of the
     format, and rounded to float8: e4m3fn forward, e5m2 for cotangents. The result is
-    made in bfloat16 (float32 where that is what follows) and multiplied by one scalar,
+    made in bfloat16 (float32 if it is to be float32) and multiplied by one scalar,
     the form that XLA has native kernels for on a GPU; a CPU computes the same numbers
     in bfloat16 or float32. Scales come from the arrays at hand ("current scaling"), so
     there is no state. What the backward pass keeps is float8 too.
@@ -225,9 +225,9 @@ def float8(
     of which the gradients are made in the compute dtype. Left to the compute dtype are
     heads and embeddings, contractions of which no operand is a parameter (attention's
     scores), those for which `where` doesn't hold, ragged ones, and products that sum
-    nothing; `explain` says why of each. What the author gave a
-    precision by hand stays as written, but under the key of a scope. There, ops that
-    are no contractions get what the policy says of them otherwise.
+    nothing; `explain` says why of each. What the author gave a precision by hand stays
+    as written, except under the key of a scope. Under such a key, ops that are no
+    contractions get what the policy says of them otherwise.
 
     A tensor of zeros stays one. NaN stays NaN, and inf becomes NaN: a loss scaler sees
     both. Second derivatives through what is kept need `keep="compute"`. Within
@@ -237,14 +237,15 @@ def float8(
     Args:
         grad_dtype: the format of cotangents. "float8_e4m3fn" is more accurate, with
             2^18 of range against 2^32.
-        weight_gradient: "compute" makes it of operands in the compute dtype; so is a
-            gradient taken inside of `amp` made that can't be known for an input's.
+        weight_gradient: "compute" makes it of operands in the compute dtype. A gradient
+            that is taken inside of `amp` is made so, too, unless it is known to be of
+            an input.
         granularity: "row" gives each row of the left operand, and column of the right,
             a scale, in all three contractions; operands are then kept in the compute
             dtype, and quantised again in the backward pass.
         keep: what operands are kept as for the backward pass.
-        power_of_two: whether scales are rounded up to powers of two, which no
-            multiplication by them rounds. Else they are as they come out.
+        power_of_two: whether scales are rounded up to powers of two, so that
+            multiplying by them rounds nothing. Else they are used as computed.
         delayed: whether scales follow from the largest magnitudes of the steps before
             ("delayed scaling"), not from the arrays at hand. Those are a state, which
             `amp_with_state` takes and returns; `amp` has none, and raises.
@@ -253,11 +254,11 @@ def float8(
             always does.
         leave: regular expressions of names of scopes, all inside of which is left to
             the compute dtype. By default heads and embeddings are, by names that they
-            commonly have: of the innermost scope, for a classifier may be a whole
-            network.
-        parameters_only: whether contractions are left to the compute dtype of which no
-            operand is a parameter (by the `argnums` of `amp`), made of parameters alone
-            or closed over.
+            commonly have. The default looks at the innermost scope only, since a
+            classifier may be a whole network.
+        parameters_only: whether a contraction is left to the compute dtype if no
+            operand of it is a parameter (by the `argnums` of `amp`), made of parameters
+            alone, or closed over.
     Returns:
         A rule to put in a policy.
     Raises:

@@ -23,7 +23,7 @@ from .worth import WORTH_IT
 
 LARGEST = 127  # as many below zero as above
 MOST_TERMS = (2**31 - 1) // LARGEST**2  # of a sum that int32 holds in any case
-_LEAST = 2.0**-119  # of a maximum, so that what brings it to 127 is finite
+_LEAST = 2.0**-119  # the least maximum, so that its multiplier is finite
 _INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
 
 
@@ -41,7 +41,8 @@ class Integers(NamedTuple):
 class AsInt8(NamedTuple):
     """How an array is rounded to integers, by multipliers of its rows.
 
-    From the magnitudes in the row, or from `largest`, where what is larger saturates.
+    A multiplier follows from the magnitudes in its row, or from `largest`: what is
+    larger then saturates.
 
     Args:
         axes: along which rows extend.
@@ -57,9 +58,9 @@ class AsInt8(NamedTuple):
     def __call__(self, x: Any) -> Integers:
         """`x` as int8.
 
-        Integers hold no NaN, so the multiplier tells of it. That of a weight may be
-        stored, so XLA is kept from what it would do with a quotient: a division by it
-        would become another, with other bits."""
+        Integers hold no NaN, so the multiplier of a row with an inf or NaN is NaN. XLA
+        would rewrite a division by this quotient, and give other bits than a division
+        by a stored number. A barrier prevents it for weights, which may be stored."""
         x = x.astype(_FLOAT32)
         amax = largest_of(x, self.axes)
         is_finite = lax.is_finite(amax)
@@ -111,7 +112,7 @@ class Int8(Quantising):
         return super().why_not(site) or self._why_not_summed(site)
 
     def _why_not_summed(self, site: Site) -> str | None:
-        """Why its sums are not those of integers: they might leave int32."""
+        """Why its sums are not made in int32, if they might overflow there."""
         if self.weight_only:
             return None
         terms = summed_axes(site.params, [aval.shape for aval in site.avals])
@@ -219,12 +220,13 @@ def int8(
 ) -> Rule:
     """Contractions of int8 operands, added up as integers; for inference, mostly.
 
-    Each row of an operand, all that one sum reads, is multiplied by what brings its
-    largest magnitude to 127, and rounded: for a weight that is a scale for each output,
-    for activations one for each row (for a convolution, each example), taken from the
-    values at hand. The sums are exact integers; they are scaled in float32 and returned
-    in the compute dtype. GPUs and CPUs have such instructions. Sums of more than
-    133144 terms could overflow, and are made in the compute dtype.
+    Each row of an operand (all that one sum reads) is multiplied by the number that
+    brings its largest magnitude to 127, and rounded. So a weight has a scale for each
+    output, and activations have one for each row (for a convolution, each example),
+    taken from the values at hand. The sums are exact integers; they are scaled in
+    float32 and returned in the compute dtype. GPUs and CPUs have instructions for
+    contractions of int8. Sums of more than 133144 terms could overflow, and are made in
+    the compute dtype.
 
     Gradients are those of the contraction in the compute dtype, straight through the
     rounding. Contractions of a backward pass stay in the compute dtype.
@@ -233,17 +235,17 @@ def int8(
     of their row NaN; rows of zeros stay zeros.
 
     Args:
-        weight_only: round the weight alone, and contract in the compute dtype: less to
-            read, where weights are stored so and there are few rows.
+        weight_only: round the weight alone, and contract in the compute dtype. There is
+            less to read where weights are stored in int8 and there are few rows.
         activation_max: the largest magnitude of activations, if it is known; larger
             ones saturate. Else each row's own is taken.
         migration: how much of the activations' range the weights take over, from 0
-            (nothing) to 1, channel by channel of what is summed over; 0.5 evens them
-            out. For activations of which a few channels are much larger than others.
+            (nothing) to 1, for each channel that is summed over; 0.5 evens them out. It
+            is for activations of which a few channels are much larger than others.
         epsilon: is added to each maximum, as Keras does. Rows not much larger than
             this lose their precision.
-        where: as for `float8`; without weights at rest in int8, there is as much to
-            read before.
+        where: as for `float8`. Unless weights are stored in int8, they are read in full
+            to be rounded.
         leave: as for `float8`.
         parameters_only: as for `float8`.
     Returns:

@@ -1,10 +1,10 @@
 """A quantised contraction where JAX transposes it.
 
-An author's derivative rule contracts tangents, and `jax.linear_transpose` takes a
-function that is linear as it was written. There a contraction is transposed that was
-never differentiated, and neither rounding nor a maximum has a transpose. So its result
-goes through a primitive that hands it on, and whose transpose is that of the
-contraction in the compute dtype."""
+In an author's derivative rule, which may contract tangents, and in a linear function
+that is given to `jax.linear_transpose`, JAX transposes contractions that it has not
+differentiated, and neither rounding nor a maximum has a transpose. So the result of a
+contraction goes through a primitive that hands it on, and whose transpose is that of
+the contraction in the compute dtype."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,8 +30,8 @@ from .constant import no_series
 def transposable(fn: Callable[..., Any], passes: Sequence[Cast]) -> Callable[..., Any]:
     """`fn(lhs, rhs, ...)`, transposed by `passes`, one for each operand.
 
-    `fn` is a program of its own, which JAX passes over where its result has no
-    cotangent."""
+    `fn` is jitted, and so one equation. Its result gets no cotangent, so that a
+    transpose leaves that equation out."""
     program = jax.jit(fn)
 
     def call(lhs, rhs, *more):
@@ -42,7 +42,7 @@ def transposable(fn: Callable[..., Any], passes: Sequence[Cast]) -> Callable[...
 
 
 def without_transposes(jaxpr: Jaxpr) -> Jaxpr:
-    """A program that is never transposed: results don't read the operands too."""
+    """`jaxpr` without `RESULT_OF`, which only a program that is transposed needs."""
     inner, eqns, same = raw(jaxpr), [], {}
 
     def now(atom: Any) -> Any:

@@ -1,8 +1,8 @@
 """Migration: a part of the range of activations is moved into the weights.
 
-A few channels of the activations may be much larger than the others, and leave these no
-bits of a scale that they share. Divided by a number for each channel, with which the
-weights of that channel are multiplied, the product stays as it is."""
+A few channels of the activations may be much larger than the others, which then get few
+bits by a scale that all channels share. If each channel is divided by a number, and the
+weights of that channel are multiplied by it, the product stays as it is."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from .scaled import largest_of, round_up_to_power_of_two
 
 
 def pairs_of(params: dict[str, Any]) -> tuple[tuple[int, int], ...] | None:
-    """The axes of channels: of the left operand, and as the right one has them.
+    """Pairs of axes, left and right, of the channels that are summed over.
 
-    `None` of a convolution in groups, where they are not the same channels."""
+    It is `None` for a convolution in groups, whose channels are not the same."""
     if (numbers := dot_numbers(params)) is not None:
         (lhs, rhs), _ = numbers
         return tuple(zip(lhs, rhs, strict=True))

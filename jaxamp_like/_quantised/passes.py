@@ -1,7 +1,7 @@
-"""Passes of which the operands are rounded, and the contraction that is made of them.
+"""Passes that round their operands, and the contraction that has these passes.
 
 A rounded operand has no derivative: rounding has none. So the gradients are those of
-the contraction as it was meant, each made as its `Pass` says."""
+the contraction without rounding, each made as its `Pass` says."""
 
 import dataclasses
 import functools
@@ -56,19 +56,19 @@ def along(rounding: Rounding, axes: Sequence[int]) -> Rounding:
 
 
 Product = Callable[[Bilinear, Sequence[Any], Sequence[Axes]], Any]
-"""Makes a contraction, a function of both operands and a hook, of rounded numbers whose
-axes are told."""
+"""Computes a contraction (a function of both operands and a hook) from rounded numbers
+and the axes of both operands."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rounded(Pass):
-    """A contraction of operands that are rounded where it is made.
+    """A contraction that rounds its operands itself, whenever it is computed.
 
-    They are kept as they came.
+    What is kept for it is not rounded.
 
     Args:
         roundings: of the moving operand, and of the other.
-        product: makes it of both."""
+        product: computes the contraction from both, rounded."""
 
     roundings: tuple[Rounding, Rounding]
     product: Product
@@ -96,8 +96,8 @@ class Kept(Pass):
     Args:
         rounding: of the moving operand, by one scale.
         result: the dtype in which products are made.
-        before: whether scales of what is kept go with the moving operand rather than
-            with the result; only if there are many, one for each example."""
+        before: whether scales of what is kept multiply the moving operand rather than
+            the result. It matters if there are many scales, one for each example."""
 
     rounding: Rounding
     result: DType
@@ -110,7 +110,7 @@ class Kept(Pass):
     def __call__(self, moving: Any, *others: Any) -> Any:
         other, scale = others
         if scale.ndim and self.before:
-            # By what is left of each scale, which only makes numbers smaller.
+            # Each scale over the largest one is at most 1: nothing overflows.
             top = round_up_to_power_of_two(jnp.max(scale))
             moving, scale = moving.astype(scale.dtype) * (scale / top), top
         values, own = self.rounding(constant(_LAST.bind(moving)))
@@ -156,9 +156,9 @@ def _transposed(made: Pass, avals: Sequence[Any]) -> Bilinear:
 
 
 def _aligned(scale: Any, at: int | None, along: int | None, ndim: int) -> Any:
-    """A scale, or that of each example, as it multiplies an array of `ndim` axes.
+    """A scale, or one for each example, in a shape to multiply an array of `ndim` axes.
 
-    Examples are `along` an axis of that array, which is none if they share it."""
+    Examples lie along the axis `along` of that array; `None` if they share it."""
     if at is None:
         if scale.ndim == 0 or along is None:
             return scale
@@ -180,10 +180,10 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 _LAST = first_operand("amp_last_derivative", _refuse)
-"""Its operand, which a derivative is made of that has none.
+"""Returns its operand, and refuses to be differentiated.
 
-In the backward pass of a loop or a branch, JAX may differentiate what `straight` made
-as the code that it is; of a rounding that would be 0."""
+In the backward pass of a loop or a branch, JAX may differentiate the code inside of
+`straight` instead of using its rule; the derivative of a rounding would be 0."""
 
 
 def rounded_contraction(
@@ -195,8 +195,8 @@ def rounded_contraction(
     """`forward(lhs, rhs)`, with a derivative by `gradients`, one for each operand.
 
     Args:
-        forward: makes the result of both operands, and of both as numbers.
-        gradients: as linear functions of the operand, each, that read the other.
+        forward: computes the result from both operands, and from both as rounded.
+        gradients: each a linear function of one operand, which reads the other.
         in_compute_dtype: the same without rounding, where the contraction itself is
             transposed.
         roundings: of each operand, if it is rounded without a look at the other. What
@@ -216,7 +216,7 @@ def rounded_contraction(
         return (lhs, rhs), completed((lhs, rhs), alone) if keeps else alone
 
     def forward_of(lhs, rhs, *alone):
-        # Also in a `jit`: a Taylor series is refused at the first thing it meets.
+        # `jet` meets these first, also in a `jit`, and they refuse a Taylor series.
         both = constant(lhs), constant(rhs)
         return forward(*both, *completed(both, alone))
 

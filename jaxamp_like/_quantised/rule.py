@@ -1,6 +1,6 @@
 """What rules that quantise have in common: for which contractions they do, and why not.
 
-Where one doesn't, the contraction is computed as its `otherwise` says."""
+Where one doesn't, the contraction gets the default rule, `contract`."""
 
 import functools
 import re
@@ -63,22 +63,22 @@ Of the innermost scope around a contraction: what stands in a module that is cal
 class Quantising(Rule):
     """A rule for contractions, which leaves all else to other rules.
 
-    A format of numbers derives from it, and says how both operands are rounded, what
-    is made of them, and how each gradient is. All that else there is to know of a
-    format stands here too, for reports, prices and names of policies."""
+    A format of numbers derives from it, and says how both operands are rounded, what is
+    made of them, and how each gradient is. What else there is to know of a format
+    stands here too, for reports, costs and names of policies."""
 
     where: Callable[[Site], bool] | None = WORTH_IT
     leave: tuple[str, ...] = NO_HEADS
     parameters_only: bool = True
 
     name: ClassVar[str]
-    """What users call it: the function that makes its rules, too."""
+    """The name that users know, also that of the function that makes its rules."""
     bits: ClassVar[int] = 8
-    """Of a number that is contracted, without its share of a scale."""
+    """How many a number that is contracted has, without its share of a scale."""
     integers: ClassVar[tuple[DType, ...]] = ()
     """The dtypes of integers that stand for rounded numbers, and for sums of them."""
     told: ClassVar[str] = ""
-    """What its numbers are, for someone who names a dtype in its place."""
+    """What its numbers are, told to a user who gave a dtype instead of the format."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", predicate_or_none(self.where))
@@ -154,14 +154,14 @@ class Quantising(Rule):
         """What a contraction `fn` makes of two rounded operands, in a dtype.
 
         Args:
-            fn: of two arrays, and of how it is made (`as_it_is`).
+            fn: a function of two arrays and of a hook (`as_it_is`).
             numbers: the operands.
             axes: of the operands, by which scales are laid along the result.
             dtype: as `product_dtype` has it."""
         raise NotImplementedError
 
     def forward(self, site: Site) -> Callable[..., Any]:
-        """Makes the result of both operands, and of both as rounded `alone`."""
+        """A function of both operands and of their `alone` numbers: the result."""
         fn = bilinear(site.primitive, site.params, moving=0)
         axes, out = axes_at(site), result_of(site)
 
@@ -172,23 +172,23 @@ class Quantising(Rule):
         return forward
 
     def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
-        """How the gradient of each operand is made; `compute` are those not rounded."""
+        """How each gradient is made; the passes `compute` only cast operands."""
         return compute
 
     def rounded(self, site: Site, i: int, both: tuple[Rounding, Rounding]) -> Pass:
-        """The gradient of operand `i`, of a cotangent and the other rounded again."""
+        """The pass for the gradient of operand `i`, which rounds what it reads."""
         fn, low = bilinear(site.primitive, site.params, moving=i), low_of(site)
         product = functools.partial(self.product, dtype=self.product_dtype(low))
         return Rounded(fn, i, low, both, product)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
-        """How the cotangent of its result is, for gradients of rounded operands.
+        """How the result's cotangent is rounded, where gradients read it rounded.
 
-        `None` where gradients are made in the compute dtype."""
+        It is `None` where gradients are made in the compute dtype."""
         return None
 
     def product_dtype(self, dtype: DType) -> DType:
-        """What products of rounded operands are made in, to be returned in a dtype."""
+        """The dtype to compute a product in, if it is to be returned in `dtype`."""
         return dtype
 
     def why(self, site: Site) -> str:
@@ -204,7 +204,7 @@ class Quantising(Rule):
 
     @classmethod
     def with_history(cls, length: int) -> "Quantising | None":
-        """The rule whose scales follow from so many steps before, if it has one."""
+        """The rule whose scales follow from `length` steps before, if there is one."""
         return None
 
     def why_not(self, site: Site) -> str | None:
@@ -243,9 +243,10 @@ class Quantising(Rule):
 def _is_of_parameter(site: Site) -> bool:
     """Whether an operand is a parameter, or the result may be the gradient of one.
 
-    In a backward pass, neither operand of a weight's gradient is one: the partners of
-    what stands beside the cotangent tell. Where none is known, what is made again
-    there reads what the forward pass has kept; attention's are batches of products."""
+    Neither operand of a weight's gradient is a parameter, but the partners of what
+    stands beside the cotangent tell what the gradient is of. Where none is known, a
+    contraction of a backward pass counts, unless it is a batch of products, as
+    attention's are."""
     if any(map(is_parameter, site.facts[:2])):
         return True
     if site.partners:
@@ -260,7 +261,7 @@ _NO_LAYER = re.compile(r"\d+|eqx\..*")
 
 @functools.lru_cache(maxsize=4096)
 def _left(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
-    """The name of a scope that is left alone, if it is in one."""
+    """The name in `scope` that is to be left alone, if there is one."""
     layers = [name for name in scope if not _NO_LAYER.fullmatch(name)]
     for name in scope:
         plain = name.partition(".")[0]  # a method of a Flax module
@@ -274,7 +275,7 @@ def _left(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
 
 
 def low_of(site: Site) -> DType:
-    """The compute dtype, of what is not quantised: never more than its author wrote."""
+    """The compute dtype for what is not quantised, in no more bits than written."""
     authors = [a for a in site.authors[:2] if a is not None]
     return lowered(max(authors, key=bits), site.compute_dtype)
 
@@ -286,9 +287,9 @@ def result_of(site: Site) -> DType:
 
 
 def reads_of(site: Site) -> tuple[DType | None, ...]:
-    """What is handed over in the compute dtype: not a parameter, which is quantised.
+    """The dtypes that operands are cast to first; `None` for a parameter as it came.
 
-    What else is an input is treated as activations further on are: else the first
+    Other inputs of the function are cast as later activations are: else the first
     iteration of a loop would be rounded unlike the others. What came from other devices
     was sent in the compute dtype."""
     low, weight = low_of(site), weight_side(site)
@@ -301,7 +302,7 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
 
 
 class Alone(NamedTuple):
-    """A rounding before the readers, which have derivatives of their own."""
+    """Rounds a value before its readers, which have derivatives of their own."""
 
     how: Any
 
@@ -321,7 +322,7 @@ def decided(
     eight_bits: EightBits,
     roundings: Sequence[Rounding | None] = (None, None),
 ) -> Decision:
-    """A contraction by `bind`; `roundings` are how it rounds operands by themselves."""
+    """The decision for a contraction that `bind` makes; `roundings` are its `alone`."""
     outs = outs_of(site, result_of(site), Mark.LOW)
     return Decision(
         reads_of(site),

@@ -61,7 +61,7 @@ def leave_alone(value: Any) -> tuple[str, ...]:
 
 
 def number(value: Any, argument: str, least: float, is_open: bool = False) -> float:
-    """A finite number from `least` on, without that itself if `is_open`."""
+    """The value, if it is finite and at least `least`; more than that if `is_open`."""
     is_finite = is_number(value) and isfinite(value)
     if not is_finite or value < least or (is_open and value == least):
         what = f"above {least:g}" if is_open else f"of {least:g} or more"

@@ -2,7 +2,8 @@
 
 `x ≈ values * scale`, where the scale is one number for the whole array, or one for each
 row of it. A float8 format holds few magnitudes, so that its scale follows the largest
-one of the array; by default it is a power of two, which no product with it rounds."""
+one of the array; by default it is a power of two, so that a product with it rounds
+nothing."""
 
 from typing import Any, NamedTuple
 
@@ -16,9 +17,9 @@ from .._dtypes import DType
 _FLOAT32 = jnp.dtype("float32")
 
 # A result is multiplied by one scalar, the product of two scales, which is flushed to
-# zero below 2^-126. So a scale leaves room for one as small as 2^-14, that of numbers
-# up to 0.027, and float8 holds numbers below it by its own exponents. Above there is no
-# bound to need: that of the largest float32 is 2^120.
+# zero below 2^-126. So no scale is below 2^-112, which leaves room for another one of
+# 2^-14, that of numbers up to 0.027; smaller numbers are left to float8's
+# exponents. No upper bound is needed: the scale of the largest float32 is 2^120.
 LEAST, MOST = 2.0**-112, 2.0**126
 
 
@@ -55,7 +56,7 @@ class AsFloat8(NamedTuple):
         return float(jnp.finfo(self.dtype).max)
 
     def __call__(self, x: Any) -> Scaled:
-        """`x`, by scales from its own maxima."""
+        """Rounds `x` by scales from its own maxima."""
         amax = largest_of(x, self.axes)
         scale = scale_of(amax, self.largest, self.power_of_two)
         if scale.ndim == 0:
@@ -65,8 +66,8 @@ class AsFloat8(NamedTuple):
     def divided(self, x: Any, scale: Any) -> Any:
         """`x / scale` in the format: what is too large is the largest, inf is NaN.
 
-        So that a loss scaler still sees an overflow: XLA's conversion would have made
-        NaN of large numbers in one format, and inf in another."""
+        A loss scaler then still sees an overflow. XLA's own conversion makes large
+        numbers NaN in one format, and inf in another."""
         x = x.astype(_FLOAT32)
         x = x * (1 / scale) if self.power_of_two else x / scale
         return self.clipped(x).astype(self.dtype)
@@ -74,12 +75,12 @@ class AsFloat8(NamedTuple):
     def clipped(self, x: Any) -> Any:
         """`x` within the range of the format; NaN where it is infinite."""
         largest = x.dtype.type(self.largest)
-        # NaN of inf, and 0 else: a `select` would make XLA write a mask to memory.
+        # `0 * x` is NaN for inf, else 0; for a `select` XLA would store a mask.
         return lax.clamp(-largest, x, largest) + 0 * x
 
 
 def largest_of(x: Any, axes: tuple[int, ...] | None = None) -> Any:
-    """The largest magnitude, in float32; 0 of nothing, NaN if there is one."""
+    """The largest magnitude, in float32; 0 of an empty array, NaN if it holds one."""
     least = 0 if 0 in x.shape else None
     keep = axes is not None
     amax = jnp.max(jnp.abs(x), axis=axes, keepdims=keep, initial=least)
@@ -89,7 +90,7 @@ def largest_of(x: Any, axes: tuple[int, ...] | None = None) -> Any:
 def scale_of(amax: Any, largest: float, power_of_two: bool = True) -> Any:
     """What numbers of magnitude `amax` are divided by to fit into `largest`.
 
-    Never 0, inf or NaN: of a tensor of zeros, or with an inf or NaN in it, it is 1."""
+    It is never 0, inf or NaN: for a tensor of zeros, or with an inf or NaN, it is 1."""
     known = lax.is_finite(amax) & (amax > 0)
     scale = lax.select(known, amax, lax.full_like(amax, largest)) / largest
     scale = within_bounds(scale)
@@ -110,8 +111,9 @@ def round_up_to_power_of_two(x: Any) -> Any:
 def rescaled(x: Any, one: Any, other: Any) -> Any:
     """`x * one * other`, for scales of operands.
 
-    Two scalars are multiplied first: a kernel of a matrix product takes one of them for
-    nothing. Of arrays, a product may leave the range that the result is in."""
+    Two scalars are multiplied first: a kernel of a matrix product multiplies by one of
+    them for free. The product of two arrays of scales may leave the range that the
+    result is in, so that `x` is multiplied by each of them."""
     if one.ndim == other.ndim == 0:
         return x * (one * other).astype(x.dtype)
     low, high = jnp.minimum(one, other), jnp.maximum(one, other)

@@ -1,12 +1,13 @@
-"""How what the backward pass makes again stands to what the forward pass has.
+"""What the backward pass computes again, kept apart from the forward pass.
 
-XLA would merge the two, and keep what was to be made again. On GPUs and CPUs fences are
-between them, and a kernel makes all again that it reads. On TPUs fences cost more than
-they save: they cut fusions, and float32 that is stored between smaller ones is dear.
-There XLA is free to merge, and sums over many numbers, which take a pass over an array
-of their own, are kept instead.
+XLA would merge equal values of the two passes, and so keep what was to be computed
+again. On GPUs and CPUs optimization barriers prevent that, and each kernel computes
+again all that it reads. On TPUs barriers cost more than they save: they cut fusions,
+and it is costly to store float32 values between the smaller fusions. There XLA may
+merge values, and sums over many numbers are kept instead, since each takes a pass over
+an array.
 
-Which it is to be is known when a program is lowered, and not before: one that was
+Which of the two holds is only known when a program is lowered: a program that was
 traced once may be compiled for several platforms."""
 
 from typing import Any
@@ -19,12 +20,12 @@ from .._jax import Zero, new_primitive
 
 
 def apart(x: Any) -> Any:
-    """`x`, for XLA another value than `x`: what is made of it is not merged."""
+    """`x` as a value of its own, so that XLA doesn't merge what is made of it."""
     return x if _is_opaque(x) else _APART.bind(x)
 
 
 def begun_apart(x: Any) -> Any:
-    """`x`, whose cotangent is for XLA another value than the one handed over."""
+    """`x`, whose cotangent goes through `apart` on its way back."""
     return x if _is_opaque(x) else _BEGUN_APART.bind(x)
 
 
@@ -34,9 +35,9 @@ def _is_opaque(x: Any) -> bool:
 
 
 def kept_or_made(x: Any) -> Any:
-    """`x`, as it was kept by the policy `keeps_statistics`, or as it is made again.
+    """On TPUs `x` as `keeps_statistics` keeps it, elsewhere `x` as it is made again.
 
-    The platform takes one, and XLA drops the other."""
+    XLA drops the one that the platform doesn't use."""
     return _KEPT_OR_MADE.bind(_KEPT.bind(x), x)
 
 
@@ -72,7 +73,7 @@ _APART = new_primitive(
     "amp_apart",
     compute=lax.optimization_barrier,
     aval=lambda x: x,
-    # The cotangent of what is read apart may be merged with what it is added to.
+    # Cotangents go by without a barrier: XLA may merge them with what they add to.
     jvp=lambda primals, tangents: (_APART.bind(*primals), tangents[0]),
     transpose=_apart_transpose,
     batch=lambda args, dims: (_APART.bind(*args), dims[0]),

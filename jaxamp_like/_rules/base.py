@@ -43,18 +43,19 @@ class Leaf(enum.IntEnum):
     VIEW = 2  # an input, reshaped, transposed or sliced
     CONST = 3  # a constant or a view of one: nothing differentiates it
     RERUN = 4  # an input of code that is run again in the backward pass anyway
-    SHARDED = 5  # as `ROOT` and `VIEW`, but on several devices: dear to read once more
+    SHARDED = 5  # as `ROOT` and `VIEW`, but on several devices: costly to read again
 
 
 INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
-"""What shows an input of the function."""
+"""The leaves of inputs of the function, and of views of them."""
 
 
 class Origin(enum.IntEnum):
     """What a float value is made of: how surely it is a weight, in rising order.
 
-    What is only cast, moved or masked keeps its origin, in any code inside. Unlike
-    `Leaf`, which says whether a value may be read again."""
+    A value that is only cast, moved or masked keeps its origin, also inside of the
+    programs that equations hold. `Leaf` answers another question: whether a value may
+    be read again."""
 
     CONSTANT = 0  # literals alone, or a single number: it decides nothing
     DATA = 1  # an argument that holds no parameters, or anything made of one
@@ -71,7 +72,7 @@ class Demand(enum.Flag):
     FULL = enum.auto()  # by an op that computes in full
     CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
     OTHER = enum.auto()  # low, but not in the compute dtype of the function
-    AS_HELD = enum.auto()  # in full, by an op that is best handed what is held low
+    AS_HELD = enum.auto()  # in full, by an op that casts up itself what is held low
     WIDE = enum.auto()  # low, by an op that makes a gradient which is not to be rounded
 
 
@@ -97,7 +98,7 @@ class Partner(NamedTuple):
 
     origin: Origin
     side: int  # on which it stood: 0 or 1
-    sizes: tuple[str, ...]  # of its axes, which its gradient has in any order
+    sizes: tuple[str, ...]  # of its axes, sorted: its gradient may have another order
 
 
 def sizes_of(aval: Any) -> tuple[str, ...]:
@@ -109,7 +110,7 @@ class Constants(NamedTuple):
     """Numbers that a value is made of, known before the program runs."""
 
     numbers: frozenset[float]
-    are_all: bool = True  # of an array, only the largest number is known
+    are_all: bool = True  # False: of an array, only the largest number
 
     def exact_in(self, dtype: DType) -> bool:
         """Whether a cast of the value to `dtype` is sure to round nothing."""
@@ -122,7 +123,7 @@ class Fact(NamedTuple):
     dtype: DType  # as it is now; the author's dtype is in the variable's aval
     mark: Mark = Mark.NEUTRAL
     leaf: Leaf = Leaf.NO
-    small: bool = False  # holds only as much as an array smaller than itself
+    small: bool = False  # made only of arrays smaller than itself, as by a broadcast
     constants: Constants | None = None  # if it is made of nothing else
     carried: bool = False  # made from a carry that adds up in full
     copy: DType | None = None  # a lower dtype that holds the same numbers
@@ -136,21 +137,21 @@ class Fact(NamedTuple):
 
 
 def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
-    """The fact of the same numbers in the author's dtype, in which cotangents add up.
+    """The fact of a value cast to the author's dtype, in which its cotangents add up.
 
-    What the backward pass keeps of them is as low as it was."""
+    The backward pass still keeps the value in the dtype that it had."""
     if fact is None or author is None or fact.dtype == author:
         return fact
     return fact._replace(dtype=author, copy=fact.dtype)
 
 
 def survive(constants: Constants | None, dtype: DType) -> bool:
-    """Whether all constants that are known still do their job in `dtype`."""
+    """Whether no known constant overflows, vanishes or becomes 1 in `dtype`."""
     return constants is None or all(survives(x, dtype) for x in constants.numbers)
 
 
 def joined_constants(parts: Sequence[Constants | None]) -> Constants | None:
-    """What a value is made of that is put together from `parts`."""
+    """The constants of a value that is put together from `parts`."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not known:
         return None
@@ -195,8 +196,8 @@ class Site(NamedTuple):
     def partners(self) -> frozenset[Partner]:
         """What the result may be the gradient of; empty, where nothing is known.
 
-        It was multiplied with the operand that stands beside the one cotangent, and it
-        has the sizes of the result."""
+        Such a partner was multiplied with the operand beside the only cotangent. If
+        some partners have the sizes of the result, only these are returned."""
         if self.cotangents[:2].count(True) != 1:
             return frozenset()
         fact = self.facts[self.cotangents.index(False)]
@@ -221,7 +222,7 @@ class Site(NamedTuple):
 class EightBits(NamedTuple):
     """What a contraction of quantised operands is, for a report."""
 
-    scales: str  # what shares one
+    scales: str  # what shares one scale, for each operand
     runs: str  # where there are kernels of it, and what runs elsewhere
     needs_state: bool = False  # whether scales follow from what was seen before
     kept: str | None = None  # the name of scales that checkpoints are to keep
@@ -235,12 +236,12 @@ class Decision(NamedTuple):
     outs: tuple[Fact | None, ...]
     why: str
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
-    keeps: tuple[DType | None, ...] = ()  # operands that are kept so, not as read
+    keeps: tuple[DType | None, ...] = ()  # what operands are kept in, if not as read
     recasts: bool = True  # whether casts of inputs are made again in the backward pass
     eight_bits: EightBits | None = None  # of a contraction that is quantised
-    # Whether cotangents are summed over devices low; `None`: where that has the range.
+    # Whether cotangents are summed over devices low; `None`: if low has their range.
     sums_low: bool | None = None
-    # Of each operand, how `bind` rounds it, if it is a weight and needs no other.
+    # How `bind` rounds each operand, if it does and needs no other operand for it.
     alone: tuple[Callable[[Any], Any] | None, ...] = ()
 
 
@@ -300,7 +301,8 @@ class Rule:
     def may_compute_low(self) -> bool:
         """Whether the equation may compute low although none of its operands is.
 
-        Asked of all but contractions, which are taken to."""
+        If so, the equation runs as written where `why_written` says why. `makes_low`
+        asks all rules but those of contractions, which it knows by their shapes."""
         return self.is_compute
 
     @property
@@ -336,7 +338,7 @@ class Rule:
 class LeavesToOthers(Rule):
     """Base class of rules that leave each equation to one of others: their `parts`.
 
-    What is asked before it is known to which holds for all of them."""
+    Until it is known which rule an equation gets, the answers hold for all of them."""
 
     @property
     def is_compute(self) -> bool:

@@ -1,8 +1,8 @@
 """A contraction as a function of two operands, and its transposes as such functions.
 
-The backward pass of a contraction is two contractions. JAX knows them: they are the
-transposes of the forward one. Here they are traced from it and then evaluated on
-whatever the pass reads, 8-bit operands among it, each contraction in them by a `Hook`.
+The backward pass of a contraction is two contractions, the transposes of the forward
+one. Here JAX traces them from it, and they are evaluated on whatever the pass reads,
+which may be 8-bit operands. A `Hook` makes each contraction in them.
 """
 
 import functools
@@ -28,8 +28,8 @@ from .._primitives.contractions import dot_numbers
 from .._primitives.matmul_precision import settled
 
 Hook = Callable[[Any, dict[str, Any], Sequence[Any], int], Any]
-"""Makes one contraction: of a primitive, its parameters, its operands, and which of
-them is the moving one, that of which the contraction is a linear function."""
+"""Makes one contraction, from a primitive, its parameters, its operands, and the index
+of the moving one: the operand of which the contraction is a linear function."""
 
 Bilinear = Callable[..., Any]
 """A contraction `fn(moving, other, hook, *rest)` of a moving operand and another, made
@@ -37,7 +37,7 @@ by a hook; `rest` are operands that are no floats, as the sizes of ragged groups
 
 
 def bilinear(primitive: Any, params: dict[str, Any], moving: int) -> Bilinear:
-    """The contraction that an equation makes; `moving` is the index of that operand."""
+    """The contraction that an equation makes, as linear in its operand `moving`."""
 
     def fn(x: Any, other: Any, hook: Hook, *rest: Any) -> Any:
         operands = (x, other) if moving == 0 else (other, x)
@@ -73,9 +73,10 @@ def mapped(fn: Bilinear, axes: Sequence[int | None]) -> Bilinear:
 
 
 def transposed(fn: Bilinear, avals: Sequence[Any], hook: Hook) -> Bilinear:
-    """The transpose of `fn` by its moving operand: reads a cotangent in its place.
+    """The transpose of `fn` in its moving operand; it reads a cotangent in its place.
 
-    It is traced for operands of some avals, the moving one first, and by a hook."""
+    It is traced for operands of `avals`, the moving one first; `hook` makes the
+    contraction there."""
     moving, *others = avals
 
     def made(x, other, *rest):
@@ -105,7 +106,7 @@ def in_dtype(aval: Any, dtype: DType) -> Any:
 
 
 def by_casts(reads: Sequence[DType], result: DType, is_low: bool = True) -> Hook:
-    """Operands in the dtypes `reads`, by their places; results in a dtype."""
+    """Casts the left and the right operand to `reads`; results are in `result`."""
 
     def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
         del moving
@@ -117,7 +118,7 @@ def by_casts(reads: Sequence[DType], result: DType, is_low: bool = True) -> Hook
 
 
 def as_it_is(result: DType) -> Hook:
-    """Operands as they are, perhaps of 8 bits; results in a dtype."""
+    """Reads operands as they are, perhaps of 8 bits; results are in `result`."""
 
     def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
         del moving
@@ -159,7 +160,7 @@ def _bind(
 
 
 def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
-    """Evaluates on pairs of a value, and of which operand (0: the moving one) it is."""
+    """Evaluates on pairs: a value, and 0 if it comes of the moving operand, else 1."""
 
     def bind(eqn: Eqn, pairs: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
@@ -172,7 +173,7 @@ def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], hook: Hook) -> list[Any]:
         values = [
             x
             if name in MOVING_VIEWS or isinstance(atom, Literal)
-            # What moves the data of 8 bits leaves them so; other code was traced low.
+            # Views of 8-bit data stay in 8 bits; others read the dtype of the trace.
             else cast(x, atom.aval.dtype)
             for (x, _), atom in zip(pairs, eqn.invars, strict=True)
         ]

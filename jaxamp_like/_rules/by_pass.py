@@ -31,7 +31,7 @@ class PassPrecision(NamedTuple):
     """How one of the three contractions is made; see `wide`."""
 
     dtype: DType | None = None  # that the operands are read in; None: compute dtype
-    wide: bool = False  # whether the result keeps the dtype of what it is for
+    wide: bool = False  # whether the result is never rounded to `dtype`
 
     @property
     def is_low(self) -> bool:
@@ -43,9 +43,10 @@ _SIDES = ("lhs", "rhs")
 
 
 def wide(dtype: DTypeLike | None = None) -> PassPrecision:
-    """Low operands, but a result that is never rounded to their dtype.
+    """Reads low operands, but never rounds the result to their dtype.
 
-    For `use_precision_by_pass`. The hardware adds up in float32 anyway; this keeps it.
+    It is a choice for `use_precision_by_pass`. The hardware adds up in float32 anyway,
+    and the result is kept so.
 
     Args:
         dtype: the dtype in which the operands are read, by default the compute dtype.
@@ -118,7 +119,8 @@ class UsePrecisionByPass(Rule):
     def _gradient_of(self, site: Site) -> Gradient | None:
         """What a contraction of a backward pass makes the gradient of.
 
-        Of one that its author wrote, or of one that JAX made of a gradient inside."""
+        The author wrote that contraction, as in a `custom_vjp` rule, or JAX made it for
+        a gradient that is taken inside of `amp`."""
         sides = {partner.side for partner in site.partners}
         of = gradient_of(site)
         if of is None or self.weight is None or len(sides) != 1:
@@ -126,7 +128,7 @@ class UsePrecisionByPass(Rule):
         return "weight" if sides == {_SIDES.index(self.weight)} else "input"
 
     def _backward(self, site: Site, of: Gradient) -> Decision:
-        """In the precision of that gradient; both halves of its derivative too."""
+        """Decides by the choice for gradient `of`, for its own derivatives too."""
         weight, input = self.weight_gradient, self.input_gradient
         either = _more_exact(weight, input, site.compute_dtype)
         choice = {"weight": weight, "input": input, "either": either}[of]
@@ -166,31 +168,33 @@ def use_precision_by_pass(
 
     Each choice is a dtype, `None` for the compute dtype, or `wide(dtype)`: operands in
     that dtype, but a result that keeps the author's dtype (forward) or that of what it
-    is the gradient of. Never in more bits than the author wrote. Gradients have the
+    is the gradient of. No pass uses more bits than the author wrote. Gradients have the
     dtypes of what they are gradients of, so a wide gradient is worth its while for
     parameters, which are read as they are, and for values that are made in full. An
-    operand that any pass needs in more than `forward` is kept for the backward pass as
-    it is. Casts of parameters never are.
+    operand that any pass needs in more bits than `forward` is kept for the backward
+    pass as it is. Casts of parameters are never kept.
 
-    Under every transformation of JAX: reverse mode of any order, `vmap`, `jit`, `scan`,
-    `remat`, and forward mode too. There, the tangent that comes from an operand is
-    computed in the precision of that operand's gradient. Gradients taken inside of
-    `amp`, and those in a `custom_vjp` rule, are known by the cotangents that they read;
-    where it can't be known whether one is of a weight, the more exact choice holds.
+    The choices hold under every transformation of JAX: reverse mode of any order,
+    `vmap`, `jit`, `scan`, `remat`, and forward mode too. In forward mode, the tangent
+    that comes from an operand is computed in the precision of that operand's gradient.
+    Gradients taken inside of `amp`, and those in a `custom_vjp` rule, are known by the
+    cotangents that they read; where it can't be known whether one is of a weight, the
+    more exact choice holds.
 
-    Which operand of a `dot_general` is the weight: the one that is a parameter, by the
-    `argnums` of `amp`, or made of parameters alone. Where both are or none is, the one
-    that is no vector; else the right one. `weight` says otherwise. Convolutions and
-    ragged contractions have theirs on the right.
+    The weight of a `dot_general` is the operand that is a parameter, by the `argnums`
+    of `amp`, or made of parameters alone. Where both are or none is, it is the one that
+    is no vector, else the right one. If `weight` is given, it decides instead.
+    Convolutions and ragged contractions have their weight on the right.
 
-    What the author gave a precision by hand is left as written, but under the key of a
-    scope. Under that, ops that are no contractions run in the dtype of `forward`.
+    A contraction that the author gave a precision by hand is left as written, except
+    under the key of a scope. Under such a key, ops that are no contractions run in the
+    dtype of `forward`.
 
     Args:
         forward: for the contraction itself.
         input_gradient: for the gradient of the operand that is no weight.
         weight_gradient: for the gradient of the weight.
-        weight: "lhs" or "rhs", where the operand that is the weight is known.
+        weight: which operand is the weight, "lhs" or "rhs", if that is known.
     Returns:
         A rule to put in a policy.
     Raises:
@@ -223,7 +227,7 @@ def _choice(value: Any, argument: str) -> PassPrecision:
 
 
 def _more_exact(a: PassPrecision, b: PassPrecision, low: DType) -> PassPrecision:
-    """What serves where it is not known which of the two is meant."""
+    """The choice that serves for both, where it is not known which one holds."""
     dtype = max(a.dtype or low, b.dtype or low, key=bits)
     return PassPrecision(dtype, a.wide or b.wide)
 
@@ -234,11 +238,11 @@ def _pass(site: Site, moving: int, choice: PassPrecision, wide: DType) -> Cast:
 
 
 def _bound_in(site: Site, i: int, forward: Cast, gradients: list[Cast]) -> DType | None:
-    """The dtype that operand `i` is cast to before it is bound; `None` is as it is.
+    """The dtype that operand `i` is cast to before it is bound; `None` for no cast.
 
-    As it is where a pass reads it, or makes its gradient, in more than the forward pass
-    does: a gradient has the dtype of what was bound. An input of the function is then
-    cast inside, where the backward pass makes the cast again."""
+    It is not cast where a gradient reads it, or its own gradient is made, in more bits
+    than the forward pass: a gradient has the dtype of what was bound. An input of the
+    function is then cast inside, where the backward pass makes the cast again."""
     low = forward.reads[i]
 
     def is_more(dtype):

@@ -27,7 +27,7 @@ def as_text(dims: Dims) -> str:
 
 
 def as_dims(text: str) -> Dims:
-    """Of `as_text`, the other way round."""
+    """The inverse of `as_text`."""
     return tuple(
         () if one == "()" else tuple(one.split("x")) for one in text.split(",")
     )
@@ -43,12 +43,12 @@ def _dims_of(params: dict[str, Any], avals: Sequence[Any]) -> Dims:
 
 
 def widened(size: str) -> str:
-    """The pattern of an axis of any size, summed over or not as this one."""
+    """The pattern of an axis of any size, which is summed over if this one is."""
     return ANY + SUMMED * size.endswith(SUMMED)
 
 
 def overlap(a: Dims, b: Dims) -> bool:
-    """Whether there are shapes that are of both patterns."""
+    """Whether some shapes match both patterns."""
     return list(map(len, a)) == list(map(len, b)) and all(
         x == y or (widened(x) == widened(y) and widened(x) in (x, y))
         for one, other in zip(a, b, strict=True)
@@ -59,7 +59,7 @@ def overlap(a: Dims, b: Dims) -> bool:
 def pattern_of(
     patterns: Iterable[str], params: dict[str, Any], avals: Sequence[Any]
 ) -> str | None:
-    """The first of some patterns that operands are of."""
+    """The first of some patterns that the shapes of the operands match."""
     dims = _dims_of(params, avals)
     return next((p for p in patterns if overlap(as_dims(p), dims)), None)
 
@@ -71,13 +71,13 @@ def is_pattern(text: Any) -> bool:
 
 @dataclass(frozen=True)
 class ByShapes(Rule):
-    """The rule that stands beside the shapes of both operands; "*" is any size.
+    """Picks the rule by the shapes of both operands; "*" is any size.
 
     Args:
-        rules: patterns, such as "*x16+,16+x4", of which no shapes are of two; and the
-            rule of each.
-        otherwise: the rule of other shapes. That a contraction which could be low has
-            such, is reported."""
+        rules: patterns, such as "*x16+,16+x4", and the rule of each. No shapes match
+            two of them.
+        otherwise: the rule of other shapes. A contraction that has such shapes and
+            could be low is reported."""
 
     rules: tuple[tuple[str, Rule], ...]
     otherwise: Rule
@@ -106,7 +106,7 @@ class ByShapes(Rule):
         return self.otherwise.is_for(name)
 
     def pattern_of(self, params: dict[str, Any], avals: Sequence[Any]) -> str | None:
-        """The pattern that operands are of."""
+        """The pattern that the shapes of the operands match."""
         return pattern_of((pattern for pattern, _ in self.rules), params, avals)
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
@@ -129,9 +129,9 @@ class ByShapes(Rule):
 
 @dataclass(frozen=True)
 class OfUnknownShapes(Rule):
-    """The rule of a contraction that no pattern knows.
+    """The rule of a contraction whose shapes match no pattern.
 
-    It says so where `amp` would lower it if all it knew was that it is one."""
+    The reason says so where `use_compute_precision` would lower the contraction."""
 
     rule: Rule
 

@@ -43,7 +43,7 @@ class Callback(Rule):
         def bind(*operands):
             return compute(*read(*operands))
 
-        # Of a collective no axis is bound yet; results have the dtypes of operands.
+        # No axis of a collective is bound yet; its results have its operands' dtypes.
         is_collective = getattr(site.primitive, "name", None) in COLLECTIVES
         was_low = False
 

@@ -50,12 +50,12 @@ def why_written(
     """Why an equation has to compute as its author wrote it, whatever its rule.
 
     JAX multiplies float32 with float64 or complex operands in one equation, whose
-    result is no less fine than the finer of them.
+    result is as precise as the more precise of them. Such an equation runs as written.
 
     Args:
         params: of the equation.
         avals: of its operands.
-        by_scope: whether its rule is one for its scope, which is obeyed."""
+        by_scope: whether its scope gave the rule, which then wins over `precision`."""
     if asks_for_precision(params) and not by_scope:
         return "the author asked for this precision"
     dtypes = {getattr(aval, "dtype", None) for aval in avals}
@@ -77,10 +77,10 @@ def asks_for_wider_result(site: Site) -> bool:
 
 
 def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
-    """The dtype that float32 is lowered to beside an operand that is low by hand.
+    """The dtype that float32 is lowered to beside an operand that its author made low.
 
-    The operand's own: float16 beside bfloat16 would lose the range that its author
-    counted on."""
+    It is that operand's own: float16 beside bfloat16 would lose the range that the
+    author counted on."""
     partners = {a for a in authors if a is not None and bits(a) == bits(dtype)}
     return partners.pop() if len(partners) == 1 else dtype
 
@@ -139,7 +139,8 @@ def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Calla
     """A contraction of low operands with a wide result and low cotangents.
 
     The transpose of a contraction with a wide result reads a wide cotangent, so the
-    derivative is that of the low contraction; in forward mode, so that both work."""
+    derivative is that of the low contraction. It is given as a JVP rule, so that both
+    forward and reverse mode work."""
 
     @jax.custom_jvp
     def contraction(*operands):
@@ -178,7 +179,7 @@ class UseOriginalPrecision(Rule):
 
 @dataclass(frozen=True)
 class InSolver(Rule):
-    """The author's dtypes, in a loop that must take the steps that it takes in them."""
+    """Computes in the author's dtypes, so that a solver takes its steps as in them."""
 
     def decide(self, site: Site) -> Decision:
         decision = use_original_precision_locally.decide(site)

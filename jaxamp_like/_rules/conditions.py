@@ -57,7 +57,7 @@ class When(LeavesToOthers):
 
 
 def asked(predicate: Callable[[Site], Any], site: Site, of: str) -> bool:
-    """What a predicate of a user says of a site; `of` is whose it is, in words.
+    """What a predicate of a user says of a site; `of` is its owner, in words.
 
     Raises:
         AmpError: it raises, or returns no bool."""
@@ -90,9 +90,10 @@ def when(
 
     Ready ones: `sums_more_than`, `smaller_than`, `not_divisible_by`, `param_is`.
 
-    What leads to the equation is decided before the predicate is asked: ops in front
-    that follow their inputs may run low on its account if one of the rules reads low,
-    but the carry of a loop that passes through it is low only if both compute low.
+    The ops before the equation are decided before the predicate is asked. Those that
+    follow their inputs may run low for the equation's sake if one of the two rules
+    reads low. The carry of a loop that passes through the equation is low only if both
+    rules compute low.
 
     Args:
         predicate: tells by a bool whether `rule` is to be used.
@@ -111,8 +112,8 @@ def when(
     >>> careful = when(sums_more_than(4096), "float32", use_compute_precision)
     >>> policy = default_amp_policy | {lax.dot_general_p: careful}
 
-    MXNet's conditional list (`CONDITIONAL_FP32_FUNCS`) is the like of this for one
-    parameter of an op."""
+    MXNet's conditional list (`CONDITIONAL_FP32_FUNCS`) does the same for one parameter
+    of an op."""
     return When(predicate, as_rule(rule, "rule"), as_rule(otherwise, "otherwise"))
 
 
@@ -196,8 +197,8 @@ def not_divisible_by(divisor: int = 8) -> Predicate:
 def param_is(name: str, *values: Any) -> Predicate:
     """Holds where the primitive's parameter `name` is one of `values`.
 
-    As the conditional list of MXNet's AMP. Under the key of a scope, ops that have no
-    such parameter are passed over; under that of a primitive, that is an error.
+    MXNet's AMP has this as its conditional list. Under the key of a scope, ops that
+    have no such parameter are passed over; under that of a primitive, that is an error.
 
     Args:
         name: as in the printed jaxpr, such as "y" of `integer_pow`.

@@ -1,4 +1,4 @@
-"""The rule for what may be a contraction, and may be a multiplication."""
+"""The rule for primitives that are contractions, or only multiply, by their axes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,8 @@ class Contract(Rule):
 class MultiplyInFull(ComputeInFull):
     """Computes a product in full, and its gradients low where they are contractions.
 
-    Those of `einsum("i,j->ij")` are. JAX makes them of the equation of the product, and
-    so they would be in its dtype."""
+    Those of `einsum("i,j->ij")` are. JAX makes them by transposing the product, so that
+    they would otherwise have its dtype."""
 
     def decide(self, site: Site) -> Decision:
         decision = super().decide(site)
@@ -57,5 +57,5 @@ class MultiplyInFull(ComputeInFull):
 
 
 contract = Contract(use_compute_precision, MultiplyInFull())
-"""Contractions in the compute dtype; a product that sums nothing, and an inner product,
-as `mul` and `reduce_sum` are: see `_primitives.contractions`."""
+"""Computes contractions in the compute dtype. A product that sums nothing and an inner
+product are computed in full: see `_primitives.contractions`."""

@@ -19,7 +19,7 @@ from . import (
 
 _FLOAT32 = jnp.dtype("float32")
 
-# Float32 operands are no float8, and float64 is more than their author wrote.
+# Presets for float8 don't take float32, and float64 is more than the author wrote.
 _PRESETS = {
     preset.name: preset
     for preset in lax.DotAlgorithmPreset

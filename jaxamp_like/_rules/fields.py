@@ -1,7 +1,8 @@
 """What the fields of a rule may hold, by their types: checked wherever a rule is made.
 
-By a function of the library, by its class, or from a saved policy. What a type can't
-say (a range, fields that exclude each other) is checked by the class itself."""
+A rule is made by a function of the library, by its class, or from a saved policy. What
+a type can't say (a range, fields that exclude each other) is checked by the class
+itself."""
 
 import functools
 import types
@@ -16,7 +17,7 @@ from .._dtypes import did_you_mean
 
 
 def check_fields(rule: Any) -> None:
-    """Checks the fields of a dataclass, and makes Python's numbers of NumPy's.
+    """Checks the fields of a dataclass, and turns NumPy's numbers into Python's.
 
     Raises:
         TypeError: a field holds a value of another type than its own.

@@ -155,7 +155,7 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
     if fact is None or fact.mark != Mark.LOW or fact.constants:
         return fact
     low = lowered(fact.dtype, dtype)
-    is_of_another = fact.copy not in (None, low)  # which has another range
+    is_of_another = fact.copy not in (None, low)  # a low dtype of another range
     if demand & ~Demand.WIDE != Demand.LOW or is_of_another:
         return fact
     return fact._replace(dtype=low)
@@ -187,7 +187,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         is_same = name in ("broadcast_in_dim", "reshape", "copy")
         constants = fact.constants if is_same else None
         leaf = view_of(fact.leaf) if is_view else Leaf.NO
-        if is_placed:  # also if it is to be whole: that is a gather
+        if is_placed:  # also if all devices are to hold all of it: that is a gather
             leaf = Leaf.SHARDED
         copy = fact.copy if name is None or name in MOVES else None
         known = {"small": small, "constants": constants, "copy": copy}
@@ -196,7 +196,7 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
 
 
 def view_of(leaf: Leaf) -> Leaf:
-    """What a view of such a value is."""
+    """The leaf of a view of a value with this leaf."""
     return Leaf.VIEW if leaf == Leaf.ROOT else leaf
 
 
@@ -209,7 +209,7 @@ def _size_key(shape: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class ConvertAsWritten(Rule):
-    """An `astype` that the jaxpr shows is the author's voice."""
+    """Casts as the jaxpr does: an `astype` in it is what its author asked for."""
 
     @property
     def is_run_again(self) -> bool:
@@ -220,7 +220,7 @@ class ConvertAsWritten(Rule):
 
     def decide(self, site: Site) -> Decision:
         (fact,), (old,), (new,) = site.facts, site.authors, site.out_authors
-        # Of a dtype and `None`, NumPy says that they are equal if it is float64.
+        # To NumPy, float64 and `None` are equal.
         is_same = old is not None and new is not None and old == new
         if is_same:  # only the weak type changes
             assert fact is not None
@@ -254,10 +254,10 @@ class ConvertAsWritten(Rule):
 follow_inputs = FollowInputs()
 """Computes low only between ops that compute low (TensorFlow's *infer* colour).
 
-In full precision if an input of the result's size must stay in it; else low, if an
-input is low already and an op that computes low reads the result; else as written. A
-smaller input (a bias, a mean) never decides. A constant that would overflow, vanish or
-turn into 1 keeps the op in full precision.
+An op runs in full precision if an input of the result's size must stay in it. Else it
+runs low if an input is low already and an op that computes low reads the result. Else
+it runs as written. A smaller input (a bias, a mean) never decides. A constant that
+would overflow, vanish or turn into 1 keeps the op in full precision.
 
 See TensorFlow's graph rewrite, `auto_mixed_precision.cc`."""
 

@@ -17,7 +17,7 @@ _MAP_HINT = " `PolicyMap` gives whole policies to scopes."
 
 
 def as_rule(value: Any, argument: str) -> Rule:
-    """Returns `value` as a rule, or says which `argument` is none."""
+    """Returns `value` as a rule, or raises an error that names `argument`."""
     if isinstance(value, Rule):
         return value
     if isinstance(value, str) or is_dtype(value):
@@ -57,7 +57,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_bool(value: Any, argument: str) -> bool:
-    """Returns `value`, which a string such as "no" is not."""
+    """Returns `value` if it is a bool: a string such as "no" is none."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
     return bool(value)
@@ -69,7 +69,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_made_by_calling(value: Any) -> bool:
-    """Whether `value` is a function or a class of this library, which is no rule."""
+    """Whether `value` is a function or class of this library: it may make rules."""
     home = (getattr(value, "__module__", None) or "").split(".")[0]
     is_ours = home == __name__.split(".")[0]
     return is_ours and (isinstance(value, type) or inspect.isfunction(value))

@@ -19,15 +19,16 @@ def keeping_copies(
     policy: Callable[..., bool] | None = None,
     holds_rules: bool = False,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """`forward` as a function of operands and of copies of them, or `None` for none.
+    """`forward` as a function of operands and of their copies, `None` where none is.
 
-    For the backward pass a copy is kept where there is one, and else the operand, which
-    `mark` then marks for the policy of a checkpoint. All else is made again there, by
-    `again`, which computes what `forward` does, but what `policy` keeps of it. The
-    derivative is that of the operands, taken at the copies.
+    For the backward pass a copy is kept where there is one, and else the operand;
+    `mark` then marks each for the policy of a checkpoint. The backward pass makes all
+    else again by `again`, which computes what `forward` does, except what `policy`
+    keeps of it. The derivative is by the operands, and taken at the copies.
 
-    Where `forward` `holds_rules` (derivative rules of an author's), a second derivative
-    is that of the value which these return beside the first, as JAX has it."""
+    Where `forward` `holds_rules` (derivative rules of an author's), the rules return a
+    value beside the first derivative, and a second derivative is that of this value, as
+    in JAX."""
 
     @jax.custom_jvp
     def op(operands, copies):
@@ -91,6 +92,6 @@ def of_some(
 
 
 def copies_in(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
-    """A copy of each value that has a dtype given, for `keeping_copies`."""
+    """A copy of each value for which a dtype is given, for `keeping_copies`."""
     pairs = zip(values, dtypes, strict=True)
     return [None if dtype is None else cast(x, dtype) for x, dtype in pairs]

@@ -19,7 +19,7 @@ _IN_FULL = Contract(use_precision("float32"), compute_in_full)
 
 
 def as_measured(rule: Rule) -> Rule:
-    """`rule`, but with products that sum nothing in full: `calibrate` measures none."""
+    """`rule`, but in full for products that sum nothing: none of them is measured."""
     is_contract = isinstance(rule, Contract)
     return replace(rule, product=compute_in_full) if is_contract else rule
 
@@ -39,7 +39,7 @@ class Unmeasured(Rule):
 
     @property
     def may_compute_low(self) -> bool:
-        return self.rule.may_compute_low  # so that the author's own voice is heard
+        return self.rule.may_compute_low  # so that `why_written` is asked
 
     def is_for(self, name: str) -> bool:
         return self.rule.is_for(name)

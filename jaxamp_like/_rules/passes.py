@@ -2,10 +2,10 @@
 
 A contraction is made forward, for the gradient of its left operand and for that of its
 right one. JAX's own transposes copy the dtype of the result from one to the next, so
-that the precisions of the three hang together, and a rounded operand has no derivative
-at all. Here each of the three is a `Pass`. The two gradients are linear functions of
-one operand each: JAX sees them as a primitive, which stands in the tangent program, and
-whose transpose makes the contraction of the backward pass."""
+that the three can't have precisions of their own, and a rounded operand has no
+derivative at all. Here each of the three is a `Pass`. The two gradients are linear
+functions of one operand each: JAX sees them as a primitive, which stands in the tangent
+program, and whose transpose makes the contraction of the backward pass."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ class Pass:
 
     Args:
         fn: the contraction.
-        moving: which operand of the equation moves, 0 or 1.
+        moving: the operand, 0 or 1, that it is linear in; called the moving one.
         low: the dtype in which cotangents of the result are read."""
 
     fn: Bilinear
@@ -52,9 +52,9 @@ class Pass:
         raise NotImplementedError
 
     def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
-        """What it reads beside the moving operand, as it is kept for it.
+        """What the pass reads beside the moving operand, in the form that is kept.
 
-        `numbers` are the two operands as a format has them, if they were rounded."""
+        `numbers` are the two operands as numbers of a format, if they were rounded."""
         del numbers
         return [operands[1 - self.moving], *operands[2:]]
 
@@ -67,13 +67,13 @@ class Pass:
     def mapped(
         self, args: Sequence[Any], axes: Sequence[int | None]
     ) -> tuple["Pass", Sequence[Any]]:
-        """The pass of many examples, along `axes` of its operands, and the operands."""
+        """The pass mapped by `vmap` along `axes` of its operands, and the operands."""
         return dataclasses.replace(self, fn=mapped(self.fn, axes)), args
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
-        """Makes the gradient of the moving operand, of a cotangent and the others.
+        """A function of a cotangent and the others: the moving operand's gradient.
 
-        It has a derivative. The operands are given by their avals."""
+        That function can be differentiated. `moving` and `others` are avals."""
         raise NotImplementedError
 
 
@@ -83,8 +83,8 @@ class Cast(Pass):
 
     Args:
         reads: the dtypes in which both are read.
-        wide: that of a result which is not rounded to `low`; the gradient of the moving
-            operand is then not rounded to the dtype in which that is read.
+        wide: the dtype of a result that is not rounded to `low`. The gradient of the
+            moving operand is then not rounded to the dtype in which that is read.
         is_low: whether it is lower than its author wrote it.
         keeps_low: whether the other operand is kept in the dtype in which it is read,
             and not as it came."""
@@ -116,7 +116,7 @@ class Cast(Pass):
 
 
 def _beside_cotangent(read: DType, wide: DType | None) -> Hook:
-    """The operand that does not move in a dtype; results as traced, or wide ones."""
+    """Casts the operand beside the cotangent; results are as traced, or `wide`."""
 
     def hook(primitive: Any, params: Any, operands: Any, moving: int) -> Any:
         operands = list(operands)
@@ -129,7 +129,7 @@ def _beside_cotangent(read: DType, wide: DType | None) -> Hook:
 
 
 def cast_pass(site: Site, moving: int, dtype: DType, wide: DType | None = None) -> Cast:
-    """A pass that reads operands in `dtype`, but none in more than as written.
+    """A pass that reads operands in `dtype`, but in no more bits than written.
 
     A `wide` result has that dtype, or that of the operands if it is wider."""
     lhs, rhs, out = (
@@ -148,7 +148,7 @@ def cast_pass(site: Site, moving: int, dtype: DType, wide: DType | None = None) 
 
 
 def in_compute_dtype(site: Site, low: DType) -> tuple[Cast, Cast]:
-    """The gradients of a contraction by each operand, of operands in one dtype."""
+    """The gradients by each operand of a contraction, made of operands in `low`."""
     lhs, rhs = (
         Cast(bilinear(site.primitive, site.params, i), i, low, (low, low))
         for i in (0, 1)
@@ -159,7 +159,7 @@ def in_compute_dtype(site: Site, low: DType) -> tuple[Cast, Cast]:
 def contraction_by_casts(
     forward: Cast, gradients: Sequence[Cast], out: DType
 ) -> Callable[..., Any]:
-    """A contraction of which each of the three is made of operands that are cast."""
+    """A contraction whose three passes all read operands that are cast."""
     contraction = with_passes(lambda *xs: cast(forward(*xs), out), gradients)
     return lambda *operands: contraction(*map(jnp.asarray, operands))
 
@@ -171,8 +171,8 @@ def with_passes(
 ) -> Callable[..., Any]:
     """`forward(lhs, rhs, ...)`, with a derivative by `gradients`, one for each operand.
 
-    `read` tells the operands of the contraction from what was made of them, which
-    `forward` reads too: numbers of a format."""
+    `read` splits the arguments into the operands of the contraction and the numbers of
+    a format that were made of them, which `forward` reads too."""
 
     @jax.custom_jvp
     def contraction(*operands):
@@ -193,7 +193,7 @@ def with_passes(
 
 
 def straight(made: Pass) -> Callable[..., Any]:
-    """A pass that rounds as ordinary code, differentiated as the contraction is."""
+    """A pass as a function, whose derivative goes straight through its rounding."""
 
     @jax.custom_jvp
     def contraction(moving, *others):
@@ -208,7 +208,7 @@ def straight(made: Pass) -> Callable[..., Any]:
 
 
 def pulled_back(made: Pass, moving: Any, ct: Any, *others: Any) -> Any:
-    """The gradient of the moving operand, by its aval, as a cotangent has it."""
+    """The gradient of the moving operand, which is given as an aval, from `ct`."""
     back = made.transposed(moving, *map(jax.typeof, others))
     return cast(back(cast(ct, made.low), *others), moving.dtype)
 
@@ -266,4 +266,4 @@ MOVE = new_primitive(
     transpose=_transpose,
     batch=_batch,
 )
-"""A pass, of its moving operand and what else it reads."""
+"""Runs a pass on its moving operand and on what else it reads."""

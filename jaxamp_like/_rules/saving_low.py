@@ -47,7 +47,7 @@ def saving_low(rule: Any) -> Rule:
     """Computes by `rule`, and keeps low copies of the inputs for the backward pass.
 
     The value is that of `rule`, to the bit; its derivative is that at inputs which were
-    rounded to the compute dtype, computed again in the backward pass. For ops that
+    rounded to the compute dtype, computed again in the backward pass. It suits ops that
     compute in full and are cheap to run twice. What several ops share is better left to
     `amp(fn, lean=True)`, which keeps one low input for a whole remat region of them.
 

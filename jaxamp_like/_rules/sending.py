@@ -19,10 +19,10 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
     """Whether sums over the named axes of an equation may be made in `low`.
 
     Sums over axes of devices may, since these are few. A contraction that is split over
-    them is low on one device as well, so that its sum fits where it fits there (the sum
-    in a mean need not: it grows with the number of devices). A sum over an axis of
-    `vmap` is one of many terms on one device. In float16 only types are trusted to tell
-    that an axis is none of `vmap`."""
+    devices would be low on one device as well, so its sum is in range if it is there.
+    (The sum of a mean need not be: it grows with the number of devices.) A sum over an
+    axis of `vmap` has many terms on one device. In float16 only types are trusted to
+    tell that an axis is none of `vmap`."""
     typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
     known = typed | site.device_axes if jnp.finfo(low).maxexp >= 128 else typed
     return axes_of(site.params) <= known
@@ -38,7 +38,7 @@ class SumOverDevices(KeepEachInput):
     full_sums: bool = False
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        # A low reader of the sum must not have the shares rounded that it is made of.
+        # Its terms must not be rounded because the sum is read low.
         return compute_in_full.demand(params, wanted)
 
     def decide(self, site: Site) -> Decision:
@@ -96,7 +96,7 @@ def _sent_in(site: Site) -> DType | None:
     if wanted & ~Demand.WIDE != Demand.LOW or fact.constants or fact.carried:
         return None
     if is_mark_of_input(site):
-        return None  # nothing is sent but what comes back: see `summed_once`
+        return None  # it sends nothing forward, only cotangents back: see `summed_once`
     if site.primitive.name in PLACING and fact.leaf in INPUTS:
         return None  # a view, whose cast is made before it
     low = lowered(fact.dtype, site.compute_dtype)
@@ -178,11 +178,11 @@ In float16 it sums in full unless types tell that the axes are of devices."""
 send_low = SendLow()
 """As `keep_each_input`; what only contractions read is rounded before it is sent.
 
-The numbers are those that contractions would round anyway, in half the bytes. What
-comes back of them is a sum over devices in the backward pass: in the dtype that the
-contraction's gradient has, which is the compute dtype, or float32 where the user has
+The numbers are those that contractions would round anyway, in half the bytes. In the
+backward pass their cotangents are summed over devices in the dtype of the contraction's
+gradient, which is the compute dtype. They are summed in float32 where the user has
 asked for gradients that are not rounded
-(`use_precision_by_pass(weight_gradient=wide())`), for `full_sums_over_devices`, where
+(`use_precision_by_pass(weight_gradient=wide())`) or for `full_sums_over_devices`, where
 the axis is one of `jax.vmap`, or, in float16, where types don't tell what varies over
 devices (`check_vma=False`)."""
 
@@ -190,4 +190,4 @@ FULL_SUMS = {
     sum_over_devices: SumOverDevices(full_sums=True),
     send_low: SendLow(full_sums=True),
 }
-"""Instead of each of these rules, the one by which sums over devices are float32."""
+"""For each of these rules, the one that sums over devices in the author's dtype."""

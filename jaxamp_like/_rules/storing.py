@@ -13,7 +13,7 @@ from .._primitives import FANNING_OUT, VIEWS, may_repeat
 from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
 from .following import ConvertAsWritten, keep_each_input, keep_one, low_if_read_low
 
-# Nothing may round an operand for the op; one that is held low is handed over so.
+# No operand may be rounded for the op; one that is held low is handed over low.
 _AS_IT_IS = Demand.FULL | Demand.AS_HELD
 
 
@@ -43,9 +43,10 @@ class MoveExactly(Rule):
     """Moves data without rounding it; see `move_exactly` and `take_extremes`.
 
     Args:
-        extremes: whether its results are set against what they were taken from.
-        of_zero: whether they are taken from one operand and 0, which no rounding makes
-            equal."""
+        extremes: whether its results are extremes, and so are compared with what they
+            were taken from.
+        of_zero: whether one of two operands is 0: a rounding makes the other equal to
+            it only by underflow."""
 
     extremes: bool = False
     of_zero: bool = False
@@ -96,13 +97,14 @@ class MoveExactly(Rule):
 
 @dataclass(frozen=True)
 class ReadExactly(Rule):
-    """Decides as another rule, of operands that nothing has rounded for its sake.
+    """Decides as another rule does, of operands that were not rounded for the op.
 
     See `choose_exactly`.
 
     Args:
         rule: the other rule.
-        of_zero: whether the sign of one operand is asked, which no rounding changes."""
+        of_zero: whether it asks for an operand's sign, which a rounding changes only by
+            underflow."""
 
     rule: Rule
     of_zero: bool = False
@@ -139,7 +141,7 @@ def _may_repeat(site: Site) -> bool:
     """Whether a number of an operand may be repeated in one result."""
     name = site.primitive.name
     if site.partly_mapped and name not in VIEWS:
-        return True  # one of what all examples share, among those of each
+        return True  # what all examples share is repeated for each
     return may_repeat(name, site.params)
 
 
@@ -150,8 +152,8 @@ def _mark(facts: Any) -> Mark:
 compute_in_full = ComputeInFull()
 """Computes in the author's dtypes, from operands that may be held low.
 
-Together with the ops around it, it is run again in the backward pass instead of
-keeping what it makes in full."""
+The op is run again in the backward pass, together with the ops around it, so that its
+result in full precision need not be kept."""
 
 move_exactly = MoveExactly()
 """Moves data in the precision that it has, and never rounds it.
@@ -159,7 +161,7 @@ move_exactly = MoveExactly()
 Operands that are held in several dtypes are moved in the author's."""
 
 take_extremes = MoveExactly(extremes=True)
-"""As `move_exactly`, for what is set against what it was taken from: a maximum.
+"""As `move_exactly`, for extremes: they are compared with what they came from.
 
 XLA leaves out a rounding where a value is made and cast up in one kernel. A maximum of
 the rounded values would then not be one of those that it is subtracted from, or that
@@ -169,7 +171,7 @@ operand rounded ahead: numbers that a rounding has made equal share a gradient."
 choose_exactly = ReadExactly(compute_in_full)
 """Comparisons, steps and ranks: a rounding, or a missing one, may change the choice.
 
-What is rounded because only contractions read it is rounded after such an op."""
+An operand that is to be rounded for contractions is rounded after such an op."""
 
 sort_exactly = ReadExactly(keep_each_input)
 """As `choose_exactly`, for several arrays at once."""

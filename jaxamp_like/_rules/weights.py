@@ -45,9 +45,10 @@ Gradient = Literal["weight", "input", "either"]
 def gradient_of(site: Site) -> Gradient | None:
     """What a contraction of a backward pass makes the gradient of, if of one operand.
 
-    It reads a cotangent and what stood beside that operand in a forward contraction: of
-    the two, the weight is more surely a parameter. Where that contraction is not known,
-    what is beside a parameter is an input, and what is beside data a weight."""
+    It reads a cotangent and the other operand of a forward contraction. Of the two
+    operands there, the weight is the one that is more surely a parameter. Where that
+    contraction is not known, the operand beside a parameter counts as an input, and the
+    operand beside data as a weight."""
     if site.cotangents[:2].count(True) != 1:
         return None
     fact = site.facts[site.cotangents.index(False)]
@@ -59,4 +60,4 @@ def gradient_of(site: Site) -> Gradient | None:
         return "input" if all(origin < beside for origin in of) else "either"
     if beside in (Origin.DATA, Origin.PARAMETER):
         return "weight" if beside == Origin.DATA else "input"
-    return "either"  # it may be a weight, or what a first layer makes of what it knows
+    return "either"  # it may be a weight, or made by a layer that reads no data
