@@ -80,7 +80,7 @@ class Traced(NamedTuple):
     Args:
         fn: what is called, as the user gave it.
         jaxpr: its program.
-        arrays: what that takes.
+        arrays: the arrays that the program takes.
         origins: for each array, whether it is a parameter."""
 
     fn: Callable[..., Any]
@@ -143,11 +143,12 @@ def amp(
         fn: any function of pytrees: a loss, a model, a whole training step, a callable
             module or a bound method. Leaves that are no arrays (Python numbers too) are
             passed through as they are. Without `fn`, returns a decorator.
-            A model of Equinox or NNX gives a model: with the same parameters, which
-            transforms and optimizers find, and methods that compute in mixed precision.
-        compute_dtype: what contractions compute in; if not given, what the policy says,
-            or the global policy, which is float16 until it is set. bfloat16 needs no
-            loss scaling.
+            For a model of Equinox or NNX the result is a model: it has the same
+            parameters, which transforms and optimizers find, and its methods compute in
+            mixed precision.
+        compute_dtype: the dtype that contractions compute in; by default that of the
+            policy, or else that of the global policy, which is float16 until it is set.
+            bfloat16 needs no loss scaling.
         amp_policy: a dict of rules, a `Policy`, the name of one ("mixed_bfloat16") or a
             `PolicyMap`; if not given, `global_policy()`, now and not when the function
             is called. A dict maps primitives, names of `jax.named_scope`s, paths of
@@ -169,10 +170,11 @@ def amp(
         argnums: the positions of the arguments that hold parameters, as of `jax.grad`:
             by default the first one, or none where `fn` is a module that holds its own
             parameters, or a method of one. It matters to rules that treat weights
-            unlike activations (`float8`, `int8`, `use_precision_by_pass`). What is made
-            of parameters alone (cast, put side by side, masked) is a weight as they
-            are. Arrays that `fn` closes over count as weights beside what is computed;
-            pass `()` where they hold all of the parameters.
+            unlike activations (`float8`, `int8`, `use_precision_by_pass`). Values that
+            are made from parameters alone (cast, concatenated, masked) count as
+            weights, too, and so do arrays that `fn` closes over where they are
+            contracted with computed values; pass `()` where they hold all of the
+            parameters.
     Returns:
         A function with the signature of `fn`; of a model, a model. Floating results are
         cast if the policy has an output dtype.
@@ -267,7 +269,7 @@ def _saved(policy: Any) -> Any:
 
 
 def _amp_again(policy: Any, given: dict[str, Any], model: Any) -> Any:
-    """`amp` of a model under a global policy, as when it was made."""
+    """Applies `amp` to a model under the global policy of its first wrapping."""
     with using_policy(policy):
         return amp(model, **given)
 
@@ -282,7 +284,7 @@ def amp_by(
     argnums: Argnums | None = None,
     run: Run | None = None,
 ) -> Callable[..., Any]:
-    """`amp` of a function, by settings that are understood already.
+    """Applies `amp` to a function, by settings that are checked already.
 
     `run` plans and binds the traced program; it is given where that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
@@ -419,7 +421,7 @@ def _report_unused(
 ) -> None:
     place = f"This is of {place_of(fn)}."
     for key, report in reports_of_unmatched_keys(planner, plan, steps):
-        # One policy is for many functions, and a misspelt key is one mistake.
+        # Many functions may share a policy: a misspelt key is reported once for all.
         once = ref(planner.policy), key
         warn_or_raise(f"{report} {place}", planner.strict, once)
     for report in (

@@ -88,7 +88,7 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
     adds_up = {body.ins[i] for i in planner.carries.must_stay_full(body, site.scope)}
     demands = planner.demands.of_body(body, site.scope, read)
-    # A carry may be low if it is read low, and made by compute ops on every path.
+    # A carry may be low if it is read low; whether it is made low is seen further on.
     read_low = {
         i
         for i, how in zip(body.ins, demands, strict=True)
