@@ -22,7 +22,7 @@ from .._primitives import CONTRACTIONS
 from .._primitives.contractions import is_contraction
 from .._primitives.matmul_precision import settled_bind
 from .._quantised.linear import RESULT_OF
-from .._rewrite.solvers import author_scopes
+from .._rewrite.solvers import without_solver_scope
 from .._rules import (
     Decision,
     Demand,
@@ -137,7 +137,7 @@ class Shadow(Rule):
         if low.reads == site.authors:
             return low
         of = Contraction(
-            author_scopes(site.scope),
+            without_solver_scope(site.scope),
             site.primitive.name,
             shapes_of(site.params, site.avals),
         )

@@ -24,7 +24,7 @@ from .._rules.bilinear import (
     mapped,
     transposed,
 )
-from .._rules.passes import Cast, Pass, straight, with_passes
+from .._rules.passes import Cast, Pass, straight_through, with_passes
 from .axes import Axes, axes_of
 from .constant import constant, first_operand, no_series, tied
 from .linear import transposable
@@ -86,7 +86,7 @@ class Rounded(Pass):
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
         fn = _transposed(self, [moving, *others])
-        return straight(dataclasses.replace(self, fn=fn))
+        return straight_through(dataclasses.replace(self, fn=fn))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class Kept(Pass):
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
         fn, before = _transposed(self, [moving, others[0]]), not self.before
-        return straight(dataclasses.replace(self, fn=fn, before=before))
+        return straight_through(dataclasses.replace(self, fn=fn, before=before))
 
     def mapped(
         self, args: Sequence[Any], axes: Sequence[int | None]

@@ -14,7 +14,7 @@ from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
 from .._rewrite.record import MARK
-from .._rewrite.solvers import author_scopes
+from .._rewrite.solvers import without_solver_scope
 from .._structural import SOLVER, STRUCTURAL, Step
 from .._structural.kept import is_kept
 from .convolutions import multiply_adds
@@ -54,7 +54,7 @@ class Around:
                 scope = (*scope, name)
         if step is not None and step is not self.step:
             # The name stack of what JAX moves out of a loop lacks the scopes around it.
-            scope = (*base, *author_scopes(step.scope))
+            scope = (*base, *without_solver_scope(step.scope))
         if own.backward and phase == "forward":
             phase = "backward"
         # JAX 0.6 names what it transposes of a call in a checkpoint as if it were made

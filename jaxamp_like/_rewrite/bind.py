@@ -27,14 +27,14 @@ from .._primitives.matmul_precision import (
 )
 from .._rules import Demand, Leaf, author_dtype, kept_or_made
 from .._structural import Facts, Plan, Scope, Step
-from .._structural.base import now
+from .._structural.base import dtypes_of
 from .._structural.kept import keep
 from .casts import (
     cast_of,
     moved_with_full_gradient,
-    one_number,
     residual_add,
     round_cotangent,
+    rounded_for_all_readers,
     with_full_gradient,
 )
 from .deduplication import Deduplicated
@@ -312,7 +312,9 @@ class Frame:
         if self.keeps == Keeps.STATISTICS and is_statistic(eqn):
             outs = list(map(kept_or_made, outs))
         if step.is_compute:
-            outs = list(map(one_number, outs, (v.aval for v in eqn.outvars)))
+            outs = list(
+                map(rounded_for_all_readers, outs, (v.aval for v in eqn.outvars))
+            )
         if rounded and branch is None:
             # A looked up value has readers of all kinds. Their cotangents' sum is
             # rounded only to a dtype with its range.
@@ -433,7 +435,7 @@ class Call(NamedTuple):
             both = (Keeps.NOTHING, Keeps.STATISTICS) if is_region else (self.keeps,)
             for step in unit.steps if is_region else (unit,):
                 if step.handler is not None and step.handler.is_closed:
-                    (inner,), dtypes = step.inner, now(step.decision.outs)
+                    (inner,), dtypes = step.inner, dtypes_of(step.decision.outs)
                     for keeps in both:
                         yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
 

@@ -106,7 +106,7 @@ _residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)
 residual_add = traced_once(_residual_add, 2)
 
 
-def one_number(x: Any, aval: Any) -> Any:
+def rounded_for_all_readers(x: Any, aval: Any) -> Any:
     """`x`, of which all readers read the same number in the compiled program, too.
 
     `aval` is that of the result as written: what was low already is left as it is.

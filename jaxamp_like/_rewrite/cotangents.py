@@ -32,7 +32,7 @@ from .._structural import STRUCTURAL, Handler, Scope
 from .memo import Memo
 from .reach import Reach, Reaches, union
 
-Which = tuple[bool, ...]
+Flags = tuple[bool, ...]
 """Of each input or operand, whether it is a cotangent; `()` if none is."""
 
 Phases = tuple[str, ...]
@@ -55,8 +55,12 @@ class Cotangents:
     _contracting: Memo = field(default_factory=Memo)
 
     def of(
-        self, jaxpr: Jaxpr, given: Which, is_backward: bool, is_rule: bool = False
-    ) -> Sequence[Which]:
+        self,
+        jaxpr: Jaxpr,
+        given: Flags,
+        is_backward: bool,
+        is_rule: bool = False,
+    ) -> Sequence[Flags]:
         """For each equation of `jaxpr`, which of its operands are cotangents.
 
         `given` says which inputs are cotangents, `is_backward` whether all of the
@@ -65,14 +69,14 @@ class Cotangents:
         key = given, is_backward, is_rule
         return self._found(jaxpr, key, lambda: self._find(raw(jaxpr), *key))
 
-    def inside(self, eqn: Eqn, which: Which) -> dict[Jaxpr, Which]:
+    def inside(self, eqn: Eqn, which: Flags) -> dict[Jaxpr, Flags]:
         """Which inputs of programs in `eqn` are cotangents, if `which` operands are.
 
         Programs without a contraction are left out, so that they have the same plan
         wherever they are called."""
         if not any(which):
             return {}
-        found: dict[Jaxpr, Which] = {}
+        found: dict[Jaxpr, Flags] = {}
         bodies = self._reaches.bodies(eqn, ())
         now = self._reaches.entering(bodies, (), [int(x) for x in which])
         for body in bodies:
@@ -84,8 +88,8 @@ class Cotangents:
         return found
 
     def _find(
-        self, jaxpr: Any, given: Which, is_backward: bool, is_rule: bool
-    ) -> Sequence[Which]:
+        self, jaxpr: Any, given: Flags, is_backward: bool, is_rule: bool
+    ) -> Sequence[Flags]:
         starts = _Starts(jaxpr, is_rule, are_given=is_backward and any(given))
         known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
         if is_backward:
@@ -96,7 +100,7 @@ class Cotangents:
                 is_part = any(which) or not starts.are_made_again_at(k)
                 found.append(self._which(starts, k, known) if is_part else ())
             return found
-        found: list[Which] = [()] * len(jaxpr.eqns)
+        found: list[Flags] = [()] * len(jaxpr.eqns)
         for run in starts.runs():
             rows = [self._which(starts, k, known) for k in run]
             if not any(rows):
@@ -111,7 +115,7 @@ class Cotangents:
 
     def _which(
         self, starts: "_Starts", k: int, known: set[Any], perhaps: bool = False
-    ) -> Which:
+    ) -> Flags:
         """Which operands of equation `k` are cotangents; adds to those `known`."""
         eqn = starts.eqns[k]
         which = _those_in(known, eqn)
@@ -122,7 +126,7 @@ class Cotangents:
                 which[i] = True
         return self._handed_on(eqn, which, known)
 
-    def _handed_on(self, eqn: Eqn, which: Sequence[bool], known: set[Any]) -> Which:
+    def _handed_on(self, eqn: Eqn, which: Sequence[bool], known: set[Any]) -> Flags:
         """Returns `which` or `()`; adds those, and what they make, to `known`."""
         if not any(which):
             return ()

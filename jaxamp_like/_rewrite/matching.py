@@ -10,7 +10,7 @@ from .._policies.dictionary import Lookup
 from .._primitives import ASKING_SIGNS, CONTRACTIONS, is_contraction
 from .._rules import Match, UseOriginalPrecision, in_solver, why_written
 from .._structural import SOLVER, STRUCTURAL, Handler, Scope
-from .solvers import author_scopes
+from .solvers import without_solver_scope
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Matching:
         """What the policy says of an equation.
 
         In a solver, only a key that is a scope can ask for low precision."""
-        found = self.find(eqn.primitive, author_scopes(scope))
+        found = self.find(eqn.primitive, without_solver_scope(scope))
         if SOLVER in scope:
             is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
             return found if is_meant else replace(found, rule=in_solver)

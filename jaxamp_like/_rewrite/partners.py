@@ -11,7 +11,7 @@ from .._jax import Atom, Literal
 from .._primitives import CONTRACTIONS, IDENTITIES, VIEWS
 from .._rules import Fact, Origin, Partner, sizes_of
 from .._structural import Facts, Step
-from .cotangents import Which
+from .cotangents import Flags
 from .facts import fact_of
 
 
@@ -32,7 +32,7 @@ class Partners:
         shown = self._facts[self._shown[atom]]
         return fact._replace(partners=shown.partners if shown else frozenset())
 
-    def meet(self, step: Step, which: Which) -> None:
+    def meet(self, step: Step, which: Flags) -> None:
         """Takes note of a step, after the facts of its results.
 
         `which` says which of its operands are cotangents."""

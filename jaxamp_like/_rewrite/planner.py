@@ -50,7 +50,7 @@ from .._rules import (
 )
 from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
 from .carries import Carries
-from .cotangents import Cotangents, Which
+from .cotangents import Cotangents, Flags
 from .demands import Demands
 from .facts import const_fact, upcast_early
 from .hoisted_by_jax import Hoisted
@@ -92,9 +92,9 @@ class Planner:
         self._mapped = frozenset[Any]()  # the axes of devices that it names
         self._axes = frozenset[Any]()  # those, and the ones around the traced code
         self.cotangents = Cotangents()
-        self._given: dict[Jaxpr, Which] = {}  # cotangents among inputs of those bodies
+        self._given: dict[Jaxpr, Flags] = {}  # cotangents among inputs of those bodies
 
-    def afresh(self) -> "Planner":
+    def without_memory(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
         settings = self.policy, self.compute_dtype, self.strict, self.lean
         return Planner(*settings, self.gather_once, self.partly_mapped)
@@ -102,7 +102,7 @@ class Planner:
     @functools.cached_property
     def of_partly_mapped(self) -> "Planner":
         """The same planner, for calls where `jax.vmap` maps only some values."""
-        planner = self.afresh()
+        planner = self.without_memory()
         planner.partly_mapped = True
         return planner
 
@@ -123,7 +123,7 @@ class Planner:
         """The facts of a call's operands, given the `in_shardings` in its `params`."""
         return tuple(of_operands(facts, params, self.gather_once))
 
-    def reads_in_full(self, scope: Scope) -> bool:
+    def arithmetic_is_full(self, scope: Scope) -> bool:
         """Whether arithmetic in `scope` computes in full, however operands are held.
 
         Where it does not, holding an operand in full may make it compute in full."""
@@ -135,7 +135,7 @@ class Planner:
         facts: Facts,
         scope: Scope = (),
         wanted: Sequence[Demand] = (),
-        cotangents: Which | None = None,
+        cotangents: Flags | None = None,
     ) -> Plan:
         """Plans `jaxpr` for inputs of which `facts` are known.
 
@@ -161,7 +161,7 @@ class Planner:
         facts: Facts,
         scope: Scope,
         wanted: Sequence[Demand],
-        given: Which,
+        given: Flags,
         is_rule: bool,
     ) -> Plan:
         inner = raw(jaxpr)
@@ -212,7 +212,7 @@ class Planner:
         facts: Facts,
         wanted: Sequence[Demand],
         read_often: Set[Any],
-        cotangents: Which,
+        cotangents: Flags,
     ) -> Step:
         found = self.matching.found(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found, cotangents)
@@ -222,7 +222,7 @@ class Planner:
         # `amp` would take that precision for one that the author asked for.
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
-        if not found.is_compute and self.reads_in_full(scope):
+        if not found.is_compute and self.arithmetic_is_full(scope):
             site = site._replace(facts=_shared_in_full(eqn, site, read_often))
         if handler is not None:
             with self._inside(eqn, site):
@@ -317,7 +317,7 @@ class Planner:
         facts: Facts,
         wanted: Any,
         found: Match,
-        cotangents: Which,
+        cotangents: Flags,
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
         told = names(eqn)

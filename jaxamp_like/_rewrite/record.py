@@ -40,7 +40,7 @@ class Recorder:
 
     def planner_for(self, planner: Planner) -> Planner:
         if planner not in self._planners:
-            self._planners[planner] = planner.afresh()
+            self._planners[planner] = planner.without_memory()
         return self._planners[planner]
 
 

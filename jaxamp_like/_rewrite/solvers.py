@@ -50,7 +50,7 @@ from .reach import LOW, of_input, read_outside, union
 Indices = frozenset[int]
 
 
-def author_scopes(scope: Scope) -> Scope:
+def without_solver_scope(scope: Scope) -> Scope:
     """`scope` without `SOLVER`: the scopes that the author wrote."""
     if SOLVER not in scope:
         return scope

@@ -7,7 +7,7 @@ from .._jax import source_line
 from .._rules.by_shapes import NO_ROW, ByShapes, shapes_of
 from .._structural import Step
 from .planner import Planner
-from .solvers import author_scopes
+from .solvers import without_solver_scope
 from .unmatched import place_of_step
 
 _MOST = 8  # shapes to list
@@ -20,7 +20,10 @@ def reports_of_unknown_shapes(planner: Planner, steps: list[Step]) -> Iterator[s
     entries: dict[Any, list[Step]] = {}
     for step in steps:
         found = planner.matching.find(step.eqn.primitive, step.scope)
-        if isinstance(found.rule, ByShapes) and author_scopes(step.scope) == step.scope:
+        if (
+            isinstance(found.rule, ByShapes)
+            and without_solver_scope(step.scope) == step.scope
+        ):
             entries.setdefault((found.rule, found.key, found.also), []).append(step)
     for (rule, *_), steps in entries.items():
         yield from _reports(rule, steps)

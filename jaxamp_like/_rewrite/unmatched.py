@@ -100,7 +100,7 @@ def _paths(steps: Sequence[_Equation]) -> dict[Scope, _Equation]:
     """The paths of the scopes, each with the first equation in it."""
     paths: dict[Scope, _Equation] = {}
     for scope, step in {
-        authors_scope(step.scope): step for step in steps[::-1]
+        without_amp_scopes(step.scope): step for step in steps[::-1]
     }.items():
         for end in range(1, len(scope) + 1):
             paths |= dict.fromkeys(paths_to(scope[:end]), step)
@@ -113,14 +113,14 @@ def _names(paths: dict[Scope, _Equation]) -> dict[str, _Equation]:
     return {"/".join(part): step for part, step in parts.items()}
 
 
-def authors_scope(scope: Scope) -> Scope:
+def without_amp_scopes(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
     return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
 
 
 def place_of_step(step: Step) -> str:
     """Where a step stands, in words."""
-    path = "/".join(authors_scope(step.scope))
+    path = "/".join(without_amp_scopes(step.scope))
     where = f"scope {path!r}" if path else "no scope"
     return f"`{step.eqn.primitive}` in {where}"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from .._jax import source_line
 from .._rules.measured import NOT_MEASURED, Unmeasured
 from .._structural import Plan, Step
-from .unmatched import authors_scope, place_of_step
+from .unmatched import place_of_step, without_amp_scopes
 
 _MOST = 8  # places to list
 
@@ -57,4 +57,4 @@ def _shapes(step: Step) -> str:
 
 
 def _path(step: Step) -> str:
-    return "/".join(authors_scope(step.scope))
+    return "/".join(without_amp_scopes(step.scope))

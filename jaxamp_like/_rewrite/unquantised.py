@@ -10,7 +10,7 @@ from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
 from .._rules import Origin, Rule
 from .._structural import Plan, Step
 from .facts import fact_of
-from .unmatched import authors_scope
+from .unmatched import without_amp_scopes
 
 _MOST = 8  # reasons to list
 
@@ -145,7 +145,8 @@ def refuse_rules_with_state(steps: list[Step]) -> None:
     for step in steps:
         made = step.decision.eight_bits
         if made is not None and made.needs_state:
+            scope = "/".join(without_amp_scopes(step.scope))
             raise AmpError(
-                f"{NO_STATE}\nThe first such contraction is in scope "
-                f"{'/'.join(authors_scope(step.scope))!r}, {source_line(step.eqn)}."
+                f"{NO_STATE}\nThe first such contraction is in scope {scope!r}, "
+                f"{source_line(step.eqn)}."
             )

@@ -192,7 +192,7 @@ def with_passes(
     return contraction
 
 
-def straight(made: Pass) -> Callable[..., Any]:
+def straight_through(made: Pass) -> Callable[..., Any]:
     """A pass as a function, whose derivative goes straight through its rounding."""
 
     @jax.custom_jvp

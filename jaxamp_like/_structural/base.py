@@ -214,7 +214,7 @@ class Planner(Protocol):
         """The facts of a call's operands, given the `in_shardings` in its `params`."""
         ...
 
-    def reads_in_full(self, scope: Scope) -> bool:
+    def arithmetic_is_full(self, scope: Scope) -> bool:
         """Whether arithmetic in `scope` computes in full, however operands are held."""
         ...
 
@@ -318,11 +318,11 @@ def decision_of(
     return Decision(tuple(reads), site.params, tuple(outs), why)
 
 
-def now(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
+def dtypes_of(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
     return tuple(fact and fact.dtype for fact in facts)
 
 
-def inside(
+def as_body_inputs(
     facts: Sequence[Fact | None],
     leaf: Leaf = Leaf.ROOT,
     sharded: Leaf | None = None,
@@ -343,7 +343,7 @@ def inside(
     )
 
 
-def outside(facts: Sequence[Fact | None]) -> Facts:
+def as_results(facts: Sequence[Fact | None]) -> Facts:
     return tuple(fact and fact._replace(leaf=Leaf.NO) for fact in facts)
 
 

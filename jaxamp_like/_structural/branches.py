@@ -17,9 +17,9 @@ from .base import (
     Frame,
     Planner,
     Step,
+    as_body_inputs,
     decision_of,
-    inside,
-    now,
+    dtypes_of,
 )
 
 
@@ -29,13 +29,13 @@ def cond_bodies(eqn: Eqn) -> list[Body]:
 
 
 def decide_cond(planner: Planner, eqn: Eqn, site: Site):
-    facts = inside(site.facts[1:])
+    facts = as_body_inputs(site.facts[1:])
     inner = tuple(
         planner.plan(branch, facts, site.scope, site.wanted)
         for branch in eqn.params["branches"]
     )
     outs = map(_join, *(plan.outs for plan in inner))
-    return decision_of(site, now(site.facts), outs, "its branches agree"), inner
+    return decision_of(site, dtypes_of(site.facts), outs, "its branches agree"), inner
 
 
 def _join(*facts: Fact | None) -> Fact | None:
@@ -50,7 +50,7 @@ def _join(*facts: Fact | None) -> Fact | None:
 
 
 def bind_cond(frame: Frame, step: Step, operands: list[Any]):
-    eqn, dtypes = step.eqn, now(step.decision.outs)
+    eqn, dtypes = step.eqn, dtypes_of(step.decision.outs)
     branches = tuple(
         frame.close(plan, branch, dtypes)
         for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)

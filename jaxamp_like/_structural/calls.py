@@ -30,10 +30,10 @@ from .base import (
     Plan,
     Planner,
     Step,
+    as_body_inputs,
+    as_results,
     decision_of,
-    inside,
-    now,
-    outside,
+    dtypes_of,
 )
 from .kept import KeepingToo
 from .pinned import decide_pinned
@@ -49,33 +49,33 @@ def decide_call(
     eqn: Eqn,
     site: Site,
     leaf: Leaf = Leaf.ROOT,
-    raises: bool = False,
+    casts_up: bool = False,
     sharded: Leaf | None = None,
 ):
     """Decides a call whose operands are cast outside of it, as its body reads them.
 
-    What the body only reads low is cast low. With `raises`, what it only reads in full
-    is cast up: other readers share a cast that is made outside. A call that keeps its
-    operands for the backward pass is better given them low, without `raises`."""
+    What the body only reads low is cast low. With `casts_up`, what it only reads in
+    full is cast up: other readers share a cast that is made outside. A call that keeps
+    its operands for the backward pass is better given them low, without `casts_up`."""
     (body,) = call_bodies(eqn)
     demands = planner.demands.of_operands(eqn, [body], site.scope, site.wanted)
 
     def as_read(fact, author, demand):
         as_held = Demand.AS_HELD in demand
-        if fact is not None and raises and is_full(demand) and not as_held:
+        if fact is not None and casts_up and is_full(demand) and not as_held:
             return fact._replace(dtype=author)
         return low_if_read_low(fact, demand, site.compute_dtype)
 
-    given = inside(site.facts, leaf, sharded)
+    given = as_body_inputs(site.facts, leaf, sharded)
     facts = tuple(map(as_read, given, site.authors, demands))
     inner = planner.plan(body.jaxpr, facts, site.scope, site.wanted)
-    outs = outside(inner.outs)
-    return decision_of(site, now(facts), outs, "its body decides"), (inner,)
+    outs = as_results(inner.outs)
+    return decision_of(site, dtypes_of(facts), outs, "its body decides"), (inner,)
 
 
 def decide_inline(planner: Planner, eqn: Eqn, site: Site):
-    raises = not planner.lean
-    return decide_call(planner, eqn, site, raises=raises, sharded=Leaf.SHARDED)
+    casts_up = not planner.lean
+    return decide_call(planner, eqn, site, casts_up=casts_up, sharded=Leaf.SHARDED)
 
 
 def decide_jit(planner: Planner, eqn: Eqn, site: Site):
@@ -90,14 +90,15 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
 def bind_jit(frame: Frame, step: Step, operands: list[Any]):
     # Weights that were rounded before a loop are not among the operands of the call.
     if frame.rounded_in(step):
-        return cast_all(bind_inline(frame, step, operands), now(step.decision.outs))
+        dtypes = dtypes_of(step.decision.outs)
+        return cast_all(bind_inline(frame, step, operands), dtypes)
     return bind_closed(frame, step, operands)
 
 
 def bind_closed(frame: Frame, step: Step, operands: list[Any]):
     """Binds an equation with the one program that it holds, as a parameter."""
     (inner,), eqn = step.inner, step.eqn
-    closed = frame.close(inner, eqn.params["jaxpr"], now(step.decision.outs))
+    closed = frame.close(inner, eqn.params["jaxpr"], dtypes_of(step.decision.outs))
     with eqn_context(eqn):
         return eqn.primitive.bind(*operands, **eqn.params | {"jaxpr": closed})
 
@@ -116,7 +117,7 @@ def decide_remat(planner: Planner, eqn: Eqn, site: Site):
 
 def bind_remat(frame: Frame, step: Step, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.keeps
-    dtypes = now(step.decision.outs)
+    dtypes = dtypes_of(step.decision.outs)
     rounded = frame.rounded_in(step)
     closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes, rounded)
     body, values = open_jaxpr(closed)

@@ -52,7 +52,7 @@ from .base import (
     Facts,
     Frame,
     Step,
-    now,
+    dtypes_of,
 )
 from .calls import bind_inline
 from .zeros import (
@@ -137,7 +137,7 @@ def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
 
 def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
-    dtypes = now(step.decision.outs)
+    dtypes = dtypes_of(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
 
@@ -202,7 +202,7 @@ def bind_remat_opt(frame: Frame, step: Step, operands: list[Any]):
         return bind_inline(frame, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
     num_consts, num_res = params["num_consts"], params["num_res"]
-    dtypes, wanted = now(step.decision.outs), _demands_of(step)
+    dtypes, wanted = dtypes_of(step.decision.outs), _demands_of(step)
     body, values = open_jaxpr(frame.close(inner, params["fwd_jaxpr"], dtypes))
 
     @functools.cache
@@ -260,7 +260,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     know rules that ask. The first operands are what the author's function closes over:
     his rule has no derivative for these."""
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
-    dtypes = now(step.decision.outs)
+    dtypes = dtypes_of(step.decision.outs)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)

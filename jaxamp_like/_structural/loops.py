@@ -38,10 +38,10 @@ from .base import (
     Plan,
     Planner,
     Step,
+    as_body_inputs,
+    as_results,
     decision_of,
-    inside,
-    now,
-    outside,
+    dtypes_of,
 )
 from .calls import bind_closed
 from .kept import is_kept, keep, save_marked
@@ -110,13 +110,13 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
         low = set()
     marks = dict.fromkeys(outs, Mark.NEUTRAL)
     origins = {i: fact.origin for i in outs if (fact := site.facts[i])}
-    given = list(inside(site.facts))
-    reads_in_full = planner.reads_in_full(site.scope)
+    given = list(as_body_inputs(site.facts))
+    arithmetic_is_full = planner.arithmetic_is_full(site.scope)
     for i, var, how in zip(body.ins, raw(body.jaxpr).invars, demands, strict=True):
         is_sliced = given[i] is not None and site.avals[i].ndim > var.aval.ndim
         if is_sliced and how & ~Demand.WIDE == Demand.LOW:
             given[i] = _low_slices(given[i], site)
-        elif not is_sliced and i not in outs and reads_in_full:
+        elif not is_sliced and i not in outs and arithmetic_is_full:
             # All iterations read it, and their cotangents add up.
             given[i] = held_in_full(given[i], site.authors[i])
 
@@ -153,13 +153,15 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
             i = news.pop()
             news += [j for j in heirs.get(i, ()) if learn(j, entering(i))]
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
-    results = list(outside(inner.outs))
+    results = list(as_results(inner.outs))
     for i, out in outs.items():
         results[out] = carried[i]._replace(carried=False)
     for out, how in enumerate(site.wanted):
         if how == Demand.LOW and out not in outs.values():
             results[out] = _low_slices(results[out], site)
-    decision = decision_of(site, now(facts), results, "its carries keep one dtype")
+    decision = decision_of(
+        site, dtypes_of(facts), results, "its carries keep one dtype"
+    )
     return decision, (*plans, inner)
 
 
@@ -251,7 +253,7 @@ def bind_scan(frame: Frame, step: Step, operands: list[Any]):
     if not ahead and not rounded and not stacks:
         return bind_closed(frame, step, operands)
     is_lean, frame = frame.is_lean, frame.under_policy() if ahead else frame
-    dtypes = now(step.decision.outs)
+    dtypes = dtypes_of(step.decision.outs)
 
     def loop(operands, rounded, stacks):
         fixed, init, xs = scan_operands(eqn, operands)
@@ -287,7 +289,7 @@ def bind_scan(frame: Frame, step: Step, operands: list[Any]):
 
 def bind_while(frame: Frame, step: Step, operands: list[Any]):
     (cond, body), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
-    params, dtypes = eqn.params, now(step.decision.outs)
+    params, dtypes = eqn.params, dtypes_of(step.decision.outs)
     closed = frame.close(cond, params["cond_jaxpr"], (None,))
     for_cond, for_body, init = while_operands(eqn, operands)
     fixed = dict(zip(body.invars, for_body, strict=False))
