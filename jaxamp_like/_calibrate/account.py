@@ -29,7 +29,7 @@ class Account:
     """Remembers what was tried, and makes the result of it.
 
     Args:
-        runs: what makes the passes.
+        runs: makes the passes.
         objective: what is to be saved.
         device: what it is saved on, for the objective "time"."""
 
@@ -60,7 +60,7 @@ class Account:
         warn_or_raise(message, strict=False)
 
     def what(self, choices: Choices) -> str:
-        """A set of groups in words."""
+        """In words, which groups are low under `choices`, and how low."""
         pairs = [*zip(self.program.groups, choices, strict=True)]
         low = [group.name for group, choice in pairs if choice]
         full = [group.name for group, choice in pairs if not choice]

@@ -14,7 +14,7 @@ from .._rules.given import is_number
 
 @dataclass(frozen=True)
 class _Errors:
-    """Kinds of errors, of which a `Budget` is a limit and `Errors` were measured."""
+    """A number for each kind of error: a limit in a `Budget`, measured in `Errors`."""
 
     loss: float | None = None
     outputs: float | None = None
@@ -34,12 +34,12 @@ class Budget(_Errors):
     Every limit that is given must be met, on each batch.
 
     Args:
-        loss: of the loss, the first result, relative to the loss.
-        outputs: of all floating results as one vector, relative to its norm.
-        gradients: of the gradient as one vector, relative to its norm.
+        loss: the error of the loss, the first result, relative to the loss.
+        outputs: the error of all floating results as one vector, relative to its norm.
+        gradients: the error of the gradient as one vector, relative to its norm.
         cosine: 1 minus the cosine of the angle between the gradients.
-        worst_leaf: the relative error of the gradient of the parameter whose is
-            largest. Where a gradient is zero but for rounding, it is no measure.
+        worst_leaf: the largest relative error of the gradient of a single parameter. It
+            is of no use where a gradient would be zero without rounding errors.
         overflow: the share of numbers that are finite as written and not in mixed
             precision, results and gradients together.
     Raises:
@@ -59,7 +59,7 @@ class Budget(_Errors):
                     f"`{name}` of a `Budget` must be a number of at least 0, such as "
                     f"0.01 for one percent, but got {limit!r}."
                 )
-            # Of one that is NumPy's, what is written down could not be read back.
+            # A number of NumPy's would be written to files so that it can't be read.
             object.__setattr__(self, name, float(limit))
         if not self.limits():
             raise ValueError(
@@ -68,7 +68,7 @@ class Budget(_Errors):
             )
 
     def limits(self) -> dict[str, float]:
-        """The limits on errors, those that were given."""
+        """The limits that were given, without that on `overflow`."""
         given = {name: getattr(self, name) for name in ERRORS}
         return {name: limit for name, limit in given.items() if limit is not None}
 
@@ -83,12 +83,13 @@ class Budget(_Errors):
 
 @dataclass(frozen=True)
 class Errors(_Errors):
-    """Measured errors, as a `Budget` has them; `None` where there is no such thing."""
+    """Measured errors, of the kinds of a `Budget`; `None` for what does not exist."""
 
     def over(self, budget: Budget) -> float:
-        """How many budgets this error is: 1 and less is met; infinite if it overflows.
+        """How many budgets this error is: up to 1, all limits are met.
 
-        Of a cosine the root, which grows with an error as the others do."""
+        It is infinite if too many numbers overflow. Of a cosine's share the square root
+        counts, which is proportional to an error as the other shares are."""
         if self.overflow > budget.overflow:
             return math.inf
         shares = [0.0]
@@ -115,15 +116,17 @@ def _share(error: float | None, limit: float) -> float:
 
 
 class Row(NamedTuple):
-    """What is measured of one array, beside what it is as written."""
+    """What is measured of one array, compared with the array as written.
 
-    scale: float  # the largest number; the sums are of numbers over this
-    error: float  # sums of squares: of the difference,
+    The sums are over numbers that are finite in both, after a division by `scale`."""
+
+    scale: float  # the largest finite magnitude in the array as written
+    error: float  # the sum of squares of the difference,
     true: float  # of the array as written,
-    got: float  # and of the other
+    got: float  # and of the other array
     lost: float  # how many numbers are finite as written only
-    nans: float  # of the array as written
-    infs: float
+    nans: float  # how many numbers of the array as written are NaN,
+    infs: float  # and how many are infinite
     size: int
 
 
@@ -143,14 +146,14 @@ def _compare(true: Any, got: Any) -> Any:
 
 
 def compare(true: Any, got: Any) -> Row:
-    """Measures one floating array beside what it is as written."""
+    """Compares one floating array with the array as written."""
     found = map(float, np.asarray(_compare(true, got)))
     scale, error, aa, bb, lost, nans, strange = found
     return Row(scale, error, aa, bb, lost, nans, strange - nans, true.size)
 
 
 def errors(outs: Sequence[Row], grads: Sequence[Row], has_loss: bool) -> Errors:
-    """The errors that the rows of results and gradients tell."""
+    """The errors that follow from the rows of results and gradients."""
     rows = [*outs, *grads]
     num_lost = sum(row.lost for row in rows)
     gradient = _total(grads)
@@ -182,7 +185,7 @@ def _relative(sums: tuple[float, float, float]) -> float:
 
 
 def _one_minus_cosine(sums: tuple[float, float, float]) -> float:
-    # |a/|a| - b/|b||^2 / 2, from sums that cancel less than 1 - ab/|a||b|.
+    # This is |a/|a| - b/|b||^2 / 2, which cancels less than 1 - ab/|a||b| would.
     error, true, got = sums
     if not true or not got:
         return 1.0 if true != got else 0.0
@@ -191,11 +194,11 @@ def _one_minus_cosine(sums: tuple[float, float, float]) -> float:
 
 
 def as_budget(value: Any, has_loss: bool) -> Budget:
-    """A number is a limit on gradients, or on results if there are no gradients.
+    """The argument `budget`: a number limits gradients, or results if there is no loss.
 
     Raises:
         TypeError: it is neither a number nor a `Budget`.
-        ValueError: a number that is no limit: percent instead of a share, mostly."""
+        ValueError: it is a number of 1 or more, which mostly means a percentage."""
     if isinstance(value, Budget):
         return value
     if not is_number(value):

@@ -44,52 +44,53 @@ def calibrate(
     """Finds a policy that meets a budget of errors with the most work in low precision.
 
     The function is run as written, and with the operands and results of some of its
-    contractions rounded, forward and backward, as `amp` would round them: which ones is
-    an input of one compiled program. Groups of contractions are measured one at a time,
-    ordered by error per cost, and lowered together as far as the budget allows. The
-    policy is then compiled as `amp` makes it, and checked on batches that had no part
-    in the choice. A decision holds for all iterations of a loop, and is measured with
-    all of them.
+    contractions rounded, forward and backward, as `amp` would round them. One compiled
+    program does both: an input says which contractions round. Groups of contractions
+    are measured one at a time, ordered by error per cost, and lowered together as far
+    as the budget allows. The policy is then compiled as `amp` makes it, and checked on
+    batches that had no part in the choice. A decision holds for all iterations of a
+    loop, and is measured with all of them.
 
     Args:
         fn: the function, without `amp`: a loss, or any other function of arrays.
-        batches: tuples of arguments: `fn(*batch)`. Of the same shapes all.
+        batches: tuples of arguments: `fn(*batch)`. All batches have the same shapes.
         budget: the allowed error: a `Budget`, or a number for the relative error of
             the gradient (of a loss) or of the results (of any other function). It is
             to be met on each batch.
         candidates: low precisions, of which each group gets one or none: "bfloat16",
             "float16", "float8" and "int8". The last two are the rules
             `float8(where=None)` and `int8(where=None)`, beside the first 16-bit
-            candidate as compute dtype (bfloat16, if there is none); what these rules
-            leave alone never gets them.
-        objective: what is to be saved: "flops" (of contractions, by the bits of their
-            operands), "bytes" (that are kept for the backward pass) or "time" (on
-            `device`).
+            candidate as compute dtype (bfloat16, if there is none); a contraction that
+            these rules leave alone never gets them.
+        objective: what is to be saved: "flops" (those of contractions, weighted by the
+            bits of their operands), "bytes" (those kept for the backward pass) or
+            "time" (on `device`).
         granularity: what is decided together: the contractions in one "scope" (the
             path of `jax.named_scope`s), of one "primitive", or an "equation": those
-            of one scope, primitive and shape of operands, where sizes that come of
+            of one scope, primitive and shape of operands, where sizes that come from
             the batch don't count.
         held_out: batches to check the policy on; by default the last half of
-            `batches`; of a single batch, this one.
+            `batches`, or the only batch if there is just one.
         argnums: the arguments that hold parameters, by which `fn` is differentiated,
             as of `jax.grad`.
         device: for the objective "time", a `Device` (by default an H200), or measured
-            seconds by group and dtype (or "float8", "int8").
+            seconds by group and by dtype (or "float8", "int8").
         loss_scale: what the loss is multiplied by before the backward pass, as by loss
             scaling in float16. Gradients are divided by it.
         perturbation: parameters are moved by about this share of themselves in all
-            batches but the first, so that the policy does not fit one point. It is
-            checked on each batch that is held out at the parameters as given, and on
-            the first of these at moved ones too.
-        max_passes: about how many passes to make, beside those of held-out batches.
+            batches but the first, so that the policy does not fit one point only. It is
+            checked on each held-out batch at the parameters as given, and on the first
+            of these batches at moved parameters too.
+        max_passes: about how many passes to make, besides those of held-out batches.
         seed: of the perturbations, from 0 to 2**32 - 1. The same seed gives the same
             policy.
         state: a JSON file where measurements are remembered. After a kill, the same
-            call goes on where it was: the pass that was cut is made again. While it
-            runs, three sets of gradients stand beside the file.
+            call goes on where it was: only the pass that was cut short is made again.
+            While it runs, up to three files beside this one hold the results and
+            gradients of the function as written, each for one batch.
         progress: whether to show each pass; by default on a terminal.
     Returns:
-        A `Calibration`: its `policy`, for `amp`, and the evidence.
+        A `Calibration`, which holds a `policy` for `amp`, and the evidence for it.
     Raises:
         TypeError, ValueError: an argument is of the wrong kind or has no meaning.
         AmpError: the function is not finite or not deterministic as written, or
@@ -143,7 +144,7 @@ def calibrate(
         deciding = Deciding(runs, points, checks, objective, on, max_passes)
         try:
             found = deciding.run()
-        except AmpError:  # to start again would end here again
+        except AmpError:  # a second start would end here too
             remembered.clear()
             raise
         remembered.clear()

@@ -10,43 +10,44 @@ from .._quantised import FORMATS
 from .._quantised.rule import Quantising
 from .._rules import Site, why_as_written
 
-# Sizes don't count: what it gains is priced, and what it costs measured.
+# Small contractions are quantised too: prices tell the gain, measurements the error.
 EIGHT_BITS: dict[str, Quantising] = {
     name: FORMATS[name](where=None) for name in sorted(FORMATS)
 }
 _NAMES = ("bfloat16", "float16", *EIGHT_BITS)
 
-FULL = "float32"  # what stays as written
+FULL = "float32"  # the name for what stays as written
 
 
 class Candidate(NamedTuple):
     """A low precision.
 
     Args:
-        name: how users, tables and prices call it.
-        compute: the compute dtype of a policy that it is in.
-        rule: that of contractions of 8 bits; `None` of a dtype."""
+        name: what users, tables and prices call it.
+        compute: the compute dtype of a policy with this candidate.
+        rule: the rule for contractions of 8-bit operands; `None` for a dtype."""
 
     name: str
     compute: DType
     rule: Quantising | None = None
 
     def takes(self, site: Site) -> bool:
-        """Whether a contraction has operands of 8 bits in it."""
+        """Whether a contraction has operands of 8 bits with this candidate."""
         if self.rule is None or why_as_written(site):
             return False
         return self.rule.why_not(self.seen(site)) is None
 
     def seen(self, site: Site) -> Site:
-        """`site` in a policy that this candidate is in."""
+        """`site`, as a rule sees it in a policy with this candidate."""
         return site._replace(compute_dtype=self.compute)
 
 
 def as_candidates(given: Any) -> tuple[Candidate, ...]:
-    """The argument `candidates`.
+    """The argument `candidates`, checked.
 
     Raises:
-        TypeError, ValueError: one is no low precision, or there are none, or twice."""
+        TypeError, ValueError: one is no low precision or is named twice, or there are
+            none."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         given = (given,)
     named = [_known(one) for one in given]
@@ -71,7 +72,7 @@ def _known(one: Any) -> str | DType:
 
     Raises:
         TypeError: it is a rule, or no floating dtype of 16 bits or more.
-        ValueError: it is a float8 format, a wide dtype, or the name of nothing."""
+        ValueError: it is a float8 format, a wide dtype, or an unknown name."""
     if isinstance(one, Quantising):
         (name, rule), *others = EIGHT_BITS.items()
         also = "".join(f", {name!r} for `{rule!r}`" for name, rule in others)
@@ -108,7 +109,7 @@ def _known(one: Any) -> str | DType:
 def _name_of(one: Any) -> str | None:
     if isinstance(one, str) and one in EIGHT_BITS:
         return one
-    if one is None:  # which NumPy takes for float64
+    if one is None:  # NumPy would take it for float64
         return None
     try:
         return jnp.dtype(full_name(one) if isinstance(one, str) else one).name

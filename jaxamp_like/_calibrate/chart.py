@@ -5,13 +5,13 @@ from typing import Any
 
 from .records import Tried, show_error
 
-LEAST = 1e-4  # budgets: what is below is drawn there, as is an error of zero
+LEAST = 1e-4  # in budgets: smaller errors are drawn there, as is an error of zero
 
 
 def error_against_cost(
     tried: Sequence[Tried], front: Sequence[Tried], objective: str
 ) -> dict[str, Any]:
-    """All sets that were measured, and a line through those on the front."""
+    """A chart of all sets that were measured, with a line through the `front`."""
     error = _channel("error", "quantitative", title="error, in budgets")
     error["scale"] = {"type": "log"}
     cost = f"{objective} over the function as written"

@@ -1,7 +1,7 @@
-"""A program with marks as one whose roundings are an input.
+"""Runs a program with marks so that an input chooses the roundings.
 
-The choices are handed down into every program that holds a mark; all else is bound as
-it stands. One compiled program serves all choices."""
+The choices are handed down into every program that holds a mark; all other equations
+are bound as they are. So one compiled program serves all choices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,9 +40,9 @@ def run_chosen(
 
     Args:
         jaxpr: the program.
-        numbers: which of the choices is a contraction's.
-        choices: an array of integers: 0 rounds nothing, n as a mark has it of the n-th
-            candidate.
+        numbers: for each contraction, its index in `choices`.
+        choices: an array of integers: 0 rounds nothing, and n rounds as the marks say
+            for the n-th candidate.
         args: the inputs of the program."""
 
     def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
@@ -69,10 +69,10 @@ def _bind_programs(
     """Binds an equation with the choices handed into the programs that it holds."""
     params = eqn.params
     programs = [body.jaxpr for body in STRUCTURAL[eqn.primitive.name].bodies(eqn)]
-    # A call that `amp` leaves as written has none there.
+    # The handler of a call that `amp` leaves as written lists no bodies.
     programs = programs or [*subjaxprs(params)]
     if params.get("differentiated") and params.get("prevent_cse"):
-        # What the backward pass runs again must not be taken from the forward pass.
+        # What the backward pass recomputes must not be merged with the forward pass.
         values = lax.optimization_barrier(values)
     if eqn.primitive.name != "shard_map":
 

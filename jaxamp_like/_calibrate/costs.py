@@ -17,10 +17,10 @@ class Device:
     Williams, Waterman and Patterson (2009).
 
     Args:
-        flops: operations a second by the name of a dtype, or "float8"; of one that is
-            not named, those of the narrowest named dtype of 16 bits or more that is at
-            least as wide.
-        bandwidth: bytes a second.
+        flops: operations per second, by the name of a dtype or 8-bit candidate. One
+            that is not named has the speed of the narrowest that is named, has at least
+            16 bits and is at least as wide.
+        bandwidth: bytes per second.
     Raises:
         ValueError: a speed is not positive, or float32's is missing.
 
@@ -44,7 +44,7 @@ class Device:
             )
 
     def speed(self, dtype: str) -> float:
-        """Operations a second in a dtype."""
+        """Operations per second in a dtype or 8-bit candidate."""
         if dtype in self.flops:
             return self.flops[dtype]
         width = max(_width(dtype), 16)
@@ -62,20 +62,22 @@ def _width(name: str) -> int:
 H200 = Device(
     {"float32": 395e12, "float16": 790e12, "float8": 1580e12, "int8": 1580e12}, 4.3e12
 )
-"""An NVIDIA H200: 32 and 16 bits as measured, 8 bits as twice of that; its float32 is
-TF32."""
+"""An NVIDIA H200. Speeds of 32 and 16 bits were measured, with TF32 for float32; the
+speed of 8 bits is taken as twice that of 16."""
 
 
 class Run(NamedTuple):
     """One contraction, in numbers that don't depend on a precision.
 
+    All iterations of loops around it count.
+
     Args:
-        flops: multiply-adds, times two, of all iterations.
+        flops: multiply-adds, times two.
         read: elements of its operands.
         made: elements of its result.
         kept_read: elements that it reads and that are kept for the backward pass.
-        kept_made: the same of its result.
-        eight: the 8-bit candidates in which it has operands of 8 bits."""
+        kept_made: elements that it makes and that are kept for the backward pass.
+        eight: the 8-bit candidates with which its operands have 8 bits."""
 
     flops: float
     read: int
@@ -85,19 +87,24 @@ class Run(NamedTuple):
     eight: frozenset[str] = frozenset()
 
     def bits(self, name: str) -> int:
-        """Of its operands in a candidate, or as written."""
+        """The bits of its operands with a candidate, or as written."""
         is_left = name in EIGHT_BITS and name not in self.eight
         return 16 if is_left else _width(name)
 
     def kept_bytes(self, name: str) -> float:
-        """What is kept: only what is differentiated in 8 bits is kept so."""
+        """Bytes kept for the backward pass.
+
+        Operands are kept in 8 bits only if the candidate's rule keeps them rounded, and
+        results never."""
         rest = max(self.bits(name), 16)
         is_kept = name in EIGHT_BITS and EIGHT_BITS[name].keeps_rounded
         read = self.bits(name) if is_kept else rest
         return (self.kept_read * read + self.kept_made * rest) / 8
 
     def seconds(self, name: str, device: Device) -> float:
-        """By a roofline. To quantise, operands are read twice, and written."""
+        """The time by a roofline, with that of quantising.
+
+        To quantise, operands are read twice in 16 bits, and written once in 8."""
         own, rest = self.bits(name), max(self.bits(name), 16)
         is_rounded = name in self.eight
         runs_in = name if is_rounded or name not in EIGHT_BITS else "float16"

@@ -21,22 +21,22 @@ from .search import Choices, Ranking, digits, search, sensitivities
 from .subject import Point
 
 ATTEMPTS = 3  # how many policies are compiled and checked
-MARGIN = 0.9  # the share of what is allowed that is aimed at after a miss
-NEAR = 2.0  # all groups low become a policy if their roundings err less, in budgets
-FAR = 2.0  # a policy that errs more, in budgets, may do so even if it lowers nothing
+MARGIN = 0.9  # after a miss, this share of what is allowed is aimed at
+NEAR = 2.0  # in budgets: all groups low is tried as a policy if roundings err no more
+FAR = 2.0  # in budgets: if a policy errs more, the function itself is checked too
 FOR_SETS = 12  # passes that are left for sets of groups
 FOR_A_SEARCH = 6  # the most of these that one search takes
-MOST_POINTS = 4  # batches that sets are measured on
+MOST_POINTS = 4  # the most batches that sets are measured on
 
 
 @dataclass
 class Deciding:
-    """Decides on groups.
+    """Decides which groups become low, and in which precision.
 
     Args:
-        runs: what makes the passes.
-        points: where to measure.
-        checks: where to check: what is held out.
+        runs: makes the passes.
+        points: the points to measure at.
+        checks: the points to check at, which are held out.
         objective: what is to be saved.
         device: what it is saved on, for the objective "time".
         max_passes: about how many passes to make."""
@@ -93,7 +93,7 @@ class Deciding:
             )
 
     def _check_own_rounding(self) -> None:
-        """A policy missed the budget: so may the function itself, compiled again."""
+        """Checks that the function itself meets the budget when compiled again."""
         point = self.checks[0]
         error = self.runs.mixed(Policy(FULL), "as written", point)
         if error.over(self.budget) > 1:
@@ -115,7 +115,7 @@ class Deciding:
         )
         return self._as_written()
 
-    # All groups low: the policy that most budgets end in.
+    # All groups low: with most budgets, this becomes the policy.
 
     def _all_low(self) -> Calibration | None:
         """The lowest candidate for all, if that meets the budget."""
@@ -123,7 +123,7 @@ class Deciding:
         errors = {choices: self._measure(choices) for choices in tried if any(choices)}
         if not errors:
             return None
-        # Of two that cost the same, the one that is nearer.
+        # Of two that cost the same, the one with the smaller error is taken.
         choices = min(
             errors, key=lambda one: (self.account.prices.of(one), errors[one])
         )
@@ -137,7 +137,7 @@ class Deciding:
             self.scale = min(max(error / errors[choices], 0.5), 2.0)
         return self._certified(choices, policy) if error <= 1 else None
 
-    # Some of them.
+    # Some groups low.
 
     def _some_low(self) -> Calibration:
         ranking = Ranking(self._sensitivities(), self.account.prices)
@@ -154,7 +154,9 @@ class Deciding:
         return self._nothing_low(ranking)
 
     def _sensitivities(self) -> list[list[float]]:
-        """By group, then by candidate; infinite where a group may not have it."""
+        """The error of each group alone, by group, then by candidate.
+
+        It is infinite where a group may not have a candidate."""
         num = len(self.program.groups)
         each = (self.max_passes - FOR_SETS) // len(self.program.candidates)
         each = max(each, 3)
@@ -184,7 +186,7 @@ class Deciding:
         return found
 
     def _joint(self, ranking: Ranking, limit: float) -> tuple[Choices, float]:
-        """What fits into `limit` budgets on all batches, and its worst error there."""
+        """Choices that err by at most `limit` on all batches, and their worst error."""
         for _ in range(ATTEMPTS):
             left = self.max_passes - self.runs.spent - 2 * (len(self.points) > 1)
             at_most = max(0, min(FOR_A_SEARCH, left))
@@ -230,7 +232,7 @@ class Deciding:
     # Measuring.
 
     def _measure(self, choices: Choices, point: Point | None = None) -> float:
-        """The error of roundings, in budgets."""
+        """The error if contractions round by `choices`, in budgets."""
         point = point or self.points[0]
         error = self.runs.chosen(choices, point).over(self.budget)
         if point is self.points[0]:
@@ -239,7 +241,7 @@ class Deciding:
         return error
 
     def _remember(self, choices: Choices, error: float) -> None:
-        """The worst error of these choices: what missed anywhere is not found again."""
+        """Keeps the worst error of `choices`, so that a search avoids what missed."""
         self.searched[choices] = max(error, self.searched.get(choices, 0.0))
 
     def _certified(
@@ -251,13 +253,13 @@ class Deciding:
         """The result, if the policy meets the budget on all batches that count."""
         error = 0.0
         first, *rest = self.certified_on
-        # Where the function as written is still held, it need not run again.
+        # Points whose results as written are held come first: they need no pass of it.
         rest.sort(key=self.runs.holds, reverse=True)
         for point in [first, *rest]:
             found = self.runs.mixed(policy, digits(choices), point)
             error = max(error, found.over(self.budget))
             if error > 1:
-                # The next policy is measured here first: most that miss do so here.
+                # The next policy is checked here first, since it may miss here as well.
                 self.certified_on.remove(point)
                 self.certified_on.insert(0, point)
                 break
@@ -280,6 +282,6 @@ class Deciding:
 
 
 def _within(limit: float, seen: float, missed: float) -> float:
-    """The next limit, where what was `seen` within one came out as `missed`."""
+    """The next limit, if choices that erred as `seen` then erred as `missed`."""
     known = seen > 0 and math.isfinite(missed)
     return MARGIN * seen / missed if known else limit / 2

@@ -1,4 +1,4 @@
-"""What tells a program, and data, from others: a short text for each."""
+"""Fingerprints: short texts that tell a program, or data, from others."""
 
 import hashlib
 import re
@@ -16,8 +16,8 @@ from .subject import Point
 def of_program(jaxpr: Jaxpr) -> str:
     """A text that tells a program from others.
 
-    It counts what is computed and all arrays that are closed over, at any depth. What
-    a callback does in Python can't be told."""
+    It depends on what is computed and on all arrays that are closed over, at any depth,
+    but not on what a callback does in Python."""
     text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr))
     return _short([text.encode(), *map(_bytes, _held(jaxpr, set()))])
 
@@ -35,7 +35,7 @@ def _parts(point: Point) -> Iterator[bytes]:
 def _short(parts: Any) -> str:
     found = hashlib.sha256()
     for part in parts:
-        # With its length: where one ends and the next begins counts too.
+        # The length is hashed too, so that it counts where a part ends.
         found.update(len(part).to_bytes(8, "little") + part)
     return found.hexdigest()[:16]
 

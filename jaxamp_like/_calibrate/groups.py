@@ -1,4 +1,4 @@
-"""What is decided together: contractions of one scope, of one primitive, or alike."""
+"""Contractions that are decided together: by scope, by primitive or by equation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Group:
     """Contractions that get one precision.
 
     Args:
-        name: how tables call it: the path of a scope, a primitive, or a path with a
+        name: what tables call it: the path of a scope, a primitive, or a path with a
             primitive and the shapes of its operands.
-        contractions: those that are in it.
-        runs: what they do."""
+        contractions: the contractions in it.
+        runs: what the contractions do, forward and backward."""
 
     name: str
     contractions: tuple[Contraction, ...]
@@ -34,13 +34,14 @@ class Group:
 
     @property
     def kept(self) -> int:
-        """Elements that the forward contractions read and make, parameters aside.
+        """Elements that its contractions read and make in the forward pass.
 
-        That is what is kept for the backward pass."""
+        These are kept for the backward pass. Parameters and batches don't count, since
+        they are in memory anyway."""
         return sum(run.kept_read + run.kept_made for run in self.runs)
 
     def may_have(self, candidate: Candidate) -> bool:
-        """Whether a candidate is for any of it: a rule of 8 bits is not for all."""
+        """Whether a candidate is for any of its contractions: 8-bit rules skip some."""
         if candidate.rule is None:
             return True
         return any(candidate.name in run.eight for run in self.runs)
@@ -53,7 +54,8 @@ def grouped(
 ) -> tuple[Group, ...]:
     """The groups of the contractions of a program, in the order of the program.
 
-    By equation, those are alike whose shapes are of one pattern."""
+    If `granularity` is "equation", a group holds the contractions of one scope and
+    primitive whose shapes have one pattern."""
     members: dict[str, list[Contraction]] = {}
     for one in work:
         path = "/".join(one.scope)

@@ -2,9 +2,9 @@
 
 A contraction that `amp` would lower reads and makes marked values. The cotangent of a
 marked value is marked too, so that the backward pass is rounded where that of the mixed
-function is. Each mark says to what each candidate rounds there. Whether `amp` would
-lower it (not in a solver, nor where the author asked for more) is decided by `amp`
-itself: marks are put in by a rule of a policy."""
+function is. Each mark says what each candidate rounds its value to. `amp` itself
+decides whether it would lower a contraction (not in a solver, nor where the author
+asked for more), since a rule of a policy puts the marks in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from .subject import Point, Subject
 
 
 class Contraction(NamedTuple):
-    """What a mark is told of the contraction that it stands at."""
+    """What a mark says of the contraction that it belongs to."""
 
     scope: tuple[str, ...]
     primitive: str
@@ -50,8 +50,8 @@ class Contraction(NamedTuple):
 
 
 Role = Literal["read", "operand", "result"]
-"""What is marked: an operand that the forward pass alone reads, another operand, or a
-result."""
+"""What is marked: "read" is an operand for the forward pass alone, "operand" one for
+the backward pass, or for both if both round it alike, and "result" is a result."""
 
 
 def _identity(x: Any, **told: Any) -> Any:
@@ -78,7 +78,7 @@ def _batch(args: Any, dims: Any, *, to: Any, then: Any, **told: Any) -> Any:
     return MARK.bind(x, to=to, then=then, **told), 0
 
 
-# No primitive of JAX's is an identity that carries a name into its own transpose.
+# JAX has no primitive that is an identity and carries parameters into its transpose.
 MARK = new_primitive(
     "amp_may_round",
     compute=_identity,
@@ -98,7 +98,8 @@ def mark(
 ) -> Any:
     """`x`, marked as what a contraction reads or makes.
 
-    `to` is what each candidate rounds it to, and `then` its cotangent."""
+    For each candidate, `to` says how `x` is rounded, and `then` how its cotangent is.
+    Where no candidate rounds anything, `x` gets no mark."""
     then = (AS_IT_IS,) * len(to) if then is None else then
     if all(one == AS_IT_IS for one in (*to, *then)):
         return x
@@ -106,9 +107,10 @@ def mark(
 
 
 def is_read_by_its_contraction(eqn: Eqn) -> bool:
-    """Whether what a mark makes is read by the contraction that it is of, and no other.
+    """Whether the value that a mark makes is only read by the mark's own contraction.
 
-    That is an operand in the forward pass, and the cotangent of the result."""
+    That holds for an operand in the forward pass, and for the cotangent of the result
+    in the backward pass."""
     return (eqn.params["role"] != "result") != eqn.params["back"]
 
 
@@ -117,7 +119,7 @@ class Shadow(Rule):
     """Computes as written, with marks where `use_compute_precision` would round.
 
     Args:
-        candidates: which say to what."""
+        candidates: the low precisions, which say how marked values are rounded."""
 
     candidates: tuple[Candidate, ...]
 
@@ -151,11 +153,11 @@ class Shadow(Rule):
 
 
 def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., Any]:
-    """The contraction of marked operands, with its result marked."""
+    """A function that binds a contraction on marked operands, and marks its result."""
     bind = settled_bind(site.primitive, site.params, is_low=False)
     columns = zip(*places, strict=True)
     *of_operands, result, cotangent = columns
-    # By operand, then by candidate.
+    # Each of these lists is by operand, then by candidate.
     reads, kept, gradients = ([*zip(*some, strict=True)] for some in of_operands)
 
     def marked(*operands):
@@ -173,7 +175,7 @@ def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., 
 
 
 def _passes(site: Site) -> tuple[Cast, Cast]:
-    """The derivative of a contraction as it is written, by each operand."""
+    """How the gradient of each operand is computed if a contraction runs as written."""
     dtype = widest([a for a in site.authors[:2] if a is not None])
     return in_compute_dtype(site, dtype)
 

@@ -15,11 +15,11 @@ class Places(NamedTuple):
     """What is rounded at a contraction, and to what.
 
     Args:
-        reads: operands, for the forward pass.
+        reads: the operands, for the forward pass.
         kept: the same operands, for the backward pass.
-        gradients: those of the operands, by the same order.
-        result: its result.
-        cotangent: that of the result."""
+        gradients: the gradients of the operands, in the same order.
+        result: the result.
+        cotangent: the cotangent of the result."""
 
     reads: tuple[Rounding, ...]
     kept: tuple[Rounding, ...]
@@ -33,8 +33,8 @@ def places_of(
 ) -> Places:
     """What a candidate rounds at a contraction that `amp` would lower.
 
-    `read_low` are the operands that it would then read low, and `makes_low` is whether
-    its result would be."""
+    `read_low` says which operands it would then read low, and `makes_low` whether its
+    result would be low."""
     low = Rounding((candidate.compute,))
     read = tuple(low if is_low else AS_IT_IS for is_low in read_low)
     made = low if makes_low else AS_IT_IS

@@ -1,4 +1,4 @@
-"""Choices of precision as a policy."""
+"""Writes choices of precision as a policy."""
 
 import functools
 from collections import Counter
@@ -27,20 +27,20 @@ from .search import Choices
 class Writer:
     """Writes policies, as short as they can be.
 
-    Contractions of one scope are told apart by what their shapes are of, and from what
-    was not measured too, where shapes count.
+    Where the granularity is "equation", patterns of shapes tell the contractions of one
+    scope apart, and tell them from contractions that were not measured.
 
     Args:
-        program: what policies are of."""
+        program: the program that the policies are for."""
 
     program: Program
 
     def policy(self, choices: Choices) -> Policy | PolicyMap:
         """The policy that gives each contraction the precision that was chosen.
 
-        The default's rules everywhere: a scope that stays in full computes its
-        contractions in float32, and keeps as little for the backward pass as
-        elsewhere. What was not measured stays as written."""
+        It has the default's rules everywhere. So a scope that stays in full computes
+        its contractions in float32, and keeps as little for the backward pass as other
+        scopes do. What was not measured stays as written."""
         names = self.program.precisions(choices)
         policy = self._policy(names)
         if isinstance(policy, Policy):
@@ -71,7 +71,7 @@ class Writer:
             ]
             if not wrong:
                 return policies if entries else default
-            # The outermost first: it may hold for those that are inside.
+            # The outermost scope comes first: its policy may hold for those inside it.
             scope = min(wrong, key=len)
             entries[_key(scope)] = wanted[scope]
 
@@ -82,7 +82,7 @@ class Writer:
             usual = count.most_common(1)[0][0]
         computes = [self._by_name[name].compute for name in count if name in EIGHT_BITS]
         if usual == FULL and computes:
-            usual = computes[0].name  # 8 bits stand beside a low compute dtype
+            usual = computes[0].name  # 8-bit rules need a low compute dtype beside them
         rules: dict[Any, Rule] = {}
         if usual in EIGHT_BITS:
             known = [self.primitives[n] for n in QUANTISING if n in self.primitives]
@@ -99,7 +99,7 @@ class Writer:
     def _of_primitive(
         self, names: Mapping[Contraction, str], usual: str
     ) -> Rule | None:
-        """The rule of a primitive in one scope, if it is not as usual."""
+        """The rule of a primitive in one scope; `None` if it computes in `usual`."""
         found = set(names.values())
         if found == {usual}:
             return None
@@ -140,5 +140,5 @@ def _rule(name: str) -> Rule:
 
 
 def _key(scope: tuple[str, ...]) -> Any:
-    # As a string a name with brackets is an expression too, which may match others.
+    # Joined to a string, names with brackets would be an expression and match others.
     return normal_key(scope)

@@ -30,7 +30,7 @@ def prices(
     objective: str,
     device: Device | Profile,
 ) -> Prices:
-    """Prices of groups: FLOPs by the bits of operands, bytes kept, or seconds.
+    """Prices of groups: FLOPs weighted by the bits of operands, kept bytes or seconds.
 
     Raises:
         ValueError: a measured profile lacks a group or a precision."""

@@ -19,7 +19,7 @@ class Program:
 
     Args:
         subject: what is measured.
-        point: what it is traced for.
+        point: the point whose arrays it is traced for.
         candidates: the low precisions.
         granularity: what is decided together."""
 
@@ -37,7 +37,7 @@ class Program:
 
     @functools.cached_property
     def patterns(self) -> Mapping[Contraction, str]:
-        """What shapes contractions are of, where these count."""
+        """The pattern of each contraction's shapes; empty unless by "equation"."""
         if self.granularity != "equation":
             return {}
         return patterns(self.subject, self.jaxpr, self.point, self.candidates)
@@ -58,8 +58,8 @@ class Program:
     def all_in(self, candidate: Candidate) -> Choices:
         """All groups in a candidate.
 
-        Those that may not have it are in the compute dtype beside it, if that is a
-        candidate, else in any other that they may have, or as written."""
+        Groups that may not have it are in its compute dtype, if that is a candidate,
+        else in the first other candidate that they may have, or as written."""
         beside = Candidate(candidate.compute.name, candidate.compute)
         order = [candidate, beside, *self.candidates]
         known = [one for one in order if one in self.candidates]

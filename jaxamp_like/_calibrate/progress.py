@@ -1,4 +1,4 @@
-"""How far a calibration is, told while it runs."""
+"""Shows how far a calibration has come while it runs."""
 
 import contextlib
 import sys
@@ -10,10 +10,10 @@ from .._reports.extras import need
 
 @contextlib.contextmanager
 def telling(progress: bool | None) -> Iterator[Callable[[str], None]]:
-    """A function that is told what each pass is, and shows it.
+    """A function that is called with the name of each pass, and shows it.
 
-    Nothing is shown if `progress` is false; if it is `None`, something is on a terminal
-    that rich is installed for.
+    Passes are shown if `progress` is true, or if it is `None`, stderr is a terminal and
+    rich is installed.
 
     Raises:
         ImportError: `progress` is true and rich is not installed."""

@@ -15,12 +15,12 @@ class Decided:
     Args:
         name: its path, its primitive, or both with shapes.
         dtype: what its contractions compute in: a dtype, or an 8-bit candidate.
-        sensitivity: the error, in budgets, when it alone is low; by candidate that it
-            may have. `None` where that did not have to be measured.
-        flops: of its contractions, forward and backward.
+        sensitivity: for each candidate that it may have, the error, in budgets, when
+            this group alone is low. `None` if that did not have to be measured.
+        flops: the FLOPs of its contractions, forward and backward.
         kept: bytes that are kept for the backward pass if it stays as written.
         price: what it costs as written, by the objective.
-        why: in words."""
+        why: the reason for `dtype`, in words."""
 
     name: Annotated[str, Column("group", terminal=True)]
     dtype: Annotated[str, Column("dtype", terminal=True)]
@@ -42,10 +42,11 @@ class Tried:
     """A set of groups that was measured together.
 
     Args:
-        what: which.
-        cost: by the objective, over that of the function as written.
-        error: the largest, in budgets.
-        is_real: whether `amp` made it; else the roundings alone were made."""
+        what: the groups and their precision, in words.
+        cost: its cost by the objective, over that of all groups as written.
+        error: the largest of its errors, in budgets.
+        is_real: whether the policy was measured as `amp` makes it; if not, only the
+            roundings were made."""
 
     what: Annotated[str, Column("set")]
     cost: Annotated[float, Column("cost", "share")]
@@ -64,5 +65,5 @@ def show_error(error: float) -> str:
 
 
 def show_errors(errors: Errors, names: Iterable[str]) -> str:
-    """Those errors that have these names."""
+    """The errors that have these names, as a text."""
     return ", ".join(f"{name} {show_error(getattr(errors, name))}" for name in names)

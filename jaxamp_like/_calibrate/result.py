@@ -23,22 +23,23 @@ class Calibration:
     """A policy found by measurement, and the evidence for it.
 
     Args:
-        policy: to be passed to `amp`. It knows what it was `measured` on, and lowers
-            nothing else.
+        policy: the policy to pass to `amp`. It lowers only contractions that were
+            measured, which its `measured` names.
         budget: what was allowed.
         held_out: the worst errors of the policy on the batches that were held out.
         met: whether these are within the budget.
         low_share: the share of the contractions' FLOPs that run low.
-        groups: what was decided together, in the order of the program.
-        tried: the sets that were measured, from which the front is drawn.
+        groups: the groups of contractions, in the order of the program.
+        tried: the sets of groups that were measured, from which the front is drawn.
         objective: what was to be saved.
         granularity: what was decided together.
         candidates: the low precisions, by name.
         notes: what the user should know.
         passes: how often the function was run.
         compilations: how many programs were compiled for that.
-        versions: of packages, and the device.
-        seconds: what the passes took, compilation aside. Not compared."""
+        versions: the versions of packages, and the device.
+        seconds: how long the passes took, without compilation. Two calibrations that
+            differ in this alone are equal."""
 
     policy: Policy | PolicyMap
     budget: Budget
@@ -63,7 +64,7 @@ class Calibration:
 
     @property
     def front(self) -> tuple[Tried, ...]:
-        """Of the sets that were measured, those that none beats in cost and error."""
+        """The measured sets that no other set beats in both cost and error."""
         found: list[Tried] = []
         for one in sorted(self.tried, key=lambda t: (t.cost, t.error)):
             if not found or one.error < found[-1].error:
@@ -108,10 +109,10 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Calibration":
-        """The calibration of which `data` is the `to_dict`.
+        """The calibration whose `to_dict` gave `data`.
 
         Raises:
-            ValueError: it is not that of a calibration."""
+            ValueError: `data` is not what the `to_dict` of a calibration gives."""
         try:
             ((kind, policy),) = data["policy"].items()
             maker: Any = {"map": PolicyMap, "policy": Policy}[kind]
@@ -132,14 +133,14 @@ class Calibration:
             ) from e
 
     def to_json(self) -> str:
-        """As `to_dict`, as text."""
+        """What `to_dict` gives, as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes a page: error against cost, what was kept and why, the policy.
 
         Args:
-            path: where to, a file that is made or written over.
+            path: the file, which is made or written over.
         Returns:
             The path.
         Raises:

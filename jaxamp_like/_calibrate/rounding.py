@@ -13,25 +13,25 @@ from .._quantised.passes import Rounding as OfFormat
 class Rounding(NamedTuple):
     """What an array is rounded to: to dtypes in turn, and then to 8 bits with scales.
 
-    Of neither, it stays as it is.
+    Without dtypes and 8 bits, the array stays as it is.
 
     Args:
-        dtypes: which those are.
+        dtypes: the dtypes, in order.
         eight: the rounding to 8 bits.
-        eight_bits: the candidate that this is of."""
+        eight_bits: the name of the candidate that `eight` belongs to."""
 
     dtypes: tuple[DType, ...] = ()
     eight: OfFormat | None = None
     eight_bits: str | None = None
 
     def __call__(self, x: Any) -> Any:
-        """`x` as it comes back, in its own dtype."""
+        """`x`, rounded and back in its own dtype."""
         for dtype in self.dtypes:
             x = rounded(x, dtype)
         return x if self.eight is None else _quantised(x, self.eight)
 
     def batched(self, ndim: int) -> "Rounding":
-        """That of a batch of arrays, along the first axis, each of `ndim` axes."""
+        """The same rounding of arrays of `ndim` axes, batched along a first axis."""
         if self.eight is None:
             return self
         axes = range(ndim) if self.eight.axes is None else self.eight.axes
@@ -44,17 +44,18 @@ AS_IT_IS = Rounding()
 
 def _quantised(x: Any, how: OfFormat) -> Any:
     numbers = how(x)
-    # A cast to float8 and back is one that XLA might leave out.
+    # Without the barrier, XLA might leave out a cast to float8 and back.
     values = lax.optimization_barrier(numbers.values)
     return numbers._replace(values=values).restored().astype(x.dtype)
 
 
 def rounded(x: Any, dtype: DType) -> Any:
-    """`x` as it comes back from `dtype`, in its own dtype.
+    """`x`, rounded to `dtype` and back in its own dtype.
 
-    `reduce_precision` and not two casts: XLA may leave out a cast with its inverse. It
-    makes zeros of subnormal numbers, of which those of float16 are worth having; they
-    are a grid of equal steps, to which adding a large number rounds."""
+    This takes `reduce_precision`, since XLA may leave out two casts that are inverse to
+    each other. But `reduce_precision` makes zeros of subnormal numbers, and those of
+    float16 matter. They form a grid of equal steps: to add a large number, and subtract
+    it again, rounds to that grid."""
     info = jnp.finfo(dtype)
     low = lax.reduce_precision(x, info.nexp, info.nmant)
     if info.minexp <= jnp.finfo(x.dtype).minexp:
@@ -67,7 +68,7 @@ def rounded(x: Any, dtype: DType) -> Any:
 
 
 def chosen(x: Any, choice: Any, roundings: Sequence[Rounding]) -> Any:
-    """`x` as it is for a `choice` of 0, else rounded by the one of that number."""
+    """`x` as it is if `choice` is 0, else rounded by the `choice`-th of `roundings`."""
     same = x
     for number, how in enumerate(roundings, 1):
         if how != AS_IT_IS:

@@ -1,4 +1,4 @@
-"""Passes: the function as written, with a choice of roundings, and with a policy."""
+"""Runs passes: of the function as written, with chosen roundings, and with a policy."""
 
 import functools
 import time
@@ -22,7 +22,7 @@ from .search import Choices, digits
 from .state import State
 from .subject import Point, Results
 
-KEPT = 3  # references that are held at a time; each is as large as the parameters
+KEPT = 3  # results as written are held for so many points, each as large as parameters
 
 
 @dataclass
@@ -32,13 +32,13 @@ class Runs:
     Args:
         program: what is run.
         state: where measurements are remembered.
-        tell: is called with a line about each pass."""
+        tell: a function that is called with a line about each pass."""
 
     program: Program
     state: State
     tell: Callable[[str], None]
     passes: int = 0
-    spent: int = 0  # passes but those held out; made now, or before a kill
+    spent: int = 0  # passes on batches that are not held out, before a kill too
     compilations: int = 0
     seconds: float = 0.0
     _references: dict[int, Results | None] = field(default_factory=dict)
@@ -60,7 +60,9 @@ class Runs:
         return self._compiled(run, np.zeros(len(program.groups), np.int32))
 
     def _compiled(self, run: Callable[..., Results], *more: Any) -> Any:
-        """`run` for a point's arrays, moved as it says, and for more arguments."""
+        """`run`, compiled for the arrays of a point and for `more` arguments.
+
+        It first moves the parameters as the point says."""
 
         def moved(seed, spread, arrays, *more):
             return run(self.program.subject.moved(seed, spread, arrays), *more)
@@ -93,7 +95,7 @@ class Runs:
         return known
 
     def holds(self, point: Point) -> bool:
-        """Whether what the function gives as written is at hand."""
+        """Whether the results of the function as written count as held at a point."""
         return point.number in self._references
 
     def _as_written(self, point: Point) -> Results:
@@ -109,7 +111,7 @@ class Runs:
         names = self.program.subject.names(results)
         bad = []
         for i, (name, row) in enumerate(zip(names, [*outs, *grads], strict=True)):
-            # An infinite result is no mistake: a mask may be one.
+            # Infinities in a result are no mistake: it may be a mask.
             counts = i >= len(outs) or (i == 0 and self.program.subject.has_loss)
             if row.nans or (row.infs and counts):
                 bad.append(f"{name} ({_of(int(row.nans), int(row.infs))})")
@@ -123,7 +125,7 @@ class Runs:
             )
 
     def repeated(self, point: Point) -> Errors:
-        """How far the function as written is from itself, run twice."""
+        """The errors of a second run of the function as written against the first."""
         return self.chosen(self.program.nothing, point)
 
     def chosen(self, choices: Choices, point: Point) -> Errors:
@@ -173,14 +175,14 @@ class Runs:
         return self.state.measured[key]
 
     def _count(self, point: Point) -> None:
-        """Counts a pass, and the one as written that it is compared with.
+        """Counts a pass, and the pass as written that it is compared with.
 
-        The latter only if its results are not held. A calibration that goes on after a
-        kill counts alike, so that it decides alike."""
+        The latter counts only if its results are not held. A calibration that goes on
+        after a kill counts in the same way, and so decides in the same way."""
         is_new = point.number not in self._references
         if is_new:
             while len(self._references) >= KEPT:
-                # The first point is where sensitivities are measured.
+                # The first point goes last, since sensitivities are measured there.
                 self._references.pop(max(self._references))
             self._references[point.number] = None
         self.spent += 0 if point.held_out else 1 + is_new

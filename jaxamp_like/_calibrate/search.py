@@ -1,8 +1,8 @@
-"""Which groups to lower: by measured sensitivity, and measured together.
+"""Chooses the groups to lower: guesses by sensitivities, and measures the guesses.
 
-Errors of roundings are independent, so that their squares add up. That is how a set of
-groups is guessed; what counts is what is measured of the set. All errors here are in
-budgets: 1 is what is allowed."""
+Rounding errors of groups are taken as independent, so that their squares add up. By
+this, a set of groups is guessed; what counts is the error that is then measured. All
+errors here are in budgets: 1 is what is allowed."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +13,22 @@ from .prices import Prices
 Choices = tuple[int, ...]  # by group: 0 is as written, n the n-th candidate
 Measure = Callable[[Choices], float]
 
-NEGLIGIBLE = 0.05  # of a budget: a set of groups that is not looked at more closely
+NEGLIGIBLE = 0.05  # in budgets: a set of groups that errs less is not split further
 
 
 def digits(choices: Choices) -> str:
-    """The choices as a text, by which measurements are remembered."""
+    """The choices as a text, which is part of the key of a measurement."""
     return "".join(map(str, choices))
 
 
 def sensitivities(
     measure: Callable[[Sequence[int]], float], num_groups: int, at_most: int
 ) -> list[float]:
-    """The error of each group when it alone is low, in at most so many passes.
+    """The error of each group when it alone is low, in at most `at_most` passes.
 
     With fewer passes than groups, sets of neighbours are measured, and the worst are
-    split in halves; a set's error is shared among its members.
+    split in halves. The members of a set get equal errors, whose squares add up to the
+    square of the set's error.
 
     Args:
         measure: gives the error when the groups of these numbers are low.
@@ -57,15 +58,15 @@ class Step(NamedTuple):
     group: int
     before: int
     after: int
-    slope: float  # squared error for what it saves
+    slope: float  # how much the squared error grows, over the cost that is saved
 
 
 class Ranking:
     """The order in which groups should be lowered, each perhaps in several steps.
 
     Args:
-        errors: by group, then by candidate, of the group alone; infinite where it may
-            not have the candidate.
+        errors: the error of each group alone, by group, then by candidate; infinite
+            where it may not have the candidate.
         prices: what the groups cost."""
 
     def __init__(self, errors: Sequence[Sequence[float]], prices: Prices):
@@ -80,12 +81,12 @@ class Ranking:
         return min(self.errors[i])
 
     def _steps(self, i: int) -> Iterator[Step]:
-        """The levels of a group that save most for their error: a convex hull."""
+        """The steps of a group that save most for their error, as on a convex hull."""
         now, low = 0, self.prices.low[i]
         while True:
             finite = [c for c, e in enumerate(self.errors[i], 1) if e < math.inf]
             lower = [c for c in finite if self._gain(i, now, c) > 0]
-            if not lower and now == 0 and finite:  # it saves nothing: last of all
+            if not lower and now == 0 and finite:  # it saves nothing, so it comes last
                 lower = [min(finite, key=lambda c: (low[c - 1], self._square(i, c)))]
             if not lower:
                 return
@@ -106,7 +107,7 @@ class Ranking:
         return prices[before] - prices[after]
 
     def choose(self, budget: float) -> Choices:
-        """As much as fits into a `budget`, if the squares of errors add up."""
+        """Takes all steps, in order, that fit into a `budget` if squares add up."""
         left = budget**2
         chosen = [0] * len(self.errors)
         for i, before, after, _ in self.steps:
@@ -117,7 +118,7 @@ class Ranking:
         return tuple(chosen)
 
     def total_gain(self, choices: Choices) -> float:
-        """What is saved."""
+        """How much of the cost `choices` save."""
         return sum(self._gain(i, 0, choice) for i, choice in enumerate(choices))
 
 
@@ -128,11 +129,11 @@ def search(
     at_most: int,
     tried: dict[Choices, float] | None = None,
 ) -> Choices:
-    """The choices that save most of those that were measured to be within `limit`.
+    """Of all choices that were measured to be within `limit`, those that save most.
 
-    A bisection over how much the guess is allowed, since errors may add up to more, or
-    less, than the guess has it. What was `tried` before costs nothing, and is added
-    to."""
+    The search bisects the budget of `Ranking.choose`, since errors may add up to more,
+    or less, than it guesses. Choices in `tried` are not measured again; new ones are
+    added to it."""
     nothing = (0,) * len(ranking.errors)
     tried = {} if tried is None else tried
     tried[nothing] = 0.0

@@ -1,8 +1,8 @@
 """Which sizes of the operands of contractions are free, and which the parameters fix.
 
-A policy that tells contractions apart by shapes has to hold for other batches too. What
-comes of the batch can't be read off shapes, but off programs: the function is traced
-again (and not run) with batches of other sizes, and what changes is free."""
+A policy that tells contractions apart by shapes has to hold for other batches too.
+Shapes don't tell which sizes come from the batch. So the function is traced again (and
+not run) with batches of other sizes, and the sizes that change are free."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,13 @@ def patterns(
 ) -> dict[Contraction, str]:
     """The shapes of each contraction of a program with marks, free sizes as "*".
 
-    Contractions of one scope and primitive whose patterns overlap get one for all of
-    them.
+    Contractions of one scope and primitive whose patterns overlap share one pattern.
 
     Args:
         subject: what is measured.
         jaxpr: its program.
-        point: what it was traced with.
-        candidates: what the marks are for."""
+        point: the point whose arrays it was traced for.
+        candidates: the low precisions that the marks are for."""
     before = [*_marked(jaxpr)]
     dims = {of: as_dims(of.shapes) for of in before}
     done: set[Place] = set()
@@ -56,9 +55,10 @@ def _marked(jaxpr: Jaxpr) -> Iterator[Contraction]:
 
 
 def _alike(subject: Subject, point: Point) -> Iterator[set[Place]]:
-    """Places in the batch that may have one size for one reason.
+    """Sets of places in the batch whose sizes may have to change together.
 
-    First those along one axis, as batches are; then all that are of one size."""
+    First come places of one size at the same axis, such as that of examples; then all
+    places of one size."""
     held = set(subject.call.live)
     sizes = {
         (i, axis): size
@@ -81,7 +81,7 @@ def _traced_otherwise(
     places: set[Place],
     before: Sequence[Contraction],
 ) -> list[Contraction]:
-    """The contractions if these places have another size; none if they can't have."""
+    """The contractions if these places have another size; none if no other works."""
     i, axis = min(places)
     size = point.arrays[i].shape[axis]
     for other in dict.fromkeys((2 * size, size + 1, max(size // 2, 1))):
@@ -94,7 +94,7 @@ def _traced_otherwise(
                 warnings.simplefilter("ignore")
                 moved = point._replace(arrays=tuple(arrays))
                 jaxpr, _ = traced(subject, moved, candidates)
-        except Exception:  # whatever a function says to what it can't be given
+        except Exception:  # a function may raise anything for sizes that don't fit
             continue
         after = [*_marked(jaxpr)]
         if list(map(_kind, after)) == list(map(_kind, before)):
@@ -113,7 +113,7 @@ def _kind(of: Contraction) -> Any:
 
 
 def _free(dims: Dims, before: Dims, after: Dims) -> Dims:
-    """`dims`, with those free that differ between `before` and `after`."""
+    """`dims`, with those sizes free that differ between `before` and `after`."""
     triples = zip(dims, before, after, strict=True)
     return tuple(
         tuple(n if x == y else widened(n) for n, x, y in zip(*three, strict=True))
@@ -122,7 +122,7 @@ def _free(dims: Dims, before: Dims, after: Dims) -> Dims:
 
 
 def _merged(dims: Mapping[Contraction, Dims]) -> dict[Contraction, Dims]:
-    """With one pattern for contractions that could not be told apart otherwise."""
+    """`dims`, with one pattern for contractions that theirs could not tell apart."""
     known: dict[Any, set[Dims]] = {}
     for of, one in dims.items():
         some = known.setdefault((of.scope, of.primitive), set())

@@ -1,7 +1,7 @@
-"""What was measured so far, on disk: a small JSON file that a kill can't spoil.
+"""Keeps what was measured so far in a small JSON file that a kill can't spoil.
 
-Beside it, until the calibration is done, stand the results of the function as written,
-which all else is compared with: they are as large as the parameters."""
+Until the calibration is done, files beside it hold the results of the function as
+written, with which all others are compared. They are as large as the parameters."""
 
 import itertools
 import json
@@ -20,11 +20,11 @@ Arrays = list[list[Any]]
 
 
 class State:
-    """Measurements by what was measured, in memory and in a file if there is a path.
+    """Measurements by a key, in memory, and in a file if there is a path.
 
     Args:
         path: the file, or `None`.
-        of: what is measured: of another calibration, a file is refused.
+        of: what tells the calibration from others, whose files are refused.
     Raises:
         AmpError: the file can't be read, or is of another calibration."""
 
@@ -54,7 +54,7 @@ class State:
         return measured
 
     def add(self, key: str, errors: Errors) -> None:
-        """Remembers a measurement; the file is either as before or as after."""
+        """Remembers a measurement; a kill leaves the file as before or as after."""
         self.measured[key] = errors
         if self.path is None:
             return
@@ -65,7 +65,7 @@ class State:
     def keep(self, number: int, arrays: Arrays, beside: Collection[int]) -> None:
         """Keeps the results of a point on disk, if there is a path.
 
-        What is kept of other points goes, but for those that it stands `beside`."""
+        What is kept of other points is removed, but for those numbered in `beside`."""
         if self.path is None:
             return
         self.clear({number, *beside})
@@ -92,11 +92,13 @@ class State:
                 return _read_arrays(head["arrays"], memoryview(data)[at:])
         except (ValueError, KeyError, TypeError):
             pass
-        # That of an earlier calibration is written over, and so is a part of one.
+        # A file of another calibration, or a damaged one, will be written over.
         return None
 
     def clear(self, but: Collection[int] = ()) -> None:
-        """Removes what was kept of points: only a later start would need it."""
+        """Removes what was kept of points, `but` for these numbers.
+
+        Only a calibration that is started again would read it."""
         if self.path is None or not self.path.parent.exists():
             return
         start = f"{self.path.name}."
@@ -123,7 +125,7 @@ def _read_arrays(head: Sequence[Any], data: memoryview) -> Arrays:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file, which is either as before or as after."""
+    """Writes a file in one step, so that a kill leaves it as before or as after."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

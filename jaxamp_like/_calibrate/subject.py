@@ -1,4 +1,4 @@
-"""What is measured: a function, and the points at which it is."""
+"""What is measured: a function, and the points at which it is measured."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ Flat = Callable[..., list[Any]]
 class Point(NamedTuple):
     """Where a function is measured: a batch, at parameters that are moved a little.
 
-    `number` is its own: a batch may be measured at two."""
+    Each point has a `number` of its own, since one batch may be part of two points."""
 
     number: int
     batch: int
@@ -45,7 +45,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A function of arrays, with what it is differentiated by.
+    """A function of arrays, with what is measured of it.
 
     Args:
         call: the function, taken apart by its first batch.
@@ -63,7 +63,7 @@ class Subject:
         return self.budget.needs_gradients
 
     def moved(self, seed: Any, spread: Any, arrays: Sequence[Any]) -> list[Any]:
-        """`arrays` with parameters that are moved a little; see `Point`."""
+        """`arrays`, with the parameters among them moved a little; see `Point`."""
         live = set(self.call.live)
         return [
             _moved(x, seed + i, spread) if i in live else x
@@ -71,7 +71,7 @@ class Subject:
         ]
 
     def program(self, mix: Callable[[Flat], Flat]) -> Callable[..., Results]:
-        """From arrays to the results and gradients of `mix(fn)`."""
+        """A function from arrays to the results and gradients of `mix(fn)`."""
         fn, live = mix(self.call.fn), self.call.live
 
         def program(arrays):
@@ -104,8 +104,8 @@ class Subject:
 def _moved(x: Any, seed: Any, spread: Any) -> Any:
     """`x` with each of its numbers changed by about the share `spread`.
 
-    By multiples of the golden ratio, which fall evenly between 0 and 1: good random
-    numbers take longer to compile, and to draw, than many a pass."""
+    The changes come from multiples of the golden ratio, whose fractional parts spread
+    evenly. Good random numbers take longer to compile and draw than many a pass."""
     turns = lax.iota(jnp.uint32, x.size) * jnp.uint32(2654435769)
     turns = (turns + seed * jnp.uint32(2246822519)).reshape(x.shape)
     noise = (turns >> 8).astype(jnp.float32) * 2.0**-23 - 1
@@ -119,11 +119,12 @@ def subject_of(
     loss_scale: float,
     budget: float | Budget,
 ) -> Subject:
-    """A function as what is measured.
+    """The `Subject` of a function, for arguments like `args`.
 
     Raises:
-        TypeError: `fn` is not callable, or `budget` is none.
-        ValueError: gradients are asked for of what is no loss, or by no floats."""
+        TypeError: `fn` is not callable, or `budget` is no budget.
+        ValueError: `argnums` doesn't fit; or gradients are to be measured, but the
+            first result is no loss, or the parameters hold no floats."""
     if not callable(fn):
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
@@ -187,11 +188,11 @@ def points_of(
     perturbation: float,
     seed: int,
 ) -> tuple[list[Point], list[Point]]:
-    """Where to measure, and where to check.
+    """The points to measure at, and the points to check at.
 
-    The first batch is at the parameters as given, the others at moved ones, but for
-    those that are held out: each of them is at the given ones, and the first at moved
-    ones too.
+    The first batch is measured at the parameters as given, and the others at moved
+    parameters. Each held-out batch is checked at the parameters as given, and the first
+    of them at moved parameters too.
 
     Raises:
         ValueError: batches differ in structure, shapes or dtypes."""
@@ -219,7 +220,7 @@ def points_of(
 
 
 def _shape(batch: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """The structure of a batch, and what kind each of its leaves is of."""
+    """The structure of a batch, and the dtype and shape of each of its leaves."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, list(map(_kind, leaves))
 

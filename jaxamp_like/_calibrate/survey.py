@@ -1,7 +1,7 @@
 """The contractions of a program, and what each does.
 
-Read off a program with marks: every contraction that may be rounded reads one, in the
-forward as in the backward pass."""
+They are found in a program with marks: every contraction that may be rounded reads a
+mark, in the forward pass and in the backward pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +17,10 @@ class Contractions(NamedTuple):
     """The contractions of a program, in order, and what each does.
 
     Args:
-        work: what those do that may be rounded.
-        fixed_flops: of those that `amp` leaves as written.
-        primitives: of all of them, by name."""
+        work: for each contraction that may be rounded, what it does, in the backward
+            pass too.
+        fixed_flops: the FLOPs of contractions that `amp` leaves as written.
+        primitives: the primitives of all contractions, by name."""
 
     work: dict[Contraction, list[Run]]
     fixed_flops: float
@@ -42,9 +43,10 @@ def survey(jaxpr: Jaxpr) -> Contractions:
 def _contractions(
     jaxpr: Jaxpr, times: int, given: frozenset[Any]
 ) -> Iterator[tuple[Eqn, list[Eqn], Run]]:
-    """Contractions, the marks that they read, and what they do in so many `times`.
+    """Contractions, the marks that they read, and what they do.
 
-    `given` are parameters and batches, which are live anyway."""
+    `times` is how often the program runs. `given` are its variables that hold
+    parameters and batches, which are in memory anyway."""
     eqns = raw(jaxpr).eqns
     marked = {e.outvars[0]: e for e in eqns if e.primitive is MARK}
     known, seen = set(given), set()
@@ -71,7 +73,7 @@ def _contractions(
             yield eqn, before, run
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for sub in subjaxprs(eqn.params):
-            # Conditions and indices come first in an equation, and are no operands.
+            # Conditions and indices come first, and are not given to the program.
             outer = zip(reversed(raw(sub).invars), reversed(eqn.invars), strict=False)
             pairs = ((v, x) for v, x in outer if not isinstance(x, Literal))
             inner = frozenset(v for v, x in pairs if x in known)
@@ -88,6 +90,6 @@ def _is_backward(eqn: Eqn) -> bool:
 
 
 def _in_eight_bits(marks: Sequence[Eqn]) -> frozenset[str]:
-    """The candidates that make 8 bits of all that has a mark."""
+    """The candidates that round the values of all `marks` to 8 bits."""
     some = [{how.eight_bits for how in mark.params["to"]} for mark in marks]
     return frozenset(set.intersection(*some) - {None}) if some else frozenset()

@@ -73,7 +73,7 @@ def save_converted(
 
 def _exported(run: Any, name: str, platforms: Sequence[str] | None, *shapes: Any):
     try:
-        with lowering_without_folders():  # those are the builder's own affair
+        with lowering_without_folders():  # an artifact names no folders of its builder
             return export.export(jax.jit(run), platforms=platforms)(*shapes)
     except NotImplementedError as e:
         raise ValueError(
@@ -82,7 +82,7 @@ def _exported(run: Any, name: str, platforms: Sequence[str] | None, *shapes: Any
         ) from e
 
 
-_PLACE = object()  # where an array stands among results
+_PLACE = object()  # stands for an array among the results
 
 
 def _shape(x: Any) -> Any:
@@ -98,8 +98,8 @@ class Artifact:
         params: its parameters by their names, as they are stored.
         summary: what `convert` stored and why, and the precision of each contraction.
         digest: the SHA-256 that stands for the whole artifact.
-        platforms: what it was compiled for.
-        versions: of the packages that wrote it."""
+        platforms: the platforms that it can run on.
+        versions: the versions of the packages that wrote it."""
 
     def __init__(self, opened: Opened, is_trusted: bool):
         manifest = opened.manifest
@@ -124,12 +124,14 @@ class Artifact:
         """Calls the model.
 
         Args:
-            *inputs: as it was saved: trees of the same structure, arrays of the same
-                dtypes and shapes. A symbolic dimension takes any size.
+            *inputs: inputs like those of the saved model: trees of the same structure,
+                with arrays of the same dtypes and shapes. A symbolic dimension takes
+                any size.
         Returns:
             What the model returns.
         Raises:
-            TypeError, ValueError: an input is another; the message names it."""
+            TypeError, ValueError: an input has another structure, dtype or shape; the
+                message names it."""
         arrays = self._checked(list(inputs))
         return decode(self._outputs, self._call(self._leaves, arrays))
 
@@ -171,14 +173,15 @@ class Artifact:
 def load(path: str | Path, *, digest: str | None = None) -> Artifact:
     """Loads a model that `Converted.save` has written.
 
-    All of it is checked before it is used: a byte that is another is an error. That
-    finds damage; whoever writes the folder can write a whole new artifact, so where it
-    comes from elsewhere, give the digest that `save` returned.
+    All of it is checked before it is used: a byte that was changed is an error. This
+    finds damage, but no forgery: whoever can write to the folder can write a whole new
+    artifact. If the artifact comes from elsewhere, give the digest that `save`
+    returned.
 
-    Without the digest, a program that calls native code is refused, unless it calls
-    LAPACK, or what stands for it on a GPU, as JAX would. What is refused are kernels of
-    Pallas, factorisations of a symbolic size, and whatever somebody may have forged. A
-    forged program can still take long, ask for much memory or find a fault in XLA.
+    Without the digest, a program that calls native code is refused, unless JAX itself
+    would make the same calls, to LAPACK or to its counterpart on a GPU. So kernels of
+    Pallas, factorisations of a symbolic size and forged calls are refused. A forged
+    program can still take long, ask for much memory or exploit a fault in XLA.
 
     Args:
         path: the folder.
@@ -199,8 +202,8 @@ def load(path: str | Path, *, digest: str | None = None) -> Artifact:
     >>> load(folder, digest=digest)(x.T).dtype
     dtype('float32')
 
-    The program is StableHLO as `jax.export` writes it, which later versions of JAX read
-    for as long as that promises."""
+    The program is StableHLO as `jax.export` writes it. Later versions of JAX can read
+    it for as long as `jax.export` promises."""
     needed("flatbuffers")
     opened = open_folder(path, digest)
     with well_formed(path):
@@ -208,7 +211,7 @@ def load(path: str | Path, *, digest: str | None = None) -> Artifact:
 
 
 def explained(summary: summaries.Summary) -> str:
-    """One line for each contraction: what it reads, makes, and where it stands."""
+    """One line for each contraction: what it reads and makes, and where it stands."""
     lines = [
         f"{' x '.join(c.reads)} -> {c.makes}  {c.primitive}"
         f"[{', '.join(c.shape)}]{f' x {c.times}' * (c.times > 1)}  "

@@ -61,7 +61,7 @@ def _metadata(checkpointer: Any, path: str | Path) -> dict[str, Any]:
 
 
 def _check(found: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:
-    """Orbax would cast what is of another dtype, which is not what was saved."""
+    """Compares shapes and dtypes, since Orbax would cast arrays of another dtype."""
     for name in [*wanted, *found]:
         here, there = (
             f"{x[name].dtype}{list(x[name].shape)}" if name in x else "not there"

@@ -1,7 +1,7 @@
 """The command line: `convert`, `explain` and `inspect`.
 
-It ends with 0 if all is done, with 1 if the model or the artifact is refused (the
-reason is on stderr), and with 2 if it was called wrongly."""
+Its exit status is 0 if all is done, 1 if the model or the artifact is refused (the
+reason is on stderr), and 2 if it was called wrongly."""
 
 import contextlib
 import importlib
@@ -179,7 +179,7 @@ def explain(
         return
     fn, params, *inputs = _made(model)
     apart = take_apart(fn, params)
-    # Without options, what `convert` would make of it.
+    # Without options the global policy holds, as it does for `convert`.
     explained_fn = explain_fn(
         apart.call,
         compute_dtype=compute_dtype,
@@ -282,5 +282,5 @@ def _bar() -> Iterator[None]:
         with showing(progress):
             yield
     finally:
-        if progress.tasks:  # ending it leaves a line
+        if progress.tasks:  # to stop a bar that was not shown would print a line
             progress.stop()

@@ -1,4 +1,4 @@
-"""`convert`: a float32 model once, as a mixed one whose parameters are stored so."""
+"""`convert`: makes a mixed model of a float32 one, with its parameters stored low."""
 
 import itertools
 import re
@@ -57,13 +57,15 @@ def convert(
     cast_params: bool = True,
     strict: bool = False,
 ) -> Converted:
-    """Converts a trained model to mixed precision, with its parameters stored so.
+    """Converts a trained model to mixed precision, and stores its parameters low.
 
     The model is rewritten as by `amp`. A parameter that is only ever cast to one
     narrower dtype, wherever it is read (inside of jit, loops, branches, slice by slice
-    of a stack), is cast once, here; the function then has no such cast any more. All
-    other parameters stay as they are, and `summary` says why. Under `jax.jit` the
-    results are those of `amp(fn)`, bit for bit.
+    of a stack), is cast once, here; the converted function no longer has this cast. A
+    weight that a rule rounds to 8 bits is stored as the numbers and scales that the
+    rule makes of it, if these take fewer bytes. All other parameters stay as they are,
+    and `summary` says why. Under `jax.jit` the results are those of `amp(fn)`, bit for
+    bit.
 
     Args:
         fn: the model: a function of parameters and inputs, a Linen module or a Haiku
@@ -77,11 +79,11 @@ def convert(
         amp_policy: as for `amp`.
         compute_dtype: as for `amp`.
         target_ops: primitives, or names of them, that run in the compute dtype whatever
-            the policy says of them. Its scopes still come first.
-        float32_ops: those that run as their author wrote them.
-        widest_ops: those that run in the widest dtype among their inputs.
-        conditional_float32_ops: tuples `(op, parameter, values)`: as written where the
-            parameter of the primitive has one of the values, else by the policy.
+            the policy says of them. What it says of scopes still comes first.
+        float32_ops: primitives that run as their author wrote them.
+        widest_ops: primitives that run in the widest dtype among their inputs.
+        conditional_float32_ops: tuples `(op, parameter, values)`: the op runs as
+            written where its parameter has one of the values, else by the policy.
         excluded_scopes: names and paths of `jax.named_scope`s, or compiled regular
             expressions of paths, in which everything runs as written.
         keep_inputs: parameters that are stored as they are, whoever reads them: their
@@ -89,11 +91,11 @@ def convert(
             expressions of paths, or their positions among the leaves. The inputs that
             are no parameters always keep their dtypes.
         cast_params: whether parameters are stored in the dtype that they are read in;
-            without, they are cast at each call.
+            if not, they are cast at each call.
         strict: as for `amp`.
     Returns:
-        A `Converted`: called with the inputs alone, as models are that hold their
-        parameters, or by `apply(params, *inputs)`.
+        A `Converted`. It is called with the inputs alone, as a model that holds its
+        parameters, or with other parameters by `apply(params, *inputs)`.
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or `params` don't fit
             the function.
@@ -108,8 +110,8 @@ def convert(
     >>> low.params["w"].dtype, low.params["b"].dtype, low(x).dtype
     (dtype(bfloat16), dtype('float32'), dtype('float32'))
 
-    After `amp.convert_model` of MXNet, which casts parameters offline, and TensorRT's
-    and ONNX's converters, which keep what float32 ops read."""
+    This follows `amp.convert_model` of MXNet, which casts parameters offline, and the
+    converters of TensorRT and ONNX, which keep what float32 ops read."""
     _check_bool(cast_params, "cast_params")
     _check_bool(strict, "strict")
     settings = settings_of(amp_policy, compute_dtype)
@@ -171,14 +173,14 @@ def _stored(
     """How each parameter is stored.
 
     Args:
-        program: what reads them.
-        params: their tree.
-        keeps: for each the reason to leave it as it is, if there is one.
-        origins: for each the row of the parameter that it is made of, if it is made of
-            one."""
+        program: the program that reads the parameters.
+        params: the tree of parameters.
+        keeps: for each, the reason to leave it as it is, if there is one.
+        origins: for each that replaces a parameter, because it is made of that, the row
+            of that parameter; `None` for others."""
     leaves, names = _parameters(params)
     first = first_places(leaves)
-    uses: dict[int, Uses] = {}  # of an array that stands in several places, in all
+    uses: dict[int, Uses] = {}  # by an array's first place: its uses in all places
     for i, one in zip(first, program.uses, strict=False):
         uses[i] = uses.get(i, frozenset()) | one
     origins = [None] * len(leaves) if origins is None else origins
@@ -282,7 +284,7 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
 def _summary(
     name: str, program: Traced, stored: Sequence[Stored], params: Any, inputs: Any
 ) -> Summary:
-    """Read off the converted program: what it casts and contracts is what runs."""
+    """The summary; casts and contractions are those that the converted program runs."""
     constants = program.constants()
     leaves = parameters_in((params, inputs))
     avals = [

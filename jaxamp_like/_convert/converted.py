@@ -22,12 +22,12 @@ class Converted:
 
     Args:
         params: the parameters as they are stored, in the tree that they came in.
-        summary: what was stored how, and why.
-        example_inputs: what it was converted with."""
+        summary: how each parameter was stored, and why.
+        example_inputs: the inputs that it was converted with."""
 
     model: Model
     mixed: Callable[..., Any]
-    authors: Any  # the types of the parameters as they were
+    authors: Any  # the types of the parameters before they were cast
     params: Any
     example_inputs: Sequence[Any]
     summary: Summary
@@ -46,7 +46,7 @@ class Converted:
         return self._run(self.params, inputs)
 
     def apply(self, params: Any, *inputs: Any) -> Any:
-        """The same with parameters of the caller, to be used inside of `jax.jit`.
+        """Calls the model with the caller's parameters, for use inside of `jax.jit`.
 
         Args:
             params: a tree like `params` of this object, in the same dtypes.
@@ -65,10 +65,10 @@ class Converted:
     def module(self) -> Any:
         """The model as a module of its own class, with its parameters stored low.
 
-        For code that works with the class: `amp(converted.module())` computes what this
-        object does. That is so where layers promote what they multiply; where a low
-        parameter would make what is computed from it low as well (a table that is
-        looked up), it is not, and is refused.
+        It is for code that works with the class: `amp(converted.module())` computes
+        what this object does. This holds if layers promote the dtypes of what they
+        multiply. Where a low parameter would make what is computed from it low as well
+        (as a table that is looked up), it does not hold, and no module is returned.
 
         Returns:
             The module.
@@ -103,15 +103,15 @@ class Converted:
 
         Args:
             path: a new folder, or one that holds an artifact.
-            platforms: where it is to run ("cpu", "cuda", "rocm", "tpu"); if not given,
-                where JAX runs now.
+            platforms: the platforms that it is to run on ("cpu", "cuda", "rocm",
+                "tpu"); if not given, the one that JAX runs on now.
         Returns:
             The digest of the artifact, to be given to `load` if nothing else may be
             loaded.
         Raises:
             TypeError: inputs or results are no plain trees.
             ValueError: the parameters are shapes only.
-            ImportError: safetensors is not installed.
+            ImportError: safetensors or flatbuffers is not installed.
             OSError: the folder can't be written to, or holds something else."""
         from .artifact import save_converted
 
@@ -130,7 +130,7 @@ class Converted:
         save_parameters(path, self.params)
 
     def load_parameters(self, path: str | Path) -> Any:
-        """Reads what `save_parameters` wrote, of this model or one of its kind.
+        """Reads what `save_parameters` wrote for a model that was converted like this.
 
         Args:
             path: the folder.
@@ -146,7 +146,7 @@ class Converted:
         return params
 
     def trace(self, inputs: Sequence[Any]) -> Traced:
-        """The mixed program for inputs of certain shapes."""
+        """The mixed program for inputs of these shapes; it must fit what is stored."""
         program = traced(self.mixed, self.authors, inputs)
         program.check(self.summary.parameters)
         return program
@@ -180,7 +180,7 @@ class Converted:
 
 
 def _example(leaf: Any) -> Any:
-    """Numbers to try a model with, where only a shape is known."""
+    """`leaf`, or an example of an array where only its shape is known."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     shape = tuple(d if isinstance(d, int) else _size(d) for d in leaf.shape)
@@ -190,7 +190,7 @@ def _example(leaf: Any) -> Any:
 
 
 def _size(dim: Any) -> int:
-    """A number for a symbol; any will do, if there are only symbols."""
+    """A size for a symbolic dimension: any will do if it is a single symbol."""
     if not str(dim).isidentifier():
         raise ValueError(
             f"A module is tried on an example, and the dimension `{dim}` could be "
@@ -208,5 +208,5 @@ def _shown(leaf: Any) -> str:
 def type_of(leaf: Any) -> Any:
     if not is_parameter(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    is_weak = getattr(leaf, "weak_type", False)  # what it is promoted to hangs on it
+    is_weak = getattr(leaf, "weak_type", False)  # promotion of dtypes depends on it
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)

@@ -1,11 +1,11 @@
-"""A folder that holds one artifact: whole, checked, or not there.
+"""A folder that holds one artifact, which is written whole or not at all.
 
 Files are named by what is in them and never overwritten; a manifest says which belong
-together, how long they are and what SHA-256 they have. It alone is replaced, in one
-step, so whenever writing ends, the folder holds the artifact of before or the new one;
-if there was none, none or the new one. A reader reads each file once and checks what it
-read against the manifest, and that against the digest that it carries; these bytes are
-what is used, and nothing of them is unpickled."""
+together, how long they are and what SHA-256 they have. The manifest alone is replaced,
+in one step. So whenever writing ends, the folder holds the new artifact or what it held
+before: the old artifact or none. A reader reads each file once. It checks the bytes
+against the manifest, and the manifest against the digest that it carries. Only bytes
+that were checked are used, and none of them are unpickled."""
 
 import contextlib
 import errno
@@ -35,17 +35,17 @@ _LARGEST_MANIFEST = 2**28
 
 
 class ArtifactError(AmpError):
-    """An artifact is damaged, foreign or not for this place; the message says which."""
+    """An artifact can't be used here, or must not be; the message says why."""
 
 
 class Opened(NamedTuple):
     """An artifact whose files are what its manifest says.
 
     Args:
-        manifest: what it says.
+        manifest: the manifest as data.
         digest: the SHA-256 of the manifest, which stands for all of the artifact.
-        files: what was read of each file that was asked for, by its role. The bytes
-            that were checked are these; nothing is read again."""
+        files: by role, the content of each file that was asked for. These are the bytes
+            that were checked; no file is read again."""
 
     manifest: dict[str, Any]
     digest: str
@@ -61,8 +61,8 @@ def write_folder(
 
     Args:
         path: the folder; one that holds an artifact gets the new one in its place.
-        manifest: what is to be known of it, as JSON.
-        writers: for each role a function that writes the file at a path.
+        manifest: what is to be known of the artifact, as data for JSON.
+        writers: for each role, a function that writes the file at a path.
     Raises:
         OSError: the folder can't be written to, or holds something else."""
     folder = Path(path)
@@ -79,7 +79,7 @@ def write_folder(
             new = _new(folder)
             new.write_bytes(data)
             _sync(new)
-            _sync(folder)  # the names of the files, before what refers to them
+            _sync(folder)  # files get their names before the manifest refers to them
             os.replace(new, folder / MANIFEST)
         except (Exception, KeyboardInterrupt):
             _remove_others(folder, before)
@@ -96,10 +96,10 @@ def open_folder(
 
     Args:
         path: the folder.
-        digest: that of the manifest, if it must be this one.
+        digest: the digest that the manifest must have, if any.
         keep: the roles of the files whose bytes are wanted.
     Raises:
-        ArtifactError: there is none, or it is not as it was written."""
+        ArtifactError: there is no artifact, or it is not as it was written."""
     folder = Path(path)
     for _ in range(5):
         data = _read_manifest(folder)
@@ -114,7 +114,9 @@ def open_folder(
 
 @contextlib.contextmanager
 def well_formed(path: str | Path) -> Iterator[None]:
-    """Where a manifest is read whose digest fits, but which anyone may have written."""
+    """Makes an `ArtifactError` of the errors that reading a manifest raises inside.
+
+    Its digest fits, but anyone may have written it."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
@@ -141,9 +143,9 @@ def _check_is_ours(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keeps a second writer out of a folder: each removes the files of all others.
+    """Keeps a second writer out of a folder, since each removes the files of others.
 
-    A lock ends with its process, however that ends."""
+    The lock is released when its process ends, however it ends."""
     if os.name == "nt":
         yield
         return
@@ -166,7 +168,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-# File systems that have no locks are written to without.
+# Errors of file systems without locks, on which a folder is written without a lock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
@@ -175,7 +177,7 @@ def _new(folder: Path) -> Path:
 
 
 def _add(folder: Path, role: str, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Writes one file under the name that follows from what is in it."""
+    """Writes one file, and names it by its role and a hash of its content."""
     new = _new(folder)
     write(new)
     _sync(new)
@@ -196,7 +198,7 @@ def _sync(path: Path) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    """The files of the artifact in a folder; all that is there, if it is damaged."""
+    """The files of the artifact in a folder; all files, if the manifest is damaged."""
     try:
         files = json.loads((folder / MANIFEST).read_bytes())["files"].values()
         return {MANIFEST, *(file["name"] for file in files)}
@@ -219,7 +221,7 @@ def _hash(path: Path) -> tuple[str, int]:
 
 
 def _encoded(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as bytes, of which there is one way to write them."""
+    """A manifest as bytes, with its own SHA-256: equal data give equal bytes."""
     bare = {key: value for key, value in manifest.items() if key != "sha256"}
     sha = hashlib.sha256(_json(bare)).hexdigest()
     return _json({**bare, "sha256": sha})
@@ -245,7 +247,7 @@ def _read_manifest(folder: Path) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BufferedReader]:
-    """A file, which is no link to one elsewhere and no pipe to wait for."""
+    """Opens a plain file: no link to a file elsewhere, and no pipe, which may block."""
     kind = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | kind))
@@ -293,7 +295,7 @@ def _checked(
 
 
 def _checked_file(folder: Path, role: str, files: Any, is_kept: bool) -> bytes:
-    """What a file holds, checked; nothing, if it is only to be checked."""
+    """The content of a file, after a check; nothing, unless it `is_kept`."""
     # The manifest may have been written by anyone, with a digest that fits.
     entry = files.get(role) if isinstance(files, dict) else None
     name = entry.get("name") if isinstance(entry, dict) else None

@@ -1,12 +1,12 @@
 """Parameters that are stored as what is made of them, such as int8 numbers and scales.
 
-A rule that quantises makes several operations of a weight before it multiplies. All
-that depends on parameters alone can be computed once: a program is split (`splitting`)
-into that, which `prepare` runs offline, and the rest, which `run` runs on what was
-prepared.
+A rule that quantises applies several operations to a weight before it multiplies. All
+that depends on parameters alone can be computed once. So a program is split in two
+(`splitting`): `prepare` runs the part that depends on parameters alone offline, and
+`run` runs the rest on what was prepared.
 
-A parameter is folded so if what is made of it, all in all, takes fewer bytes than it
-would otherwise, and holds numbers of 8 bits."""
+A parameter is folded (stored in this way) if all that is made of it takes fewer bytes
+together than the parameter would, and includes numbers of 8 bits."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _prepare_program(one: Split, args: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Does so for a program that an equation holds, and for all slices of a scan."""
+    """Does as `prepare` does for a program in an equation, on all slices of a scan."""
     if one.length is None:
         return prepare(one, args)
     inputs = zip(raw(one.jaxpr).invars, args, strict=True)
@@ -114,7 +114,7 @@ def _run_programs(
 
 
 def _sliced(whole: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
-    """The slices, and in place of `None` what is the same for all iterations."""
+    """`slices`, with `None` replaced by what is the same in all iterations."""
     pairs = zip(whole, slices, strict=True)
     return [x if one is None else one for x, one in pairs]
 
@@ -122,14 +122,15 @@ def _sliced(whole: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
 def foldable(
     jaxpr: Jaxpr, bytes_now: Sequence[int | None], first: Sequence[int]
 ) -> list[int]:
-    """Parameters that take fewer bytes as what is made of them, 8-bit numbers mostly.
+    """The parameters to fold: what is made of each is smaller, and has 8-bit numbers.
 
-    Others are stored whole: what is made of them may depend on the inputs, as where a
-    table of positions is cut to the length of a text.
+    Parameters without 8-bit numbers are stored whole: what is made of them may depend
+    on the shapes of inputs, as where a table of positions is cut to a text's length.
 
     Args:
         jaxpr: the program, whose first inputs are the parameters.
-        bytes_now: what each parameter would take else; `None` if it is to stay.
+        bytes_now: the bytes of each parameter if it is not folded; `None` if it must
+            not be folded.
         first: for each parameter, where the same array stands first. It is folded in
             all places in which it stands, or in none."""
     num_inputs = len(raw(jaxpr).invars)
@@ -152,19 +153,19 @@ def foldable(
 
 
 def owners_of(num: int, folded: Sequence[int]) -> list[Owners]:
-    """What the inputs are made of, if some of them are parameters to be folded."""
+    """The owners of each input: a parameter in `folded` is its own, others `INPUT`."""
     return [frozenset({i}) if i in folded else INPUT for i in range(num)]
 
 
 def needed_owners(split: Split) -> list[int]:
-    """The parameter that each part is made of."""
+    """For each part that the rest needs, the parameter that it is made of."""
     return [next(iter(piece.owners)) for piece in split.pieces()]
 
 
 def folded(
     mixed: Callable[..., Any], authors: Any, which: Sequence[int]
 ) -> Callable[..., Any]:
-    """`mixed` as a function of parameters some of which are tuples of their parts."""
+    """`mixed`, as a function that takes some parameters as tuples of their parts."""
     tree = jax.tree.structure(authors)
 
     def call(params: Any, *inputs: Any) -> Any:
@@ -227,7 +228,7 @@ def parts_of(program: Any, leaves: Sequence[Any], which: Sequence[int]) -> _All:
 
 
 def each_once(parts: _All, first: Sequence[int]) -> _All:
-    """`parts` with one array where several readers make equal parts of one parameter.
+    """`parts`, with one array for all equal parts that are made of one parameter.
 
     `first` says for each parameter where the same array stands first."""
     known: dict[Any, list[Any]] = {}

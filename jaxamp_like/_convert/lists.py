@@ -37,10 +37,12 @@ class ListedPolicy:
     A scope of the policy wins over a list of ops, as it wins over primitives.
 
     Args:
-        policy: what the lists come before.
+        policy: the policy that decides where the lists do not.
         rules: the rule of each op that is in a list, by its name.
-        conditional: for an op, a parameter and the values that it runs in full with.
-        excluded: a policy of the scopes that stay as written; none, of none."""
+        conditional: ops that run as written if a parameter has one of some values, as
+            `(op, parameter, values)`.
+        excluded: a policy for the scopes that stay as written; `None` if there are
+            none."""
 
     policy: Lookup
     rules: tuple[tuple[str, Rule], ...] = ()
@@ -85,8 +87,8 @@ def listed_policy(
 ) -> ListedPolicy:
     """Checks the lists that `convert` was given; errors name its arguments.
 
-    An op of the conditional list may be in another list as well: that is what it runs
-    by where the condition doesn't hold."""
+    No op may be in two lists. In the conditional list, an op may stand several times,
+    with different conditions."""
     given = {
         "target_ops": (names_of(target, "target_ops"), use_compute_precision),
         "float32_ops": (
@@ -130,7 +132,7 @@ def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
     """Checks that each op and each scope of the lists is in the program.
 
     Raises:
-        AmpError: one matches nothing; the message names what is there."""
+        AmpError: an op or a scope matches nothing; the message names what is there."""
     ops: set[str] = set()
     paths: set[tuple[str, ...]] = set()
     _collect(jaxpr, (), ops, paths)
@@ -146,7 +148,7 @@ def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
     matched = {show_key(found.key) for path in paths if (found := _at(excluded, path))}
     known = sorted("/".join(path) for path in paths if path)
     for key, _ in excluded.items():
-        # Where the outermost wins, an inner one may match and never be asked.
+        # The outermost scope that matches wins, so an inner one is tried alone.
         alone = checked_policy({key: use_original_precision})
         if show_key(key) in matched or any(_at(alone, path) for path in paths):
             continue
@@ -160,7 +162,7 @@ def check_matches(listed: ListedPolicy, jaxpr: Jaxpr) -> None:
 
 
 def _at(excluded: FrozenRules, path: tuple[str, ...]) -> Match | None:
-    """What excludes a scope: the same for any primitive that is asked for."""
+    """What excludes a scope. Any primitive could be asked for: the keys are scopes."""
     return excluded.find_scope(lax.dot_general_p, path)
 
 

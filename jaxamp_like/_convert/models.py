@@ -25,9 +25,9 @@ class Model(NamedTuple):
     Args:
         call: the model as a function of its parameters and inputs.
         params: the tree of parameters.
-        rebuild: makes the like of what was given out of such a tree, if that held its
-            parameters; else `None`.
-        name: what it is called in messages."""
+        rebuild: makes a model like the given one out of such a tree; `None` if it is
+            one of Keras, or does not hold its parameters.
+        name: the model's name in messages."""
 
     call: Callable[..., Any]
     params: Any
@@ -39,7 +39,8 @@ def take_apart(fn: Any, params: Any) -> Model:
     """Finds the function and the parameters of what `convert` was given.
 
     Raises:
-        TypeError, ValueError: they don't go together; the message says what does."""
+        TypeError, ValueError: they don't fit each other; the message says what to
+            give instead."""
     name = getattr(fn, "__name__", None) or type(fn).__name__
     if holds_parameters(fn):
         if params is not None:
@@ -70,7 +71,7 @@ def check_leaves(params: Any) -> None:
     """Checks that parameters are arrays; the settings of a module may be anything.
 
     Raises:
-        TypeError: a leaf is none; the message names it."""
+        TypeError: a leaf is no array; the message names it."""
 
     def is_module(x: Any) -> bool:
         return isinstance(x, eqx.Module)
@@ -87,9 +88,9 @@ def check_leaves(params: Any) -> None:
 
 
 def as_jax_has_them(params: Any) -> Any:
-    """`params` with NumPy's arrays as what JAX makes of them.
+    """`params`, with NumPy's arrays made JAX's, and with the dtypes that JAX has.
 
-    Copies, for NumPy's may be written to later."""
+    NumPy's arrays are copied, since they may be written to later."""
 
     def canonical(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -100,14 +101,15 @@ def as_jax_has_them(params: Any) -> Any:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """What JAX makes of a dtype: one of 32 bits of one of 64, unless x64 is on."""
+    """The dtype that JAX has for another: 32 bits in place of 64, unless x64 is on."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def map_parameters(fn: Callable[..., Any], params: Any, *rows: Iterable[Any]) -> Any:
     """Maps the arrays of a tree; one that stands in several places stays one array.
 
-    `fn` is given each with its item of each of `rows`, which are in the same order."""
+    `fn` is given each array, and its item of each of `rows`, which have the order of
+    the arrays."""
     made: dict[int, Any] = {}
     rest = zip(*rows, strict=True) if rows else itertools.repeat(())
 
@@ -127,8 +129,8 @@ def map_parameters(fn: Callable[..., Any], params: Any, *rows: Iterable[Any]) ->
 def first_places(leaves: Sequence[Any]) -> list[int]:
     """For each array of a list, the position at which the same array stands first.
 
-    Tied weights stand in several places. Whether two shapes without values are of one
-    array can't be told, so these are taken for different ones."""
+    Tied weights stand in several places. Two shapes without values don't tell whether
+    they are of one array, so they count as different ones."""
     places: dict[int, int] = {}
     return [
         i if isinstance(x, jax.ShapeDtypeStruct) else places.setdefault(id(x), i)
@@ -154,7 +156,7 @@ def path_name(path: Any) -> str:
             entry,
         )
         parts.append(str(part))
-    # What a variable of NNX holds.
+    # A variable of NNX holds its array under "value", which is left out.
     held = len(parts) > 1 and parts[-1] == "value" and hasattr(path[-1], "name")
     return "/".join(parts[:-1] if held else parts)
 
@@ -162,7 +164,7 @@ def path_name(path: Any) -> str:
 def distinct(names: Sequence[str]) -> list[str]:
     """The names, numbered where a key with a "/" makes two of them the same.
 
-    None is that which safetensors keeps for itself."""
+    None of them is "__metadata__", which safetensors reserves."""
     made = {"__metadata__": None}
     for name in names:
         number, one = 1, name

@@ -1,9 +1,10 @@
-"""What a program calls that is not StableHLO: checked before anything is compiled.
+"""Checks which native code a program calls, before anything is compiled.
 
-A custom call hands the addresses of arrays to native code by a name, and such code
-trusts that they are as large as JAX makes them. Whoever writes an artifact can write
-any name and any sizes. So a call is let through if XLA's own compiler expands it, or if
-JAX makes the very same call, in operands, results and options, of such operands."""
+A custom call names native code and hands it the addresses of arrays. Such code trusts
+that the arrays are as large as JAX makes them. Whoever writes an artifact can write any
+name and any sizes. So a call is let through only if XLA's own compiler expands it, or
+if JAX, given operands of the same types, makes the very same call: with the same
+operands, results and options."""
 
 import functools
 import itertools
@@ -20,14 +21,15 @@ from jax.interpreters import mlir
 from .folder import ArtifactError
 from .printable import printable
 
-# What XLA's compiler expands itself, after checks of its own, if there is an operand;
-# older versions of StableHLO write some operations so too, by names with "mhlo.".
+# XLA's compiler expands these calls itself, after checks of its own, if they have an
+# operand. Older versions of StableHLO write some operations as such calls too, with
+# names that begin with "mhlo.".
 _EXPANDED = frozenset(
     """ApproxTopK shape_assertion stablehlo.dynamic_approx_top_k
     stablehlo.dynamic_reduce_window stablehlo.dynamic_rng_bit_generator
     stablehlo.dynamic_top_k""".split()
 )
-# What it takes for its first operand, without a look whether that is there.
+# XLA replaces these calls by their first operand, without checking that there is one.
 _HANDED_ON = frozenset("Sharding annotate_device_placement".split())
 _RESHARDED = frozenset("SPMDFullToShardShape SPMDShardToFullShape".split())
 
@@ -71,7 +73,7 @@ _MADE_BY: dict[str, list[Callable[..., Any]]] = {
     ),
     "gtsv": [_linalg.tridiagonal_solve],
 }
-"""Which functions of JAX call a routine of LAPACK, by its name without the dtype."""
+"""The functions of JAX that call a routine of LAPACK, by its name without the dtype."""
 _MADE_BY |= {
     "ungqr": _MADE_BY["orgqr"],
     "heevd": _MADE_BY["syevd"],
@@ -96,7 +98,7 @@ _DTYPES = {
 
 
 def check_calls(exported: export.Exported) -> None:
-    """Checks that a program calls no native code but as JAX does.
+    """Checks that a program calls native code only as JAX does.
 
     Raises:
         ArtifactError: it calls other code, or talks to the host."""
@@ -125,7 +127,7 @@ def _parsed(code: bytes, context: Any) -> Any:
 
 
 def _operations(module: Any) -> list[Any]:
-    """All operations of a module, at any depth; they live as long as that does."""
+    """All operations of a module, at any depth, which live as long as the module."""
     found: list[Any] = []
 
     def add(op: Any) -> Any:
@@ -155,7 +157,7 @@ def _is_as_jax_calls(op: Any) -> bool:
         tuple(_shape(x.type) for x in xs) for xs in (op.operands, op.results)
     )
     if None in operands + results:
-        return False  # of sizes that are not known before the program is called
+        return False  # a dtype is unknown, or a size until the program is called
     functions = _MADE_BY.get(routine, [])
     if routine == "lu_pivots_to_permutation":
         size = next((x.shape[-1] for x in results if x and x.shape), 0)
@@ -171,7 +173,7 @@ def _is_as_jax_calls(op: Any) -> bool:
 
 
 def _routine(target: str) -> tuple[str, str]:
-    """The library that a target is of, and which routine of LAPACK it stands for."""
+    """The library of a call's target, and the routine of LAPACK that it stands for."""
     if target in _ON_TPU:
         return "tpu", _ON_TPU[target]
     match = _LINEAR_ALGEBRA.fullmatch(target)
@@ -180,7 +182,7 @@ def _routine(target: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _program_of(fn: Callable[..., Any], library: str, shapes: Any) -> bytes | None:
-    """JAX's own program of a function, if that takes such operands."""
+    """The program that JAX exports for a function, if it takes operands like these."""
     try:
         exported = export.export(jax.jit(fn), platforms=[_PLATFORMS[library]])(*shapes)
     except Exception:
@@ -188,15 +190,16 @@ def _program_of(fn: Callable[..., Any], library: str, shapes: Any) -> bytes | No
     return exported.mlir_module_serialized
 
 
-# What partitioners alone read of a call.
+# Attributes of a call that only partitioners read.
 _NOT_PASSED = ("mhlo.frontend_attributes", "sdy.sharding_rule")
 
 
 def _is_same(op: Any, own: Any) -> bool:
     """Whether two operations of one context tell native code the same.
 
-    The names of attributes are asked for, and not read off: reading one that is no text
-    ends the process."""
+    The names of attributes are listed only for JAX's `own` operation; `op` is asked
+    whether it has them. To list those of `op` would end the process if one is no
+    valid text."""
     if own.name != op.name:
         return False
     names = [own.attributes[i].name for i in range(len(own.attributes))]
@@ -219,7 +222,7 @@ def _target(op: Any) -> str:
 
 
 def _shape(type_: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape of an operand, if it is known."""
+    """The shape and dtype of an operand or a result, if JAX knows both."""
     match = re.fullmatch(r"tensor<((?:\d+x)*)([^x]+|complex<.*>)>", str(type_))
     dtype = _DTYPES.get(match[2]) if match else None
     if match is None or dtype is None or jax.dtypes.canonicalize_dtype(dtype) != dtype:

@@ -4,10 +4,11 @@ from typing import Any
 
 
 def printable(data: Any) -> Any:
-    """A string, or all strings of data as of JSON, with control characters written out.
+    """Data as of JSON, with control characters in all strings written as escapes.
 
-    An escape sequence can retitle a terminal or hide a line, a mark of direction turns
-    text around, a line break begins a line that looks like one of the program's own.
+    An escape sequence can retitle a terminal or hide a line, a mark of direction can
+    turn text around, and a line break can begin a line that looks like one of the
+    program's own.
 
     >>> printable(["\\x1b[2J", "µ"])
     ['\\\\x1b[2J', 'µ']

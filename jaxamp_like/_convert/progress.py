@@ -6,16 +6,16 @@ from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 _T = TypeVar("_T")
-_SHOWN = 64  # the number of parameters from which on a bar is worth its line
+_SHOWN = 64  # a bar is shown for at least this many parameters
 
 
 class Bar(Protocol):
-    """What shows progress, such as a `rich.progress.Progress`."""
+    """An object that shows progress, such as a `rich.progress.Progress`."""
 
     def start(self) -> None: ...
 
     def track(self, sequence: Any, *, description: str) -> Iterable[Any]:
-        """The items of a sequence, while it is shown how many of them are done."""
+        """Yields the items of a sequence, and shows how many of them are done."""
         ...
 
 
@@ -33,7 +33,7 @@ def showing(bar: Bar) -> Iterator[None]:
 
 
 def ticked(what: str, items: Sequence[_T]) -> Iterator[_T]:
-    """The items, while it is shown how many of them are done."""
+    """Yields the items; the bar shows how many are done, if there are many."""
     bar = _bar.get()
     if bar is None or len(items) < _SHOWN:
         yield from items

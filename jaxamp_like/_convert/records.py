@@ -1,4 +1,4 @@
-"""What a summary tells beside parameters: casts that are left, and contractions."""
+"""What a summary tells besides parameters: casts that are left, and contractions."""
 
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple
@@ -14,10 +14,10 @@ class Cast(NamedTuple):
     """A cast of a parameter that the converted function still makes.
 
     Args:
-        name: the parameter.
+        name: the path of the parameter.
         dtype: what it is cast to.
-        scope: the names around the reader.
-        line: where its author wrote that."""
+        scope: the named scopes around the operation that reads it, joined by "/".
+        line: where the author wrote that operation."""
 
     name: Annotated[str, Column("parameter")]
     dtype: Annotated[str, Column("to")]
@@ -29,12 +29,12 @@ class Contraction(NamedTuple):
     """A contraction of a program, and in what precision it runs.
 
     Args:
-        primitive: its name.
-        scope: the names around it.
+        primitive: the name of its primitive.
+        scope: the named scopes around it, joined by "/".
         line: where its author wrote it.
         reads: the dtypes of its operands.
         makes: the dtype of its result.
-        shape: of its result.
+        shape: the shape of its result.
         times: how often it runs, if loops around it have a fixed length."""
 
     primitive: Annotated[str, Column("contraction", at=2, terminal=True)]

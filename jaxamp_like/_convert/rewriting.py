@@ -1,8 +1,8 @@
-"""A program for inputs that are stored in narrower dtypes than it was traced with.
+"""Runs a program on inputs that are stored in narrower dtypes than it was traced with.
 
 The casts of these inputs vanish, and equations that only move them move what is stored.
-All other equations stay the very same. This can be done since each such input is read
-in its narrower dtype only, which `uses` has found out before."""
+All other equations stay the very same. This is correct because each such input is only
+ever read in its narrower dtype, as `uses` has found out before."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def run_stored(jaxpr: Jaxpr, values: Sequence[Any], args: Sequence[Any]) -> list
 class _Rewriter:
     """Binds programs again, and remembers the inner ones.
 
-    JAX compiles an inner program once if it is the same object each time."""
+    JAX compiles an inner program only once if it is the same object each time."""
 
     def __init__(self) -> None:
         self._closed: dict[Any, tuple[Jaxpr, Jaxpr]] = {}
@@ -52,18 +52,18 @@ class _Rewriter:
             return reemit(eqn, operands)
         name = eqn.primitive.name
         if is_narrowing(eqn):
-            return operands  # as it is stored
+            return operands  # already stored in the narrower dtype
         if bind := _STRUCTURAL.get(name):
             with eqn_context(eqn):
                 return bind(self, eqn, operands)
         if name not in EACH_ALONE:
-            # Whoever reads the result reads it in the narrower dtype.
+            # All readers of the result read it in the narrower dtype.
             floats = (x is not None and is_float(v.aval.dtype) for x, v in pairs)
             operands = [
                 cast(jax.numpy.asarray(x), narrow[0]) if is_one else x
                 for x, is_one in zip(operands, floats, strict=True)
             ]
-        if name == "convert_element_type":  # of a weak type
+        if name == "convert_element_type":  # it changes only the weak type
             return operands
         with eqn_context(eqn):
             return bind_flat(eqn.primitive, operands, eqn.params)
@@ -74,7 +74,7 @@ class _Rewriter:
         return evaluate(body.jaxpr, operands, self.bind)
 
     def close(self, jaxpr: Jaxpr, dtypes: _Dtypes, outs: _Dtypes | None = None):
-        """The program for inputs of other dtypes, closed; results cast to `outs`."""
+        """A closed jaxpr for inputs of these `dtypes`, with results cast to `outs`."""
         key = (id(jaxpr), dtypes, outs)
         if key not in self._closed:
 
@@ -86,7 +86,7 @@ class _Rewriter:
                 v.aval if d is None else v.aval.update(dtype=d, weak_type=False)
                 for v, d in zip(raw(jaxpr).invars, dtypes, strict=True)
             ]
-            # With the program, whose `id` must not be another's.
+            # The old program is held as well, so that no other one can get its `id`.
             self._closed[key] = (trace(rewritten, avals), jaxpr)
         return self._closed[key][0]
 
@@ -105,8 +105,8 @@ def _bind_again(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
     programs = [(b.jaxpr, tuple(dtypes[i] for i in b.ins)) for b in bodies(eqn)]
     new = [rewriter.close(*program) for program in programs]
     if eqn.primitive.name == "cond":
-        # One branch may hand on what is stored, where another computes: all agree on
-        # the narrower dtype, which is what the result is read in.
+        # One branch may hand on a stored input where another one computes a result. All
+        # must return one dtype: the narrower one, in which the result is read.
         results = zip(*(raw(branch).outvars for branch in new), strict=True)
         agreed = tuple(_narrowest([v.aval for v in vs]) for vs in results)
         new = [rewriter.close(*program, agreed) for program in programs]
@@ -125,12 +125,12 @@ def _narrowest(avals: Sequence[Any]) -> DType | None:
 
 
 def _bind_without_rule(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
-    """Binds what an author's derivative rule stands for, without the rule.
+    """Binds the function that an author gave a derivative rule, without the rule.
 
-    The rule was written for the dtypes of the author, so it can't be kept; and another
-    derivative must not come in its place."""
+    The rule was written for the dtypes of the author, so it can't be kept. No other
+    derivative may take its place, so to differentiate is an error."""
     (body,) = bodies(eqn)
-    if not raw(body.jaxpr).eqns:  # hands its operands on
+    if not raw(body.jaxpr).eqns:  # it only hands its operands on
         return rewriter.run(eqn, operands)
 
     @jax.custom_jvp

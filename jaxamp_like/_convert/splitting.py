@@ -1,10 +1,11 @@
-"""A program split in two: what is made of parameters alone, and the rest.
+"""Splits a program in two: what is made of parameters alone, and the rest.
 
-What only widens or moves numbers (int8 cast to the dtype that is multiplied in) is left
-to the rest, since it is the narrow numbers that are to be stored. Programs that
-equations hold are split too, wherever they stand: calls are gone through as if their
-code stood there; what the body of a scan makes of a slice is made of all slices; and
-what the body of a `while` or a branch makes of a parameter is made before it."""
+Equations that only widen or move numbers (such as a cast of int8 to the dtype that is
+multiplied in) are left to the rest, since the narrow numbers are to be stored. Programs
+that equations hold are split too. Calls are gone through as if their code stood there.
+What the body of a scan makes of a slice is made of all slices, unless the scan stands
+in another one and reads slices of that. What the body of a `while` or a branch makes of
+a parameter is made before it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,12 @@ CONSTANT: Owners = frozenset()
 
 
 class Piece(NamedTuple):
-    """Something that is made of a parameter, and needed by the rest.
+    """A value that is made of a parameter, and that the rest needs.
 
     Args:
         owners: the position of the parameter that it is made of.
-        size: in bytes.
-        is_sliced: whether it is another one in each iteration of the loop around.
+        size: its size in bytes.
+        is_sliced: whether each iteration of the scan around has a value of its own.
         is_8_bit: whether its numbers have 8 bits."""
 
     owners: Owners
@@ -41,13 +42,14 @@ class Split:
 
     Args:
         jaxpr: the program.
-        owners: of each variable: positions of parameters, nothing for what depends on
-            no input at all, or `INPUT`.
-        sliced: variables that are another one in each iteration of the loop around.
-        length: how often it runs, if it is the body of a scan.
-        needed: what is made of parameters and read by the rest, in order.
-        inner: the same for the programs that equations hold, by the equation's `id`.
-        again: the `id`s of equations that the rest computes, although it need not."""
+        owners: for each variable the position of the parameter that it is made of,
+            nothing if it depends on no input at all, or `INPUT`.
+        sliced: variables that have another value in each iteration of the scan around.
+        length: how often the program runs, if it is the body of a scan.
+        needed: variables that are made of a parameter and read by the rest, in order.
+        inner: by the `id` of an equation, the splits of the programs that it holds.
+        again: the `id`s of equations that the rest computes, although what they make
+            is made of a parameter alone."""
 
     jaxpr: Jaxpr
     owners: dict[Any, Owners]
@@ -61,7 +63,7 @@ class Split:
         return CONSTANT if isinstance(atom, Literal) else self.owners[atom]
 
     def is_prepared(self, atom: Any) -> bool:
-        """Whether it is made of parameters, and so not there at a call."""
+        """Whether `atom` is made of a parameter, and so is not computed at a call."""
         owners = self.of(atom)
         return owners != CONSTANT and not owners & INPUT
 
@@ -69,7 +71,7 @@ class Split:
         return not isinstance(atom, Literal) and atom in self.sliced
 
     def pieces(self) -> Iterator["Piece"]:
-        """What is needed, in order."""
+        """All that the rest needs, in order, from the programs in equations too."""
         for v in self.needed:
             is_8_bit = v.aval.dtype.itemsize == 1 and v.aval.dtype != bool
             yield Piece(self.owners[v], _bytes(v), v in self.sliced, is_8_bit)
@@ -97,8 +99,8 @@ def split(
 ) -> Split:
     """Splits a program, given what its inputs are made of.
 
-    What is made of parameters may be a result of it; that is needed, unless the program
-    `is_called` by another one, which asks for its results itself."""
+    A result that is made of a parameter is needed, unless the program `is_called` by
+    another one, which then decides whether it needs that result."""
     inner = raw(jaxpr)
     known = dict(zip(inner.invars, owners, strict=True))
     known |= dict.fromkeys(inner.constvars, CONSTANT)
@@ -117,7 +119,7 @@ def _need(made: Split, atoms: Iterable[Any]) -> None:
 
 
 def _leave_widening(made: Split) -> None:
-    """Takes the narrowest of values that are only cast and moved until needed."""
+    """Replaces each needed value by the narrowest that casts and moves make it of."""
     makers = {v: eqn for eqn in raw(made.jaxpr).eqns for v in eqn.outvars}
     for needed in list(made.needed):
         chain, v = [needed], needed
@@ -142,7 +144,7 @@ def _bytes(var: Any) -> int:
 def _split_eqn(made: Split, eqn: Eqn) -> None:
     together = frozenset().union(*map(made.of, eqn.invars))
     is_sliced = any(map(made.is_slice, eqn.invars))
-    # What is made of two parameters is made at each call, by the rest.
+    # What depends on two parameters is left to the rest, which makes it at each call.
     if -1 not in together and len(together) <= 1 and not eqn.effects:
         made.owners |= dict.fromkeys(eqn.outvars, together)
         made.sliced |= set(eqn.outvars) if is_sliced else set()
@@ -165,7 +167,7 @@ def _can_be_split(eqn: Eqn, is_sliced: bool) -> bool:
 
 def _split_programs(made: Split, eqn: Eqn) -> None:
     all_bodies = bodies(eqn)
-    # The operands that a loop begins with, and the first of those that it slices.
+    # `carried` are operands that a loop begins with; from `first` on, a scan slices.
     carried = {body.ins[i] for body in all_bodies for _, i in body.loop}
     is_scan = eqn.primitive.name == "scan"
     first = sum(scan_arity(eqn)) if is_scan else len(eqn.invars)
@@ -178,7 +180,7 @@ def _split_programs(made: Split, eqn: Eqn) -> None:
         slices = [j >= first or made.is_slice(eqn.invars[j]) for j in body.ins]
         inner = split(body.jaxpr, owners, slices, length, is_called=is_call(eqn))
         made.inner[id(eqn)].append(inner)
-        # What a body needs of its inputs as they are is handed to it, as ever.
+        # An input that the body needs as it is stays an operand of the equation.
         for v, operand in zip(raw(body.jaxpr).invars, operands, strict=True):
             if v in inner.needed:
                 del inner.needed[v]
@@ -187,6 +189,6 @@ def _split_programs(made: Split, eqn: Eqn) -> None:
             for v, out in zip(eqn.outvars, raw(body.jaxpr).outvars, strict=True):
                 made.owners[v] = inner.of(out)
                 made.sliced |= {v} if inner.is_slice(out) else set()
-    # What a loop begins with, and what picks a branch.
+    # The rest also needs what a loop begins with, and what picks a branch.
     handed = {j for body in all_bodies for j in body.ins} - carried
     _need(made, [v for j, v in enumerate(eqn.invars) if j not in handed])

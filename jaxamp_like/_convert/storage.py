@@ -17,13 +17,14 @@ class Stored(NamedTuple):
 
     Args:
         name: its path in the tree of parameters.
-        shape: of the array.
+        shape: the shape of the array.
         before: its dtype in the model.
         now: the dtype that it is stored in.
         bytes_before: what it takes in the model.
         bytes_now: what it takes as it is stored.
         why: the reason, in words.
-        folded: whether it is made of a parameter, of which `before` tells."""
+        folded: whether the array is made of a parameter; `before` is then the dtype of
+            that parameter."""
 
     name: Annotated[str, Column("parameter", at=1, terminal=True)]
     shape: tuple[int, ...]
@@ -46,8 +47,8 @@ class Stored(NamedTuple):
 def storage(name: str, leaf: Any, uses: Uses, keep: str | None = None) -> Stored:
     """Decides how a parameter is stored.
 
-    In the narrower dtype if every reader reads it so; in its own, which is the wider,
-    if readers differ. `keep` is a reason to leave it as it is, whoever reads it."""
+    It is stored in a narrower dtype if every reader casts it to that one, and else in
+    its own dtype. `keep` is a reason to leave it as it is, whoever reads it."""
     now, why = _now(leaf.dtype, uses)
     if keep is not None and now is not None:
         now, why = None, keep

@@ -32,11 +32,11 @@ class Summary:
     `save_html` writes a page.
 
     Args:
-        name: of the function.
-        parameters: how each is stored.
-        constants: the same of arrays that the function closes over.
+        name: the name of the function.
+        parameters: how each parameter is stored.
+        constants: how each array that the function closes over is stored.
         casts: casts of parameters that are left, because others read these in full.
-        contractions: of the converted program, in order."""
+        contractions: the contractions of the converted program, in order."""
 
     name: str
     parameters: tuple[Stored, ...]
@@ -56,12 +56,12 @@ class Summary:
 
     @property
     def bytes_now(self) -> int:
-        """Bytes of them as they are stored."""
+        """Bytes of the parameters and constants as they are stored."""
         return sum(leaf.bytes_now for leaf in self.leaves)
 
     @property
     def share(self) -> float:
-        """What is stored, of what the model took; 1 if it has no parameters."""
+        """`bytes_now` as a share of `bytes_before`; 1 if there are no parameters."""
         return self.bytes_now / self.bytes_before if self.bytes_before else 1.0
 
     @property
@@ -72,7 +72,7 @@ class Summary:
 
     @property
     def changed(self) -> tuple[Stored, ...]:
-        """What is stored otherwise, the largest first."""
+        """What is stored in another dtype or folded, the largest first."""
         changed = (x for x in self.leaves if x.is_changed or x.folded)
         return tuple(sorted(changed, key=lambda leaf: -leaf.bytes_before))
 
@@ -176,7 +176,7 @@ def contraction_table(summary: Summary) -> Any:
 
 
 def from_dict(data: dict[str, Any]) -> Summary:
-    """The summary of which `data` is the `to_dict`."""
+    """The summary whose `to_dict` gave `data`."""
 
     def rows(kind: Any, key: str) -> tuple[Any, ...]:
         return tuple(

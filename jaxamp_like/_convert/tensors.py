@@ -1,4 +1,4 @@
-"""Arrays in a safetensors file, and what it can't tell of them beside it."""
+"""Arrays in a safetensors file, with descriptions that tell what the file can't."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from .models import first_places
 from .printable import printable
 from .progress import ticked
 
-# The dtypes of safetensors that are kept so; arrays of others are kept as their bytes.
+# Arrays of these dtypes are stored as safetensors has them, others as their bytes.
 _DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "C64": "complex64"}
 _DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
 _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
@@ -35,15 +35,15 @@ def described(name: str, leaf: Any) -> dict[str, Any]:
 
 
 def _implementation(keys: Any) -> str:
-    """The name of the algorithm of PRNG keys, or of their shape alone."""
+    """The name of the algorithm of PRNG keys, which may be given as a shape alone."""
     found: list[str] = []
-    # JAX tells it of arrays, traced ones too, and not of shapes.
+    # `jax.random.key_impl` takes arrays, traced ones too, but no shapes.
     jax.eval_shape(lambda x: found.append(str(jax.random.key_impl(x))), keys)
     return found[0]
 
 
 def all_described(names: Sequence[str], leaves: Sequence[Any]) -> list[dict[str, Any]]:
-    """Describes many arrays; one that stands in several places is written once."""
+    """Describes arrays so that one that stands in several places is written once."""
     rows = [described(*pair) for pair in zip(names, leaves, strict=True)]
     for i, first in enumerate(first_places(leaves)):
         if first != i:
@@ -62,11 +62,11 @@ def write_tensors(path: Path, rows: Sequence[dict[str, Any]], leaves: Any) -> No
 def read_tensors(data: bytes, rows: Sequence[dict[str, Any]]) -> list[Any]:
     """Reads the arrays of a safetensors file, and checks them by their descriptions.
 
-    Read by hand: the package reads files, which may change after they were checked, or
-    copies all of the arrays at once.
+    The bytes are parsed here. The safetensors package would read the file again, which
+    may have changed since it was checked, or copy all of the arrays at once.
 
     Raises:
-        ArtifactError: there are others."""
+        ArtifactError: the file holds other arrays than the descriptions say."""
     held = _views(data)
     found: dict[str, Any] = {}
     names = [row["name"] for row in rows if "same_as" not in row]

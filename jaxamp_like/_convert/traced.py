@@ -23,13 +23,13 @@ class Traced(NamedTuple):
     function's inputs."""
 
     jaxpr: Jaxpr
-    out_tree: Any  # of the arrays among the results
+    out_tree: Any  # the structure of the results, with their arrays as leaves
     others: Any  # the results that are no arrays, in the same tree
     uses_of_constants: list[Uses]
     uses: list[Uses]
 
     def merge(self, arrays: Sequence[Any]) -> Any:
-        """What the function returns, of the flat results of its program."""
+        """What the function returns, made of the flat results of its program."""
         return eqx.combine(jax.tree.unflatten(self.out_tree, arrays), self.others)
 
     def constants(self) -> list[Any]:
@@ -38,7 +38,7 @@ class Traced(NamedTuple):
         return cast_all(consts(self.jaxpr), dtypes)
 
     def stored_constants(self) -> tuple[Stored, ...]:
-        """How they are stored."""
+        """How the arrays that the function closes over are stored."""
         return tuple(self._constants()[1])
 
     def _constants(self) -> tuple[list[Any], list[Stored]]:
@@ -53,7 +53,8 @@ class Traced(NamedTuple):
     def check(self, stored: Sequence[Stored]) -> None:
         """Checks that this program needs no more bits of a parameter than are stored.
 
-        It may have been stored for inputs of other shapes, where another rule holds.
+        Parameters may have been stored for inputs of other shapes, where a rule that
+        goes by shapes decided otherwise.
 
         Raises:
             AmpError: a parameter is read in more bits than it has."""

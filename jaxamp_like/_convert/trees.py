@@ -1,7 +1,8 @@
 """Trees of arguments and results as data: what an artifact says of how it is called.
 
-Written out by kind and name, so that nobody's code is needed to read them; what only
-code can make (modules, classes of one's own) is refused when it is saved."""
+Each node is written by its kind and name, so that no code of the model is needed to
+read it. Nodes that only such code can make (modules, a user's own classes) are refused
+when an artifact is saved."""
 
 import functools
 import math
@@ -16,7 +17,7 @@ def encode(tree: Any, is_array: Callable[[Any], bool], what: str) -> Any:
     """A tree as JSON; arrays are left out, and numbered in JAX's order of leaves.
 
     Raises:
-        TypeError: it holds something that JSON can't tell; the message names it."""
+        TypeError: it holds something that can't be written so; the message names it."""
     places: Iterator[int] = iter(range(10**9))
 
     def go(node: Any, path: str) -> Any:
@@ -39,7 +40,7 @@ def encode(tree: Any, is_array: Callable[[Any], bool], what: str) -> Any:
             items = [go(x, f"{path}[{i}]") for i, x in enumerate(node)]
             return {type(node).__name__: items}
         if isinstance(node, float) and not math.isfinite(node):
-            return {"float": str(float(node))}  # JSON has none of them
+            return {"float": str(float(node))}  # JSON has neither infinities nor NaNs
         if isinstance(node, _PLAIN):
             return {"value": node}
         raise TypeError(_cannot(what, path, f"a {type(node).__name__}"))
@@ -56,7 +57,7 @@ def _cannot(what: str, path: str, kind: str) -> str:
 
 
 def decode(data: Any, arrays: list[Any]) -> Any:
-    """The tree of which `data` is the code, with its arrays in their places."""
+    """The tree that `encode` wrote as `data`, with `arrays` in their places."""
     ((kind, value),) = data.items()
     if kind == "none":
         return None
@@ -78,5 +79,5 @@ def decode(data: Any, arrays: list[Any]) -> Any:
 
 @functools.cache
 def _named_tuple(typename: str, names: tuple[str, ...]) -> Any:
-    """One class for each: trees of two calls must be of the same structure."""
+    """A class, made only once, so that trees of two calls have the same structure."""
     return namedtuple(typename, names)

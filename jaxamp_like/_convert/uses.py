@@ -1,9 +1,9 @@
 """How each input of a program is read: in which dtypes, by what, and where.
 
-One backward pass over each jaxpr, at any depth. An operation that only moves data is no
-reader: who reads its result reads its operand. So a weight that is stacked, sliced by a
-scan, handed through branches and transposed there is read in bfloat16 if all that is
-done with it in the end is to cast it to bfloat16."""
+Each jaxpr, at any depth, is walked once, from its end. An operation that only moves
+data is no reader: what reads its result reads its operand. So a weight that is stacked,
+sliced by a scan, handed through branches and transposed there is read in bfloat16 if
+all that is done with it in the end is to cast it to bfloat16."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ class Use(NamedTuple):
     """One way in which a value is read.
 
     Args:
-        dtype: the name of the narrower dtype that it is cast to; none if it is read as
-            it is.
+        dtype: the name of the narrower dtype that it is cast to; `None` if it is read
+            as it is.
         by: the primitive that reads it, or what else becomes of it.
-        scope: the names around that, joined by "/".
-        line: the file, line and function where its author wrote it, without folders,
-            since it is shipped with the model."""
+        scope: the named scopes around the reader, joined by "/".
+        line: the file, line and function where the author wrote the reader. Folders are
+            left out, since the text is shipped with the model."""
 
     dtype: str | None
     by: str
@@ -59,7 +59,7 @@ def holds_programs(eqn: Eqn) -> bool:
     if name not in STRUCTURAL or name == "xla_pmap":
         return False
     layouts = (*eqn.params.get("in_layouts", ()), *eqn.params.get("out_layouts", ()))
-    # A layout belongs to a dtype.
+    # A layout belongs to a dtype, and would not fit another one.
     return all(layout is None for layout in layouts) and bool(bodies(eqn))
 
 
@@ -77,13 +77,13 @@ def is_narrowing(eqn: Eqn) -> bool:
 
 def moves_data(eqn: Eqn) -> bool:
     """Whether the results hold numbers of the operands, in their dtype."""
-    if eqn.primitive.name == "convert_element_type":  # such as of a weak type
+    if eqn.primitive.name == "convert_element_type":  # it may change a weak type
         return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
     return eqn.primitive.name in MOVES
 
 
 def unchanged_carries(body: Body) -> set[int]:
-    """Of a loop's results that are carried on, those that are the carry itself."""
+    """The results of a loop's body that are its carries, unchanged."""
     inner = raw(body.jaxpr)
     return {out for out, i in body.loop if inner.outvars[out] is inner.invars[i]}
 

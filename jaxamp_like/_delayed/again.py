@@ -1,11 +1,11 @@
-"""What a backward pass makes again of the forward pass, instead of keeping it.
+"""What a backward pass computes again, instead of keeping it from the forward pass.
 
 `amp_with_state` gets a program that is differentiated already: JAX has chosen what the
 forward pass hands over, as if nothing in it were low. Here it is chosen once more. The
-backward pass makes again what cheap equations make of smaller values, such as the low
-result of a contraction, or of inputs of the program, such as a weight. Where it repeats
-an equation of the forward pass, such as a rounding, it takes the result of that one.
-"""
+backward pass computes again what cheap equations make of smaller values, such as the
+low result of a contraction, or of inputs of the program, such as a weight. Where the
+backward pass of the program repeats an equation of the forward pass, such as a
+rounding, it takes the result of that one."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -34,11 +34,11 @@ from .._primitives import is_cheap
 from .._structural import CALLS
 
 SIXTEEN_BITS = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
-_MOST = 100  # equations that are run again for one value
+_MOST = 100  # the most equations that are run again for one value
 
 
 def keeping_less(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, where a backward pass in it keeps less."""
+    """`fn(*args)`, with a backward pass inside of `fn` that keeps less."""
     values, tree = jax.tree.flatten(args)
     trees = []
 
@@ -57,8 +57,8 @@ class _Choice:
 
     Attributes:
         makers: the equations that make the values of the forward pass.
-        same: the values of the forward pass by equal ones of the backward pass.
-        kept: the values of the forward pass that the backward pass reads."""
+        same: for values of the backward pass, equal values of the forward pass.
+        kept: the values of the forward pass that are kept for the backward pass."""
 
     def __init__(self, jaxpr: Any):
         self.makers: dict[Any, Eqn] = {}
@@ -76,7 +76,7 @@ class _Choice:
                 self.same |= zip(eqn.outvars, made[key].outvars, strict=True)
             else:
                 read |= dict.fromkeys(x for x in operands if self.is_made(x))
-        # The largest come first: smaller ones may be made of what is kept for them.
+        # The largest come first: smaller ones may be made of what is kept for these.
         made_at = {v: i for i, v in enumerate(self.makers)}
         for v in sorted(read, key=lambda v: (-_num_bytes(v), made_at[v])):
             self.kept |= self._leaves(v, {})[0]
@@ -91,7 +91,10 @@ class _Choice:
         return self.is_made(atom) and atom not in self.kept
 
     def _leaves(self, v: Any, known: dict[Any, Any]) -> tuple[frozenset[Any], int]:
-        """What is to be kept to have `v`, and how many equations then make it."""
+        """The values to keep to have `v`, and how many equations make it of them.
+
+        Unless they take fewer bytes than `v`, and few equations make it, they are `v`
+        itself."""
         if not self.is_made_again(v):
             return frozenset(), 0
         if v not in known:
@@ -109,7 +112,7 @@ class _Choice:
 
 
 class _Handler:
-    """Binds the equations of a program; some, in its backward pass, a second time."""
+    """Binds the equations of a program, some of them again in its backward pass."""
 
     def __init__(self, choice: _Choice):
         self.choice = choice
@@ -134,17 +137,17 @@ class _Handler:
         return outs
 
     def _held(self, v: Any, value: Any) -> Any:
-        """`value`, which is sure to be rounded if it is kept in 16 bits.
+        """`value`; if it is kept in 16 bits, it is sure to be rounded to them.
 
-        The forward pass then goes on with the number that is kept: inside of a fusion,
-        XLA would leave the rounding out."""
+        So the forward pass goes on with the number that is kept. Without this, XLA may
+        leave out the rounding inside of a fusion."""
         if v not in self.choice.kept or v.aval.dtype not in SIXTEEN_BITS:
             return value
         info = jnp.finfo(v.aval.dtype)
         return lax.reduce_precision(value, info.nexp, info.nmant)
 
     def _read_back(self, atom: Any, after: list[Any]) -> Any:
-        """A value, as an equation of the backward pass has it."""
+        """The value that an equation of the backward pass reads for `atom`."""
         atom = self.choice.original(atom)
         if not self.choice.is_made_again(atom):
             return atom.val if isinstance(atom, Literal) else self.values[atom]
@@ -157,7 +160,7 @@ class _Handler:
     def _fenced(self, atom: Any, eqn: Eqn, after: list[Any]) -> Any:
         """An operand of an equation that is bound again, behind a barrier.
 
-        So XLA neither takes what the forward pass has made of it, nor runs the equation
+        So XLA neither reuses the result of the forward pass, nor runs the equation
         before the backward pass has made the values `after`."""
         value = self._read_back(atom, after)
         if self.choice.is_made_again(atom) or isinstance(atom, Literal):

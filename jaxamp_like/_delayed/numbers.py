@@ -1,9 +1,9 @@
 """Which values of a program are one and the same, told from the program alone.
 
-Values get numbers as in `value_numbers`. So a value of the forward pass has one number
-where the backward pass keeps it or makes it again, through loops and branches too. A
-number in the body of a scan stands for a value of each iteration, by its place in what
-the scan reads and makes."""
+Values get numbers as in `value_numbers`: equal values get the same number. So a value
+of the forward pass keeps its number where the backward pass reads it or computes it
+again, through loops and branches too. In the body of a scan, a number stands for one
+value in each iteration."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Numbers:
-    """The numbers of values, and by which loops a value varies.
+    """The numbers of values, and the scans in whose iterations a value differs.
 
-    Loops are named by how many are around their body: 1, 2, ..."""
+    A scan is named by its depth, the number of scans around its body: 1, 2, ..."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
@@ -49,7 +49,7 @@ class Numbers:
         return self.of(value_of(atom))
 
     def of_results(self, eqn: Eqn, ins: Sequence[int]) -> list[int]:
-        """The numbers of what an equation makes that holds no program."""
+        """The numbers of the results of an equation that holds no program."""
         name = eqn.primitive.name
         if name in IDENTITIES:
             return list(ins)
@@ -65,7 +65,10 @@ class Numbers:
         return outs
 
     def _cast(self, eqn: Eqn, number: int) -> int:
-        """The number of a cast; what a body made is numbered as if cast in there."""
+        """The number of a cast value.
+
+        What the body of a scan, a branch or a `shard_map` made gets the number that it
+        would have if it were cast in there."""
         kind, *how = self._made[number]
         if kind == "stacked":
             return self.stacked(self._cast(eqn, how[1]), how[0])
@@ -79,10 +82,11 @@ class Numbers:
             self._shown[out] = self._cast(eqn, self._shown[number])
         return out
 
-    # Loops, branches, shards: what came out of one has its old number if it goes in.
+    # A value that came out of a scan, branch or `shard_map` and goes into a like one
+    # gets the number there that it had inside.
 
     def sliced(self, number: int, depth: int) -> int:
-        """What each iteration sees of a value that a scan goes through."""
+        """What each iteration sees of a value that a scan slices."""
 
         def inside(n: int) -> int:
             return self.of(("sliced", depth, n), self.varies[n] | {depth})
@@ -90,7 +94,7 @@ class Numbers:
         return self._entering(number, ("stacked", depth), inside)
 
     def stacked(self, number: int, depth: int) -> int:
-        """What a scan makes of the values of its iterations."""
+        """What a scan stacks of the values of its iterations."""
         return self.of(("stacked", depth, number), self.varies[number] - {depth})
 
     def carried(
@@ -98,30 +102,30 @@ class Numbers:
     ) -> list[int]:
         """What each iteration sees of carries that begin as `init`.
 
-        Carries of loops that go on in the same way get equal numbers. `how` is the
-        depth, length and direction of the loop, and what it varies by. `made` is what
-        an iteration makes of carries that have the numbers which `carried` gives
-        without `made`."""
+        The carries of two loops get equal numbers if the loops begin and iterate alike.
+        `how` is the depth, length and direction of the loop, and the scans by which its
+        operands vary. To know how a loop iterates, its body is walked with the numbers
+        that `carried` gives without `made`; `made` are the numbers that come out."""
         depth, *_, varies = how
         loop = "carried", *how, tuple(init), tuple(made)
         return [self.of((*loop, i), varies | {depth}) for i in range(len(init))]
 
     def last(self, number: int, depth: int) -> int:
-        """What a scan makes of a carry."""
+        """The final value of a carry of a scan."""
         return self.of(("last", number), self.varies[number] - {depth})
 
     def in_branch(self, number: int, index: int, branch: int) -> int:
-        """What a branch gets if it is given `number`."""
+        """What a branch sees of a value that goes into it."""
         out = "chosen", index
         return self._entering(number, out, lambda n: n, lambda outs: outs[branch])
 
     def chosen(self, index: int, outs: tuple[int, ...]) -> int:
-        """What comes of branches that make `outs`."""
+        """The result of branches that make `outs`."""
         varies = self.all_varies([index, *outs])
         return self.of(("chosen", index, outs), varies)
 
     def local(self, number: int, spec: Hashable) -> int:
-        """What the body of a `shard_map` gets of a value."""
+        """What the body of a `shard_map` sees of a value."""
 
         def inside(n: int) -> int:
             return self.of(("local", spec, n), self.varies[n])
@@ -141,9 +145,9 @@ class Numbers:
     ) -> int:
         """What a body sees of a value that goes in.
 
-        If the value came `out` of such a body, its number is the one that it had there.
-        The number of a cast is that of a cast inside of the body. For any other value,
-        `inside` gives the number."""
+        If the value came `out` of such a body, it gets the number that it had there. If
+        it is a cast of another value, it is numbered as if that were cast inside. For
+        any other value, `inside` gives the number."""
         made = self._made[number]
         if made[:2] == out:
             return of_made(made[2])

@@ -20,7 +20,7 @@ from .._quantised.delayed import (
 from .tensors import Tensor
 
 State = dict[str, TensorScale]
-"""A scale by its name: the scopes of a contraction, and which tensor it is there."""
+"""The states of tensors, by the scopes of a contraction and the tensor's role there."""
 
 _MOST = 6  # keys to list
 
@@ -64,9 +64,9 @@ def next_state(
 
 
 def as_state(state: Any) -> State:
-    """The state that a user gave, also as a checkpoint without types has it.
+    """The state that a user gave, which may come from a checkpoint without types.
 
-    Orbax and Flax read a named tuple back as a dict of its fields."""
+    Orbax and Flax read a named tuple back from that as a dict of its fields."""
     if isinstance(state, Mapping):
         state = {key: _as_scale(x) for key, x in state.items()}
         if all(map(_is_scale, state.values())):
@@ -85,7 +85,7 @@ def _as_scale(value: Any) -> Any:
 
 
 def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
-    """The state that a user gave, if it is one for these tensors."""
+    """The state that a user gave, after a check that it is one for these tensors."""
     tensors = by_name(tensors)
     state = _by_names_of(state, tensors)
     missing, foreign = tensors.keys() - state.keys(), state.keys() - tensors.keys()
@@ -108,10 +108,10 @@ def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
 
 
 def _by_names_of(state: State, tensors: Mapping[str, Tensor]) -> State:
-    """The state of a Linen model, by its names now if only `nn.remat` changed them.
+    """`state` with the names of `tensors`, if `nn.remat` alone has changed these.
 
-    A class that `nn.remat` has made calls its instances `CheckpointBlock_0` and not
-    `Block_0`, where they are not named."""
+    That is so in Linen: an instance without a name is called `CheckpointBlock_0`, and
+    not `Block_0`, if `nn.remat` made its class."""
     before = {_without_remat(key): key for key in state}
     now = {_without_remat(key): key for key in tensors}
     is_same = before.keys() == now.keys()

@@ -42,29 +42,31 @@ def amp_with_state(
 ) -> Any:
     """As `amp`, for policies with rules that remember: `float8(delayed=True)`.
 
-    Put it around all that a step differentiates, `jax.value_and_grad(loss)` or a whole
-    training step. There the backward pass is ordinary code, and its largest cotangents
-    are ordinary results.
+    Put it around all that a step differentiates: `jax.value_and_grad(loss)`, or a whole
+    training step. Then the backward pass is ordinary code inside of it, and the largest
+    cotangents are ordinary results.
 
-    The state is a dict of arrays, beside parameters and optimizer state, and never a
-    part of them. Each tensor that a quantised contraction reads has an entry, named by
-    the scopes of the contraction: its scale in the last step and its largest magnitudes
-    in the steps before, as Flax orders them: the newest first, then from the oldest on.
-    In a `lax.scan` over layers each layer has its own (an axis more); where iterations
-    share an operand, as in a recurrence or over microbatches, they share the entry, and
-    the largest magnitude counts. The devices of a `shard_map` share it, too. What did
-    not run, in a branch not taken, keeps its entry, and so does what held an inf or
-    NaN.
+    The state is a dict of arrays, kept besides parameters and optimizer state, and
+    never a part of them. Each tensor that a quantised contraction reads has an entry,
+    named by the scopes of the contraction. It holds the scale of the last step and the
+    largest magnitudes of the steps before, as Flax orders them: the newest first, then
+    from the oldest on. In a `lax.scan` over layers, each layer has a scale and a
+    history of its own, along one more axis of the entry. Where iterations share an
+    operand, as in a recurrence or over microbatches, they share the entry, and the
+    largest magnitude counts. The devices of a `shard_map` share it, too. A tensor keeps
+    its entry if it was not made, as in a branch that was not taken, or if it held an
+    inf or NaN.
 
-    A step that is called for each microbatch returns states that differ in their newest
-    maxima only: `jax.tree.map(jnp.maximum, a, b)` is the state after both. After
-    `jax.vmap` over examples, take the maximum over the first axis likewise.
+    A step that is called for each microbatch, with one state, returns states that
+    differ in their newest maxima only: `jax.tree.map(jnp.maximum, a, b)` is the state
+    after both. Likewise, take the maximum over the first axis after a `jax.vmap` over
+    examples.
 
     Args:
         fn: as of `amp`. Without `fn`, returns a decorator.
         compute_dtype: as of `amp`.
         amp_policy: as of `amp`.
-        strict: as of `amp`; also raise if no tensor has an entry.
+        strict: as of `amp`; it also raises an error if no tensor has an entry.
         argnums: as of `amp`, without the state: 0 is the first argument of `fn`.
     Returns:
         A function `(state, *args, **kwargs) -> (out, new_state)`, where `out` is what
@@ -93,7 +95,7 @@ def amp_with_state(
     dense/dot_general/lhs [3. 0.]
     dense/dot_general/rhs [1. 0.]
 
-    Delayed scaling as in NVIDIA's Transformer Engine and Flax's `fp8_ops`."""
+    This is delayed scaling as in NVIDIA's Transformer Engine and Flax's `fp8_ops`."""
     settings = settings_of(amp_policy, compute_dtype)
     strict = as_bool(strict, "strict")
     argnums = None if argnums is None else as_argnums(argnums)
@@ -142,9 +144,9 @@ def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stat
 
     Args:
         fn: what `amp_with_state` returned; `jax.jit` may be around it.
-        args: what it will be called with after the state, or shapes of it
+        args: the arguments that it will be called with after the state, or their shapes
             (`jax.ShapeDtypeStruct`).
-        kwargs: likewise.
+        kwargs: its keyword arguments, or their shapes.
     Returns:
         A state. Optimizers never see it; save it beside theirs.
     Raises:
@@ -177,8 +179,8 @@ class Step:
     """One call: how its program is run, and the state before and after.
 
     Args:
-        state: before it; `None` for that of the start.
-        strict: raise if nothing has a state."""
+        state: the state before the call; `None` for the one that training begins with.
+        strict: whether it is an error if no tensor has an entry in the state."""
 
     def __init__(self, state: Any, strict: bool):
         self.state = state
@@ -222,13 +224,13 @@ def _name(fn: Any) -> str:
 
 
 def _named_after(fn: Callable[..., Any], wrapped: Any) -> Any:
-    """`wrapped` with the names of `fn`, and its signature after a state."""
+    """`wrapped`, with the names of `fn`, and with its signature after a `state`."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         if isinstance(getattr(fn, name, None), str):
             setattr(wrapped, name, getattr(fn, name))
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of some callables it can't be known
+    except (TypeError, ValueError):  # some callables don't tell their signature
         return wrapped
     state = inspect.Parameter("state", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [state, *signature.parameters.values()]

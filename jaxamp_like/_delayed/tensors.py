@@ -1,14 +1,16 @@
 """Which tensors of a program have a history, and what they are called.
 
-A tensor has one history, however many contractions read it: the backward pass reads it
-by the scale of the forward pass, also where it makes it again. A view shares the
-history: what is reshaped or transposed before it is read has the same maximum. In a
-scan, each iteration has a history of its own (layers), unless one of the two operands
-is the same in all of them (steps of a recurrence, microbatches): then all iterations
-share one, and the largest maximum counts.
+A mark is an equation that a rule put where it wants the scale of an operand (see
+`_quantised/delayed.py`). A tensor that marks read has one history, however many
+contractions read it: the backward pass uses the scale of the forward pass, also for a
+tensor that it computes again. A view shares the history of its tensor: what is reshaped
+or transposed before it is read has the same maximum. In a scan, each iteration has a
+history of its own (layers), unless one of the two operands is the same in all of them
+(steps of a recurrence, microbatches): then all iterations share one, and the largest
+maximum counts.
 
-Programs are gone through twice, here and in `threaded`: before anything is bound, it
-must be known which scales a loop takes and which maxima its branches return."""
+Programs are walked twice, here and in `threaded`: before anything is bound, it must be
+known which scales a loop takes and which maxima the branches of a `cond` return."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,16 +37,16 @@ from .._structural import CALLS
 from .numbers import Numbers
 
 INLINED = CALLS - {"linear_call"}
-"""Calls that are gone through as if what they hold stood there."""
+"""Calls whose programs are walked as if their equations stood in place of the call."""
 
 
 class Around(NamedTuple):
     """What stands around an equation.
 
     Args:
-        lengths: of scans.
-        context: branches and `while` loops.
-        axes: of `shard_map`s."""
+        lengths: the lengths of the scans, the outermost first.
+        context: the branches and `while` loops, the outermost first.
+        axes: the mesh axes of the `shard_map`s."""
 
     lengths: tuple[int, ...] = ()
     context: tuple[Any, ...] = ()
@@ -60,12 +62,12 @@ class Tensor:
 
     Args:
         key: its name in the program.
-        name: that in the state.
+        name: its name in the state.
         place: the contraction that it is named after.
-        wanted: what the first mark says that reads it.
-        lengths: of the scans whose iterations each have a history, by how many scans
-            are around their body.
-        around: what it stands in.
+        wanted: what the first mark that reads it says.
+        lengths: by depth (1 for an outermost scan), the lengths of the scans whose
+            iterations each have a history.
+        around: what stands around the first mark that reads it.
         axes: the mesh axes that its type says it varies over."""
 
     key: str
@@ -77,7 +79,7 @@ class Tensor:
     axes: frozenset[str]
 
     def shape(self, depth: int = 0) -> tuple[int, ...]:
-        """The shape of its scale, inside of `depth` scans."""
+        """The shape of its scale as seen from within `depth` scans."""
         return tuple(n for d, n in sorted(self.lengths.items()) if d > depth)
 
 
@@ -157,12 +159,14 @@ class Finder:
         ]
         for tensor in alike:
             if tensor.axes == axes:
-                # In another branch it may not be made: its maximum is taken again.
+                # Outside of the branch or loop of the first mark, that one may not have
+                # run, so the maximum is taken again.
                 context = tensor.around.context
                 return Use(tensor, around.context[: len(context)] != context)
         if alike:
-            # It is the same on all devices, but its type says so to some readers only.
-            # A scale that is measured for these has another type than for the others.
+            # It is one tensor, but read with two types, which say that it varies over
+            # different mesh axes. A scale that is measured for one type does not fit
+            # the other.
             key = f"{alike[0].name} over {sorted(axes)}"
             tensor = replace(alike[0], key=key, axes=axes, around=around)
         else:
@@ -193,7 +197,9 @@ class Finder:
         return Tensor(name, name, place, wanted, lengths, around, axes)
 
     def _named_after(self, wanted: Wanted, other: int) -> str:
-        """The contraction: of a cotangent, the forward one in the same scope."""
+        """The name of the contraction.
+
+        For a cotangent, it is that of the forward contraction in the same scope."""
         if wanted.cotangent:
             for known in self._by_number.get(other, ()):
                 if known.wanted.scope == wanted.scope:
@@ -216,8 +222,8 @@ _INSTEAD = {
     "xla_pmap": "Use `jax.shard_map` instead of `jax.pmap`.",
 }
 
-# How numbers flow through what holds programs: each returns those of the results, and
-# the sites of the programs.
+# How numbers flow through equations that hold programs: each function returns the
+# numbers of the results, and the sites of the programs.
 
 _Found = tuple[list[int], tuple[Sites, ...]]
 
@@ -241,7 +247,7 @@ def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
         return finder._walk(eqn.params["jaxpr"], given, around)
 
     how = depth, eqn.params["length"], eqn.params["reverse"], numbers.all_varies(ins)
-    # A first walk, of which nothing else is kept, tells what becomes of the carry.
+    # A first walk tells what becomes of the carry; nothing else of it is kept.
     entering = numbers.carried(how, carry)
     made, _ = walk(Finder(numbers=numbers), entering)
     now = numbers.carried(how, entering, made[:num_carry])
@@ -287,7 +293,7 @@ def _shard_map(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found
 
 
 def axes_of(shard_map: Mapping[str, Any]) -> frozenset[str]:
-    """The axes that a `shard_map` with these options divides along."""
+    """The mesh axes that a `shard_map` with these options maps over."""
     return frozenset(shard_map["axis_names"] or shard_map["mesh"].axis_names)
 
 

@@ -1,12 +1,14 @@
-"""A program with marks as one whose scales come in and whose maxima go out.
+"""Runs a program with marks (see `tensors`): scales come in, and maxima go out.
 
-An equation that holds marks is made again, with scales and maxima handed through. A
-scan slices scales and stacks maxima. A `while` loop returns the largest maxima of its
-iterations, and a `shard_map` those over its axes. Each branch takes and returns the
-same. All else is bound as it stands.
+An equation whose programs hold marks is bound anew, so that scales and maxima are
+handed through. A scan slices scales and stacks maxima. A `while` loop returns the
+largest maxima of its iterations, and a `shard_map` the largest over its axes. All
+branches of a `cond` take the same scales and return the same maxima. All other
+equations are bound as they are.
 
-The handlers of `_structural` can't be used here: they bind what a plan says, and every
-body takes scales and returns maxima beside what it takes and returns as written."""
+The handlers of `_structural` can't be used here: they bind what a plan says, while here
+every body takes scales and returns maxima besides what it takes and returns as
+written."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,9 +52,9 @@ class Threaded:
     """Evaluates programs with marks.
 
     Args:
-        tensors: those that have a history, by key.
+        tensors: the tensors that have a history, by key.
         depth: how many scans are around.
-        axes: of the `shard_map`s around."""
+        axes: the mesh axes of the `shard_map`s around."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Threaded:
     def run(
         self, jaxpr: Jaxpr, sites: Sites, scales: Arrays, args: Sequence[Any]
     ) -> tuple[list[Any], Arrays]:
-        """What `jaxpr` gives for `args`, and the maxima of the tensors it makes."""
+        """What `jaxpr` gives for `args`, and the maxima that are taken in it."""
         scales, maxima = dict(scales), {}
 
         def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
@@ -77,7 +79,7 @@ class Threaded:
             with eqn_context(eqn):
                 outs, made = self._eqn(eqn, found, scales, values)
             maxima.update(larger(maxima, made))
-            # All later readers divide by these, such as those of the backward pass.
+            # All later readers, such as the backward pass, divide by the same scales.
             if isinstance(found, Use):
                 scales[found.tensor.key] = outs[0]
                 return outs
@@ -105,17 +107,17 @@ class Threaded:
         return [self.measured(key, scale, amax)], {key: amax}
 
     def measured(self, key: str, scale: Any, amax: Any) -> Any:
-        """The scale of a tensor, of which the maximum is known by now."""
+        """The scale of a tensor whose maximum is known by now."""
         fmt = self.tensors[key].wanted.fmt
         axes = sorted({*varying_axes(scale), *varying_axes(amax)})
         scale, amax = (varying_over(x, axes) for x in (scale, amax))
         return measured(scale, amax, fmt)
 
     def not_seen(self, keys: Iterable[str]) -> Arrays:
-        """Maxima for tensors that are not made: all others are larger."""
+        """Maxima for tensors that are not made, smaller than any that is measured."""
 
         def like(tensor: Tensor) -> Any:
-            # Out of a `shard_map` come maxima of all its devices.
+            # A `shard_map` inside returns maxima over all its devices, which are equal.
             axes = tensor.axes - (tensor.around.axes - self.axes)
             none = jnp.full(tensor.shape(self.depth), NOT_SEEN, jnp.float32)
             return varying_over(none, sorted(axes))
@@ -151,13 +153,13 @@ def read_in(sites: Sites) -> list[str]:
 
 
 def recorded_in(sites: Iterable[Sites]) -> list[str]:
-    """The keys of tensors whose maxima programs take."""
+    """The keys of tensors whose maxima are taken in some programs."""
     found = {use.tensor.key for s in sites for use in uses(s) if use.records}
     return sorted(found)
 
 
 def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
-    """Runs what a call holds in its place, with the shardings that a `jit` gives."""
+    """Runs the program of a call in its place, with the shardings of a `jit`."""
     (jaxpr,) = subjaxprs(eqn.params)
     values = _sharded(values, eqn.params.get("in_shardings"))
     outs, maxima = self.run(jaxpr, found[0], scales, values)
@@ -165,7 +167,7 @@ def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
 
 
 def _is_gone_through(eqn: Eqn) -> bool:
-    """Whether an equation is a checkpoint of a forward pass, and only groups others."""
+    """Whether an equation is a checkpoint that is not differentiated: only a group."""
     return eqn.primitive.name in REMAT and not eqn.params["differentiated"]
 
 
@@ -181,7 +183,7 @@ def _sharded(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
 def _custom_vmap(
     self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
 ):
-    """Binds a `custom_vmap` call, whose maxima the author's rule would not give."""
+    """Binds a `custom_vmap` call without its rule, which knows nothing of maxima."""
 
     @custom_vmap
     def call(scales, *operands):
@@ -200,7 +202,9 @@ def _custom_vmap(
 
 
 def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
-    """Binds a checkpoint of the backward pass as one, so that it is not run earlier."""
+    """Binds a checkpoint of the backward pass as a checkpoint, and others as a call.
+
+    So XLA does not run the equations in it before the backward pass."""
     params, (sites,) = eqn.params, found
     if not params["differentiated"]:
         return _call(self, eqn, found, scales, values)
@@ -254,7 +258,7 @@ def _while(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[An
     none = self.not_seen(recorded_in(found))
 
     def tested(carry, maxima):
-        """A carry, whether to go on from it, and the maxima until then."""
+        """A carry, whether to go on from it, and all maxima up to here."""
         args = [*for_cond, *carry]
         (goes_on,), made = self.run(params["cond_jaxpr"], for_test, scales, args)
         return carry, goes_on, larger(maxima, made)
@@ -284,7 +288,7 @@ def _cond(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
 
 def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
     options = shard_map_options(eqn.params)
-    # One within another may name the axes of both (JAX 0.6).
+    # In JAX 0.6, a `shard_map` within another one may name the axes of both.
     axes = sorted(axes_of(options) - self.axes)
     known = axes if options["check_vma"] else []
     inner = Threaded(self.tensors, self.depth, self.axes.union(axes))
