@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 
-# What others call them.
+# Names that other libraries use, each with the name to use here.
 _ELSEWHERE = {
     "autocast": "amp",
     "custom_fwd": "amp_stop",

@@ -14,7 +14,7 @@ from ._errors import RULE_CLOSES_OVER
 
 
 def _computes_later(fn: Any) -> str | None:
-    """What a callable is that returns before it computes."""
+    """The kind of a callable that returns before it computes; `None` for others."""
     codes = (fn, type(fn).__call__)
     kinds = {
         "a generator": (inspect.isgeneratorfunction, inspect.isasyncgenfunction),
@@ -27,7 +27,7 @@ def _computes_later(fn: Any) -> str | None:
 
 
 def refuse_what_cannot_be_rewritten(fn: Any) -> None:
-    """Raises for callables that don't return what they compute."""
+    """Raises for callables whose computation can't be traced by a call."""
     if (kind := _computes_later(fn)) is not None:
         raise TypeError(
             f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
@@ -72,7 +72,7 @@ def refuse_initialising(fn: Any) -> None:
 
 
 class Decorator(functools.partial):
-    """A decorator, which is not the context manager that PyTorch's autocast is."""
+    """A decorator that raises if it is used as a context manager, as autocast is."""
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
@@ -85,7 +85,7 @@ class Decorator(functools.partial):
 
 
 def report_of_amp_twice(inner: DType, outer: DType) -> str:
-    """What to say where `amp` is given what it has made, with another dtype."""
+    """The message if `amp` is given a function that it made, with another dtype."""
     return (
         f"`fn` is what `amp` has made already, and goes on computing in {inner.name}: "
         f"{outer.name} changes nothing in it. (A float16 loss also wants a loss scale, "
@@ -95,7 +95,7 @@ def report_of_amp_twice(inner: DType, outer: DType) -> str:
 
 
 def report_of_hidden_parameters(fn: Any) -> str:
-    """What to say of a callable pytree that `amp` makes a plain function of."""
+    """The message for a callable pytree, which `amp` turns into a plain function."""
     return (
         f"`fn` is a {type(fn).__name__}, a pytree that holds arrays, and `amp` gives a "
         "function: transforms find nothing in it to differentiate by. Wrap the loss "
@@ -107,7 +107,7 @@ _GENERATORS = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineTyp
 
 
 def is_lazy(x: Any) -> bool:
-    """Whether `x` is still to compute something, when it is read."""
+    """Whether `x` only computes when it is read."""
     return isinstance(x, _GENERATORS + (map, filter, zip))
 
 
@@ -122,7 +122,7 @@ def refuse_lazy_results(fn: Any, outs: list[Any]) -> None:
 
 
 def refuse_what_cannot_be_stopped(fn: Any) -> None:
-    """Raises for what would compute when `amp_stop` around it has been left."""
+    """Raises for what is no function, or only computes after `amp_stop` is left."""
     if not callable(fn):
         raise TypeError(
             f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
@@ -151,7 +151,7 @@ _LATER = (*_GENERATORS, map, type(_nothing()))
 
 
 def refuse_results_of_later(fn: Any, out: Any) -> None:
-    """Raises for a result that would compute when `amp_stop` has been left."""
+    """Raises for a result that would compute after `amp_stop` has been left."""
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, _LATER))
     for x in leaves:
         if isinstance(x, _LATER):
@@ -191,7 +191,7 @@ begins with `model = scope_modules(model)` and takes the gradient after it."""
 
 @contextmanager
 def explaining_tracing() -> Iterator[None]:
-    """Adds to errors of JAX what they mean within `amp`, once."""
+    """Adds a note to JAX's errors, once, that says what they mean within `amp`."""
     try:
         yield
     except _CONCRETE as error:
@@ -202,7 +202,7 @@ def explaining_tracing() -> Iterator[None]:
         if RULE_CLOSES_OVER not in getattr(error, "__notes__", ()):
             error.add_note(RULE_CLOSES_OVER)
         raise
-    except ValueError as error:  # of Flax, which tells of no more than two classes
+    except ValueError as error:  # from Flax, whose message only names two classes
         if "Expected a node of type" in str(error):
             error.add_note(_SCOPED_IN_NNX)
         raise

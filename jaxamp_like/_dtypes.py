@@ -1,4 +1,4 @@
-"""Floating dtypes: which may be lowered, what survives it, and the cast itself."""
+"""Floating dtypes: which are lowered, which constants survive that, and the cast."""
 
 import re
 from collections.abc import Iterable
@@ -38,16 +38,16 @@ SHORT_NAMES = {
 def full_name(name: str) -> str:
     """The name of a dtype for a short name of it; other strings are left alone."""
     name = name.strip()
-    if name == "half":  # asks which devices there are, so only when it must
+    if name == "half":  # this initialises JAX's backends, so it is only done here
         return "bfloat16" if jax.default_backend() == "tpu" else "float16"
     return SHORT_NAMES.get(name, name)
 
 
-_EIGHT_BITS = re.compile(r"(u?int|float|fp|mxfp)[48]\b")  # no compute dtypes
+_EIGHT_BITS = re.compile(r"(u?int|float|fp|mxfp)[48]\b")  # these are no compute dtypes
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """A hint at the one of the `known` that is closest to a misspelt `name`."""
+    """A question that names the `known` name closest to `name`; "" if none is close."""
     close = get_close_matches(str(name), [*known], 1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -80,7 +80,7 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
 
 
 def as_compute_dtype(value: DTypeLike, argument: str) -> DType:
-    """As `as_float_dtype`, for what whole functions can compute in."""
+    """Like `as_float_dtype`, but also raises for dtypes of fewer than 16 bits."""
     dtype = as_float_dtype(value, argument)
     if bits(dtype) < 16:
         info = jnp.finfo(dtype)
@@ -99,9 +99,9 @@ def bits(dtype: DType) -> int:
 
 
 def widest(dtypes: Iterable[DType]) -> DType:
-    """The dtype that holds all of `dtypes`: of two that are equally wide, neither.
+    """The widest of `dtypes`; float32 if two different ones are equally wide.
 
-    float16 has not the range of bfloat16, nor bfloat16 the resolution of float16."""
+    float16 lacks the range of bfloat16, and bfloat16 the precision of float16."""
     known = set(dtypes)
     best = max(known, key=bits)
     rivals = [dtype for dtype in known if bits(dtype) == bits(best)]
@@ -111,8 +111,8 @@ def widest(dtypes: Iterable[DType]) -> DType:
 def lowered(author: DType, dtype: DType) -> DType:
     """The dtype that a value written in `author` has when `dtype` is asked for.
 
-    Never more bits than the author wrote, and float64 is left alone: nobody writes it
-    by accident."""
+    It never has more bits than the author wrote. float64 is left alone, for nobody
+    writes it by accident."""
     if not is_float(author) or author.itemsize == 8 or bits(dtype) >= bits(author):
         return author
     return dtype
@@ -121,14 +121,14 @@ def lowered(author: DType, dtype: DType) -> DType:
 def holds(dtype: DType, other: DType) -> bool:
     """Whether every number of `other` is one of `dtype` too.
 
-    Of two that are equally wide, neither holds the other."""
+    float16 and bfloat16 don't hold each other."""
     new, old = jnp.finfo(dtype), jnp.finfo(other)
     has_range = new.maxexp >= old.maxexp and new.minexp <= old.minexp
     return has_range and new.nmant >= old.nmant
 
 
 def has_range(dtype: DType, other: DType) -> bool:
-    """Whether a number of `other` may be rounded to `dtype` without an overflow."""
+    """Whether the largest exponent of `dtype` is at least that of `other`."""
     return jnp.finfo(dtype).maxexp >= jnp.finfo(other).maxexp
 
 
@@ -161,11 +161,11 @@ def cast(x: Any, dtype: DType) -> Any:
 
 
 def cast_as(x: Any, aval: Any) -> Any:
-    """Casts an array to the dtype of `aval`, weakly typed if that is."""
+    """Casts an array to the dtype of `aval`, and to its `weak_type`."""
     now = jax.typeof(x)
     if (now.dtype, now.weak_type) == (aval.dtype, aval.weak_type):
         return x
-    # No function of JAX's makes a weak type but of the default dtype.
+    # JAX's public functions only make weak types of the default dtypes.
     with where_it_lies(x):
         return lax.convert_element_type_p.bind(
             x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
@@ -173,6 +173,6 @@ def cast_as(x: Any, aval: Any) -> Any:
 
 
 def cast_all(values: Iterable[Any], dtypes: Iterable[DType | None]) -> list[Any]:
-    """Casts each value that has a dtype given."""
+    """Casts each value to its dtype; a value whose dtype is `None` is left alone."""
     pairs = zip(values, dtypes, strict=True)
     return [x if dtype is None else cast(x, dtype) for x, dtype in pairs]

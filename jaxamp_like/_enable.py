@@ -32,7 +32,7 @@ def enable_amp(
     scaler: str | ArrayLike | Scaler | None = "auto",
     axis_name: AxisName = None,
 ) -> tuple[Callable[..., Any], LossScaleOptimizer]:
-    """A loss in mixed precision, and an optimizer that makes and takes its gradients.
+    """Makes a loss in mixed precision, and an optimizer that computes its gradients.
 
     In a `disable_amp()` block both compute what they would without this call, and the
     training code around them can stay.
@@ -40,18 +40,18 @@ def enable_amp(
     Args:
         loss_fn: returns a loss, or a loss and more; see `amp`.
         optimizer: any Optax optimizer; see `loss_scale_optimizer`.
-        compute_dtype: of `amp`.
-        amp_policy: of `amp`.
-        argnums: of `amp`.
-        scaler: of `loss_scale_optimizer`; "auto" is "dynamic" for float16, and None for
-            what has the range of float32.
-        axis_name: of `loss_scale_optimizer`.
+        compute_dtype: as for `amp`.
+        amp_policy: as for `amp`.
+        argnums: as for `amp`.
+        scaler: as for `loss_scale_optimizer`; "auto" is "dynamic" if the compute dtype
+            is float16, and None otherwise.
+        axis_name: as for `loss_scale_optimizer`.
     Returns:
         `amp(loss_fn)` and the wrapped optimizer, whose `value_and_grad` scales the loss
-        and unscales the gradients; its `update` takes no others. Given a loss that
-        `amp` never saw, and that has contractions in full, it warns.
+        and unscales the gradients; its `update` takes no others. The optimizer warns if
+        it is given a loss without `amp` whose contractions all run in full precision.
     Raises:
-        TypeError, ValueError: as of `amp` and `loss_scale_optimizer`.
+        TypeError, ValueError: as for `amp` and `loss_scale_optimizer`.
 
     >>> mixed, tx = enable_amp(lambda w: jnp.vdot(w, w), optax.sgd(0.5))
     >>> w = jnp.ones(2)
@@ -61,7 +61,7 @@ def enable_amp(
     >>> updates
     Array([-1., -1.], dtype=float32)
 
-    After TensorFlow's `enable_mixed_precision_graph_rewrite`."""
+    It is modelled on TensorFlow's `enable_mixed_precision_graph_rewrite`."""
     if hasattr(loss_fn, "update") and not hasattr(optimizer, "update"):
         raise TypeError(
             "`loss_fn` is an optimizer. The loss comes first: "

@@ -28,7 +28,7 @@ _OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, str(jax.__fi
 
 
 def _stack_level() -> int:
-    """How far up the user's line is: the first that is neither ours nor JAX's."""
+    """The stack level of the innermost line that is neither ours nor JAX's."""
     frame, level = sys._getframe(2), 2
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
@@ -41,7 +41,7 @@ _seen: set[Hashable] = set()
 def warn_or_raise(message: str, strict: bool, once: Hashable = None) -> None:
     """Raises when `strict`, else warns the first time that this message comes up.
 
-    With `once`, the first time that anything is said about that."""
+    If `once` is given, it warns only if nothing was said under an equal `once` yet."""
     if strict:
         raise AmpError(message)
     about = message if once is None else once
@@ -51,10 +51,10 @@ def warn_or_raise(message: str, strict: bool, once: Hashable = None) -> None:
 
 
 def place_of(fn: Callable[..., Any]) -> str:
-    """The name of a function and where it is written, of what is within wrappers.
+    """The name of a function without its wrappers, and where it is written.
 
-    What is said of a whole function says which: else the next one would seem to have
-    been told of already."""
+    Warnings about a whole function include this. Otherwise the messages for two
+    functions could be equal, and the second one would not be given."""
     while isinstance(fn := inspect.unwrap(fn), functools.partial):
         fn = fn.func
     name = getattr(fn, "__name__", None)
@@ -69,7 +69,7 @@ def place_of(fn: Callable[..., Any]) -> str:
 
 
 Hints = Callable[[Mapping[str, Any], tuple[Any, ...], dict[str, Any]], list[str]]
-"""What to write instead, said of a function's parameters and of what it was given."""
+"""Makes sentences of advice from a function's parameters, args and kwargs."""
 
 
 def explaining_misfits(
@@ -105,7 +105,7 @@ def explaining_misfits(
 
 
 def without_derivative(message: str) -> Callable[[Any], Any]:
-    """An identity (of a pytree): an `AmpError` where it is differentiated."""
+    """An identity (of a pytree) that raises an `AmpError` when it is differentiated."""
 
     @jax.custom_jvp
     def identity(x: Any) -> Any:
@@ -129,7 +129,7 @@ differentiation takes it as a parameter, such as jaxopt's `solver.run(init, w, x
 
 @contextmanager
 def explaining_rules() -> Iterator[None]:
-    """Says of a derivative rule that reads values which are gone what to do instead."""
+    """Raises an error with advice if a derivative rule reads values that are gone."""
     try:
         yield
     except Exception as e:

@@ -1,12 +1,12 @@
-"""What the name stack of an equation tells, and equations with other name stacks.
+"""Reads the name stack of an equation, and makes equations with other name stacks.
 
 A name stack holds frames: the scopes that an author has opened, and the transforms that
 JAX has applied. Private to JAX are the attribute `stack`, which holds the frames, and
 the name of their class `Scope` (checked on JAX 0.6.2, 0.8.3, 0.10.2 and 0.12.0).
 
-Differentiation stacks frames again that stand there already. A frame that is repeated
-is the same object. A scope which the author opens within one of the same name has a
-frame of its own."""
+Differentiation may push frames that are in the stack already. Such a repetition is the
+same object. A scope that the author opens within one of the same name has a frame of
+its own, which is another object."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ import jax.extend.source_info_util as source_info
 from ._programs import Eqn, Jaxpr, jaxprs_in, raw, with_eqns, with_jaxprs
 
 RECOMPUTED = "rematted_computation"
-"""The scope of what `jax.checkpoint` makes again in the backward pass."""
+"""The scope of equations that `jax.checkpoint` runs again in the backward pass."""
 
 HELD = "hi_primitive"
-"""The parameter with the object of the hi-primitive that an equation is shown for."""
+"""The parameter of a classic equation that holds the hi-primitive it stands for."""
 
 _Frames = tuple[Any, ...]
 
@@ -54,14 +54,16 @@ def scope_frames(eqn: Eqn) -> _Frames:
 
 
 def with_frames(eqn: Eqn, frames: _Frames, before: Any) -> Eqn:
-    """`eqn` with more frames in its name stack, `before` another or else at the end."""
+    """`eqn` with `frames` inserted into its name stack.
+
+    They go in front of the frame `before`, or to the end if that is not there."""
     old = _frames_of(eqn)
     place = next((i for i, frame in enumerate(old) if frame is before), len(old))
     return _with_frames(eqn, (*old[:place], *frames, *old[place:]))
 
 
 def made_again(eqn: Eqn) -> Eqn:
-    """`eqn` of a forward pass, as one that the backward pass makes again."""
+    """`eqn` of a forward pass, named as one that the backward pass runs again."""
     transposed = source_info.new_name_stack().transform("transpose")
     stack = transposed + eqn.source_info.name_stack
     return _with_stack(eqn, stack.extend(RECOMPUTED))
@@ -72,7 +74,7 @@ class Names(NamedTuple):
 
     scopes: tuple[str, ...]  # names given to `jax.named_scope`, outermost first
     backward: bool  # made by transposing a derivative
-    recomputed: bool  # made again in the backward pass, by `jax.checkpoint`
+    recomputed: bool  # run again in the backward pass, by `jax.checkpoint`
     phases: tuple[str, ...]  # "jvp" and "transpose", outermost first
 
 
@@ -84,26 +86,26 @@ def names(eqn: Eqn) -> Names:
 
 
 def is_recomputed(eqn: Eqn) -> bool:
-    """Whether an equation is named as one that the backward pass makes again."""
+    """Whether an equation is named as one that the backward pass runs again."""
     return any(map(_is_recomputed, _frames_of(eqn)))
 
 
 def classic(jaxpr: Jaxpr) -> Jaxpr:
-    """A program whose name stacks are those of one without hi-primitives.
+    """The program with the name stacks that it would have without hi-primitives.
 
     In a classic program, the name stack of an equation that another one holds begins
     where that one's ends. Where JAX differentiates `jax.checkpoint` as a hi-primitive,
     three things differ. The inner name stack begins with the frames of the outer one.
-    What is made again for the backward pass is named so in the outer one. And the
-    backward pass has the transforms of the checkpoint beside those of the loss."""
+    The frame that marks recomputation is in the outer name stack. And in the backward
+    pass, the checkpoint's own transforms come in addition to those of the loss."""
     return _classic(jaxpr, frozenset(), ())
 
 
 def _classic(jaxpr: Jaxpr, around: frozenset[int], recomputed: _Frames) -> Jaxpr:
-    """`around` are the identities of the frames that the equations around have.
+    """As `classic`; `around` holds the identities of all frames of outer equations.
 
-    A result is remembered by those among them that the program repeats: their frames
-    live as long as the program."""
+    Results are cached by those identities that occur in the program too: their frames
+    live as long as the program, so no other object can get the same identity."""
     known = _known.setdefault(jaxpr, {})
     key = around & _identities(jaxpr), bool(recomputed)
     if key not in known:
@@ -129,12 +131,12 @@ def _classic_eqn(eqn: Eqn, around: frozenset[int], recomputed: _Frames) -> Eqn:
 
 
 class _Repetition(NamedTuple):
-    """What stands around the last frame that a name stack repeats.
+    """A name stack, split at the last frame that repeats an earlier one.
 
     Args:
-        first: the frames up to that one, where it stands first.
-        new: the frames from there to where it stands again, without repeated ones.
-        rest: the frames that follow."""
+        first: the frames up to the first occurrence of that frame, which is included.
+        new: the frames between its first and last occurrence that repeat none.
+        rest: the frames after its last occurrence."""
 
     first: _Frames
     new: _Frames
@@ -153,12 +155,12 @@ def _last_repetition(frames: _Frames) -> _Repetition | None:
 
 
 def _without_repetitions(frames: _Frames) -> _Frames:
-    """A name stack without the frames that differentiation has stacked again.
+    """A name stack without the frames that differentiation has pushed again.
 
-    Where JAX differentiates a `jax.checkpoint`, the stack of what comes of it reads
-    A S P S. A stands around the backward pass, P around the differentiation, and S is
-    all that was opened within it. The other equations of the backward pass have A S.
-    (With JAX 0.6 it is A P S, where A mostly begins with P.)"""
+    Where JAX differentiates a `jax.checkpoint`, the resulting equations have the stack
+    A S P S. Frames A are around the backward pass, P are around the differentiation,
+    and S were opened within it. The other equations of the backward pass have A S.
+    (With JAX 0.6 the stack is A P S, where A mostly begins with P.)"""
     while (found := _last_repetition(frames)) is not None:
         is_around = "transpose" in _transforms(found.new)
         frames = (*found.first, *(found.new * is_around), *found.rest)
@@ -166,12 +168,12 @@ def _without_repetitions(frames: _Frames) -> _Frames:
 
 
 def _with_one_derivative(frames: _Frames) -> _Frames:
-    """The frames of a backward pass without those of the checkpoint's own.
+    """The frames of a backward pass without those of a checkpoint's own derivative.
 
-    These read A S T J F A' S. A and S stand around the checkpoint, and A' is the end of
-    A. T and J are the transposition and differentiation of the checkpoint, once for
-    each in a nest of them. F are the scopes around the forward pass, if the backward
-    pass is in others."""
+    The frames are A S T J F A' S. A and S are around the checkpoint, and A' is the end
+    of A. T and J are the transposition and differentiation of the checkpoint; of nested
+    checkpoints, each adds a pair. F are the scopes around the forward pass, if they
+    differ from those around the backward pass."""
     while (found := _last_repetition(frames)) is not None:
         transforms = _transforms(found.new)
         pairs = ["transpose", "jvp"] * (len(transforms) // 2)
@@ -209,7 +211,7 @@ def _is_recomputed(frame: Any) -> bool:
 
 
 def _identities(jaxpr: Jaxpr) -> frozenset[int]:
-    """Those of the frames in a program, at any depth."""
+    """The identities of the frames in a program, at any depth."""
     if jaxpr not in _of_frames:
         eqns = raw(jaxpr).eqns
         own = {id(frame) for eqn in eqns for frame in _frames_of(eqn)}
@@ -218,6 +220,7 @@ def _identities(jaxpr: Jaxpr) -> frozenset[int]:
     return _of_frames[jaxpr]
 
 
-# By programs: JAX finds what it has made of a program by its identity.
+# Caches by program. Equal questions must get one object, since JAX's own caches look
+# programs up by identity.
 _known: Any = WeakKeyDictionary()
 _of_frames: Any = WeakKeyDictionary()

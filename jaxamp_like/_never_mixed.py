@@ -1,4 +1,4 @@
-"""Tells where mixed precision was asked for, and another loss is differentiated."""
+"""Warns if `enable_amp` made a loss low, and another loss is differentiated."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from ._rewrite.switch import is_amp_disabled, is_traced_by_amp
 class Watch:
     """Looks at the losses that an optimizer of `enable_amp` is given.
 
-    The first one in which no `amp` is seen at work is traced once more: it may have
-    been compiled before, or be low by its author's own hand."""
+    The first loss in which no `amp` is seen at work is traced once more: it may have
+    been compiled before with `amp` in it, or its author may have lowered it by hand."""
 
     def __init__(self) -> None:
         self.has_looked = False
@@ -49,7 +49,7 @@ def _is_in_full(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             jaxpr = call_of(fun, args, kwargs, (), "the loss").trace(recorder)
-    except Exception:  # it has just run: whatever forbids a second time is no mistake
+    except Exception:  # it has just run: that it can't be traced again is no mistake
         return False
     found = [
         atom.aval.dtype

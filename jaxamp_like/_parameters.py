@@ -1,7 +1,7 @@
 """Which arguments of a function hold its parameters.
 
-It is said, by `argnums`, or as `jax.grad` has it: those of the first argument. Neither
-the container of an argument nor its size or name tells."""
+The user says so by `argnums`; by default it is the first argument, as for `jax.grad`.
+The container, size and name of an argument play no role."""
 
 import functools
 import inspect
@@ -30,7 +30,7 @@ def as_argnums(argnums: Any) -> Argnums:
 
 
 def positions_of(argnums: Argnums, num_args: int, name: str) -> list[int]:
-    """The positional arguments that `argnums` names; none where there are none."""
+    """The non-negative positions that `argnums` names; none if nothing was passed."""
     for i in argnums:
         if not -num_args <= i < max(num_args, 1):
             raise ValueError(
@@ -41,10 +41,10 @@ def positions_of(argnums: Argnums, num_args: int, name: str) -> list[int]:
 
 
 def argnums_of(fn: Callable[..., Any]) -> Argnums:
-    """The arguments that hold parameters, where it is not said.
+    """The arguments that hold parameters, if `argnums` is not given.
 
-    The first one; none if the function is a module that holds its own parameters, or a
-    method of one, whatever JAX has made of it."""
+    It is the first one. There is none if the function, without wrappers such as those
+    of `jax.jit`, is a module that holds its own parameters or a method of one."""
     inner: Any = inspect.unwrap(fn)
     while isinstance(inner, functools.partial):
         inner = inspect.unwrap(inner.func)

@@ -1,1 +1,1 @@
-"""What frameworks bring that JAX does not know: NNX objects, scopes of modules."""
+"""Handles what JAX does not know of frameworks: NNX objects, scopes of modules."""

@@ -1,11 +1,11 @@
-"""Models of Equinox and NNX whose calls compute in mixed precision, and still models.
+"""Models of Equinox and NNX that compute in mixed precision, and are still models.
 
 A function around a model would hide it: transforms such as `eqx.filter_grad` find
-nothing to differentiate by in a function, and say nothing. So `amp(model)` is a model
+nothing to differentiate by in a function, and give no error. So `amp(model)` is a model
 with the same parameters, an instance of a subclass of its class.
 
 All of its methods are mixed: a model that is trained by a method of its own, such as
-`model.encode`, must not run in full without a word."""
+`model.encode`, must not silently run in full precision."""
 
 import functools
 import inspect
@@ -46,11 +46,11 @@ def mixed_model(model: Any, key: Hashable, mix: Mix, again: Mix) -> Any:
     attributes with the result: what changes in the one changes in the other.
 
     Args:
-        model: of which `is_model` holds.
-        key: is equal for two `mix` that do the same; the class is part of the structure
-            of a tree, by which JAX finds what it has compiled.
-        mix: makes of a function one in mixed precision.
-        again: makes of `model` what this does, where it is unpickled."""
+        model: a model for which `is_model` is true.
+        key: equal for two `mix` that do the same. Equal keys give one class, which is
+            part of the tree's structure, by which JAX finds what it has compiled.
+        mix: rewrites a function to mixed precision.
+        again: does to `model` what this function does, when the result is unpickled."""
     cls = _mixed_class(type(model), key, _Uncompared(mix), _Uncompared(again))
     return _as_instance(model, cls)
 
@@ -105,7 +105,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared)
         "__reduce__": lambda self: (again.value, (_as_instance(self, cls),)),
     }
     if not of_nnx:
-        # As a function, which transforms of JAX know by its identity.
+        # It is compared by identity like a function, as JAX's transforms expect.
         body |= {"__hash__": object.__hash__, "__eq__": object.__eq__}
     body |= {name: method(getattr(cls, name)) for name in _mixed_methods(cls)}
     made = type(cls)(f"Mixed{cls.__name__}", (cls,), body, **nnx_options(cls))
@@ -114,7 +114,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared)
 
 
 def _mixed_methods(cls: type) -> list[str]:
-    # Of what Equinox makes of functions (`eqx.filter_jit`, bound methods), the call.
+    # Of Equinox's wrappers (`eqx.filter_jit`, bound methods), only the call is mixed.
     is_wrapper = cls.__module__.startswith("equinox._")
     names = ["__call__"] if is_wrapper else methods(cls)
     # What returns before it computes can't be rewritten, and is left as it is.
@@ -126,7 +126,7 @@ def _computes_later(fn: Any) -> bool:
 
 
 def _as_instance(model: Any, cls: type) -> Any:
-    """`model` as an instance of `cls`; one of NNX shares its attributes with that."""
+    """`model` as an instance of `cls`; an NNX model shares its attributes with it."""
     if not is_nnx_module(model):
         return new(cls, dict(vars(model)))
     made = object.__new__(cls)

@@ -23,12 +23,12 @@ def is_keras(fn: Any) -> bool:
 def is_module_with_arrays(fn: Any) -> bool:
     """Whether `fn` is such a model, or a method that reads what it holds.
 
-    Transforms of Equinox are modules, which hold what they transform, and so is a
-    partial application, whose arrays may be any arguments."""
+    Equinox's transforms are modules that hold what they transform. So is a partial
+    application, but only its function counts: its arrays may be any arguments."""
     if isinstance(fn, eqx.Partial):
         return is_module_with_arrays(fn.func)
     model = getattr(fn, "__self__", fn)
-    if is_keras(model):  # others, as `stateless_call`, are given the variables
+    if is_keras(model):  # other methods (`stateless_call`) are given the variables
         return fn is model or fn.__name__ in ("__call__", "call")
     if isinstance(model, eqx.Module):
         return any(map(is_array, jax.tree.leaves(model)))

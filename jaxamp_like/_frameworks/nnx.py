@@ -120,7 +120,7 @@ class Left(NamedTuple):
     Args:
         values: the arrays (and other values) that were written.
         where: their places; or the new graph, if the call has changed that.
-        made: the graph of the nodes among the results that are new."""
+        made: the graph of the nodes among the results."""
 
     values: list[Any]
     where: _Hidden
@@ -136,7 +136,7 @@ class TakenApart:
         fn: what is called; also a node, a method of one, or a partial application.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        first: nodes among these that what is shared is to be found in."""
+        first: nodes among these to which shared variables are to belong."""
 
     def __init__(
         self,
@@ -169,13 +169,14 @@ class TakenApart:
         return [x for x, is_place in pairs if not is_place]
 
     def labels(self, label: Callable[..., list[Any]], other: Any) -> list[Any]:
-        """For each leaf of what its nodes hold, and of `others`, a label.
+        """A label for each leaf of what the nodes hold, and then of `others`.
 
         Args:
-            label: makes labels, which can be ordered, of the leaves of a function, its
-                arguments and its keyword arguments; told what else is a leaf.
-            other: of what is in a node, but a variable of another kind than
-                `nnx.Param`: a cache, or statistics."""
+            label: a function of `fn`, its arguments, its keyword arguments and
+                `is_leaf`, which returns a label for each leaf. Of several labels for
+                one variable the largest is taken.
+            other: the label of variables of another kind than `nnx.Param`, such as a
+                cache or statistics."""
         nnx = _nnx()
         call = jax.tree.unflatten(self._tree, self._leaves)
         made = label(*call, is_leaf=is_node)
@@ -281,7 +282,7 @@ class TakenApart:
         if now == self._graph:
             places = [i for i, x in enumerate(before) if not _is_same(x, after[i])]
             values, where = [after[i] for i in places], places
-        else:  # attributes came, went or are others
+        else:  # attributes were added, removed or replaced
             refs, outer = graph.RefMap(), graph.RefMap.from_indexmap(known)
             where, values = graph.flatten(
                 nodes, ref_index=refs, ref_outer_index=outer, with_paths=False
@@ -358,7 +359,7 @@ class Snapshot:
                 yield path, raw_value(leaf)
 
     def changed(self) -> list[tuple[Any, Any, Any]]:
-        """Path, value before and value now of what has been written to."""
+        """The path, old value and new value of each variable that was written to."""
         return [
             (path, self._values[path], now)
             for path, now in self._held()
@@ -366,9 +367,9 @@ class Snapshot:
         ]
 
     def rewrite(self, choose: Callable[[Any, Any], Any]) -> None:
-        """Makes each array that has been written to `choose(now, before)`.
+        """Replaces each array that was written to by `choose(now, before)`.
 
-        Values that are trees of another structure now are left alone."""
+        Values whose tree structure has changed are left alone."""
         items = [
             (path, jax.tree.map(choose, now, old))
             for path, old, now in self.changed()
@@ -384,7 +385,7 @@ def call_with_nodes(
     args: Any,
     kwargs: Any,
 ) -> Any:
-    """`rewrite(fn)(*args, **kwargs)`, where `rewrite` wants functions of arrays."""
+    """`rewrite(fn)(*args, **kwargs)`, if `rewrite` only takes functions of arrays."""
     with explained():
         call = TakenApart(fn, args, kwargs)
         if not call.nodes:
@@ -394,7 +395,7 @@ def call_with_nodes(
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Says what to do where Flax forbids to write to a node of another trace."""
+    """Adds advice to Flax's error if a node of another trace is written to."""
     errors = sys.modules.get("flax.errors")
     try:
         yield

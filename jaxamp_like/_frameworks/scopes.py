@@ -28,10 +28,10 @@ def scope_modules(model: _Model) -> _Model:
 
     The submodules become instances of subclasses of their classes, told apart by their
     paths; attributes, `isinstance`, paths of leaves, `eqx.tree_at` and saved leaves
-    work as before. But a tree of the one kind can't be combined with one of the other:
-    scope the model before its optimizer state is made, or inside of the function that
-    `amp` wraps, where nothing outside notices. Layers that a scan runs over are stacked
-    first, then they have one path.
+    work as before. But a scoped and an unscoped tree can't be combined, as by
+    `jax.tree.map`: scope the model before its optimizer state is made, or inside of the
+    function that `amp` wraps, so that only this function sees it. If a scan runs over
+    layers, stack them before you scope the model; they then have one path.
 
     An Equinox model is copied, sharing its arrays. An NNX model, being mutable, is
     scoped in place. NNX refuses a node that changes its class inside of a transform of
@@ -73,7 +73,7 @@ def scope_modules(model: _Model) -> _Model:
 
 
 def _is_module(x: Any) -> bool:
-    # What is held in an `eqx.nn.State` is found by what its index is.
+    # An `eqx.nn.State` takes no instance of a subclass of `StateIndex` as a key.
     return isinstance(x, eqx.Module) and not isinstance(x, eqx.nn.StateIndex)
 
 
@@ -121,7 +121,7 @@ def _join(*parts: Any) -> str:
 
 
 def _part(field: str) -> str:
-    """A field as a part of a scope; private ones, as of `eqx.filter_vmap`, are none."""
+    """A field as a part of a scope; "" for a private one, as of `eqx.filter_vmap`."""
     return "" if field.startswith("_") else field
 
 
@@ -132,8 +132,8 @@ def _step(key: Any) -> str:
     return str(getattr(key, "idx", getattr(key, "key", key)))
 
 
-# Classes. One for each class and path, always the same: the class is part of the
-# structure of the tree, by which JAX finds what it has compiled.
+# Classes. There is one for each plain class and path, always the same: the class is
+# part of the structure of the tree, by which JAX finds what it has compiled.
 
 
 def _plain(cls: type) -> type:
@@ -193,7 +193,7 @@ _path: ContextVar[str] = ContextVar("path of the module that is called", default
 
 @contextlib.contextmanager
 def _calling(path: str) -> Iterator[None]:
-    """In the scope of `path`, the beginning of which may have been opened around."""
+    """Opens the scope `path`, or the rest of it if its beginning is open already."""
     around = _path.get()
     if path == around:
         yield  # a method that another one of the same module calls

@@ -1,9 +1,9 @@
-"""Devices that run one program each must agree on what becomes of a step.
+"""Makes devices agree on whether a step is taken, repeated or skipped.
 
-Under plain `jax.jit` the program is one, and there is nothing to agree on. Inside
-`jax.shard_map` and `jax.pmap` each device sees its own shard: were one to skip a step,
-or to repeat it, that the others take, their parameters would part, and a collective in
-the loss would wait for ever."""
+Under plain `jax.jit` there is one program for all devices, and nothing to agree on.
+Inside `jax.shard_map` and `jax.pmap` each device sees its own shard. If one of them
+skipped or repeated a step that the others take, their parameters would no longer be
+equal, and a collective in the loss would wait for ever."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def _named_by(axis_name: AxisName) -> tuple[Hashable, ...]:
 
 
 def _index(axis: Hashable) -> Array | None:
-    """The position along `axis`, or none where no axis of this name is bound."""
+    """The index along `axis`, or `None` where no axis of this name is bound."""
     try:
         return lax.axis_index(axis)  # pyright: ignore[reportArgumentType]
     except NameError:
@@ -37,8 +37,8 @@ def agreed(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array
     Args:
         finite: a boolean scalar.
         axis_name: the axes; each must be bound.
-        like: a value (the scale). Axes over which `finite` is known to vary, and this
-            is not, are agreed over as well: `jax.shard_map` keeps track of that."""
+        like: a value (the scale). Devices also agree over axes along which `finite` is
+            known to vary, and `like` is not: `jax.shard_map` keeps track of that."""
     axes = _named_by(axis_name)
     for axis in axes:
         if _index(axis) is None:

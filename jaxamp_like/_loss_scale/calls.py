@@ -32,7 +32,7 @@ def written_so(
 
     Args:
         example: a call that fits.
-        elsewhere: names that other libraries have for the arguments."""
+        elsewhere: maps names in other libraries to the names of arguments here."""
 
     def hints(
         parameters: Mapping[str, Any], args: Any, kwargs: dict[str, Any]

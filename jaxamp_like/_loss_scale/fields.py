@@ -1,4 +1,4 @@
-"""What the fields of a scaler's state may be: their types, their ranges, and errors."""
+"""Checks the types and ranges of the fields of a scaler's state."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def _hint(name: str, given: Any) -> str:
 
 
 def tell_of_a_scale(patience: Any) -> None:
-    """Warns of a lone number without its name that is a scale rather than patience."""
+    """Warns of a single positional number that looks like a scale, not a patience."""
     is_integer = isinstance(patience, int) and not isinstance(patience, bool)
     if is_integer and patience >= 256 and patience.bit_count() == 1:
         warn_or_raise(
@@ -67,7 +67,7 @@ def tell_of_a_scale(patience: Any) -> None:
 
 
 def check(fields: Mapping[str, Array]) -> None:
-    """Raises where a field that is known is out of its range."""
+    """Raises if a field whose value is known is out of its range."""
     values = {name: known(x) for name, x in fields.items()}
 
     def require(name: str, is_right: Any, wanted: str) -> None:
@@ -93,7 +93,7 @@ def check(fields: Mapping[str, Array]) -> None:
 
 
 def known(x: Array) -> float | None:
-    """The value of a scalar, unless it is traced or on another host only."""
+    """The value of a scalar; `None` if it is traced, or spread over several hosts."""
     if is_tracer(x) or not (x.is_fully_addressable or x.is_fully_replicated):
         return None
     return np.asarray(x).item()

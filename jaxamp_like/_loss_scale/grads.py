@@ -40,7 +40,9 @@ def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
 
 
 def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
-    """The gradients, and what puts others in their place as if nothing was scaled."""
+    """The gradients, and a function of others that makes the results with these.
+
+    The results have the form that they would have without scaling."""
     match results:
         case (grads, Carried(_, aux)):  # like `jax.grad`
             return grads, lambda g: (g, unpack(*aux)) if has_aux else g
@@ -58,22 +60,22 @@ def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
 def dynamic_scale_tx(
     transform: Callable, redo_on_nan: int = 0, *, axis_name: AxisName = None
 ) -> Callable:
-    r"""Adds dynamic loss scaling to a transform that takes gradients.
+    r"""Adds dynamic loss scaling to a transform that computes gradients.
 
     For a function with loss `L`, and a state with scale `s`, the gradients are
     `grad(s * L) / s`. Both products are made in float32, or float64 where that is the
     dtype of the loss or gradient; each gradient keeps its dtype. The value is `L` as it
     was computed. Only the gradients decide whether a step was finite.
 
-    What the function changes in NNX objects among its arguments is kept, of the attempt
-    that counts, and none of it if the step was skipped.
+    Changes that the function makes to NNX objects among its arguments are kept, unless
+    the step was skipped. If the step was repeated, those of the last attempt are kept.
 
     Args:
         transform: `transform(fun, has_aux=True, **kwargs)` must make a function that
             returns `(grads, aux)`, like `jax.grad` and `jax.jacrev`, or
             `((value, aux), grads)`, like `jax.value_and_grad`. For functions of NNX
-            objects, `nnx.grad` or `nnx.value_and_grad`; or those of JAX and Equinox,
-            which then differentiate by an object's `nnx.Param`s.
+            objects, it is `nnx.grad` or `nnx.value_and_grad`, or one of JAX or Equinox,
+            which then differentiates by an object's `nnx.Param`s.
         redo_on_nan: how many times a step with non-finite gradients is repeated with a
             smaller scale. If none of them helps, the last results are returned and the
             scale falls by one step only. The gradient code is compiled once; callbacks,
@@ -211,7 +213,7 @@ def dynamic_scale_value_and_grad(
     """Like `jax.value_and_grad`, with dynamic loss scaling; see `dynamic_scale_tx`.
 
     Args:
-        fun, has_aux, redo_on_nan, filter, axis_name, kwargs: as of
+        fun, has_aux, redo_on_nan, filter, axis_name, kwargs: as for
             `dynamic_scale_grad`.
     Returns:
         A function of the arguments of `fun` and the keyword `dynamic_scaler_state`. It
@@ -242,7 +244,7 @@ _ARGNUMS = (
 
 
 def _refuse_without_floats(params: Any) -> None:
-    """Raises where Equinox would find nothing to differentiate by, and say nothing."""
+    """Raises where Equinox would silently find nothing to differentiate by."""
     leaves = jax.tree.leaves(params)
     if nnx_nodes(params) or not leaves or any(map(eqx.is_inexact_array, leaves)):
         return
@@ -264,7 +266,7 @@ def _refuse_without_floats(params: Any) -> None:
 
 
 def _step_signature(fun: Callable) -> inspect.Signature:
-    """That of `fun`, and the state. `equinox.filter_jit` binds arguments by it."""
+    """The signature of `fun` with the state, by which `eqx.filter_jit` binds."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):  # some builtins have none

@@ -1,8 +1,8 @@
 """Scales by group of parameters: a tree of states that is a prefix of the gradients'.
 
-Each group gets its gradients from a backward pass of its own, begun with the group's
-scale. A factor that was applied to the finished gradients would come too late: what has
-underflown in 16 bits is zero."""
+Each group gets its gradients from a backward pass of its own, which begins with the
+group's scale. A factor on the finished gradients would come too late: numbers that have
+underflown in 16 bits are zero."""
 
 from collections.abc import Sequence
 from typing import Any

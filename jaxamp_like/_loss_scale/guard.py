@@ -1,4 +1,4 @@
-"""A step that is skipped is one that never happened, whatever it changes."""
+"""Training steps that leave all of their state as it was when they are skipped."""
 
 import functools
 from collections.abc import Callable
@@ -16,15 +16,15 @@ _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 def guard_step(step: _Step) -> _Step:
-    """A training step that leaves everything as it was where gradients overflowed.
+    """A training step that leaves its state as it was if gradients overflowed.
 
     Parameters, moments, step counts, BatchNorm statistics, moving averages, PRNG keys:
-    whatever the step was given as its state comes out bit for bit as it went in. The
-    loss scale alone goes on. A skipped optimizer step keeps no more than parameters and
-    moments by itself; the statistics of the batch would be inf or NaN for good.
+    the whole state comes out bit for bit as it went in. Only the loss scale is updated.
+    An optimizer that skips a step by itself protects only parameters and moments;
+    BatchNorm statistics would stay inf or NaN.
 
-    What the step does beside returning a state can't be taken back: what it writes to a
-    `jax.Ref`, in its state or closed over, stays written, and callbacks have been run.
+    Other effects of the step can't be undone: what it writes to a `jax.Ref`, in its
+    state or closed over, stays written, and callbacks have been run.
 
     Args:
         step: takes the state first, then anything else (a batch), and returns the next
@@ -66,8 +66,8 @@ def guard_step(step: _Step) -> _Step:
 
     @functools.wraps(step, updated=())
     def guarded(state: Any, *args: Any, **kwargs: Any) -> Any:
-        # Taken down before the step runs: an `eqx.nn.State` can be read only once, and
-        # NNX objects are changed in place.
+        # The state is recorded before the step runs: an `eqx.nn.State` can be read only
+        # once, and NNX objects are changed in place.
         old, tree = _flatten(state)
         nodes = nnx_nodes((state, args, kwargs))
         inner = _inner_scalers(nodes)
@@ -104,7 +104,7 @@ def _inner_scalers(nodes: list[Any]) -> list[Any]:
 
 
 def _next_state(out: Any, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of the state that a step returns, and what puts others there."""
+    """The leaves of the state that a step returns, and a function to replace them."""
     leaves, structure = jax.tree.flatten(out, is_leaf=_is_whole)
     if structure == tree:
         return leaves, tree.unflatten
@@ -126,7 +126,9 @@ _FIRST = (
 
 
 def _skipped(were: list[Any], are: list[Any]) -> Array | None:
-    """Whether an overflow was seen between these scales; None if none is looked for."""
+    """Whether a step that led from `were` to `are` was skipped.
+
+    It is `None` if no scale is dynamic, so that no overflow is looked for."""
     if not are:
         raise TypeError(
             "No loss scale was found in the state of a guarded step, so that nothing "

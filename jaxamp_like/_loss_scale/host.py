@@ -1,4 +1,4 @@
-"""What a scale went through, told on the host: nothing here runs inside a step."""
+"""Reports on the host what happened to a scale; nothing here runs inside a step."""
 
 import warnings
 from collections import deque
@@ -39,16 +39,16 @@ def scalers_in(tree: Any) -> dict[str, DynamicScalerState]:
 
 
 def check_scaler(state: Any, *, tolerate: int = 0, warn: bool = False) -> None:
-    """Complains, on the host, about a scale that can't fall and still overflows.
+    """Raises, on the host, if steps overflow although the scale can't fall further.
 
     Args:
         state: a state outside `jax.jit`, or any tree that holds some, such as the state
-            of an optimizer. This waits for the step that makes it; once in a hundred
-            steps will do.
+            of an optimizer. The check waits for the step that makes it; to check once
+            in a hundred steps is enough.
         tolerate: how many non-finite steps in a row at the minimum are still fine.
         warn: give a `RuntimeWarning` in place of the error.
     Raises:
-        FloatingPointError: there were more than `tolerate`.
+        FloatingPointError: there were more such steps than `tolerate`.
         TypeError: there is no state in `state`.
 
     >>> state = DynamicScalerState(scaler=1, min_scaler=1)
@@ -95,14 +95,14 @@ class NonFiniteLeaf(NamedTuple):
 
 
 def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
-    """Which leaves of a tree hold NaN or inf, to be asked when a step was skipped.
+    """Lists the leaves of a tree that hold NaN or inf, such as after a skipped step.
 
     Args:
         grads: any pytree of arrays outside `jax.jit`; gradients, as a rule. If they are
-            spread over several hosts, all must ask. An optimizer's `value_and_grad`
-            makes all of them NaN if one overflowed; as they come from there, those that
-            were finite are not counted (in float32, float64 and float16; in other
-            dtypes they may be).
+            spread over several hosts, all hosts must call this. An optimizer's
+            `value_and_grad` makes all of them NaN if one overflowed. Numbers that were
+            finite before are not counted in gradients that come straight from there (in
+            float32, float64 and float16; in other dtypes they may be counted).
     Returns:
         One record for each such leaf, in the order of the tree.
     Raises:
@@ -154,9 +154,10 @@ class ScalerEvent(NamedTuple):
 class ScalerLog:
     """A record of what happened to the scale, for a logger to read.
 
-    It compares each state with the one before, so it may be fed every step, once in a
-    while (it then tells the sum of what happened), or with the stacked states of a
-    `jax.lax.scan`. Reading a state waits for the step that makes it.
+    It compares each state with the one before. It may be given the state of every step,
+    a state once in a while (an event then sums up what happened between), or the
+    stacked states of a `jax.lax.scan`. Reading a state waits for the step that makes
+    it.
 
     Args:
         state: the state, or tree that holds some, that training begins with.
@@ -178,13 +179,14 @@ class ScalerLog:
     def record(
         self, state: Any, *, grads: Any = None, step: int | None = None
     ) -> list[ScalerEvent]:
-        """Takes down what happened since the last record.
+        """Records what happened since the last record.
 
         Args:
-            state: as at the beginning, some steps later; the fields of its states may
-                be stacked along a leading axis, one for each step.
-            grads: the step's gradients. If it overflowed, the event tells which.
-            step: the number of the (last) step, if not one more for each record.
+            state: what `ScalerLog` was given, some steps later; the fields of its
+                states may be stacked along a leading axis, one for each step.
+            grads: the step's gradients. If it overflowed, the event names those that
+                are not finite.
+            step: the number of the (last) step; if not given, steps are counted.
         Returns:
             The new events, which are also added to `events`.
         Raises:
@@ -246,7 +248,7 @@ def _kind(before: _Values, now: _Values) -> str:
         return "stuck"
     if rose("scaler"):
         return "grew"
-    # Seen now and then, a scale may have fallen and be back.
+    # Between two records, a scale may have fallen and grown back.
     if now["scaler"] < before["scaler"] or rose("total_resets"):
         return "lowered"
     return "skipped" if rose("overflows") else ""

@@ -1,4 +1,4 @@
-"""What an optimizer is begun with: arrays, and none that its moments vanish in."""
+"""Makes the first state of an optimizer, and checks the parameters it is made of."""
 
 from typing import Any
 

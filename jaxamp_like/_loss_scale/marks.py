@@ -1,13 +1,14 @@
-"""Gradients that say of themselves that they come from a scaled loss.
+"""Marks gradients as those of a scaled loss.
 
-A factor leaves no trace in an array: an optimizer that must not be given gradients of
-an unscaled loss can't tell them by their values. So each gradient is marked, in the
-structure of its tree, where `jax.jit`, `jax.lax.scan`, `jax.tree.map` and the states of
-frameworks keep it, and where it can be looked for while a step is traced.
+An optimizer must refuse gradients of an unscaled loss, but their values don't tell
+whether the loss was scaled. So each gradient is marked in the structure of its tree.
+There `jax.jit`, `jax.lax.scan`, `jax.tree.map` and the states of frameworks keep the
+mark, and it can be checked while a step is traced.
 
-Whether all of them are finite is decided where they are unscaled, and travels on in
-their values: if one is not, all become NaN. An optimizer may be given only some of them
-(`optax.masked`), or the finite number that clipping has made of an infinity."""
+Whether all gradients are finite is decided where they are unscaled, and kept in their
+values: if one is not finite, all become NaN. The optimizer itself could not tell, since
+it may be given only some of them (`optax.masked`), or the finite number that clipping
+has made of an infinity."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from .agree import AxisName
 
 
 class Verdict(NamedTuple):
-    """Whether all gradients of a step are finite, and what devices agreed on that."""
+    """Whether all gradients of a step are finite, and the axes that agreed on it."""
 
     finite: Array
     axis_name: AxisName
@@ -35,10 +36,10 @@ _INSTEAD = (
 
 
 class _Told(type):
-    """A class that says in JAX's errors what to do.
+    """A class whose `repr` makes JAX's errors say what to do.
 
-    A transform that maps over gradients and another tree (a state that it keeps of
-    them, parameters) is told by JAX, and by nobody before, that the two differ."""
+    A transform may map over gradients and another tree, such as parameters or a state.
+    That the two trees differ is only noticed by JAX, whose error shows the class."""
 
     def __repr__(cls) -> str:
         return (
@@ -54,11 +55,11 @@ class Unscaled(metaclass=_Told):
     """Marks a true gradient of a loss that was scaled to compute it.
 
     `value_and_grad` of a `loss_scale_optimizer` returns a tree of these in the place of
-    the arrays, and its `update` takes no others. To mark gradients that you have made
-    or put together yourself is to say that none of them has underflown:
+    the arrays, and its `update` takes no others. You may mark gradients that you have
+    made or put together yourself, and so say that none of them has underflown:
     `jax.tree.map(Unscaled, grads)`.
 
-    A pytree of one leaf, which functions of `jax.numpy` and NumPy read as an array.
+    It is a pytree of one leaf; functions of `jax.numpy` and NumPy read it as an array.
 
     Args:
         value: the gradient. Where `value_and_grad` or `unscale_grads` have made it, it
@@ -77,8 +78,8 @@ class Unscaled(metaclass=_Told):
 
     def __init__(self, value: Any):
         self._value = value
-        # Known of this very object: the array as it came, and what was decided. What
-        # has gone through `jax.tree.map`, or has left a jitted function, is another.
+        # Only this very object knows the array before it was made NaN, and the verdict.
+        # An object that `jax.tree.map` or a jitted function returns is another one.
         self._raw = value
         self._verdict: Verdict | None = None
 
@@ -133,10 +134,10 @@ def _nan(dtype: Any) -> np.ndarray:
 
 
 def _elsewhere(dtype: Any) -> np.ndarray:
-    """A NaN for numbers that were finite, told from others by its lowest bit.
+    """The NaN that replaces finite numbers; its lowest bit differs from other NaNs.
 
-    It is but a NaN to all who compute. Where a format has no second one, or a backend
-    does not keep it (bfloat16 by way of float32), no difference is told any more."""
+    To arithmetic it is like any NaN. It can't be told from others if the format has
+    only one NaN, or if a backend loses the bit (bfloat16 by way of float32)."""
     dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _nan(dtype)
@@ -145,7 +146,7 @@ def _elsewhere(dtype: Any) -> np.ndarray:
 
 
 def came_from_elsewhere(x: Array) -> Array:
-    """Which numbers of a gradient are NaN for an overflow that was not their own."""
+    """Which numbers of a gradient were finite, and are NaN since others were not."""
     other = _elsewhere(x.dtype)
     if other.tobytes() == _nan(x.dtype).tobytes():
         return jnp.zeros(x.shape, bool)
@@ -154,7 +155,7 @@ def came_from_elsewhere(x: Array) -> Array:
 
 
 def marked(grads: Any, verdict: Verdict | None) -> Any:
-    """A tree of gradients with each of its numbers marked; all NaN if one is bad."""
+    """A tree whose gradients are marked, and all NaN if one of them is not finite."""
 
     def mark(g: Any) -> Any:
         if not eqx.is_inexact_array(g):
@@ -175,7 +176,7 @@ def unmarked(grads: Any) -> Any:
 
 
 def _replaced(grads: Any, by: Callable[[Unscaled], Any]) -> Any:
-    """A tree of gradients, with others in the place of those that are marked."""
+    """A tree of gradients in which `by` has replaced those that are marked."""
     return jax.tree.map(
         lambda g: by(g) if _is_marked(g) else g, grads, is_leaf=_is_marked
     )
@@ -184,9 +185,9 @@ def _replaced(grads: Any, by: Callable[[Unscaled], Any]) -> Any:
 def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
     """The gradients without their marks, and whether all are finite, if it is known.
 
-    It is known of gradients that come straight from one `value_and_grad`. They are then
-    given as they were computed, without NaN in the place of finite numbers: who knows
-    the verdict need not look at them again."""
+    It is known if gradients come straight from one `value_and_grad`. They are then
+    returned as they were computed, without NaN in the place of finite numbers: since
+    the verdict is known, nobody needs to find it from the values."""
     leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
     verdicts = {id(g._verdict): g._verdict for g in leaves if _is_marked(g)}
     verdict = next(iter(verdicts.values()), None)
@@ -196,7 +197,7 @@ def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
 
 
 def _named(grads: Any, are: Callable[[Any], bool]) -> str:
-    """The places of the first gradients of a kind, if there are any."""
+    """The paths of the first three gradients for which `are` holds; "" if none."""
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_marked)
     paths = [jax.tree_util.keystr(path) for path, g in leaves if are(g)]
     return ", ".join(f"`grads{path}`" for path in paths[:3])

@@ -1,4 +1,4 @@
-"""One state after a step of several parts: losses, or microbatches."""
+"""Merges the states that follow from several losses or microbatches of one step."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def _merged(*states: Scaler) -> Scaler:
     first = states[0]
     if not isinstance(first, DynamicScalerState):
         return first
-    lowest = {"scaler", "count"}  # what a part that overflowed has less of
+    lowest = {"scaler", "count"}  # these are smaller after a part that overflowed
     return first._with(
         **{
             name: (jnp.min if name in lowest else jnp.max)(jnp.stack(values))

@@ -1,7 +1,8 @@
-"""Gradients of functions that change NNX objects: the changes come out, or an error.
+"""Gradients of functions that change NNX objects, without losing these changes.
 
-They are results of the step like its gradients: of the attempt that counts, and none if
-the step was skipped."""
+The changes are results of the step, like its gradients: those of the last attempt are
+kept, and none if the step was skipped. If a transform would lose them, it is refused.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from .._frameworks.nnx import Left, Snapshot, TakenApart, explained, is_node, nn
 from .packing import pack, unpack
 from .state import Scaler
 
-# The transforms that are given functions of arrays alone, and whether they return the
-# value too. What others do with NNX objects is their own affair.
+# The transforms that are only given functions of arrays, and whether they return the
+# value too. Other transforms must handle NNX objects themselves.
 _OF_ARRAYS = (
     (jax.grad, False),
     (jax.value_and_grad, True),
@@ -39,7 +40,7 @@ class Call:
         self._before = Snapshot(self._taken.nodes) if self._taken.nodes else None
 
     def run(self, wrap: Callable[[Callable], Callable]) -> tuple[Any, Left | None]:
-        """Calls `wrap(fun)`, and returns with its result what it left in objects."""
+        """Calls `wrap(fun)`; returns its result and what it left in NNX objects."""
 
         def body(fun: Callable, args: Any, kwargs: Any) -> Any:
             return wrap(fun)(*args, **kwargs)
@@ -60,7 +61,7 @@ class Call:
 
 
 def of_nodes(transform: Callable) -> Callable:
-    """`transform`, for functions that may also be of NNX objects.
+    """`transform`, for functions that may also take NNX objects.
 
     Derivatives are taken by the `nnx.Param`s of an object, as `nnx.grad` does."""
     has_value = next((v for t, v in _OF_ARRAYS if t is transform), None)
@@ -134,7 +135,7 @@ def _of_arrays(
 
 
 def _watched(transform: Callable) -> Callable:
-    """`transform`, which is to hand on what functions change in NNX objects."""
+    """`transform`, with an error if it loses what a function changes in NNX objects."""
 
     def transformed(fun: Callable, **options: Any) -> Callable:
         plain = transform(fun, **options)

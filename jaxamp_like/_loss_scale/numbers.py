@@ -34,7 +34,7 @@ def unscaled(tree: Any, scaler: Array) -> Any:
 def chosen(pred: Array, new: Any, old: Any) -> Any:
     """`new` where `pred` holds, else `old`: pytrees of the same structure and types.
 
-    Of leaves that are no arrays, `new`."""
+    Leaves that are no arrays are taken from `new`."""
     return jax.tree.map(
         lambda x, y: jnp.where(pred, x, y) if isinstance(x, Array) else x, new, old
     )
@@ -44,7 +44,7 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     """Whether every floating-point or complex number in a pytree is finite.
 
     Args:
-        tree: any pytree; what is no such number is passed over.
+        tree: any pytree; leaves of other types are ignored.
         axis_name: axes of `jax.shard_map`, `jax.pmap` or `jax.vmap`, one or several,
             over which the answer is shared: true if it is true everywhere.
     Returns:
@@ -85,7 +85,7 @@ def checked_loss(loss: Any, name: str | None = None) -> Array:
 def checked_finite(finite: Any) -> Array:
     """`finite` as a boolean scalar, or an error that says how to come by one.
 
-    Python takes a dict for true, and NaN, whatever is wrong with the numbers."""
+    Without this, a dict of gradients or a NaN would count as true, as in Python."""
     if not _is_scalar(finite, jnp.bool_):
         raise TypeError(
             "`finite` must be a boolean scalar, whether the gradients of the step are "

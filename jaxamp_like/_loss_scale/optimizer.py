@@ -28,21 +28,21 @@ class LossScaleState(NamedTuple):
     """The state of a `loss_scale_optimizer`.
 
     Args:
-        scaler: the scale and what it remembers.
-        inner_state: the wrapped optimizer's."""
+        scaler: the state of the loss scale.
+        inner_state: the state of the wrapped optimizer."""
 
     scaler: Scaler
     inner_state: Any
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
-    """What `loss_scale_optimizer` makes: an Optax optimizer that makes its gradients.
+    """What `loss_scale_optimizer` makes: an Optax optimizer that computes gradients.
 
-    Its `update` takes gradients of its `value_and_grad` or `grad` only."""
+    Its `update` only takes gradients of its `value_and_grad` or `grad`."""
 
     axis_name: AxisName = None
     scales: bool = True
-    # Is around each call of a loss, which it is given with its arguments.
+    # Makes a context for each call of a loss, from the loss and its arguments.
     watch: Callable[[Callable, Any, Any], AbstractContextManager[None]] | None = None
 
     @written_so("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
@@ -55,12 +55,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         filter: bool = True,
         **kwargs: Any,
     ) -> Callable:
-        """Like `jax.value_and_grad`, with the loss scaled by what `opt_state` says.
+        """Like `jax.value_and_grad`, with the loss scaled by the scale in `opt_state`.
 
         Value and gradients are true ones: the loss as `fun` computed it, and its
         gradients unscaled, each in its own dtype. If any number in any of them is not
-        finite, all are NaN, so that whichever of them `update` is given, and whatever
-        clipping was before, it skips the step. What `fun` changes in NNX objects among
+        finite, all are NaN. So `update` skips the step even if it is given only some of
+        them, or if they were clipped before. What `fun` changes in NNX objects among
         its arguments is kept, unless gradients overflowed.
 
         Args:
@@ -103,11 +103,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """Like `jax.grad`, with the loss scaled; see `value_and_grad`.
 
         Args:
-            fun, opt_state, has_aux, filter, kwargs: as of `value_and_grad`.
+            fun, opt_state, has_aux, filter, kwargs: as for `value_and_grad`.
         Returns:
             A function that returns `grads`, or `(grads, aux)`.
         Raises:
-            TypeError, ValueError: as of `value_and_grad`.
+            TypeError, ValueError: as for `value_and_grad`.
 
         >>> tx = loss_scale_optimizer(optax.sgd(0.5))
         >>> w = jnp.array(3.0)
@@ -129,7 +129,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> Callable:
         """`transform(fun, **options)` of the scaled loss, with marked gradients.
 
-        They stand at a `place` of the results, or (`None`) are all there is."""
+        The gradients are at index `place` of the results; if `place` is `None`, they
+        are the only result."""
         if not callable(fun) and callable(opt_state) and _scale_states(fun):
             raise TypeError(
                 "`fun` and `opt_state` have changed places: the loss comes first.\n"
@@ -171,11 +172,11 @@ def loss_scale_optimizer(
     whatever else the step changes there is `guard_step`. Gradients that come from
     elsewhere, and may have underflown, are refused when the step is traced.
 
-    Clipping and the like may stand within or before it; what keeps a state of gradients
-    (`optax.ema`, `optax.trace`) stands within. So do `optax.MultiSteps`,
+    Clipping and the like may be inside of it or come before it. What keeps a state of
+    gradients (`optax.ema`, `optax.trace`) must be inside. So must `optax.MultiSteps`,
     `optax.apply_if_finite` and `optax.zero_nans`: outside, they would hide overflows or
-    keep a NaN. Around `MultiSteps` a microbatch that overflows is dropped and lowers
-    the scale at once; otherwise the scale changes at the end of an optimizer step only.
+    keep a NaN. If `MultiSteps` is inside, a microbatch that overflows is dropped and
+    lowers the scale at once; the scale only grows at the end of an optimizer step.
 
     Args:
         optimizer: any Optax optimizer; extra arguments of `update` are handed on.
@@ -189,7 +190,8 @@ def loss_scale_optimizer(
         `value_and_grad` and `grad`.
     Raises:
         TypeError: an argument is of another kind.
-        ValueError: the optimizer already scales, itself or (found by `init`) within.
+        ValueError: the optimizer scales the loss already, or (which `init` finds) one
+            inside of it does.
 
     >>> tx = loss_scale_optimizer(optax.sgd(0.5))
     >>> w = jnp.array(3.0)
@@ -199,7 +201,8 @@ def loss_scale_optimizer(
     >>> float(loss), float(updates)
     (9.0, -3.0)
 
-    After Keras' `LossScaleOptimizer` and Micikevicius et al., arXiv:1710.03740."""
+    It is modelled on Keras' `LossScaleOptimizer`. The method is that of Micikevicius et
+    al., arXiv:1710.03740."""
     if isinstance(optimizer, LossScaleOptimizer):
         raise ValueError(_TWICE)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -238,15 +241,15 @@ def loss_scale_optimizer(
         if finite is None:
             finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
         following = scaler.update(finite)
-        # Selected and not branched: a branch would have to wait with all gradients
-        # written out, while these selections are part of the update itself. They ask
-        # the state, for the flag itself is an `and` over all leaves, which XLA would
-        # copy into each of them. A zero that is negative leaves even -0.0 as it is.
+        # This selects rather than branches: before a branch, all gradients would have
+        # to be written to memory, while XLA fuses these selections with the update.
+        # They read the state and not the flag, which is an `and` over all leaves that
+        # XLA would copy into each selection. Adding -0.0 leaves even -0.0 as it is.
         zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
         updates = following.accept(updates, zeros)
         new_inner = following.accept(new_inner, inner_state)
         is_due = (following.overflows > 0) | _is_step(new_inner)
-        # Otherwise this microbatch had no part in the scale, but was finite.
+        # Else this microbatch was finite, and changes the scale in no other way.
         waiting = scaler._with(overflows=0, stuck=0)
         following = chosen(is_due, following, waiting)
         return updates, LossScaleState(following, new_inner)
@@ -282,7 +285,7 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     return scaler.scale(checked_loss(loss))
 
 
-# By which losses are being scaled, where `fun` of `value_and_grad` runs.
+# The scales of the losses that are running in calls of `value_and_grad` or `grad`.
 _scales: ContextVar[tuple[Any, ...]] = ContextVar("scales", default=())
 
 
@@ -296,9 +299,10 @@ def _scaling_by(scaler: Scaler) -> Iterator[None]:
 
 
 def unscale_grads(grads: Any, opt_state: Any) -> Any:
-    """Gradients of a loss that `scale_loss` has scaled, as `update` takes them.
+    """Unscales gradients of a loss that `scale_loss` has scaled, for `update`.
 
-    For transforms other than those of `value_and_grad`; it does both by itself.
+    Both are for other transforms than `value_and_grad` and `grad` of the optimizer,
+    which scale and unscale by themselves.
 
     Args:
         grads: any pytree.
@@ -326,7 +330,7 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
 
 
 def _verdict(following: Scaler, axis_name: AxisName) -> Verdict | None:
-    """What the state after a step says of its gradients; None if it tests nothing."""
+    """The verdict on gradients, from the state after a step; `None` for `NoScaler`."""
     if isinstance(following, NoScaler):
         return None
     # Not the flag itself, for the reason that `update` gives.

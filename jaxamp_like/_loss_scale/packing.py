@@ -1,4 +1,4 @@
-"""Carrying anything at all through transforms that take arrays only."""
+"""Carries values of any type through transforms that only take arrays."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from jax import Array
 
 @jax.tree_util.register_static
 class Static:
-    """Keeps what is no array in the tree's structure, out of sight of transforms."""
+    """Holds values other than arrays in a tree's structure, unseen by transforms."""
 
     def __init__(self, tree: Any):
         self.tree = tree
@@ -25,7 +25,7 @@ def unpack(arrays: Any, static: Static) -> Any:
 
 
 class Carried(NamedTuple):
-    """What travels beside the scaled loss, and marks where a transform puts its aux."""
+    """The aux of the scaled loss; its type shows where a transform has put it."""
 
     value: Array
     aux: tuple[Any, Static]

@@ -1,4 +1,4 @@
-"""States out of checkpoints of other versions, containers and dtypes."""
+"""Restores states from checkpoints of other versions, containers and dtypes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from .state import DynamicScalerState
 
 
 def restore_scaler(saved: Any) -> DynamicScalerState:
-    """A state out of what an older version saved, or in another container or dtype.
+    """Restores a state from an older version, or from another container or dtype.
 
     Args:
         saved: a mapping by field names, as checkpoints are read back without a target;

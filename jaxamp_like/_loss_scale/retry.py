@@ -23,21 +23,22 @@ def retry(
     """Attempts a step up to `1 + redo` times, with one copy of its code.
 
     Args:
-        attempt: of the groups' states makes, for each group, whether its gradients are
-            finite (the same on all devices), and the results.
-        states: of the groups, one or several.
+        attempt: a function of the groups' states. It returns, for each group, whether
+            its gradients are finite (the same on all devices), and the results.
+        states: the states of the groups, one or several.
         redo: how often the step may be repeated.
         axis_name: the axes over which `attempt` agrees.
     Returns:
         The next states, and the results of the last attempt.
     Raises:
-        ValueError: an attempt would undo or add to what another has done."""
+        ValueError: the step writes to a `jax.Ref`, which each attempt would do again,
+            or devices that repeat it would wait for others."""
 
     def packed_attempt(states: list[Scaler]) -> tuple[list[Array], Any, Static]:
         finite, results = attempt(states)
         return finite, *pack(results)
 
-    # Traced ahead of the loop, which wants to know the types of what it carries.
+    # It is traced before the loop, whose carry needs the types of the results.
     program, outs = jax.make_jaxpr(packed_attempt, return_shape=True)(states)
     if writes_references(program):
         raise ValueError(
@@ -68,7 +69,7 @@ def retry(
         ]
         return again, tries + 1, states, outs
 
-    # Of the type of `finite`, which may vary over mesh axes.
+    # `begin` is true, with the type of `finite`, which may vary over mesh axes.
     begin = functools.reduce(jnp.logical_or, blank[0]) | True
     start = begin, jnp.int32(0), states, blank
     _, _, last, outs = lax.while_loop(lambda carry: carry[0], body, start)

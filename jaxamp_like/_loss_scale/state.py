@@ -1,4 +1,4 @@
-"""The scale and what it remembers, and the rule by which it changes."""
+"""The state of the loss scale, and the rule by which it changes."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -43,7 +43,7 @@ class _Fields(NamedTuple):
 
 
 def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`make(cls, ...)`, which tells of a lone number without its name."""
+    """`make(cls, ...)`, with a warning if a scale is given as the patience."""
 
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -56,26 +56,27 @@ def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class DynamicScalerState(_Fields):
-    r"""The loss scale and what it remembers: a named tuple of scalar arrays.
+    r"""The loss scale and its counters: a named tuple of scalar arrays.
 
-    Python numbers become arrays at once, so the first jitted step compiles for the very
-    types of all later ones. Fields that are known (not traced) are checked.
+    Python numbers become arrays at once, so all jitted steps see the same types, and
+    the step compiles once. Fields whose values are known (not traced) are checked.
 
     Args:
         patience: finite steps that must have gone by before the scale may grow; 1 or
             more.
         adjust_factor: what the scale is multiplied or divided by, above 1.
-        scaler: the scale itself, above 0. One that is out of bounds is moved to the
-            nearest.
+        scaler: the scale itself, above 0. If it is out of bounds, the nearest bound is
+            used.
         count: finite steps since the scale last changed or a step overflowed.
         total_resets: how many steps, or attempts at one, called for a lower scale.
         min_scaler: the scale never falls below this, nor below `2**-126`.
         max_scaler: the scale never grows above this, nor above `2**126`.
-        stuck: latest non-finite steps in a row that began at the minimum.
+        stuck: how many of the latest steps in a row began at the minimum, and were not
+            finite.
         hysteresis: the scale falls at the `hysteresis`th non-finite step in a row, and
             at each one after it; those before are skipped and forgiven.
-        overflows: latest non-finite steps in a row.
-        skipped: non-finite steps in all.
+        overflows: how many of the latest steps in a row were not finite.
+        skipped: how many steps were not finite in all.
     Raises:
         TypeError: a field is not a number, or a count is not an integer.
         ValueError: a field is not a scalar, or out of its range.
@@ -118,7 +119,7 @@ class DynamicScalerState(_Fields):
         return cls(*iterable)  # so that `_replace` makes arrays of numbers too
 
     def _with(self, **fields: Any) -> Self:
-        """Like `_replace`, but asks for no value: a step must not wait for the last."""
+        """Like `_replace`, but reads no values, so that it waits for no computation."""
         values = (self._asdict() | fields).items()
         return tuple.__new__(type(self), (canonical(k, x) for k, x in values))
 
@@ -163,14 +164,14 @@ class DynamicScalerState(_Fields):
         return unscaled(grads, self.clipped().scaler)
 
     def update(self, finite: ArrayLike) -> Self:
-        """The state after a step whose gradients were all finite, or were not.
+        """The state that follows after a step.
 
         Args:
-            finite: a boolean scalar.
+            finite: a boolean scalar, whether all gradients of the step were finite.
         Returns:
             The next state, of the same types.
         Raises:
-            TypeError: it is none: the gradients themselves, or a loss.
+            TypeError: `finite` is something else, such as the gradients or a loss.
 
         >>> int(DynamicScalerState(count=7).update(True).count)
         8
@@ -193,11 +194,11 @@ class DynamicScalerState(_Fields):
         )
 
     def accept(self, new: Any, old: Any) -> Any:
-        """What the step that led to this state made, or if it was skipped, what was.
+        """Chooses `new`, or `old` if the step that led to this state was skipped.
 
         Args:
             new: parameters, an optimizer's state or any pytree, after the step.
-            old: the same before it. Where leaves are no arrays, `new` has its way.
+            old: the same before it. Leaves that are no arrays are taken from `new`.
         Returns:
             `new` if the gradients were finite, else `old`.
 
@@ -229,7 +230,7 @@ jax.tree_util.register_pytree_with_keys(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class NoScaler:
-    """Loss scaling turned off, in the place of a state: no cost, and nothing is tested.
+    """Stands for a state where loss scaling is off: it costs and tests nothing.
 
     >>> NoScaler().scale(jnp.float16(3))
     Array(3., dtype=float16)
@@ -248,7 +249,7 @@ class NoScaler:
         return self
 
     def accept(self, new: Any, old: Any) -> Any:
-        """What is new: no step is skipped."""
+        """`new`, since no step is skipped."""
         return new
 
     def lower(self) -> Self:
@@ -269,7 +270,7 @@ def static_scaler(scaler: ArrayLike) -> DynamicScalerState:
     Args:
         scaler: the scale, between `2**-126` and `2**126`.
     Raises:
-        TypeError, ValueError: as of `DynamicScalerState`, or it is out of range.
+        TypeError, ValueError: as for `DynamicScalerState`, or it is out of range.
 
     >>> state = static_scaler(1024).update(False)
     >>> float(state.scaler), int(state.stuck)

@@ -1,7 +1,8 @@
 """Policies: which rule an equation gets, by its primitive and its scope.
 
-`classes` is the table behind the default policy, `dictionary` the policy dict, checked
-and looked up; `named`, `names` and `policy_map` are policies as users write them,
-`presets` those of other systems, `settings` what comes of the arguments of `amp`. They
-are saved by `codec` and hold only where `limit` says. Built on `_rules` and
-`_structural`; knows nothing of programs."""
+`classes` is the table behind the default policy. `dictionary` says what the keys of a
+policy dict mean, and `frozen` checks such a dict and looks rules up in it. `named`,
+`names` and `policy_map` are policies as users write them, and `presets` are those of
+other systems. `settings` reads the arguments of `amp`. `codec` saves policies, and
+`limit` says where they hold. All of this is built on `_rules` and `_structural`, and
+knows nothing of programs."""

@@ -1,8 +1,8 @@
 """Rules, and the keys they stand under, as plain data that JSON can hold.
 
-Primitives, the library's rules and predicates are named; what a user wrote in Python (a
-casting callback, a predicate, a primitive of their own) has no name that another
-process could look up, and says so."""
+Primitives, the library's rules and predicates are saved by name. What a user wrote in
+Python (a casting callback, a predicate, a primitive of their own) has no name that
+another process could look up, so saving it raises an error."""
 
 import enum
 import functools
@@ -63,7 +63,7 @@ def encode_key(key: Key) -> Data:
         return {"path": list(key)}
     if not isinstance(key, re.Pattern):
         return {"scope": key}
-    flags = key.flags & ~re.UNICODE  # which every pattern of strings has
+    flags = key.flags & ~re.UNICODE  # every pattern of strings has this flag
     return {"regex": key.pattern} | ({"flags": flags} if flags else {})
 
 
@@ -117,7 +117,8 @@ def own_rules(rules: FrozenRules) -> tuple[str | None, dict[Key, Rule]]:
 def _base_and_own(rules: FrozenRules) -> tuple[Any, dict[Key, Rule]]:
     """The policy that the rules extend, by its name or as data, and what they add.
 
-    It is the table of rules by name that all of their primitives come from."""
+    That policy is made of the table under "amp_default". The rules extend no policy if
+    they lack such a table, or one of the keys of its policy."""
     table = rules.get(AMP_DEFAULT)
     if isinstance(table, ByName):
         base = policy_by_name(dict(table.rules))
@@ -281,4 +282,4 @@ _PREDICATES: dict[str, Callable[..., Predicate]] = {
         worth_eight_bits,
     )
 }
-"""What makes the predicates that a saved policy may name."""
+"""The functions that make the predicates which a saved policy may name."""

@@ -15,7 +15,7 @@ from .classes import CLASSES
 AMP_DEFAULT = "amp_default"
 AMP_STOP = ("amp_stop", "amp_step")
 REWRITTEN = "amp_rewritten"
-"""The scope around what `amp` has made: an outer `amp` leaves it as it is."""
+"""The scope around equations that `amp` has made; an outer `amp` leaves them alone."""
 
 _STOPS = frozenset({*AMP_STOP, REWRITTEN})
 
@@ -54,8 +54,8 @@ class ByName(Rule):
 def policy_by_name(table: Mapping[str, Rule]) -> dict[Any, Any]:
     """The policy dict of a table of rules by the names of primitives.
 
-    Its keys are the primitives that JAX exports. Those that it does not export, and
-    later ones, are looked up by name: under the key "amp_default"."""
+    Its keys are the primitives of the table that JAX exports. All other primitives are
+    looked up by name, in the table under the key "amp_default"."""
     rules = {p: table[name] for name, p in EXPORTED.items() if name in table}
     return {**rules, AMP_DEFAULT: ByName(tuple(table.items()))}
 
@@ -64,7 +64,7 @@ by_class = ByName(tuple(CLASSES.items()))
 
 
 class _Given(dict[Any, Any]):
-    """A dict that can't be changed by accident, for everyone in the process."""
+    """A dict that can't be changed in place, since the whole process shares it."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -88,13 +88,13 @@ class _Given(dict[Any, Any]):
 default_amp_policy: dict[Any, Any] = _Given(policy_by_name(CLASSES))
 """The policy that `amp` uses if none is given: a plain dict, to be extended by `|`.
 
-Contractions read the compute dtype and give results in it; all else is computed as
-written, from these results, and data moves in the precision that it has. See
-`docs/default_policy.md`."""
+Contractions read the compute dtype and give results in it. All else is computed from
+these results in the author's dtypes, and data is moved in the precision that it has.
+See `docs/default_policy.md`."""
 
 
 class Lookup(Protocol):
-    """What finds the rule of an equation: a policy, checked."""
+    """A checked policy, which finds the rule of an equation."""
 
     def find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         """The rule of an equation of `primitive` in `scope`."""
@@ -115,18 +115,18 @@ def is_stopped(scope: tuple[str, ...]) -> bool:
 
 
 def is_program(primitive: Primitive) -> bool:
-    """Whether what is inside of `primitive` is decided, equation by equation."""
+    """Whether `primitive` holds a program whose equations are decided one by one."""
     return primitive.name in STRUCTURAL and primitive.name not in CLASSES
 
 
-_LAYER_CLASS = "eqx.nn."  # Equinox's layers put the name of their class in the stack
+_LAYER_CLASS = "eqx.nn."  # Equinox's layers open a scope named after their class
 
 
 def paths_to(scope: Scope) -> list[Scope]:
-    """The path of a scope: as it stands, and as a user may write it.
+    """The path of a scope as it is, and without the class names of Equinox's layers.
 
-    The class names that Equinox's layers add stand between the names of modules, so the
-    path without them is a path too: "attn/query_proj"."""
+    Equinox adds these class names between the names of modules, but users may leave
+    them out, and write "attn/query_proj"."""
     if not scope or scope[-1].startswith(_LAYER_CLASS):
         return [scope]
     short: Scope = tuple(x for x in scope if not x.startswith(_LAYER_CLASS))
@@ -134,7 +134,7 @@ def paths_to(scope: Scope) -> list[Scope]:
 
 
 def endings(path: Scope) -> Iterator[Scope]:
-    """What a key may be that matches at the end of `path`, the longest first."""
+    """The paths that `path` ends with, the longest first."""
     return (path[start:] for start in range(len(path)))
 
 

@@ -1,4 +1,4 @@
-"""The policy dict as a value: checked, hashable, picklable, and looked up."""
+"""The policy dict as a checked, hashable and picklable value that finds rules."""
 
 import functools
 import itertools
@@ -33,16 +33,16 @@ _UNNAMED = Match(None, use_original_precision)
 class FrozenRules(Mapping[Key, Rule]):
     """A policy dict that is checked and can't change, and finds an equation's rule.
 
-    Its keys are in normal form: "/a/b/" is "a/b". Two are equal if they say the same in
-    the same order, which counts among regular expressions: the first that matches is
-    taken.
+    Its keys are in normal form: "/a/b/" is "a/b". Two are equal if they have the same
+    items in the same order. Order matters for regular expressions, of which the first
+    that matches is taken.
 
     Args:
         rules: a policy dict.
-        argument: what it is called in errors.
+        argument: the name that errors give to it.
     Raises:
         TypeError, ValueError: a key or a rule is of the wrong kind.
-        AmpError: a rule stands under a primitive that it can't be followed for."""
+        AmpError: a rule can't be followed for the primitive that is its key."""
 
     def __init__(self, rules: Any, argument: str = "rules"):
         if not isinstance(rules, Mapping):
@@ -81,7 +81,7 @@ class FrozenRules(Mapping[Key, Rule]):
             raise AmpError(f"{key!r} always means the author's dtypes; remove the key.")
 
     def in_order(self) -> "FrozenRules":
-        """The same, with the keys in an order that does not tell how it was made."""
+        """The same rules with sorted keys; regular expressions keep their order."""
         return FrozenRules({key: self._rules[key] for key in sorted(self, key=_order)})
 
     def __getitem__(self, key: Key) -> Rule:
@@ -127,23 +127,24 @@ class FrozenRules(Mapping[Key, Rule]):
         if is_table and is_program(primitive):
             return _UNNAMED
         if isinstance(found.rule, ByName):
-            # A rule for each primitive: no word on what the author asked for here.
+            # A table has a rule for every primitive. That it was found by scope does
+            # not mean that it overrides what the author asked for here.
             return Match(found.key, found.rule.rule_of(primitive.name))
         return found
 
     def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
-        """What is said of the scope or, if nothing is, of the primitive."""
+        """The rule for the scope or, if there is none, for the primitive."""
         found = self.find_scope(primitive, scope)
         if found is None and primitive in self._primitives:
             found = Match(primitive, self._primitives[primitive])
         return found
 
     def find_scope(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
-        """What is said of the scope, by rules that are for such a primitive."""
+        """The rule for the scope, among the rules that are for such a primitive."""
         for depth in range(1, len(scope) + 1):
             paths = paths_to(scope[:depth])
             for part in itertools.chain.from_iterable(map(endings, paths)):
-                rule = self._paths.get(part)  # of those that end here, the longest
+                rule = self._paths.get(part)  # the longest part comes first
                 if rule is not None and rule.is_for(primitive.name):
                     return Match("/".join(part), rule, by_scope=True)
             for pattern, rule in self._patterns.items():
@@ -154,9 +155,10 @@ class FrozenRules(Mapping[Key, Rule]):
         return None
 
     def own_keys(self) -> list[Key]:
-        """The keys that the user added: not those of the policy that was extended.
+        """The keys that the user added to the policy that was extended.
 
-        What that one says of a primitive, it says by name too."""
+        A primitive counts if its rule differs from the one that it has in the table
+        of that policy."""
         base = self._default if isinstance(self._default, ByName) else by_class
         own = [
             p for p, rule in self._primitives.items() if rule != base.rule_of(p.name)
@@ -182,7 +184,7 @@ def _unpickle(rows: list[tuple["PickledKey", Rule]]) -> FrozenRules:
 
 
 class PickledKey:
-    """A key whose pickle names primitives: a copy of one would be another."""
+    """A key that pickles a primitive by name, since a copy would be another one."""
 
     def __init__(self, key: Key):
         self.key = key
@@ -212,7 +214,7 @@ def is_path(key: Any) -> bool:
 
 
 EXPRESSION = re.compile(r"[*+?^$|()\[\]{}\\]")
-"""What a string may be a regular expression by."""
+"""Finds a character by which a string may be meant as a regular expression."""
 
 
 def _order(key: Key) -> tuple[int, str]:
@@ -224,7 +226,7 @@ def _order(key: Key) -> tuple[int, str]:
 
 
 def primitive_name(primitive: Primitive) -> str:
-    """The name by which `primitive_by_name` finds it again, perhaps in another JAX."""
+    """The name by which `primitive_by_name` finds it, in other JAX versions too."""
     if EXPORTED.get(primitive.name) is primitive:
         return primitive.name
     raise AmpError(

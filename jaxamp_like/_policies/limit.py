@@ -22,7 +22,7 @@ class Limit:
     """Where a policy holds: by keys, or by a predicate of equations."""
 
     kind: Kind
-    keys: FrozenRules | None = None  # as a policy that says where, not what
+    keys: FrozenRules | None = None  # a policy of which only the keys matter
     predicate: Callable[[Site], bool] | None = None
 
     def __post_init__(self) -> None:

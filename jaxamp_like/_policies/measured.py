@@ -1,6 +1,6 @@
-"""What a policy was measured on: the contractions, by scope, that it decides of.
+"""The contractions, by scope, that a policy was measured on.
 
-Where equations were decided by themselves, the shapes of their operands count too."""
+Where equations were decided one by one, the shapes of their operands count too."""
 
 import functools
 import itertools
@@ -22,14 +22,14 @@ class Kind(NamedTuple):
 
     Args:
         primitive: its name.
-        shapes: patterns of the shapes of both operands, sorted; none for any shapes."""
+        shapes: sorted patterns of both operands' shapes; empty if any shapes match."""
 
     primitive: str
     shapes: tuple[str, ...] = ()
 
 
 Contractions = Sequence[str] | Mapping[str, Sequence[str]]
-"""Names of primitives; or with patterns of shapes, those of both operands."""
+"""Names of primitives, or a mapping of them to patterns of both operands' shapes."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Measured:
     """The kinds of contractions that were measured, by the path of a scope.
 
     Args:
-        rows: paths, sorted, each with what was measured there, sorted."""
+        rows: sorted paths, each with the sorted kinds that were measured there."""
 
     rows: tuple[tuple[str, tuple[Kind, ...]], ...]
 
     @classmethod
     def of(cls, contractions: Iterable[tuple[Scope, str, str | None]]) -> "Measured":
-        """Of scopes, with names of primitives, with shapes if these count."""
+        """From triples of a scope, a primitive's name, and shapes if these count."""
         found: dict[str, dict[str, set[str | None]]] = {}
         for scope, primitive, shapes in contractions:
             by_name = found.setdefault("/".join(scope), {})
@@ -57,7 +57,7 @@ class Measured:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Measured":
-        """Of what `to_dict` gave.
+        """From the data that `to_dict` gave.
 
         Raises:
             AmpError: it is something else."""
@@ -102,9 +102,10 @@ class Measured:
     def shapes(self, primitive: str, scope: Scope) -> tuple[str, ...] | None:
         """The shapes that were measured of a primitive in a scope; `None` if none were.
 
-        As in a `Kind`: none for any shapes. What was measured may be called in other
-        scopes, as a loss in a training step; what has no scope of its own may not, for
-        it can't be told from what is new."""
+        An empty tuple stands for any shapes, as in a `Kind`. A measured scope may be
+        called inside of other scopes, as a loss is in a training step. Contractions
+        that were measured outside of all scopes only count there: within other scopes
+        they could not be told from new ones."""
         starts = range(max(len(scope), 1))
         rows = [self._by_path.get("/".join(scope[start:]), {}) for start in starts]
         found = [row[primitive] for row in rows if primitive in row]

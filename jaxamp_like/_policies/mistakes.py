@@ -1,4 +1,4 @@
-"""Policies, and arguments beside them, that don't fit, and what to write instead."""
+"""Finds policies and other arguments that don't fit, and says what to write instead."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +32,7 @@ from .dictionary import AMP_DEFAULT, Lookup, show_key
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# What the arguments are called elsewhere.
+# Names that other libraries give to the arguments.
 _ELSEWHERE = {
     "dtype": "compute_dtype",
     "precision": "compute_dtype",
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 
 def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, which says what to write where its arguments don't fit."""
+    """`function`, with errors that say what to write if its arguments don't fit."""
     name = function.__qualname__.removesuffix(".__init__")
 
     def hints(
@@ -77,7 +77,7 @@ def _by_place(caller: str, parameters: Mapping[str, Any], value: Any) -> str:
 
 
 def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
-    """What to write instead of an argument that there is none of."""
+    """What to write instead of a keyword argument that does not exist."""
     if name in parameters:
         return ""
     known = _ELSEWHERE.get(name)
@@ -129,7 +129,7 @@ def with_name(value: Any) -> str:
     return f"{type(value).__name__}" + (f" {name!r}" if isinstance(name, str) else "")
 
 
-# What lowers nothing where nothing is low.
+# Rules that make nothing low unless an operand is low already.
 _PASSIVE = (
     follow_inputs,
     keep_each_input,
@@ -142,7 +142,7 @@ _PASSIVE = (
 
 
 def lowers_nothing(policy: Lookup, compute_dtype: DType) -> bool:
-    """Whether a policy names some parts, which are to stay in full, and no others."""
+    """Whether a policy only names parts that are to stay in full precision."""
     rules = dict(policy.items())
     if not rules or AMP_DEFAULT in rules or bits(compute_dtype) >= 32:
         return False
@@ -153,7 +153,7 @@ def lowers_nothing(policy: Lookup, compute_dtype: DType) -> bool:
 
 
 def report_of_no_lowering(policy: Lookup) -> str:
-    """What to say of a policy that lowers nothing."""
+    """The message for a policy that lowers nothing."""
     keys = [show_key(key) for key, _ in policy.items()]
     more = ", ..." * (len(keys) > 8)
     return (
@@ -204,7 +204,7 @@ def refuse_bad_key(key: Any, argument: str) -> None:
     )
 
 
-# What functions of `jax.numpy` bind that are not called as their primitives are.
+# The primitives of functions of `jax.numpy` that have another name than these.
 _BINDS = {
     **dict.fromkeys("dot matmul vdot tensordot einsum vecdot".split(), "dot_general"),
     **dict.fromkeys("conv convolve".split(), "conv_general_dilated"),
@@ -226,7 +226,7 @@ def _for_function(key: Any) -> str:
 
 
 def refuse_unhashable(rules: Iterable[Rule], argument: str) -> None:
-    """Raises for rules that a policy can't be remembered by."""
+    """Raises for rules without a hash, by which programs of a policy are cached."""
     unhashable = [rule for rule in rules if not is_hashable(rule)]
     if unhashable:
         raise TypeError(

@@ -28,27 +28,27 @@ _Tree = TypeVar("_Tree")
 class Policy:
     """The dtypes to compute, store and return in, and the rules in between.
 
-    An immutable value: hashable, so that it can be a static argument of `jax.jit` or a
-    static field of a module; equal to any other that says the same; printed as the code
-    that makes it; and saved by `to_dict`. A pytree without leaves.
+    It is an immutable value and a pytree without leaves. It is hashable, so that it can
+    be a static argument of `jax.jit` or a static field of a module. It is equal to any
+    other that says the same, printed as the code that makes it, and saved by `to_dict`.
 
     Args:
         compute_dtype: what contractions, and the ops between them, compute in. `None`
-            leaves everything as it is written, but for rules that name a dtype.
-        param_dtype: what `cast_to_param` casts to, which one applies to a model once.
-            `None` leaves parameters as they are. `amp` does not look at it.
+            leaves everything as it is written, except where a rule names a dtype.
+        param_dtype: the dtype to which `cast_to_param` casts a model, once. `None`
+            leaves parameters as they are. `amp` does not look at it.
         output_dtype: what `amp` casts the floating results of a function to. `None`
             leaves them in the dtypes that the author gave them.
-        rules: as the dict that `amp` takes; `default_amp_policy` if not given.
-        limit: where it holds, as `only`, `excluding` and `where` say.
-        measured: the contractions that `calibrate` has measured: their primitives by
-            the paths of their scopes, perhaps with shapes. Others are left as written,
-            and `amp` tells of them. `None` lowers what the rules say.
+        rules: a policy dict, as `amp` takes it; `default_amp_policy` if not given.
+        limit: where the policy holds; `only`, `excluding` and `where` make one.
+        measured: the contractions that `calibrate` has measured: maps paths of scopes
+            to primitives, perhaps with shapes. Other contractions are left as written,
+            and `amp` warns of them. `None` lowers all that the rules lower.
     Raises:
         TypeError, ValueError: a dtype is no floating dtype or needs x64; a key or rule
             is of the wrong kind.
-        AmpError: a rule stands under a primitive that it can't be followed for, or
-            `measured` names no contractions.
+        AmpError: a rule can't be followed for the primitive that is its key, or
+            `measured` names something else than contractions.
 
     >>> policy = Policy("bfloat16", param_dtype="float32")
     >>> policy
@@ -58,8 +58,8 @@ class Policy:
     True
     >>> dot = amp(jax.numpy.dot, amp_policy=policy)
 
-    After `jmp.Policy` (google-deepmind/jmp), which casts at the boundaries of functions
-    only."""
+    It is modelled on `jmp.Policy` (google-deepmind/jmp), which casts at the boundaries
+    of functions only."""
 
     compute_dtype: DType | None
     param_dtype: DType | None
@@ -128,17 +128,17 @@ class Policy:
         return _cast_floats(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: _Tree) -> _Tree:
-        """As `cast_to_param`, to `compute_dtype`. `amp` does not need it."""
+        """Like `cast_to_param`, but to `compute_dtype`. `amp` does not need it."""
         return _cast_floats(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: _Tree) -> _Tree:
-        """As `cast_to_param`, to `output_dtype`. `amp` does this to what it returns."""
+        """Like `cast_to_param`, but to `output_dtype`. `amp` so casts its results."""
         return _cast_floats(tree, self.output_dtype)
 
     # Limits.
 
     def only(self, *keys: Any) -> Self:
-        """This policy where one of `keys` matches; elsewhere what the author wrote.
+        """This policy where one of `keys` matches, and the author's dtypes elsewhere.
 
         Args:
             keys: primitives, scopes, paths of scopes or compiled regular expressions,
@@ -155,7 +155,7 @@ class Policy:
         return self._limited(Limit.by_keys("only", keys))
 
     def excluding(self, *keys: Any) -> Self:
-        """This policy but where one of `keys` matches: there what the author wrote.
+        """This policy, but the author's dtypes where one of `keys` matches.
 
         Args:
             keys: as for `only`.
@@ -274,7 +274,7 @@ class Policy:
     # What `amp` asks.
 
     def lookup(self) -> Lookup:
-        """What finds the rule of an equation; one object for equal policies."""
+        """The checked policy that finds rules; one object for equal policies."""
         rules = checked_policy(default_amp_policy if self.rules is None else self.rules)
         found = rules if self.limit is None else limited(rules, self.limit)
         return found if self.measured is None else limited_to(self.measured, found)

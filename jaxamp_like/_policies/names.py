@@ -56,28 +56,29 @@ def get_policy(
       "p=f32,c=bf16,o=f32": field by field. What is not named is left as it is. "full"
       is float32, "half" is bfloat16 on a TPU and float16 elsewhere;
     - "int8_from_mixed_bfloat16", "float8_from_float32" and the like: the policy named
-      after "from", with contractions by the rule `int8()` or `float8()`, which leaves
-      heads, embeddings, attention's scores and what is too small to gain from it alone.
+      after "from", with contractions by the rule `int8()` or `float8()`. This rule does
+      not quantise heads, embeddings, attention's scores, and contractions that are too
+      small to gain from it.
 
     Args:
         policy: the name or string; a `Policy` is returned as it is.
-        amax_history_length: for a name that begins with "float8_from_": scales follow
-            from the maxima of so many steps before, by `float8(delayed=True)`, as they
-            always do in Keras. For `amp_with_state`.
+        amax_history_length: for a name that begins with "float8_from_": the number of
+            earlier steps whose maxima the scales are made of, by `float8(delayed=True)`
+            (as always in Keras). Such a policy is for `amp_with_state`.
     Returns:
         A policy.
     Raises:
         TypeError: `policy` is neither a string nor a `Policy`, or the length no
             integer.
         ValueError: an unknown name, a malformed string, float64 without x64, or a
-            length that is less than 1 or of no float8.
-        AmpError: a quantised policy of what has more than 32 bits.
+            length that is less than 1 or given for another name than one of float8.
+        AmpError: a quantised policy starts from a dtype of more than 32 bits.
 
     >>> get_policy("params=float32,compute=bfloat16,output=float32")
     Policy(compute_dtype='bfloat16', param_dtype='float32', output_dtype='float32')
 
-    The names are those of Keras' `DTypePolicy`, the strings those of `jmp.get_policy`,
-    which fills in what is not named."""
+    The names are those of Keras' `DTypePolicy`. The strings are those of
+    `jmp.get_policy`, which has defaults for fields that are not named."""
     if amax_history_length is not None:
         return _delayed(policy, amax_history_length)
     if isinstance(policy, Policy):
@@ -134,7 +135,7 @@ def _quantised(mode: str, source: Policy, name: str) -> Policy:
 
 
 def _delayed(policy: Any, length: int) -> Policy:
-    """The policy of a name of a format, scaled by histories of a length."""
+    """The policy of a name such as "float8_from_...", scaled by histories of maxima."""
     mode = policy.partition("_from_")[0] if isinstance(policy, str) else ""
     rule = FORMATS[mode].with_history(length) if mode in FORMATS else None
     if rule is None:

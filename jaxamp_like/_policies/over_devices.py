@@ -13,18 +13,19 @@ _KNOWN = frozenset({*FULL_SUMS, *FULL_SUMS.values()})
 def full_sums_over_devices(
     policy: Mapping[Any, Any] = default_amp_policy,
 ) -> dict[Any, Any]:
-    """A policy that adds up over devices in float32.
+    """Makes a policy whose sums over devices are computed in float32.
 
     By default a product that is split over devices is summed in the dtype that it has
     on one device, the compute dtype, and so are gradients of weights that all devices
     read. Each device's share is rounded, and in float16 it may be too small to be
     held where the sum is not: a mean over 1024 devices begins with shares that are
     2^10 times smaller. Float32 sums send twice the bytes. What is sent to be read by a
-    contraction, such as a gathered weight, is sent low as by default. To sum what was
-    not rounded before, see `use_precision_by_pass(weight_gradient=wide())`.
+    contraction, such as a gathered weight, is sent low as by default. Shares are still
+    rounded before they are cast up and summed; if they should not be, see
+    `use_precision_by_pass(weight_gradient=wide())`.
 
-    As under `torch.amp` with distributed data parallel, and by
-    `reduce_dtype=torch.float32` of PyTorch's fully sharded one.
+    PyTorch sums in float32 too under `torch.amp` with distributed data parallel, and
+    with `reduce_dtype=torch.float32` of fully sharded data parallel.
 
     Args:
         policy: a policy dict that extends the default policy.

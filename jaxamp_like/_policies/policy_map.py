@@ -27,16 +27,18 @@ class PolicyMap(Mapping[Any, Policy]):
     """Policies by scope, and one for all else: a dict that can't change.
 
     An entry holds for the scope that it names and for all that is inside. A key is a
-    path of scopes ("encoder/attention", or one name; as a tuple, whose names stand for
-    themselves: `("layer[0]", "mlp")`), which matches wherever it stands in the name
-    stack, or a regular expression, compiled or as a string, which matches a whole path
-    from the outermost scope on. The path that ends innermost is taken,
-    among these the longest; then regular expressions, of which only one may match.
+    path of scopes or a regular expression. A path ("encoder/attention", or one name)
+    matches wherever it stands in the name stack; if it is a tuple, as in
+    `("layer[0]", "mlp")`, its names are never read as a regular expression. A regular
+    expression, compiled or as a string, matches a whole path from the outermost scope
+    on. Of the paths that match, the one that ends innermost is taken, and of several
+    that end there the longest. Regular expressions count only if no path matches, and
+    only one of them may match.
 
-    `policies[path]` is the policy of a path, the default if no entry matches: the
-    lookup that `amp` makes for every equation. Of an entry, the compute dtype and the
-    rules count there: values are cast where they are read, so that a scope has no
-    output dtype of its own, and parameters are cast by `cast_to_param`.
+    `policies[path]` is the policy of a path, or the default if no entry matches; `amp`
+    looks up the policy of every equation so. The output and param dtypes of an entry
+    have no effect: values are cast where they are read, so that a scope has no output
+    dtype, and parameters are cast by `cast_to_param`.
 
     Args:
         default_policy: a `Policy` or the name of one, for what no entry matches.
@@ -52,7 +54,7 @@ class PolicyMap(Mapping[Any, Policy]):
     >>> policies["head_3"].compute_dtype.name, policies["mlp"].compute_dtype.name
     ('float16', 'bfloat16')
 
-    After Keras' `DTypePolicyMap`."""
+    It is modelled on Keras' `DTypePolicyMap`."""
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class PolicyMap(Mapping[Any, Policy]):
         return len(self._policies)
 
     def __or__(self, other: Mapping[Any, Policy | str]) -> "PolicyMap":
-        """With more entries, or other policies for the same keys."""
+        """This map with the entries of `other`, which replace those of equal keys."""
         entries = {normal_key(key): policy for key, policy in other.items()}
         return PolicyMap(self.default_policy, self._policies | entries)
 
@@ -211,7 +213,7 @@ class PolicyMap(Mapping[Any, Policy]):
         return cls(Policy.from_dict(data["default_policy"]), entries)
 
     def lookup(self) -> Lookup:
-        """What finds the rule of an equation; one object for equal maps."""
+        """The checked map, which finds rules; one object for equal maps."""
         return _mapped(self)
 
 
@@ -259,5 +261,5 @@ def _mapped(policies: PolicyMap) -> Lookup:
 
 
 def dtype_of(policy: Policy) -> DType:
-    """What `amp` computes in: float32, which lowers nothing, where nothing is said."""
+    """The compute dtype; float32, which lowers nothing, if the policy names none."""
     return policy.compute_dtype or np.dtype(np.float32)

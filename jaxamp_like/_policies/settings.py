@@ -1,7 +1,7 @@
-"""The policy that `amp` takes where it is given none, and what comes of its arguments.
+"""The global policy, and the settings that follow from the arguments of `amp`.
 
-It is read when a function is wrapped and never when one is called, so that no program
-that was traced, compiled or cached before can depend on it."""
+The global policy is read when a function is wrapped and never when one is called, so
+that no program that was traced, compiled or cached before can depend on it."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ _block: ContextVar[Policy | PolicyMap | None] = ContextVar("policy", default=Non
 
 
 def global_policy() -> Policy | PolicyMap:
-    """The policy that `amp` takes where it is given none.
+    """The policy that `amp` uses if it is given none.
 
     Returns:
         The policy of the innermost `using_policy` block, else that of
@@ -42,13 +42,13 @@ def global_policy() -> Policy | PolicyMap:
 
 
 def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
-    """Sets the policy that `amp` takes where it is given none, in all threads.
+    """Sets the policy that `amp` uses if it is given none, in all threads.
 
     Functions that `amp` has wrapped already keep the policy that they have. A library
     should not call this; see `using_policy`.
 
     Args:
-        policy: a `Policy`, a `PolicyMap` or a name; `None` for that of the start.
+        policy: a `Policy`, a `PolicyMap` or a name; `None` restores the initial policy.
     Raises:
         TypeError, ValueError, AmpError: see `get_policy`.
         AmpError: within `using_policy`, whose policy would hide this one.
@@ -58,7 +58,7 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
     'bfloat16'
     >>> set_global_policy(None)
 
-    After `keras.config.set_dtype_policy`."""
+    It is modelled on `keras.config.set_dtype_policy`."""
     global _global
     if _block.get() is not None:
         raise AmpError(

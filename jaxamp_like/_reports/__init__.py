@@ -1,7 +1,7 @@
 """Reports: what the rewrite did (`explain`), and what became of the numbers.
 
-Data below (`data`), views above (`page`), joined in `report`; what fills them in is in
-`explain` and `numerics`, which read the program by `walk`."""
+`data` holds records, `page` makes views of them, and `report` joins both. `explain` and
+`numerics` fill in the records; they read the program by `walk`."""
 
 from .explain import explain as explain
 from .history import ScalerHistory as ScalerHistory

@@ -1,4 +1,4 @@
-"""A call that is traced instead of run: arrays in, a jaxpr and its arguments out."""
+"""A call that is traced instead of run, as a function of its arrays alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Call:
         fn: takes a flat list of arrays and returns one.
         arrays: the arrays among the arguments, or their shapes.
         names: where each of them stands, as in "[0]['w']".
-        live: the places among them that are differentiated.
+        live: the indices of those that are differentiated.
         name: what the function is called."""
 
     fn: Callable[..., list[Any]]

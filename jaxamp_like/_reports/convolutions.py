@@ -1,8 +1,8 @@
 """How many multiply-adds a convolution makes, as XLA counts them.
 
-The transpose of a strided convolution is one of an operand with holes (`lhs_dilation`),
-and padding surrounds both: no product is made with a number that is not there. So each
-axis counts the pairs of an output position and a position in the window that meet a
+The transpose of a strided convolution reads an operand with holes (`lhs_dilation`), and
+operands may be padded. Holes and padding take part in no product. So for each axis this
+counts the pairs of an output position and a position in the window at which there is a
 number of the operand."""
 
 import functools
@@ -51,7 +51,7 @@ def _pairs(
     dilation: int,
     window_dilation: int,
 ) -> int:
-    """How often a window meets a number along one axis.
+    """At how many pairs of positions there is a number of the operand, for one axis.
 
     At output position `i`, element `k` of the window stands at `i * stride + start[k]`
     of the operand, which has numbers at the multiples of `dilation` below

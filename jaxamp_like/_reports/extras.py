@@ -1,4 +1,4 @@
-"""Packages that only reports need: imported when asked for, with a clear error."""
+"""Imports packages that only views of reports need, or raises a clear error."""
 
 import importlib
 from typing import Any

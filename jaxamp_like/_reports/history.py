@@ -46,12 +46,12 @@ class ScalerHistory:
             )
 
     def record(self, scaler: Any, loss: Any = None) -> None:
-        """Takes down one step; call it once a step, outside of `jax.jit`.
+        """Records one step; call it once a step, outside of `jax.jit`.
 
         Args:
-            scaler: the state that the step returned: of a scale, of several by group,
-                of a `loss_scale_optimizer`, or any tree that holds one. `NoScaler()` is
-                a scale of 1.
+            scaler: the state that the step returned: that of one scale, of several by
+                group, of a `loss_scale_optimizer`, or any tree that holds one.
+                `NoScaler()` counts as a scale of 1.
             loss: the loss of the step, if it is to be shown too.
         Raises:
             TypeError: there is no state in `scaler`, or it is being traced.
@@ -83,7 +83,7 @@ class ScalerHistory:
         ]
 
     def _rows(self) -> list[dict[str, Any]]:
-        """The same, with scales and overflows by path also where there is one."""
+        """The same, with scales and overflows by path even if there is only one."""
         rows, before = [], {}
         for step, found, loss in self._kept:
             scales = {path: float(scale) for path, (scale, _) in found.items()}

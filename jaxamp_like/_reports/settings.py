@@ -46,7 +46,7 @@ def _public_rules() -> dict[Rule, str]:
 
 @functools.lru_cache(maxsize=1024)
 def rule_name(rule: Any) -> str:
-    """What the user would write to get this rule (or the limit, or the policy)."""
+    """The text that a user would write for this rule (or limit, or policy)."""
     if isinstance(rule, str):
         return rule
     if rule in _public_rules():

@@ -1,4 +1,4 @@
-"""What a report is of: a function as it is, or `amp` of it with settings given."""
+"""The subject of a report: a function, or `amp` of it if settings are given."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -41,8 +41,8 @@ class Subject:
             compute_dtype is not None or amp_policy is not None or strict or lean
         )
         self.argnums = (0,) if argnums is None else as_argnums(argnums)
-        # NNX modules are taken out of the arguments before anything is traced, so one
-        # that is called itself must be seen among them.
+        # NNX modules are taken out of the arguments before anything is traced, so a
+        # module that is itself called must be made an argument.
         self.leading = (fn,) if nnx_nodes(fn) else ()
         if self.leading:  # the module comes first, with the parameters that it holds
             later = () if argnums is None else (i + (i >= 0) for i in self.argnums)
@@ -68,7 +68,7 @@ class Subject:
         self, args: Any, kwargs: Any, differentiates: bool = False
     ) -> tuple[Call, Recorder, Jaxpr]:
         """Traces a call of the function as it is, or of `amp` of it if settings were
-        given: without them, the report is of what runs.
+        given: without settings, the report is about what runs.
 
         Returns:
             The call, what was recorded meanwhile, and the program that comes of it."""

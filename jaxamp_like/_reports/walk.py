@@ -25,7 +25,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What is around an equation: known of the program that it stands in.
+    """What is known of the surroundings of an equation, or of the equations inside it.
 
     `step` is the step of a plan that the equation was bound for, `base` the scope
     around the `amp` that planned it, and `source` the line of the call that it is in:
@@ -57,8 +57,8 @@ class Around:
             scope = (*base, *without_solver_scope(step.scope))
         if own.backward and phase == "forward":
             phase = "backward"
-        # JAX 0.6 names what it transposes of a call in a checkpoint as if it were made
-        # again there; the plan knows better.
+        # In a checkpoint, JAX 0.6 names what comes of transposing a call as if it were
+        # recomputed; only the plan tells that it is not.
         is_gradient = step is not None and step.backward and not own.backward
         if own.recomputed and not is_gradient:
             phase = "recomputed"
@@ -105,7 +105,7 @@ def walk(
 
 @functools.lru_cache(maxsize=4096)
 def _short(summary: str) -> str:
-    # Equations that amp makes for nobody (results handed back) point at amp itself.
+    # The casts of results come from no equation of the author's: their line is amp's.
     return "" if summary.startswith(_PACKAGE) else summary
 
 
@@ -157,10 +157,10 @@ def contraction_dtypes(eqn: Eqn) -> tuple[str, ...]:
 def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
     """What a program with a backward pass keeps for it.
 
-    That is what forward equations make and backward ones read, at every level. What
-    the program was given is live anyway and is left out. What is cast up or copied
-    is held as it was before: the cast is made again, and a copy is none once it is
-    compiled."""
+    That is what forward equations make and backward ones read, at every level. Inputs
+    of the program are live anyway and are left out. For a value that is cast up or
+    copied, the value before that counts: the cast is made again, and the compiler
+    removes the copy."""
     found: list[SavedRecord] = []
 
     def visit(jaxpr: Jaxpr, around: Around) -> None:
@@ -200,9 +200,9 @@ def _is_cast_up(eqn: Eqn) -> bool:
 def residuals(
     jaxpr: Jaxpr, num_outs: int, steps: Sequence[Step]
 ) -> tuple[SavedRecord, ...]:
-    """What a forward pass that hands out its residuals keeps: those after `num_outs`.
+    """What a forward pass keeps, if its results after `num_outs` are its residuals.
 
-    Its inputs are live anyway and are left out."""
+    Inputs of the program are live anyway and are left out."""
     inner = raw(jaxpr)
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
     kept = (v for v in inner.outvars[num_outs:] if not isinstance(v, Literal))
@@ -225,7 +225,7 @@ def _saved(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]) -> SavedRecord
 
 
 def _maker(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]):
-    """The scope and the primitive that made a value, inside of the loop if it did."""
+    """The scope and the primitive that made a value, at the innermost level."""
     for sub in subjaxprs(eqn.params):
         if eqn.primitive.name not in STRUCTURAL:
             break

@@ -1,4 +1,4 @@
-"""What the presets share: rules, and the rules that are given by the kind of op."""
+"""What the presets share: rules, and primitives that have one rule in all of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,8 +69,8 @@ class ByRange(Rule):
         return self.wide.demand(params, wanted)
 
 
-# What the systems say nothing of: sums over devices, and what is given by the kind of
-# the primitive.
+# Rules that are the same for all systems: for primitives that no list can lower, and
+# for sums over devices and the author's casts, which the systems' lists don't cover.
 GIVEN = {
     **{name: CLASSES[name] for name in (*FIXED, "custom_linear_solve")},
     **dict.fromkeys(
@@ -83,10 +83,11 @@ GIVEN = {
 
 @dataclass(frozen=True)
 class Promote(Rule):
-    """The widest dtype among the operands, as a type promotion has it.
+    """Computes in the widest dtype among the operands, as type promotion does.
 
-    Constants do not vote, unless they would not survive the compute dtype. Nor does the
-    `bias` of a layer: a parameter that is smaller than what it is added to."""
+    The dtype of a constant does not count, unless the constant would not survive the
+    compute dtype. With `bias`, nor does that of a layer's bias: a parameter that is
+    smaller than what it is added to."""
 
     bias: bool = False
 
@@ -113,10 +114,11 @@ class Promote(Rule):
 
 @dataclass(frozen=True)
 class ComputeUnlessFull(Rule):
-    """The compute dtype, unless an operand was made in full on purpose.
+    """Computes in the compute dtype, unless an operand was made in full on purpose.
 
-    As with inputs that are cast beforehand: what is drawn at random or made of integers
-    inside the function is float32, and promotes what it meets."""
+    This is what type promotion does if all inputs are cast beforehand: random numbers
+    and floats made of integers are float32 inside the function, and so are the results
+    of ops that read them."""
 
     @property
     def may_compute_low(self) -> bool:
@@ -136,7 +138,7 @@ class ComputeUnlessFull(Rule):
 
 @dataclass(frozen=True)
 class Unlisted(Rule):
-    """The author's dtypes, which neither spread nor keep others from being low."""
+    """Keeps the author's dtypes; the results don't keep other ops from being low."""
 
     def decide(self, site: Site) -> Decision:
         decision = use_original_precision.decide(site)
@@ -150,7 +152,9 @@ promote = Promote()
 def make_table(
     other: Rule, lists: Mapping[str, Rule], moving: Rule = keep_inputs
 ) -> Table:
-    """The rules of all primitives: by `lists`, or `other`; `moving` for movement."""
+    """A rule for each primitive: that of `lists`, else `moving` or `other`.
+
+    `moving` is for primitives that move data. What is `GIVEN` is never changed."""
     table: Table = {}
     for name in CLASSES:
         if name in GIVEN:

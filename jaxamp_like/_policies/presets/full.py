@@ -10,7 +10,7 @@ from ..dictionary import policy_by_name
 def full_precision() -> dict[Any, Any]:
     """Everything as its author wrote it.
 
-    To be extended with the few ops or scopes that are to run low, or to switch mixed
+    Extend it with the few ops or scopes that are to run low, or use it to switch mixed
     precision off where a policy must be passed.
 
     Returns:

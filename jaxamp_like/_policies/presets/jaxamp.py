@@ -20,8 +20,8 @@ def jaxamp() -> dict[Any, Any]:
     - jaxamp leaves whole programs inside (jit, scan, cond, custom rules) in float32;
       here the lists hold inside them too;
     - jaxamp overrules `precision=HIGHEST` and dot algorithms;
-    - jaxamp, as this preset, casts literals without a look: a mask of -1e9 that is
-      *added* becomes -inf in float16.
+    - jaxamp casts literals whatever their value, and so does this preset: a mask of
+      -1e9 that is *added* becomes -inf in float16.
 
     Returns:
         A policy dict.

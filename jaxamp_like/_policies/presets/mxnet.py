@@ -62,8 +62,8 @@ def mxnet(
     - FullyConnected, einsum and matmul are on the target list and `dot` on the widest;
       all are `dot_general` here, which runs low. (For bfloat16, einsum and matmul are
       on the float32 list.);
-    - a bias is added by `add` here, inside of the layer there: a parameter smaller than
-      what it is added to is no vote for float32;
+    - a bias is added by `add` here, and inside of the layer there: a parameter that is
+      smaller than what it is added to does not make an `add` run in float32;
     - softmax, norms and losses are no ops here: their exp, powers and sums decide. By
       the bfloat16 lists exp and sums run low, as softmax and LayerNorm do there, but
       without the float32 accumulators of MXNet's kernels;
@@ -72,7 +72,8 @@ def mxnet(
       bfloat16 lists, give `either=["max"]`;
     - an op of the either list whose inputs differ runs in the widest of their dtypes;
     - movement that only JAX has is on the either list, other ops on the float32 list;
-    - constants are no votes for float32, unless the compute dtype can't hold them.
+    - constants don't make an op run in float32, unless the compute dtype can't hold
+      them.
 
     An op that is given leaves the list that it was in; one that is given in two lists
     is an error, as it is there. To take an op from the target, float32 or widest list,

@@ -12,8 +12,8 @@ _TORCH_FP32 = """acos asin cosh cumlogsumexp erf_inv exp expm1 integer_pow log l
     log2 pow rsqrt sinh square tan
     cumprod cumsum reduce_prod reduce_sum"""
 
-# What has no bfloat16 kernel on CPUs. The rest of the list (linear algebra, fft) has
-# none in JAX either.
+# These ops have no bfloat16 kernel on CPUs. The rest of PyTorch's list (linear algebra,
+# fft) has none in JAX either.
 _TORCH_CPU_FP32 = "reduce_prod"
 
 
@@ -37,9 +37,9 @@ def pytorch_autocast(device_type: str = "cuda") -> dict[Any, Any]:
     - `reciprocal` (float32 there) is `div` here, which promotes, and `addcmul`, `cross`
       and their like (promoted) are made of what promotes;
     - `bernoulli`, dropout and random numbers are float32 where they are drawn;
-    - constants never promote, as Python numbers there, unless the compute dtype can't
-      hold them; a 0-dimensional array is broadcast in JAX before it meets another, and
-      promotes as that.
+    - constants don't promote, like Python numbers there, unless the compute dtype can't
+      hold them; JAX broadcasts a 0-dimensional array before it is combined with another
+      array, so it promotes like any array.
 
     Args:
         device_type: "cuda" (XPU and MPS are alike) or "cpu".

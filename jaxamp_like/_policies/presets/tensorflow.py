@@ -51,7 +51,7 @@ def tensorflow_graph_rewrite(
     clear: Sequence[Op] = (),
     remove: Sequence[Op] = (),
 ) -> dict[Any, Any]:
-    """The four lists of TensorFlow's graph rewrite, and its way to colour a graph.
+    """The four lists of TensorFlow's graph rewrite, and how it applies them to a graph.
 
     As `tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h` (commit
     e1c1b297) and `auto_mixed_precision.cc` (commit 0059df75): *allow* ops run low;
@@ -65,12 +65,12 @@ def tensorflow_graph_rewrite(
     - softmax, batch norm, layer norm and average pooling are one op there, mostly
       inferred. Here their exp is denied, and in float16 their sums, so that they run in
       float32, until the next allow op;
-    - what a denied op makes denies an op only if it is as large as that op's result: a
-      mean or a variance has that op computed in float32 but no more;
+    - the result of a denied op denies a reader only if it is as large as the reader's
+      result: a mean or a variance makes its reader compute in float32, but no others;
     - casts are made at the reader: TensorFlow also lowers the clear ops in front of an
       allow op;
     - a clear op whose inputs differ in precision is treated as an infer op;
-    - backward ops are not coloured afresh: they run in the precision of the forward op;
+    - the lists don't decide backward ops: they run in the precision of the forward op;
     - constants that 16 bits can't hold keep an infer op in float32;
     - movement that only JAX has (`cummax`, `expand_dims`, collectives that move data)
       is in the clear list.

@@ -27,7 +27,7 @@ def low_dtype(dtype: DTypeLike) -> str:
 def names_of(
     ops: Sequence[Op], argument: str, may_be_fixed: bool = False
 ) -> frozenset[str]:
-    """The names of `ops`, each of them known and such that a rule can stand for it."""
+    """The names of `ops`; raises for one that is unknown or can't have a rule."""
     if isinstance(ops, str | Primitive) or not isinstance(ops, Iterable):
         raise TypeError(
             f"`{argument}` must be a sequence of primitives or of their names, such as "
@@ -95,5 +95,5 @@ def check_disjoint(lists: Mapping[str, frozenset[str]], hint: str = "") -> None:
 
 
 def lowerable(table: Table) -> Table:
-    """Without the primitives whose rule is given: they stay as they were written."""
+    """The table without primitives that must run in the dtypes they were traced in."""
     return {name: rule for name, rule in table.items() if name not in FIXED}

@@ -1,1 +1,1 @@
-"""What reports hold: records, totals, and their text. Knows no view and no tracing."""
+"""The contents of reports: records, totals and text, without views and tracing."""

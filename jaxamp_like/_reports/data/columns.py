@@ -1,8 +1,8 @@
-"""Columns: what a record shows of itself, said once, where it says what it holds.
+"""Columns of tables, declared once, with the fields of the records that they show.
 
 A field or a property whose type is `Annotated[..., Column(...)]` is a column of every
-table of such records, in the page and in the terminal; as a field it is in the JSON
-too. Records within a record lend their columns to it."""
+table of such records in the page and, if it says so, in the terminal. Fields are in the
+JSON too. The columns of a record inside of another one are columns of both."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Column:
     """One column of a table.
 
     Args:
-        title: its head; of a mapping, with a place for the key: "beyond {}".
+        title: its head; if values are mappings, with "{}" for the key: "beyond {}".
         kind: how its values are written.
-        at: where it stands among the others; those of equal places as declared.
+        at: columns are sorted by this number; those of equal ones stay as declared.
         adds: whether it is added up over rows that are equal in all other columns.
-        keys: of a mapping, the keys that are shown, each in a column of its own.
+        keys: if values are mappings, the keys that are shown, a column for each.
         terminal: whether the terminal shows it too."""
 
     title: str
@@ -88,7 +88,7 @@ def _after(
 
 
 def rows(shown: Iterable[Shown], records: Iterable[Any]) -> list[list[Any]]:
-    """One row for each record, those that differ only in sums put together.
+    """One row for each record; rows that differ only in sums are added up into one.
 
     The largest sums come first; without sums, the order is that of the records."""
     shown = list(shown)

@@ -85,7 +85,7 @@ def summary(report: Explained) -> list[str]:
 
 
 def shares(count: Mapping[str, int]) -> str:
-    """ "75.0 % bfloat16, 25.0 % float32", largest first."""
+    """The share of each name as text, largest first: "75.0 % bfloat16, ..."."""
     total = sum(count.values())
     if not total:
         return "none"

@@ -1,4 +1,4 @@
-"""What a report begins with: the function, and its `amp` or that it has none."""
+"""The head of a report: the function, and the settings of its `amp`, if it has one."""
 
 from collections.abc import Sequence
 

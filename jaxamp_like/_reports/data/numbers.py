@@ -15,7 +15,7 @@ from .records import Path, Place, paths_to
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """What an operand was like.
+    """The range of an operand's numbers.
 
     Args:
         dtype: its dtype.
@@ -47,8 +47,8 @@ class Event:
     """When something went wrong, and what the equation read.
 
     Args:
-        iteration: of the loops around it, outermost first. Of a scan, the index into
-            what it scans, backwards too.
+        iteration: the iterations of the loops around it, outermost first. For a scan it
+            is the index into the scanned arrays, also if that runs in reverse.
         inputs: the float operands at that time."""
 
     iteration: tuple[int, ...]
@@ -63,12 +63,12 @@ FORMATS = ("float16", "float8_e4m3fn")
 
 @dataclass(frozen=True, slots=True)
 class OpNumerics:
-    """What one equation made, all iterations of loops together.
+    """Statistics of the results of one equation, over all iterations of its loops.
 
     Args:
         place: where it stands.
         primitive: its name.
-        author: for what equation of the author's it was made; see `OpRecord`.
+        author: the primitive of the author's equation behind it; see `OpRecord`.
         dtype: the dtype of its result.
         written: the dtype that the result has as written.
         shape: the shape of its first float result.
@@ -76,27 +76,31 @@ class OpNumerics:
         largest: the largest finite magnitude that it made.
         smallest: the smallest that is not zero; 0 if there is none.
         nonfinite: the share of inf and NaN in what it made.
-        lost: the share that is zero here, and not in the author's dtypes.
-        clipped: where an operand of a contraction is rounded to 8 bits: the share that
-            its scale brings beyond the format's largest number.
-        flushed: there, the share that becomes zero.
+        lost: the share that underflowed to zero: in the author's dtypes it is not zero,
+            but below the normal range of the dtype that it has here.
+        clipped: if it rounds an operand of a contraction to 8 bits, the share that is
+            beyond the format's largest number, once it is divided by the scale.
+        flushed: in the same case, the share that becomes zero.
         written_largest: as `largest`, in the author's dtypes.
         written_smallest: as `smallest`, in the author's dtypes.
         histogram: for each binary exponent, the share of magnitudes (in the author's
             dtypes) that have it; of arrays with more than 32768 elements, a sample.
         overflow: for each format, the share that would be beyond its largest number.
         underflow: for each format, the share that would become zero.
-        error: of the worst run: the sum of deviations from the author's dtypes, by the
-            sum of magnitudes there, or, where terms cancel to nothing but rounding, by
-            that of the terms. inf if NaN or inf arose.
-        read_error: the largest error among what it read then.
+        error: the error of the worst run: the sum of deviations from the values in the
+            author's dtypes, divided by the sum of magnitudes of these values. If the
+            terms of a sum cancel, and only rounding is left, it is divided by the
+            magnitudes of the terms. It is inf if NaN or inf arose.
+        read_error: the largest error of an operand in that run.
         worst: the iteration of that run; see `Event`.
-        made_nonfinite: the first time that it made inf or NaN of what was not.
+        made_nonfinite: the first time that it made inf or NaN of finite operands, or
+            NaN of operands without NaN.
         nonfinite_as_written: whether the author's dtypes give inf or NaN here too.
         vanished: the largest share of elements that one run lost (see `lost`), less
             what its inputs had lost before.
         vanished_event: when that was.
-        order: sorts equations as they ran, by their first trouble or their worst run.
+        order: sorts equations by when they first made inf or NaN, or else by when
+            their worst run was.
     """
 
     place: Place
@@ -128,7 +132,7 @@ class OpNumerics:
 
     @property
     def name(self) -> Annotated[str, Column("primitive", at=20, terminal=True)]:
-        """Its primitive, and what of the author's it was made for."""
+        """Its primitive, and that of the author's equation if it is another one."""
         is_own = self.author in ("", self.primitive)
         return self.primitive if is_own else f"{self.primitive} (of {self.author})"
 
@@ -146,14 +150,14 @@ class OpNumerics:
 
 @dataclass(frozen=True, slots=True)
 class ScopeNumerics:
-    """What the equations of one scope made, those of its inner scopes included.
+    """Statistics of the equations of one scope, those of its inner scopes included.
 
     Args:
         scope: its path, as in `Place`; "" is the whole program.
         ops: the number of equations.
         largest: the largest finite magnitude that one of them made.
         smallest: the smallest that is not zero; 0 if there is none.
-        nonfinite: how many made inf or NaN of what was not.
+        nonfinite: how many made inf or NaN; see `made_nonfinite` of `OpNumerics`.
         vanished: the largest share that one of them lost; see `OpNumerics`.
         clipped: the largest share that one of them clipped, rounding to 8 bits.
         flushed: the largest share that one of them made zero there.
@@ -205,10 +209,10 @@ class Numbers:
 
     @property
     def first_nonfinite(self) -> OpNumerics | None:
-        """The equation that was first to make inf or NaN of finite numbers.
+        """The equation that was the first to make inf or NaN; see `made_nonfinite`.
 
-        One whose result is finite as written comes before all others: those are the
-        author's own (a logarithm of zero)."""
+        Equations whose results are finite as written come before all others, whose inf
+        and NaN are the author's own (a logarithm of zero)."""
         made = [op for op in self.ops if op.made_nonfinite is not None]
         ours = [op for op in made if not op.nonfinite_as_written]
         return min(ours or made, key=lambda op: op.order, default=None)
@@ -234,7 +238,7 @@ class Numbers:
     def worst(self, n: int = 10) -> list[OpNumerics]:
         """The `n` equations with the largest error, worst first.
 
-        Those that read what was off by half of itself already come after all others."""
+        Equations whose operands had an error of 0.5 or more come after all others."""
         ranked = sorted(
             self.ops, key=lambda op: (op.read_error >= 0.5, -op.error, op.order)
         )
@@ -290,7 +294,7 @@ class Numbers:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no inf and no NaN."""
+    """A value for JSON, which has no inf and no NaN: they become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -40,8 +40,8 @@ class OpRecord:
     Args:
         place: where it stands.
         primitive: its name.
-        author: for what equation of the author's it was made; itself or, in the
-            backward pass, what it is the derivative of. "" outside of `amp`.
+        author: the primitive of the author's equation that it was made for; in the
+            backward pass, of the one that it differentiates. "" outside of `amp`.
         written: the dtypes of that equation's float operands and results, as written.
         reads: the dtypes of the float operands, as they are now.
         makes: the dtypes of the float results, as they are now.
@@ -93,7 +93,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class ContractionRecord:
-    """A contraction of a program that has some of 8-bit operands.
+    """A contraction of a program in which some contractions read 8 bits.
 
     Args:
         operands: the dtypes that it reads.
@@ -131,11 +131,11 @@ class CastRecord:
 
     Args:
         place: where it stands.
-        source_dtype: what is cast.
-        target_dtype: to what.
-        shape: of the array.
+        source_dtype: the dtype before.
+        target_dtype: the dtype after.
+        shape: the shape of the array.
         inserted: whether `amp` put it there, rather than the author.
-        why: for whom."""
+        why: the reason for it."""
 
     place: Place
     source_dtype: Annotated[str, Column("from", at=20, terminal=True)]
@@ -163,7 +163,7 @@ class SavedRecord:
 
     Args:
         scope: where it is made.
-        primitive: by what.
+        primitive: the primitive that makes it.
         dtype: its dtype.
         shape: its shape.
         num_bytes: its size."""
@@ -211,7 +211,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a program adds up to.
+    """The totals of a program.
 
     Args:
         flops: FLOPs of contractions, by phase and by the dtype that they compute in.
@@ -242,8 +242,8 @@ class Totals:
 class Program:
     """What a traced program holds: the function as written, or as rewritten.
 
-    Where there is no derivative, it is not known what one would keep: `saved` is
-    `None`, and `why_unknown` says why there is none."""
+    If the function can't be differentiated, it is not known what a backward pass would
+    keep: `saved` is `None`, and `why_unknown` gives the reason."""
 
     ops: tuple[OpRecord, ...]
     casts: tuple[CastRecord, ...]

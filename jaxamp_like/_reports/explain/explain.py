@@ -33,8 +33,8 @@ def explain(
 ) -> Callable[..., Report]:
     """Reports the precision of each part of `fn`, without running it.
 
-    The report is read off the plan that binding followed and off the program that came
-    of it, so it tells what runs. Printed, it is a table; see `Report` for the rest.
+    The report is made of the plan that `amp` followed and of the resulting program, so
+    it tells what runs. Printed, it is a table; see `Report` for the rest.
 
     Args:
         fn: the function that runs, such as the gradient of `amp(loss)` or a whole
@@ -45,9 +45,9 @@ def explain(
         amp_policy: as for `amp`.
         strict: as for `amp`.
         lean: as for `amp`.
-        argnums: as for `amp`: the arguments that hold parameters. Where `fn` has no
-            backward pass of its own, what one would keep is told for gradients of
-            these, or of the first argument.
+        argnums: as for `amp`: the arguments that hold parameters. If `fn` has no
+            backward pass of its own, the report tells what one would keep that
+            differentiates by these, or by the first argument.
     Returns:
         A function with the signature of `fn` that returns a `Report`. Arrays among the
         arguments may be given as `jax.ShapeDtypeStruct`s.
@@ -120,8 +120,8 @@ def _saved_by_derivative(
     try:
         jaxpr, num_outs = call.trace_residuals(recorder)
     except Exception as e:
-        # The function has been traced before: it is its derivative that there is none
-        # of, as of host callbacks.
+        # The function itself could be traced, so it has no derivative, as host
+        # callbacks have none.
         what = "" if isinstance(e, AmpError) else f"{type(e).__name__}: "
         return None, what + next(iter(str(e).splitlines()), "")
     return walk.residuals(jaxpr, num_outs, recorder.steps), ""
@@ -149,7 +149,7 @@ def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
 
 
 def _eight_bits(eqn: Eqn, step: Step | None) -> dict[str, Any]:
-    """What an 8-bit contraction tells beside."""
+    """The fields of a record that only contractions in 8 bits have."""
     made = step.decision.eight_bits if step else None
     if made is None or not walk.flops(eqn):
         return {}

@@ -15,13 +15,13 @@ from .pairs import Pair
 from .statistics import Table, combined, histograms, measure, no_row, tabulate
 
 Path = tuple[int, ...]
-Found = dict[tuple[Path, int], Table]  # of blocks, each in parts
+Found = dict[tuple[Path, int], Table]  # by path of the block and number of the part
 
 PART = 32
-"""Equations in a part of the table of a block that is run one by one.
+"""How many equations a part of a table has, if a block's equations run one by one.
 
-A table is made by compiled code, which is the same for all parts: compiling one for
-thousands of equations takes minutes."""
+The code that makes a table is compiled once for all parts: to compile it for thousands
+of equations at once would take minutes."""
 
 
 class Loop(NamedTuple):
@@ -29,7 +29,7 @@ class Loop(NamedTuple):
 
     reverse: bool
     length: int  # 0 if it is not known beforehand
-    depth: int  # how much of the paths of its equations is its own
+    depth: int  # the length of the path of the loop's own equation
 
 
 Loops = tuple[Loop, ...]
@@ -46,7 +46,7 @@ class Seen:
             program within that.
         loops: the loops around it, outermost first.
         written: the dtypes that its float results have as written.
-        made: these results; here some may be integers, of contractions of int8.
+        made: these results; in the program some are integers, in contractions of int8.
         reads: its operands that are floats as written."""
 
     eqn: Eqn
@@ -69,9 +69,9 @@ class Block:
 
     Args:
         path: where its program stands.
-        loops: those around it.
-        memory: for the results of equations that are run one by one.
-        compiled: whether they are traced to be compiled together, instead.
+        loops: the loops around it.
+        memory: holds the results of equations that are run one by one.
+        compiled: whether the equations are traced and compiled together instead.
         axes: the manual mesh axes around it."""
 
     path: Path
@@ -85,7 +85,7 @@ class Block:
     codes: list[Any] = field(default_factory=list)
 
     def measure(self, pair: Pair) -> Pair:
-        """The pair, and if it is of floats, what is known of it."""
+        """The pair, with its measurements if it is one of floats."""
         if pair.measured is not None or not pair.is_float:
             return pair
         if not self.compiled:
@@ -99,7 +99,7 @@ class Block:
         self.rows.append(combined(rows, seen.sizes))
         self.inputs.append([pair.measured[0] for pair in inputs])
         self.codes.append(codes[0] if len(codes) == 1 else jnp.concatenate(codes))
-        if not self.compiled:  # at once: the codes of all equations are a lot to keep
+        if not self.compiled:  # at once, since the codes of all take much memory
             self.codes[-1] = _histogram(self.codes[-1])
 
     def tables(self) -> Found:

@@ -1,8 +1,8 @@
 """The compiled code of single equations, and the memory that it writes results into.
 
-Equal equations share their code. What nothing reads any more is donated to a later
-result of its type: memory that is fresh from the operating system comes page by page,
-which takes ten times as long as the arithmetic of most equations."""
+Equal equations share their code. An array that nothing reads any more is donated to a
+later result of its type: new memory comes page by page from the operating system, which
+takes ten times as long as the arithmetic of most equations."""
 
 import functools
 from collections import Counter
@@ -21,7 +21,7 @@ from . import pairs as p
 from .pairs import Pair, Role, Value
 from .statistics import measure
 
-# XLA may skip roundings inside of a fused kernel, and with them what overflows.
+# By default XLA may skip roundings inside of a fused kernel, and with them overflows.
 OPTIONS = {"xla_allow_excess_precision": False}
 
 _LARGE = 2**20  # bytes; less comes from memory that the process has already
@@ -30,19 +30,20 @@ _CHUNK = 2**16  # elements; what a step touches fits into the cache of a core
 
 
 class Memory:
-    """Keeps account of the arrays that were made here, by who still reads them.
+    """Counts the readers of arrays, and keeps those without any for later results.
 
-    Only these are ever donated: no argument of the program, and no constant. Only in
-    the memory of a CPU: other devices keep theirs without help."""
+    Only arrays that were made here are kept and donated, never an argument or constant
+    of the program, and only those on a CPU: other devices reuse memory by themselves.
+    """
 
     def __init__(self) -> None:
         self._made: dict[int, Any] = {}
         self._readers: Counter[int] = Counter()
-        self._spare: dict[_Form, list[Any]] = {}  # what was used last is last
+        self._spare: dict[_Form, list[Any]] = {}  # the latest used form is last
         self._in_use = self._most_in_use = self._kept = 0  # bytes
 
     def made(self, arrays: Iterable[Any]) -> None:
-        """Says that these are in nobody else's hands."""
+        """Registers arrays that were made here, and that nobody else refers to."""
         for x in arrays:
             if _is_large(x) and _is_on_cpu([x]):
                 self._made[id(x)] = x
@@ -50,11 +51,14 @@ class Memory:
         self._most_in_use = max(self._most_in_use, self._in_use)
 
     def hold(self, arrays: Iterable[Any]) -> None:
-        """Says that each has one more reader."""
+        """Adds a reader to each of these arrays."""
         self._readers.update(map(id, arrays))
 
     def release(self, arrays: Iterable[Any], reuse: bool = True) -> None:
-        """Says that each has one less; if not to `reuse`, another is about to come."""
+        """Removes a reader from each of these arrays.
+
+        Those without readers are kept for reuse. Without `reuse` they are not, since
+        another reader is about to be added."""
         for x in arrays:
             self._readers[id(x)] -= 1
             if reuse and self._readers[id(x)] == 0:
@@ -63,18 +67,18 @@ class Memory:
                     self._keep(x)
 
     def hand_on(self, arrays: Sequence[Any], instead_of: Iterable[Any]) -> None:
-        """Gives up what was held, but for what somebody else is about to hold."""
+        """Releases `instead_of`, except for `arrays`, which others will hold soon."""
         self.hold(arrays)
         self.release(instead_of)
         self.release(arrays, reuse=False)
 
     def discard(self, arrays: Sequence[Any]) -> None:
-        """Says that nobody is going to read them."""
+        """Releases arrays that nobody is going to read."""
         self.hold(arrays)
         self.release(arrays)
 
     def _forget(self, x: Any) -> bool:
-        """Takes an array out of the account, if it is there."""
+        """Stops tracking an array; returns whether it was tracked."""
         is_ours = self._made.pop(id(x), None) is not None
         self._in_use -= x.nbytes if is_ours else 0
         return is_ours
@@ -99,11 +103,11 @@ class Memory:
         """Arrays to write results of the types `wanted` into.
 
         Args:
-            operands: what they are made of.
-            dying: those that nothing else is going to read, once for each reader.
+            operands: the arrays that they are computed from.
+            dying: those operands that are read for the last time, once for each reader.
         Returns:
-            One array for each result: one of `dying`, or one beside the operands. None
-            at all if these are not on one CPU device."""
+            One array for each result: one of `dying`, or one that is no operand. The
+            list is empty if the operands are not on one CPU device."""
         operands = [x for x in operands if isinstance(x, jax.Array)]
         if not wanted or not _is_on_cpu(operands):
             return []
@@ -131,7 +135,7 @@ class Memory:
         return found
 
 
-_MOST = 1.5  # times what was ever in use at once
+_MOST = 1.5  # times the most memory that was in use at once
 
 
 class _Form(NamedTuple):
@@ -171,14 +175,14 @@ class Compiled:
         self.inputs = jax.tree.structure(args)
         self.outputs = jax.tree.structure(result)
         invars, outvars = program.jaxpr.invars, program.jaxpr.outvars
-        # What is only handed through is not copied.
+        # Inputs that are returned as they are need not be copied.
         self.through = {
             i: invars.index(v) for i, v in enumerate(outvars) if v in invars
         }
         self.computed = [i for i in range(len(outvars)) if i not in self.through]
         avals = [outvars[i].aval for i in self.computed]
         self.wanted = [aval for aval in avals if _is_large(aval)]
-        # An operand is written over where each element makes one.
+        # An operand is only written over if all arrays but scalars have one shape.
         shapes = {v.aval.shape for v in (*invars, *outvars)} - {()}
         self.is_in_place = len(shapes) == 1
         self.code = functools.lru_cache(self._code)
@@ -262,7 +266,7 @@ def _join(slices: list[Pair]) -> Pair:
 
 
 def measured(memory: Memory, pair: Pair) -> tuple[Any, Any]:
-    """What `measure` finds of a float."""
+    """What `measure` finds out about an array of floats."""
     run = jnp.asarray(pair.run)
     arrays = [run] if pair.true is None else [run, pair.true]
     measuring = _measure_by_chunks if _is_on_cpu(arrays) else measure
@@ -277,7 +281,7 @@ _measure_by_chunks = functools.partial(measure, chunk=_CHUNK)
 def evaluated(
     memory: Memory, eqn: Eqn, role: Role, operands: list[Pair], dying: Sequence[Any]
 ) -> list[Pair]:
-    """What an equation makes of its operands, of which `dying` are read no more."""
+    """The results of an equation; the arrays `dying` are not read after it."""
     wide = _widened(memory, eqn, operands)
     fn = _Equation(eqn, role)
     outs, scratch = run_compiled(memory, fn, operands, wide, dying=dying)
@@ -324,10 +328,10 @@ class _Equation:
 
 
 def _widened(memory: Memory, eqn: Eqn, operands: Sequence[Pair]) -> list[Any]:
-    """What XLA's CPU backend makes of the operands of a contraction of 16-bit floats.
+    """The operands of a contraction of 16-bit floats in float32; none for others.
 
-    It computes that in float32, in memory that is fresh each time; so these come from
-    here."""
+    XLA's CPU backend computes such a contraction in float32, and would cast operands in
+    new memory each time. Here they are cast in memory that is reused."""
     types = {atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)}
     if eqn.primitive.name != "dot_general" or not types <= _NARROW:
         return []

@@ -1,8 +1,8 @@
 """The interpreter behind `trace_numerics`.
 
-Each equation is bound by a handler of `evaluate`, the one walk through a program. The
-handler itself keeps account of where values are read for the last time, so that their
-arrays can be written over.
+`evaluate` walks through a program, and calls a handler that runs each equation. The
+handler finds out where values are read for the last time, so that their arrays can be
+written over.
 
 Outside of long loops, every equation is compiled by itself and run at once; equal ones
 share their code, so that unrolled layers cost no more to compile than one."""
@@ -56,8 +56,8 @@ class Interpreter:
     seen: dict[Path, list[Seen]] = field(default_factory=dict)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Found]:
-        """Runs a whole program. Its own arrays are written over where nothing reads
-        them any more, those of `args` are not."""
+        """Runs a whole program. Arrays that it makes are written over once nothing
+        reads them any more; those of `args` never are."""
         block = Block((), (), Memory())
         outs, found = self._run(jaxpr, args, Where(walk.Around(), (), block))
         outs = [joined(block.memory, value) for value in outs]
@@ -78,12 +78,12 @@ class Interpreter:
 
         Args:
             jaxpr: the program.
-            args: what it is run on.
+            args: the values that it is run on.
             eqn: the equation that holds it.
             where: where that stands.
             index: the number of the program among those of the equation.
             loop: the loop that it is the body of, if it is.
-            compiled: whether it is traced, and not run one by one.
+            compiled: whether it is traced as a whole; else equations run one by one.
             axes: the mesh axes that the equation makes manual."""
         around, inner = where.block, where.within(eqn, index)
         loops = around.loops if loop is None else (*around.loops, loop)
@@ -106,7 +106,7 @@ class Interpreter:
         where: Where,
         handed_over: Sequence[Any] = (),
     ) -> tuple[list[Value], Found]:
-        """Runs a program; its caller holds no more what it has `handed_over`."""
+        """Runs a program; its caller no longer holds the arrays `handed_over`."""
         inner, block = raw(jaxpr), where.block
         memory = block.memory
         last = {a: eqn for eqn in inner.eqns for a in variables(eqn.invars)}
@@ -161,7 +161,7 @@ class Interpreter:
             cell.value = _held(block.memory, cell.value, name)
             if (written := p.as_written(atom, where.at)) is not None:
                 cell.value = cell.value._replace(true=jnp.float32(written))
-            if is_measured:  # and known to whatever reads it next
+            if is_measured:  # the next reader of the cell finds this, too
                 cell.value = block.measure(cell.value)
         operands = [cell.value for cell in cells]
         last_read = p.arrays_of(cell.value for cell in dying)

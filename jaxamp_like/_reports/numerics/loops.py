@@ -1,11 +1,11 @@
 """Programs that equations hold, run with pairs: loops, branches, manual sharding.
 
-Each takes what runs such a program, an equation, where it stands and its operands, and
-gives its results with the tables of its bodies. Tables of a loop are among its
-carries.
+Each handler here takes a function that runs such a program, an equation, its place and
+its operands. It returns the results of the equation and the tables of its bodies. A
+loop carries the tables of its body from one iteration to the next.
 
-The handlers of `_structural` can't be used here: they bind what a plan says, and every
-body has tables to return beside its results."""
+The handlers of `_structural` can't be used here: they bind what a plan says, while
+every body here also returns tables."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def _settled(
     step: Callable[[list[Pair]], tuple[list[Pair], Found]],
     carry: list[Pair],
 ) -> tuple[list[Pair], Found]:
-    """The carry in a form that the loop's body keeps, and its statistics' types."""
+    """The carry in a form that the body preserves, and the types of its tables."""
     while True:
         outs, found = _shapes(where, step, carry)
         forms = [p.common(a, b) for a, b in zip(carry, outs, strict=True)]

@@ -41,17 +41,18 @@ def trace_numerics(
     argnums: int | Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> Callable[..., NumericsReport]:
-    """Runs `fn` in mixed precision, and beside it what its author's dtypes would give.
+    """Runs `fn` in mixed precision and in its author's dtypes, and compares both.
 
-    Every equation, forward and backward, at any depth, is measured: the range of what
-    it makes, a histogram of exponents, the share that float16, bfloat16 and the 8-bit
+    Every equation, forward and backward, at any depth, is measured: the range of its
+    results, a histogram of exponents, the share that float16, bfloat16 and the 8-bit
     formats could not hold, the error against the author's dtypes at the same inputs,
-    and where the first inf or NaN arises. Iterations of a loop are told as one, with
-    the worst of them. It runs on the device, and only the summaries leave it.
+    and where the first inf or NaN arises. All iterations of a loop are reported
+    together, with the worst of them. This runs on the device, and only summaries leave
+    it.
 
-    Every equation rounds as the program says. Compiled as a whole, XLA may skip
-    roundings between equations that it fuses, so an overflow that is found here may
-    stay hidden on one device and show on another.
+    Every equation rounds as the program says. When XLA compiles the program as a whole,
+    it may skip roundings between equations that it fuses, so an overflow that is found
+    here may occur on one device and not on another.
 
     Args:
         fn: what to run, such as the gradient of `amp(loss)` or a whole training step.
@@ -63,12 +64,13 @@ def trace_numerics(
         strict: as for `amp`.
         lean: as for `amp`.
         argnums: as for `amp`.
-        progress: whether to show a progress bar; if not given, when rich is installed
-            and the error stream is a terminal.
+        progress: whether to show a progress bar; if not given, it is shown when rich is
+            installed and the error stream is a terminal.
     Returns:
         A function with the signature of `fn` that returns a `NumericsReport`.
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or no concrete array.
+        TypeError, ValueError: an argument is of the wrong kind, or an array without
+            values (a tracer or a shape).
         AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
         NotImplementedError: `fn` works on mutable arrays.
 
@@ -224,14 +226,14 @@ def _by_exponent(counts: np.ndarray) -> dict[int, float]:
 
 
 def _smallest(x: Any) -> float:
-    """0 if nothing was there to be smallest."""
+    """`x`, or 0 if it is inf since there was no number to be the smallest."""
     return float(x) if np.isfinite(x) else 0.0
 
 
 def _share(
     counts: np.ndarray, bins: np.ndarray, any_at_all: bool, elements: int
 ) -> float:
-    # The sample may have missed what the range, which sees every element, tells.
+    # The range covers all elements, so it shows elements that the sample has missed.
     if not any_at_all:
         return 0.0
     return max(float(counts[bins].sum() / max(counts.sum(), 1)), 1 / elements)

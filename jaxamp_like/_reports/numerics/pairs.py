@@ -1,11 +1,11 @@
 """Running a rewritten program beside what its author's dtypes would give.
 
-An interpreter of jaxprs. Every value is a `Pair`: as the program computes it, and as it
-would be had nothing been cast, at the same inputs. The second follows from the first
-program alone: casts and roundings that `amp` inserted do nothing to it, and every other
-equation is evaluated again, in the dtypes that its operands then have. So both runs
-stay in step through loops, remat and the backward pass, and can be compared value by
-value. Control flow follows the program that runs."""
+Every value is a `Pair`: as the rewritten program computes it, and as it would be if
+nothing had been cast. The rewritten program is enough to compute both: casts and
+roundings that `amp` inserted leave the second value as it is, and every other equation
+is evaluated a second time, in the dtypes that its operands then have. So both runs stay
+in step through loops, remat and the backward pass, and can be compared value by value.
+Control flow follows the values of the rewritten program."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ from .. import walk
 class Pair(NamedTuple):
     """A value as the program computes it, and in the author's dtypes.
 
-    `true` is `None` where it is the same, and a float of what is an integer of 8 bits
-    here; `measured` is what `measure` found, if it was asked."""
+    `true` is `None` where both are the same. It is a float even if `run` holds the
+    integers of an int8 contraction. `measured` is what `measure` found, if it was
+    called."""
 
     run: Any
     true: Any = None
@@ -48,7 +49,7 @@ class Pair(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """What a loop stacked up, as it came: most of it is only read by another loop."""
+    """The slices that a loop stacks up, not joined yet: most are read by loops only."""
 
     pairs: list[Pair]  # by index
 
@@ -69,15 +70,15 @@ def arrays_of(values: Iterable[Value]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Role:
-    """What is known of an equation beside itself, from the step that it was bound for.
+    """What an equation does, as far as the step tells that it was bound for.
 
     Args:
-        inserted: it is a cast that `amp` put there, or a rounding that goes with one;
-            as written, the operand of this number stays as it is.
-        target: it is a cast that the author wrote, to this dtype.
-        is_scale: it makes the scale of numbers of 8 bits a power of two. That is a
-            choice, and no error of what is divided by it and multiplied again: so both
-            runs make the same one.
+        inserted: if it is a cast or a rounding that `amp` inserted, the number of the
+            operand that is its result in the author's dtypes.
+        target: if it is a cast that the author wrote, the dtype that it casts to.
+        is_scale: whether it makes the scale of 8-bit numbers a power of two. Numbers
+            are divided by the scale and multiplied by it again, so a different scale is
+            no error, and both runs use the same one.
     """
 
     inserted: int | None = None
@@ -89,7 +90,7 @@ def role_of(eqn: Eqn, at: walk.Around) -> Role:
     name = eqn.primitive.name
     if (rounded := rounded_operand(eqn, at)) is not None:
         return Role(inserted=rounded)
-    # Scales that are known before a step begins are made for none of its equations.
+    # Scales that are known before a training step belong to no step of the plan.
     is_scale = _is_of_8_bits(at) or (at.in_amp and at.step is None)
     if name == "bitcast_convert_type" and is_scale:
         return Role(is_scale=True)
@@ -108,10 +109,10 @@ def role_of(eqn: Eqn, at: walk.Around) -> Role:
 
 
 def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
-    """Which operand an equation takes to 8 bits or back, if that is what it is for.
+    """The number of the operand that an equation rounds to 8 bits or casts back.
 
-    It clips it to their range, rounds it, or casts it: to float8, to int8, and from
-    there and the int32 of their sums."""
+    It is `None` for other equations. Such an equation clips the operand to the range of
+    the format, rounds it, or casts it to or from float8, int8 or the int32 of sums."""
     if not _is_of_8_bits(at):
         return None
     if eqn.primitive.name == "clamp":
@@ -166,7 +167,7 @@ def is_move(eqn: Eqn) -> bool:
 
 
 def keeps_magnitudes(eqn: Eqn, role: Role) -> bool:
-    """Whether what is known of the operand is true of the result."""
+    """Whether the measurements of the operand are true of the result."""
     if role.inserted is not None and eqn.primitive.name == "convert_element_type":
         new, old = eqn.outvars[0].aval.dtype, eqn.invars[0].aval.dtype
         return is_float(new) and is_float(old) and holds(new, old)
@@ -183,16 +184,16 @@ def bind(
     pairs: Sequence[Pair],
     run: Callable[[Eqn, list[Any]], Sequence[Any]] = reemit,
 ) -> list[Pair]:
-    """Binds an equation that holds no program that we would look into.
+    """Binds an equation whose inner programs, if any, are not looked into.
 
-    `run` is how that is done as the program has it."""
+    `run` binds it on the values that the program computes."""
     runs = run(eqn, [pair.run for pair in pairs])
     trues = _in_author_dtypes(eqn, role, pairs, runs)
     return [Pair(run, true) for run, true in zip(runs, trues, strict=True)]
 
 
 def with_measures(operands: Sequence[Pair], outs: list[Pair]) -> list[Pair]:
-    """The results, with what is known of their operands."""
+    """The results, with the measurements of their operands."""
     same = len(outs) == len(operands)
     return [
         out._replace(measured=operands[i if same else 0].measured)
@@ -210,7 +211,7 @@ def _in_author_dtypes(
         return [None for _ in runs]
     if role.inserted is not None and pairs[role.inserted].is_float:
         return [pairs[role.inserted].exact]
-    # What has an effect must have it once.
+    # An equation with an effect must not run twice.
     if all(pair.true is None for pair in pairs) or has_effect(eqn):
         return [None] * len(runs)
     values = _harmonised(pairs)
@@ -235,7 +236,7 @@ def _in_author_dtypes(
 
 
 def _harmonised(pairs: Sequence[Pair]) -> list[Any]:
-    """Operands in the author's dtypes; those of one dtype now had one dtype then."""
+    """Operands in the author's dtypes; those that share a dtype now share one there."""
     widest: dict[DType, DType] = {}
     for pair in pairs:
         if pair.is_float:
@@ -288,7 +289,7 @@ _SCATTERS: dict[str, Callable[..., Any]] = {
 
 
 def pinned(pairs: Iterable[Pair], like: Iterable[Any]) -> list[Pair]:
-    """Pairs that have a value in the author's dtype where those of `like` have one."""
+    """Pairs with a value in the author's dtype wherever those of `like` have one."""
     return [_pinned(pair, form) for pair, form in zip(pairs, like, strict=True)]
 
 
@@ -300,7 +301,7 @@ def _pinned(pair: Pair, like: Any) -> Pair:
 
 
 def common(*pairs: Any) -> Any:
-    """The structure that pairs from several places can all take."""
+    """A form to which `pinned` can bring all of these pairs."""
     trues = [pair.true for pair in pairs if pair.true is not None]
     if not trues:
         return pairs[0].bare()

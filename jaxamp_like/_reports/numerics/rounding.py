@@ -1,7 +1,8 @@
 """What rounding the operands of a contraction to 8 bits does to their numbers.
 
-Clipped is what is beyond the largest number of the format, once it is divided by its
-scale; flushed, what is smaller than half of the smallest and becomes zero."""
+Numbers are clipped if they are beyond the largest number of the format, once they are
+divided by their scale. They are flushed if they are at most half of its smallest
+number, and so become zero."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ Shares = tuple[Array | float, Array | float]
 def shares(eqn: Eqn, at: walk.Around, operands: Sequence[Pair]) -> Shares | None:
     """The shares of numbers that an equation clips and flushes.
 
-    `None` of an equation that does not round an operand of a contraction."""
+    It is `None` for an equation that does not round an operand of a contraction."""
     if rounded_operand(eqn, at) is None:
         return None
     name, runs = eqn.primitive.name, [pair.run for pair in operands]
@@ -36,7 +37,7 @@ def shares(eqn: Eqn, at: walk.Around, operands: Sequence[Pair]) -> Shares | None
 
 
 def told(made: Pair, both: Shares) -> Pair:
-    """The result of that equation, with the shares among what is known of it."""
+    """The result of such an equation, with the two shares in its measurements."""
     row, codes = made.measured
     return made._replace(measured=(_rounded(row, *both), codes))
 

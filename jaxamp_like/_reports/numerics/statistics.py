@@ -1,11 +1,11 @@
-"""Statistics of what equations compute, on the device, in one pass over the data.
+"""Statistics of the results of equations, on the device, in one pass over the data.
 
 Every array becomes one row of numbers, and codes of a sample of its elements. The rows
 of a block of equations (the body of a loop, or all that is outside of loops) are then
-judged together, as one table with a row for each equation: which of them made inf of
-finite inputs, which lost numbers that their inputs still had? Iterations of a loop are
-merged, table by table, and the worst of each equation is remembered. So the device
-does little beside reading the data, and all that leaves it is the tables."""
+made one table, with a row for each equation. It tells which of them made inf of finite
+inputs, and which lost numbers that their inputs still had. The tables of a loop's
+iterations are merged, and the worst iteration of each equation is remembered. So the
+device does little more than read the data, and only the tables leave it."""
 
 import functools
 import math
@@ -34,9 +34,9 @@ _MASK = 2.0**100
 
 
 class Row(NamedTuple):
-    """What is known of one array; magnitudes, and shares of elements.
+    """Measurements of one array: magnitudes, and shares of elements.
 
-    `exact` ones are of the values in the author's dtypes."""
+    Those called `exact` are of the values in the author's dtypes."""
 
     largest: Any  # of the finite
     smallest: Any  # of those that are not zero; inf if there are none
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     nan: Any
     zero: Any
     gone: Any  # zero here, and not in the author's dtype
-    lost: Any  # the same, since the author's value is below the range of the dtype
+    lost: Any  # as `gone`, if the author's value is below the normal range of the dtype
     exact_largest: Any
     exact_smallest: Any
     exact_nonfinite: Any
@@ -79,19 +79,19 @@ class Extreme(NamedTuple):
 
     amount: Array
     iteration: Array
-    read: Array  # what was known of the operands then
+    read: Array  # measurements of the operands in that run
 
 
 class Table(NamedTuple):
-    """What is known of some equations' float results, over all their runs so far.
+    """Measurements of the float results of equations, over all their runs so far.
 
     One row for each equation."""
 
     runs: Array
     rows: Array  # as `Row`; sums and shares of all runs together, and extremes
     error: Extreme  # sum |run - exact| / sum |exact|, see `_errors`; operands' largest
-    made_nonfinite: Extreme  # 1 if inf or NaN was made of what was not; their ranges
-    vanished: Extreme  # the share that was lost, and not in the operands; their ranges
+    made_nonfinite: Extreme  # 1 if inf of finite, or NaN of no NaN; operands' ranges
+    vanished: Extreme  # the share lost beyond what operands had lost; their ranges
     histogram: Array  # of the codes of sampled exact magnitudes
 
 
@@ -111,11 +111,11 @@ def measure(
     Args:
         run: the array as the program computes it.
         exact: in the author's dtype; `None` where it is the same.
-        chunk: how many elements to look at at a time, a multiple of 256; all at once
-            if not given.
+        chunk: how many elements to reduce at a time, a multiple of 256; all at once if
+            not given.
     Returns:
-        A `Row` as a vector, codes of sampled elements of `exact`, and arrays that were
-        only needed on the way."""
+        A `Row` as a vector, codes of sampled elements of `exact`, and temporary arrays,
+        whose memory can be used again."""
     if run.size == 0:
         return no_row(), _codes(jnp.zeros(1)), []
     arrays = [run] if exact is None else [run, exact]
@@ -141,9 +141,10 @@ def measure(
 
 
 def rounded(row: Array, clipped: Any, flushed: Any) -> Array:
-    """A `Row` of what rounds its operand to 8 bits.
+    """The `Row` of a result whose operand is rounded to 8 bits.
 
-    To an integer it is rounded as a float, whose range holds what is gone."""
+    Before a cast to integers, numbers are rounded as floats. The range of these floats
+    holds the numbers that become zero, so `lost` would not count them."""
     one = Row(*row)
     lost = jnp.where(flushed > 0, one.gone, one.lost)
     return jnp.stack(one._replace(lost=lost, clipped=clipped, flushed=flushed))
@@ -187,7 +188,7 @@ def _initial(name: str) -> Array:
 
 
 def _reduced(arrays: dict[str, Array]) -> dict[str, Array]:
-    """Reduces arrays of one shape in one pass; row by row, so that sums add up."""
+    """Reduces arrays of one shape in one pass, first each row, for accurate sums."""
     names = list(arrays)
     values = [x.astype(row_dtype()) for x in arrays.values()]
     shape = values[0].shape
@@ -205,12 +206,12 @@ def _reduced(arrays: dict[str, Array]) -> dict[str, Array]:
 def _reduced_by_chunks(
     find: Callable[..., dict[str, Array]], arrays: Sequence[Array], chunk: int
 ) -> tuple[dict[str, Array], list[Array]]:
-    """The same of what `find` makes of arrays, by accumulators as long as a chunk.
+    """Reduces what `find` makes of arrays, with accumulators as long as a chunk.
 
-    XLA's CPU backend makes a scalar loop of a reduction of many arrays, and vector code
-    of this, whose chunks stay in the cache. Shares are first counted all in one
-    integer, which has a few bits for each."""
-    # A slice of a narrow float would be cut from a copy of all in float32.
+    XLA's CPU backend compiles a reduction of many arrays to a scalar loop. It compiles
+    this to vector code, and chunks stay in the cache. Shares are first counted together
+    in one integer, which has a few bits for each."""
+    # To slice a narrow float array, XLA would first copy all of it to float32.
     read = [_as_bits(x.ravel()) for x in arrays]
     count, rest = divmod(arrays[0].size, chunk)
 
@@ -267,7 +268,7 @@ def _codes(x: Array) -> Array:
     """Codes of at most `SAMPLE` elements, evenly spread, whatever the shape."""
     flat = x.ravel()
     stride = max(-(-flat.size // SAMPLE), 1)
-    # Coprime to the size, or a stride could stay in a few columns.
+    # The stride is coprime to the size, or it could only see a few columns.
     while stride > 1 and math.gcd(stride, flat.size) > 1:
         stride += 1
     sample = jnp.abs(flat[::stride].astype(jnp.float32))
@@ -288,7 +289,10 @@ def bin_edges() -> np.ndarray:
 
 
 def limits(name: str) -> tuple[float, float]:
-    """What rounds to more than a format's largest number, and what rounds to zero."""
+    """The least magnitude that overflows in a format, and the largest that is flushed.
+
+    To overflow is to round beyond the largest number, to be flushed to round to zero.
+    """
     info = jnp.finfo(name)
     largest = float(info.max)
     half_ulp = 2.0 ** (math.floor(math.log2(largest)) - info.nmant - 1)
@@ -344,24 +348,24 @@ def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Ta
     )
 
 
-# A sum that is smaller than this part of its terms, as written too, is only their
-# rounding: the gradient of a bias before a softmax, say, which is zero.
+# If a sum is smaller than this fraction of its terms in the author's dtypes, it is only
+# their rounding error: the gradient of a bias before a softmax, say, which is zero.
 _NOISE = 2.0**-17
 
 
 def _errors(deviation: Array, scale: Array) -> Array:
-    """Deviations by magnitudes; of a sum whose terms cancel, by those of its terms."""
+    """Deviations divided by `scale`; inf where that gives NaN."""
     error = jnp.where(deviation == 0, 0, deviation / scale)
     return jnp.where(jnp.isnan(error), jnp.inf, error)
 
 
 def no_row() -> Array:
-    """The row of nothing."""
+    """The row of an empty array."""
     return jnp.stack([_initial(name) for name in Row._fields])
 
 
 def at_iteration(table: Table, i: Any) -> Table:
-    """The same, one loop further out: `i` is the iteration of that loop."""
+    """The table as seen from outside of a loop, of which `i` is the iteration."""
 
     def deeper(one):
         ahead = jnp.full((one.iteration.shape[0], 1), i, jnp.int32)
@@ -401,7 +405,7 @@ def merge(a: Table, b: Table) -> Table:
 
 
 def merge_parts(stacked: Table) -> Table:
-    """The table of parts that ran side by side, which come stacked."""
+    """The table of one run whose parts ran side by side, from their stacked tables."""
     parts = stacked.runs.shape[0]
     each = [jax.tree.map(operator.itemgetter(i), stacked) for i in range(parts)]
     merged = functools.reduce(merge, each)

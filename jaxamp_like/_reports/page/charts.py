@@ -19,7 +19,7 @@ COLOURS = {
     "float16": "#e69f00",
     "int8": "#cc79a7",
 }
-_OTHER = "#d55e00"  # the 8-bit floats, and what is still to come
+_OTHER = "#d55e00"  # for the 8-bit floats and all other dtypes
 
 
 def _spec(values: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _colour(names: set[str]) -> dict[str, Any]:
 def _bars(
     amounts: Mapping[str, Mapping[str, int]], title: str, unit: str
 ) -> dict[str, Any]:
-    """A bar for each kind of thing, of its amount of each dtype."""
+    """A bar for each key of `amounts`, divided by dtype."""
     values = [
         {"what": what, "dtype": dtype, "amount": n}
         for what, by_dtype in amounts.items()

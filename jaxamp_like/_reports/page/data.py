@@ -1,4 +1,4 @@
-"""What the page shows, as rows of plain data: aggregated, and bounded in number."""
+"""The contents of the page as rows of plain data, aggregated and limited in number."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ MAX_NODES = 3000
 
 
 def tiles(report: Explained) -> list[tuple[str, str, str]]:
-    """Label, figure and what it was as written."""
+    """The tiles of a report: label, figure, and the figure as written."""
     now, written = report.now.totals, report.written.totals
     how_many = f"{report.now.num_inserted} inserted, {written.casts} as written"
     found = [
@@ -35,10 +35,10 @@ def tiles(report: Explained) -> list[tuple[str, str, str]]:
 
 
 def tree(root: ScopeNode, other: ScopeNode | None) -> dict[str, Any]:
-    """The scopes, with those of another report beside.
+    """The scopes, with those of another report beside them.
 
-    Level by level, and within a level those with most FLOPs first, as many as
-    `MAX_NODES`; `hidden` tells of how many children a scope had to do without."""
+    They are taken level by level, at most `MAX_NODES`. If the children of a scope don't
+    all fit, those with most FLOPs are taken; `hidden` says how many are left out."""
     chosen: dict[str, list[ScopeNode]] = {}
     queue, room = deque([root]), MAX_NODES
     while queue and room > 0:
@@ -80,7 +80,7 @@ def table(record: type, records: Iterable[Any]) -> dict[str, Any]:
 
 
 def heads(record: type) -> list[dict[str, str]]:
-    """The columns of a kind of records: what the page's script needs of them."""
+    """Title and kind of each column of such records, for the page's script."""
     return [{"title": c.title, "kind": c.kind} for c, _ in columns(record)]
 
 

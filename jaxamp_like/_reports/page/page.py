@@ -1,8 +1,9 @@
 """The HTML page: one file that opens without a network.
 
-Python aggregates, a template (jinja2) lays out, a script of our own sorts and filters,
-and Vega-Lite, which is put into the page, draws. Everything is told by scope and line,
-not by equation, so the page of a huge program is no larger than that of a small one."""
+Python code aggregates the data, a jinja2 template lays it out, a script in the page
+sorts and filters it, and Vega-Lite, which is part of the page, draws charts. Data is
+shown by scope and line, not by equation, so that the page of a huge program is no
+larger than that of a small one."""
 
 import functools
 import html
@@ -76,9 +77,9 @@ def render(
     vega: str | None = None,
     **context: Any,
 ) -> str:
-    """A page of an asset and what it shows: `data` for its script, else `context`.
+    """Fills in a template: `data` is for the page's script, `context` for the template.
 
-    It holds the bundle that draws, unless another (or none, "") is given as `vega`."""
+    `vega` is the script that draws charts: Vega-Lite if not given, none if ""."""
     jinja2 = need("jinja2")
     loader = jinja2.FunctionLoader(_asset)
     environment = jinja2.Environment(loader=loader, autoescape=True)

@@ -24,13 +24,13 @@ def parse(source: str) -> tuple[str, int] | None:
 def view(program: Program) -> list[dict[str, Any]]:
     """For each file, most FLOPs first, its lines that matter.
 
-    A line has a kind: "low", "full" or "mixed" by the dtypes that its equations compute
-    in, weighted by FLOPs where there are any; "" for a line beside."""
+    A line has a kind: "low", "full" or "mixed", by the dtypes that its equations
+    compute in, weighted by FLOPs where there are any; "" for a line of context."""
     weights: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for op in program.ops:
         where = parse(op.place.source)
         if where is not None and op.dtype and op.primitive != "convert_element_type":
-            # A contraction outweighs all that is around it on the line.
+            # A contraction outweighs all other equations of the line.
             weights[where][op.dtype] += max(op.total_flops, 1)
     files: dict[str, dict[int, Counter[str]]] = defaultdict(dict)
     for (file, line), count in weights.items():

@@ -50,14 +50,14 @@ def _table(title: str, shown: Iterable[Shown]) -> Any:
 
 
 def _add_row(table: Any, shown: Iterable[Shown], values: Iterable[Any]) -> None:
-    # As they are: names may hold what rich would take for markup.
+    # Values are shown as they are: rich would take brackets in names for markup.
     plain = need("rich.text", "rich").Text
     pairs = zip(shown, values, strict=True)
     table.add_row(*(plain(FORMATS[column.kind](value)) for (column, _), value in pairs))
 
 
 def _count(show: Callable[[float], str]) -> Callable[[Any], str]:
-    """A number, or what a count by dtype adds up to and how it is shared out."""
+    """Shows a number, or for a count by dtype its sum and the share of each dtype."""
 
     def shown(value: Any) -> str:
         if not isinstance(value, Mapping):
@@ -93,9 +93,9 @@ def _scopes(root: ScopeNode) -> Any:
 def record_table(
     title: str, record: type, records: Iterable[Any], most: int | None = None
 ) -> Any:
-    """A table of rich of records of a kind, of the first `most` rows if that is given.
+    """A rich table of records of one kind; of its first `most` rows, if that is given.
 
-    The columns are those that the kind says are for the terminal."""
+    The columns are those that `Column.terminal` marks."""
     shown = columns(record, terminal=True)
     table = _table(title, shown)
     found = rows(shown, records)

@@ -21,7 +21,7 @@ const share = (x) => (x ? `${+(100 * x).toPrecision(3)} %` : "");
 const short = (x) => (typeof x === "number" ? (x ? String(+x.toPrecision(3)) : "0") : x);
 const total = (count) => Object.values(count).reduce((a, b) => a + b, 0);
 
-// Where the keyboard goes on from, as what it was on has gone.
+// Moves the keyboard focus to a place when the element that had it is gone.
 function focusOn(place) {
   place.tabIndex = -1;
   place.focus();
