@@ -27,8 +27,6 @@ the documented API, and why:
   `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
   `set_current_trace` enters it again;
-- `jax._src.util.cache`, which keeps answers by the context that JAX traces in (meshes,
-  `compute_on`, XLA metadata, flags), and drops them with JAX's own;
 - `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables.
 
 What is private about hi-primitives is in `_hi_primitives`, and what is private about
@@ -43,7 +41,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -98,7 +95,6 @@ except ImportError:  # JAX 0.6
 
 # A regular expression: what it matches of the name of a source file is left out.
 from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
-from jax._src.util import cache
 
 Atom = Any  # a variable or a literal
 Literal = jex.Literal
@@ -318,46 +314,6 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     `jax.make_jaxpr` and not `jax.jit(fn).trace`: the latter turns tracers that `fn`
     closes over into hidden leading arguments."""
     return jax.make_jaxpr(fn)(*avals)
-
-
-def traced_once(fn: Callable[..., Any], num_arrays: int) -> Callable[..., Any]:
-    """A function with a derivative rule, traced once for all calls but the first.
-
-    A call from the third on costs a half of one that is traced, and a seventeenth where
-    JAX makes a hi-primitive of it. Name scopes and the source line are those of each
-    call. What is called once is not traced by itself, which would be for nothing.
-
-    Args:
-        num_arrays: how many of its leading arguments hold arrays; the rest are static,
-            and have a hash."""
-
-    @cache()
-    def entry(tree: Any, avals: tuple[Any, ...], static: tuple[Any, ...]) -> Any:
-        return SimpleNamespace(is_called=False, program=None, out_tree=None)
-
-    def program_of(known: Any, tree: Any, avals: Any, static: Any) -> Jaxpr:
-        def flat(*leaves: Any) -> list[Any]:
-            outs = fn(*jax.tree.unflatten(tree, leaves), *static)
-            flat_outs, known.out_tree = jax.tree.flatten(outs)
-            return flat_outs
-
-        return trace(flat, avals)
-
-    @functools.wraps(fn)
-    def run(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args[:num_arrays])
-        key = tree, tuple(map(jax.typeof, leaves)), args[num_arrays:]
-        known = entry(*key)
-        if not known.is_called:
-            known.is_called = True
-            return fn(*args)
-        if known.program is None:
-            known.program = program_of(known, *key)
-        inner, values = raw(known.program), consts(known.program)
-        outs = jax.core.eval_jaxpr(inner, values, *leaves, propagate_source_info=False)
-        return jax.tree.unflatten(known.out_tree, outs)
-
-    return run
 
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:

@@ -6,9 +6,9 @@ who reads its result, so that what they do is seen in one place."""
 
 from jaxamp_like._policies.classes import CLASSES
 from jaxamp_like._policies.dictionary import policy_by_name
+from jaxamp_like._policies.presets.common import ByRange
 from jaxamp_like._primitives import FIXED
 from jaxamp_like._rules import (
-    ByRange,
     ConvertAsWritten,
     Rule,
     choose_exactly,

@@ -12,8 +12,9 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jaxamp_like._policies.classes import CLASSES
+from jaxamp_like._policies.presets.common import ByRange
 from jaxamp_like._primitives import FIXED
-from jaxamp_like._rules import ByRange, Rule
+from jaxamp_like._rules import Rule
 from jaxamp_like._structural import STRUCTURAL
 
 pytestmark = pytest.mark.quick

@@ -1,9 +1,9 @@
 """A mixed function, traced for parameters and inputs of certain shapes."""
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 
 from .._dtypes import cast_all
@@ -23,14 +23,16 @@ class Traced(NamedTuple):
     function's inputs."""
 
     jaxpr: Jaxpr
-    out_tree: Any  # the structure of the results, with their arrays as leaves
-    others: Any  # the results that are no arrays, in the same tree
+    out_tree: Any  # the structure of the results
+    others: list[Any]  # the leaves of the results, `None` in place of an array
+    are_arrays: list[bool]  # which leaves of the results are arrays
     uses_of_constants: list[Uses]
     uses: list[Uses]
 
     def merge(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, made of the flat results of its program."""
-        return eqx.combine(jax.tree.unflatten(self.out_tree, arrays), self.others)
+        leaves = _merged(self.others, self.are_arrays, arrays)
+        return jax.tree.unflatten(self.out_tree, leaves)
 
     def constants(self) -> list[Any]:
         """The arrays that the function closes over, as they are stored."""
@@ -73,25 +75,33 @@ class Traced(NamedTuple):
 
 def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
     """Traces `mixed(params, *inputs)`; arrays may be `jax.ShapeDtypeStruct`s."""
-    arrays, others = eqx.partition((params, tuple(inputs)), is_parameter)
-    leaves, tree = jax.tree.flatten(arrays)
+    leaves, tree = jax.tree.flatten((params, tuple(inputs)))
+    dynamic = list(map(is_parameter, leaves))
     returned: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
-        params, inputs = eqx.combine(jax.tree.unflatten(tree, leaves), others)
-        outs, rest = eqx.partition(mixed(params, *inputs), _is_array)
-        returned[:] = jax.tree.structure(outs), rest
-        return jax.tree.leaves(outs)
+    # A user's class may look at its children when it is made: it gets all of them.
+    def flat(*arrays: Any) -> list[Any]:
+        params, inputs = jax.tree.unflatten(tree, _merged(leaves, dynamic, arrays))
+        outs, out_tree = jax.tree.flatten(mixed(params, *inputs))
+        are_arrays = [isinstance(x, jax.Array) for x in outs]
+        others = [
+            None if is_array else x
+            for x, is_array in zip(outs, are_arrays, strict=True)
+        ]
+        returned[:] = out_tree, others, are_arrays
+        return list(compress(outs, are_arrays))
 
-    jaxpr = without_transposes(shown(trace(flat, [_aval(x) for x in leaves])))
+    avals = map(_aval, compress(leaves, dynamic))
+    jaxpr = without_transposes(shown(trace(flat, list(avals))))
     uses = uses_of_inputs(jaxpr)
-    num_constants = len(raw(jaxpr).constvars)
-    out_tree, rest = returned
-    return Traced(jaxpr, out_tree, rest, uses[:num_constants], uses[num_constants:])
+    num = len(raw(jaxpr).constvars)
+    return Traced(jaxpr, *returned, uses[:num], uses[num:])
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
+def _merged(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> list[Any]:
+    """`leaves`, with those that are `dynamic` taken from `arrays`."""
+    rest = iter(arrays)
+    return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
 def _aval(x: Any) -> Any:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
-from .._jax import SymbolicZero, Zero, new_primitive, traced_once
+from .._jax import SymbolicZero, Zero, new_primitive
 from .._rules import apart, begun_apart
 
 
 @jax.custom_jvp
-def _with_full_gradient(full: Any, low: Any) -> Any:
+def with_full_gradient(full: Any, low: Any) -> Any:
     """The value `low`, differentiated as a cast of `full`.
 
     One cast serves many readers, and still the gradient adds up in full."""
@@ -22,12 +22,9 @@ def _with_full_gradient(full: Any, low: Any) -> Any:
     return low
 
 
-@_with_full_gradient.defjvp
+@with_full_gradient.defjvp
 def _(primals, tangents):
     return primals[1], cast(tangents[0], primals[1].dtype)
-
-
-with_full_gradient = traced_once(_with_full_gradient, 2)
 
 
 def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) -> Any:
@@ -48,7 +45,7 @@ def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) ->
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _round_cotangent(x: Any, low: DType) -> Any:
+def round_cotangent(x: Any, low: DType) -> Any:
     """`x`; its cotangent is rounded to `low` once, before it goes anywhere.
 
     Without a fence, XLA would leave out a cast down that a cast up follows, and store
@@ -57,12 +54,9 @@ def _round_cotangent(x: Any, low: DType) -> Any:
     return x
 
 
-@_round_cotangent.defjvp
+@round_cotangent.defjvp
 def _(low, primals, tangents):
     return primals[0], _ROUNDED_BACK.bind(*tangents, low=low)
-
-
-round_cotangent = traced_once(_round_cotangent, 1)
 
 
 # In forward mode the tangent is not rounded, which no composition of JAX's can do.
@@ -81,7 +75,7 @@ def _rounded(ct: Any, low: DType) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _residual_add(stream: Any, branch: Any, low: DType) -> Any:
+def residual_add(stream: Any, branch: Any, low: DType) -> Any:
     """The sum of both; its cotangent is rounded for the branch, and not for the stream.
 
     Both cotangents are made at once. Otherwise XLA would store only the rounded one,
@@ -102,8 +96,7 @@ def _residual_add_jvp(low, primals, tangents):
     return out, lax.add(begun_apart(t), rounded)
 
 
-_residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)
-residual_add = traced_once(_residual_add, 2)
+residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)
 
 
 def rounded_for_all_readers(x: Any, aval: Any) -> Any:

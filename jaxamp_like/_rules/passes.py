@@ -180,13 +180,15 @@ def with_passes(
 
     def jvp(primals, tangents):
         operands, numbers = read(*primals)
+        out = contraction(*operands, *numbers)
         moves = [
-            MOVE.bind(tangents[i], *made.kept(operands, numbers), made=made)
+            MOVE.bind(
+                tangents[i], *made.kept(operands, numbers), made=made, out=out.dtype
+            )
             for i, made in enumerate(gradients)
             if not isinstance(tangents[i], SymbolicZero)
         ]
-        out = contraction(*operands, *numbers)
-        return out, functools.reduce(lax.add, (cast(x, out.dtype) for x in moves))
+        return out, functools.reduce(lax.add, moves)
 
     contraction.defjvp(jvp, symbolic_zeros=True)
     return contraction
@@ -201,7 +203,7 @@ def straight_through(made: Pass) -> Callable[..., Any]:
 
     def jvp(primals, tangents):
         out = contraction(*primals)
-        return out, cast(_tangent(primals, tangents, made, SymbolicZero), out.dtype)
+        return out, _tangent(primals, tangents, made, out.dtype, SymbolicZero)
 
     contraction.defjvp(jvp, symbolic_zeros=True)
     return contraction
@@ -215,34 +217,37 @@ def pulled_back(made: Pass, moving: Any, ct: Any, *others: Any) -> Any:
 
 # The primitive. No composition of JAX's own primitives has transposes that cast the
 # cotangent which they read, need not round their result, and are mapped by `vmap` as
-# contractions are: with the sum over examples inside.
+# contractions are: with the sum over examples inside. Its result is cast to `out`, so
+# that the two terms of a derivative add up in that dtype.
 
 
-def _run(*operands: Any, made: Pass) -> Any:
-    return made(*operands)
+def _run(*operands: Any, made: Pass, out: DType) -> Any:
+    return cast(made(*operands), out)
 
 
-def _aval(*avals: Any, made: Pass) -> Any:
-    return raw(trace(made, avals)).outvars[0].aval
+def _aval(*avals: Any, made: Pass, out: DType) -> Any:
+    run = functools.partial(_run, made=made, out=out)
+    return raw(trace(run, avals)).outvars[0].aval
 
 
-def _jvp(primals: Any, tangents: Any, *, made: Pass) -> Any:
-    out = MOVE.bind(*primals, made=made)
-    return out, _tangent(primals, tangents, made, Zero)
+def _jvp(primals: Any, tangents: Any, *, made: Pass, out: DType) -> Any:
+    result = MOVE.bind(*primals, made=made, out=out)
+    return result, _tangent(primals, tangents, made, out, Zero)
 
 
-def _tangent(primals: Any, tangents: Any, made: Pass, zero: type) -> Any:
+def _tangent(primals: Any, tangents: Any, made: Pass, out: DType, zero: type) -> Any:
     """The derivative of a product: one operand moves, then the other."""
+    (x, y, *rest), (dx, *others) = primals, tangents
     moves = []
-    if not isinstance(tangents[0], zero):
-        moves.append(MOVE.bind(tangents[0], *primals[1:], made=made))
-    if not all(isinstance(t, zero) for t in tangents[1:]):
-        other = made.swapped
-        moves.append(MOVE.bind(tangents[1], primals[0], *primals[2:], made=other))
+    if not isinstance(dx, zero):
+        moves.append(MOVE.bind(dx, y, *rest, made=made, out=out))
+    if not all(isinstance(t, zero) for t in others):
+        moves.append(MOVE.bind(others[0], x, *rest, made=made.swapped, out=out))
     return functools.reduce(lax.add, moves)
 
 
-def _transpose(ct: Any, *operands: Any, made: Pass) -> Any:
+def _transpose(ct: Any, *operands: Any, made: Pass, out: DType) -> Any:
+    del out
     i = next(i for i in (0, 1) if is_linear_operand(operands[i]))
     made, aval = made.swapped if i else made, operands[i].aval
     cts: list[Any] = [None for _ in operands]
@@ -253,9 +258,9 @@ def _transpose(ct: Any, *operands: Any, made: Pass) -> Any:
     return cts
 
 
-def _batch(args: Any, dims: Any, *, made: Pass) -> Any:
+def _batch(args: Any, dims: Any, *, made: Pass, out: DType) -> Any:
     made, args = made.mapped(args, dims)
-    return MOVE.bind(*args, made=made), 0
+    return MOVE.bind(*args, made=made, out=out), 0
 
 
 MOVE = new_primitive(

@@ -34,6 +34,7 @@ class Body(NamedTuple):
     ins: Sequence[int]  # for each input, the operand of the equation
     outs: Sequence[int | None]  # for each result, the result of the equation
     loop: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
+    is_repeated: bool = False  # by a loop, which may have no carries but references
 
     def handed_on(self) -> dict[int, list[int]]:
         """As which inputs the next iteration gets those that are handed on unchanged.

@@ -5,6 +5,7 @@ from typing import Any
 from .._dtypes import widest
 from .._jax import (
     Eqn,
+    bind,
     eqn_context,
 )
 from .._rules import (
@@ -56,4 +57,4 @@ def bind_cond(frame: Frame, step: Step, operands: list[Any]):
         for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)
     )
     with eqn_context(eqn):
-        return eqn.primitive.bind(*operands, **eqn.params | {"branches": branches})
+        return bind(eqn.primitive, operands, eqn.params | {"branches": branches})

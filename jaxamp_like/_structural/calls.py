@@ -100,7 +100,7 @@ def bind_closed(frame: Frame, step: Step, operands: list[Any]):
     (inner,), eqn = step.inner, step.eqn
     closed = frame.close(inner, eqn.params["jaxpr"], dtypes_of(step.decision.outs))
     with eqn_context(eqn):
-        return eqn.primitive.bind(*operands, **eqn.params | {"jaxpr": closed})
+        return bind(eqn.primitive, operands, eqn.params | {"jaxpr": closed})
 
 
 def decide_remat(planner: Planner, eqn: Eqn, site: Site):

@@ -9,6 +9,7 @@ from jax import lax
 from .._dtypes import DType, cast, cast_all, lowered
 from .._jax import (
     Eqn,
+    bind,
     checkpoint,
     consts,
     eqn_context,
@@ -50,9 +51,8 @@ from .kept import is_kept, keep, save_marked
 def scan_bodies(eqn: Eqn) -> list[Body]:
     num_consts, num_carry = scan_arity(eqn)
     loop = [(i, num_consts + i) for i in range(num_carry)]
-    return [
-        Body(eqn.params["jaxpr"], range(len(eqn.invars)), range(len(eqn.outvars)), loop)
-    ]
+    ins, outs = range(len(eqn.invars)), range(len(eqn.outvars))
+    return [Body(eqn.params["jaxpr"], ins, outs, loop, is_repeated=True)]
 
 
 def while_bodies(eqn: Eqn) -> list[Body]:
@@ -69,6 +69,7 @@ def while_bodies(eqn: Eqn) -> list[Body]:
             [*range(num_cond, first), *carry],
             range(num_carry),
             loop,
+            is_repeated=True,
         ),
     ]
 
@@ -298,7 +299,7 @@ def bind_while(frame: Frame, step: Step, operands: list[Any]):
         jaxpr = frame.close(body, params["body_jaxpr"], dtypes)
         new = {"cond_jaxpr": closed, "body_jaxpr": jaxpr}
         with eqn_context(eqn):
-            return eqn.primitive.bind(*operands, **params | new)
+            return bind(eqn.primitive, operands, params | new)
 
     def goes_on(carry):
         return run_jaxpr(closed, [*for_cond, *carry])[0]
