@@ -301,6 +301,20 @@ def test_forward_over_forward_and_jacobians():
     assert relative(forward, reverse) < 1e-2
 
 
+def test_terms_of_a_second_derivative_add_up_beyond_the_range_of_float16():
+    policy = default_amp_policy | {
+        lax.dot_general_p: use_precision_by_pass(forward="float32")
+    }
+    fn = amp(lambda x, w: x @ w, compute_dtype="float16", amp_policy=policy)
+    args = jnp.full((2, 4), 50.0), jnp.full((4, 2), 200.0)
+
+    def slope(*args):
+        return jax.jvp(fn, args, args)[1]
+
+    _, curvature = jax.jvp(slope, args, args)  # 160,000; float16 ends at 65,504
+    np.testing.assert_allclose(curvature, 4 * fn(*args), rtol=1e-3)
+
+
 @pytest.mark.sample(3)
 @with_vmap
 def test_vmap_sums_over_examples_inside_the_contraction(kind):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from jax import export, lax
 
 from jaxamp_like import AmpError, amp, amp_stop, convert, load
@@ -292,6 +292,24 @@ def test_values_that_are_no_arrays_pass_through():
     low = convert(fn, p, x, "a", 3, **BF16)
     out = low(x, "b", 2)
     assert (out["name"], out["n"], out["none"]) == ("b", 2, None)
+
+
+@struct.dataclass
+class Batch:
+    x: jax.Array
+    scale: float | None = None
+
+    def __post_init__(self):
+        assert self.x.ndim == 2
+
+
+def test_a_class_that_looks_at_its_children_is_made_of_all_of_them():
+    def fn(p, batch):
+        return batch.x @ p["w"] * batch.scale
+
+    p, x = randoms((8, 8), (4, 8))
+    low = convert(fn, {"w": p}, Batch(x, 2.0), **BF16)
+    np.testing.assert_allclose(low(Batch(x, 2.0)), 2 * (x @ p), rtol=0.02, atol=0.02)
 
 
 def test_parameters_may_be_shapes_only():

@@ -21,6 +21,8 @@ from jaxamp_like import amp, amp_stop, default_amp_policy, explain
 from jaxamp_like.presets import jmp
 from jaxamp_like.rules import use_compute_precision, use_dot_algorithm
 
+from .constructs import new_ref
+
 pytestmark = pytest.mark.sample(3)
 
 DTYPES = ("float16", "bfloat16")
@@ -613,6 +615,26 @@ def test_a_solver_that_is_kept_as_written_stays_one_program():
     once = amp(equilibrium, compute_dtype="bfloat16")
     twice = amp(once, compute_dtype="bfloat16")
     np.testing.assert_array_equal(once(W, X)[0], twice(W, X)[0])
+
+
+def test_what_goes_round_by_references_alone_is_followed():
+    """The scan has no carry: an iteration reads what the one before wrote."""
+
+    def solve(w, x):
+        def body(z):
+            written, read = new_ref(z), new_ref(z)
+
+            def step(_, x):
+                read[...] = written[...] * 1.0
+                written[...] = z @ w * 0.1
+                return None, x
+
+            lax.scan(step, None, jnp.ones(3))
+            return read[...]
+
+        return lax.while_loop(lambda z: jnp.sum(z * z) > 1e-4, body, x)
+
+    assert contractions(amp(solve, compute_dtype="bfloat16"), W, X) == {"float32"}
 
 
 def test_explain_tells_why():

@@ -24,6 +24,10 @@ class Rounding(NamedTuple):
     eight: OfFormat | None = None
     eight_bits: str | None = None
 
+    def __repr__(self) -> str:
+        """What tells roundings apart: a calibration is resumed by a text with it."""
+        return f"Rounding(dtypes={self.dtypes!r}, eight={self.eight!r})"
+
     def __call__(self, x: Any) -> Any:
         """`x`, rounded and back in its own dtype."""
         for dtype in self.dtypes:
