@@ -94,8 +94,9 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
     avals = map(_aval, compress(leaves, dynamic))
     jaxpr = without_transposes(shown(trace(flat, list(avals))))
     uses = uses_of_inputs(jaxpr)
+    out_tree, others, are_arrays = returned
     num = len(raw(jaxpr).constvars)
-    return Traced(jaxpr, *returned, uses[:num], uses[num:])
+    return Traced(jaxpr, out_tree, others, are_arrays, uses[:num], uses[num:])
 
 
 def _merged(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> list[Any]:

@@ -181,7 +181,7 @@ class Inlined:
         if made.by not in ("and", "or"):
             return made.of[0]
         decides = made.by == "or"
-        if decides in known:
+        if any(x is decides for x in known):  # the index of a branch may be 1
             return self.constant(decides)
         return None if None in known else self.constant(not decides)
 
