@@ -34,11 +34,12 @@ from ._jax import (
     has_hi_type,
     is_array,
     is_array_aval,
+    merged,
     raw,
     teach_interpreters,
     trace,
 )
-from ._parameters import Argnums, argnums_of, as_argnums, origins_of
+from ._parameters import Argnums, after_model, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
 from ._policies.mistakes import lowers_nothing, naming_mistakes, report_of_no_lowering
@@ -233,8 +234,8 @@ def amp(
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
     # The same object for equal policies, also after they were pickled.
     settings = settings_of(**given)
-    if argnums is not None:  # the model comes first, with the parameters that it holds
-        options = options._replace(argnums=(0, *(i + (i >= 0) for i in argnums)))
+    if argnums is not None:
+        options = options._replace(argnums=after_model(argnums))
     options = options._replace(settings=settings)
     given |= {"strict": strict, "lean": lean, "gather_once": gather_once}
     given["argnums"] = argnums
@@ -356,7 +357,7 @@ def _rewritten(
         result = []
 
         def flat(*arrays):
-            args, kwargs = jax.tree.unflatten(tree, _merge(leaves, dynamic, arrays))
+            args, kwargs = jax.tree.unflatten(tree, merged(leaves, dynamic, arrays))
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_lazy)
             refuse_lazy_results(fn, outs)
             is_out = [isinstance(x, jax.Array) or has_hi_type(x) for x in outs]
@@ -378,15 +379,9 @@ def _rewritten(
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
             values = run(in_force, Traced(given, jaxpr, arrays, origins))
-        return jax.tree.unflatten(out_tree, _merge(outs, is_out, values))
+        return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 
     return call
-
-
-def _merge(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> list[Any]:
-    """`leaves`, with those that are `dynamic` taken from `arrays`."""
-    rest = iter(arrays)
-    return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
 def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:

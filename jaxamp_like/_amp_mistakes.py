@@ -13,7 +13,7 @@ from ._dtypes import DType
 from ._errors import RULE_CLOSES_OVER
 
 
-def _computes_later(fn: Any) -> str | None:
+def computes_later(fn: Any) -> str | None:
     """The kind of a callable that returns before it computes; `None` for others."""
     codes = (fn, type(fn).__call__)
     kinds = {
@@ -28,7 +28,7 @@ def _computes_later(fn: Any) -> str | None:
 
 def refuse_what_cannot_be_rewritten(fn: Any) -> None:
     """Raises for callables whose computation can't be traced by a call."""
-    if (kind := _computes_later(fn)) is not None:
+    if (kind := computes_later(fn)) is not None:
         raise TypeError(
             f"`fn` is {kind}, {_named(fn)}: it returns before it computes, so that "
             "there is nothing to rewrite. Wrap the function that computes one item "
@@ -128,7 +128,7 @@ def refuse_what_cannot_be_stopped(fn: Any) -> None:
             f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
             "Use `@amp_stop` or `with amp_stop():`."
         )
-    if (kind := _computes_later(fn)) is not None:
+    if (kind := computes_later(fn)) is not None:
         raise TypeError(
             f"`amp_stop` was given {kind}, {_named(fn)}: it returns before it "
             "computes, outside of `amp_stop`. Write `with amp_stop():` in it, around "

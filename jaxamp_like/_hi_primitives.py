@@ -35,7 +35,8 @@ CALL = "call_hi_primitive"
 
 _HIJAX = "jax._src.hijax"  # where the base class is
 
-_MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")  # as hi-primitives, under a flag
+# Whether this JAX can make checkpoints as hi-primitives, under a flag.
+_MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")
 
 
 @dataclass(frozen=True)

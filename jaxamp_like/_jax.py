@@ -35,7 +35,6 @@ name stacks in `_name_stacks`.
 
 import contextlib
 import functools
-import inspect
 import itertools
 import re
 import sys
@@ -140,13 +139,17 @@ def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     return jaxprs_in(held_by(params))
 
 
+def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """The equations of a program, at any depth."""
+    for eqn in raw(jaxpr).eqns:
+        yield eqn
+        for inner in subjaxprs(eqn.params):
+            yield from equations(inner)
+
+
 def holds(jaxpr: Jaxpr, primitive: Primitive) -> bool:
     """Whether an equation of a program, at any depth, is one of `primitive`."""
-    return any(
-        eqn.primitive is primitive
-        or any(holds(inner, primitive) for inner in subjaxprs(eqn.params))
-        for eqn in raw(jaxpr).eqns
-    )
+    return any(eqn.primitive is primitive for eqn in equations(jaxpr))
 
 
 def typeof(x: Any) -> Any:
@@ -492,13 +495,6 @@ def replace_subjaxprs(eqn: Eqn, new: dict[int, Jaxpr]) -> Eqn:
     return eqn.replace(params=params)
 
 
-CAN_PREVENT_SOME_CSE = "Sequence" in str(
-    inspect.signature(jax.checkpoint).parameters["prevent_cse"].annotation
-)
-"""Whether `jax.checkpoint` can be told for each argument whether XLA may use again what
-the forward pass made of it. JAX 0.6 can't."""
-
-
 def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.checkpoint` of the classic kind, whichever the user's flags ask for."""
     with _without_remat3():  # JAX 0.10 asks for the flag here, JAX 0.12 below
@@ -823,6 +819,19 @@ def call_vmap_rule(
     outs = rule(axis_size, list(tree.unflatten(batched)), *tree.unflatten(args))
     results, are_batched = map(jax.tree.leaves, outs)
     return results, are_batched
+
+
+def merged(
+    leaves: Sequence[Any], dynamic: Sequence[bool], arrays: Sequence[Any]
+) -> list[Any]:
+    """`leaves`, with those that are `dynamic` taken from `arrays`."""
+    rest = iter(arrays)
+    return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
+
+
+def is_array_or_shape(leaf: Any) -> bool:
+    """Whether a leaf is an array, or stands for one as a `jax.ShapeDtypeStruct`."""
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def is_array(leaf: Any) -> bool:

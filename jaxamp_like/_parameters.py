@@ -29,6 +29,11 @@ def as_argnums(argnums: Any) -> Argnums:
         ) from None
 
 
+def after_model(argnums: Argnums) -> Argnums:
+    """`argnums` where the model comes first, with the parameters that it holds."""
+    return (0, *(i + (i >= 0) for i in argnums))
+
+
 def positions_of(argnums: Argnums, num_args: int, name: str) -> list[int]:
     """The non-negative positions that `argnums` names; none if nothing was passed."""
     for i in argnums:

@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 from jaxamp_like._rewrite.flow import Flow
+from jaxamp_like._rewrite.inlined import Inlined
 from jaxamp_like._rewrite.reach import LOW, of_input
 from jaxamp_like._structural import STRUCTURAL
 
@@ -110,3 +111,13 @@ def test_what_is_written_to_a_reference_is_read_with_it():
     eqn = next(e for e in jaxpr.jaxpr.eqns if e.primitive.name in ("scan", "while"))
     *_, (_, is_low) = results(Flow(handler, is_contraction), eqn)[: len(eqn.outvars)]
     assert is_low
+
+
+def test_a_map_is_another_value_than_what_it_maps():
+    def fn(x):
+        return lax.map(lambda row: row.any(0), x), x.any(0)
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.zeros((2, 2, 2), bool))
+    values = Inlined(Flow(handler, is_contraction), 1)
+    mapped, whole = values.run(jaxpr, (), [0])
+    assert mapped != whole

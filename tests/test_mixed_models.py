@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 
 import equinox as eqx
@@ -289,3 +290,17 @@ def test_a_mixed_module_under_loss_scaling():
     updates, _ = tx.update(grads, opt_state, mixed)
     trained = eqx.apply_updates(mixed, updates)
     assert (trained.first.weight != mixed.first.weight).any()
+
+
+def test_a_method_that_returns_before_it_computes_is_left_as_it_is():
+    class Streaming(Net):
+        async def stream(self, x):
+            yield self(x)
+
+        def parts(self, x):
+            yield self(x)
+
+    model = amp(Streaming(), **BF16)
+    x = jnp.ones((3, 8))
+    np.testing.assert_array_equal(next(model.parts(x)), model(x))
+    assert inspect.isasyncgen(model.stream(x))

@@ -4,11 +4,11 @@ The modules, in the order in which they import each other: `candidates` (the low
 precisions), `rounding`, `places` (what each candidate rounds at a contraction),
 `budget`, `subject` (what is measured; `fingerprint` tells it from others), `marks`
 (where a program might round), `choosing` (an input says which marks do round), `costs`,
-`groups` (what is decided together), `prices`, `survey` (the contractions of a program),
-`sizes` (which sizes of theirs a policy may go by), `program` (all of this), `runs`
-(passes, each remembered in `state`), `search`, `policies` (choices as a policy),
+`groups` (what is decided together), `prices`, `search`, `survey` (the contractions of a
+program), `sizes` (which sizes of theirs a policy may go by), `program` (all of this),
+`runs` (passes, each remembered in `state`), `policies` (choices as a policy),
 `records`, `chart` and `result` (what was found), `account` (what the user is told),
-`deciding` (what is tried, and in which order), `calibrate`."""
+`deciding` (what is tried, and in which order), `progress`, `calibrate`."""
 
 from .budget import Budget as Budget
 from .calibrate import calibrate as calibrate

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .._reports.page.charts import framed
 from .records import Tried, show_error
 
 LEAST = 1e-4  # in budgets: smaller errors are drawn there, as is an error of zero
@@ -36,15 +37,12 @@ def error_against_cost(
         "mark": {"type": "rule", "color": "#d55e00"},
         "encoding": {"y": _channel("error", "quantitative")},
     }
-    return {
-        "width": "container",
-        "height": 320,
-        "description": "error against cost of sets of groups",
-        "background": "transparent",
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": {"values": list(map(_point, tried))},
-        "layer": [limit, line, points],
-    }
+    return framed(
+        list(map(_point, tried)),
+        height=320,
+        description="error against cost of sets of groups",
+        layer=[limit, line, points],
+    )
 
 
 def _channel(name: str, kind: str, **options: Any) -> dict[str, Any]:

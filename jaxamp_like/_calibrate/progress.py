@@ -1,11 +1,9 @@
 """Shows how far a calibration has come while it runs."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
-from .._reports.extras import need
+from .._reports.extras import need, shows_progress
 
 
 @contextlib.contextmanager
@@ -17,9 +15,7 @@ def telling(progress: bool | None) -> Iterator[Callable[[str], None]]:
 
     Raises:
         ImportError: `progress` is true and rich is not installed."""
-    if progress is None:
-        progress = sys.stderr.isatty() and find_spec("rich") is not None
-    if not progress:
+    if not shows_progress(progress):
         yield lambda what: None
         return
     rich, console = need("rich.progress", "rich"), need("rich.console", "rich")

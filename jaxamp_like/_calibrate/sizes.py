@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._jax import Jaxpr, raw, subjaxprs
+from .._jax import Jaxpr, equations
 from .._rules.by_shapes import Dims, as_dims, as_text, overlap, widened
 from .candidates import Candidate
 from .marks import MARK, Contraction, traced
@@ -47,11 +47,7 @@ def patterns(
 
 
 def _marked(jaxpr: Jaxpr) -> Iterator[Contraction]:
-    for eqn in raw(jaxpr).eqns:
-        if eqn.primitive is MARK:
-            yield eqn.params["of"]
-        for sub in subjaxprs(eqn.params):
-            yield from _marked(sub)
+    return (e.params["of"] for e in equations(jaxpr) if e.primitive is MARK)
 
 
 def _alike(subject: Subject, point: Point) -> Iterator[set[Place]]:

@@ -79,10 +79,7 @@ class Subject:
                 return Results(fn(*arrays), [])
 
             def loss(some):
-                full = list(arrays)
-                for i, x in zip(live, some, strict=True):
-                    full[i] = x
-                outs = fn(*full)
+                outs = fn(*self.call.replaced(arrays, some))
                 return outs[0] * self.loss_scale, outs
 
             grads, outs = jax.grad(loss, has_aux=True)([arrays[i] for i in live])

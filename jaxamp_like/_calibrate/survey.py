@@ -6,7 +6,7 @@ mark, in the forward pass and in the backward pass."""
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .._jax import Eqn, Jaxpr, Literal, Primitive, names, raw, subjaxprs
+from .._jax import Eqn, Jaxpr, Literal, Primitive, names, raw, subjaxprs, variables
 from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._reports.walk import flops, size_of
 from .costs import Run
@@ -51,7 +51,7 @@ def _contractions(
     marked = {e.outvars[0]: e for e in eqns if e.primitive is MARK}
     known, seen = set(given), set()
     for eqn in eqns:
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        operands = variables(eqn.invars)
         if eqn.primitive.name in MOVING_VIEWS and operands and operands[0] in known:
             known.update(eqn.outvars)
         if eqn.primitive.name in CONTRACTIONS:

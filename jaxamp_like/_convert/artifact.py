@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax import export
 
-from .._jax import lowering_without_folders
+from .._jax import is_array_or_shape, lowering_without_folders
 from .._reports.versions import versions
 from . import summary as summaries
 from .extra import needed
 from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
-from .models import canonical_dtype, distinct, is_parameter, parameters_in
+from .models import canonical_dtype, distinct, parameters_in
 from .native import check_calls
 from .printable import printable
 from .tensors import all_described, described, read_tensors, write_tensors
@@ -55,7 +55,7 @@ def save_converted(
         "written_by": versions(),
         "platforms": list(exported.platforms),
         "calling_convention": exported.calling_convention_version,
-        "inputs": encode(list(converted.example_inputs), is_parameter, "Inputs"),
+        "inputs": encode(list(converted.example_inputs), is_array_or_shape, "Inputs"),
         "input_types": [described("", x) for x in inputs],
         "outputs": encode(results, lambda x: x is _PLACE, "Results"),
         "parameters": rows,

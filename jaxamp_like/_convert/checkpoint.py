@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .models import is_parameter
+from .._jax import is_array_or_shape
 
 
 def _checkpointer() -> Any:
@@ -24,7 +24,7 @@ def _checkpointer() -> Any:
 def _by_path(params: Any) -> dict[str, Any]:
     """The arrays by path, whatever the tree is made of."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {jax.tree_util.keystr(path): x for path, x in leaves if is_parameter(x)}
+    return {jax.tree_util.keystr(path): x for path, x in leaves if is_array_or_shape(x)}
 
 
 def save_parameters(path: str | Path, params: Any) -> None:
@@ -43,7 +43,7 @@ def load_parameters(path: str | Path, like: Any) -> Any:
     with _checkpointer() as checkpointer:
         _check(_metadata(checkpointer, path), types, path)
         found = checkpointer.restore(Path(path).absolute(), types)
-    arrays, rest = eqx.partition(like, is_parameter)
+    arrays, rest = eqx.partition(like, is_array_or_shape)
     tree = jax.tree.structure(arrays)
     return eqx.combine(jax.tree.unflatten(tree, [found[n] for n in known]), rest)
 

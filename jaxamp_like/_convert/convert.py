@@ -24,7 +24,7 @@ from .models import (
     check_leaves,
     distinct,
     first_places,
-    is_parameter,
+    is_array_or_shape,
     map_parameters,
     parameters_in,
     path_name,
@@ -213,7 +213,7 @@ def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
     places = itertools.count()
 
     def with_parts(leaf: Any) -> Any:
-        return parts.get(next(places), leaf) if is_parameter(leaf) else leaf
+        return parts.get(next(places), leaf) if is_array_or_shape(leaf) else leaf
 
     return jax.tree.map(with_parts, params)
 
@@ -226,7 +226,7 @@ def _check_bool(value: Any, argument: str) -> None:
 def _parameters(params: Any) -> tuple[list[Any], list[str]]:
     """The arrays of a tree of parameters, with their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    found = [(leaf, path_name(path)) for path, leaf in leaves if is_parameter(leaf)]
+    found = [(x, path_name(path)) for path, x in leaves if is_array_or_shape(x)]
     return [x for x, _ in found], distinct([name or "params" for _, name in found])
 
 
@@ -285,7 +285,7 @@ def _summary(
     name: str, program: Traced, stored: Sequence[Stored], params: Any, inputs: Any
 ) -> Summary:
     """The summary; casts and contractions are those that the converted program runs."""
-    constants = program.constants()
+    constants, of_constants = program.constants(), program.stored_constants()
     leaves = parameters_in((params, inputs))
     avals = [
         x if (d := narrower(x, s)) is None else jax.ShapeDtypeStruct(x.shape, d)
@@ -297,12 +297,12 @@ def _summary(
 
     jaxpr = shown(trace(run, [*constants, *avals, *leaves[len(avals) :]]))
     uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
-    told = [*program.stored_constants(), *stored]
+    told = [*of_constants, *stored]
     casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]
     return Summary(
         name=name,
         parameters=tuple(stored),
-        constants=program.stored_constants(),
+        constants=of_constants,
         casts=tuple(casts),
         contractions=contractions_of(jaxpr),
     )

@@ -11,7 +11,8 @@ import jax
 
 from .._dtypes import is_float
 from .._errors import AmpError
-from .models import Model, is_parameter, parameters_in, path_name
+from .._jax import is_array_or_shape
+from .models import Model, parameters_in, path_name
 from .summary import Summary
 from .traced import Traced, traced
 
@@ -41,8 +42,8 @@ class Converted:
         Returns:
             What the original returns.
         Raises:
-            AmpError: with inputs of these shapes, a parameter is read in more bits than
-                it is stored in."""
+            AmpError: with inputs of these shapes, a parameter is read in another dtype
+                than it is stored in."""
         return self._run(self.params, inputs)
 
     def apply(self, params: Any, *inputs: Any) -> Any:
@@ -169,7 +170,7 @@ class Converted:
                 f"stored have {tree}. Give `converted.params`, or a tree like it."
             )
         for (path, mine), leaf in zip(known, leaves, strict=True):
-            if not is_parameter(mine):
+            if not is_array_or_shape(mine):
                 continue
             now, expected = _shown(leaf), _shown(mine)
             if now != expected:
@@ -200,13 +201,13 @@ def _size(dim: Any) -> int:
 
 
 def _shown(leaf: Any) -> str:
-    if not is_parameter(leaf):
+    if not is_array_or_shape(leaf):
         return f"{type(leaf).__name__}"
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def type_of(leaf: Any) -> Any:
-    if not is_parameter(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+    if not is_array_or_shape(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     is_weak = getattr(leaf, "weak_type", False)  # promotion of dtypes depends on it
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from .._errors import AmpError, without_derivative
-from .._jax import Eqn, Jaxpr, eqn_context, evaluate, raw, reemit
+from .._jax import Eqn, Jaxpr, eqn_context, evaluate, is_array_or_shape, raw, reemit
 from .._structural.running import run_programs
-from .models import is_parameter, parameters_in
+from .models import parameters_in
 from .splitting import CONSTANT, INPUT, Owners, Split, is_call, split
 from .traced import traced
 from .uses import bodies
@@ -175,7 +175,7 @@ def folded(
             for x, author in zip(
                 tree.flatten_up_to(params), jax.tree.leaves(authors), strict=True
             )
-            if is_parameter(author)
+            if is_array_or_shape(author)
         ]
         given = enumerate((*leaves, *parameters_in(inputs)))
         args = [None if i in which else x for i, x in given]

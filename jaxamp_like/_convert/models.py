@@ -16,7 +16,7 @@ import numpy as np
 from .._errors import AmpError
 from .._frameworks.modules import holds_parameters, is_keras
 from .._frameworks.nnx import nnx_nodes
-from .._jax import is_array
+from .._jax import is_array_or_shape
 
 
 class Model(NamedTuple):
@@ -78,7 +78,7 @@ def check_leaves(params: Any) -> None:
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_module)
     for path, leaf in leaves:
-        if not is_parameter(leaf) and not is_module(leaf):
+        if not is_array_or_shape(leaf) and not is_module(leaf):
             raise TypeError(
                 f"Every leaf of `params` must be an array, but "
                 f"`{path_name(path) or 'params'}` is {type(leaf).__name__}: {leaf!r}. "
@@ -114,7 +114,7 @@ def map_parameters(fn: Callable[..., Any], params: Any, *rows: Iterable[Any]) ->
     rest = zip(*rows, strict=True) if rows else itertools.repeat(())
 
     def once(leaf: Any) -> Any:
-        if not is_parameter(leaf):
+        if not is_array_or_shape(leaf):
             return leaf
         items = next(rest)
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -138,13 +138,9 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
     ]
 
 
-def is_parameter(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
-
 def parameters_in(tree: Any) -> list[Any]:
     """The arrays of a tree."""
-    return [x for x in jax.tree.leaves(tree) if is_parameter(x)]
+    return [x for x in jax.tree.leaves(tree) if is_array_or_shape(x)]
 
 
 def path_name(path: Any) -> str:

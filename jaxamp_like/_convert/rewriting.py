@@ -109,7 +109,8 @@ def _bind_again(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
         # must return one dtype: the narrower one, in which the result is read.
         results = zip(*(raw(branch).outvars for branch in new), strict=True)
         agreed = tuple(_narrowest([v.aval for v in vs]) for vs in results)
-        new = [rewriter.close(*program, agreed) for program in programs]
+        if any(dtype is not None for dtype in agreed):
+            new = [rewriter.close(*program, agreed) for program in programs]
     values: Sequence[Any] = ()
     if eqn.primitive.name in REMAT:
         body, values = open_jaxpr(*new)

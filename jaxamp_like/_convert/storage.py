@@ -41,7 +41,7 @@ class Stored(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        return self.before != self.now
+        return self.folded or self.before != self.now
 
 
 def storage(name: str, leaf: Any, uses: Uses, keep: str | None = None) -> Stored:

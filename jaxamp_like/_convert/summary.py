@@ -67,13 +67,13 @@ class Summary:
     @property
     def kept(self) -> tuple[Stored, ...]:
         """What is stored as it was, the largest first."""
-        kept = (x for x in self.leaves if not x.is_changed and not x.folded)
+        kept = (x for x in self.leaves if not x.is_changed)
         return tuple(sorted(kept, key=lambda leaf: -leaf.bytes_now))
 
     @property
     def changed(self) -> tuple[Stored, ...]:
         """What is stored in another dtype or folded, the largest first."""
-        changed = (x for x in self.leaves if x.is_changed or x.folded)
+        changed = (x for x in self.leaves if x.is_changed)
         return tuple(sorted(changed, key=lambda leaf: -leaf.bytes_before))
 
     def __str__(self) -> str:

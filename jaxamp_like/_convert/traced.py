@@ -8,9 +8,8 @@ import jax
 
 from .._dtypes import cast_all
 from .._errors import AmpError
-from .._jax import Jaxpr, consts, raw, shown, trace, typeof
+from .._jax import Jaxpr, consts, is_array_or_shape, merged, raw, shown, trace, typeof
 from .._quantised.linear import without_transposes
-from .models import is_parameter
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
 from .uses import Uses, uses_of_inputs
@@ -31,7 +30,7 @@ class Traced(NamedTuple):
 
     def merge(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, made of the flat results of its program."""
-        leaves = _merged(self.others, self.are_arrays, arrays)
+        leaves = merged(self.others, self.are_arrays, arrays)
         return jax.tree.unflatten(self.out_tree, leaves)
 
     def constants(self) -> list[Any]:
@@ -53,35 +52,32 @@ class Traced(NamedTuple):
         return run_stored(self.jaxpr, constants, args)
 
     def check(self, stored: Sequence[Stored]) -> None:
-        """Checks that this program needs no more bits of a parameter than are stored.
+        """Checks that this program reads each parameter in the dtype it is stored in.
 
         Parameters may have been stored for inputs of other shapes, where a rule that
         goes by shapes decided otherwise.
 
         Raises:
-            AmpError: a parameter is read in more bits than it has."""
+            AmpError: a parameter is read in another dtype, too."""
         for leaf, uses in zip(stored, self.uses, strict=False):
-            needs = {use.dtype for use in uses} - {leaf.now}
-            if leaf.is_changed and needs and not leaf.folded:
-                use = next(
-                    use for use in sorted(uses, key=str) if use.dtype != leaf.now
-                )
+            others = sorted((u for u in uses if u.dtype != leaf.now), key=str)
+            if others and leaf.is_changed and not leaf.folded:
                 raise AmpError(
                     f"The parameter {leaf.name!r} is stored in {leaf.now}, but for "
-                    f"inputs of these shapes it is also read by {use}. Convert with "
-                    "such inputs as examples, or give it in `keep_inputs`."
+                    f"inputs of these shapes it is also read by {others[0]}. Convert "
+                    "with such inputs as examples, or give it in `keep_inputs`."
                 )
 
 
 def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
     """Traces `mixed(params, *inputs)`; arrays may be `jax.ShapeDtypeStruct`s."""
     leaves, tree = jax.tree.flatten((params, tuple(inputs)))
-    dynamic = list(map(is_parameter, leaves))
+    dynamic = list(map(is_array_or_shape, leaves))
     returned: list[Any] = []
 
     # A user's class may look at its children when it is made: it gets all of them.
     def flat(*arrays: Any) -> list[Any]:
-        params, inputs = jax.tree.unflatten(tree, _merged(leaves, dynamic, arrays))
+        params, inputs = jax.tree.unflatten(tree, merged(leaves, dynamic, arrays))
         outs, out_tree = jax.tree.flatten(mixed(params, *inputs))
         are_arrays = [isinstance(x, jax.Array) for x in outs]
         others = [
@@ -97,12 +93,6 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
     out_tree, others, are_arrays = returned
     num = len(raw(jaxpr).constvars)
     return Traced(jaxpr, out_tree, others, are_arrays, uses[:num], uses[num:])
-
-
-def _merged(leaves: list[Any], dynamic: list[bool], arrays: Sequence[Any]) -> list[Any]:
-    """`leaves`, with those that are `dynamic` taken from `arrays`."""
-    rest = iter(arrays)
-    return [next(rest) if d else leaf for leaf, d in zip(leaves, dynamic, strict=True)]
 
 
 def _aval(x: Any) -> Any:

@@ -31,6 +31,7 @@ from .._jax import (
     variables,
 )
 from .._primitives import is_cheap
+from .._rewrite.value_numbers import operation_of, value_of
 from .._structural import CALLS
 
 SIXTEEN_BITS = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -180,18 +181,9 @@ def _is_repeatable(eqn: Eqn) -> bool:
 
 def _key(eqn: Eqn, operands: Sequence[Any]) -> Hashable:
     """A key, equal for equations of equal values; `None` if it can't be hashed."""
-    read = tuple(
-        (x.aval, x.val.tobytes() if hasattr(x.val, "tobytes") else x.val)
-        if isinstance(x, Literal)
-        else x
-        for x in operands
-    )
-    key = (eqn.primitive, tuple(eqn.params.items()), read)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    made = operation_of(eqn)
+    read = ((x.aval, value_of(x)) if isinstance(x, Literal) else x for x in operands)
+    return None if made is None else (made, *read)
 
 
 def _num_bytes(v: Any) -> int:

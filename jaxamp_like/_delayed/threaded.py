@@ -83,8 +83,9 @@ class Threaded:
             if isinstance(found, Use):
                 scales[found.tensor.key] = outs[0]
                 return outs
-            for key in [key for key in made if key in scales]:
-                scales[key] = self.measured(key, scales[key], maxima[key])
+            for key in made:
+                if key in scales:
+                    scales[key] = self.measured(key, scales[key], maxima[key])
             return outs
 
         return evaluate(jaxpr, args, bind), maxima

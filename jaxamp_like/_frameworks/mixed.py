@@ -8,14 +8,14 @@ All of its methods are mixed: a model that is trained by a method of its own, su
 `model.encode`, must not silently run in full precision."""
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import equinox as eqx
 import jax
 
-from .._jax import is_array
+from .._amp_mistakes import computes_later
+from .._jax import is_array_or_shape
 from .nnx import is_nnx_module, is_node, nnx_options
 from .scopes import methods, new
 
@@ -32,11 +32,8 @@ def is_model(fn: Any) -> bool:
 def holds_arrays(fn: Any) -> bool:
     """Whether a callable is a pytree with arrays in it."""
     leaves = jax.tree.leaves(fn)
-    return not any(leaf is fn for leaf in leaves) and any(map(_is_parameter, leaves))
-
-
-def _is_parameter(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    is_leaf = any(leaf is fn for leaf in leaves)
+    return not is_leaf and any(map(is_array_or_shape, leaves))
 
 
 def mixed_model(model: Any, key: Hashable, mix: Mix, again: Mix) -> Any:
@@ -118,11 +115,7 @@ def _mixed_methods(cls: type) -> list[str]:
     is_wrapper = cls.__module__.startswith("equinox._")
     names = ["__call__"] if is_wrapper else methods(cls)
     # What returns before it computes can't be rewritten, and is left as it is.
-    return [name for name in names if not _computes_later(getattr(cls, name))]
-
-
-def _computes_later(fn: Any) -> bool:
-    return inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn)
+    return [name for name in names if computes_later(getattr(cls, name)) is None]
 
 
 def _as_instance(model: Any, cls: type) -> Any:

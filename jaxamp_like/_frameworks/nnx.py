@@ -248,8 +248,8 @@ class TakenApart:
             body: what is called instead of `fn`.
             by_path: what the nodes hold, if it is not what they hold now.
             others: leaves of the arguments, if they are not those of the call.
-            found: the nodes that `body` has found among its results; others stay there
-                as they are."""
+            found: a list to which `body` adds the nodes among its results; without it,
+                nodes stay there as they are."""
         nnx = _nnx()
         by_path = self.by_path | (by_path or {})
         others = self.others if others is None else others

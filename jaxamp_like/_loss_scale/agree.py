@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jax import axes_of, raw, subjaxprs, varying_axes
+from .._jax import axes_of, equations, varying_axes
 from .._primitives import LOCAL
 
 AxisName = Hashable | Sequence[Hashable] | None
@@ -75,10 +75,11 @@ def check_uniform(program: Any, pred: Array, axis_name: AxisName) -> None:
 
 def _exchanged(jaxpr: Any) -> set[Hashable]:
     """The named axes over which the collectives of a program run, at any depth."""
-    found: set[Hashable] = set()
-    for eqn in raw(jaxpr).eqns:
-        if eqn.primitive.name not in LOCAL:
-            # Numbers are the axes of an array, as those of `reduce_sum`.
-            found |= {x for x in axes_of(eqn.params) if not isinstance(x, int | None)}
-        found = found.union(*map(_exchanged, subjaxprs(eqn.params)))
-    return found
+    # Numbers are the axes of an array, as those of `reduce_sum`.
+    return {
+        axis
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name not in LOCAL
+        for axis in axes_of(eqn.params)
+        if not isinstance(axis, int | None)
+    }

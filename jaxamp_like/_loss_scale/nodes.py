@@ -110,7 +110,8 @@ def _of_arrays(
             for i in live:
                 args[i] = jax.tree.map(
                     lambda leaf, x: leaf if is_node(leaf) else x,
-                    *(args[i], given[i]),
+                    args[i],
+                    given[i],
                     is_leaf=is_node,
                 )
             return fun(*args, **kwargs)

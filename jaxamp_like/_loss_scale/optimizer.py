@@ -301,8 +301,8 @@ def _scaling_by(scaler: Scaler) -> Iterator[None]:
 def unscale_grads(grads: Any, opt_state: Any) -> Any:
     """Unscales gradients of a loss that `scale_loss` has scaled, for `update`.
 
-    Both are for other transforms than `value_and_grad` and `grad` of the optimizer,
-    which scale and unscale by themselves.
+    `scale_loss` and this function are for other transforms than `value_and_grad` and
+    `grad` of the optimizer, which scale and unscale by themselves.
 
     Args:
         grads: any pytree.

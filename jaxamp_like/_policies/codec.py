@@ -168,7 +168,7 @@ _NAMED: dict[str, Rule] = {
         use_original_precision use_original_precision_locally use_widest_precision
     """.split()
 }
-_NAMES = {rule: name for name, rule in _NAMED.items()}
+RULE_NAMES = {rule: name for name, rule in _NAMED.items()}
 
 
 def encode_rule(rule: Rule, where: str) -> Any:
@@ -178,8 +178,8 @@ def encode_rule(rule: Rule, where: str) -> Any:
             "yours. Use one of the library's rules, or add it to the policy after "
             "loading."
         )
-    if rule in _NAMES:
-        return _NAMES[rule]
+    if rule in RULE_NAMES:
+        return RULE_NAMES[rule]
     if isinstance(rule, UsePrecision) and rule.dtype and not rule.wide_result:
         return rule.dtype.name
     values = {f.name: _encode(getattr(rule, f.name), where) for f in fields(rule)}

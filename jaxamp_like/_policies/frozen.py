@@ -34,17 +34,18 @@ class FrozenRules(Mapping[Key, Rule]):
     """A policy dict that is checked and can't change, and finds an equation's rule.
 
     Its keys are in normal form: "/a/b/" is "a/b". Two are equal if they have the same
-    items in the same order. Order matters for regular expressions, of which the first
-    that matches is taken.
+    items, with keys of one kind in the same order. Order matters for regular
+    expressions, of which the first that matches is taken.
 
     Args:
         rules: a policy dict.
         argument: the name that errors give to it.
+        in_order: whether to sort its keys; regular expressions keep their order.
     Raises:
         TypeError, ValueError: a key or a rule is of the wrong kind.
         AmpError: a rule can't be followed for the primitive that is its key."""
 
-    def __init__(self, rules: Any, argument: str = "rules"):
+    def __init__(self, rules: Any, argument: str = "rules", in_order: bool = False):
         if not isinstance(rules, Mapping):
             raise TypeError(
                 f"`{argument}` must be a dict that maps primitives or scope names to "
@@ -55,9 +56,14 @@ class FrozenRules(Mapping[Key, Rule]):
         self._paths: dict[Scope, Rule] = {}
         self._patterns: dict[re.Pattern[str], Rule] = {}
         self._default: Rule | None = None
+        checked = []
         for key, value in rules.items():
             refuse_bad_key(key, argument)
-            self._add(key, as_rule(value, f"{argument}[{show_key(key)}]"))
+            checked.append((key, as_rule(value, f"{argument}[{show_key(key)}]")))
+        if in_order:
+            checked.sort(key=lambda item: _order(normal_key(item[0])))
+        for key, rule in checked:
+            self._add(key, rule)
         paths = {"/".join(parts): rule for parts, rule in self._paths.items()}
         default = {} if self._default is None else {AMP_DEFAULT: self._default}
         self._rules = {**self._primitives, **paths, **self._patterns, **default}
@@ -80,10 +86,6 @@ class FrozenRules(Mapping[Key, Rule]):
         elif not isinstance(rule, UseOriginalPrecision):
             raise AmpError(f"{key!r} always means the author's dtypes; remove the key.")
 
-    def in_order(self) -> "FrozenRules":
-        """The same rules with sorted keys; regular expressions keep their order."""
-        return FrozenRules({key: self._rules[key] for key in sorted(self, key=_order)})
-
     def __getitem__(self, key: Key) -> Rule:
         return self._rules[normal_key(key)]
 
@@ -94,7 +96,7 @@ class FrozenRules(Mapping[Key, Rule]):
         return len(self._rules)
 
     def __or__(self, other: Mapping[Any, Any]) -> "FrozenRules":
-        return FrozenRules(self._rules | dict(other)).in_order()
+        return FrozenRules(self._rules | dict(other), in_order=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, FrozenRules):

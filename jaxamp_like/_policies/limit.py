@@ -47,7 +47,7 @@ class Limit:
                     f"regular expressions, but got {key!r}. To ask a predicate, use "
                     "`policy.where(predicate)`."
                 )
-        rules = FrozenRules(dict.fromkeys(keys, use_original_precision)).in_order()
+        rules = FrozenRules(dict.fromkeys(keys, use_original_precision), in_order=True)
         if kind == "only":
             for key in rules:
                 if isinstance(key, Primitive) and is_program(key):

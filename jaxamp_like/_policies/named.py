@@ -88,7 +88,7 @@ class Policy:
             as_dtype = as_compute_dtype if name == "compute_dtype" else as_float_dtype
             value = None if dtype is None else _as_dtype(as_dtype, dtype, name)
             object.__setattr__(self, name, value)
-        frozen = None if rules is None else FrozenRules(rules).in_order()
+        frozen = None if rules is None else FrozenRules(rules, in_order=True)
         object.__setattr__(self, "rules", None if frozen == _default() else frozen)
         object.__setattr__(self, "limit", limit)
         if measured is not None and not isinstance(measured, Measured):
@@ -275,7 +275,8 @@ class Policy:
 
     def lookup(self) -> Lookup:
         """The checked policy that finds rules; one object for equal policies."""
-        rules = checked_policy(default_amp_policy if self.rules is None else self.rules)
+        rules = _default_as_given() if self.rules is None else self.rules
+        rules = checked_policy(rules)
         found = rules if self.limit is None else limited(rules, self.limit)
         return found if self.measured is None else limited_to(self.measured, found)
 
@@ -285,7 +286,13 @@ DTYPE_FIELDS = ("compute_dtype", "param_dtype", "output_dtype")
 
 @functools.cache
 def _default() -> FrozenRules:
-    return FrozenRules(default_amp_policy).in_order()
+    return FrozenRules(default_amp_policy, in_order=True)
+
+
+@functools.cache
+def _default_as_given() -> FrozenRules:
+    """The default policy as users have it: `amp` shares programs between equal ones."""
+    return FrozenRules(default_amp_policy)
 
 
 def _as_dtype(as_dtype: Callable[..., DType], value: Any, argument: str) -> DType:

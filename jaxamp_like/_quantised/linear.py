@@ -92,7 +92,7 @@ def _batch(args: Any, dims: Any, *, passes: Any) -> Any:
     else:
         value = jnp.moveaxis(value, at, 0)
     lhs, rhs = passes
-    mapped = lhs.mapped(operands, ats)[0], rhs.mapped(operands, ats[::-1])[0]
+    mapped = lhs.mapped(operands, ats)[0], rhs.mapped(operands[::-1], ats[::-1])[0]
     return RESULT_OF.bind(value, *operands, passes=mapped), 0
 
 

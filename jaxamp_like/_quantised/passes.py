@@ -183,7 +183,8 @@ _LAST = first_operand("amp_last_derivative", _refuse)
 """Returns its operand, and refuses to be differentiated.
 
 In the backward pass of a loop or a branch, JAX may differentiate the code inside of
-`straight` instead of using its rule; the derivative of a rounding would be 0."""
+`straight_through` instead of using its rule: the derivative of a rounding would be 0.
+"""
 
 
 def rounded_contraction(
@@ -208,7 +209,7 @@ def rounded_contraction(
 
     def completed(operands, alone):
         return [
-            how(constant(x)) if one is None and how is not None else one
+            how(x) if one is None and how is not None else one
             for how, x, one in zip(roundings, operands, alone, strict=True)
         ]
 

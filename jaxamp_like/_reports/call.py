@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
 
 from .._dtypes import is_float
 from .._frameworks.nnx import TakenApart
-from .._jax import Jaxpr, is_array, shown, trace, traced_afresh
+from .._jax import Jaxpr, is_array_or_shape, merged, shown, trace, traced_afresh
 from .._rewrite.record import Recorder, recording
 
 
@@ -32,6 +33,13 @@ class Call:
     def trace(self, recorder: Recorder) -> Jaxpr:
         return _trace(self.fn, self.arrays, recorder, self.name)
 
+    def replaced(self, arrays: Sequence[Any], some: Sequence[Any]) -> list[Any]:
+        """`arrays`, with `some` in place of those that are differentiated."""
+        full = list(arrays)
+        for i, x in zip(self.live, some, strict=True):
+            full[i] = x
+        return full
+
     def trace_residuals(self, recorder: Recorder) -> tuple[Jaxpr, int]:
         """Traces the forward pass of the derivative.
 
@@ -42,10 +50,7 @@ class Call:
 
         def forward(*arrays):
             def of_live(*some):
-                full = list(arrays)
-                for i, x in zip(self.live, some, strict=True):
-                    full[i] = x
-                return self.fn(*full)
+                return self.fn(*self.replaced(arrays, some))
 
             outs, vjp = jax.vjp(of_live, *(arrays[i] for i in self.live))
             counts.append(len(outs))
@@ -83,14 +88,12 @@ def call_of(
 def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in paths]
-    places = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+    dynamic = list(map(is_array_or_shape, leaves))
+    places = list(compress(range(len(leaves)), dynamic))
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
     def flat(*arrays):
-        full = list(leaves)
-        for i, x in zip(places, arrays, strict=True):
-            full[i] = x
-        args, kwargs = jax.tree.unflatten(tree, full)
+        args, kwargs = jax.tree.unflatten(tree, merged(leaves, dynamic, arrays))
         outs = jax.tree.leaves(fn(*args, **kwargs))
         return [x for x in outs if isinstance(x, jax.Array)]
 
@@ -104,7 +107,3 @@ def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) ->
     arrays = tuple(leaves[i] for i in places)
     names = tuple(jax.tree_util.keystr(paths[i][0][1:]) for i in places)
     return Call(flat, arrays, names, differentiated, name)
-
-
-def _is_dynamic(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

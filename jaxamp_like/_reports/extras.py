@@ -1,7 +1,16 @@
 """Imports packages that only views of reports need, or raises a clear error."""
 
 import importlib
+import sys
+from importlib.util import find_spec
 from typing import Any
+
+
+def shows_progress(wanted: bool | None) -> bool:
+    """`wanted`; if that is `None`, whether stderr is a terminal and rich is there."""
+    if wanted is None:
+        return sys.stderr.isatty() and find_spec("rich") is not None
+    return wanted
 
 
 def need(module: str, package: str | None = None) -> Any:

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from .. import _rules
 from .._jax import Primitive
+from .._policies.codec import RULE_NAMES
 from .._policies.dictionary import ByName
 from .._policies.limit import LimitedPolicy
 from .._policies.presets.common import ByRange
 from .._rewrite.planner import Planner
 from .._rewrite.record import Recorder
-from .._rules import Callback, Rule
+from .._rules import Callback
 
 
 def settings_of(recorder: Recorder) -> tuple[str, ...]:
@@ -39,18 +40,13 @@ def key_name(key: Any) -> str:
     return getattr(key, "pattern", key)
 
 
-@functools.cache
-def _public_rules() -> dict[Rule, str]:
-    return {r: name for name, r in vars(_rules).items() if isinstance(r, Rule)}
-
-
 @functools.lru_cache(maxsize=1024)
 def rule_name(rule: Any) -> str:
     """The text that a user would write for this rule (or limit, or policy)."""
     if isinstance(rule, str):
         return rule
-    if rule in _public_rules():
-        return _public_rules()[rule]
+    if rule in RULE_NAMES:
+        return RULE_NAMES[rule]
     if isinstance(rule, Callback):
         return getattr(rule.fn, "__name__", repr(rule.fn))
     dtype = getattr(rule, "dtype", None)

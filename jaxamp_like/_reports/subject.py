@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from .._amp import amp
 from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
-from .._parameters import as_argnums, positions_of
+from .._parameters import after_model, as_argnums, positions_of
 from .._rewrite.record import Recorder
 from .call import Call, call_of
 
@@ -44,9 +44,8 @@ class Subject:
         # NNX modules are taken out of the arguments before anything is traced, so a
         # module that is itself called must be made an argument.
         self.leading = (fn,) if nnx_nodes(fn) else ()
-        if self.leading:  # the module comes first, with the parameters that it holds
-            later = () if argnums is None else (i + (i >= 0) for i in self.argnums)
-            argnums = (0, *later)
+        if self.leading:
+            argnums = after_model(() if argnums is None else self.argnums)
         self.mixed = amp(
             _apply if self.leading else fn,
             compute_dtype=compute_dtype,

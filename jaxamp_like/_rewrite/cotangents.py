@@ -30,7 +30,7 @@ from .._primitives import CONTRACTIONS, EACH_ALONE, IDENTITIES, LINEAR
 from .._rules import author_dtype
 from .._structural import STRUCTURAL, Handler, Scope
 from .memo import Memo
-from .reach import Reach, Reaches, union
+from .reach import Reach, Reaches, of_input, union
 
 Flags = tuple[bool, ...]
 """Of each input or operand, whether it is a cotangent; `()` if none is."""
@@ -78,7 +78,7 @@ class Cotangents:
             return {}
         found: dict[Jaxpr, Flags] = {}
         bodies = self._reaches.bodies(eqn, ())
-        now = self._reaches.entering(bodies, (), [int(x) for x in which])
+        now = self._reaches.entering(bodies, (), [of_input(0) * x for x in which])
         for body in bodies:
             if self._contracts(body.jaxpr):
                 inner = tuple(bool(now[i]) for i in body.ins)
@@ -132,7 +132,7 @@ class Cotangents:
             return ()
         pairs = zip(eqn.invars, which, strict=True)
         known |= {x for x, is_one in pairs if is_one and _is_var(x)}
-        made = self._reaches.of_equation(eqn, (), [int(x) for x in which])
+        made = self._reaches.of_equation(eqn, (), [of_input(0) * x for x in which])
         pairs = zip(eqn.outvars, made, strict=True)
         known |= {v for v, reach in pairs if reach}
         return tuple(which)

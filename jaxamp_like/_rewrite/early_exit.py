@@ -9,15 +9,14 @@ recurrent network skips the steps that a mask leaves out, and training skips a s
 whose gradient is too large. The value that decides must decide the same in all later
 iterations, so one iteration is followed under the assumption that it has decided."""
 
-import functools
 from collections.abc import Iterable, Sequence
 
 from .._dtypes import is_float
-from .._jax import Eqn, Jaxpr, Literal, raw, scopes
+from .._jax import Eqn, Jaxpr, Literal, raw, scopes, variables
 from .._structural import Body, Scope
 from .flow import Flow
 from .inlined import CHOICE, INPUT, Inlined, Known, hands_on, is_call
-from .reach import LOW, Reach, is_reference, of_input, through, union
+from .reach import LOW, Reach, is_reference, of_input, of_inputs, through
 
 
 class Loop:
@@ -28,22 +27,18 @@ class Loop:
 
     def __init__(self, flow: Flow, eqn: Eqn, bodies: Sequence[Body], scope: Scope):
         self.operands = eqn.invars
-        self._entering = functools.partial(flow.entering, bodies, scope)
+        self._before = flow.before(bodies, scope, len(eqn.invars))
         self.values = values = Inlined(flow, len(eqn.invars))
         outs = [values.run(body.jaxpr, scope, body.ins) for body in bodies]
         *self._conditions, (body, made) = zip(bodies, outs, strict=True)
         self.next_of = {body.ins[i]: made[out] for out, i in body.loop}
-        self.carries = _inputs(self.next_of)
+        self.carries = of_inputs(self.next_of)
         fixed = range(min(self.next_of, default=0))  # operands before the carries
-        self.fixed = _inputs(i for i in fixed if not is_reference(eqn.invars[i]))
-
-    @functools.cached_property
-    def _operands_before(self) -> Sequence[Reach]:
-        return self._entering([of_input(i) for i in range(len(self.operands))])
+        self.fixed = of_inputs(i for i in fixed if not is_reference(eqn.invars[i]))
 
     def before(self, reach: Reach) -> Reach:
         """`reach`, followed back through any number of iterations before this one."""
-        return through(reach, self._operands_before)
+        return through(reach, self._before)
 
     def is_bounded(self) -> bool:
         """Whether a `while` also ends by a condition that is exact in any precision.
@@ -115,10 +110,6 @@ class Loop:
         return bool(self.before(self.values.fresh[out]) & of_input(i))
 
 
-def _inputs(places: Iterable[int]) -> Reach:
-    return union(map(of_input, places))
-
-
 def may_hand_on(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) -> bool:
     """Whether a choice (`cond`, `select_n`) may make one of some `results`.
 
@@ -131,7 +122,7 @@ def may_hand_on(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) 
         if eqn.primitive.name in ("cond", "select_n"):
             return True
         if hands_on(eqn):
-            asked |= {x for x in eqn.invars if not isinstance(x, Literal)}
+            asked.update(variables(eqn.invars))
             continue
         inside = scope + scopes(eqn)
         bodies = flow.bodies(eqn, inside)

@@ -10,7 +10,7 @@ from .._dtypes import is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
 from .._primitives import RANKING
 from .._structural import Body, Scope
-from .reach import LOW, Reach, Reaches, of_input, union
+from .reach import LOW, Reach, Reaches, union
 
 
 @dataclass(eq=False)
@@ -32,15 +32,13 @@ class Flow(Reaches):
         self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
     ) -> Sequence[Reach]:
         reach = union(operands) | LOW * self.is_low(eqn, scope)
-        outs = [reach] * len(eqn.outvars)
-        if not self.by_size:
-            return outs
-        return [0 if self.ends_at(eqn, i) else reach for i in range(len(outs))]
+        places = range(len(eqn.outvars))
+        return [0 if self.ends_at(eqn, i) else reach for i in places]
 
     def condition(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> Reach:
         """What reaches the condition of a loop, through any number of iterations."""
-        inputs = [of_input(i) for i in range(len(eqn.invars))]
-        return self.control(bodies, scope, self.entering(bodies, scope, inputs))
+        before = self.before(bodies, scope, len(eqn.invars))
+        return self.control(bodies, scope, before)
 
     def is_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation, or one of a program that it holds, computes low."""

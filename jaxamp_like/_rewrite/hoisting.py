@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._jax import Literal, eqn_context, scan_arity
+from .._jax import Literal, eqn_context, scan_arity, variables
 from .._primitives import VIEWS
 from .._rules import Fact
 from .._structural import Plan, Rounded, Step
@@ -106,7 +106,7 @@ def _of_step(frame: Frame, step: Step, values: "_Values", done: Rounded) -> Roun
     known = values.handed_to(step)
     if not known:
         return {}
-    if not step.handler.is_loop:
+    if step.handler.is_call:
         return _of_program(frame, plan, known, done)
     first = sum(scan_arity(eqn)) if eqn.primitive.name == "scan" else len(eqn.invars)
     slices = {v: x for v, x in known.items() if _place(step, v) >= first}
@@ -143,7 +143,7 @@ class _Values:
             return False
         if step.handler is not None:
             return self._call(step).has(_result(step, atom))
-        operands = [x for x in step.eqn.invars if not isinstance(x, Literal)]
+        operands = variables(step.eqn.invars)
         return bool(operands) and all(map(self.has, operands))
 
     def read(self, step: Step, i: int) -> Any:
@@ -191,7 +191,7 @@ def _shows(step: Step) -> bool:
     """Whether a step may make views of operands: it moves one, or it is a call."""
     if step.handler is None:
         return step.eqn.primitive.name in _MOVES
-    return _hands_on(step) and not step.handler.is_loop
+    return _hands_on(step) and step.handler.is_call
 
 
 def _hands_on(step: Step) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._jax import Eqn, Jaxpr, Literal, raw, scopes
+from .._jax import Eqn, Jaxpr, Literal, evaluate, raw, scopes
 from .._primitives import IDENTITIES, PLACING
 from .._structural import Body, Scope
 from .flow import Flow
@@ -91,18 +91,12 @@ class Inlined:
 
     def run(self, jaxpr: Jaxpr, scope: Scope, args: Sequence[int]) -> list[int]:
         """Adds what a program makes of some values; returns its results."""
-        inner = raw(jaxpr)
-        numbers = dict(zip(inner.invars, args, strict=True))
-        numbers |= {v: self.of(Made("closed over", how=v)) for v in inner.constvars}
 
-        def read(atom: Any) -> int:
-            return self._literal(atom) if isinstance(atom, Literal) else numbers[atom]
+        def number(eqn: Eqn, ins: list[int]) -> Sequence[int]:
+            return self._results(eqn, scope + scopes(eqn), tuple(ins))
 
-        for eqn in inner.eqns:
-            ins = tuple(map(read, eqn.invars))
-            outs = self._results(eqn, scope + scopes(eqn), ins)
-            numbers |= zip(eqn.outvars, outs, strict=True)
-        return [read(atom) for atom in inner.outvars]
+        constants = [self.of(Made("closed over", how=v)) for v in raw(jaxpr).constvars]
+        return evaluate(jaxpr, args, number, constants, self._literal)
 
     def given(self, known: Iterable[Known], outs: Sequence[int]) -> list[int]:
         """The numbers that `outs` have where other values are known."""
@@ -231,4 +225,4 @@ def hands_on(eqn: Eqn) -> bool:
 
 def is_call(bodies: Sequence[Body]) -> bool:
     """Whether these are the bodies of what runs one program once."""
-    return len(bodies) == 1 and not bodies[0].loop
+    return len(bodies) == 1 and not bodies[0].is_repeated

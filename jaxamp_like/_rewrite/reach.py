@@ -26,6 +26,10 @@ def of_input(i: int) -> Reach:
     return 2 << i
 
 
+def of_inputs(places: Iterable[int]) -> Reach:
+    return union(map(of_input, places))
+
+
 def union(reaches: Iterable[Reach]) -> Reach:
     found = 0
     for reach in reaches:
@@ -78,15 +82,15 @@ class Reaches(ABC):
     def of_results(self, jaxpr: Jaxpr, scope: Scope = ()) -> Sequence[Reach]:
         """For each result, what reaches it.
 
-        After the results come the references among the inputs, in the state in which
-        the program leaves them."""
+        If the analysis follows control, the references that a program with effects may
+        write to come after the results, in the state in which it leaves them."""
         known = self._known.of(jaxpr)
         if scope not in known:
             known[scope] = self._find(raw(jaxpr), scope)
         return known[scope]
 
     def _find(self, jaxpr: Any, scope: Scope) -> tuple[Reach, ...]:
-        env = {v: 2 << i for i, v in enumerate(jaxpr.invars)}
+        env = {v: of_input(i) for i, v in enumerate(jaxpr.invars)}
 
         def read(atoms: Iterable[Any]) -> list[Reach]:
             return [0 if isinstance(x, Literal) else env.get(x, 0) for x in atoms]
@@ -95,7 +99,7 @@ class Reaches(ABC):
             inside = scope + scopes(eqn) if self.reads_scopes else scope
             operands = read(eqn.invars)
             outs = self.of_equation(eqn, inside, operands)
-            env |= zip(eqn.outvars, outs, strict=False)
+            env |= zip(eqn.outvars, outs, strict=False)  # references come after these
             if left := outs[len(eqn.outvars) :]:
                 references = [eqn.invars[i] for i in self._references(eqn)]
                 env |= zip(references, left, strict=True)
@@ -107,10 +111,8 @@ class Reaches(ABC):
     ) -> Sequence[Reach]:
         """What reaches each result of an equation, if `operands` reach its operands.
 
-        After the results come the references among the operands, in the state in which
-        the equation leaves them."""
-        handler = self.handler(eqn, scope)
-        bodies = handler.bodies(eqn) if handler is not None else ()
+        References among the operands come after the results, as in `of_results`."""
+        bodies = self.bodies(eqn, scope)
         references = self._references(eqn) if self.follows_control else []
         if not bodies:
             outs = self.of_leaf(eqn, scope, operands)
@@ -143,6 +145,12 @@ class Reaches(ABC):
                     now[body.ins[i]] |= through(made[out], given)
         return now
 
+    def before(
+        self, bodies: Sequence[Body], scope: Scope, count: int
+    ) -> Sequence[Reach]:
+        """What reaches each of `count` operands by any number of iterations before."""
+        return self.entering(bodies, scope, [of_input(i) for i in range(count)])
+
     def around(self, body: Body, scope: Scope = ()) -> Sequence[Reach]:
         """As `of_results`, after any number of iterations: by Kleene's algorithm."""
         loop = self._loop(body)
@@ -150,7 +158,7 @@ class Reaches(ABC):
         if (scope, loop) not in known:
             found = self.of_results(body.jaxpr, scope)
             for out, i in loop:
-                carry, via = 2 << i, found[out]
+                carry, via = of_input(i), found[out]
                 if via not in (0, carry):  # else no other input reaches the carry
                     found = [reach | via if reach & carry else reach for reach in found]
             known[scope, loop] = found

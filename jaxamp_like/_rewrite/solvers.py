@@ -45,7 +45,7 @@ from .._structural import SOLVER, Body, Handler, Scope
 from .early_exit import Loop, may_hand_on
 from .flow import Flow, exact_results
 from .memo import Memo
-from .reach import LOW, of_input, read_outside, union
+from .reach import LOW, of_inputs, read_outside
 
 Indices = frozenset[int]
 
@@ -140,7 +140,7 @@ class Solvers:
         if eqn.primitive.name == "while":
             flow, by_size = self._flow, self._flow_by_size
             reruns = counts if counts and flow.is_low(eqn, scope) else ()
-            deciding = LOW | union(map(of_input, reruns))
+            deciding = LOW | of_inputs(reruns)
             if flow.condition(eqn, bodies, scope) & deciding:
                 is_bounded = Loop(flow, eqn, bodies, scope).is_bounded()
                 if not is_bounded or by_size.condition(eqn, bodies, scope) & deciding:

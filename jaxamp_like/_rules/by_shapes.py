@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._primitives.contractions import dot_numbers, is_contraction
-from .base import Decision, Demand, Rule, Site
+from .base import Decision, Demand, LeavesToOthers, Rule, Site
 from .computing import use_compute_precision
 
 ANY = "*"  # in a pattern: a size that is free
@@ -70,7 +70,7 @@ def is_pattern(text: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class ByShapes(Rule):
+class ByShapes(LeavesToOthers):
     """Picks the rule by the shapes of both operands; "*" is any size.
 
     Args:
@@ -92,15 +92,8 @@ class ByShapes(Rule):
                 )
 
     @property
-    def is_compute(self) -> bool:
-        return all(rule.is_compute for rule in self._all())
-
-    @property
-    def may_compute_low(self) -> bool:
-        return any(rule.may_compute_low for rule in self._all())
-
-    def _all(self) -> list[Rule]:
-        return [self.otherwise, *(rule for _, rule in self.rules)]
+    def parts(self) -> tuple[Rule, ...]:
+        return (self.otherwise, *(rule for _, rule in self.rules))
 
     def is_for(self, name: str) -> bool:
         return self.otherwise.is_for(name)
@@ -116,12 +109,6 @@ class ByShapes(Rule):
         rule = self.otherwise.for_equation(params, avals)
         is_one = is_contraction(params, [aval.shape for aval in avals])
         return OfUnknownShapes(rule) if is_one else rule
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        demand = Demand.NONE
-        for rule in self._all():
-            demand |= rule.demand(params, wanted)
-        return demand
 
     def decide(self, site: Site) -> Decision:
         return self.for_equation(site.params, site.avals).decide(site)

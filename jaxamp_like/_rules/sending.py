@@ -24,7 +24,8 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
     axis of `vmap` has many terms on one device. In float16 only types are trusted to
     tell that an axis is none of `vmap`."""
     typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
-    known = typed | site.device_axes if jnp.finfo(low).maxexp >= 128 else typed
+    is_wide = has_range(low, jnp.dtype("float32"))
+    known = typed | site.device_axes if is_wide else typed
     return axes_of(site.params) <= known
 
 

@@ -71,10 +71,8 @@ STRUCTURAL: dict[str, Handler] = {
         call_bodies, decide_call, bind_remat_opt, is_call=True, hands_on=True
     ),
     "cond": Handler(cond_bodies, decide_cond, bind_cond),
-    "scan": Handler(scan_bodies, decide_scan, bind_scan, is_loop=True, hands_on=True),
-    "while": Handler(
-        while_bodies, decide_while, bind_while, is_loop=True, hands_on=True
-    ),
+    "scan": Handler(scan_bodies, decide_scan, bind_scan, hands_on=True),
+    "while": Handler(while_bodies, decide_while, bind_while, hands_on=True),
     "custom_jvp_call": Handler(
         call_bodies, decide_inline, bind_custom_jvp, is_call=True, may_run_twice=True
     ),

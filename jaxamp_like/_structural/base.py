@@ -66,7 +66,6 @@ class Handler(NamedTuple):
     bind: "Callable[[Frame, Step, list[Any]], Sequence[Any]]"
     is_call: bool = False
     may_run_twice: bool = False
-    is_loop: bool = False
     hands_on: bool = False
     is_closed: bool = False
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._dtypes import DType
+from ..._dtypes import DType, has_range
 from ..._jax import Primitive
 from ..._primitives import FIXED, Kind, those
 from ..._rules import (
@@ -56,7 +56,8 @@ class ByRange(Rule):
     wide: Rule
 
     def _pick(self, dtype: DType) -> Rule:
-        return self.narrow if jnp.finfo(dtype).maxexp < 128 else self.wide
+        is_wide = has_range(dtype, jnp.dtype("float32"))
+        return self.wide if is_wide else self.narrow
 
     def decide(self, site: Site) -> Decision:
         return self._pick(site.compute_dtype).decide(site)

@@ -69,11 +69,7 @@ def _form(carry: list[Pair]) -> list[Any]:
 
 def _none_yet(where: Where, found: Found) -> Found:
     """Tables for a loop's carry, of which `found` are the body's."""
-
-    def deeper(found):
-        return {key: at_iteration(table, 0) for key, table in found.items()}
-
-    tables = jax.eval_shape(deeper, found)
+    tables = jax.eval_shape(_outside, found, 0)
     return _varying(where, {key: no_runs(table) for key, table in tables.items()})
 
 
@@ -87,8 +83,14 @@ def _varying(where: Where, found: Found) -> Found:
     return found
 
 
+def _outside(found: Found, i: Any) -> Found:
+    """Tables as seen from outside of a loop, of which `i` is the iteration."""
+    return {key: at_iteration(table, i) for key, table in found.items()}
+
+
 def _merged(found: Found, new: Found, i: Any) -> Found:
-    return {k: merge(table, at_iteration(new[k], i)) for k, table in found.items()}
+    new = _outside(new, i)
+    return {key: merge(table, new[key]) for key, table in found.items()}
 
 
 def _scan(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
@@ -254,9 +256,7 @@ def _taken(memory: Memory, xs: list[Any], i: int) -> list[Pair]:
 _merge = jax.jit(merge)
 
 
-@jax.jit
-def _deeper(found: Found, i: Any) -> Found:
-    return {key: at_iteration(table, i) for key, table in found.items()}
+_deeper = jax.jit(_outside)
 
 
 def _cond_one_by_one(

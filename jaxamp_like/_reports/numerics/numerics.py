@@ -1,10 +1,8 @@
 """`trace_numerics`: runs a function once and tells what became of its numbers."""
 
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -18,7 +16,7 @@ from ..._policies.mistakes import naming_mistakes
 from .. import walk
 from ..call import Call
 from ..data.numbers import Event, InputRange, OpNumerics
-from ..extras import need
+from ..extras import need, shows_progress
 from ..report import NumericsReport
 from ..settings import settings_of
 from ..subject import Subject
@@ -152,9 +150,7 @@ def _check_concrete(arrays: Sequence[Any], name: str) -> None:
 def _progress(
     wanted: bool | None, total: int
 ) -> Iterator[Callable[[Eqn, walk.Around], None]]:
-    if wanted is None:
-        wanted = sys.stderr.isatty() and find_spec("rich") is not None
-    if not wanted:
+    if not shows_progress(wanted):
         yield lambda eqn, at: None
         return
     console = need("rich.console", "rich").Console(stderr=True)

@@ -22,7 +22,8 @@ COLOURS = {
 _OTHER = "#d55e00"  # for the 8-bit floats and all other dtypes
 
 
-def _spec(values: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
+def framed(values: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
+    """A Vega-Lite specification for `values`, which is as wide as its container."""
     return {
         "width": "container",
         "background": "transparent",
@@ -52,7 +53,7 @@ def _bars(
         for what, by_dtype in amounts.items()
         for dtype, n in by_dtype.items()
     ]
-    return _spec(
+    return framed(
         values,
         description=f"{title}, by dtype",  # what a screen reader says
         height=24 * len({row["what"] for row in values}),
@@ -145,7 +146,7 @@ def of_numerics(report: Numbers) -> dict[str, Any]:
         },
     }
     told = "binary exponents in the equations with the largest errors"
-    spec = _spec(values, description=told, height=15 * len(shown), layer=[heat, lines])
+    spec = framed(values, description=told, height=15 * len(shown), layer=[heat, lines])
     return {"exponents": spec | {"resolve": {"scale": {"color": "independent"}}}}
 
 

@@ -1,11 +1,11 @@
 """What the backward pass keeps, in bytes, and what it makes again instead."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
 from ..._dtypes import DType
-from ..._jax import Literal
+from ..._jax import Literal, variables
 from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
 from ..._rules import Fact, Leaf, author_dtype
 from ..._structural import Step
@@ -117,9 +117,5 @@ def elements(aval: Any) -> int:
     return prod(d if isinstance(d, int) else 2 for d in aval.shape)
 
 
-def reads(step: Step) -> Iterator[Any]:
+def reads(step: Step) -> list[Any]:
     return variables(step.eqn.invars)
-
-
-def variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..._dtypes import DType, has_range
-from ..._jax import varying_in
+from ..._jax import variables, varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, Leaf
 from ..shared import shared
@@ -22,7 +22,6 @@ from .cost import (
     reads,
     size,
     sums,
-    variables,
 )
 
 # Linear in all that they read: the backward pass keeps none of it.

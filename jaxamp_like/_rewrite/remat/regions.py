@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..._dtypes import DType
-from ..._jax import Literal
+from ..._jax import Literal, variables
 from ..._primitives import REDUCTIONS
 from ..._rules import Fact, author_dtype
 from .cost import (
@@ -55,7 +55,7 @@ def remat_schedule(
 
     read(outvars, [None] * len(outvars))
     is_split = any(map(is_sharded, facts.values()))
-    ends = {v for v in outvars if not isinstance(v, Literal)}
+    ends = set(variables(outvars))
 
     def is_last(group, outs, paid):
         return _is_last(outs, paid, ends) and (

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..._dtypes import DType
+from ..._jax import variables
 from ..shared import shared
-from .cost import Step, reads, variables
+from .cost import Step, reads
 
 
 @dataclass(frozen=True, eq=False)
