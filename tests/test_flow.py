@@ -46,7 +46,7 @@ def which(reach):
 
 def condition(flow, eqn):
     bodies = flow.bodies(eqn, ())
-    return which(flow.control(bodies, (), flow.entering(bodies, (), inputs(eqn))))
+    return which(flow.control(bodies, (), flow.entering(eqn, bodies, (), inputs(eqn))))
 
 
 def results(flow, eqn):

@@ -637,6 +637,22 @@ def test_what_goes_round_by_references_alone_is_followed():
     assert contractions(amp(solve, compute_dtype="bfloat16"), W, X) == {"float32"}
 
 
+def test_an_error_that_is_kept_in_a_reference_ends_a_loop_as_written():
+    """The condition reads what the body writes, by two operands of the loop."""
+
+    def solve(w, x):
+        error = new_ref(jnp.float32(1))
+
+        def step(z):
+            new = jnp.tanh(z @ w) + x
+            error[...] = jnp.max(jnp.abs(new - z))
+            return new
+
+        return lax.while_loop(lambda z: error[...] > 1e-3, step, x)
+
+    assert contractions(amp(solve, compute_dtype="bfloat16"), W, X) == {"float32"}
+
+
 def test_explain_tells_why():
     report = explain(equilibrium, compute_dtype="bfloat16")(W, X)
     (dot,) = (op for op in report.now.ops if op.primitive == "dot_general")

@@ -78,7 +78,7 @@ class Cotangents:
             return {}
         found: dict[Jaxpr, Flags] = {}
         bodies = self._reaches.bodies(eqn, ())
-        now = self._reaches.entering(bodies, (), [of_input(0) * x for x in which])
+        now = self._reaches.entering(eqn, bodies, (), [of_input(0) * x for x in which])
         for body in bodies:
             if self._contracts(body.jaxpr):
                 inner = tuple(bool(now[i]) for i in body.ins)

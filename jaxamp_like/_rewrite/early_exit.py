@@ -27,7 +27,7 @@ class Loop:
 
     def __init__(self, flow: Flow, eqn: Eqn, bodies: Sequence[Body], scope: Scope):
         self.operands = eqn.invars
-        self._before = flow.before(bodies, scope, len(eqn.invars))
+        self._before = flow.before(eqn, bodies, scope)
         self.values = values = Inlined(flow, len(eqn.invars))
         outs = [values.run(body.jaxpr, scope, body.ins) for body in bodies]
         *self._conditions, (body, made) = zip(bodies, outs, strict=True)

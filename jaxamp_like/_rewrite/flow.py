@@ -37,8 +37,7 @@ class Flow(Reaches):
 
     def condition(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> Reach:
         """What reaches the condition of a loop, through any number of iterations."""
-        before = self.before(bodies, scope, len(eqn.invars))
-        return self.control(bodies, scope, before)
+        return self.control(bodies, scope, self.before(eqn, bodies, scope))
 
     def is_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation, or one of a program that it holds, computes low."""

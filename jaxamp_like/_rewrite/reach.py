@@ -119,7 +119,7 @@ class Reaches(ABC):
             if references:
                 outs = [*outs, *[union([*outs, *operands])] * len(references)]
             return outs
-        now = self.entering(bodies, scope, operands)
+        now = self.entering(eqn, bodies, scope, operands)
         first = self.control(bodies, scope, now) if self.follows_control else 0
         found = [first] * len(eqn.outvars) + [first | now[i] for i in references]
         place = {i: len(eqn.outvars) + k for k, i in enumerate(references)}
@@ -130,10 +130,11 @@ class Reaches(ABC):
             for out, reach in zip([*body.outs, *left], results, strict=True):
                 if out is not None:
                     found[out] |= through(reach, given)
-        return found
+        states = self._one_state(eqn, references, found[len(eqn.outvars) :])
+        return [*found[: len(eqn.outvars)], *states]
 
     def entering(
-        self, bodies: Sequence[Body], scope: Scope, operands: Sequence[Reach]
+        self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, operands: Sequence[Reach]
     ) -> list[Reach]:
         """What reaches the operands of an equation, whichever iteration reads them."""
         now = list(operands)
@@ -143,13 +144,28 @@ class Reaches(ABC):
                 given = [operands[i] for i in body.ins]
                 for out, i in loop:
                     now[body.ins[i]] |= through(made[out], given)
+        places = self._references(eqn)
+        states = self._one_state(eqn, places, [now[i] for i in places])
+        for i, reach in zip(places, states, strict=True):
+            now[i] = reach
         return now
 
-    def before(
-        self, bodies: Sequence[Body], scope: Scope, count: int
-    ) -> Sequence[Reach]:
-        """What reaches each of `count` operands by any number of iterations before."""
-        return self.entering(bodies, scope, [of_input(i) for i in range(count)])
+    def _one_state(
+        self, eqn: Eqn, places: Sequence[int], reaches: Sequence[Reach]
+    ) -> list[Reach]:
+        """What reaches the references at some `places` among the operands.
+
+        JAX hands in a reference twice that the condition of a `while` reads and its
+        body writes to, as a constant of each. It still has one state."""
+        states: dict[Any, Reach] = {}
+        for i, reach in zip(places, reaches, strict=True):
+            states[eqn.invars[i]] = states.get(eqn.invars[i], 0) | reach
+        return [states[eqn.invars[i]] for i in places]
+
+    def before(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> Sequence[Reach]:
+        """What reaches each operand by any number of iterations before."""
+        inputs = [of_input(i) for i in range(len(eqn.invars))]
+        return self.entering(eqn, bodies, scope, inputs)
 
     def around(self, body: Body, scope: Scope = ()) -> Sequence[Reach]:
         """As `of_results`, after any number of iterations: by Kleene's algorithm."""
