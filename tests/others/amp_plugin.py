@@ -5,7 +5,9 @@ is called `tests`, too."""
 
 import functools
 import json
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("amp")
     group.addoption("--amp", choices=[*SETTINGS], default="as written")
     group.addoption("--outcomes", type=Path, help="where to write how tests ended")
+    group.addoption("--sample", type=int, help="run so many cases of each test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,6 +71,28 @@ def pytest_configure(config: pytest.Config) -> None:
     if wrap is not None:
         for name in TRANSFORMS:
             setattr(jax, name, wrapping(getattr(jax, name), wrap))
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    size = config.getoption("--sample")
+    if size is None:
+        return
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        # absl numbers the cases of a test, and pytest has them in brackets.
+        cases[re.sub(r"\d+$", "", item.nodeid.partition("[")[0])].append(item)
+    chosen = {id(item) for each in cases.values() for item in spread(each, size)}
+    config.hook.pytest_deselected(items=[x for x in items if id(x) not in chosen])
+    items[:] = [item for item in items if id(item) in chosen]
+
+
+def spread(cases: list[pytest.Item], size: int) -> list[pytest.Item]:
+    """So many of the cases of a test, from the first to the last."""
+    if len(cases) <= size:
+        return cases
+    return [cases[i * len(cases) // size] for i in range(size)]
 
 
 def wrapping(
