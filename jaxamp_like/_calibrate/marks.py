@@ -26,10 +26,10 @@ from .._rewrite.solvers import without_solver_scope
 from .._rules import (
     Decision,
     Demand,
-    Mark,
+    Precision,
     Rule,
     Site,
-    outs_of,
+    out_facts_of,
     use_compute_precision,
     use_original_precision,
 )
@@ -144,10 +144,10 @@ class Shadow(Rule):
             shapes_of(site.params, site.avals),
         )
         read_low = [a != b for a, b in zip(low.reads, site.authors, strict=True)]
-        ((fact,), (author,)) = low.outs, site.out_authors
+        ((fact,), (author,)) = low.out_facts, site.out_authors
         makes_low = fact is not None and fact.dtype != author
         places = [places_of(one, site, read_low, makes_low) for one in self.candidates]
-        outs = outs_of(site, None, Mark.LOW)
+        outs = out_facts_of(site, None, Precision.LOW)
         bind = _marked(site, of, places)
         return Decision(site.authors, site.params, outs, "may be rounded", bind)
 

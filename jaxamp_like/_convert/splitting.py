@@ -168,7 +168,7 @@ def _can_be_split(eqn: Eqn, is_sliced: bool) -> bool:
 def _split_programs(made: Split, eqn: Eqn) -> None:
     all_bodies = bodies(eqn)
     # `carried` are operands that a loop begins with; from `first` on, a scan slices.
-    carried = {body.ins[i] for body in all_bodies for _, i in body.loop}
+    carried = {body.ins[i] for body in all_bodies for _, i in body.carries}
     is_scan = eqn.primitive.name == "scan"
     first = sum(scan_arity(eqn)) if is_scan else len(eqn.invars)
     length = eqn.params["length"] if is_scan else None

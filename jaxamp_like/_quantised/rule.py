@@ -20,13 +20,13 @@ from .._rules import (
     Decision,
     Demand,
     EightBits,
-    Mark,
     Origin,
+    Precision,
     Rule,
     Site,
     compute_in_full,
     contract,
-    outs_of,
+    out_facts_of,
     use_original_precision,
     why_as_written,
 )
@@ -294,7 +294,7 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
     was sent in the compute dtype."""
     low, weight = low_of(site), weight_side(site)
     fact = site.facts[weight]
-    is_read = is_parameter(fact) and fact is not None and bool(fact.leaf)
+    is_read = is_parameter(fact) and fact is not None and bool(fact.remat_source)
     return tuple(
         None if author is None or (is_read and i == weight) else lowered(author, low)
         for i, author in enumerate(site.authors)
@@ -323,16 +323,16 @@ def decided(
     roundings: Sequence[Rounding | None] = (None, None),
 ) -> Decision:
     """The decision for a contraction that `bind` makes; `roundings` are its `alone`."""
-    outs = outs_of(site, result_of(site), Mark.LOW)
+    outs = out_facts_of(site, result_of(site), Precision.LOW)
     return Decision(
         reads_of(site),
         site.params,
         outs,
         why,
         bind,
-        recasts=False,
+        recomputes_casts=False,
         eight_bits=eight_bits,
-        alone=tuple(None if how is None else Alone(how) for how in roundings),
+        quantisers=tuple(None if how is None else Alone(how) for how in roundings),
     )
 
 

@@ -25,7 +25,7 @@ from .._primitives.matmul_precision import (
     with_setting,
     without_setting,
 )
-from .._rules import Demand, Leaf, author_dtype, kept_or_made
+from .._rules import Demand, RematSource, author_dtype, kept_or_made
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
 from .._structural.kept import keep
@@ -38,7 +38,7 @@ from .casts import (
     with_full_gradient,
 )
 from .deduplication import Deduplicated
-from .hoisting import Rounded, inside, of_loop
+from .hoisting import HoistedWeights, inside, of_loop
 from .keeps import Keeps
 from .planner import Planner
 from .recompute import bind_region, casts_again, recast
@@ -66,7 +66,7 @@ class Frame:
         self.views = Views()
         self.deduplicated = Deduplicated()
         self.ahead: dict[tuple[Any, DType], Any] = {}  # casts made before a loop
-        self.rounded: Rounded = {}  # weights rounded before a loop
+        self.rounded: HoistedWeights = {}  # weights rounded before a loop
         self.rounded_often: frozenset[Any] = frozenset()  # see `Plan`
         self.rounded_here: dict[Any, Any] = {}  # once for all that read it so
         self.cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
@@ -80,7 +80,7 @@ class Frame:
         consts: Sequence[Any],
         args: Sequence[Any],
         ahead: dict[tuple[Any, DType], Any] | None = None,
-        rounded: Rounded | None = None,
+        rounded: HoistedWeights | None = None,
     ) -> list[Any]:
         """Binds a whole plan in a frame of its own; results in the dtypes they have.
 
@@ -93,7 +93,7 @@ class Frame:
         frame.ahead, frame.rounded = ahead or {}, rounded or {}
         schedule = schedule_of(plan, self.is_lean)
         units, unit_drops, cotangents, frame.shared = schedule
-        frame.rounded_often = plan.rounded_often
+        frame.rounded_often = plan.shared_quantised
         if self.keeps != Keeps.LEAN:  # in a loop there are few sums to compute again
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         frame.cotangents = cotangents
@@ -119,7 +119,7 @@ class Frame:
         plan: Plan,
         jaxpr: Jaxpr,
         dtypes: tuple[DType | None, ...],
-        rounded: Rounded | None = None,
+        rounded: HoistedWeights | None = None,
     ) -> Jaxpr:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
@@ -132,16 +132,16 @@ class Frame:
         todo = [first]
         while todo:
             call = todo.pop()
-            if call.key not in call.plan.closed and call.place not in calls:
+            if call.key not in call.plan.closed_jaxprs and call.place not in calls:
                 calls[call.place] = call
                 todo += call.inside()
         # Inner programs come first, since a trace in a trace takes many Python frames.
         for call in reversed(calls.values()):
-            if call.key not in call.plan.closed:
-                call.plan.closed[call.key] = self._closed(call)
-        return plan.closed[first.key]
+            if call.key not in call.plan.closed_jaxprs:
+                call.plan.closed_jaxprs[call.key] = self._closed(call)
+        return plan.closed_jaxprs[first.key]
 
-    def _closed(self, call: "Call", rounded: Rounded | None = None) -> Jaxpr:
+    def _closed(self, call: "Call", rounded: HoistedWeights | None = None) -> Jaxpr:
         plan, values, frame = call.plan, consts(call.jaxpr), self.over({}, call.keeps)
 
         def rewritten(*args):
@@ -150,13 +150,13 @@ class Frame:
 
         return trace(rewritten, _avals_of(plan))
 
-    def rounded_in(self, step: Step) -> Rounded:
+    def rounded_in(self, step: Step) -> HoistedWeights:
         """The weights that a step's program reads and that a loop has rounded."""
         return inside(self.rounded, step)
 
     def of_loop(
         self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
-    ) -> tuple[Rounded, Rounded]:
+    ) -> tuple[HoistedWeights, HoistedWeights]:
         """See `hoisting.of_loop`."""
         return of_loop(self, step, fixed, slices)
 
@@ -197,7 +197,7 @@ class Frame:
         how its results are read, and `cotangents` which inputs of a backward rule are
         such. Returns the results and what is known of them."""
         jaxpr, plan = self.planned(jaxpr, facts, scope, wanted, cotangents)
-        return self.run(plan, consts(jaxpr), values), plan.outs
+        return self.run(plan, consts(jaxpr), values), plan.out_facts
 
     def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
         """See `Demands.of_rule`."""
@@ -294,7 +294,7 @@ class Frame:
             for i in range(len(eqn.invars))
         ]
         self.views.remember(step)
-        low = step.found.compute_dtype or self.planner.compute_dtype
+        low = step.match.compute_dtype or self.planner.compute_dtype
         rounded = [self.cotangents[v] for v in eqn.outvars if v in self.cotangents]
         branch = next(iter(rounded), None)
         if decision.bind is not None:
@@ -327,7 +327,7 @@ class Frame:
         """Operands that are rounded for several readers, as a rule's `bind` takes them.
 
         Readers are the iterations of a loop, or steps of this program."""
-        pairs = enumerate(zip(step.decision.alone, operands, strict=False))
+        pairs = enumerate(zip(step.decision.quantisers, operands, strict=False))
         alone = tuple(self._alone(step, i, how, x) for i, (how, x) in pairs)
         return {"alone": alone} if any(x is not None for x in alone) else {}
 
@@ -336,7 +336,7 @@ class Frame:
     ) -> Any:
         if (step, i) in self.rounded:
             return self.rounded[step, i]
-        key = step.read_alone(i)
+        key = step.quantised_operand_key(i)
         if how is None or key not in self.rounded_often:
             return None
         if key not in self.rounded_here:
@@ -348,9 +348,9 @@ class Frame:
         if isinstance(atom, Literal) or dtype is None or self.env[atom].dtype == dtype:
             return self.read(atom, dtype)
         value = self.env[atom]
-        if step.casts.get(i) == Leaf.CONST:
+        if step.input_casts.get(i) == RematSource.CONSTANT:
             return self._cast_ahead(atom, dtype)
-        is_sharded = step.casts.get(i) == Leaf.SHARDED
+        is_sharded = step.input_casts.get(i) == RematSource.SHARDED
         if step.is_compute and (is_sharded or self.is_ahead(atom, dtype)):
             return self._attached(atom, dtype)
         shape = step.eqn.outvars[0].aval.shape
@@ -361,7 +361,7 @@ class Frame:
             axes = range(len(shape) - value.ndim, len(shape))
             return cast(lax.broadcast_in_dim(value, shape, axes), dtype)
         # An input is cast for each reader, so that its gradient adds up in full.
-        is_input = i in step.casts
+        is_input = i in step.input_casts
         return cast(value, dtype) if is_input else self.read(atom, dtype)
 
     def _attached(self, atom: Any, dtype: DType) -> Any:
@@ -435,14 +435,14 @@ class Call(NamedTuple):
             both = (Keeps.NOTHING, Keeps.STATISTICS) if is_region else (self.keeps,)
             for step in unit.steps if is_region else (unit,):
                 if step.handler is not None and step.handler.is_closed:
-                    (inner,), dtypes = step.inner, dtypes_of(step.decision.outs)
+                    (inner,), dtypes = step.inner, dtypes_of(step.decision.out_facts)
                     for keeps in both:
                         yield Call(inner, step.eqn.params["jaxpr"], dtypes, keeps)
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:
     """The results of a step, in the dtypes that they are held in."""
-    facts = zip(outs, step.decision.outs, step.eqn.outvars, strict=True)
+    facts = zip(outs, step.decision.out_facts, step.eqn.outvars, strict=True)
     return [x if fact is None else cast_of(v, x, fact.dtype) for x, fact, v in facts]
 
 
@@ -450,7 +450,7 @@ def _avals_of(plan: Plan) -> list[Any]:
     """The inputs of a plan, in the dtypes that they come in."""
     return [
         v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
-        for v, fact in zip(plan.invars, plan.ins, strict=True)
+        for v, fact in zip(plan.invars, plan.in_facts, strict=True)
     ]
 
 

@@ -31,7 +31,7 @@ class Loop:
         self.values = values = Inlined(flow, len(eqn.invars))
         outs = [values.run(body.jaxpr, scope, body.ins) for body in bodies]
         *self._conditions, (body, made) = zip(bodies, outs, strict=True)
-        self.next_of = {body.ins[i]: made[out] for out, i in body.loop}
+        self.next_of = {body.ins[i]: made[out] for out, i in body.carries}
         self.carries = of_inputs(self.next_of)
         fixed = range(min(self.next_of, default=0))  # operands before the carries
         self.fixed = of_inputs(i for i in fixed if not is_reference(eqn.invars[i]))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from .._dtypes import DType
 from .._jax import Atom
-from .._structural import Rounded, Step
+from .._structural import HoistedWeights, Step
 from .deduplication import Deduplicated
 from .keeps import Keeps
 from .views import Views
@@ -26,7 +26,7 @@ class Frame(Protocol):
     keeps: Keeps
     views: Views
     deduplicated: Deduplicated
-    rounded: Rounded
+    rounded: HoistedWeights
     cotangents: Mapping[Any, int | None]
 
     @property

@@ -13,7 +13,7 @@ import jax
 from .._jax import Literal, eqn_context, scan_arity, variables
 from .._primitives import VIEWS
 from .._rules import Fact
-from .._structural import Plan, Rounded, Step
+from .._structural import HoistedWeights, Plan, Step
 from .frames import Frame
 from .record import marked
 
@@ -27,14 +27,14 @@ After the step of a loop stands whether the operand is another one in each itera
 _MOVES = VIEWS - {"broadcast_in_dim", "tile"}
 
 
-def inside(made: Rounded, first: Any) -> Rounded:
+def inside(made: HoistedWeights, first: Any) -> HoistedWeights:
     """The entries whose paths begin with `first`, by the rest of each path."""
     return {path[1:]: x for path, x in made.items() if path[0] is first}
 
 
 def of_loop(
     frame: Frame, step: Step, fixed: Mapping[Any, Any], slices: Mapping[Any, Any]
-) -> tuple[Rounded, Rounded]:
+) -> tuple[HoistedWeights, HoistedWeights]:
     """Weights that the last body of a loop reads, rounded: fixed ones, and slices.
 
     Args:
@@ -53,8 +53,8 @@ def _of_loop(
     plan: Plan,
     fixed: Mapping[Any, Any],
     slices: Mapping[Any, Any],
-    done: Rounded,
-) -> Rounded:
+    done: HoistedWeights,
+) -> HoistedWeights:
     made = _of_program(frame, plan, fixed, inside(done, False))
     found = {(False, *path): x for path, x in made.items()}
     slices = {v: x for v, x in slices.items() if _is_parameter(plan.facts[v])}
@@ -74,18 +74,18 @@ def _of_loop(
 
 
 def _is_parameter(fact: Fact | None) -> bool:
-    return fact is not None and bool(fact.leaf)
+    return fact is not None and bool(fact.remat_source)
 
 
 def _of_program(
-    frame: Frame, plan: Plan, known: Mapping[Any, Any], done: Rounded
-) -> Rounded:
+    frame: Frame, plan: Plan, known: Mapping[Any, Any], done: HoistedWeights
+) -> HoistedWeights:
     """Rounds what a program reads of inputs that are `known`, unless it is `done`."""
     values = _Values(frame, plan, known)
-    made: Rounded = {}
+    made: HoistedWeights = {}
     once: dict[Any, Any] = {}
     for step in plan.steps:
-        for i, how in enumerate(step.decision.alone):
+        for i, how in enumerate(step.decision.quantisers):
             atom = step.eqn.invars[i]
             if how is None or (step, i) in done or not values.has(atom):
                 continue
@@ -99,7 +99,9 @@ def _of_program(
     return made
 
 
-def _of_step(frame: Frame, step: Step, values: "_Values", done: Rounded) -> Rounded:
+def _of_step(
+    frame: Frame, step: Step, values: "_Values", done: HoistedWeights
+) -> HoistedWeights:
     """As `_of_program`, for the program in a step: the last one, if it is a loop."""
     eqn, plan = step.eqn, step.inner[-1]
     assert step.handler is not None
@@ -155,7 +157,7 @@ class _Values:
         """Inputs of the program that a step holds, which are no carries of a loop."""
         assert step.handler is not None
         body = step.handler.bodies(step.eqn)[-1]
-        carried = {i for _, i in body.loop}
+        carried = {i for _, i in body.carries}
         places = zip(step.inner[-1].invars, body.ins, strict=True)
         return {
             var: self.read(step, place)
@@ -195,7 +197,7 @@ def _shows(step: Step) -> bool:
 
 
 def _hands_on(step: Step) -> bool:
-    is_known = step.handler is not None and step.handler.hands_on
+    is_known = step.handler is not None and step.handler.passes_hoisted_weights
     return is_known and not step.eqn.effects
 
 

@@ -20,18 +20,18 @@ class Matching:
     policy: Lookup
     _found: dict[Any, Match] = field(default_factory=dict)
 
-    def find(self, primitive: Any, scope: Scope) -> Match:
+    def of_primitive(self, primitive: Any, scope: Scope) -> Match:
         """What the policy says of a primitive in a scope."""
         key = (primitive, scope)
         if key not in self._found:
             self._found[key] = self.policy.find(primitive, scope)
         return self._found[key]
 
-    def found(self, eqn: Eqn, scope: Scope) -> Match:
+    def of_equation(self, eqn: Eqn, scope: Scope) -> Match:
         """What the policy says of an equation.
 
         In a solver, only a key that is a scope can ask for low precision."""
-        found = self.find(eqn.primitive, without_solver_scope(scope))
+        found = self.of_primitive(eqn.primitive, without_solver_scope(scope))
         if SOLVER in scope:
             is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
             return found if is_meant else replace(found, rule=in_solver)
@@ -47,7 +47,7 @@ class Matching:
     def handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         """How a structural equation is walked into; `None` if it is not."""
         handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is None or stops(self.found(eqn, scope)):
+        if handler is None or stops(self.of_equation(eqn, scope)):
             return None
         return handler
 
@@ -55,7 +55,7 @@ class Matching:
         """Whether an equation may compute low, as any contraction is taken to."""
         if eqn.primitive.name in CONTRACTIONS:
             return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
-        return self.found(eqn, scope).rule.may_compute_low
+        return self.of_equation(eqn, scope).rule.may_compute_low
 
 
 def stops(found: Match) -> bool:

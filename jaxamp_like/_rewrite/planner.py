@@ -49,7 +49,7 @@ from .._rules import (
     use_original_precision,
 )
 from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
-from .carries import Carries
+from .accumulators import Accumulators
 from .cotangents import Cotangents, Flags
 from .demands import Demands
 from .facts import const_fact, upcast_early
@@ -58,7 +58,7 @@ from .matching import Matching, stops
 from .memo import Memo
 from .origins import as_number, with_origins
 from .partners import Partners, without_partners
-from .placement import as_asked, leaf_of, of_operands
+from .placement import as_asked, of_operands, remat_source_of
 from .shared import shared
 from .solvers import Solvers
 
@@ -68,7 +68,7 @@ class Planner:
     """Plans jaxprs under one policy, and remembers the plans while the jaxprs live.
 
     Handlers of structural primitives ask it for the plans of their bodies, and ask
-    `demands` and `carries` how values flow there."""
+    `demands` and `accumulators` how values flow there."""
 
     policy: Lookup
     compute_dtype: DType
@@ -82,8 +82,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.matching = Matching(self.policy)
-        self.carries = Carries(self.matching.handler, self.matching)
-        self.demands = Demands(self.matching, self.carries)
+        self.accumulators = Accumulators(self.matching.handler, self.matching)
+        self.demands = Demands(self.matching, self.accumulators)
         # It marks the solvers of a program before that is planned; see `prepared`.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
         self.hoisted = Hoisted()
@@ -117,7 +117,9 @@ class Planner:
         author = author_dtype(aval)
         if author is None:
             return None
-        return Fact(author, leaf=leaf_of(aval, self.gather_once), origin=origin)
+        return Fact(
+            author, remat_source=remat_source_of(aval, self.gather_once), origin=origin
+        )
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
         """The facts of a call's operands, given the `in_shardings` in its `params`."""
@@ -127,7 +129,7 @@ class Planner:
         """Whether arithmetic in `scope` computes in full, however operands are held.
 
         Where it does not, holding an operand in full may make it compute in full."""
-        return self.matching.find(lax.add_p, scope).rule.is_run_again
+        return self.matching.of_primitive(lax.add_p, scope).rule.is_run_again
 
     def plan(
         self,
@@ -168,7 +170,7 @@ class Planner:
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
         values = consts(jaxpr) or [None] * len(inner.constvars)
         env |= {
-            v: const_fact(v, c, leaf_of(v.aval, self.gather_once))
+            v: const_fact(v, c, remat_source_of(v.aval, self.gather_once))
             for v, c in zip(inner.constvars, values, strict=True)
         }
         env = {v: as_number(fact, v.aval) for v, fact in env.items()}
@@ -188,21 +190,21 @@ class Planner:
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             place = scope + scopes(eqn)
             step = self._step(eqn, place, operands, needed, read_often, which)
-            env |= zip(eqn.outvars, step.decision.outs, strict=True)
+            env |= zip(eqn.outvars, step.decision.out_facts, strict=True)
             partners.meet(step, which)
             steps.append(step)
-            found = {step.found.key, *step.found.also}
-            keys |= found.union(*(plan.keys for plan in step.inner))
+            found = {step.match.key, *step.match.also}
+            keys |= found.union(*(plan.policy_keys for plan in step.inner))
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
             outvars=tuple(inner.outvars),
-            ins=facts,
-            outs=tuple(map(partners.fact_of, inner.outvars)),
+            in_facts=facts,
+            out_facts=tuple(map(partners.fact_of, inner.outvars)),
             steps=tuple(steps),
             facts=env,
             lean=self.lean,
-            keys=frozenset(keys),
+            policy_keys=frozenset(keys),
         )
 
     def _step(
@@ -214,7 +216,7 @@ class Planner:
         read_often: Set[Any],
         cotangents: Flags,
     ) -> Step:
-        found = self.matching.found(eqn, scope)
+        found = self.matching.of_equation(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, found, cotangents)
         handler = self.matching.handler(eqn, scope)
         # JAX traces a derivative rule at its first use, with the matmul precision that
@@ -246,24 +248,29 @@ class Planner:
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         decision = summed_once(site, decision)
-        outs = as_asked(with_origins(site, decision.outs), self.gather_once)
-        decision = decision._replace(outs=outs)
+        outs = as_asked(with_origins(site, decision.out_facts), self.gather_once)
+        decision = decision._replace(out_facts=outs)
         if not self.lean:  # lean remat regions are better handed what is low
-            decision = decision._replace(outs=upcast_early(site, decision.outs))
+            decision = decision._replace(
+                out_facts=upcast_early(site, decision.out_facts)
+            )
         cast = {
-            i: fact.leaf
+            i: fact.remat_source
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
-            if fact and fact.leaf and fact.dtype != dtype and decision.recasts
+            if fact
+            and fact.remat_source
+            and fact.dtype != dtype
+            and decision.recomputes_casts
         }
         return Step(
             eqn,
             scope,
             found,
             decision,
-            casts=cast,
+            input_casts=cast,
             opaque=opaque,
-            run_again=self.lean or found.rule.is_run_again,
-            wanted=tuple(wanted),
+            may_recompute=self.lean or found.rule.is_run_again,
+            out_demands=tuple(wanted),
             backward=site.backward,
         )
 

@@ -194,7 +194,7 @@ class Reaches(ABC):
     def _loop(self, body: Body) -> tuple[tuple[int, int], ...]:
         """The results that become inputs, `(out, in)`."""
         left = enumerate(self._references(raw(body.jaxpr)), len(body.outs))
-        return (*body.loop, *left) if body.is_repeated else ()
+        return (*body.carries, *left) if body.is_repeated else ()
 
     def _references(self, holder: Any) -> list[int]:
         """The inputs of a program, or of an equation, that it may write to."""

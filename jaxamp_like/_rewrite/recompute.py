@@ -76,10 +76,12 @@ def casts_again(frame: Frame, step: Step) -> list[int]:
     if frame.keeps.runs_again:
         return []
     if step.is_compute:
-        would_keep = any(not frame.is_ahead(invars[i], reads[i]) for i in step.recasts)
+        would_keep = any(
+            not frame.is_ahead(invars[i], reads[i]) for i in step.recomputed_casts
+        )
     else:
         would_keep = step.eqn.primitive.name not in LINEAR
-    return [*step.recasts, *_widened(frame, step)] if would_keep else []
+    return [*step.recomputed_casts, *_widened(frame, step)] if would_keep else []
 
 
 def _widened(frame: Frame, step: Step) -> list[int]:

@@ -17,7 +17,7 @@ def schedule_of(plan: Plan, is_lean: bool) -> Schedule:
 
 
 def _plain(plan: Plan) -> Schedule:
-    if any(step.run_again for step in plan.steps):
+    if any(step.may_recompute for step in plan.steps):
         return plain_schedule(plan.steps, plan.facts, plan.outvars)
     return schedule(plan.steps, plan.outvars)
 
@@ -29,6 +29,6 @@ def _with_regions(plan: Plan) -> Schedule:
     region would only hide from others (`amp_with_state`, reports) what is read and made
     in it."""
     is_backward = any(step.backward for step in plan.steps)
-    if not is_backward and any(step.run_again or step.inner for step in plan.steps):
+    if not is_backward and any(step.may_recompute or step.inner for step in plan.steps):
         return remat_schedule(plan.steps, plan.facts, plan.outvars)
     return schedule_of(plan, False)

@@ -110,7 +110,9 @@ class Solvers:
                 self._mark(body.jaxpr, scope, _inside(body, fed)) for body in bodies
             ]
             pairs = list(zip(bodies, inner, strict=True))
-            back = {b.ins[i] for b, (_, made) in pairs for o, i in b.loop if o in made}
+            back = {
+                b.ins[i] for b, (_, made) in pairs for o, i in b.carries if o in made
+            }
             if back <= fed:
                 break
             fed |= back
@@ -135,7 +137,7 @@ class Solvers:
     def _is_solver(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, counts: Indices
     ) -> bool:
-        if not bodies or not bodies[-1].loop:
+        if not bodies or not bodies[-1].carries:
             return False
         if eqn.primitive.name == "while":
             flow, by_size = self._flow, self._flow_by_size
@@ -150,7 +152,7 @@ class Solvers:
     def _stops(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> bool:
         """Whether a loop only hands its carries on, from some iteration on."""
         flow, body = self._flow_by_size, bodies[-1]
-        carries = [out for out, _ in body.loop]
+        carries = [out for out, _ in body.carries]
         return (
             may_hand_on(flow, body.jaxpr, scope, carries)
             and Loop(flow, eqn, bodies[-1:], scope).stops()

@@ -19,7 +19,7 @@ def reports_of_unknown_shapes(planner: Planner, steps: list[Step]) -> Iterator[s
     Such a policy is made for one function: it says nothing of what changed in that."""
     entries: dict[Any, list[Step]] = {}
     for step in steps:
-        found = planner.matching.find(step.eqn.primitive, step.scope)
+        found = planner.matching.of_primitive(step.eqn.primitive, step.scope)
         if (
             isinstance(found.rule, ByShapes)
             and without_solver_scope(step.scope) == step.scope

@@ -23,7 +23,7 @@ class Views:
         self.kept: set[Any] = set()
 
     def remember(self, step: Step) -> None:
-        if any(fact and fact.leaf for fact in step.decision.outs):
+        if any(fact and fact.remat_source for fact in step.decision.out_facts):
             self.makers |= dict.fromkeys(step.eqn.outvars, step)
             invars = step.eqn.invars
             self.kept |= {atom for atom in invars if not isinstance(atom, Literal)}
@@ -68,7 +68,7 @@ def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
     casts: dict[tuple[Any, DType], None] = {}
     for step in plan.steps:
         views.remember(step)
-        for i in step.recasts if step.is_compute else ():
+        for i in step.recomputed_casts if step.is_compute else ():
             dtype = step.decision.reads[i]
             if dtype is None:  # the rule's own `bind` casts it
                 continue

@@ -14,11 +14,11 @@ from .._primitives import CONTRACTIONS
 from . import (
     Decision,
     Demand,
-    Mark,
+    Precision,
     Rule,
     Site,
     UsePrecision,
-    outs_of,
+    out_facts_of,
     use_original_precision,
     why_as_written,
 )
@@ -111,7 +111,7 @@ class UsePrecisionByPass(Rule):
         return Decision(
             (*reads, *site.authors[2:]),
             site.params,
-            outs_of(site, out, Mark.FULL if full else Mark.LOW),
+            out_facts_of(site, out, Precision.FULL if full else Precision.LOW),
             self._why(site),
             contraction_by_casts(forward, gradients, out),
         )

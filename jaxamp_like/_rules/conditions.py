@@ -12,12 +12,12 @@ from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
 from . import Decision, Rule, Site
-from .base import LeavesToOthers
+from .base import DelegatingRule
 from .given import as_rule, called, is_made_by_calling
 
 
 @dataclass(frozen=True)
-class When(LeavesToOthers):
+class When(DelegatingRule):
     """One rule where the predicate holds, another elsewhere; see `when`."""
 
     predicate: Callable[[Site], bool]

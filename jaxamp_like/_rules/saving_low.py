@@ -7,13 +7,13 @@ from typing import Any
 from .._dtypes import lowered
 from .._primitives.matmul_precision import settled_bind
 from . import Decision, Rule, Site
-from .base import LeavesToOthers
+from .base import DelegatingRule
 from .given import as_rule
 from .low_residuals import copies_in, keeping_copies
 
 
 @dataclass(frozen=True)
-class SavingLow(LeavesToOthers):
+class SavingLow(DelegatingRule):
     """Decides as another rule; see `saving_low`."""
 
     rule: Rule

@@ -42,9 +42,9 @@ from .._primitives.matmul_precision import without_setting
 from .._rules import (
     Demand,
     Fact,
-    Leaf,
-    Mark,
     Origin,
+    Precision,
+    RematSource,
     author_dtype,
     of_some,
 )
@@ -122,22 +122,28 @@ def _as_cotangent(x: Any) -> Any:
 
 def _rerun(facts: Facts) -> Facts:
     """Facts of a call's operands for a rule that is bound in place of the call."""
-    leaves = {Leaf.ROOT: Leaf.RERUN, Leaf.SHARDED: Leaf.RERUN}
-    return tuple(f and f._replace(leaf=leaves.get(f.leaf, f.leaf)) for f in facts)
+    sources = {
+        RematSource.INPUT: RematSource.RECOMPUTED,
+        RematSource.SHARDED: RematSource.RECOMPUTED,
+    }
+    return tuple(
+        f and f._replace(remat_source=sources.get(f.remat_source, f.remat_source))
+        for f in facts
+    )
 
 
 def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
     """Facts of values that a rewritten program has made."""
     dtypes = (author_dtype(typeof(x)) for x in values)
     return tuple(
-        dtype and Fact(dtype, Mark.LOW, origin=origin)
+        dtype and Fact(dtype, Precision.LOW, origin=origin)
         for dtype, origin in zip(dtypes, origins, strict=True)
     )
 
 
 def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
-    dtypes = dtypes_of(step.decision.outs)
+    dtypes = dtypes_of(step.decision.out_facts)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
 
@@ -162,7 +168,7 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         wanted = _demands_of(step) * 2
         # A tangent has the fact of its primal: once this is transposed, the cotangents
         # of its readers add up as those of the primal do.
-        facts = _rerun(inner.ins)
+        facts = _rerun(inner.in_facts)
         facts += tuple(facts[i] for i in live)
         with explaining_rules():
             traced = trace_rule(author_rule, authors)
@@ -202,13 +208,13 @@ def bind_remat_opt(frame: Frame, step: Step, operands: list[Any]):
         return bind_inline(frame, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
     num_consts, num_res = params["num_consts"], params["num_res"]
-    dtypes, wanted = dtypes_of(step.decision.outs), _demands_of(step)
+    dtypes, wanted = dtypes_of(step.decision.out_facts), _demands_of(step)
     body, values = open_jaxpr(frame.close(inner, params["fwd_jaxpr"], dtypes))
 
     @functools.cache
     def function() -> tuple[Jaxpr, Sequence[Any]]:
         author = closed(*eqn.params["fun_jaxpr_thunk"]())
-        facts, wants = inner.ins[num_consts:], wanted[num_res:]
+        facts, wants = inner.in_facts[num_consts:], wanted[num_res:]
         jaxpr, plan = frame.planned(author, facts, step.scope, wants)
         made = frame.close(plan, jaxpr, dtypes[num_res:])
         return raw(made), consts(made)
@@ -260,7 +266,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     know rules that ask. The first operands are what the author's function closes over:
     his rule has no derivative for these."""
     (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
-    dtypes = dtypes_of(step.decision.outs)
+    dtypes = dtypes_of(step.decision.out_facts)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
@@ -273,10 +279,10 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     # rule still refuses to be differentiated with respect to that.
     differentiable = [
         i
-        for i, (aval, fact) in enumerate(zip(avals, inner.ins, strict=True))
+        for i, (aval, fact) in enumerate(zip(avals, inner.in_facts, strict=True))
         if i >= num_consts
         and (is_inexact(aval) or i in references)
-        and not (fact and fact.leaf == Leaf.CONST)
+        and not (fact and fact.remat_source == RematSource.CONSTANT)
     ]
 
     @jax.custom_vjp
@@ -312,7 +318,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         wanted = [*_demands_of(step), *wanted]
         with explaining_rules():
             outs, facts = frame.rewrite(
-                traced, values, _rerun(inner.ins), step.scope, wanted
+                traced, values, _rerun(inner.in_facts), step.scope, wanted
             )
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
         pairs = [
@@ -474,5 +480,5 @@ def _demands_of(step: Step) -> list[Demand]:
     """How a derivative rule's results are read: as the primal results are held."""
     return [
         _demand_as(fact and fact.dtype, author_dtype(v.aval))
-        for fact, v in zip(step.decision.outs, step.eqn.outvars, strict=True)
+        for fact, v in zip(step.decision.out_facts, step.eqn.outvars, strict=True)
     ]

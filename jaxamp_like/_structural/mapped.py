@@ -31,7 +31,7 @@ from .derivatives import trace_rule
 
 def bind_shard_map(frame: Frame, step: Step, operands: list[Any]):
     (inner,) = step.inner
-    dtypes = dtypes_of(step.decision.outs)
+    dtypes = dtypes_of(step.decision.out_facts)
 
     def body(*args):
         return cast_all(frame.run(inner, (), args), dtypes)
@@ -43,7 +43,7 @@ def bind_shard_map(frame: Frame, step: Step, operands: list[Any]):
 def bind_pmap(frame: Frame, step: Step, operands: list[Any]):
     """`pmap` up to JAX 0.9; later it is a jitted `shard_map`."""
     (inner,), params = step.inner, step.eqn.params
-    dtypes = dtypes_of(step.decision.outs)
+    dtypes = dtypes_of(step.decision.out_facts)
 
     def body(*args):
         return tuple(cast_all(frame.run(inner, (), args), dtypes))

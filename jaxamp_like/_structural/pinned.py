@@ -10,7 +10,7 @@ from .._jax import (
 )
 from .._rules import (
     Fact,
-    Mark,
+    Precision,
     Site,
     author_dtype,
 )
@@ -29,7 +29,7 @@ def decide_pinned(planner: Planner, eqn: Eqn, site: Site):
         planner.plan(jaxpr, author_facts(jaxpr), site.scope)
         for jaxpr in subjaxprs(eqn.params)
     )
-    outs = (author and Fact(author, Mark.FULL) for author in site.out_authors)
+    outs = (author and Fact(author, Precision.FULL) for author in site.out_authors)
     return decision_of(
         site, site.authors, outs, "its dtypes are part of a contract"
     ), inner

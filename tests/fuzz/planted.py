@@ -16,8 +16,8 @@ from jaxamp_like import _amp
 from jaxamp_like._dtypes import bits
 from jaxamp_like._quantised import scaled as _scaled
 from jaxamp_like._rewrite import (
+    accumulators as _accumulators,
     bind as _bind,
-    carries as _carries,
     planner as _planner,
     schedules as _schedules,
 )
@@ -260,7 +260,9 @@ def shifted_index():
 @fault
 def low_accumulator():
     """Carries that add up are held low."""
-    return mock.patch.object(_carries.Carries, "must_stay_full", lambda *_: set())
+    return mock.patch.object(
+        _accumulators.Accumulators, "must_stay_full", lambda *_: set()
+    )
 
 
 KINDS = dict.fromkeys(

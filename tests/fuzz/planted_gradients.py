@@ -71,7 +71,7 @@ def _of_second_readers(
 
     def changed(frame, step, i, x):
         atom = step.eqn.invars[i]
-        if hasattr(atom, "val") or i in step.casts or not is_meant(x):
+        if hasattr(atom, "val") or i in step.input_casts or not is_meant(x):
             return x
         seen[atom] += 1
         return change(frame, x) if seen[atom] % 2 == 0 else x
@@ -186,7 +186,9 @@ def cotangent_rounded_per_reader():
 
     def changed(frame, step, i, x):
         atom = step.eqn.invars[i]
-        is_meant = not hasattr(atom, "val") and i not in step.casts and _is_full(x)
+        is_meant = (
+            not hasattr(atom, "val") and i not in step.input_casts and _is_full(x)
+        )
         return _bind.round_cotangent(x, frame.planner.compute_dtype) if is_meant else x
 
     return _of_operands(changed)

@@ -140,8 +140,8 @@ def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
         reads=reads,
         makes=walk.dtype_names(eqn.outvars),
         shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
-        key=": ".join(_keys(step.found)) if step else "",
-        rule=rule_name(step.found.rule) if step else "",
+        key=": ".join(_keys(step.match)) if step else "",
+        rule=rule_name(step.match.rule) if step else "",
         why=_why(at),
         flops=num_flops,
         **_eight_bits(eqn, step),
@@ -201,7 +201,7 @@ def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
         own |= set(map(key_name, planner.policy.own_keys()))
         for key, rule in planner.policy.items():
             rules[key_name(key)][rule_name(rule)] = None
-    leaves = [step.found for step in recorder.steps if step.handler is None]
+    leaves = [step.match for step in recorder.steps if step.handler is None]
     count = Counter(key for found in leaves for key in _keys(found))
     for found in leaves:
         if key_name(found.key) not in rules:  # `amp_stop`, what is outside of a limit

@@ -7,7 +7,7 @@ from typing import Any
 from ..._dtypes import DType
 from ..._jax import Literal, variables
 from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
-from ..._rules import Fact, Leaf, author_dtype
+from ..._rules import Fact, RematSource, author_dtype
 from ..._structural import Step
 
 
@@ -20,7 +20,7 @@ def kept_for(step: Step, active: set[Any]) -> int:
     if (name == "mul" and sum(varying) == 1) or (name == "div" and not varying[1]):
         return 0
     if not step.inner:
-        facts = step.decision.outs
+        facts = step.decision.out_facts
         pairs = zip(eqn.outvars, facts, strict=True)
         return sum(size(v.aval, fact and fact.dtype) for v, fact in pairs)
     total = 0
@@ -37,13 +37,13 @@ def is_cheap_step(step: Step) -> bool:
     """Whether a step may be run twice."""
     if step.eqn.effects:
         return False
-    if step.handler is not None and step.handler.may_run_twice:
+    if step.handler is not None and step.handler.may_recompute:
         return all(is_cheap_step(inner) for plan in step.inner for inner in plan.steps)
-    return is_cheap(step.eqn) and step.run_again
+    return is_cheap(step.eqn) and step.may_recompute
 
 
 def is_sharded(fact: Fact | None) -> bool:
-    return fact is not None and fact.leaf == Leaf.SHARDED
+    return fact is not None and fact.remat_source == RematSource.SHARDED
 
 
 def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:

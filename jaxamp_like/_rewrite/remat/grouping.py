@@ -6,7 +6,7 @@ from typing import Any
 from ..._dtypes import DType, has_range
 from ..._jax import variables, varying_in
 from ..._primitives import VIEWS
-from ..._rules import Demand, Fact, Leaf
+from ..._rules import Demand, Fact, RematSource
 from ..shared import shared
 from .cost import (
     Step,
@@ -125,7 +125,7 @@ class Grouping:
         """The dtype in which a region's input is kept, if not in its own."""
         if v not in self._kept_as:
             fact = self.facts[v]
-            self._kept_as[v] = (fact and fact.kept_as) or self._gate(v)
+            self._kept_as[v] = (fact and fact.saved_dtype) or self._gate(v)
         return self._kept_as[v]
 
     def _gate(self, v: Any) -> DType | None:
@@ -208,9 +208,9 @@ class Grouping:
         bias' gradient is better summed from that than from a second, wide array. It
         does not count if the result has other readers, whose cotangents are added
         first."""
-        if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
+        if step.eqn.primitive.name not in ("add", "sub") or not step.may_recompute:
             return False
-        if Demand.FULL not in step.wanted[0]:
+        if Demand.FULL not in step.out_demands[0]:
             return False  # only contractions read it: its cotangent is low as it is
         (out,), operands = step.eqn.outvars, list(reads(step))
         low = [v for v in operands if is_low(v, self.facts) or self._gate(v)]
@@ -221,7 +221,7 @@ class Grouping:
             return False
         (bias,) = rest
         fact = self.facts[bias]
-        is_small = fact is not None and fact.small
+        is_small = fact is not None and fact.is_broadcast
         is_small = is_small or elements(bias.aval) < elements(out.aval)
         return bias in self.free_vars and is_small
 
@@ -234,10 +234,10 @@ class Grouping:
         regions again, and compiling would take two to three times as long. In code that
         is split over devices there is no such operand: it costs less to compute again
         than to store."""
-        is_sum = step.eqn.primitive.name == "add" and step.run_again
+        is_sum = step.eqn.primitive.name == "add" and step.may_recompute
         if self._is_split or not is_sum:
             return None
-        if Demand.FULL not in step.wanted[0]:
+        if Demand.FULL not in step.out_demands[0]:
             return None
         operands = list(reads(step))
         low = [v for v in operands if is_low(v, self.facts) or self._is_biased(v)]
@@ -293,8 +293,8 @@ class Grouping:
 
 
 def _is_active(fact: Fact | None) -> bool:
-    return fact is not None and fact.leaf != Leaf.CONST
+    return fact is not None and fact.remat_source != RematSource.CONSTANT
 
 
 def _is_free(fact: Fact | None) -> bool:
-    return fact is None or fact.leaf != Leaf.NO
+    return fact is None or fact.remat_source != RematSource.NONE

@@ -13,7 +13,7 @@ from .reach import Reach, Reaches, of_input, union
 
 
 @dataclass(eq=False)
-class Carries(Reaches):
+class Accumulators(Reaches):
     """Which inputs reach which results through no compute op, by a policy."""
 
     matching: Matching
@@ -21,7 +21,7 @@ class Carries(Reaches):
     def of_leaf(
         self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
     ) -> Sequence[Reach]:
-        found = self.matching.found(eqn, scope)
+        found = self.matching.of_equation(eqn, scope)
         # What is pinned to its dtypes, such as a linear solve, ends a path as well.
         is_pinned = eqn.primitive.name in STRUCTURAL and not stops(found)
         reach = 0 if found.is_compute or is_pinned else union(operands)
@@ -30,4 +30,4 @@ class Carries(Reaches):
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries, by input, that reach themselves through no compute op."""
         reach = self.around(body, scope)
-        return {i for out, i in body.loop if reach[out] & of_input(i)}
+        return {i for out, i in body.carries if reach[out] & of_input(i)}
