@@ -52,14 +52,14 @@ from ._policies.settings import (
     using_policy,
 )
 from ._primitives.matmul_precision import without_setting
-from ._rewrite.bind import Frame
+from ._rewrite.bind import Binder
 from ._rewrite.in_float16 import (
     report_of_float16_by_hand,
     report_of_float16_on_tpus,
 )
-from ._rewrite.keeps import Keeps
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
+from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
@@ -399,7 +399,9 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
         refuse_rules_with_state(steps)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), call.arrays)
+        outs = Binder(planner, {}, RematMode.REGIONS).run(
+            plan, consts(jaxpr), call.arrays
+        )
         return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
 
 

@@ -228,11 +228,11 @@ class MappedPolicy:
 
     def find(self, primitive: Primitive, scope: Scope) -> Match:
         key = self._key_of(scope)
-        found = self.lookups[key].find(primitive, scope)
+        match = self.lookups[key].find(primitive, scope)
         if key is None or is_stopped(scope):
-            return found
+            return match
         dtype = self.compute_dtypes[key]
-        return replace(found, compute_dtype=dtype, also=(*found.also, key))
+        return replace(match, compute_dtype=dtype, also=(*match.also, key))
 
     def _key_of(self, scope: Scope) -> Key | None:
         if scope not in self._keys:

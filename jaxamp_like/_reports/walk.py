@@ -16,7 +16,7 @@ from .._primitives.contractions import summed_axes
 from .._rewrite.record import MARK
 from .._rewrite.solvers import without_solver_scope
 from .._structural import SOLVER, STRUCTURAL, Step
-from .._structural.kept import is_kept
+from .._structural.saved import is_marked_saved
 from .convolutions import multiply_adds
 from .data.records import Phase, Place, SavedRecord, widest
 
@@ -185,7 +185,7 @@ def _held(atom: Atom, made: dict[Any, tuple[Eqn, Around]]) -> Any:
     if isinstance(atom, Literal):
         return None
     eqn = made[atom][0] if atom in made else None
-    if eqn is None or not (is_kept(eqn.primitive) or _is_cast_up(eqn)):
+    if eqn is None or not (is_marked_saved(eqn.primitive) or _is_cast_up(eqn)):
         return atom
     return _held(eqn.invars[0], made)
 

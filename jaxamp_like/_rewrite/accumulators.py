@@ -21,10 +21,10 @@ class Accumulators(Reaches):
     def of_leaf(
         self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
     ) -> Sequence[Reach]:
-        found = self.matching.of_equation(eqn, scope)
+        match = self.matching.of_equation(eqn, scope)
         # What is pinned to its dtypes, such as a linear solve, ends a path as well.
-        is_pinned = eqn.primitive.name in STRUCTURAL and not stops(found)
-        reach = 0 if found.is_compute or is_pinned else union(operands)
+        is_pinned = eqn.primitive.name in STRUCTURAL and not stops(match)
+        reach = 0 if match.is_compute or is_pinned else union(operands)
         return [reach] * len(eqn.outvars)
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:

@@ -63,8 +63,8 @@ class Demands:
             if eqn.primitive.name in FIXED:
                 return [Demand.FULL] * len(eqn.invars)
             wanted = functools.reduce(operator.or_, outs, Demand.NONE)
-            found = self.matching.of_equation(eqn, scope)
-            return [found.demand(eqn.params, wanted)] * len(eqn.invars)
+            match = self.matching.of_equation(eqn, scope)
+            return [match.demand(eqn.params, wanted)] * len(eqn.invars)
         return self.of_operands(eqn, handler.bodies(eqn), scope, outs)
 
     def of_operands(

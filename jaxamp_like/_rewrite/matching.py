@@ -31,18 +31,18 @@ class Matching:
         """What the policy says of an equation.
 
         In a solver, only a key that is a scope can ask for low precision."""
-        found = self.of_primitive(eqn.primitive, without_solver_scope(scope))
+        match = self.of_primitive(eqn.primitive, without_solver_scope(scope))
         if SOLVER in scope:
-            is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
-            return found if is_meant else replace(found, rule=in_solver)
+            is_meant = match.by_scope or isinstance(match.rule, UseOriginalPrecision)
+            return match if is_meant else replace(match, rule=in_solver)
         avals = [atom.aval for atom in eqn.invars]
-        rule = found.rule.for_equation(eqn.params, avals)
+        rule = match.rule.for_equation(eqn.params, avals)
         if eqn.primitive.name in ASKING_SIGNS and _is_beside_zero(eqn):
             rule = rule.beside_zero()
         may_be_low = rule.may_compute_low
-        if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
-            return replace(found, rule=rule, as_written=True)
-        return found if rule is found.rule else replace(found, rule=rule)
+        if may_be_low and why_written(eqn.params, avals, match.by_scope) is not None:
+            return replace(match, rule=rule, as_written=True)
+        return match if rule is match.rule else replace(match, rule=rule)
 
     def handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         """How a structural equation is walked into; `None` if it is not."""
@@ -58,9 +58,9 @@ class Matching:
         return self.of_equation(eqn, scope).rule.may_compute_low
 
 
-def stops(found: Match) -> bool:
+def stops(match: Match) -> bool:
     """Whether a structural primitive is left as written, with all that is inside."""
-    return found.key is not None and isinstance(found.rule, UseOriginalPrecision)
+    return match.key is not None and isinstance(match.rule, UseOriginalPrecision)
 
 
 def _is_beside_zero(eqn: Eqn) -> bool:

@@ -216,15 +216,15 @@ class Planner:
         read_often: Set[Any],
         cotangents: Flags,
     ) -> Step:
-        found = self.matching.of_equation(eqn, scope)
-        site = self._site(eqn, scope, facts, wanted, found, cotangents)
+        match = self.matching.of_equation(eqn, scope)
+        site = self._site(eqn, scope, facts, wanted, match, cotangents)
         handler = self.matching.handler(eqn, scope)
         # JAX traces a derivative rule at its first use, with the matmul precision that
         # is set then, and reuses the trace. If JAX traced it here, later uses under
         # `amp` would take that precision for one that the author asked for.
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
-        if not found.is_compute and self.arithmetic_is_full(scope):
+        if not match.is_compute and self.arithmetic_is_full(scope):
             site = site._replace(facts=_shared_in_full(eqn, site, read_often))
         if handler is not None:
             with self._inside(eqn, site):
@@ -232,13 +232,13 @@ class Planner:
             return Step(
                 eqn,
                 scope,
-                found,
+                match,
                 decision,
                 inner,
                 handler,
                 backward=site.backward,
             )
-        rule, opaque = self._rule(eqn, scope, found)
+        rule, opaque = self._rule(eqn, scope, match)
         try:
             decision = rule.decide(site)
         except Exception as e:
@@ -265,11 +265,11 @@ class Planner:
         return Step(
             eqn,
             scope,
-            found,
+            match,
             decision,
             input_casts=cast,
             opaque=opaque,
-            may_recompute=self.lean or found.rule.is_run_again,
+            may_recompute=self.lean or match.rule.is_run_again,
             out_demands=tuple(wanted),
             backward=site.backward,
         )
@@ -288,25 +288,25 @@ class Planner:
             self._is_backward, self._is_recomputed = phase
             self._given, self._mapped, self._axes = before
 
-    def _rule(self, eqn: Eqn, scope: Scope, found: Match) -> tuple[Rule, bool]:
+    def _rule(self, eqn: Eqn, scope: Scope, match: Match) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
-        is_meant = stops(found) and (found.by_scope or found.key is eqn.primitive)
+        is_meant = stops(match) and (match.by_scope or match.key is eqn.primitive)
         if is_unopened(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
         if name in FIXED:
             return use_original_precision, True
         if is_meant:
-            return found.rule, opaque  # as the user has said
+            return match.rule, opaque  # as the user has said
         if opaque and name not in CLASSES and name not in STRUCTURAL:
             self._report_unknown(eqn, scope, "holds a program that amp does not know")
             return use_original_precision, True
-        if name not in CLASSES and found.rule is use_original_precision:
-            if self.strict and found.key is not None and not found.by_scope:
+        if name not in CLASSES and match.rule is use_original_precision:
+            if self.strict and match.key is not None and not match.by_scope:
                 self._report_unknown(eqn, scope, "is in no class of amp's table")
-            return found.rule, True
-        return found.rule, opaque
+            return match.rule, True
+        return match.rule, opaque
 
     def _report_unknown(self, eqn: Eqn, scope: Scope, what: str) -> None:
         where = f"scope {'/'.join(scope)!r}, {source_line(eqn)}"
@@ -323,7 +323,7 @@ class Planner:
         scope: Scope,
         facts: Facts,
         wanted: Any,
-        found: Match,
+        match: Match,
         cotangents: Flags,
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
@@ -337,13 +337,13 @@ class Planner:
             primitive=eqn.primitive,
             params=eqn.params,
             scope=scope,
-            compute_dtype=found.compute_dtype or self.compute_dtype,
+            compute_dtype=match.compute_dtype or self.compute_dtype,
             avals=avals,
             authors=tuple(map(author_dtype, avals)),
             facts=facts,
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
-            by_scope=found.by_scope,
+            by_scope=match.by_scope,
             backward=told.backward or (self._is_backward and not again),
             recomputed=again,
             cotangents=cotangents,

@@ -10,10 +10,10 @@ from .remat import Schedule, plain_schedule, remat_schedule, schedule
 _schedules = Memo()
 
 
-def schedule_of(plan: Plan, is_lean: bool) -> Schedule:
-    """The steps of a plan in order; for a lean frame, with remat regions."""
-    make = _with_regions if is_lean else _plain
-    return _schedules(plan, is_lean, lambda: make(plan))
+def schedule_of(plan: Plan, has_regions: bool) -> Schedule:
+    """The steps of a plan in order; with remat regions, if a binder has them."""
+    make = _with_regions if has_regions else _plain
+    return _schedules(plan, has_regions, lambda: make(plan))
 
 
 def _plain(plan: Plan) -> Schedule:

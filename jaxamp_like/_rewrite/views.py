@@ -28,7 +28,7 @@ class Views:
             invars = step.eqn.invars
             self.kept |= {atom for atom in invars if not isinstance(atom, Literal)}
 
-    def origins(
+    def inputs_of(
         self, atoms: Sequence[Atom], follow: Callable[[Step], bool] = lambda view: True
     ) -> tuple[list[Any], list[Step]]:
         """The inputs that `atoms` are views of, and the steps that lead to them.
@@ -53,13 +53,13 @@ class Views:
         return list(roots), list(chain)
 
 
-def bind_again(view: Step, operands: list[Any]) -> list[Any]:
+def rebind_view(view: Step, operands: list[Any]) -> list[Any]:
     """Makes the same view of other values, in the scopes of what is bound now."""
     with eqn_context(without_scopes(view.eqn)):
         return bind_flat(view.eqn.primitive, operands, view.eqn.params)
 
 
-def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
+def contraction_input_casts(plan: Plan) -> list[tuple[Any, DType]]:
     """The inputs whose casts the contractions of a plan read, with the dtypes.
 
     Where an input is sliced at indices that are only known at run time, the slice
@@ -72,7 +72,7 @@ def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
             dtype = step.decision.reads[i]
             if dtype is None:  # the rule's own `bind` casts it
                 continue
-            for root in views.origins([step.eqn.invars[i]], _is_fixed)[0]:
+            for root in views.inputs_of([step.eqn.invars[i]], _is_fixed)[0]:
                 if author_dtype(root.aval) is not None:
                     casts[root, dtype] = None
     return list(casts)

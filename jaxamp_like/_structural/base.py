@@ -54,16 +54,16 @@ class Body(NamedTuple):
 class Handler(NamedTuple):
     """How a structural primitive is read, decided and bound.
 
-    `decide` is asked by a `Planner`, `bind` by a `Frame`, both of `_rewrite`. A call
+    `decide` is asked by a `Planner`, `bind` by a `Binder`, both of `_rewrite`. A call
     runs its one program once, operands in and results out; one that `may_recompute` is
     run again in the backward pass if all that it holds may be. One that
     `passes_hoisted_weights` lets its program read weights that were rounded before a
     loop around it. One that `is_closed` keeps its program as a jaxpr of its own, which
-    `Frame.close` rewrites."""
+    `Binder.close` rewrites."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: "Callable[[Planner, Eqn, Site], tuple[Decision, tuple[Plan, ...]]]"
-    bind: "Callable[[Frame, Step, list[Any]], Sequence[Any]]"
+    bind: "Callable[[ProgramBinder, Step, list[Any]], Sequence[Any]]"
     is_call: bool = False
     may_recompute: bool = False
     passes_hoisted_weights: bool = False
@@ -227,12 +227,12 @@ class Planner(Protocol):
         ...
 
 
-class Frame(Protocol):
+class ProgramBinder(Protocol):
     """What binds plans on values; its class is in `_rewrite`."""
 
     @property
-    def is_lean(self) -> bool:
-        """Whether the backward pass makes again what is cheap."""
+    def has_regions(self) -> bool:
+        """Whether cheap steps stand in remat regions, to be recomputed."""
         ...
 
     def run(
@@ -240,13 +240,13 @@ class Frame(Protocol):
         plan: Plan,
         consts: Sequence[Any],
         args: Sequence[Any],
-        ahead: dict[tuple[Any, DType], Any] | None = None,
-        rounded: HoistedWeights | None = None,
+        hoisted_casts: dict[tuple[Any, DType], Any] | None = None,
+        hoisted_weights: HoistedWeights | None = None,
     ) -> list[Any]:
         """Binds a whole plan; results are in the dtypes that they have.
 
-        `ahead` are casts of inputs that were made before a loop, and `rounded` weights
-        that were rounded there."""
+        `hoisted_casts` are casts of inputs that were made before a loop, and
+        `hoisted_weights` weights that were rounded there."""
         ...
 
     def close(
@@ -254,12 +254,12 @@ class Frame(Protocol):
         plan: Plan,
         jaxpr: Jaxpr,
         dtypes: tuple[DType | None, ...],
-        rounded: HoistedWeights | None = None,
+        hoisted_weights: HoistedWeights | None = None,
     ) -> Jaxpr:
         """The rewritten jaxpr of a plan, with results in `dtypes`."""
         ...
 
-    def planned(
+    def plan_traced(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Jaxpr, Plan]:
         """A freshly traced program with the scopes that planning reads; its plan."""
@@ -279,44 +279,46 @@ class Frame(Protocol):
         Returns the results and what is known of them."""
         ...
 
-    def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
+    def demands_of_rule(
+        self, rule: Jaxpr | None, count: int, scope: Scope
+    ) -> Sequence[Demand]:
         """How a rule reads its first `count` inputs; in full, if no rule is known."""
         ...
 
-    def copies(
+    def low_copies(
         self, variables: Iterable[Any], dtypes: Iterable[DType | None]
     ) -> list[Any]:
         """Copies of values in the dtypes in which the backward pass keeps them."""
         ...
 
-    def rounded_in(self, step: Step) -> HoistedWeights:
+    def hoisted_weights_in(self, step: Step) -> HoistedWeights:
         """The weights that a step's program reads and that a loop has rounded."""
         ...
 
-    def of_loop(
+    def hoist_weights(
         self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
     ) -> tuple[HoistedWeights, HoistedWeights]:
         """The weights that a loop reads, rounded before it: fixed ones, and slices."""
         ...
 
-    def recast_roots(self, plan: Plan) -> list[tuple[Any, DType]]:
+    def contraction_input_casts(self, plan: Plan) -> list[tuple[Any, DType]]:
         """The inputs whose casts a plan's contractions read, with the dtypes."""
         ...
 
-    def in_loop(self) -> "Frame":
-        """A frame for the bodies of a loop."""
+    def in_loop(self) -> "ProgramBinder":
+        """A binder for the bodies of a loop."""
         ...
 
-    def in_rule(self) -> "Frame":
-        """A frame for derivative rules, whose authors chose what to keep."""
+    def in_rule(self) -> "ProgramBinder":
+        """A binder for derivative rules, whose authors chose what to keep."""
         ...
 
-    def run_again(self) -> "Frame":
-        """A frame for code that the backward pass runs again as a whole."""
+    def for_recomputation(self) -> "ProgramBinder":
+        """A binder for code that the backward pass runs again as a whole."""
         ...
 
-    def under_policy(self) -> "Frame":
-        """A frame for code in a `jax.checkpoint` with a policy of what is kept."""
+    def under_policy(self) -> "ProgramBinder":
+        """A binder for code in a `jax.checkpoint` with a policy of what is kept."""
         ...
 
 

@@ -15,8 +15,8 @@ from .._rules import (
 from .._rules.weights import joined
 from .base import (
     Body,
-    Frame,
     Planner,
+    ProgramBinder,
     Step,
     as_body_inputs,
     decision_of,
@@ -50,10 +50,10 @@ def _join(*facts: Fact | None) -> Fact | None:
     return Fact(dtype, precision, from_accumulator=accumulates, origin=origin)
 
 
-def bind_cond(frame: Frame, step: Step, operands: list[Any]):
+def bind_cond(binder: ProgramBinder, step: Step, operands: list[Any]):
     eqn, dtypes = step.eqn, dtypes_of(step.decision.out_facts)
     branches = tuple(
-        frame.close(plan, branch, dtypes)
+        binder.close(plan, branch, dtypes)
         for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)
     )
     with eqn_context(eqn):

@@ -26,17 +26,17 @@ from .._rules import (
 )
 from .base import (
     Body,
-    Frame,
     Plan,
     Planner,
+    ProgramBinder,
     Step,
     as_body_inputs,
     as_results,
     decision_of,
     dtypes_of,
 )
-from .kept import KeepingToo
 from .pinned import decide_pinned
+from .saved import SaveNamesToo
 
 
 def call_bodies(eqn: Eqn) -> list[Body]:
@@ -89,18 +89,20 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
     return decide_inline(planner, eqn, site)
 
 
-def bind_jit(frame: Frame, step: Step, operands: list[Any]):
+def bind_jit(binder: ProgramBinder, step: Step, operands: list[Any]):
     # Weights that were rounded before a loop are not among the operands of the call.
-    if frame.rounded_in(step):
+    if binder.hoisted_weights_in(step):
         dtypes = dtypes_of(step.decision.out_facts)
-        return cast_all(bind_inline(frame, step, operands), dtypes)
-    return bind_closed(frame, step, operands)
+        return cast_all(bind_inline(binder, step, operands), dtypes)
+    return bind_closed(binder, step, operands)
 
 
-def bind_closed(frame: Frame, step: Step, operands: list[Any]):
+def bind_closed(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds an equation with the one program that it holds, as a parameter."""
     (inner,), eqn = step.inner, step.eqn
-    closed = frame.close(inner, eqn.params["jaxpr"], dtypes_of(step.decision.out_facts))
+    closed = binder.close(
+        inner, eqn.params["jaxpr"], dtypes_of(step.decision.out_facts)
+    )
     with eqn_context(eqn):
         return bind(eqn.primitive, operands, eqn.params | {"jaxpr": closed})
 
@@ -117,18 +119,20 @@ def decide_remat(planner: Planner, eqn: Eqn, site: Site):
     return decision, inner
 
 
-def bind_remat(frame: Frame, step: Step, operands: list[Any]):
+def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.residual_dtypes
     dtypes = dtypes_of(step.decision.out_facts)
-    rounded = frame.rounded_in(step)
-    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes, rounded)
+    weights = binder.hoisted_weights_in(step)
+    closed = binder.for_recomputation().close(
+        inner, eqn.params["jaxpr"], dtypes, weights
+    )
     body, values = open_jaxpr(closed)
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
         prevent_cse = (any(prevent_cse),) * len(values) + prevent_cse
     params = eqn.params | {"jaxpr": body, "prevent_cse": prevent_cse}
     if names := _names_kept(inner):
-        params["policy"] = KeepingToo(names, params["policy"])
+        params["policy"] = SaveNamesToo(names, params["policy"])
     with eqn_context(eqn):
         if not keeps:
             return bind(eqn.primitive, [*values, *operands], params)
@@ -142,7 +146,7 @@ def bind_remat(frame: Frame, step: Step, operands: list[Any]):
         def again(*operands):
             return run_jaxpr(body, operands)
 
-        copies = [None] * len(values) + frame.copies(eqn.invars, keeps)
+        copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps)
         rules = holds_rule(eqn)
         call = keeping_copies(forward, again, prevent_cse, holds_rules=rules)
         return call([*values, *operands], copies)
@@ -157,8 +161,8 @@ def _names_kept(plan: Plan) -> frozenset[str]:
     )
 
 
-def bind_inline(frame: Frame, step: Step, operands: list[Any]):
+def bind_inline(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,), (jaxpr,) = step.inner, subjaxprs(step.eqn.params)
     with eqn_context(step.eqn):
-        rounded = frame.rounded_in(step)
-        return frame.run(inner, consts(jaxpr), operands, rounded=rounded)
+        weights = binder.hoisted_weights_in(step)
+        return binder.run(inner, consts(jaxpr), operands, hoisted_weights=weights)

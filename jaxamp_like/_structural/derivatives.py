@@ -50,7 +50,7 @@ from .._rules import (
 )
 from .base import (
     Facts,
-    Frame,
+    ProgramBinder,
     Step,
     dtypes_of,
 )
@@ -141,15 +141,15 @@ def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
     )
 
 
-def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
-    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
+def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
+    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
     dtypes = dtypes_of(step.decision.out_facts)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
 
     @jax.custom_jvp
     def call(*args):
-        return cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+        return cast_all(binder.run(inner, consts(jaxpr), args), dtypes)
 
     def rule(primals, tangents):
         live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
@@ -172,7 +172,7 @@ def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
         facts += tuple(facts[i] for i in live)
         with explaining_rules():
             traced = trace_rule(author_rule, authors)
-            outs, _ = frame.rewrite(traced, values, facts, step.scope, wanted)
+            outs, _ = binder.rewrite(traced, values, facts, step.scope, wanted)
         half = len(outs) // 2
         values = cast_all(outs[:half], dtypes)
         moves = _cast_tangents(outs[half:], dtypes)
@@ -199,24 +199,24 @@ def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     ]
 
 
-def bind_remat_opt(frame: Frame, step: Step, operands: list[Any]):
+def bind_remat_opt(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a forward rule that JAX leaves out where nothing is kept of it.
 
     Its author asked for that by `optimize_remat`. JAX then runs the function in its
     place, which is rewritten likewise."""
-    if frame.rounded_in(step):
-        return bind_inline(frame, step, operands)
+    if binder.hoisted_weights_in(step):
+        return bind_inline(binder, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
     num_consts, num_res = params["num_consts"], params["num_res"]
     dtypes, wanted = dtypes_of(step.decision.out_facts), _demands_of(step)
-    body, values = open_jaxpr(frame.close(inner, params["fwd_jaxpr"], dtypes))
+    body, values = open_jaxpr(binder.close(inner, params["fwd_jaxpr"], dtypes))
 
     @functools.cache
     def function() -> tuple[Jaxpr, Sequence[Any]]:
         author = closed(*eqn.params["fun_jaxpr_thunk"]())
         facts, wants = inner.in_facts[num_consts:], wanted[num_res:]
-        jaxpr, plan = frame.planned(author, facts, step.scope, wants)
-        made = frame.close(plan, jaxpr, dtypes[num_res:])
+        jaxpr, plan = binder.plan_traced(author, facts, step.scope, wants)
+        made = binder.close(plan, jaxpr, dtypes[num_res:])
         return raw(made), consts(made)
 
     params = params | {
@@ -258,14 +258,14 @@ class _Identity:
         return id(self.value)
 
 
-def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
+def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a `custom_vjp` call.
 
     The new rule asks for symbolic zeros only if the author's does: else it can't matter
     to him which operands are differentiated, and some of JAX (`shard_map`) does not
     know rules that ask. The first operands are what the author's function closes over:
     his rule has no derivative for these."""
-    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
+    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
     dtypes = dtypes_of(step.decision.out_facts)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
@@ -287,7 +287,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
 
     @jax.custom_vjp
     def call(*args):
-        return _in_front(cast_all(frame.run(inner, consts(jaxpr), args), dtypes))
+        return _in_front(cast_all(binder.run(inner, consts(jaxpr), args), dtypes))
 
     def fwd(*primals):
         values = [p.value for p in primals] if asks else list(primals)
@@ -313,11 +313,11 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         backward = _Backward(tree, res_avals)
         if not asks:
             backward.trace_ahead(moving)
-        reads = frame.read_by(backward.known, len(res_avals), step.scope)
+        reads = binder.demands_of_rule(backward.known, len(res_avals), step.scope)
         wanted = [how for k, how in enumerate(reads) if k not in given]
         wanted = [*_demands_of(step), *wanted]
         with explaining_rules():
-            outs, facts = frame.rewrite(
+            outs, facts = binder.rewrite(
                 traced, values, _rerun(inner.in_facts), step.scope, wanted
             )
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
@@ -349,7 +349,7 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         ]
         with explaining_rules():
             traced, moved = backward.traced(ct_avals, zeros)
-            grads, _ = frame.rewrite(
+            grads, _ = binder.rewrite(
                 traced,
                 values,
                 _marked(values, [*origins, *([Origin.DATA] * len(ct_avals))]),

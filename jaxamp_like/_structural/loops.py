@@ -35,9 +35,9 @@ from .base import (
     SOLVER,
     Body,
     Facts,
-    Frame,
     Plan,
     Planner,
+    ProgramBinder,
     Step,
     as_body_inputs,
     as_results,
@@ -45,7 +45,7 @@ from .base import (
     dtypes_of,
 )
 from .calls import bind_closed
-from .kept import is_kept, keep, save_marked
+from .saved import is_marked_saved, mark_saved, save_marked
 
 
 def scan_bodies(eqn: Eqn) -> list[Body]:
@@ -212,7 +212,7 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
     views = {(var.aval.size, d) for var, low in casts for d in (var.aval.dtype, low)}
 
     def saveable(primitive, *avals, **params):
-        if is_kept(primitive):
+        if is_marked_saved(primitive):
             return True
         if primitive is lax.convert_element_type_p:
             (aval,) = avals
@@ -233,7 +233,7 @@ def _holds_remat(plan: Plan) -> bool:
     )
 
 
-def bind_scan(frame: Frame, step: Step, operands: list[Any]):
+def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a scan; parameters are rounded and cast for all iterations before it.
 
     Quantised weights are rounded before the loop, all slices of a stack together. Casts
@@ -242,35 +242,40 @@ def bind_scan(frame: Frame, step: Step, operands: list[Any]):
     since its body has new constants. The checkpoint around casts has a policy that
     would overrule the author's checkpoints inside: if there are any, casts stay in the
     body. They also do beside hi-types, which JAX's classic checkpoint does not take."""
-    (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
+    (inner,), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
     all_fixed, _, all_slices = scan_operands(eqn, list(inner.invars))
     places = {var: i for i, var in enumerate(all_fixed)}
-    casts = frame.recast_roots(inner)
-    ahead = [cast for cast in casts if cast[0] in places]
+    casts = binder.contraction_input_casts(inner)
+    hoisted = [cast for cast in casts if cast[0] in places]
     if eqn.effects or _holds_remat(inner) or any(map(has_hi_type, operands)):
-        ahead = []
+        hoisted = []
     consts_given, _, xs_given = scan_operands(eqn, operands)
     fixed = dict(zip(all_fixed, consts_given, strict=True))
     slices = dict(zip(all_slices, xs_given, strict=True))
-    rounded, stacks = ({}, {}) if eqn.effects else outer.of_loop(step, fixed, slices)
-    if not ahead and not rounded and not stacks:
-        return bind_closed(frame, step, operands)
-    is_lean, frame = frame.is_lean, frame.under_policy() if ahead else frame
+    weights, stacks = (
+        ({}, {}) if eqn.effects else outer.hoist_weights(step, fixed, slices)
+    )
+    if not hoisted and not weights and not stacks:
+        return bind_closed(binder, step, operands)
+    has_regions, binder = (
+        binder.has_regions,
+        binder.under_policy() if hoisted else binder,
+    )
     dtypes = dtypes_of(step.decision.out_facts)
 
-    def loop(operands, rounded, stacks):
+    def loop(operands, weights, stacks):
         fixed, init, xs = scan_operands(eqn, operands)
-        low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
+        low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in hoisted}
 
         def body(carry, xs):
             xs, slices = xs
             jaxpr = eqn.params["jaxpr"]
-            if ahead:
+            if hoisted:
                 # Without a mark, JAX would run the loop again to have what it carries.
-                carry = list(map(keep, carry))
-            numbers = {**rounded, **dict(zip(stacks, slices, strict=True))}
+                carry = list(map(mark_saved, carry))
+            numbers = {**weights, **dict(zip(stacks, slices, strict=True))}
             args = [*fixed, *carry, *xs]
-            outs = frame.run(inner, consts(jaxpr), args, low, numbers)
+            outs = binder.run(inner, consts(jaxpr), args, low, numbers)
             outs = cast_all(outs, dtypes)
             return outs[: len(init)], outs[len(init) :]
 
@@ -278,27 +283,27 @@ def bind_scan(frame: Frame, step: Step, operands: list[Any]):
         return [*carry, *ys]
 
     with eqn_context(eqn):
-        if not ahead:
-            return loop(operands, rounded, stacks)
-        policy = save_marked if is_lean else _save_all_but_casts(casts)
+        if not hoisted:
+            return loop(operands, weights, stacks)
+        policy = save_marked if has_regions else _save_all_but_casts(casts)
 
         def flat(operands, *values):
-            pairs = zip((rounded, stacks), values, strict=True)
+            pairs = zip((weights, stacks), values, strict=True)
             return loop(operands, *(dict(zip(x, y, strict=True)) for x, y in pairs))
 
-        values = list(rounded.values()), list(stacks.values())
+        values = list(weights.values()), list(stacks.values())
         return checkpoint(flat, policy=policy, prevent_cse=False)(operands, *values)
 
 
-def bind_while(frame: Frame, step: Step, operands: list[Any]):
-    (cond, body), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
+def bind_while(binder: ProgramBinder, step: Step, operands: list[Any]):
+    (cond, body), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
     params, dtypes = eqn.params, dtypes_of(step.decision.out_facts)
-    closed = frame.close(cond, params["cond_jaxpr"], (None,))
+    closed = binder.close(cond, params["cond_jaxpr"], (None,))
     for_cond, for_body, init = while_operands(eqn, operands)
     fixed = dict(zip(body.invars, for_body, strict=False))
-    rounded = {} if eqn.effects else outer.of_loop(step, fixed, {})[0]
-    if not rounded:
-        jaxpr = frame.close(body, params["body_jaxpr"], dtypes)
+    weights = {} if eqn.effects else outer.hoist_weights(step, fixed, {})[0]
+    if not weights:
+        jaxpr = binder.close(body, params["body_jaxpr"], dtypes)
         new = {"cond_jaxpr": closed, "body_jaxpr": jaxpr}
         with eqn_context(eqn):
             return bind(eqn.primitive, operands, params | new)
@@ -308,7 +313,9 @@ def bind_while(frame: Frame, step: Step, operands: list[Any]):
 
     def iterate(carry):
         args = [*for_body, *carry]
-        outs = frame.run(body, consts(params["body_jaxpr"]), args, rounded=rounded)
+        outs = binder.run(
+            body, consts(params["body_jaxpr"]), args, hoisted_weights=weights
+        )
         return cast_all(outs, dtypes)
 
     with eqn_context(eqn):

@@ -16,8 +16,8 @@ from .._rules import (
 )
 from .base import (
     Body,
-    Frame,
     Planner,
+    ProgramBinder,
     Step,
     author_facts,
     decision_of,
@@ -35,7 +35,7 @@ def decide_pinned(planner: Planner, eqn: Eqn, site: Site):
     ), inner
 
 
-def bind_pinned(frame: Frame, step: Step, operands: list[Any]):
+def bind_pinned(binder: ProgramBinder, step: Step, operands: list[Any]):
     plans = iter(step.inner)
 
     def rewrite(value):
@@ -45,7 +45,7 @@ def bind_pinned(frame: Frame, step: Step, operands: list[Any]):
         if not hasattr(raw(value), "eqns"):
             return value
         authors = tuple(author_dtype(v.aval) for v in raw(value).outvars)
-        return frame.close(next(plans), value, authors)
+        return binder.close(next(plans), value, authors)
 
     params = {name: rewrite(value) for name, value in step.eqn.params.items()}
     return reemit(step.eqn, operands, params)

@@ -210,6 +210,6 @@ def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
         yield RuleRecord(key, ", ".join(rules[key]), count[key], key in own)
 
 
-def _keys(found: Match) -> list[str]:
+def _keys(match: Match) -> list[str]:
     """The keys that led to a rule: of a map, of a limit, and that of the rule."""
-    return list(dict.fromkeys(map(key_name, (*reversed(found.also), found.key))))
+    return list(dict.fromkeys(map(key_name, (*reversed(match.also), match.key))))
