@@ -36,7 +36,7 @@ from ._jax import (
     is_array_aval,
     merged,
     raw,
-    teach_interpreters,
+    register_jet_and_sparsify_rules,
     trace,
 )
 from ._parameters import Argnums, after_model, argnums_of, as_argnums, origins_of
@@ -349,7 +349,7 @@ def _rewritten(
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
     def call(*args, **kwargs):
-        teach_interpreters()
+        register_jet_and_sparsify_rules()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]

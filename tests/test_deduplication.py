@@ -11,7 +11,7 @@ from jax import lax
 from benchmarks import jaxprs, measure
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
-from jaxamp_like._jax import Place, raw, scopes, source_line, subjaxprs
+from jaxamp_like._jax import EqnContext, raw, scopes, source_line, subjaxprs
 from jaxamp_like._rewrite.deduplication import Deduplicated
 from jaxamp_like._rewrite.record import MARK, Recorder, recording
 
@@ -201,7 +201,7 @@ def test_places_differ_by_what_is_written_there():
         with jax.named_scope("here"):
             return jnp.sin(x)
 
-    first, again, scoped = map(Place, jax.make_jaxpr(fn)(1.0).eqns)
+    first, again, scoped = map(EqnContext, jax.make_jaxpr(fn)(1.0).eqns)
     assert first == again and hash(first) == hash(again)
     assert first != scoped and first != "here"
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._amp import amp
 from .._dtypes import widest
-from .._jax import Eqn, Jaxpr, Zero, new_primitive, shown, tangent_aval
+from .._jax import Eqn, Jaxpr, Zero, new_primitive, tangent_aval, to_classic
 from .._policies.classes import CLASSES
 from .._policies.dictionary import policy_by_name
 from .._primitives import CONTRACTIONS
@@ -199,4 +199,4 @@ def traced(
     program = subject.program(lambda fn: shadow(fn, candidates, of))
     traced = jax.make_jaxpr(lambda *arrays: program(arrays), return_shape=True)
     jaxpr, shapes = traced(*point.arrays)
-    return shown(jaxpr), jax.tree.structure(shapes)
+    return to_classic(jaxpr), jax.tree.structure(shapes)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from .._amp import amp_by
 from .._dtypes import cast, did_you_mean
 from .._errors import AmpError
-from .._jax import shown, trace
+from .._jax import to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
@@ -295,7 +295,7 @@ def _summary(
     def run(*args: Any) -> list[Any]:
         return program.run(args[: len(constants)], args[len(constants) :])
 
-    jaxpr = shown(trace(run, [*constants, *avals, *leaves[len(avals) :]]))
+    jaxpr = to_classic(trace(run, [*constants, *avals, *leaves[len(avals) :]]))
     uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
     told = [*of_constants, *stored]
     casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]

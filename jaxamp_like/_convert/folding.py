@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from .._errors import AmpError, without_derivative
-from .._jax import Eqn, Jaxpr, eqn_context, evaluate, is_array_or_shape, raw, reemit
+from .._jax import Eqn, Jaxpr, eqn_context, evaluate, is_array_or_shape, raw, rebind
 from .._structural.running import run_programs
 from .models import parameters_in
 from .splitting import CONSTANT, INPUT, Owners, Split, is_call, split
@@ -43,7 +43,7 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 in_programs.extend(needed)
                 outs = results if is_call(eqn) else outs
         elif not eqn.effects and not any(split.of(v) & INPUT for v in eqn.outvars):
-            outs = reemit(eqn, values)
+            outs = rebind(eqn, values)
         made.update(zip(eqn.outvars, outs, strict=True))
         return outs
 
@@ -86,7 +86,7 @@ def run(split: Split, args: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
             with eqn_context(eqn):
                 return or_given(eqn.outvars, _run_programs(inner, eqn, values, mine))
         if id(eqn) in split.again or not any(map(split.is_prepared, eqn.outvars)):
-            return reemit(eqn, values)
+            return rebind(eqn, values)
         return or_given(eqn.outvars, [None] * len(eqn.outvars))
 
     args = or_given(raw(split.jaxpr).invars, args)

@@ -8,7 +8,16 @@ import jax
 
 from .._dtypes import cast_all
 from .._errors import AmpError
-from .._jax import Jaxpr, consts, is_array_or_shape, merged, raw, shown, trace, typeof
+from .._jax import (
+    Jaxpr,
+    consts,
+    is_array_or_shape,
+    merged,
+    raw,
+    to_classic,
+    trace,
+    typeof,
+)
 from .._quantised.linear import without_transposes
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
@@ -88,7 +97,7 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
         return list(compress(outs, are_arrays))
 
     avals = map(_aval, compress(leaves, dynamic))
-    jaxpr = without_transposes(shown(trace(flat, list(avals))))
+    jaxpr = without_transposes(to_classic(trace(flat, list(avals))))
     uses = uses_of_inputs(jaxpr)
     out_tree, others, are_arrays = returned
     num = len(raw(jaxpr).constvars)

@@ -9,14 +9,14 @@ from jax.typing import DTypeLike
 
 from .._amp import Traced, amp_by, run_by_plan
 from .._errors import place_of, warn_or_raise
-from .._jax import shown, trace
+from .._jax import to_classic, trace
 from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
 from .._reports.call import call_of
 from .._rewrite.planner import Planner
 from .._rules.given import as_bool
-from .again import keeping_less
+from .residuals import with_fewer_residuals
 from .state import (
     State,
     as_state,
@@ -192,7 +192,7 @@ class Step:
             again = call._replace(arrays=list(arrays))
             return run_by_plan(planner, again, has_state=True)
 
-        made = shown(trace(rewritten, call.arrays))
+        made = to_classic(trace(rewritten, call.arrays))
         finder = Finder()
         sites = finder.sites(made)
         self.tensors = finder.tensors
@@ -206,7 +206,7 @@ class Step:
         def threaded(scales, arrays):
             return Threaded(self.tensors).run(made, sites, scales, arrays)
 
-        outs, maxima = keeping_less(threaded, scales, call.arrays)
+        outs, maxima = with_fewer_residuals(threaded, scales, call.arrays)
         self.state = next_state(self.tensors, state, scales, maxima)
         return outs
 

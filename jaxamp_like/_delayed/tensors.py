@@ -287,12 +287,12 @@ def _shard_map(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found
         return [function(n, (options["mesh"], str(spec))) for n, spec in pairs]
 
     given = of(options["in_specs"], ins, self.numbers.local)
-    around = around._replace(axes=around.axes | axes_of(options))
+    around = around._replace(axes=around.axes | mapped_axes(options))
     outs, sites = self._walk(eqn.params["jaxpr"], given, around)
     return of(options["out_specs"], outs, self.numbers.whole), (sites,)
 
 
-def axes_of(shard_map: Mapping[str, Any]) -> frozenset[str]:
+def mapped_axes(shard_map: Mapping[str, Any]) -> frozenset[str]:
     """The mesh axes that a `shard_map` with these options maps over."""
     return frozenset(shard_map["axis_names"] or shard_map["mesh"].axis_names)
 

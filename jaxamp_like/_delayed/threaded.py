@@ -28,7 +28,7 @@ from .._jax import (
     eqn_context,
     evaluate,
     open_jaxpr,
-    reemit,
+    rebind,
     scan_like,
     scan_operands,
     shard_map_options,
@@ -43,7 +43,7 @@ from .._jax import (
 from .._quantised.delayed import NOT_SEEN, measured, not_differentiated
 from .._quantised.scaled import largest_of
 from .._structural.base import REMAT
-from .tensors import Sites, Tensor, Use, axes_of
+from .tensors import Sites, Tensor, Use, mapped_axes
 
 Arrays = dict[str, Any]  # by the key of a tensor
 
@@ -74,7 +74,7 @@ class Threaded:
 
         def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
             if id(eqn) not in sites and not _is_gone_through(eqn):
-                return reemit(eqn, values)
+                return rebind(eqn, values)
             found = sites.get(id(eqn), ({},))
             with eqn_context(eqn):
                 outs, made = self._eqn(eqn, found, scales, values)
@@ -290,7 +290,7 @@ def _cond(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
 def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
     options = shard_map_options(eqn.params)
     # In JAX 0.6, a `shard_map` within another one may name the axes of both.
-    axes = sorted(axes_of(options) - self.axes)
+    axes = sorted(mapped_axes(options) - self.axes)
     known = axes if options["check_vma"] else []
     inner = Threaded(self.tensors, self.depth, self.axes.union(axes))
     options["in_specs"] = (PartitionSpec(), *options["in_specs"])

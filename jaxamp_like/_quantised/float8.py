@@ -13,7 +13,7 @@ from .._rules import Decision, EightBits, Rule, Site
 from .._rules.bilinear import Bilinear, as_it_is, bilinear
 from .._rules.passes import Cast, Pass
 from .._rules.weights import gradient_of, weight_side
-from .axes import Axes, axes_at, onto_result
+from .axes import Axes, scale_onto_result, site_axes
 from .delayed import Wanted, contraction_by_marks
 from .passes import Kept, Rounding, along
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
@@ -106,7 +106,7 @@ class Float8(Quantising):
         return decision._replace(reads=reads)
 
     def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
-        pairs = zip(self._formats(site), axes_at(site), strict=True)
+        pairs = zip(self._formats(site), site_axes(site), strict=True)
         lhs, rhs = (along(fmt, one.summed) for fmt, one in pairs)
         return lhs, rhs
 
@@ -116,7 +116,9 @@ class Float8(Quantising):
         lhs, rhs = numbers
         made = fn(lhs.values, rhs.values, as_it_is(dtype))
         pairs = zip((lhs.scale, rhs.scale), axes, strict=True)
-        return rescaled(made, *(onto_result(scale, one, made) for scale, one in pairs))
+        return rescaled(
+            made, *(scale_onto_result(scale, one, made) for scale, one in pairs)
+        )
 
     def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
         low = low_of(site)

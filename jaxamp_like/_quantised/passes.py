@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._dtypes import DType
 from .._errors import AmpError
-from .._jax import is_of_jet
+from .._jax import is_jet_tracer
 from .._rules.bilinear import (
     Bilinear,
     as_it_is,
@@ -25,7 +25,7 @@ from .._rules.bilinear import (
     transposed,
 )
 from .._rules.passes import Cast, Pass, straight_through, with_passes
-from .axes import Axes, axes_of
+from .axes import Axes, operand_axes
 from .constant import constant, first_operand, no_series, tied
 from .linear import transposable
 from .scaled import rescaled, round_up_to_power_of_two
@@ -77,7 +77,7 @@ class Rounded(Pass):
         return self.fn(moving, others[0], self._hook)
 
     def _hook(self, primitive: Any, params: Any, operands: Any, moving: int) -> Any:
-        axes = axes_of(params, (operands[0].ndim, operands[1].ndim))
+        axes = operand_axes(params, (operands[0].ndim, operands[1].ndim))
         numbers = [
             along(self.roundings[i != moving], one.summed)(constant(x))
             for i, (x, one) in enumerate(zip(operands, axes, strict=True))
@@ -225,7 +225,7 @@ def rounded_contraction(
     contraction = with_passes(linear, gradients, read)
 
     def bind(*operands, alone=(None, None)):
-        if any(map(is_of_jet, operands)):
+        if any(map(is_jet_tracer, operands)):
             no_series()
         return contraction(*map(jnp.asarray, operands), *alone)
 

@@ -35,7 +35,7 @@ from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import asked, name_of
 from .._rules.passes import Cast, Pass, in_compute_dtype
 from .._rules.weights import is_parameter, weight_side
-from .axes import Axes, axes_at, sides
+from .axes import Axes, matmul_sizes, site_axes
 from .constant import constant
 from .passes import Rounded, Rounding, rounded_contraction
 from .said import leave_alone, predicate_or_none
@@ -163,7 +163,7 @@ class Quantising(Rule):
     def forward(self, site: Site) -> Callable[..., Any]:
         """A function of both operands and of their `alone` numbers: the result."""
         fn = bilinear(site.primitive, site.params, moving=0)
-        axes, out = axes_at(site), result_of(site)
+        axes, out = site_axes(site), result_of(site)
 
         def forward(lhs, rhs, *numbers):
             del lhs, rhs
@@ -230,7 +230,7 @@ class Quantising(Rule):
                 return f"{NO_PARAMETER}, as of attention's scores"
             return NOT_OF_PARAMETERS
         if not self._is_wanted(site):
-            lengths = sides(site.params, shapes)
+            lengths = matmul_sizes(site.params, shapes)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
             return f"{size}not {name_of(self.where)}"
         return None

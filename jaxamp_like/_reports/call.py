@@ -9,7 +9,7 @@ import jax
 
 from .._dtypes import is_float
 from .._frameworks.nnx import TakenApart
-from .._jax import Jaxpr, is_array_or_shape, merged, shown, trace, traced_afresh
+from .._jax import Jaxpr, is_array_or_shape, merged, to_classic, trace, traced_afresh
 from .._rewrite.record import Recorder, recording
 
 
@@ -62,7 +62,7 @@ class Call:
 def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jaxpr:
     with recording(recorder), traced_afresh():
         try:
-            return shown(trace(fn, arrays))
+            return to_classic(trace(fn, arrays))
         except Exception as e:
             e.add_note(f"While tracing {name!r} for a report; it was not run.")
             raise

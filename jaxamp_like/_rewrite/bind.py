@@ -15,7 +15,7 @@ from .._jax import (
     as_array,
     consts,
     eqn_context,
-    reemit,
+    rebind,
     trace,
 )
 from .._primitives import BROADCASTING, PLACING, is_cheap, is_statistic
@@ -25,7 +25,7 @@ from .._primitives.matmul_precision import (
     with_setting,
     without_setting,
 )
-from .._rules import Demand, RematSource, author_dtype, kept_or_made
+from .._rules import Demand, RematSource, author_dtype, saved_on_tpus
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
 from .._structural.saved import mark_saved
@@ -302,7 +302,7 @@ class Binder:
         if step.handler is not None:
             outs = step.handler.bind(self, step, operands)
         else:
-            outs = reemit(with_setting(eqn, self.planner.strict), operands)
+            outs = rebind(with_setting(eqn, self.planner.strict), operands)
         return _as_decided(step, outs)
 
     def _mark_saved(self, step: Step, outs: list[Any]) -> list[Any]:
@@ -337,7 +337,7 @@ class Binder:
             outs = bind(*operands)
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.remat_mode == RematMode.SAVE_STATISTICS and is_statistic(eqn):
-            outs = list(map(kept_or_made, outs))
+            outs = list(map(saved_on_tpus, outs))
         if step.is_compute:
             outs = list(
                 map(rounded_for_all_readers, outs, (v.aval for v in eqn.outvars))

@@ -21,16 +21,16 @@ from .._jax import (
     Eqn,
     Jaxpr,
     Literal,
-    axes_of_devices,
     consts,
     describe,
-    is_unopened,
+    device_axes,
+    is_opaque_hi,
     names,
     raw,
     scopes,
-    shown,
     source_line,
     subjaxprs,
+    to_classic,
 )
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Lookup
@@ -110,7 +110,7 @@ class Planner:
         """`jaxpr`, freshly traced, with the scopes that planning reads.
 
         Scopes that JAX lost are put back, and solvers get one of their own."""
-        return self.solvers.mark(self.hoisted.put_back(shown(jaxpr)), scope)
+        return self.solvers.mark(self.hoisted.put_back(to_classic(jaxpr)), scope)
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
         """The fact of an input of the rewritten function."""
@@ -149,7 +149,7 @@ class Planner:
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
-        self._axes = self._mapped | axes_of_devices()
+        self._axes = self._mapped | device_axes()
         phase = self._is_backward, self._is_recomputed
         key = (*args, setting() is None, *phase, self._axes)
         known = self._plans.of(jaxpr)
@@ -279,7 +279,7 @@ class Planner:
         """A context to plan the bodies of `eqn` in: what holds of it holds of them."""
         phase = self._is_backward, self._is_recomputed
         before = self._given, self._mapped, self._axes
-        self._mapped |= axes_of_devices(eqn)
+        self._mapped |= device_axes(eqn)
         self._is_backward, self._is_recomputed = site.backward, site.recomputed
         self._given = self.cotangents.inside(eqn, site.cotangents)
         try:
@@ -293,7 +293,7 @@ class Planner:
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
         is_meant = stops(match) and (match.by_scope or match.key is eqn.primitive)
-        if is_unopened(eqn) and not is_meant:
+        if is_opaque_hi(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
         if name in FIXED:
             return use_original_precision, True

@@ -7,7 +7,12 @@ from typing import Any
 from .._dtypes import bits
 from .._jax import Literal, checkpoint, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
-from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
+from .._rules import (
+    behind_barrier,
+    keeps_statistics,
+    with_cotangent_barrier,
+    with_low_residuals,
+)
 from .._structural import Step
 from .._structural.saved import mark_saved
 from .casts import with_full_gradient
@@ -54,18 +59,18 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
     def forward(*values):
         return run(RematMode.RECOMPUTED, values)
 
-    def again(*values):
+    def recompute(*values):
         if not is_apart:
             return run(RematMode.SAVE_STATISTICS, values)
         pairs = zip(region.ins, values, strict=True)
-        values = [x if v in region.sharded else apart(x) for v, x in pairs]
-        return list(map(begun_apart, run(RematMode.SAVE_STATISTICS, values)))
+        values = [x if v in region.sharded else behind_barrier(x) for v, x in pairs]
+        return list(map(with_cotangent_barrier, run(RematMode.SAVE_STATISTICS, values)))
 
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
     is_apart = outer.remat_mode == RematMode.REGIONS and not region.last
     mark = mark_saved if outer.remat_mode == RematMode.REGIONS_UNDER_POLICY else None
     rules = any(holds_rule(step.eqn) for step in region.steps)
-    return keeping_copies(forward, again, False, mark, keeps_statistics, rules)
+    return with_low_residuals(forward, recompute, False, mark, keeps_statistics, rules)
 
 
 def recomputed_casts(binder: StepBinder, step: Step) -> list[int]:
@@ -142,7 +147,9 @@ def bind_recomputing_casts(
         return binder.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
             *values
         )
-    run = binder.deduplicated(code, lambda: keeping_copies(op, op, prevent_cse=False))
+    run = binder.deduplicated(
+        code, lambda: with_low_residuals(op, op, prevent_cse=False)
+    )
     copies = binder.low_copies(roots, kept)
     return run(values, [*copies, *[None] * (len(values) - len(copies))])
 

@@ -11,11 +11,11 @@ from .._jax import SymbolicZero, checkpoint, is_inexact
 from .base import author_dtype
 
 
-def keeping_copies(
+def with_low_residuals(
     forward: Callable[..., Any],
-    again: Callable[..., Any],
+    recompute: Callable[..., Any],
     prevent_cse: bool = True,
-    mark: Callable[[Any], Any] | None = None,
+    mark_saved: Callable[[Any], Any] | None = None,
     policy: Callable[..., bool] | None = None,
     holds_rules: bool = False,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
@@ -23,7 +23,7 @@ def keeping_copies(
 
     For the backward pass a copy is kept where there is one, and else the operand;
     `mark` then marks each for the policy of a checkpoint. The backward pass makes all
-    else again by `again`, which computes what `forward` does, except what `policy`
+    else again by `recompute`, which computes what `forward` does, except what `policy`
     keeps of it. The derivative is by the operands, and taken at the copies.
 
     Where `forward` `holds_rules` (derivative rules of an author's), the rules return a
@@ -41,7 +41,7 @@ def keeping_copies(
         @functools.partial(checkpoint, prevent_cse=prevent_cse, policy=policy)
         def linear(kept, moves):
             at = cast_all(kept, dtypes)
-            moving = of_some(again, live, at)
+            moving = of_some(recompute, live, at)
             return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
 
         return linear
@@ -50,15 +50,15 @@ def keeping_copies(
     def differentiated_once():
         if not holds_rules:
             return op
-        fns = by_rules(forward), by_rules(again)
-        return keeping_copies(*fns, prevent_cse, mark, policy, holds_rules)
+        fns = by_rules(forward), by_rules(recompute)
+        return with_low_residuals(*fns, prevent_cse, mark_saved, policy, holds_rules)
 
     def jvp(primals, tangents):
         (operands, copies), (moving, _) = primals, tangents
         moves = {i: t for i, t in enumerate(moving) if not isinstance(t, SymbolicZero)}
         pairs = zip(operands, copies, strict=True)
         kept = [x if copy is None else copy for x, copy in pairs]
-        kept = kept if mark is None else [mark(x) for x in kept]
+        kept = kept if mark_saved is None else [mark_saved(x) for x in kept]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
         linear = derivative(tuple(moves), dtypes)
         value = differentiated_once()(operands, copies)
@@ -91,7 +91,7 @@ def of_some(
     return of
 
 
-def copies_in(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
-    """A copy of each value for which a dtype is given, for `keeping_copies`."""
+def low_copies(values: Sequence[Any], dtypes: Sequence[DType | None]) -> list[Any]:
+    """A copy of each value for which a dtype is given, for `with_low_residuals`."""
     pairs = zip(values, dtypes, strict=True)
     return [None if dtype is None else cast(x, dtype) for x, dtype in pairs]

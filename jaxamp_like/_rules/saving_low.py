@@ -9,7 +9,7 @@ from .._primitives.matmul_precision import settled_bind
 from . import Decision, Rule, Site
 from .base import DelegatingRule
 from .given import as_rule
-from .low_residuals import copies_in, keeping_copies
+from .low_residuals import low_copies, with_low_residuals
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class SavingLow(DelegatingRule):
             return decision
         is_low = decision.reads != site.authors
         op = settled_bind(site.primitive, decision.params, is_low)
-        keeping = keeping_copies(op, op)
+        keeping = with_low_residuals(op, op)
 
         def bind(*operands):
-            return keeping(operands, copies_in(operands, low))
+            return keeping(operands, low_copies(operands, low))
 
         why = f"{decision.why}; keeps its inputs in {site.compute_dtype.name}"
         return decision._replace(bind=bind, why=why)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType, cast, has_range, lowered
-from .._jax import Primitive, axes_of, bind_flat, varying_in
+from .._jax import Primitive, bind_flat, collective_axes, varying_in
 from .._primitives import PLACING, SUMMED_BACK
 from .._primitives.fences import fenced
 from .base import INPUT_SOURCES, Decision, Demand, Fact, Precision, Site
@@ -26,7 +26,7 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
     typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
     is_wide = has_range(low, jnp.dtype("float32"))
     known = typed | site.device_axes if is_wide else typed
-    return axes_of(site.params) <= known
+    return collective_axes(site.params) <= known
 
 
 @dataclass(frozen=True)

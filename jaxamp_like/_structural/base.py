@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
-from .._jax import Atom, Eqn, Jaxpr, Literal, Place, raw
+from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
 
 Facts = tuple[Fact | None, ...]
@@ -99,7 +99,7 @@ class Step:
         return (
             eqn.primitive,
             tuple(eqn.params.items()),
-            Place(eqn),
+            EqnContext(eqn),
             decision._replace(params=tuple(decision.params.items())),
             self.inner,
             tuple(self.input_casts.items()),

@@ -21,8 +21,8 @@ from .._rules import (
     RematSource,
     Site,
     is_full,
-    keeping_copies,
     low_if_read_low,
+    with_low_residuals,
 )
 from .base import (
     Body,
@@ -148,7 +148,7 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
 
         copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps)
         rules = holds_rule(eqn)
-        call = keeping_copies(forward, again, prevent_cse, holds_rules=rules)
+        call = with_low_residuals(forward, again, prevent_cse, holds_rules=rules)
         return call([*values, *operands], copies)
 
 

@@ -29,7 +29,7 @@ from .._jax import (
     new_reference,
     open_jaxpr,
     raw,
-    reemit,
+    rebind,
     references_used,
     tangent_aval,
     trace,
@@ -72,7 +72,7 @@ def _on_operands(
 ) -> Callable[..., Any]:
     """The original equation as a function of its `live` operands."""
     bare = without_scopes(eqn)
-    return of_some(lambda *operands: reemit(bare, operands), live, values)
+    return of_some(lambda *operands: rebind(bare, operands), live, values)
 
 
 def derivative_of(eqn: Eqn) -> Jaxpr | None:

@@ -5,7 +5,7 @@ from typing import Any
 from .._jax import (
     Eqn,
     raw,
-    reemit,
+    rebind,
     subjaxprs,
 )
 from .._rules import (
@@ -48,7 +48,7 @@ def bind_pinned(binder: ProgramBinder, step: Step, operands: list[Any]):
         return binder.close(next(plans), value, authors)
 
     params = {name: rewrite(value) for name, value in step.eqn.params.items()}
-    return reemit(step.eqn, operands, params)
+    return rebind(step.eqn, operands, params)
 
 
 def no_bodies(eqn: Eqn) -> list[Body]:

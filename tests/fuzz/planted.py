@@ -289,13 +289,13 @@ def clipped():
 @fault
 def wrong_row():
     """Rows of an int8 contraction are scaled as the first one."""
-    original = _int8.onto_result
+    original = _int8.scale_onto_result
 
-    def onto_result(scale, axes, ndim):
+    def scale_onto_result(scale, axes, ndim):
         made = original(scale, axes, ndim)
         return jnp.broadcast_to(made.ravel()[0], made.shape)
 
-    return mock.patch.object(_int8, "onto_result", onto_result)
+    return mock.patch.object(_int8, "scale_onto_result", scale_onto_result)
 
 
 @fault

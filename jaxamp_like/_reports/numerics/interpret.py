@@ -92,7 +92,7 @@ class Interpreter:
         outs, found = self._run(jaxpr, args, inner._replace(block=block))
         whole = [joined(memory, value).bare() for value in outs]
         memory.hold(p.arrays_of(outs))
-        memory.hand_on(p.arrays_of(whole), instead_of=p.arrays_of(outs))
+        memory.transfer(p.arrays_of(whole), instead_of=p.arrays_of(outs))
         return whole, found | self._close(block)
 
     def _close(self, block: Block) -> Found:
@@ -147,7 +147,7 @@ class Interpreter:
         results = evaluate(jaxpr, operands, bind, constants, literal)
         outs = [cell.value for cell in results]
         left = [cell.value for cell in cells if cell.value is not None]
-        memory.hand_on(p.arrays_of(outs), instead_of=p.arrays_of(left))
+        memory.transfer(p.arrays_of(outs), instead_of=p.arrays_of(left))
         return outs, found
 
     def _equation(

@@ -239,7 +239,7 @@ def _scan_one_by_one(
         memory.hold(p.arrays_of(ys[-1]))
     outs = [*carry, *map(_slices, zip(*(ys[::-1] if reverse else ys), strict=True))]
     as_they_came = p.arrays_of([pair for pairs in ys for pair in pairs])
-    memory.hand_on(p.arrays_of(outs), instead_of=as_they_came)
+    memory.transfer(p.arrays_of(outs), instead_of=as_they_came)
     return outs, found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..._dtypes import DType, bits, cast, holds, is_float
-from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, reemit, subjaxprs
+from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, rebind, subjaxprs
 from ..._quantised import FORMATS
 from .. import walk
 
@@ -182,7 +182,7 @@ def bind(
     eqn: Eqn,
     role: Role,
     pairs: Sequence[Pair],
-    run: Callable[[Eqn, list[Any]], Sequence[Any]] = reemit,
+    run: Callable[[Eqn, list[Any]], Sequence[Any]] = rebind,
 ) -> list[Pair]:
     """Binds an equation whose inner programs, if any, are not looked into.
 
@@ -250,7 +250,7 @@ def _harmonised(pairs: Sequence[Pair]) -> list[Any]:
 
 def _bind_on(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     if any(True for _ in subjaxprs(eqn.params)):
-        return reemit(eqn, values)
+        return rebind(eqn, values)
     return _bind(eqn, values, eqn.params)
 
 
