@@ -14,7 +14,7 @@ from .._rules.bilinear import Bilinear, as_it_is, bilinear
 from .._rules.passes import Cast, Pass
 from .._rules.weights import gradient_of, weight_side
 from .axes import Axes, scale_onto_result, site_axes
-from .delayed import Wanted, contraction_by_marks
+from .delayed import ScaleRequest, contraction_by_delayed_scales
 from .passes import Kept, Rounding, along
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .said import float8_dtype
@@ -84,7 +84,7 @@ class Float8(Quantising):
     def _delayed(self, site: Site) -> Decision:
         formats, out = self._formats(site), result_of(site)
         lhs, rhs = (
-            Wanted(
+            ScaleRequest(
                 _authors(site.scope),
                 site.primitive.name,
                 side,
@@ -96,7 +96,9 @@ class Float8(Quantising):
             for side, fmt in enumerate(formats)
         )
         fn = bilinear(site.primitive, site.params, moving=0)
-        bind = contraction_by_marks(fn, (lhs, rhs), self.product_dtype(out), out)
+        bind = contraction_by_delayed_scales(
+            fn, (lhs, rhs), self.product_dtype(out), out
+        )
         left, right = (fmt.dtype.name for fmt in formats)
         why = f"computes in {left} x {right}, scaled by maxima of steps before"
         eight_bits = EightBits("tensor x tensor, delayed", _RUNS, needs_state=True)

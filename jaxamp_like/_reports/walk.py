@@ -13,7 +13,7 @@ from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
-from .._rewrite.record import MARK
+from .._rewrite.record import STEP_SCOPE
 from .._rewrite.solvers import without_solver_scope
 from .._structural import SOLVER, STRUCTURAL, Step
 from .._structural.saved import is_marked_saved
@@ -48,8 +48,8 @@ class Around:
         for name in own.scopes:
             if name == REWRITTEN:
                 in_amp, base = True, scope
-            elif name.startswith(MARK):
-                step = steps[int(name.removeprefix(MARK))]
+            elif name.startswith(STEP_SCOPE):
+                step = steps[int(name.removeprefix(STEP_SCOPE))]
             elif name != SOLVER:
                 scope = (*scope, name)
         if step is not None and step is not self.step:

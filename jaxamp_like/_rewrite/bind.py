@@ -41,7 +41,7 @@ from .deduplication import Deduplicated
 from .hoisting import HoistedWeights, entries_under, hoist_weights
 from .planner import Planner
 from .recompute import bind_recomputing_casts, bind_region, recomputed_casts
-from .record import marked
+from .record import in_step_scope
 from .remat import Region, as_region
 from .remat_mode import RematMode
 from .schedules import schedule_of
@@ -76,7 +76,7 @@ class Binder:
         self.hoisted_weights: HoistedWeights = {}  # weights rounded before a loop
         self.shared_quantised: frozenset[Any] = frozenset()  # see `Plan`
         self.quantised_operands: dict[Any, Any] = {}  # once for all that read it so
-        self.cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
+        self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         # A binder for other values, which holds on to nothing of this one.
         self.with_env = functools.partial(Binder, planner)
@@ -108,7 +108,7 @@ class Binder:
             self.remat_mode != RematMode.REGIONS
         ):  # in a loop there are few sums to compute again
             cotangents = {v: i for v, i in cotangents.items() if i is None}
-        binder.cotangents = cotangents
+        binder.rounded_cotangents = cotangents
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
                 unit = as_region(unit)
@@ -285,7 +285,7 @@ class Binder:
         return self.casts[var, dtype]
 
     def bind(self, step: Step) -> list[Any]:
-        with marked(step):
+        with in_step_scope(step):
             return self._bind(step)
 
     def _bind(self, step: Step) -> list[Any]:
@@ -321,7 +321,9 @@ class Binder:
         self.views.remember(step)
         low = step.match.compute_dtype or self.planner.compute_dtype
         rounded_cotangents = [
-            self.cotangents[v] for v in eqn.outvars if v in self.cotangents
+            self.rounded_cotangents[v]
+            for v in eqn.outvars
+            if v in self.rounded_cotangents
         ]
         branch = next(iter(rounded_cotangents), None)
         if decision.bind is not None:

@@ -30,7 +30,7 @@ from .._primitives import CONTRACTIONS, EACH_ALONE, IDENTITIES, LINEAR
 from .._rules import author_dtype
 from .._structural import STRUCTURAL, Handler, Scope
 from .memo import Memo
-from .reach import Reach, Reaches, of_input, union
+from .reach import Reach, ReachAnalysis, of_input, union
 
 Flags = tuple[bool, ...]
 """Of each input or operand, whether it is a cotangent; `()` if none is."""
@@ -80,7 +80,9 @@ class Cotangents:
             return {}
         found: dict[Jaxpr, Flags] = {}
         bodies = self._reaches.bodies(eqn, ())
-        now = self._reaches.entering(eqn, bodies, (), [of_input(0) * x for x in which])
+        now = self._reaches.of_operands(
+            eqn, bodies, (), [of_input(0) * x for x in which]
+        )
         for body in bodies:
             if self._contracts(body.jaxpr):
                 inner = tuple(bool(now[i]) for i in body.ins)
@@ -154,7 +156,7 @@ class Cotangents:
         return self._contracting(jaxpr, (), find)
 
 
-class _FromCotangents(Reaches):
+class _FromCotangents(ReachAnalysis):
     """What is made of a cotangent, by way of floats alone."""
 
     reads_scopes = False

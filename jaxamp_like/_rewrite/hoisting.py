@@ -14,7 +14,7 @@ from .._jax import Literal, eqn_context, scan_arity, variables
 from .._primitives import VIEWS
 from .._rules import Fact
 from .._structural import HoistedWeights, Plan, Step
-from .record import marked
+from .record import in_step_scope
 from .step_binder import StepBinder
 
 Path = tuple[Any, ...]
@@ -90,7 +90,7 @@ def _hoist_from_program(
             if how is None or (step, i) in done or not values.has(atom):
                 continue
             if (atom, how) not in once:
-                with marked(step), eqn_context(step.eqn):
+                with in_step_scope(step), eqn_context(step.eqn):
                     once[atom, how] = how(values.read(step, i))
             made[step, i] = once[atom, how]
         if _passes_hoisted_weights(step):
@@ -182,7 +182,7 @@ class _Values:
             return
         for operand in step.eqn.invars:
             self._make(operand)
-        with marked(step), eqn_context(step.eqn):
+        with in_step_scope(step), eqn_context(step.eqn):
             outs = self.binder.apply(step)
         self.binder.env |= zip(step.eqn.outvars, outs, strict=True)
 

@@ -47,7 +47,7 @@ class Matching:
     def handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         """How a structural equation is walked into; `None` if it is not."""
         handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is None or stops(self.of_equation(eqn, scope)):
+        if handler is None or stays_as_written(self.of_equation(eqn, scope)):
             return None
         return handler
 
@@ -58,7 +58,7 @@ class Matching:
         return self.of_equation(eqn, scope).rule.may_compute_low
 
 
-def stops(match: Match) -> bool:
+def stays_as_written(match: Match) -> bool:
     """Whether a structural primitive is left as written, with all that is inside."""
     return match.key is not None and isinstance(match.rule, UseOriginalPrecision)
 

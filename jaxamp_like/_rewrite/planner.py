@@ -54,7 +54,7 @@ from .cotangents import Cotangents, Flags
 from .demands import Demands
 from .facts import const_fact, upcast_early
 from .hoisted_by_jax import Hoisted
-from .matching import Matching, stops
+from .matching import Matching, stays_as_written
 from .memo import Memo
 from .origins import as_number, with_origins
 from .partners import Partners, without_partners
@@ -110,7 +110,9 @@ class Planner:
         """`jaxpr`, freshly traced, with the scopes that planning reads.
 
         Scopes that JAX lost are put back, and solvers get one of their own."""
-        return self.solvers.mark(self.hoisted.put_back(to_classic(jaxpr)), scope)
+        return self.solvers.with_solver_scopes(
+            self.hoisted.put_back(to_classic(jaxpr)), scope
+        )
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
         """The fact of an input of the rewritten function."""
@@ -191,7 +193,7 @@ class Planner:
             place = scope + scopes(eqn)
             step = self._step(eqn, place, operands, needed, read_often, which)
             env |= zip(eqn.outvars, step.decision.out_facts, strict=True)
-            partners.meet(step, which)
+            partners.record(step, which)
             steps.append(step)
             found = {step.match.key, *step.match.also}
             keys |= found.union(*(plan.policy_keys for plan in step.inner))
@@ -292,7 +294,9 @@ class Planner:
         """The rule to ask, and whether the equation is to be bound as it stands."""
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
-        is_meant = stops(match) and (match.by_scope or match.key is eqn.primitive)
+        is_meant = stays_as_written(match) and (
+            match.by_scope or match.key is eqn.primitive
+        )
         if is_opaque_hi(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
         if name in FIXED:

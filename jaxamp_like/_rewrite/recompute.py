@@ -27,7 +27,10 @@ def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     # The cotangent of a value that has other readers is not rounded here.
     kept = {v: dtype or outer.shared_low_dtype(v) for v, dtype in region.ins.items()}
     ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
-    code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
+    code = (
+        region.ends_in_loss,
+        code_of(region.steps, ins, region.outs, outer.rounded_cotangents),
+    )
     run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
         operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
@@ -43,11 +46,11 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
     that are kept. Inside a loop there is nothing that XLA could merge the second run
     with."""
     # What is run again must not hold on to the outer binder, nor to its other values.
-    with_env, cotangents = outer.with_env, outer.cotangents
+    with_env, cotangents = outer.with_env, outer.rounded_cotangents
 
     def run(mode: RematMode, values: Iterable[Any]) -> list[Any]:
         binder = with_env(dict(zip(region.ins, values, strict=True)), mode)
-        binder.cotangents = cotangents
+        binder.rounded_cotangents = cotangents
         for step in region.steps:
             binder.env |= zip(step.eqn.outvars, binder.bind(step), strict=True)
         outs = []
@@ -67,7 +70,7 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
         return list(map(with_cotangent_barrier, run(RematMode.SAVE_STATISTICS, values)))
 
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
-    is_apart = outer.remat_mode == RematMode.REGIONS and not region.last
+    is_apart = outer.remat_mode == RematMode.REGIONS and not region.ends_in_loss
     mark = mark_saved if outer.remat_mode == RematMode.REGIONS_UNDER_POLICY else None
     rules = any(holds_rule(step.eqn) for step in region.steps)
     return with_low_residuals(forward, recompute, False, mark, keeps_statistics, rules)

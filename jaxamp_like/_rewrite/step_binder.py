@@ -29,7 +29,7 @@ class StepBinder(Protocol):
     views: Views
     deduplicated: Deduplicated
     hoisted_weights: HoistedWeights
-    cotangents: Mapping[Any, int | None]
+    rounded_cotangents: Mapping[Any, int | None]
 
     @property
     def with_env(self) -> NewBinder: ...

@@ -20,7 +20,7 @@ from .._policies.frozen import EXPRESSION
 from .._rules import Match
 from .._structural import Plan, Step, derivative_of
 from .planner import Planner
-from .record import MARK
+from .record import STEP_SCOPE
 
 _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
@@ -117,7 +117,7 @@ def _names(paths: dict[Scope, _Equation]) -> dict[str, _Equation]:
 
 def without_amp_scopes(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
-    return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
+    return tuple(x for x in scope if x != REWRITTEN and not x.startswith(STEP_SCOPE))
 
 
 def place_of_step(step: Step) -> str:
