@@ -67,7 +67,7 @@ from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
 from ._rules import Origin
-from ._rules.given import as_bool
+from ._rules.user_rules import as_bool
 from ._structural import Plan, Step, steps_of
 
 _P = ParamSpec("_P")
@@ -75,7 +75,7 @@ _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Traced(NamedTuple):
+class TracedCall(NamedTuple):
     """A call, traced.
 
     Args:
@@ -90,7 +90,7 @@ class Traced(NamedTuple):
     origins: list[Origin]
 
 
-Run = Callable[[Planner, Traced], list[Any]]
+Run = Callable[[Planner, TracedCall], list[Any]]
 # The compute dtypes of functions that `amp` has made. (An attribute would be taken over
 # by `functools.wraps`.)
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
@@ -378,13 +378,15 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
-            values = run(in_force, Traced(given, jaxpr, arrays, origins))
+            values = run(in_force, TracedCall(given, jaxpr, arrays, origins))
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 
     return call
 
 
-def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:
+def run_by_plan(
+    planner: Planner, call: TracedCall, has_state: bool = False
+) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
     Rules that need a state are refused, unless there is one or the call is recorded."""
@@ -402,10 +404,13 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
         outs = Binder(planner, {}, RematMode.REGIONS).run(
             plan, consts(jaxpr), call.arrays
         )
-        return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
+        return [
+            _as_author_typed(x, v.aval)
+            for x, v in zip(outs, inner.outvars, strict=True)
+        ]
 
 
-def _as_author(x: Any, aval: Any) -> Any:
+def _as_author_typed(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
     if not is_array_aval(aval):
         return x

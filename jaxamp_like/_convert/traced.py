@@ -24,7 +24,7 @@ from .storage import Stored, narrower, storage
 from .uses import Uses, uses_of_inputs
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """The program of a mixed function, and how its constants and inputs are read.
 
     Its inputs are the arrays among the function's parameters, then those among the
@@ -32,14 +32,14 @@ class Traced(NamedTuple):
 
     jaxpr: Jaxpr
     out_tree: Any  # the structure of the results
-    others: list[Any]  # the leaves of the results, `None` in place of an array
+    static_leaves: list[Any]  # the leaves of the results, `None` in place of an array
     are_arrays: list[bool]  # which leaves of the results are arrays
     uses_of_constants: list[Uses]
     uses: list[Uses]
 
     def merge(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, made of the flat results of its program."""
-        leaves = merged(self.others, self.are_arrays, arrays)
+        leaves = merged(self.static_leaves, self.are_arrays, arrays)
         return jax.tree.unflatten(self.out_tree, leaves)
 
     def constants(self) -> list[Any]:
@@ -78,7 +78,9 @@ class Traced(NamedTuple):
                 )
 
 
-def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
+def traced(
+    mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]
+) -> TracedModel:
     """Traces `mixed(params, *inputs)`; arrays may be `jax.ShapeDtypeStruct`s."""
     leaves, tree = jax.tree.flatten((params, tuple(inputs)))
     dynamic = list(map(is_array_or_shape, leaves))
@@ -101,7 +103,7 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
     uses = uses_of_inputs(jaxpr)
     out_tree, others, are_arrays = returned
     num = len(raw(jaxpr).constvars)
-    return Traced(jaxpr, out_tree, others, are_arrays, uses[:num], uses[num:])
+    return TracedModel(jaxpr, out_tree, others, are_arrays, uses[:num], uses[num:])
 
 
 def _aval(x: Any) -> Any:

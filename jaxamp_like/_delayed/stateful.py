@@ -7,15 +7,15 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from .._amp import Traced, amp_by, run_by_plan
+from .._amp import TracedCall, amp_by, run_by_plan
 from .._errors import place_of, warn_or_raise
 from .._jax import to_classic, trace
 from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
-from .._reports.call import call_of
+from .._reports.call import flat_call
 from .._rewrite.planner import Planner
-from .._rules.given import as_bool
+from .._rules.user_rules import as_bool
 from .residuals import with_fewer_residuals
 from .state import (
     State,
@@ -128,7 +128,7 @@ def _stateful(
 
     def init(*args: Any, **kwargs: Any) -> State:
         step = StatefulCall(None, strict)
-        call = call_of(mixed(step), args, kwargs, (), _name(fn))
+        call = flat_call(mixed(step), args, kwargs, (), _name(fn))
         trace(call.fn, call.arrays)
         return first_state(step.tensors)
 
@@ -187,7 +187,7 @@ class StatefulCall:
         self.strict = strict
         self.tensors: dict[str, Tensor] = {}
 
-    def run(self, planner: Planner, call: Traced) -> list[Any]:
+    def run(self, planner: Planner, call: TracedCall) -> list[Any]:
         def rewritten(*arrays):
             again = call._replace(arrays=list(arrays))
             return run_by_plan(planner, again, has_state=True)

@@ -31,7 +31,7 @@ def _index(axis: Hashable) -> Array | None:
         return None
 
 
-def agreed(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array:
+def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array:
     """`finite`, made the same on all devices of the axes.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import AmpError
 from .._jax import Primitive
 from .._rules import Match, Rule, UseOriginalPrecision, use_original_precision
-from .._rules.given import as_rule
+from .._rules.user_rules import as_rule
 from .dictionary import (
     AMP_DEFAULT,
     AMP_STOP,

@@ -14,7 +14,7 @@ from .._dtypes import DType
 from .._errors import AmpError
 from .._jax import Primitive
 from .._rules import Match
-from .._rules.given import short
+from .._rules.user_rules import short
 from .codec import decode_key, encode_key
 from .dictionary import Key, Lookup, Scope, endings, is_stopped, paths_to
 from .frozen import EXPRESSION, is_path, normal_key

@@ -14,10 +14,10 @@ from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import Bilinear, as_it_is, bilinear
 from .._rules.weights import weight_side
+from .arguments import number
 from .axes import Axes, scale_onto_result, site_axes
 from .migration import migrated, pairs_of
 from .rule import NO_HEADS, Quantising, low_of, result_of
-from .said import number
 from .scaled import largest_of
 from .worth import WORTH_IT
 
@@ -138,7 +138,7 @@ class Int8(Quantising):
         )
         return lhs, rhs
 
-    def alone(self, site: Site) -> list[AsInt8 | None]:
+    def quantisers(self, site: Site) -> list[AsInt8 | None]:
         migrates, weight = self._migrates(site), weight_side(site)
         return [
             None if migrates or (self.weight_only and i != weight) else how

@@ -359,8 +359,10 @@ class Binder:
 
         Readers are the iterations of a loop, or steps of this program."""
         pairs = enumerate(zip(step.decision.quantisers, operands, strict=False))
-        alone = tuple(self._quantised_operand(step, i, how, x) for i, (how, x) in pairs)
-        return {"alone": alone} if any(x is not None for x in alone) else {}
+        quantised = tuple(
+            self._quantised_operand(step, i, how, x) for i, (how, x) in pairs
+        )
+        return {"quantised": quantised} if any(x is not None for x in quantised) else {}
 
     def _quantised_operand(
         self, step: Step, i: int, how: Callable[[Any], Any] | None, operand: Any

@@ -150,16 +150,16 @@ def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Calla
         return primitive.bind(*operands, **params | {"preferred_element_type": wide})
 
     def jvp(primals, tangents):
-        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def low(*moving):
+        def low(*some):
             operands = list(primals)
-            for i, x in zip(live, moving, strict=True):
+            for i, x in zip(active, some, strict=True):
                 operands[i] = x
             return primitive.bind(*operands, **params)
 
-        moving, moves = (tuple(x[i] for i in live) for x in (primals, tangents))
-        return contraction(*primals), jax.jvp(low, moving, moves)[1].astype(wide)
+        some, ts = (tuple(x[i] for i in active) for x in (primals, tangents))
+        return contraction(*primals), jax.jvp(low, some, ts)[1].astype(wide)
 
     contraction.defjvp(jvp, symbolic_zeros=True)
     return contraction

@@ -36,13 +36,13 @@ def with_low_residuals(
         return forward(*operands)
 
     @functools.cache  # one function, which JAX traces once
-    def derivative(live: tuple[int, ...], dtypes: tuple[DType | None, ...]):
+    def derivative(active: tuple[int, ...], dtypes: tuple[DType | None, ...]):
         # With `prevent_cse` XLA can't use what the forward pass has in full.
         @functools.partial(checkpoint, prevent_cse=prevent_cse, policy=policy)
-        def linear(kept, moves):
-            at = cast_all(kept, dtypes)
-            moving = of_some(recompute, live, at)
-            return jax.jvp(moving, tuple(at[i] for i in live), moves)[1]
+        def linear(residuals, tangents):
+            at = cast_all(residuals, dtypes)
+            fn = of_some(recompute, active, at)
+            return jax.jvp(fn, tuple(at[i] for i in active), tangents)[1]
 
         return linear
 
@@ -54,15 +54,18 @@ def with_low_residuals(
         return with_low_residuals(*fns, prevent_cse, mark_saved, policy, holds_rules)
 
     def jvp(primals, tangents):
-        (operands, copies), (moving, _) = primals, tangents
-        moves = {i: t for i, t in enumerate(moving) if not isinstance(t, SymbolicZero)}
+        (operands, copies), (of_operands, _) = primals, tangents
+        ts = {
+            i: t for i, t in enumerate(of_operands) if not isinstance(t, SymbolicZero)
+        }
         pairs = zip(operands, copies, strict=True)
-        kept = [x if copy is None else copy for x, copy in pairs]
-        kept = kept if mark_saved is None else [mark_saved(x) for x in kept]
+        residuals = [x if copy is None else copy for x, copy in pairs]
+        if mark_saved is not None:
+            residuals = [mark_saved(x) for x in residuals]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
-        linear = derivative(tuple(moves), dtypes)
+        linear = derivative(tuple(ts), dtypes)
         value = differentiated_once()(operands, copies)
-        return value, linear(kept, tuple(moves.values()))
+        return value, linear(residuals, tuple(ts.values()))
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op
@@ -72,9 +75,9 @@ def by_rules(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, whose value is the one that its derivative rules return."""
 
     def run(*operands):
-        live = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
-        moving = of_some(fn, live, operands)
-        return jax.linearize(moving, *(operands[i] for i in live))[0]
+        active = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
+        primals = (operands[i] for i in active)
+        return jax.linearize(of_some(fn, active, operands), *primals)[0]
 
     return run
 

@@ -54,8 +54,8 @@ def _barrier_transpose(ct: Any, x: Any) -> list[Any]:
 
 def _cotangent_barrier_jvp(primals: Any, tangents: Any) -> Any:
     (tangent,) = tangents
-    moves = tangent if isinstance(tangent, Zero) else _COTANGENT_BARRIER.bind(tangent)
-    return _COTANGENT_BARRIER.bind(*primals), moves
+    out = tangent if isinstance(tangent, Zero) else _COTANGENT_BARRIER.bind(tangent)
+    return _COTANGENT_BARRIER.bind(*primals), out
 
 
 def _saved_batch(args: Any, dims: Any) -> Any:

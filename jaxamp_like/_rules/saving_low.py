@@ -8,8 +8,8 @@ from .._dtypes import lowered
 from .._primitives.matmul_precision import settled_bind
 from . import Decision, Rule, Site
 from .base import DelegatingRule
-from .given import as_rule
 from .low_residuals import low_copies, with_low_residuals
+from .user_rules import as_rule
 
 
 @dataclass(frozen=True)

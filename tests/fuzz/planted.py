@@ -221,7 +221,7 @@ def lost_rule():
 @fault
 def lost_weak_type():
     """A result that its author left weakly typed is typed strongly."""
-    original = _amp._as_author
+    original = _amp._as_author_typed
 
     def as_author(x, aval):
         out = original(x, aval)

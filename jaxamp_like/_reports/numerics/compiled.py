@@ -324,7 +324,7 @@ class _Equation:
                 scratch.append(eqn.primitive.bind(*wide, **params))
             return [cast(scratch[0], eqn.outvars[0].aval.dtype)]
 
-        return p.bind(self.eqn, self.role, operands, run), scratch
+        return p.rebind_pairs(self.eqn, self.role, operands, run), scratch
 
 
 def _widened(memory: Memory, eqn: Eqn, operands: Sequence[Pair]) -> list[Any]:
