@@ -36,7 +36,7 @@ from ._jax import (
     is_array_aval,
     merged,
     raw,
-    teach_interpreters,
+    register_jet_and_sparsify_rules,
     trace,
 )
 from ._parameters import Argnums, after_model, argnums_of, as_argnums, origins_of
@@ -52,14 +52,14 @@ from ._policies.settings import (
     using_policy,
 )
 from ._primitives.matmul_precision import without_setting
-from ._rewrite.bind import Frame
+from ._rewrite.bind import Binder
 from ._rewrite.in_float16 import (
     report_of_float16_by_hand,
     report_of_float16_on_tpus,
 )
-from ._rewrite.keeps import Keeps
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
+from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
@@ -67,7 +67,7 @@ from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
 from ._rules import Origin
-from ._rules.given import as_bool
+from ._rules.user_rules import as_bool
 from ._structural import Plan, Step, steps_of
 
 _P = ParamSpec("_P")
@@ -75,7 +75,7 @@ _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Traced(NamedTuple):
+class TracedCall(NamedTuple):
     """A call, traced.
 
     Args:
@@ -90,7 +90,7 @@ class Traced(NamedTuple):
     origins: list[Origin]
 
 
-Run = Callable[[Planner, Traced], list[Any]]
+Run = Callable[[Planner, TracedCall], list[Any]]
 # The compute dtypes of functions that `amp` has made. (An attribute would be taken over
 # by `functools.wraps`.)
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
@@ -349,7 +349,7 @@ def _rewritten(
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
     def call(*args, **kwargs):
-        teach_interpreters()
+        register_jet_and_sparsify_rules()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]
@@ -378,13 +378,15 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
-            values = run(in_force, Traced(given, jaxpr, arrays, origins))
+            values = run(in_force, TracedCall(given, jaxpr, arrays, origins))
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 
     return call
 
 
-def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list[Any]:
+def run_by_plan(
+    planner: Planner, call: TracedCall, has_state: bool = False
+) -> list[Any]:
     """Plans a freshly traced jaxpr and binds it on the arguments.
 
     Rules that need a state are refused, unless there is one or the call is recorded."""
@@ -399,11 +401,16 @@ def run_by_plan(planner: Planner, call: Traced, has_state: bool = False) -> list
         refuse_rules_with_state(steps)
     # The scope tells an outer `amp` that precision is decided here.
     with jax.named_scope(REWRITTEN):
-        outs = Frame(planner, {}, Keeps.LEAN).run(plan, consts(jaxpr), call.arrays)
-        return [_as_author(x, v.aval) for x, v in zip(outs, inner.outvars, strict=True)]
+        outs = Binder(planner, {}, RematMode.REGIONS).run(
+            plan, consts(jaxpr), call.arrays
+        )
+        return [
+            _as_author_typed(x, v.aval)
+            for x, v in zip(outs, inner.outvars, strict=True)
+        ]
 
 
-def _as_author(x: Any, aval: Any) -> Any:
+def _as_author_typed(x: Any, aval: Any) -> Any:
     """`x` in the author's dtype, weakly typed if the author's value was."""
     if not is_array_aval(aval):
         return x

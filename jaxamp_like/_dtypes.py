@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ._errors import AmpError
-from ._jax import where_it_lies
+from ._jax import on_mesh_of
 
 DType = np.dtype
 
@@ -156,7 +156,7 @@ def cast(x: Any, dtype: DType) -> Any:
     """Casts a float array to `dtype`, and leaves it alone if that is what it has."""
     if x.dtype == dtype:
         return x
-    with where_it_lies(x):
+    with on_mesh_of(x):
         return lax.convert_element_type(x, dtype)
 
 
@@ -166,7 +166,7 @@ def cast_as(x: Any, aval: Any) -> Any:
     if (now.dtype, now.weak_type) == (aval.dtype, aval.weak_type):
         return x
     # JAX's public functions only make weak types of the default dtypes.
-    with where_it_lies(x):
+    with on_mesh_of(x):
         return lax.convert_element_type_p.bind(
             x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
         )

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ._amp import amp
 from ._errors import AmpWarning
 from ._loss_scale.agree import AxisName
-from ._loss_scale.calls import SETTINGS, written_so
+from ._loss_scale.calls import SETTINGS, with_call_hints
 from ._loss_scale.optimizer import LossScaleOptimizer, loss_scale_optimizer
 from ._loss_scale.state import NoScaler, Scaler
 from ._never_mixed import Watch
@@ -21,7 +21,7 @@ from ._rewrite.switch import is_amp_disabled
 _ELSEWHERE = SETTINGS | {"dtype": "compute_dtype", "policy": "amp_policy"}
 
 
-@written_so("enable_amp(loss_fn, optimizer, compute_dtype='float16')", _ELSEWHERE)
+@with_call_hints("enable_amp(loss_fn, optimizer, compute_dtype='float16')", _ELSEWHERE)
 def enable_amp(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

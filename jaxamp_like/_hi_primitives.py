@@ -1,15 +1,15 @@
-"""Hi-primitives, shown as the classic equations that they stand for.
+"""Hi-primitives, translated to the classic equations that they stand for.
 
 JAX is moving its structural primitives into one primitive, `call_hi_primitive`, whose
 only parameter is an object. The class of the object says what the equation is
 (`RematTraced` is `jax.checkpoint`), and its fields hold what used to be parameters.
 Users can write such classes, too (`jax.experimental.hijax.HiPrim`).
 
-`shown` replaces each of these equations, at any depth, by the classic equation of the
-same meaning, which also holds the object. So all that reads programs knows one form
+`to_classic` replaces each of these equations, at any depth, by the classic equation of
+the same meaning, which also holds the object. So all that reads programs knows one form
 only. What is bound in the end is a hi-primitive again wherever the author's was one:
-the object itself, or a new one of its class around the rewritten program. `hidden` is
-the way back, for programs that are run as they stand.
+the object itself, or a new one of its class around the rewritten program.
+`from_classic` is the way back, for programs that are run as they stand.
 
 Checked on JAX 0.12.0 with the flags `jax_remat3`, `jax_custom_vjp3`, `jax_custom_jvp3`
 on and off; JAX without hi-primitives is unaffected. The names below are private to
@@ -28,7 +28,7 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
 
-from ._name_stacks import HELD, classic, is_recomputed
+from ._name_stacks import HI_PRIMITIVE, classic_name_stacks, is_recomputed
 from ._programs import Eqn, Jaxpr, raw, with_eqns, with_jaxprs
 
 CALL = "call_hi_primitive"
@@ -40,7 +40,7 @@ _MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HiObject:
     """The object of a hi-primitive, as a parameter of the equation that is shown.
 
     In a class of its own, since the object may look like a program."""
@@ -59,10 +59,10 @@ class _Row(NamedTuple):
 
     name: str
     params: Callable[[Eqn], dict[str, Any] | None]
-    again: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
+    rebuild: Callable[[Any, dict[str, Any], Sequence[Any]], Any] | None = None
 
 
-def held_by(params: dict[str, Any]) -> Iterator[Any]:
+def hi_params(params: dict[str, Any]) -> Iterator[Any]:
     """The parameters of an equation; of a hi-primitive, the fields of its object.
 
     If an equation has parameters beside the object, it is a linear equation that was
@@ -72,14 +72,14 @@ def held_by(params: dict[str, Any]) -> Iterator[Any]:
         if isinstance(value, jax.stages.Traced):
             yield value.jaxpr
         elif _is_object(value):
-            yield from () if is_linear else held_by(value.params)
+            yield from () if is_linear else hi_params(value.params)
         else:
             yield value
 
 
 def is_hi(eqn: Eqn) -> bool:
     """Whether an equation is a hi-primitive, or is shown in the place of one."""
-    return eqn.primitive.name == CALL or HELD in eqn.params
+    return eqn.primitive.name == CALL or HI_PRIMITIVE in eqn.params
 
 
 def is_hi_type(aval: Any) -> bool:
@@ -87,8 +87,8 @@ def is_hi_type(aval: Any) -> bool:
     return getattr(aval, "is_high", False)
 
 
-def is_unopened(eqn: Eqn) -> bool:
-    """Whether an equation is a hi-primitive that `shown` could not translate.
+def is_opaque_hi(eqn: Eqn) -> bool:
+    """Whether an equation is a hi-primitive that `to_classic` could not translate.
 
     Those of JAX that hold no contraction don't count: nothing in them could be low."""
     name = eqn.primitive.name
@@ -107,21 +107,21 @@ def describe(eqn: Eqn) -> str:
     return name if hi is None else f"{name}[{type(hi).__module__}.{type(hi).__name__}]"
 
 
-def shown(jaxpr: Jaxpr) -> Jaxpr:
+def to_classic(jaxpr: Jaxpr) -> Jaxpr:
     """A program with classic equations in place of hi-primitives, at any depth."""
     opened = _opened_program(jaxpr)
-    return classic(opened) if _MAKES_CHECKPOINTS else opened
+    return classic_name_stacks(opened) if _MAKES_CHECKPOINTS else opened
 
 
-def hidden(jaxpr: Jaxpr) -> Jaxpr:
-    """A program with hi-primitives again where `shown` has replaced them."""
-    return _translated(jaxpr, hidden_eqn, _hidden)
+def from_classic(jaxpr: Jaxpr) -> Jaxpr:
+    """A program with hi-primitives again where `to_classic` has replaced them."""
+    return _translated(jaxpr, from_classic_eqn, _hi_cache)
 
 
-def hidden_eqn(eqn: Eqn) -> Eqn:
+def from_classic_eqn(eqn: Eqn) -> Eqn:
     """An equation as the hi-primitive that it is shown for, or else as it is."""
-    params = with_jaxprs(eqn.params, hidden)
-    if HELD not in params:
+    params = with_jaxprs(eqn.params, from_classic)
+    if HI_PRIMITIVE not in params:
         return eqn if params is eqn.params else eqn.replace(params=params)
     hi = _rebuilt(params, eqn.invars)
     return eqn.replace(primitive=_call_primitive(), params={"_prim": hi})
@@ -129,17 +129,17 @@ def hidden_eqn(eqn: Eqn) -> Eqn:
 
 def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Binds a primitive; for an equation that is shown, its hi-primitive."""
-    if HELD not in params:
+    if HI_PRIMITIVE not in params:
         return primitive.bind(*operands, **params)
-    hi = _rebuilt(with_jaxprs(params, hidden), operands)
+    hi = _rebuilt(with_jaxprs(params, from_classic), operands)
     outs = _call_primitive().bind(*operands, _prim=hi)
     return outs if primitive.multiple_results else outs[0]
 
 
 # The programs that were translated, or `None` where nothing was to be done: JAX finds
 # what it has made of a program by its identity.
-_shown: Any = WeakKeyDictionary()
-_hidden: Any = WeakKeyDictionary()
+_classic_cache: Any = WeakKeyDictionary()
+_hi_cache: Any = WeakKeyDictionary()
 
 
 def _translated(jaxpr: Jaxpr, of_eqn: Callable[[Eqn], Eqn], known: Any) -> Jaxpr:
@@ -150,17 +150,17 @@ def _translated(jaxpr: Jaxpr, of_eqn: Callable[[Eqn], Eqn], known: Any) -> Jaxpr
 
 
 def _opened_program(jaxpr: Jaxpr) -> Jaxpr:
-    return _translated(jaxpr, _shown_eqn, _shown)
+    return _translated(jaxpr, _to_classic_eqn, _classic_cache)
 
 
-def _shown_eqn(eqn: Eqn) -> Eqn:
+def _to_classic_eqn(eqn: Eqn) -> Eqn:
     if eqn.primitive.name == CALL:
-        eqn = _opened(eqn)
+        eqn = _expanded_eqn(eqn)
     params = with_jaxprs(eqn.params, _opened_program)
     return eqn if params is eqn.params else eqn.replace(params=params)
 
 
-def _opened(eqn: Eqn) -> Eqn:
+def _expanded_eqn(eqn: Eqn) -> Eqn:
     """The classic equation of a hi-primitive; the same equation if there is none."""
     hi = eqn.params["_prim"]
     if _class_name(hi) in _AS_WRITTEN:
@@ -173,7 +173,9 @@ def _opened(eqn: Eqn) -> Eqn:
     if row is None or params is None:
         return eqn
     primitive = getattr(primitives, row.name)
-    return eqn.replace(primitive=primitive, params=params | {HELD: _Held(hi)})
+    return eqn.replace(
+        primitive=primitive, params=params | {HI_PRIMITIVE: _HiObject(hi)}
+    )
 
 
 def _row_of(hi: Any) -> _Row | None:
@@ -217,13 +219,15 @@ def _is_own(hi: Any, rule: str) -> bool:
 
 
 def _rebuilt(params: dict[str, Any], operands: Sequence[Any]) -> Any:
-    hi = params[HELD].hi
+    hi = params[HI_PRIMITIVE].hi
     row = _ROWS.get(_class_name(hi))
-    return hi if row is None or row.again is None else row.again(hi, params, operands)
+    return (
+        hi if row is None or row.rebuild is None else row.rebuild(hi, params, operands)
+    )
 
 
 def _hi_of(eqn: Eqn) -> Any:
-    held = eqn.params.get(HELD)
+    held = eqn.params.get(HI_PRIMITIVE)
     return eqn.params.get("_prim") if held is None else held.hi
 
 
@@ -258,17 +262,17 @@ def _params_of_remat(eqn: Eqn) -> dict[str, Any] | None:
     return {
         "jaxpr": inner,
         "prevent_cse": getattr(hi, "prevent_cse", True),
-        "differentiated": is_recomputed(eqn) or _is_made_again(inner),
+        "differentiated": is_recomputed(eqn) or _is_recomputed(inner),
         "policy": hi.policy,
     }
 
 
-def _is_made_again(program: Any) -> bool:
-    """Whether the equations of a checkpoint are named so, as `classic` names them."""
+def _is_recomputed(program: Any) -> bool:
+    """Whether equations of a checkpoint are named so; see `classic_name_stacks`."""
     return any(is_recomputed(eqn) for eqn in program.eqns if not is_hi(eqn))
 
 
-def _remat_again(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+def _rebuild_remat(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
     del operands
     fields = params | {"jaxpr": _closed(params["jaxpr"])}
     return type(hi)(*(fields[name] for name in hi.params))
@@ -278,7 +282,7 @@ def _closed(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr if raw(jaxpr) is not jaxpr else jex.ClosedJaxpr(jaxpr, [])
 
 
-def _name_again(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
+def _rebuild_name(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:
     (x,) = operands
     is_atom = isinstance(x, jex.Var | jex.Literal)
     return type(hi)(params["name"], x.aval if is_atom else jax.typeof(x))
@@ -313,9 +317,9 @@ def _params_of_expansion(eqn: Eqn) -> dict[str, Any] | None:
 
 
 _ROWS: dict[str | None, _Row] = {
-    "RematTraced": _Row("remat_p", _params_of_remat, _remat_again),
+    "RematTraced": _Row("remat_p", _params_of_remat, _rebuild_remat),
     "CheckpointName": _Row(
-        "name_p", lambda eqn: dict(eqn.params["_prim"].params), _name_again
+        "name_p", lambda eqn: dict(eqn.params["_prim"].params), _rebuild_name
     ),
     "CustomVJPTraced": _Row("custom_vjp_call_p", _params_of_rule),
     "CustomJVPTraced": _Row("custom_jvp_call_p", _params_of_rule),

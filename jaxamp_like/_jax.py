@@ -58,17 +58,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ._hi_primitives import (
     bind,
     describe,
-    held_by,
-    hidden,
-    hidden_eqn,
+    from_classic,
+    from_classic_eqn,
+    hi_params,
     is_hi,
     is_hi_type,
-    is_unopened,
-    shown,
+    is_opaque_hi,
+    to_classic,
 )
 from ._name_stacks import (
+    as_recomputed,
     in_scope,
-    made_again,
     names,
     scope_frames,
     scopes,
@@ -103,19 +103,19 @@ Primitive = jex.Primitive
 __all__ = [
     "SymbolicZero",
     "Zero",
+    "as_recomputed",
     "bind",
     "describe",
     "in_scope",
     "is_hi_type",
     "is_jaxpr",
-    "is_unopened",
+    "is_opaque_hi",
     "jaxpr_as_fun",
-    "made_again",
     "names",
     "raw",
     "scope_frames",
     "scopes",
-    "shown",
+    "to_classic",
     "with_eqns",
     "with_frames",
     "with_jaxprs",
@@ -136,7 +136,7 @@ def variables(atoms: Iterable[Atom]) -> list[Any]:
 
 def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
-    return jaxprs_in(held_by(params))
+    return jaxprs_in(hi_params(params))
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
@@ -173,13 +173,13 @@ def varying_in(aval: Any) -> frozenset[Any]:
     return getattr(aval, "vma", frozenset())  # JAX < 0.10
 
 
-def axes_of(params: dict[str, Any]) -> frozenset[Any]:
+def collective_axes(params: dict[str, Any]) -> frozenset[Any]:
     """The axes of a collective: names, or positions where `jax.vmap` was inside."""
     axes = params.get("axes", params.get("axis_name", ()))
     return frozenset(axes if isinstance(axes, tuple | list) else (axes,))
 
 
-def axes_of_devices(eqn: Eqn | None = None) -> frozenset[Any]:
+def device_axes(eqn: Eqn | None = None) -> frozenset[Any]:
     """The axes of devices that a mapped program may name: of `eqn`, or around here."""
     if eqn is None:
         return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
@@ -240,7 +240,7 @@ def _parts(spec: PartitionSpec) -> tuple[Any, ...]:
     return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
-def laid_as(x: Any, other: Any) -> Any:
+def sharded_like(x: Any, other: Any) -> Any:
     """`x`, which multiplies `other`, sharded along `Explicit` axes as `other` is.
 
     The product is then sharded as `other`, too. Axes of length 1 are not split."""
@@ -264,7 +264,7 @@ def _reshard(x: Any, sharding: NamedSharding) -> Any:
     return reshard(x, sharding)
 
 
-def where_it_lies(x: Any) -> contextlib.AbstractContextManager[Any]:
+def on_mesh_of(x: Any) -> contextlib.AbstractContextManager[Any]:
     """A context with the mesh of the type of `x`, for what is bound on `x` alone.
 
     What enters or leaves `jax.sharding.auto_axes` is read in the context of one mesh
@@ -321,7 +321,7 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr."""
-    return jax.core.eval_jaxpr(raw(hidden(jaxpr)), consts(jaxpr), *args)
+    return jax.core.eval_jaxpr(raw(from_classic(jaxpr)), consts(jaxpr), *args)
 
 
 def evaluate(
@@ -466,7 +466,7 @@ def _tag(trace: Any) -> int:
     return id(trace if tag is None else tag)
 
 
-def is_of_jet(x: Any) -> bool:
+def is_jet_tracer(x: Any) -> bool:
     """Whether `jax.experimental.jet` is taking a Taylor series of what is computed.
 
     Its tracer has no public name."""
@@ -527,7 +527,7 @@ def _grouping_primitives() -> tuple[Primitive, ...]:
     return (first,) if second is None else (first, second)
 
 
-def teach_interpreters() -> None:
+def register_jet_and_sparsify_rules() -> None:
     """Gives `jet` and `sparsify` rules for what `amp` makes, if they are in use.
 
     `amp` makes checkpoints where its user made none. For these two they mean nothing:
@@ -586,7 +586,7 @@ def eqn_context(eqn: Eqn) -> Iterator[None]:
         yield
 
 
-class Place:
+class EqnContext:
     """Where an equation stands: its lines, name scopes and context, to be compared."""
 
     def __init__(self, eqn: Eqn):
@@ -594,7 +594,7 @@ class Place:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Place)
+            isinstance(other, EqnContext)
             and self._info.name_stack == other._info.name_stack
             and self._info.traceback == other._info.traceback
             and _are_equal(self._context, other._context)
@@ -612,7 +612,7 @@ def _are_equal(context: Any, other: Any) -> bool:
     )
 
 
-def reemit(
+def rebind(
     eqn: Eqn, values: Sequence[Any], params: dict[str, Any] | None = None
 ) -> Any:
     """Binds `eqn` again as it stands, on values of the dtypes that it was traced with.
@@ -629,7 +629,7 @@ def reemit(
         for atom, value in zip(eqn.invars, values, strict=True)
         if not isinstance(atom, Literal)
     }
-    eqn = hidden_eqn(eqn)
+    eqn = from_classic_eqn(eqn)
     with warnings.catch_warnings():
         # A jaxpr of one equation has no names of arguments to show; JAX 0.7 asks for
         # them.

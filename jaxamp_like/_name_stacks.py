@@ -19,7 +19,7 @@ from ._programs import Eqn, Jaxpr, jaxprs_in, raw, with_eqns, with_jaxprs
 RECOMPUTED = "rematted_computation"
 """The scope of equations that `jax.checkpoint` runs again in the backward pass."""
 
-HELD = "hi_primitive"
+HI_PRIMITIVE = "hi_primitive"
 """The parameter of a classic equation that holds the hi-primitive it stands for."""
 
 _Frames = tuple[Any, ...]
@@ -62,7 +62,7 @@ def with_frames(eqn: Eqn, frames: _Frames, before: Any) -> Eqn:
     return _with_frames(eqn, (*old[:place], *frames, *old[place:]))
 
 
-def made_again(eqn: Eqn) -> Eqn:
+def as_recomputed(eqn: Eqn) -> Eqn:
     """`eqn` of a forward pass, named as one that the backward pass runs again."""
     transposed = source_info.new_name_stack().transform("transpose")
     stack = transposed + eqn.source_info.name_stack
@@ -90,7 +90,7 @@ def is_recomputed(eqn: Eqn) -> bool:
     return any(map(_is_recomputed, _frames_of(eqn)))
 
 
-def classic(jaxpr: Jaxpr) -> Jaxpr:
+def classic_name_stacks(jaxpr: Jaxpr) -> Jaxpr:
     """The program with the name stacks that it would have without hi-primitives.
 
     In a classic program, the name stack of an equation that another one holds begins
@@ -102,7 +102,7 @@ def classic(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _classic(jaxpr: Jaxpr, around: frozenset[int], recomputed: _Frames) -> Jaxpr:
-    """As `classic`; `around` holds the identities of all frames of outer equations.
+    """As `classic_name_stacks`; `around` holds the identities of all outer frames.
 
     Results are cached by those identities that occur in the program too: their frames
     live as long as the program, so no other object can get the same identity."""
@@ -119,7 +119,9 @@ def _classic_eqn(eqn: Eqn, around: frozenset[int], recomputed: _Frames) -> Eqn:
     before = _frames_of(eqn)
     frames = tuple(frame for frame in before if id(frame) not in around)
     inner: _Frames = ()
-    if HELD in eqn.params and "differentiated" in eqn.params:  # it is a checkpoint
+    if (
+        HI_PRIMITIVE in eqn.params and "differentiated" in eqn.params
+    ):  # it is a checkpoint
         inner = tuple(filter(_is_recomputed, frames))[:1]
         frames = tuple(frame for frame in frames if not _is_recomputed(frame))
     frames = _with_one_derivative((*recomputed, *frames))

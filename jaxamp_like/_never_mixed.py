@@ -8,7 +8,7 @@ from typing import Any
 from ._dtypes import bits, is_float
 from ._errors import place_of, warn_or_raise
 from ._reports import walk
-from ._reports.call import call_of
+from ._reports.call import flat_call
 from ._rewrite.record import Recorder, amp_is_off, plans_made
 from ._rewrite.switch import is_amp_disabled, is_traced_by_amp
 
@@ -48,7 +48,7 @@ def _is_in_full(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            jaxpr = call_of(fun, args, kwargs, (), "the loss").trace(recorder)
+            jaxpr = flat_call(fun, args, kwargs, (), "the loss").trace(recorder)
     except Exception:  # it has just run: that it can't be traced again is no mistake
         return False
     found = [

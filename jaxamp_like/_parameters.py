@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ._frameworks.modules import is_module_with_arrays
-from ._frameworks.nnx import TakenApart
+from ._frameworks.nnx import FunctionalCall
 from ._rules import Origin
 
 Argnums = tuple[int, ...]
@@ -60,7 +60,7 @@ def origins_of(
     fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], argnums: Argnums
 ) -> list[Origin]:
     """For each leaf of `(args, kwargs)`, whether it is a parameter."""
-    if isinstance(fn, TakenApart):
+    if isinstance(fn, FunctionalCall):
         return fn.labels(functools.partial(_labels, argnums=argnums), Origin.DATA)
     return _labels(fn, args, kwargs, argnums)[len(jax.tree.leaves(fn)) :]
 

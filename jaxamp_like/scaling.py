@@ -3,6 +3,7 @@
 Begin with `loss_scale_optimizer` (for Optax) or `dynamic_scale_value_and_grad`; the
 rest is for looking at a scale, saving it, and steering it."""
 
+from ._loss_scale.arithmetic import all_finite as all_finite
 from ._loss_scale.grads import (
     dynamic_scale_grad as dynamic_scale_grad,
     dynamic_scale_tx as dynamic_scale_tx,
@@ -18,7 +19,6 @@ from ._loss_scale.host import (
 )
 from ._loss_scale.marks import Unscaled as Unscaled
 from ._loss_scale.merging import merge_scalers as merge_scalers
-from ._loss_scale.numbers import all_finite as all_finite
 from ._loss_scale.optimizer import (
     LossScaleState as LossScaleState,
     loss_scale_optimizer as loss_scale_optimizer,

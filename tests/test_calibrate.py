@@ -29,13 +29,13 @@ from jaxamp_like import (
 from jaxamp_like._calibrate import deciding, runs
 from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import Run
+from jaxamp_like._calibrate.costs import ContractionCost
 from jaxamp_like._calibrate.groups import grouped
 from jaxamp_like._calibrate.marks import Contraction
 from jaxamp_like._calibrate.prices import Prices, prices
 from jaxamp_like._calibrate.rounding import rounded
 from jaxamp_like._calibrate.search import Ranking, search, sensitivities
-from jaxamp_like._calibrate.state import State
+from jaxamp_like._calibrate.state import MeasurementStore
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
 from jaxamp_like.reports import Calibration, Device
 
@@ -406,7 +406,7 @@ def test_the_objective_decides_between_what_does_not_fit_together():
 def test_time_is_that_of_a_roofline():
     device = Device({"float32": 1e3, "float16": 4e3}, bandwidth=1e2)
     of = Contraction(("here",), "dot_general", "8x16+,16+x4")
-    work = {of: [Run(1024, 128 + 64, 32), Run(16384, 8, 0)]}
+    work = {of: [ContractionCost(1024, 128 + 64, 32), ContractionCost(16384, 8, 0)]}
     groups, low = grouped(work, "scope"), as_candidates("bfloat16")
     found = prices(groups, low, "time", device)
     # The first is bound by traffic, the second by arithmetic; bfloat16 is as float16.
@@ -702,13 +702,13 @@ def test_the_state_of_a_function_that_holds_other_numbers_is_refused(tmp_path):
 
 def test_results_come_back_from_the_disk_as_they_were(tmp_path):
     arrays = [[jnp.arange(6, dtype="bfloat16").reshape(2, 3), jnp.float32(1.5)], []]
-    state = State(tmp_path / "state.json", {"seed": 0})
+    state = MeasurementStore(tmp_path / "state.json", {"seed": 0})
     assert state.kept(3) is None
     state.keep(2, arrays, beside=[])
     state.keep(3, arrays, beside=[])
     assert state.kept(2) is None
     jax.tree.map(np.testing.assert_array_equal, state.kept(3), arrays)
-    assert State(tmp_path / "state.json", {"seed": 1}).kept(3) is None
+    assert MeasurementStore(tmp_path / "state.json", {"seed": 1}).kept(3) is None
     file = tmp_path / "state.json.3"
     file.write_bytes(file.read_bytes()[:-2])
     assert state.kept(3) is None

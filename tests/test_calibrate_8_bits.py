@@ -13,16 +13,16 @@ from jax import lax
 
 from jaxamp_like import AmpWarning, Budget, Policy, PolicyMap, amp, calibrate
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import Run
+from jaxamp_like._calibrate.costs import ContractionCost
 from jaxamp_like._calibrate.marks import shadow
+from jaxamp_like._calibrate.measured_function import measured_function, points_of
 from jaxamp_like._calibrate.policies import Writer
 from jaxamp_like._calibrate.prices import Prices
 from jaxamp_like._calibrate.program import Program
 from jaxamp_like._calibrate.rounding import Rounding
 from jaxamp_like._calibrate.runs import Runs
 from jaxamp_like._calibrate.search import Ranking
-from jaxamp_like._calibrate.state import State
-from jaxamp_like._calibrate.subject import points_of, subject_of
+from jaxamp_like._calibrate.state import MeasurementStore
 from jaxamp_like._quantised.int8 import AsInt8
 from jaxamp_like._quantised.scaled import AsFloat8
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
@@ -236,10 +236,10 @@ def test_roundings_are_those_of_the_rule(fn, name):
     w = weights("first", "last") | {"stack": np.stack([W["first"], W["last"]])}
     w["filters"] = np.tile(w["first"][..., None, None], (1, 1, 3, 3)) / 3
     lows = as_candidates(name)
-    subject = subject_of(fn, (w, x), 0, 1.0, 0.1)
+    subject = measured_function(fn, (w, x), 0, 1.0, 0.1)
     points, _ = points_of(subject.call, [(w, x)], [(w, x)], 0.0, 0)
     program = Program(subject, points[0], lows, "scope")
-    runs = Runs(program, State(None, {}), print)
+    runs = Runs(program, MeasurementStore(None, {}), print)
     low = (1,) * len(program.groups)
     policy = Writer(program).policy(low)
     true = runs._run(points[0], program.nothing).grads
@@ -269,8 +269,13 @@ def test_a_batch_of_arrays_is_rounded_one_by_one(eight):
 
 
 def test_prices_of_8_bits():
-    run = Run(
-        1e6, read=400, made=100, kept_read=30, kept_made=10, eight=frozenset(["float8"])
+    run = ContractionCost(
+        1e6,
+        read=400,
+        made=100,
+        saved_read=30,
+        saved_made=10,
+        quantised_by=frozenset(["float8"]),
     )
     assert [run.bits(n) for n in ("float32", "float16", "float8", "int8")] == [
         32,
@@ -278,8 +283,8 @@ def test_prices_of_8_bits():
         8,
         16,  # which its rule leaves
     ]
-    assert run.kept_bytes("float8") == 30 + 2 * 10
-    assert run._replace(eight=frozenset(["int8"])).kept_bytes("int8") == 2 * 40
+    assert run.saved_bytes("float8") == 30 + 2 * 10
+    assert run._replace(quantised_by=frozenset(["int8"])).saved_bytes("int8") == 2 * 40
     device = Device({"float32": 1e3, "float16": 2e3, "float8": 4e3}, bandwidth=1e3)
     assert run.seconds("float8", device) == pytest.approx(1e6 / 4e3 + 5 * 400 / 1e3)
     assert run.seconds("int8", device) == pytest.approx(1e6 / 2e3)

@@ -13,15 +13,15 @@ from hypothesis import example, given, settings, strategies as st
 from jaxamp_like import AmpWarning, Budget, Policy
 from jaxamp_like._calibrate.budget import Errors
 from jaxamp_like._calibrate.candidates import as_candidates
-from jaxamp_like._calibrate.costs import H200, Run
+from jaxamp_like._calibrate.costs import H200, ContractionCost
 from jaxamp_like._calibrate.deciding import Deciding
 from jaxamp_like._calibrate.marks import Contraction
+from jaxamp_like._calibrate.measured_function import Point
 from jaxamp_like._calibrate.program import Program
 from jaxamp_like._calibrate.runs import KEPT, Runs
 from jaxamp_like._calibrate.search import Choices
-from jaxamp_like._calibrate.state import State
-from jaxamp_like._calibrate.subject import Point
-from jaxamp_like._calibrate.survey import Contractions
+from jaxamp_like._calibrate.state import MeasurementStore
+from jaxamp_like._calibrate.survey import Survey
 from jaxamp_like.reports import Calibration
 
 BUDGET = 0.01
@@ -47,11 +47,11 @@ class Imagined(Runs):
         unknown: Any = SimpleNamespace(budget=Budget(gradients=BUDGET))
         lows = as_candidates(candidates)
         program = ImaginedProgram(unknown, unknown, lows, "scope")
-        super().__init__(program, State(None, {}), print)
+        super().__init__(program, MeasurementStore(None, {}), print)
         self.errors, self.noise, self.seed = errors, noise, seed
         found = [Contraction((f"g{i}",), "dot_general", "") for i in range(len(errors))]
-        work = {one: [Run(1.0, 1, 0, 1, 0, EIGHT)] for one in found}
-        program.contractions = Contractions(work, 0.0, {})
+        work = {one: [ContractionCost(1.0, 1, 0, 1, 0, EIGHT)] for one in found}
+        program.contractions = Survey(work, 0.0, {})
         self.compilations, self._last = 1, ""
 
     def _as_written(self, point: Point) -> Any:

@@ -11,9 +11,9 @@ from jax import lax
 from benchmarks import jaxprs, measure
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
-from jaxamp_like._jax import Place, raw, scopes, source_line, subjaxprs
+from jaxamp_like._jax import EqnContext, raw, scopes, source_line, subjaxprs
 from jaxamp_like._rewrite.deduplication import Deduplicated
-from jaxamp_like._rewrite.record import MARK, Recorder, recording
+from jaxamp_like._rewrite.record import STEP_SCOPE, Recorder, recording
 
 pytestmark = pytest.mark.quick
 
@@ -191,7 +191,7 @@ def test_a_report_tells_equal_layers_apart():
     with recording(Recorder()):
         eqns = [eqn for eqn, _ in measure.walk(raw(program(*stacked(gelu, 3))))]
     made = {scopes(eqn)[-1] for eqn in eqns if eqn.primitive.name == "tanh"}
-    assert len(made) == 3 and all(mark.startswith(MARK) for mark in made)
+    assert len(made) == 3 and all(mark.startswith(STEP_SCOPE) for mark in made)
 
 
 def test_places_differ_by_what_is_written_there():
@@ -201,7 +201,7 @@ def test_places_differ_by_what_is_written_there():
         with jax.named_scope("here"):
             return jnp.sin(x)
 
-    first, again, scoped = map(Place, jax.make_jaxpr(fn)(1.0).eqns)
+    first, again, scoped = map(EqnContext, jax.make_jaxpr(fn)(1.0).eqns)
     assert first == again and hash(first) == hash(again)
     assert first != scoped and first != "here"
 

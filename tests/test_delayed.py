@@ -28,8 +28,13 @@ from jaxamp_like import (
     init_amp_state,
     trace_numerics,
 )
-from jaxamp_like._delayed.tensors import Finder
-from jaxamp_like._quantised.delayed import TensorScale, measured, next_scale, seen
+from jaxamp_like._delayed.tensors import TensorFinder
+from jaxamp_like._quantised.delayed import (
+    TensorScale,
+    measured,
+    next_scale,
+    updated_scale,
+)
 from jaxamp_like._quantised.scaled import AsFloat8
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
@@ -498,7 +503,7 @@ def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
     """Measured by all who read it, a tensor has the maximum that one has measured."""
     argnums, fn, *args = SHARING[case]
     state = train(fn, *args, argnums=argnums)[1]
-    use = Finder._use
+    use = TensorFinder._use
     shared = []
 
     def recording(*given):
@@ -506,7 +511,7 @@ def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
         shared.append(not found.records)
         return found._replace(records=True)
 
-    monkeypatch.setattr(Finder, "_use", recording)
+    monkeypatch.setattr(TensorFinder, "_use", recording)
     everywhere = train(fn, *args, argnums=argnums)[1]
     assert 2 * sum(shared) > len(state)
     assert everywhere.keys() == state.keys()
@@ -550,7 +555,7 @@ def test_scales_are_numbers_whatever_was_seen(history, amax, exact):
     assert 2.0**-112 <= scale <= 2.0**126
     if not exact:
         assert np.frexp(scale)[0] == 0.5
-    after = seen(state, scale, amax)
+    after = updated_scale(state, scale, amax)
     if np.isfinite(amax):
         assert after.history[0] == amax and after.scale == scale
     else:

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from jaxamp_like._rewrite.flow import Flow
-from jaxamp_like._rewrite.inlined import Inlined
+from jaxamp_like._rewrite.inlined import InlinedProgram
 from jaxamp_like._rewrite.reach import LOW, of_input
 from jaxamp_like._structural import STRUCTURAL
 
@@ -46,7 +46,9 @@ def which(reach):
 
 def condition(flow, eqn):
     bodies = flow.bodies(eqn, ())
-    return which(flow.control(bodies, (), flow.entering(eqn, bodies, (), inputs(eqn))))
+    return which(
+        flow.control(bodies, (), flow.of_operands(eqn, bodies, (), inputs(eqn)))
+    )
 
 
 def results(flow, eqn):
@@ -118,6 +120,6 @@ def test_a_map_is_another_value_than_what_it_maps():
         return lax.map(lambda row: row.any(0), x), x.any(0)
 
     jaxpr = jax.make_jaxpr(fn)(jnp.zeros((2, 2, 2), bool))
-    values = Inlined(Flow(handler, is_contraction), 1)
+    values = InlinedProgram(Flow(handler, is_contraction), 1)
     mapped, whole = values.run(jaxpr, (), [0])
     assert mapped != whole

@@ -16,7 +16,7 @@ from jax.experimental import io_callback
 
 from benchmarks.measure import casts, walk
 from jaxamp_like import AmpError, amp, amp_stop, explain
-from jaxamp_like._jax import raw, shown
+from jaxamp_like._jax import raw, to_classic
 
 from .constructs import CONSTRUCTS, arrays
 from .hi_primitives import FLAGS, flags, unknown
@@ -308,7 +308,7 @@ def test_classes_of_users_are_opened(cls):
     """What the class expands to is low, and its own rule is what differentiates it."""
     x, w = arrays("x", "w")
     fn = amp(call(cls), compute_dtype="bfloat16")
-    assert set(contractions(shown(jax.make_jaxpr(fn)(x, w)))) == {"bfloat16"}
+    assert set(contractions(to_classic(jax.make_jaxpr(fn)(x, w)))) == {"bfloat16"}
     np.testing.assert_allclose(fn(x, w), call(Product)(x, w), atol=0.05)
     if cls in (Product, Tracing) or (cls is not Backward and not DERIVES_RULES):
         return  # JAX has no derivative of it, with amp or without
@@ -322,7 +322,7 @@ def test_classes_of_users_are_opened(cls):
         jax.grad(lambda x, w: loss(fn(x, w))),
         amp(jax.grad(lambda x, w: loss(call(cls)(x, w))), compute_dtype="bfloat16"),
     ):
-        count = contractions(shown(jax.make_jaxpr(grad)(x, w)))
+        count = contractions(to_classic(jax.make_jaxpr(grad)(x, w)))
         assert set(count) == {"bfloat16"}
         np.testing.assert_allclose(grad(x, w), factor * inner, atol=0.1)
 
@@ -352,11 +352,11 @@ def test_programs_are_shown_without_being_changed():
     x, w = arrays("x", "w")
     with flags():
         classic = jax.make_jaxpr(jax.checkpoint(net))(x, w)
-    assert shown(classic) is classic
+    assert to_classic(classic) is classic
     with flags(*FLAGS):
         program = jax.make_jaxpr(jax.checkpoint(net))(x, w)
     names = [eqn.primitive.name for eqn in raw(program).eqns]
     assert names == ["call_hi_primitive"]
-    assert raw(shown(program)).eqns[0].primitive is raw(classic).eqns[0].primitive
+    assert raw(to_classic(program)).eqns[0].primitive is raw(classic).eqns[0].primitive
     assert [eqn.primitive.name for eqn in raw(program).eqns] == names
-    assert shown(program) is shown(program)
+    assert to_classic(program) is to_classic(program)

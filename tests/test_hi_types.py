@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from jaxamp_like import amp, trace_numerics
-from jaxamp_like._jax import shown
+from jaxamp_like._jax import to_classic
 
 from .constructs import arrays
 from .test_structure import contractions
@@ -119,7 +119,7 @@ def test_hi_types_go_through(program, is_jitted):
     x, w = arrays("x", "w")
     fn = PROGRAMS[program]
     mixed = amp(fn, compute_dtype="bfloat16")
-    assert set(contractions(shown(jax.make_jaxpr(mixed)(x, w)))) == {"bfloat16"}
+    assert set(contractions(to_classic(jax.make_jaxpr(mixed)(x, w)))) == {"bfloat16"}
     expected, found = fn(x, w), (jax.jit(mixed) if is_jitted else mixed)(x, w)
     assert type(found) is type(expected) or isinstance(found, jax.Array)
     np.testing.assert_allclose(dense(found), dense(expected), atol=0.05)

@@ -18,7 +18,7 @@ from benchmarks import measure
 from benchmarks.rewrite import AS_WRITTEN
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
-from jaxamp_like._jax import raw, shown
+from jaxamp_like._jax import raw, to_classic
 
 from .following import FOLLOWING
 
@@ -65,7 +65,7 @@ def regions(fn, *args):
                 for sub in subs:
                     yield from find(sub)
 
-    return list(find(raw(shown(jax.make_jaxpr(fn)(*args)))))
+    return list(find(raw(to_classic(jax.make_jaxpr(fn)(*args)))))
 
 
 def kept(fn, *args):
@@ -185,7 +185,7 @@ def test_the_authors_checkpoint_stays_whole(lean):
     def fn(w, x):
         return jnp.sum(block(w, x) @ w)
 
-    jaxpr = shown(jax.make_jaxpr(lean(fn))(W, X))
+    jaxpr = to_classic(jax.make_jaxpr(lean(fn))(W, X))
     (written,) = (
         e
         for e, _ in measure.walk(jaxpr)

@@ -11,7 +11,7 @@ from jax import lax
 
 from benchmarks.measure import operand_dtype
 from jaxamp_like import PolicyMap, amp
-from jaxamp_like._jax import raw, scopes, shown, subjaxprs
+from jaxamp_like._jax import raw, scopes, subjaxprs, to_classic
 from jaxamp_like._rewrite.hoisted_by_jax import Hoisted
 
 F32, BF16 = "float32", "bfloat16"
@@ -170,7 +170,7 @@ DERIVATIVES = {
 
 def all_contractions(jaxpr):
     """The contractions of a program at any depth, each with its scopes."""
-    return contractions_in(shown(jaxpr), ())
+    return contractions_in(to_classic(jaxpr), ())
 
 
 def contractions_in(jaxpr, path):
@@ -203,7 +203,7 @@ def test_every_phase_is_in_the_scopes_of_its_author(seed):
     program = Program(seed)
     kind = [*DERIVATIVES][seed % len(DERIVATIVES)]
     jaxpr = jax.make_jaxpr(DERIVATIVES[kind](program.fn))(*program.args())
-    for eqn, path in contractions(Hoisted().put_back(shown(jaxpr))):
+    for eqn, path in contractions(Hoisted().put_back(to_classic(jaxpr))):
         assert path == program.paths[length_of(eqn)], (kind, program.text, eqn)
 
 

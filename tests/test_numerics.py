@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxamp_like import amp, trace_numerics
 from jaxamp_like._dtypes import holds
-from jaxamp_like._reports.call import call_of
+from jaxamp_like._reports.call import flat_call
 from jaxamp_like._reports.numerics import compiled, statistics
 from jaxamp_like._reports.numerics.blocks import PART
 from jaxamp_like._reports.numerics.compiled import OPTIONS, Memory
@@ -44,7 +44,7 @@ def quick_compilation(monkeypatch):
 
 def run_pairs(fn, *args):
     recorder = Recorder()
-    call = call_of(fn, args, {}, (), "fn")
+    call = flat_call(fn, args, {}, (), "fn")
     interpreter = Interpreter(recorder.steps, lambda eqn, at: None)
     jaxpr = call.trace(recorder)
     pairs, _ = interpreter.run(jaxpr, [Pair(x) for x in call.arrays])
@@ -172,7 +172,7 @@ FLOATS = st.floats(width=32, allow_subnormal=False)
 @hypothesis.given(hnp.arrays(np.float32, SHAPES, elements=FLOATS))
 def test_rows_and_histograms(x):
     row, codes, _ = MEASURE(jnp.asarray(x), None)
-    row = statistics.Row(*np.asarray(row))
+    row = statistics.Statistics(*np.asarray(row))
     a = np.abs(x)
     good = a[np.isfinite(a)]
     assert row.largest == max(good, default=0)
@@ -199,9 +199,9 @@ def test_rows_by_chunks_are_those_of_the_whole(dtype, size):
         whole, codes, _ = MEASURE(run, true)
         parts, same, _ = jax.jit(partial(statistics.measure, chunk=256))(run, true)
         assert (codes == same).all()
-        row = statistics.Row(*np.asarray(parts))
+        row = statistics.Statistics(*np.asarray(parts))
         assert row.nonfinite > row.nan > 0 and row.largest > row.smallest > 0
-        assert row == pytest.approx(statistics.Row(*np.asarray(whole)), rel=1e-5)
+        assert row == pytest.approx(statistics.Statistics(*np.asarray(whole)), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", statistics.FORMATS)

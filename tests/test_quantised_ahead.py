@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.measure import subjaxprs
 from jaxamp_like import AmpError, amp, explain
-from jaxamp_like._rewrite.bind import Frame
+from jaxamp_like._rewrite.bind import Binder
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 from tests.programs import values
@@ -118,7 +118,7 @@ def test_weights_are_rounded_before_loops(fn, rule, monkeypatch):
     inside = [] if "weight_only" in repr(rule) else inside
     assert roundings(low(fn, rule), w, x) == (sorted(before), inside)
     now = jax.jit(low(fn, rule))(w, x)
-    monkeypatch.setattr(Frame, "of_loop", lambda *_: ({}, {}))
+    monkeypatch.setattr(Binder, "hoist_weights", lambda *_: ({}, {}))
     assert roundings(low(fn, rule), w, x)[0] == []
     np.testing.assert_array_equal(now, jax.jit(low(fn, rule))(w, x))
 
@@ -142,7 +142,7 @@ def test_gradients_read_the_same_numbers(fn, monkeypatch):
     assert set(roundings(outside, w, x)[0]) == set(before)
     assert W not in roundings(outside, w, x)[1]
     now = [jax.jit(step)(w, x) for step in (inside, outside)]
-    monkeypatch.setattr(Frame, "of_loop", lambda *_: ({}, {}))
+    monkeypatch.setattr(Binder, "hoist_weights", lambda *_: ({}, {}))
     then = [jax.jit(step)(w, x) for step in steps()]
     jax.tree.map(np.testing.assert_array_equal, now, then)
 

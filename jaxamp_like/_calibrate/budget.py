@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._rules.given import is_number
+from .._rules.user_rules import is_number
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _share(error: float | None, limit: float) -> float:
     return error / limit if limit else (math.inf if error else 0.0)
 
 
-class Row(NamedTuple):
+class ArrayErrors(NamedTuple):
     """What is measured of one array, compared with the array as written.
 
     The sums are over numbers that are finite in both, after a division by `scale`."""
@@ -145,14 +145,16 @@ def _compare(true: Any, got: Any) -> Any:
     return jnp.concatenate([scale[None], sums])
 
 
-def compare(true: Any, got: Any) -> Row:
+def compare(true: Any, got: Any) -> ArrayErrors:
     """Compares one floating array with the array as written."""
     found = map(float, np.asarray(_compare(true, got)))
     scale, error, aa, bb, lost, nans, strange = found
-    return Row(scale, error, aa, bb, lost, nans, strange - nans, true.size)
+    return ArrayErrors(scale, error, aa, bb, lost, nans, strange - nans, true.size)
 
 
-def errors(outs: Sequence[Row], grads: Sequence[Row], has_loss: bool) -> Errors:
+def errors(
+    outs: Sequence[ArrayErrors], grads: Sequence[ArrayErrors], has_loss: bool
+) -> Errors:
     """The errors that follow from the rows of results and gradients."""
     rows = [*outs, *grads]
     num_lost = sum(row.lost for row in rows)
@@ -167,7 +169,7 @@ def errors(outs: Sequence[Row], grads: Sequence[Row], has_loss: bool) -> Errors:
     )
 
 
-def _total(rows: Sequence[Row]) -> tuple[float, float, float]:
+def _total(rows: Sequence[ArrayErrors]) -> tuple[float, float, float]:
     """The sums of all rows together."""
     error, true, got = (
         math.fsum(row[i] * row.scale**2 for row in rows) for i in (1, 2, 3)
@@ -175,7 +177,7 @@ def _total(rows: Sequence[Row]) -> tuple[float, float, float]:
     return error, true, got
 
 
-def _of_loss(row: Row) -> float:
+def _of_loss(row: ArrayErrors) -> float:
     return math.inf if row.lost else _relative(_total([row]))
 
 

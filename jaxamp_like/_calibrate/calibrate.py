@@ -7,20 +7,20 @@ from typing import Any
 
 from .._errors import AmpError
 from .._reports.versions import versions
-from .._rules.given import is_integer, is_number
+from .._rules.user_rules import is_integer, is_number
 from .budget import Budget
 from .candidates import Candidate, as_candidates
 from .costs import H200, Device
 from .deciding import Deciding
 from .fingerprint import of_points, of_program
 from .groups import GRANULARITIES, Granularity
+from .measured_function import as_batches, measured_function, points_of
 from .prices import OBJECTIVES, Objective, Profile
 from .program import Program
-from .progress import telling
+from .progress import with_progress
 from .result import Calibration
 from .runs import Runs
-from .state import State
-from .subject import as_batches, points_of, subject_of
+from .state import MeasurementStore
 
 
 def calibrate(
@@ -122,7 +122,7 @@ def calibrate(
     if checks is None:
         half = len(tuples) // 2
         tuples, checks = (tuples[:-half], tuples[-half:]) if half else (tuples, tuples)
-    subject = subject_of(fn, tuples[0], argnums, loss_scale, budget)
+    subject = measured_function(fn, tuples[0], argnums, loss_scale, budget)
     points, checks = points_of(subject.call, tuples, checks, perturbation, seed)
     settings = {
         "budget": repr(subject.budget),
@@ -132,13 +132,13 @@ def calibrate(
         "loss_scale": loss_scale,
         "max_passes": max_passes,
     }
-    with telling(progress) as tell:
+    with with_progress(progress) as tell:
         program = Program(subject, points[0], lows, granularity)
         if state is not None:
             settings["function"] = of_program(program.jaxpr)
             settings["batches"] = of_points([*points, *checks])
             settings["versions"] = versions()
-        remembered = State(state, settings)
+        remembered = MeasurementStore(state, settings)
         runs = Runs(program, remembered, tell)
         on = H200 if device is None else device
         deciding = Deciding(runs, points, checks, objective, on, max_passes)

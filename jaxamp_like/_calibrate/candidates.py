@@ -31,13 +31,13 @@ class Candidate(NamedTuple):
     compute: DType
     rule: Quantising | None = None
 
-    def takes(self, site: Site) -> bool:
+    def quantises(self, site: Site) -> bool:
         """Whether a contraction has operands of 8 bits with this candidate."""
         if self.rule is None or why_as_written(site):
             return False
-        return self.rule.why_not(self.seen(site)) is None
+        return self.rule.why_not(self.site_under(site)) is None
 
-    def seen(self, site: Site) -> Site:
+    def site_under(self, site: Site) -> Site:
         """`site`, as a rule sees it in a policy with this candidate."""
         return site._replace(compute_dtype=self.compute)
 
@@ -87,7 +87,7 @@ def _known(one: Any) -> str | DType:
         if name is not None and name.startswith(known):
             raise ValueError(
                 f"`candidates` names {name!r}, a format for one tensor. Write "
-                f"{known!r}: {rule.told}."
+                f"{known!r}: {rule.description}."
             )
     dtype = None if name is None else jnp.dtype(name)
     if dtype is None or not is_float(dtype) or dtype.itemsize < 2:

@@ -17,7 +17,7 @@ from .._jax import (
     eqn_context,
     evaluate,
     holds,
-    reemit,
+    rebind,
     shard_map_options,
     source_line,
     subjaxprs,
@@ -50,7 +50,7 @@ def run_chosen(
             choice = choices[numbers[eqn.params["of"]]]
             return [chosen(values[0], choice, eqn.params["to"])]
         if not any(holds(inner, MARK) for inner in subjaxprs(eqn.params)):
-            return reemit(eqn, values)
+            return rebind(eqn, values)
         if eqn.primitive.name not in _LOOKED_INTO:
             raise AmpError(
                 f"`calibrate` can't look into `{eqn.primitive}` ({source_line(eqn)}), "

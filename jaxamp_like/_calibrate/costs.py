@@ -66,7 +66,7 @@ H200 = Device(
 speed of 8 bits is taken as twice that of 16."""
 
 
-class Run(NamedTuple):
+class ContractionCost(NamedTuple):
     """One contraction, in numbers that don't depend on a precision.
 
     All iterations of loops around it count.
@@ -75,23 +75,23 @@ class Run(NamedTuple):
         flops: multiply-adds, times two.
         read: elements of its operands.
         made: elements of its result.
-        kept_read: elements that it reads and that are kept for the backward pass.
-        kept_made: elements that it makes and that are kept for the backward pass.
-        eight: the 8-bit candidates with which its operands have 8 bits."""
+        saved_read: elements that it reads and that are kept for the backward pass.
+        saved_made: elements that it makes and that are kept for the backward pass.
+        quantised_by: the 8-bit candidates with which its operands have 8 bits."""
 
     flops: float
     read: int
     made: int
-    kept_read: int = 0
-    kept_made: int = 0
-    eight: frozenset[str] = frozenset()
+    saved_read: int = 0
+    saved_made: int = 0
+    quantised_by: frozenset[str] = frozenset()
 
     def bits(self, name: str) -> int:
         """The bits of its operands with a candidate, or as written."""
-        is_left = name in EIGHT_BITS and name not in self.eight
+        is_left = name in EIGHT_BITS and name not in self.quantised_by
         return 16 if is_left else _width(name)
 
-    def kept_bytes(self, name: str) -> float:
+    def saved_bytes(self, name: str) -> float:
         """Bytes kept for the backward pass.
 
         Operands are kept in 8 bits only if the candidate's rule keeps them rounded, and
@@ -99,14 +99,14 @@ class Run(NamedTuple):
         rest = max(self.bits(name), 16)
         is_kept = name in EIGHT_BITS and EIGHT_BITS[name].keeps_rounded
         read = self.bits(name) if is_kept else rest
-        return (self.kept_read * read + self.kept_made * rest) / 8
+        return (self.saved_read * read + self.saved_made * rest) / 8
 
     def seconds(self, name: str, device: Device) -> float:
         """The time by a roofline, with that of quantising.
 
         To quantise, operands are read twice in 16 bits, and written once in 8."""
         own, rest = self.bits(name), max(self.bits(name), 16)
-        is_rounded = name in self.eight
+        is_rounded = name in self.quantised_by
         runs_in = name if is_rounded or name not in EIGHT_BITS else "float16"
         moved = (self.read * own + self.made * rest) / 8
         more = self.read * (2 * rest + own) / 8 if is_rounded else 0.0

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from .._errors import AmpError
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .account import Account
 from .candidates import FULL, Candidate
 from .costs import Device
+from .measured_function import Point
 from .policies import Writer
 from .prices import Profile
 from .records import show_error, show_errors
 from .result import Calibration
 from .runs import Runs
 from .search import Choices, Ranking, digits, search, sensitivities
-from .subject import Point
+from .trials import Trials
 
 ATTEMPTS = 3  # how many policies are compiled and checked
 MARGIN = 0.9  # after a miss, this share of what is allowed is aimed at
@@ -54,7 +54,7 @@ class Deciding:
     def __post_init__(self) -> None:
         self.program = self.runs.program
         self.budget = self.program.subject.budget
-        self.account = Account(self.runs, self.objective, self.device)
+        self.trials = Trials(self.runs, self.objective, self.device)
         held_out = {point.number for point in self.checks}
         some = [p for p in self.points[:MOST_POINTS] if p.number not in held_out]
         self.certified_on = [*self.checks, *some]
@@ -69,12 +69,12 @@ class Deciding:
         if not groups:
             return self._nothing_to_decide()
         if len(groups) == 1 and self.program.granularity != "equation":
-            self.account.notes.append(
+            self.trials.notes.append(
                 f"all contractions are in one group, {groups[0].name!r}: name parts of "
                 "the function by `jax.named_scope`, or use granularity='equation'"
             )
         if len(self.points) > MOST_POINTS:
-            self.account.notes.append(
+            self.trials.notes.append(
                 f"sets of groups were measured on the first {MOST_POINTS} batches of "
                 f"{len(self.points)}"
             )
@@ -107,7 +107,7 @@ class Deciding:
             )
 
     def _nothing_to_decide(self) -> Calibration:
-        self.account.warn(
+        self.trials.warn(
             "`calibrate` found nothing to decide: the function has no contraction that "
             "`amp` would lower. Contractions of integers or float64, in solvers, with "
             "a `precision=` of their author's, under `amp_stop` or in an `amp` already "
@@ -124,9 +124,7 @@ class Deciding:
         if not errors:
             return None
         # Of two that cost the same, the one with the smaller error is taken.
-        choices = min(
-            errors, key=lambda one: (self.account.prices.of(one), errors[one])
-        )
+        choices = min(errors, key=lambda one: (self.trials.prices.of(one), errors[one]))
         if errors[choices] > NEAR:
             return None
         policy = self._policy(choices)
@@ -140,7 +138,7 @@ class Deciding:
     # Some groups low.
 
     def _some_low(self) -> Calibration:
-        ranking = Ranking(self._sensitivities(), self.account.prices)
+        ranking = Ranking(self._sensitivities(), self.trials.prices)
         limit = 1 / max(self.scale, 1.0)
         for _ in range(ATTEMPTS):
             choices, error = self._joint(ranking, limit)
@@ -150,7 +148,7 @@ class Deciding:
             found = self._certified(choices, policy, ranking)
             if found is not None:
                 return found
-            limit = _within(limit, error, self.account.tried[-1].error)
+            limit = _within(limit, error, self.trials.tried[-1].error)
         return self._nothing_low(ranking)
 
     def _sensitivities(self) -> list[list[float]]:
@@ -161,7 +159,7 @@ class Deciding:
         each = (self.max_passes - FOR_SETS) // len(self.program.candidates)
         each = max(each, 3)
         if num > each:
-            self.account.notes.append(
+            self.trials.notes.append(
                 f"{num} groups in {each} passes: neighbours of small error were "
                 "measured together; a larger `max_passes` tells them apart"
             )
@@ -209,14 +207,14 @@ class Deciding:
         i = min(range(len(errors)), key=errors.__getitem__)
         if not any(map(self.program.takers, self.program.candidates)):
             names = " and ".join(one.name for one in self.program.candidates)
-            self.account.warn(
+            self.trials.warn(
                 f"`calibrate` left everything as written: the rules of {names} leave "
                 "all of its contractions to 16 bits: heads, embeddings, and those of "
                 "which no operand is a parameter. Name 'bfloat16' as a candidate too."
             )
             return self._as_written(ranking)
         name = self.program.groups[i].name
-        self.account.warn(
+        self.trials.warn(
             f"`calibrate` left everything as written: no set of groups meets "
             f"{self.budget!r}. The least sensitive one, {name!r}, "
             f"gives {show_error(errors[i])} times the budget alone"
@@ -227,7 +225,7 @@ class Deciding:
 
     def _as_written(self, ranking: Ranking | None = None) -> Calibration:
         noise = self.runs.repeated(self.points[0])
-        return self.account.result(self.program.nothing, Policy(FULL), noise, ranking)
+        return self.trials.result(self.program.nothing, Policy(FULL), noise, ranking)
 
     # Measuring.
 
@@ -237,7 +235,7 @@ class Deciding:
         error = self.runs.chosen(choices, point).over(self.budget)
         if point is self.points[0]:
             self._remember(choices, error)
-        self.account.remember(choices, error, is_real=False)
+        self.trials.remember(choices, error, is_real=False)
         return error
 
     def _remember(self, choices: Choices, error: float) -> None:
@@ -263,19 +261,19 @@ class Deciding:
                 self.certified_on.remove(point)
                 self.certified_on.insert(0, point)
                 break
-        self.account.remember(choices, error, is_real=True)
+        self.trials.remember(choices, error, is_real=True)
         self._remember(choices, error)
         if error > FAR:
             self._check_own_rounding()
         if error > 1:
-            self.account.notes.append(
-                f"{self.account.what(choices)} missed the budget on "
+            self.trials.notes.append(
+                f"{self.trials.describe(choices)} missed the budget on "
                 f"{self.certified_on[0].name}: {show_error(error)} times"
             )
             return None
         held_out = [self.runs.mixed(policy, digits(choices), p) for p in self.checks]
         worst = functools.reduce(operator.or_, held_out)
-        return self.account.result(choices, policy, worst, ranking)
+        return self.trials.result(choices, policy, worst, ranking)
 
     def _policy(self, choices: Choices) -> Policy | PolicyMap:
         return Writer(self.program).policy(choices)

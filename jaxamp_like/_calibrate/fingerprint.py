@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import Jaxpr, Literal, consts, is_array, is_jaxpr, raw
-from .subject import Point
+from .measured_function import Point
 
 
 def of_program(jaxpr: Jaxpr) -> str:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from .candidates import Candidate
-from .costs import Run
+from .costs import ContractionCost
 from .marks import Contraction
 
 Granularity = Literal["scope", "primitive", "equation"]
@@ -21,34 +21,34 @@ class Group:
         name: what tables call it: the path of a scope, a primitive, or a path with a
             primitive and the shapes of its operands.
         contractions: the contractions in it.
-        runs: what the contractions do, forward and backward."""
+        costs: what the contractions do, forward and backward."""
 
     name: str
     contractions: tuple[Contraction, ...]
-    runs: tuple[Run, ...]
+    costs: tuple[ContractionCost, ...]
 
     @property
     def flops(self) -> float:
         """Multiply-adds, times two, forward and backward."""
-        return sum(run.flops for run in self.runs)
+        return sum(run.flops for run in self.costs)
 
     @property
-    def kept(self) -> int:
+    def saved_elements(self) -> int:
         """Elements that its contractions read and make in the forward pass.
 
         These are kept for the backward pass. Parameters and batches don't count, since
         they are in memory anyway."""
-        return sum(run.kept_read + run.kept_made for run in self.runs)
+        return sum(run.saved_read + run.saved_made for run in self.costs)
 
     def may_have(self, candidate: Candidate) -> bool:
         """Whether a candidate is for any of its contractions: 8-bit rules skip some."""
         if candidate.rule is None:
             return True
-        return any(candidate.name in run.eight for run in self.runs)
+        return any(candidate.name in run.quantised_by for run in self.costs)
 
 
 def grouped(
-    work: Mapping[Contraction, Sequence[Run]],
+    work: Mapping[Contraction, Sequence[ContractionCost]],
     granularity: str,
     patterns: Mapping[Contraction, str] = MappingProxyType({}),
 ) -> tuple[Group, ...]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._amp import amp
 from .._dtypes import widest
-from .._jax import Eqn, Jaxpr, Zero, new_primitive, shown, tangent_aval
+from .._jax import Eqn, Jaxpr, Zero, new_primitive, tangent_aval, to_classic
 from .._policies.classes import CLASSES
 from .._policies.dictionary import policy_by_name
 from .._primitives import CONTRACTIONS
@@ -26,19 +26,19 @@ from .._rewrite.solvers import without_solver_scope
 from .._rules import (
     Decision,
     Demand,
-    Mark,
+    Precision,
     Rule,
     Site,
-    outs_of,
+    out_facts_of,
     use_compute_precision,
     use_original_precision,
 )
 from .._rules.by_shapes import shapes_of
-from .._rules.passes import Cast, in_compute_dtype
+from .._rules.passes import CastPass, in_compute_dtype
 from .candidates import Candidate
-from .places import Places, places_of
-from .rounding import AS_IT_IS, Rounding
-from .subject import Point, Subject
+from .contraction_roundings import ContractionRoundings, contraction_roundings
+from .measured_function import MeasuredFunction, Point
+from .rounding import UNROUNDED, Rounding
 
 
 class Contraction(NamedTuple):
@@ -100,8 +100,8 @@ def mark(
 
     For each candidate, `to` says how `x` is rounded, and `then` how its cotangent is.
     Where no candidate rounds anything, `x` gets no mark."""
-    then = (AS_IT_IS,) * len(to) if then is None else then
-    if all(one == AS_IT_IS for one in (*to, *then)):
+    then = (UNROUNDED,) * len(to) if then is None else then
+    if all(one == UNROUNDED for one in (*to, *then)):
         return x
     return MARK.bind(x, of=of, role=role, back=False, to=tuple(to), then=tuple(then))
 
@@ -144,15 +144,20 @@ class Shadow(Rule):
             shapes_of(site.params, site.avals),
         )
         read_low = [a != b for a, b in zip(low.reads, site.authors, strict=True)]
-        ((fact,), (author,)) = low.outs, site.out_authors
+        ((fact,), (author,)) = low.out_facts, site.out_authors
         makes_low = fact is not None and fact.dtype != author
-        places = [places_of(one, site, read_low, makes_low) for one in self.candidates]
-        outs = outs_of(site, None, Mark.LOW)
+        places = [
+            contraction_roundings(one, site, read_low, makes_low)
+            for one in self.candidates
+        ]
+        outs = out_facts_of(site, None, Precision.LOW)
         bind = _marked(site, of, places)
         return Decision(site.authors, site.params, outs, "may be rounded", bind)
 
 
-def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., Any]:
+def _marked(
+    site: Site, of: Contraction, places: list[ContractionRoundings]
+) -> Callable[..., Any]:
     """A function that binds a contraction on marked operands, and marks its result."""
     bind = settled_bind(site.primitive, site.params, is_low=False)
     columns = zip(*places, strict=True)
@@ -174,7 +179,7 @@ def _marked(site: Site, of: Contraction, places: list[Places]) -> Callable[..., 
     return marked
 
 
-def _passes(site: Site) -> tuple[Cast, Cast]:
+def _passes(site: Site) -> tuple[CastPass, CastPass]:
     """How the gradient of each operand is computed if a contraction runs as written."""
     dtype = widest([a for a in site.authors[:2] if a is not None])
     return in_compute_dtype(site, dtype)
@@ -192,11 +197,11 @@ def shadow(
 
 
 def traced(
-    subject: Subject, point: Point, candidates: tuple[Candidate, ...]
+    subject: MeasuredFunction, point: Point, candidates: tuple[Candidate, ...]
 ) -> tuple[Jaxpr, Any]:
     """The program of a pass, with marks, and the structure of its results."""
-    of = subject.call.live
+    of = subject.call.active
     program = subject.program(lambda fn: shadow(fn, candidates, of))
     traced = jax.make_jaxpr(lambda *arrays: program(arrays), return_shape=True)
     jaxpr, shapes = traced(*point.arrays)
-    return shown(jaxpr), jax.tree.structure(shapes)
+    return to_classic(jaxpr), jax.tree.structure(shapes)

@@ -37,12 +37,12 @@ def prices(
 
     def price(group: Group, name: str) -> float:
         if objective == "flops":
-            return sum(run.flops * run.bits(name) / 32 for run in group.runs)
+            return sum(run.flops * run.bits(name) / 32 for run in group.costs)
         if objective == "bytes":
-            return sum(run.kept_bytes(name) for run in group.runs)
+            return sum(run.saved_bytes(name) for run in group.costs)
         if not isinstance(device, Device):
             return _measured(device, group.name, name)
-        return sum(run.seconds(name, device) for run in group.runs)
+        return sum(run.seconds(name, device) for run in group.costs)
 
     lows = [one.name for one in candidates]
     full = [price(group, FULL) for group in groups]

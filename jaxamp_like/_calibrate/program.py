@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from .candidates import FULL, Candidate
 from .groups import Group, grouped
 from .marks import Contraction, traced
+from .measured_function import MeasuredFunction, Point
 from .search import Choices
 from .sizes import patterns
-from .subject import Point, Subject
-from .survey import Contractions, survey
+from .survey import Survey, survey
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Program:
         candidates: the low precisions.
         granularity: what is decided together."""
 
-    subject: Subject
+    subject: MeasuredFunction
     point: Point
     candidates: tuple[Candidate, ...]
     granularity: str
@@ -32,7 +32,7 @@ class Program:
         self.jaxpr, self.tree = traced(self.subject, self.point, self.candidates)
 
     @functools.cached_property
-    def contractions(self) -> Contractions:
+    def contractions(self) -> Survey:
         return survey(self.jaxpr)
 
     @functools.cached_property

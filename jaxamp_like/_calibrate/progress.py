@@ -7,7 +7,7 @@ from .._reports.extras import need, shows_progress
 
 
 @contextlib.contextmanager
-def telling(progress: bool | None) -> Iterator[Callable[[str], None]]:
+def with_progress(progress: bool | None) -> Iterator[Callable[[str], None]]:
     """A function that is called with the name of each pass, and shows it.
 
     Passes are shown if `progress` is true, or if it is `None`, stderr is a terminal and

@@ -43,7 +43,7 @@ class Rounding(NamedTuple):
         return self._replace(eight=self.eight._replace(axes=inner))
 
 
-AS_IT_IS = Rounding()
+UNROUNDED = Rounding()
 
 
 def _quantised(x: Any, how: OfFormat) -> Any:
@@ -75,6 +75,6 @@ def chosen(x: Any, choice: Any, roundings: Sequence[Rounding]) -> Any:
     """`x` as it is if `choice` is 0, else rounded by the `choice`-th of `roundings`."""
     same = x
     for number, how in enumerate(roundings, 1):
-        if how != AS_IT_IS:
+        if how != UNROUNDED:
             x = jnp.where(choice == number, how(same), x)
     return x

@@ -14,13 +14,13 @@ from .._dtypes import is_float
 from .._errors import AmpError
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .budget import Errors, Row, compare, errors
+from .budget import ArrayErrors, Errors, compare, errors
 from .candidates import FULL
 from .choosing import run_chosen
+from .measured_function import Point, Results
 from .program import Program
 from .search import Choices, digits
-from .state import State
-from .subject import Point, Results
+from .state import MeasurementStore
 
 KEPT = 3  # results as written are held for so many points, each as large as parameters
 
@@ -35,7 +35,7 @@ class Runs:
         tell: a function that is called with a line about each pass."""
 
     program: Program
-    state: State
+    state: MeasurementStore
     tell: Callable[[str], None]
     passes: int = 0
     spent: int = 0  # passes on batches that are not held out, before a kill too
@@ -153,7 +153,7 @@ class Runs:
         if name not in self._mixed:
             self._mixed.clear()  # one compiled program at a time
 
-            of = self.program.subject.call.live
+            of = self.program.subject.call.active
 
             def mix(fn):
                 is_as_written = policy == Policy(FULL)
@@ -192,7 +192,9 @@ def _args(point: Point) -> tuple[Any, ...]:
     return np.uint32(point.seed), np.float32(point.spread), list(point.arrays)
 
 
-def _compared(true: Results, got: Results) -> tuple[list[Row], list[Row]]:
+def _compared(
+    true: Results, got: Results
+) -> tuple[list[ArrayErrors], list[ArrayErrors]]:
     """Rows of the floating results, and of the gradients."""
     outs, grads = (
         [compare(a, b) for a, b in zip(*arrays, strict=True)]

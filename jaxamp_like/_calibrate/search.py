@@ -52,7 +52,7 @@ def sensitivities(
     return found
 
 
-class Step(NamedTuple):
+class Lowering(NamedTuple):
     """One group, lowered by one level: from `before` to `after`, as in `Choices`."""
 
     group: int
@@ -73,14 +73,14 @@ class Ranking:
         self.errors = errors
         self.prices = prices
         self._least = 1e-30 * (sum(prices.full) or 1.0)
-        steps = [step for i in range(len(errors)) for step in self._steps(i)]
+        steps = [step for i in range(len(errors)) for step in self._lowerings(i)]
         self.steps = sorted(steps, key=lambda one: (one.slope, one.group))
 
     def error(self, i: int) -> float:
         """The least error of a group alone."""
         return min(self.errors[i])
 
-    def _steps(self, i: int) -> Iterator[Step]:
+    def _lowerings(self, i: int) -> Iterator[Lowering]:
         """The steps of a group that save most for their error, as on a convex hull."""
         now, low = 0, self.prices.low[i]
         while True:
@@ -92,7 +92,7 @@ class Ranking:
                 return
             slopes = [(self._slope(i, now, c), low[c - 1], c) for c in lower]
             slope, _, after = min(slopes)
-            yield Step(i, now, after, slope)
+            yield Lowering(i, now, after, slope)
             now = after
 
     def _slope(self, i: int, before: int, after: int) -> float:

@@ -14,13 +14,13 @@ from .._jax import Jaxpr, equations
 from .._rules.by_shapes import Dims, as_dims, as_text, overlap, widened
 from .candidates import Candidate
 from .marks import MARK, Contraction, traced
-from .subject import Point, Subject
+from .measured_function import MeasuredFunction, Point
 
-Place = tuple[int, int]  # an array among the arguments, and one of its axes
+BatchAxis = tuple[int, int]  # an array among the arguments, and one of its axes
 
 
 def patterns(
-    subject: Subject,
+    subject: MeasuredFunction,
     jaxpr: Jaxpr,
     point: Point,
     candidates: tuple[Candidate, ...],
@@ -36,8 +36,8 @@ def patterns(
         candidates: the low precisions that the marks are for."""
     before = [*_marked(jaxpr)]
     dims = {of: as_dims(of.shapes) for of in before}
-    done: set[Place] = set()
-    for places in _alike(subject, point):
+    done: set[BatchAxis] = set()
+    for places in _tied_sizes(subject, point):
         if not places <= done:
             after = _traced_otherwise(subject, point, candidates, places, before)
             done |= places if after else set()
@@ -50,19 +50,19 @@ def _marked(jaxpr: Jaxpr) -> Iterator[Contraction]:
     return (e.params["of"] for e in equations(jaxpr) if e.primitive is MARK)
 
 
-def _alike(subject: Subject, point: Point) -> Iterator[set[Place]]:
+def _tied_sizes(subject: MeasuredFunction, point: Point) -> Iterator[set[BatchAxis]]:
     """Sets of places in the batch whose sizes may have to change together.
 
     First come places of one size at the same axis, such as that of examples; then all
     places of one size."""
-    held = set(subject.call.live)
+    held = set(subject.call.active)
     sizes = {
         (i, axis): size
         for i, x in enumerate(point.arrays)
         for axis, size in enumerate(x.shape)
         if i not in held and size
     }
-    alike: dict[Any, set[Place]] = {}
+    alike: dict[Any, set[BatchAxis]] = {}
     for place, size in sizes.items():
         alike.setdefault((place[1], size), set()).add(place)
     for place, size in sizes.items():
@@ -71,10 +71,10 @@ def _alike(subject: Subject, point: Point) -> Iterator[set[Place]]:
 
 
 def _traced_otherwise(
-    subject: Subject,
+    subject: MeasuredFunction,
     point: Point,
     candidates: tuple[Candidate, ...],
-    places: set[Place],
+    places: set[BatchAxis],
     before: Sequence[Contraction],
 ) -> list[Contraction]:
     """The contractions if these places have another size; none if no other works."""

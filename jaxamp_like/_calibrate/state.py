@@ -19,7 +19,7 @@ from .budget import Errors
 Arrays = list[list[Any]]
 
 
-class State:
+class MeasurementStore:
     """Measurements by a key, in memory, and in a file if there is a path.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from .._jax import Eqn, Jaxpr, Literal, Primitive, names, raw, subjaxprs, variables
 from .._primitives import CONTRACTIONS, MOVING_VIEWS
 from .._reports.walk import flops, size_of
-from .costs import Run
+from .costs import ContractionCost
 from .marks import MARK, Contraction, is_read_by_its_contraction
 
 
-class Contractions(NamedTuple):
+class Survey(NamedTuple):
     """The contractions of a program, in order, and what each does.
 
     Args:
@@ -22,14 +22,14 @@ class Contractions(NamedTuple):
         fixed_flops: the FLOPs of contractions that `amp` leaves as written.
         primitives: the primitives of all contractions, by name."""
 
-    work: dict[Contraction, list[Run]]
+    work: dict[Contraction, list[ContractionCost]]
     fixed_flops: float
     primitives: dict[str, Primitive]
 
 
-def survey(jaxpr: Jaxpr) -> Contractions:
+def survey(jaxpr: Jaxpr) -> Survey:
     """The contractions of a program with marks."""
-    found = Contractions({}, 0.0, {})
+    found = Survey({}, 0.0, {})
     given = frozenset([*raw(jaxpr).invars, *raw(jaxpr).constvars])
     for eqn, marks, run in _contractions(jaxpr, 1, given):
         found.primitives[eqn.primitive.name] = eqn.primitive
@@ -42,7 +42,7 @@ def survey(jaxpr: Jaxpr) -> Contractions:
 
 def _contractions(
     jaxpr: Jaxpr, times: int, given: frozenset[Any]
-) -> Iterator[tuple[Eqn, list[Eqn], Run]]:
+) -> Iterator[tuple[Eqn, list[Eqn], ContractionCost]]:
     """Contractions, the marks that they read, and what they do.
 
     `times` is how often the program runs. `given` are its variables that hold
@@ -57,18 +57,18 @@ def _contractions(
         if eqn.primitive.name in CONTRACTIONS:
             own = (marked[v] for v in operands if v in marked)
             before = [e for e in own if is_read_by_its_contraction(e)]
-            kept_read, kept_made = set(), set()
+            saved_read, saved_made = set(), set()
             if before and not _is_backward(eqn):
-                kept_read = {e.invars[0] for e in before} - known - seen
-                kept_made = {*eqn.outvars}
-                seen |= kept_read | kept_made
-            run = Run(
+                saved_read = {e.invars[0] for e in before} - known - seen
+                saved_made = {*eqn.outvars}
+                seen |= saved_read | saved_made
+            run = ContractionCost(
                 flops=times * flops(eqn),
                 read=times * _size(eqn.invars[:2]),
                 made=times * _size(eqn.outvars),
-                kept_read=times * _size(kept_read),
-                kept_made=times * _size(kept_made),
-                eight=_in_eight_bits(before),
+                saved_read=times * _size(saved_read),
+                saved_made=times * _size(saved_made),
+                quantised_by=_in_eight_bits(before),
             )
             yield eqn, before, run
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1

@@ -17,7 +17,7 @@ from .models import canonical_dtype, distinct, parameters_in
 from .native import check_calls
 from .printable import printable
 from .tensors import all_described, described, read_tensors, write_tensors
-from .traced import Traced
+from .traced import TracedModel
 from .trees import decode, encode
 
 
@@ -32,7 +32,7 @@ def save_converted(
             "`platforms` must be a sequence such as ['cpu', 'cuda'], but got "
             f"{platforms!r}."
         )
-    program: Traced = converted.trace(converted.example_inputs)
+    program: TracedModel = converted.trace(converted.example_inputs)
     params = parameters_in(converted.params)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params):
         raise ValueError(
@@ -154,7 +154,7 @@ class Artifact:
         except TypeError:
             given = None
         if json.dumps(given) != json.dumps(self._inputs):  # 1 is neither 1.0 nor True
-            told = jax.tree.map(_told, tuple(inputs))
+            told = jax.tree.map(_described, tuple(inputs))
             raise TypeError(f"The inputs must be like {self._shown}, but are {told}.")
         arrays = [x for x in jax.tree.leaves(inputs) if _is_array_like(x)]
         for i, (x, type_) in enumerate(zip(arrays, self._types, strict=True)):
@@ -266,7 +266,7 @@ def _is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _told(x: Any) -> Any:
+def _described(x: Any) -> Any:
     return f"{x.dtype}{list(x.shape)}" if _is_array_like(x) else x
 
 

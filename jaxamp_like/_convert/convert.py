@@ -12,18 +12,18 @@ from jax.typing import DTypeLike
 from .._amp import amp_by
 from .._dtypes import cast, did_you_mean
 from .._errors import AmpError
-from .._jax import shown, trace
+from .._jax import to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted, type_of
-from .folding import each_once, foldable, folded, parts_of
+from .folding import deduplicated, foldable, folded, parts_of
 from .lists import ListedPolicy, check_matches, listed_policy
 from .models import (
     as_jax_has_them,
     check_leaves,
     distinct,
-    first_places,
+    first_positions,
     is_array_or_shape,
     map_parameters,
     parameters_in,
@@ -34,7 +34,7 @@ from .progress import ticked
 from .records import casts_of, contractions_of
 from .storage import Stored, narrower, storage
 from .summary import Summary
-from .traced import Traced, traced
+from .traced import TracedModel, traced
 from .uses import Uses, uses_of_inputs
 
 _AS_GIVEN = "`cast_params` is False"
@@ -134,8 +134,8 @@ def convert(
     mixed = amp_by(settings, model.call, strict=strict, gather_once=False, argnums=(0,))
     program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
-    first = first_places(leaves)
-    kept = dict.fromkeys(_in_all_places(_kept(keep_inputs, names), first), _KEPT)
+    first = first_positions(leaves)
+    kept = dict.fromkeys(_with_tied(_kept(keep_inputs, names), first), _KEPT)
     if not cast_params:
         kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
     stored = _stored(program, model.params, [kept.get(i) for i in range(len(leaves))])
@@ -146,7 +146,7 @@ def convert(
     ]
     authors = jax.tree.map(type_of, model.params)
     if which := foldable(program.jaxpr, sizes, first):
-        parts = each_once(parts_of(program, leaves, which), first)
+        parts = deduplicated(parts_of(program, leaves, which), first)
         mixed = folded(mixed, authors, which)
         model = model._replace(params=_with_parts(model.params, parts), rebuild=None)
         authors = jax.tree.map(type_of, model.params)
@@ -165,7 +165,7 @@ def convert(
 
 
 def _stored(
-    program: Traced,
+    program: TracedModel,
     params: Any,
     keeps: Sequence[str | None],
     origins: Sequence[Stored | None] | None = None,
@@ -179,7 +179,7 @@ def _stored(
         origins: for each that replaces a parameter, because it is made of that, the row
             of that parameter; `None` for others."""
     leaves, names = _parameters(params)
-    first = first_places(leaves)
+    first = first_positions(leaves)
     uses: dict[int, Uses] = {}  # by an array's first place: its uses in all places
     for i, one in zip(first, program.uses, strict=False):
         uses[i] = uses.get(i, frozenset()) | one
@@ -203,7 +203,7 @@ def _stored(
     return tuple(made)
 
 
-def _in_all_places(which: Iterable[int], first: Sequence[int]) -> set[int]:
+def _with_tied(which: Iterable[int], first: Sequence[int]) -> set[int]:
     """`which`, and the other places in which the same arrays stand."""
     wanted = {first[i] for i in which}
     return {i for i, j in enumerate(first) if j in wanted}
@@ -282,7 +282,7 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
 
 
 def _summary(
-    name: str, program: Traced, stored: Sequence[Stored], params: Any, inputs: Any
+    name: str, program: TracedModel, stored: Sequence[Stored], params: Any, inputs: Any
 ) -> Summary:
     """The summary; casts and contractions are those that the converted program runs."""
     constants, of_constants = program.constants(), program.stored_constants()
@@ -295,7 +295,7 @@ def _summary(
     def run(*args: Any) -> list[Any]:
         return program.run(args[: len(constants)], args[len(constants) :])
 
-    jaxpr = shown(trace(run, [*constants, *avals, *leaves[len(avals) :]]))
+    jaxpr = to_classic(trace(run, [*constants, *avals, *leaves[len(avals) :]]))
     uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
     told = [*of_constants, *stored]
     casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]

@@ -14,7 +14,7 @@ from .._errors import AmpError
 from .._jax import is_array_or_shape
 from .models import Model, parameters_in, path_name
 from .summary import Summary
-from .traced import Traced, traced
+from .traced import TracedModel, traced
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -146,7 +146,7 @@ class Converted:
         self._check(params)
         return params
 
-    def trace(self, inputs: Sequence[Any]) -> Traced:
+    def trace(self, inputs: Sequence[Any]) -> TracedModel:
         """The mixed program for inputs of these shapes; it must fit what is stored."""
         program = traced(self.mixed, self.authors, inputs)
         program.check(self.summary.parameters)

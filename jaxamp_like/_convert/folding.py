@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from .._errors import AmpError, without_derivative
-from .._jax import Eqn, Jaxpr, eqn_context, evaluate, is_array_or_shape, raw, reemit
+from .._jax import Eqn, Jaxpr, eqn_context, evaluate, is_array_or_shape, raw, rebind
 from .._structural.running import run_programs
 from .models import parameters_in
 from .splitting import CONSTANT, INPUT, Owners, Split, is_call, split
@@ -43,7 +43,7 @@ def prepare(split: Split, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 in_programs.extend(needed)
                 outs = results if is_call(eqn) else outs
         elif not eqn.effects and not any(split.of(v) & INPUT for v in eqn.outvars):
-            outs = reemit(eqn, values)
+            outs = rebind(eqn, values)
         made.update(zip(eqn.outvars, outs, strict=True))
         return outs
 
@@ -85,8 +85,8 @@ def run(split: Split, args: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
             mine = [list(itertools.islice(rest, len(one.slices()))) for one in inner]
             with eqn_context(eqn):
                 return or_given(eqn.outvars, _run_programs(inner, eqn, values, mine))
-        if id(eqn) in split.again or not any(map(split.is_prepared, eqn.outvars)):
-            return reemit(eqn, values)
+        if id(eqn) in split.recomputed or not any(map(split.is_prepared, eqn.outvars)):
+            return rebind(eqn, values)
         return or_given(eqn.outvars, [None] * len(eqn.outvars))
 
     args = or_given(raw(split.jaxpr).invars, args)
@@ -138,7 +138,7 @@ def foldable(
     while wanted:
         sizes = dict.fromkeys(wanted, 0)
         narrow: set[int] = set()
-        for piece in split(jaxpr, owners_of(num_inputs, wanted)).pieces():
+        for piece in split(jaxpr, owners_of(num_inputs, wanted)).parts():
             narrow |= piece.owners if piece.is_8_bit else CONSTANT
             for i in piece.owners:
                 sizes[i] += piece.size
@@ -159,7 +159,7 @@ def owners_of(num: int, folded: Sequence[int]) -> list[Owners]:
 
 def needed_owners(split: Split) -> list[int]:
     """For each part that the rest needs, the parameter that it is made of."""
-    return [next(iter(piece.owners)) for piece in split.pieces()]
+    return [next(iter(piece.owners)) for piece in split.parts()]
 
 
 def folded(
@@ -196,7 +196,7 @@ _not_differentiated = without_derivative(
 
 
 def _check_parts(rest: Split, parts: Sequence[Any]) -> None:
-    sizes = [piece.size for piece in rest.pieces()]
+    sizes = [piece.size for piece in rest.parts()]
     found = [None if x is None else x.size * x.dtype.itemsize for x in parts]
     if sizes != found:
         raise AmpError(
@@ -227,7 +227,7 @@ def parts_of(program: Any, leaves: Sequence[Any], which: Sequence[int]) -> _All:
     return {i: tuple(x for j, x in pairs if j == i) for i in which}
 
 
-def each_once(parts: _All, first: Sequence[int]) -> _All:
+def deduplicated(parts: _All, first: Sequence[int]) -> _All:
     """`parts`, with one array for all equal parts that are made of one parameter.
 
     `first` says for each parameter where the same array stands first."""

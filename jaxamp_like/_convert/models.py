@@ -126,7 +126,7 @@ def map_parameters(fn: Callable[..., Any], params: Any, *rows: Iterable[Any]) ->
     return jax.tree.map(once, params)
 
 
-def first_places(leaves: Sequence[Any]) -> list[int]:
+def first_positions(leaves: Sequence[Any]) -> list[int]:
     """For each array of a list, the position at which the same array stands first.
 
     Tied weights stand in several places. Two shapes without values don't tell whether

@@ -30,7 +30,7 @@ _EXPANDED = frozenset(
     stablehlo.dynamic_top_k""".split()
 )
 # XLA replaces these calls by their first operand, without checking that there is one.
-_HANDED_ON = frozenset("Sharding annotate_device_placement".split())
+_IDENTITIES = frozenset("Sharding annotate_device_placement".split())
 _RESHARDED = frozenset("SPMDFullToShardShape SPMDShardToFullShape".split())
 
 _DIALECTS = ("builtin.", "chlo.", "func.", "sdy.", "stablehlo.")
@@ -141,7 +141,7 @@ def _operations(module: Any) -> list[Any]:
 def _is_known(op: Any) -> bool:
     name = _target(op)
     operands, results = _types(op)
-    if name in _HANDED_ON:
+    if name in _IDENTITIES:
         return len(operands) == 1 and operands == results
     if name in _RESHARDED:
         return len(operands) == len(results) == 1

@@ -20,7 +20,7 @@ from .._jax import (
     evaluate,
     open_jaxpr,
     raw,
-    reemit,
+    rebind,
     replace_subjaxprs,
     shard_map_options,
     trace,
@@ -49,7 +49,7 @@ class _Rewriter:
         pairs = list(zip(operands, eqn.invars, strict=True))
         narrow = [x.dtype for x, v in pairs if _is_narrower(x, v)]
         if not narrow:
-            return reemit(eqn, operands)
+            return rebind(eqn, operands)
         name = eqn.primitive.name
         if is_narrowing(eqn):
             return operands  # already stored in the narrower dtype
@@ -98,7 +98,7 @@ def _is_narrower(x: Any, var: Any) -> bool:
     return bits(now) < bits(author)
 
 
-def _bind_again(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
+def _bind_narrow(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
     """Binds an equation with its programs rewritten for narrower operands."""
     pairs = zip(operands, eqn.invars, strict=True)
     dtypes = [x.dtype if _is_narrower(x, v) else None for x, v in pairs]
@@ -157,7 +157,7 @@ def _bind_shard_map(rewriter: _Rewriter, eqn: Eqn, operands: list[Any]):
 
 
 _STRUCTURAL = {
-    **dict.fromkeys(("jit", "pjit", "scan", "while", "cond", *REMAT), _bind_again),
+    **dict.fromkeys(("jit", "pjit", "scan", "while", "cond", *REMAT), _bind_narrow),
     **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _Rewriter.run),
     "custom_jvp_call": _bind_without_rule,
     "custom_vjp_call": _bind_without_rule,

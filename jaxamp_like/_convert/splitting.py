@@ -21,7 +21,7 @@ INPUT: Owners = frozenset({-1})  # depends on an input, or on what is not to be 
 CONSTANT: Owners = frozenset()
 
 
-class Piece(NamedTuple):
+class Part(NamedTuple):
     """A value that is made of a parameter, and that the rest needs.
 
     Args:
@@ -57,7 +57,7 @@ class Split:
     length: Any = None
     needed: dict[Any, None] = field(default_factory=dict)
     inner: dict[int, list["Split"]] = field(default_factory=dict)
-    again: set[int] = field(default_factory=set)
+    recomputed: set[int] = field(default_factory=set)
 
     def of(self, atom: Any) -> Owners:
         return CONSTANT if isinstance(atom, Literal) else self.owners[atom]
@@ -70,20 +70,20 @@ class Split:
     def is_slice(self, atom: Any) -> bool:
         return not isinstance(atom, Literal) and atom in self.sliced
 
-    def pieces(self) -> Iterator["Piece"]:
+    def parts(self) -> Iterator["Part"]:
         """All that the rest needs, in order, from the programs in equations too."""
         for v in self.needed:
             is_8_bit = v.aval.dtype.itemsize == 1 and v.aval.dtype != bool
-            yield Piece(self.owners[v], _bytes(v), v in self.sliced, is_8_bit)
+            yield Part(self.owners[v], _bytes(v), v in self.sliced, is_8_bit)
         for one in (one for inner in self.inner.values() for one in inner):
-            for piece in one.pieces():
+            for piece in one.parts():
                 if one.length is not None:
                     times = one.length if piece.is_sliced else 1
                     piece = piece._replace(size=piece.size * times, is_sliced=False)
                 yield piece
 
     def slices(self) -> list[bool]:
-        return [piece.is_sliced for piece in self.pieces()]
+        return [piece.is_sliced for piece in self.parts()]
 
 
 def is_call(eqn: Eqn) -> bool:
@@ -123,17 +123,17 @@ def _leave_widening(made: Split) -> None:
     makers = {v: eqn for eqn in raw(made.jaxpr).eqns for v in eqn.outvars}
     for needed in list(made.needed):
         chain, v = [needed], needed
-        while (eqn := makers.get(v)) is not None and _only_shows(eqn):
+        while (eqn := makers.get(v)) is not None and _is_view(eqn):
             v = eqn.invars[0]
             chain.append(v)
         best = min(chain, key=_bytes)
         if _bytes(best) < _bytes(needed):
-            made.again |= {id(makers[v]) for v in chain[: chain.index(best)]}
+            made.recomputed |= {id(makers[v]) for v in chain[: chain.index(best)]}
             del made.needed[needed]
             made.needed[best] = None
 
 
-def _only_shows(eqn: Eqn) -> bool:
+def _is_view(eqn: Eqn) -> bool:
     return eqn.primitive.name in VIEWS and len(eqn.invars) == 1
 
 
@@ -168,7 +168,7 @@ def _can_be_split(eqn: Eqn, is_sliced: bool) -> bool:
 def _split_programs(made: Split, eqn: Eqn) -> None:
     all_bodies = bodies(eqn)
     # `carried` are operands that a loop begins with; from `first` on, a scan slices.
-    carried = {body.ins[i] for body in all_bodies for _, i in body.loop}
+    carried = {body.ins[i] for body in all_bodies for _, i in body.carries}
     is_scan = eqn.primitive.name == "scan"
     first = sum(scan_arity(eqn)) if is_scan else len(eqn.invars)
     length = eqn.params["length"] if is_scan else None

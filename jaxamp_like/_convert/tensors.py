@@ -12,7 +12,7 @@ import numpy as np
 
 from .extra import needed
 from .folder import ArtifactError
-from .models import first_places
+from .models import first_positions
 from .printable import printable
 from .progress import ticked
 
@@ -45,7 +45,7 @@ def _implementation(keys: Any) -> str:
 def all_described(names: Sequence[str], leaves: Sequence[Any]) -> list[dict[str, Any]]:
     """Describes arrays so that one that stands in several places is written once."""
     rows = [described(*pair) for pair in zip(names, leaves, strict=True)]
-    for i, first in enumerate(first_places(leaves)):
+    for i, first in enumerate(first_positions(leaves)):
         if first != i:
             rows[i]["same_as"] = rows[first]["name"]
     return rows

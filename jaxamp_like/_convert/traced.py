@@ -8,14 +8,23 @@ import jax
 
 from .._dtypes import cast_all
 from .._errors import AmpError
-from .._jax import Jaxpr, consts, is_array_or_shape, merged, raw, shown, trace, typeof
+from .._jax import (
+    Jaxpr,
+    consts,
+    is_array_or_shape,
+    merged,
+    raw,
+    to_classic,
+    trace,
+    typeof,
+)
 from .._quantised.linear import without_transposes
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
 from .uses import Uses, uses_of_inputs
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """The program of a mixed function, and how its constants and inputs are read.
 
     Its inputs are the arrays among the function's parameters, then those among the
@@ -23,14 +32,14 @@ class Traced(NamedTuple):
 
     jaxpr: Jaxpr
     out_tree: Any  # the structure of the results
-    others: list[Any]  # the leaves of the results, `None` in place of an array
+    static_leaves: list[Any]  # the leaves of the results, `None` in place of an array
     are_arrays: list[bool]  # which leaves of the results are arrays
     uses_of_constants: list[Uses]
     uses: list[Uses]
 
     def merge(self, arrays: Sequence[Any]) -> Any:
         """What the function returns, made of the flat results of its program."""
-        leaves = merged(self.others, self.are_arrays, arrays)
+        leaves = merged(self.static_leaves, self.are_arrays, arrays)
         return jax.tree.unflatten(self.out_tree, leaves)
 
     def constants(self) -> list[Any]:
@@ -69,7 +78,9 @@ class Traced(NamedTuple):
                 )
 
 
-def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
+def traced(
+    mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]
+) -> TracedModel:
     """Traces `mixed(params, *inputs)`; arrays may be `jax.ShapeDtypeStruct`s."""
     leaves, tree = jax.tree.flatten((params, tuple(inputs)))
     dynamic = list(map(is_array_or_shape, leaves))
@@ -88,11 +99,11 @@ def traced(mixed: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Tra
         return list(compress(outs, are_arrays))
 
     avals = map(_aval, compress(leaves, dynamic))
-    jaxpr = without_transposes(shown(trace(flat, list(avals))))
+    jaxpr = without_transposes(to_classic(trace(flat, list(avals))))
     uses = uses_of_inputs(jaxpr)
     out_tree, others, are_arrays = returned
     num = len(raw(jaxpr).constvars)
-    return Traced(jaxpr, out_tree, others, are_arrays, uses[:num], uses[num:])
+    return TracedModel(jaxpr, out_tree, others, are_arrays, uses[:num], uses[num:])
 
 
 def _aval(x: Any) -> Any:

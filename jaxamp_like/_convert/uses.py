@@ -85,7 +85,7 @@ def moves_data(eqn: Eqn) -> bool:
 def unchanged_carries(body: Body) -> set[int]:
     """The results of a loop's body that are its carries, unchanged."""
     inner = raw(body.jaxpr)
-    return {out for out, i in body.loop if inner.outvars[out] is inner.invars[i]}
+    return {out for out, i in body.carries if inner.outvars[out] is inner.invars[i]}
 
 
 def _uses(jaxpr: Jaxpr, results: Sequence[Uses], scope: Scope) -> dict[Any, Uses]:
@@ -119,7 +119,7 @@ def _through_programs(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
     operands = [_NONE] * len(eqn.invars)
     for body in bodies(eqn):
         handed_on = unchanged_carries(body)
-        changing = {out: i for out, i in body.loop if out not in handed_on}
+        changing = {out: i for out, i in body.carries if out not in handed_on}
         carried = frozenset({_use(eqn, scope)._replace(by=CARRY)})
         results = [_NONE if out is None else outs[out] for out in body.outs]
         for out in changing:

@@ -12,10 +12,10 @@ from .._jax import is_array
 from .._policies.dictionary import REWRITTEN
 from .._quantised.delayed import (
     TensorScale,
-    first_scale,
+    initial_scale,
     measured,
     next_scale,
-    seen,
+    updated_scale,
 )
 from .tensors import Tensor
 
@@ -27,7 +27,7 @@ _MOST = 6  # keys to list
 
 def first_state(tensors: Mapping[str, Tensor]) -> State:
     return {
-        name: first_scale(tensor.shape(), tensor.wanted.length)
+        name: initial_scale(tensor.shape(), tensor.request.length)
         for name, tensor in sorted(by_name(tensors).items())
     }
 
@@ -40,7 +40,7 @@ def scales_of(tensors: Mapping[str, Tensor], state: State) -> dict[str, Any]:
     """What each tensor is divided by in this step; see `next_scale`."""
     with jax.named_scope(REWRITTEN):
         return {
-            key: next_scale(state[tensor.name], tensor.wanted.fmt)
+            key: next_scale(state[tensor.name], tensor.request.fmt)
             for key, tensor in tensors.items()
         }
 
@@ -56,8 +56,8 @@ def next_state(
         largest[tensor.name] = amax if known is None else jnp.maximum(known, amax)
 
     def after(name: str, amax: Any) -> TensorScale:
-        scale = measured(scales[name], amax, tensors[name].wanted.fmt)
-        return seen(state[name], scale, amax)
+        scale = measured(scales[name], amax, tensors[name].request.fmt)
+        return updated_scale(state[name], scale, amax)
 
     with jax.named_scope(REWRITTEN):
         return {name: after(name, largest[name]) for name in state}
@@ -143,7 +143,7 @@ def _is_scale(value: Any) -> bool:
 
 
 def _check(key: str, given: TensorScale, tensor: Tensor) -> None:
-    length, shape = tensor.wanted.length, tensor.shape()
+    length, shape = tensor.request.length, tensor.shape()
     for name, x, wanted in (
         ("scale", given.scale, shape),
         ("history", given.history, (*shape, length)),

@@ -7,16 +7,16 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from .._amp import Traced, amp_by, run_by_plan
+from .._amp import TracedCall, amp_by, run_by_plan
 from .._errors import place_of, warn_or_raise
-from .._jax import shown, trace
+from .._jax import to_classic, trace
 from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
-from .._reports.call import call_of
+from .._reports.call import flat_call
 from .._rewrite.planner import Planner
-from .._rules.given import as_bool
-from .again import keeping_less
+from .._rules.user_rules import as_bool
+from .residuals import with_fewer_residuals
 from .state import (
     State,
     as_state,
@@ -25,8 +25,8 @@ from .state import (
     next_state,
     scales_of,
 )
-from .tensors import Finder, Tensor
-from .threaded import Threaded
+from .tensors import Tensor, TensorFinder
+from .threaded import StatefulEvaluator
 
 _INIT = "_init_amp_state"
 
@@ -118,22 +118,22 @@ def amp_with_state(
 def _stateful(
     settings: Settings, fn: Callable[..., Any], strict: bool, argnums: Argnums | None
 ) -> Any:
-    def mixed(step: "Step") -> Callable[..., Any]:
+    def mixed(step: "StatefulCall") -> Callable[..., Any]:
         return amp_by(settings, fn, strict=strict, argnums=argnums, run=step.run)
 
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
-        step = Step(as_state(state), strict)
+        step = StatefulCall(as_state(state), strict)
         out = mixed(step)(*args, **kwargs)
         return out, step.state
 
     def init(*args: Any, **kwargs: Any) -> State:
-        step = Step(None, strict)
-        call = call_of(mixed(step), args, kwargs, (), _name(fn))
+        step = StatefulCall(None, strict)
+        call = flat_call(mixed(step), args, kwargs, (), _name(fn))
         trace(call.fn, call.arrays)
         return first_state(step.tensors)
 
     setattr(wrapped, _INIT, init)
-    return _named_after(fn, wrapped)
+    return _with_signature(fn, wrapped)
 
 
 def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> State:
@@ -175,7 +175,7 @@ def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stat
     return init(*args, **kwargs)
 
 
-class Step:
+class StatefulCall:
     """One call: how its program is run, and the state before and after.
 
     Args:
@@ -187,14 +187,14 @@ class Step:
         self.strict = strict
         self.tensors: dict[str, Tensor] = {}
 
-    def run(self, planner: Planner, call: Traced) -> list[Any]:
+    def run(self, planner: Planner, call: TracedCall) -> list[Any]:
         def rewritten(*arrays):
             again = call._replace(arrays=list(arrays))
             return run_by_plan(planner, again, has_state=True)
 
-        made = shown(trace(rewritten, call.arrays))
-        finder = Finder()
-        sites = finder.sites(made)
+        made = to_classic(trace(rewritten, call.arrays))
+        finder = TensorFinder()
+        sites = finder.scale_uses(made)
         self.tensors = finder.tensors
         if not self.tensors:
             warn_or_raise(f"{_NOTHING} This is of {place_of(call.fn)}.", self.strict)
@@ -204,9 +204,9 @@ class Step:
         scales = scales_of(self.tensors, state)
 
         def threaded(scales, arrays):
-            return Threaded(self.tensors).run(made, sites, scales, arrays)
+            return StatefulEvaluator(self.tensors).run(made, sites, scales, arrays)
 
-        outs, maxima = keeping_less(threaded, scales, call.arrays)
+        outs, maxima = with_fewer_residuals(threaded, scales, call.arrays)
         self.state = next_state(self.tensors, state, scales, maxima)
         return outs
 
@@ -223,7 +223,7 @@ def _name(fn: Any) -> str:
     return name if isinstance(name, str) else type(fn).__name__
 
 
-def _named_after(fn: Callable[..., Any], wrapped: Any) -> Any:
+def _with_signature(fn: Callable[..., Any], wrapped: Any) -> Any:
     """`wrapped`, with the names of `fn`, and with its signature after a `state`."""
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         if isinstance(getattr(fn, name, None), str):

@@ -32,15 +32,15 @@ from .._jax import (
     varying_in,
     while_operands,
 )
-from .._quantised.delayed import SCALE, Wanted
+from .._quantised.delayed import SCALE, ScaleRequest
 from .._structural import CALLS
-from .numbers import Numbers
+from .value_numbering import ValueNumbers
 
 INLINED = CALLS - {"linear_call"}
 """Calls whose programs are walked as if their equations stood in place of the call."""
 
 
-class Around(NamedTuple):
+class Enclosing(NamedTuple):
     """What stands around an equation.
 
     Args:
@@ -52,8 +52,8 @@ class Around(NamedTuple):
     context: tuple[Any, ...] = ()
     axes: frozenset[str] = frozenset()
 
-    def within(self, frame: Any) -> "Around":
-        return self._replace(context=(*self.context, frame))
+    def within(self, block: Any) -> "Enclosing":
+        return self._replace(context=(*self.context, block))
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Tensor:
         key: its name in the program.
         name: its name in the state.
         place: the contraction that it is named after.
-        wanted: what the first mark that reads it says.
+        request: what the first mark that reads it says.
         lengths: by depth (1 for an outermost scan), the lengths of the scans whose
             iterations each have a history.
         around: what stands around the first mark that reads it.
@@ -73,9 +73,9 @@ class Tensor:
     key: str
     name: str
     place: str
-    wanted: Wanted
+    request: ScaleRequest
     lengths: dict[int, int]
-    around: Around
+    around: Enclosing
     axes: frozenset[str]
 
     def shape(self, depth: int = 0) -> tuple[int, ...]:
@@ -83,36 +83,37 @@ class Tensor:
         return tuple(n for d, n in sorted(self.lengths.items()) if d > depth)
 
 
-class Use(NamedTuple):
+class ScaleUse(NamedTuple):
     """A mark: the tensor that it reads, and whether its maximum is taken here."""
 
     tensor: Tensor
     records: bool
 
 
-Sites = dict[int, Any]
-"""By the `id` of an equation: a `Use`, or the `Sites` of each of its programs."""
+ScaleUses = dict[int, Any]
+"""By the `id` of an equation: a `ScaleUse`, or the `ScaleUses` of each of
+its programs."""
 
 
 @dataclass
-class Finder:
+class TensorFinder:
     """Finds the tensors of a program."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    numbers: Numbers = field(default_factory=Numbers)
+    numbers: ValueNumbers = field(default_factory=ValueNumbers)
     _by_number: dict[int, list[Tensor]] = field(default_factory=dict)
     _places: Counter[str] = field(default_factory=Counter)
     _roles: Counter[str] = field(default_factory=Counter)
     _place: str | None = None  # of the contraction whose marks are being read
 
-    def sites(self, jaxpr: Jaxpr) -> Sites:
+    def scale_uses(self, jaxpr: Jaxpr) -> ScaleUses:
         ins = [self.numbers.new() for _ in raw(jaxpr).invars]
-        return self._walk(jaxpr, ins, Around())[1]
+        return self._walk(jaxpr, ins, Enclosing())[1]
 
     def _walk(
-        self, jaxpr: Jaxpr, ins: Sequence[int], around: Around
-    ) -> tuple[list[int], Sites]:
-        sites: Sites = {}
+        self, jaxpr: Jaxpr, ins: Sequence[int], around: Enclosing
+    ) -> tuple[list[int], ScaleUses]:
+        sites: ScaleUses = {}
 
         def number(eqn: Eqn, ins: list[int]) -> list[int]:
             outs, found = self._eqn(eqn, ins, around)
@@ -124,7 +125,9 @@ class Finder:
         outs = evaluate(jaxpr, ins, number, constants, self.numbers.of_literal)
         return outs, sites
 
-    def _eqn(self, eqn: Eqn, ins: list[int], around: Around) -> tuple[list[int], Any]:
+    def _eqn(
+        self, eqn: Eqn, ins: list[int], around: Enclosing
+    ) -> tuple[list[int], Any]:
         name = eqn.primitive.name
         if eqn.primitive is SCALE:
             return self.numbers.of_results(eqn, ins), self._use(eqn, ins, around)
@@ -146,23 +149,23 @@ class Finder:
 
     # Marks.
 
-    def _use(self, eqn: Eqn, ins: list[int], around: Around) -> Use:
-        wanted: Wanted = eqn.params["of"]
-        number, other = map(self.numbers.shown, ins)
+    def _use(self, eqn: Eqn, ins: list[int], around: Enclosing) -> ScaleUse:
+        request: ScaleRequest = eqn.params["of"]
+        number, other = map(self.numbers.base_of, ins)
         axes = varying_in(eqn.outvars[0].aval)
-        if wanted.side == 0:
+        if request.side == 0:
             self._place = None
         alike = [
             tensor
             for tensor in self._by_number.get(number, ())
-            if (tensor.wanted.fmt, tensor.wanted.length) == wanted[-2:]
+            if (tensor.request.fmt, tensor.request.length) == request[-2:]
         ]
         for tensor in alike:
             if tensor.axes == axes:
                 # Outside of the branch or loop of the first mark, that one may not have
                 # run, so the maximum is taken again.
                 context = tensor.around.context
-                return Use(tensor, around.context[: len(context)] != context)
+                return ScaleUse(tensor, around.context[: len(context)] != context)
         if alike:
             # It is one tensor, but read with two types, which say that it varies over
             # different mesh axes. A scale that is measured for one type does not fit
@@ -170,46 +173,46 @@ class Finder:
             key = f"{alike[0].name} over {sorted(axes)}"
             tensor = replace(alike[0], key=key, axes=axes, around=around)
         else:
-            tensor = self._tensor(wanted, number, other, around, axes)
+            tensor = self._tensor(request, number, other, around, axes)
         self.tensors[tensor.key] = tensor
         self._by_number.setdefault(number, []).append(tensor)
-        return Use(tensor, True)
+        return ScaleUse(tensor, True)
 
     def _tensor(
         self,
-        wanted: Wanted,
+        request: ScaleRequest,
         number: int,
         other: int,
-        around: Around,
+        around: Enclosing,
         axes: frozenset[str],
     ) -> Tensor:
         varies = self.numbers.varies
         own = varies[number] & varies[other]
         for known in self._by_number.get(other, ()):
             own -= varies[other] - known.lengths.keys()
-        place = self._named_after(wanted, other)
-        role = "cotangent" if wanted.cotangent else ("lhs", "rhs")[wanted.side]
+        place = self._contraction_name(request, other)
+        role = "cotangent" if request.cotangent else ("lhs", "rhs")[request.side]
         key = f"{place}/{role}"
         n = self._roles[key]
         self._roles[key] += 1
         name = f"{key}#{n}" if n else key
         lengths = {d: around.lengths[d - 1] for d in own}
-        return Tensor(name, name, place, wanted, lengths, around, axes)
+        return Tensor(name, name, place, request, lengths, around, axes)
 
-    def _named_after(self, wanted: Wanted, other: int) -> str:
+    def _contraction_name(self, request: ScaleRequest, other: int) -> str:
         """The name of the contraction.
 
         For a cotangent, it is that of the forward contraction in the same scope."""
-        if wanted.cotangent:
+        if request.cotangent:
             for known in self._by_number.get(other, ()):
-                if known.wanted.scope == wanted.scope:
+                if known.request.scope == request.scope:
                     return known.place
         if self._place is None:
-            base = "/".join((*wanted.scope, wanted.primitive))
+            base = "/".join((*request.scope, request.primitive))
             n = self._places[base]
             # A contraction of a backward pass takes the next number and does not count:
             # a function and its gradient then give tensors the same names.
-            self._places[base] += not wanted.backward
+            self._places[base] += not request.backward
             self._place = f"{base}.{n}" if n else base
         return self._place
 
@@ -225,16 +228,16 @@ _INSTEAD = {
 # How numbers flow through equations that hold programs: each function returns the
 # numbers of the results, and the sites of the programs.
 
-_Found = tuple[list[int], tuple[Sites, ...]]
+_Walked = tuple[list[int], tuple[ScaleUses, ...]]
 
 
-def _call(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+def _call(self: TensorFinder, eqn: Eqn, ins: list[int], around: Enclosing) -> _Walked:
     (jaxpr,) = subjaxprs(eqn.params)
     outs, sites = self._walk(jaxpr, ins, around)
     return outs, (sites,)
 
 
-def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+def _scan(self: TensorFinder, eqn: Eqn, ins: list[int], around: Enclosing) -> _Walked:
     numbers = self.numbers
     fixed, carry, xs = scan_operands(eqn, ins)
     num_carry = len(carry)
@@ -242,21 +245,21 @@ def _scan(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
     depth = len(around.lengths)
     slices = [numbers.sliced(n, depth) for n in xs]
 
-    def walk(finder: Finder, carry: Sequence[int]) -> tuple[list[int], Sites]:
+    def walk(finder: TensorFinder, carry: Sequence[int]) -> tuple[list[int], ScaleUses]:
         given = [*fixed, *carry, *slices]
         return finder._walk(eqn.params["jaxpr"], given, around)
 
     how = depth, eqn.params["length"], eqn.params["reverse"], numbers.all_varies(ins)
     # A first walk tells what becomes of the carry; nothing else of it is kept.
     entering = numbers.carried(how, carry)
-    made, _ = walk(Finder(numbers=numbers), entering)
+    made, _ = walk(TensorFinder(numbers=numbers), entering)
     now = numbers.carried(how, entering, made[:num_carry])
     outs, sites = walk(self, now)
     last = [numbers.last(n, depth) for n in now]
     return [*last, *(numbers.stacked(n, depth) for n in outs[num_carry:])], (sites,)
 
 
-def _while(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+def _while(self: TensorFinder, eqn: Eqn, ins: list[int], around: Enclosing) -> _Walked:
     params = eqn.params
     for_cond, for_body, _ = while_operands(eqn, ins)
     anything = self.numbers.all_varies(ins)
@@ -267,7 +270,7 @@ def _while(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
     return [self.numbers.new(anything) for _ in eqn.outvars], (cond, body)
 
 
-def _cond(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+def _cond(self: TensorFinder, eqn: Eqn, ins: list[int], around: Enclosing) -> _Walked:
     index, *operands = ins
     made = []
     for i, branch in enumerate(eqn.params["branches"]):
@@ -279,20 +282,22 @@ def _cond(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
     )
 
 
-def _shard_map(self: Finder, eqn: Eqn, ins: list[int], around: Around) -> _Found:
+def _shard_map(
+    self: TensorFinder, eqn: Eqn, ins: list[int], around: Enclosing
+) -> _Walked:
     options = shard_map_options(eqn.params)
 
     def of(specs: Any, numbers: list[int], function: Any) -> list[int]:
         pairs = zip(numbers, specs, strict=True)
         return [function(n, (options["mesh"], str(spec))) for n, spec in pairs]
 
-    given = of(options["in_specs"], ins, self.numbers.local)
-    around = around._replace(axes=around.axes | axes_of(options))
+    given = of(options["in_specs"], ins, self.numbers.entering_shard_map)
+    around = around._replace(axes=around.axes | mapped_axes(options))
     outs, sites = self._walk(eqn.params["jaxpr"], given, around)
-    return of(options["out_specs"], outs, self.numbers.whole), (sites,)
+    return of(options["out_specs"], outs, self.numbers.leaving_shard_map), (sites,)
 
 
-def axes_of(shard_map: Mapping[str, Any]) -> frozenset[str]:
+def mapped_axes(shard_map: Mapping[str, Any]) -> frozenset[str]:
     """The mesh axes that a `shard_map` with these options maps over."""
     return frozenset(shard_map["axis_names"] or shard_map["mesh"].axis_names)
 

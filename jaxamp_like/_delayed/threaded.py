@@ -28,7 +28,7 @@ from .._jax import (
     eqn_context,
     evaluate,
     open_jaxpr,
-    reemit,
+    rebind,
     scan_like,
     scan_operands,
     shard_map_options,
@@ -43,12 +43,12 @@ from .._jax import (
 from .._quantised.delayed import NOT_SEEN, measured, not_differentiated
 from .._quantised.scaled import largest_of
 from .._structural.base import REMAT
-from .tensors import Sites, Tensor, Use, axes_of
+from .tensors import ScaleUse, ScaleUses, Tensor, mapped_axes
 
 Arrays = dict[str, Any]  # by the key of a tensor
 
 
-class Threaded:
+class StatefulEvaluator:
     """Evaluates programs with marks.
 
     Args:
@@ -67,20 +67,20 @@ class Threaded:
         self.axes = axes
 
     def run(
-        self, jaxpr: Jaxpr, sites: Sites, scales: Arrays, args: Sequence[Any]
+        self, jaxpr: Jaxpr, sites: ScaleUses, scales: Arrays, args: Sequence[Any]
     ) -> tuple[list[Any], Arrays]:
         """What `jaxpr` gives for `args`, and the maxima that are taken in it."""
         scales, maxima = dict(scales), {}
 
         def bind(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
-            if id(eqn) not in sites and not _is_gone_through(eqn):
-                return reemit(eqn, values)
+            if id(eqn) not in sites and not _is_plain_checkpoint(eqn):
+                return rebind(eqn, values)
             found = sites.get(id(eqn), ({},))
             with eqn_context(eqn):
                 outs, made = self._eqn(eqn, found, scales, values)
             maxima.update(larger(maxima, made))
             # All later readers, such as the backward pass, divide by the same scales.
-            if isinstance(found, Use):
+            if isinstance(found, ScaleUse):
                 scales[found.tensor.key] = outs[0]
                 return outs
             for key in made:
@@ -93,7 +93,7 @@ class Threaded:
     def _eqn(
         self, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
     ) -> tuple[Sequence[Any], Arrays]:
-        if not isinstance(found, Use):
+        if not isinstance(found, ScaleUse):
             handler = _HANDLERS.get(eqn.primitive.name, _call)
             return handler(self, eqn, found, scales, values)
         key = found.tensor.key
@@ -109,12 +109,12 @@ class Threaded:
 
     def measured(self, key: str, scale: Any, amax: Any) -> Any:
         """The scale of a tensor whose maximum is known by now."""
-        fmt = self.tensors[key].wanted.fmt
+        fmt = self.tensors[key].request.fmt
         axes = sorted({*varying_axes(scale), *varying_axes(amax)})
         scale, amax = (varying_over(x, axes) for x in (scale, amax))
         return measured(scale, amax, fmt)
 
-    def not_seen(self, keys: Iterable[str]) -> Arrays:
+    def unseen_maxima(self, keys: Iterable[str]) -> Arrays:
         """Maxima for tensors that are not made, smaller than any that is measured."""
 
         def like(tensor: Tensor) -> Any:
@@ -138,28 +138,30 @@ def larger(a: Arrays, b: Arrays) -> Arrays:
     return a | b | both
 
 
-def uses(sites: Sites) -> Iterator[Use]:
+def uses(sites: ScaleUses) -> Iterator[ScaleUse]:
     """The marks of a program, at any depth."""
     for found in sites.values():
-        if isinstance(found, Use):
+        if isinstance(found, ScaleUse):
             yield found
         else:
             for inner in found:
                 yield from uses(inner)
 
 
-def read_in(sites: Sites) -> list[str]:
+def read_in(sites: ScaleUses) -> list[str]:
     """The keys of tensors whose scales a program reads."""
     return sorted({use.tensor.key for use in uses(sites)})
 
 
-def recorded_in(sites: Iterable[Sites]) -> list[str]:
+def recorded_in(sites: Iterable[ScaleUses]) -> list[str]:
     """The keys of tensors whose maxima are taken in some programs."""
     found = {use.tensor.key for s in sites for use in uses(s) if use.records}
     return sorted(found)
 
 
-def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+def _call(
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
     """Runs the program of a call in its place, with the shardings of a `jit`."""
     (jaxpr,) = subjaxprs(eqn.params)
     values = _sharded(values, eqn.params.get("in_shardings"))
@@ -167,7 +169,7 @@ def _call(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     return _sharded(outs, eqn.params.get("out_shardings")), maxima
 
 
-def _is_gone_through(eqn: Eqn) -> bool:
+def _is_plain_checkpoint(eqn: Eqn) -> bool:
     """Whether an equation is a checkpoint that is not differentiated: only a group."""
     return eqn.primitive.name in REMAT and not eqn.params["differentiated"]
 
@@ -182,7 +184,7 @@ def _sharded(values: list[Any], shardings: Sequence[Any] | None) -> list[Any]:
 
 
 def _custom_vmap(
-    self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
 ):
     """Binds a `custom_vmap` call without its rule, which knows nothing of maxima."""
 
@@ -202,7 +204,9 @@ def _custom_vmap(
     return call({key: scales[key] for key in read_in(found[0])}, *values)
 
 
-def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+def _remat(
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
     """Binds a checkpoint of the backward pass as a checkpoint, and others as a call.
 
     So XLA does not run the equations in it before the backward pass."""
@@ -228,11 +232,13 @@ def _remat(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[An
     return outs[:last], dict(zip(made, outs[last:], strict=True))
 
 
-def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+def _scan(
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
     (sites,) = found
     fixed, carry, xs = scan_operands(eqn, values)
     num_carry = len(carry)
-    inner = Threaded(self.tensors, self.depth + 1, self.axes)
+    inner = StatefulEvaluator(self.tensors, self.depth + 1, self.axes)
     read = read_in(sites)
     own = {key for key in read if inner.depth in self.tensors[key].lengths}
     sliced = {key: scales[key] for key in read if key in own}
@@ -252,11 +258,13 @@ def _scan(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     return [*carry, *ys], made
 
 
-def _while(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+def _while(
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
     for_test, for_step = found
     params = eqn.params
     for_cond, for_body, carry = while_operands(eqn, values)
-    none = self.not_seen(recorded_in(found))
+    none = self.unseen_maxima(recorded_in(found))
 
     def tested(carry, maxima):
         """A carry, whether to go on from it, and all maxima up to here."""
@@ -274,8 +282,10 @@ def _while(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[An
     return carry, maxima
 
 
-def _cond(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
-    none = self.not_seen(recorded_in(found))
+def _cond(
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
+    none = self.unseen_maxima(recorded_in(found))
 
     def branch(jaxpr, sites, *operands):
         outs, maxima = self.run(jaxpr, sites, scales, operands)
@@ -287,12 +297,14 @@ def _cond(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any
     return lax.switch(index, branches, *values[1:])
 
 
-def _shard_map(self: Threaded, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]):
+def _shard_map(
+    self: StatefulEvaluator, eqn: Eqn, found: Any, scales: Arrays, values: list[Any]
+):
     options = shard_map_options(eqn.params)
     # In JAX 0.6, a `shard_map` within another one may name the axes of both.
-    axes = sorted(axes_of(options) - self.axes)
+    axes = sorted(mapped_axes(options) - self.axes)
     known = axes if options["check_vma"] else []
-    inner = Threaded(self.tensors, self.depth, self.axes.union(axes))
+    inner = StatefulEvaluator(self.tensors, self.depth, self.axes.union(axes))
     options["in_specs"] = (PartitionSpec(), *options["in_specs"])
     options["out_specs"] = (options["out_specs"], PartitionSpec())
     shard_map: Any = jax.shard_map

@@ -36,7 +36,7 @@ def holds_arrays(fn: Any) -> bool:
     return not is_leaf and any(map(is_array_or_shape, leaves))
 
 
-def mixed_model(model: Any, key: Hashable, mix: Mix, again: Mix) -> Any:
+def mixed_model(model: Any, key: Hashable, mix: Mix, rewrap: Mix) -> Any:
     """`model` with methods that `mix` has rewritten.
 
     An Equinox module is copied, sharing its arrays. An NNX module shares all of its
@@ -47,26 +47,26 @@ def mixed_model(model: Any, key: Hashable, mix: Mix, again: Mix) -> Any:
         key: equal for two `mix` that do the same. Equal keys give one class, which is
             part of the tree's structure, by which JAX finds what it has compiled.
         mix: rewrites a function to mixed precision.
-        again: does to `model` what this function does, when the result is unpickled."""
-    cls = _mixed_class(type(model), key, _Uncompared(mix), _Uncompared(again))
+        rewrap: does to `model` what this function does, when it is unpickled."""
+    cls = _mixed_class(type(model), key, _IgnoredInKey(mix), _IgnoredInKey(rewrap))
     return _as_instance(model, cls)
 
 
-class _Uncompared:
+class _IgnoredInKey:
     """Holds an argument that must not count in the key of a cache."""
 
     def __init__(self, value: Any):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Uncompared)
+        return isinstance(other, _IgnoredInKey)
 
     def __hash__(self) -> int:
         return 0
 
 
 @functools.cache
-def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared):
+def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredInKey):
     of_nnx = not issubclass(cls, eqx.Module)
 
     def method(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared)
             out = rewritten(plain, *args, **kwargs)
             # A model that is made of this one, as by `eqx.tree_at`, is mixed as well.
             return jax.tree.map(
-                mixed_again, out, is_leaf=lambda x: is_plain(x) or is_node(x)
+                mixed_like_this, out, is_leaf=lambda x: is_plain(x) or is_node(x)
             )
 
         return method
@@ -92,14 +92,14 @@ def _mixed_class(cls: type, key: Hashable, mix: _Uncompared, again: _Uncompared)
     def is_plain(x: Any) -> bool:
         return type(x) is cls
 
-    def mixed_again(x: Any) -> Any:
+    def mixed_like_this(x: Any) -> Any:
         return _as_instance(x, made) if is_plain(x) else x
 
     body: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": f"Mixed{cls.__qualname__.rpartition('.')[2]}",
         "__doc__": cls.__doc__,
-        "__reduce__": lambda self: (again.value, (_as_instance(self, cls),)),
+        "__reduce__": lambda self: (rewrap.value, (_as_instance(self, cls),)),
     }
     if not of_nnx:
         # It is compared by identity like a function, as JAX's transforms expect.

@@ -101,20 +101,20 @@ def nnx_options(cls: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeSlot:
     """A leaf that stands for a node among the results of a call."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class _Hidden:
+class _Static:
     """A leaf that holds something which is no array."""
 
     value: Any
 
 
-class Left(NamedTuple):
+class NodeChanges(NamedTuple):
     """What a call has left in its nodes, as a pytree.
 
     Args:
@@ -123,11 +123,11 @@ class Left(NamedTuple):
         made: the graph of the nodes among the results."""
 
     values: list[Any]
-    where: _Hidden
-    made: _Hidden
+    where: _Static
+    made: _Static
 
 
-class TakenApart:
+class FunctionalCall:
     """A call as a function of what its nodes hold.
 
     The nodes are split together, so that what they share stays shared.
@@ -218,7 +218,7 @@ class TakenApart:
             return {(number,): parameters}
         return {(number, *path): x for path, x in nnx.to_flat_state(parameters)}
 
-    def __call__(self, held: Any, others: Sequence[Any]) -> tuple[Any, Left]:
+    def __call__(self, held: Any, others: Sequence[Any]) -> tuple[Any, NodeChanges]:
         """Calls the function on nodes that hold `held`.
 
         Returns:
@@ -229,7 +229,7 @@ class TakenApart:
             leaves, tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_node)
             found.extend(_distinct([x for x in leaves if is_node(x)]))
             numbers = {id(node): i for i, node in enumerate(found)}
-            leaves = [_Place(numbers[id(x)]) if is_node(x) else x for x in leaves]
+            leaves = [_NodeSlot(numbers[id(x)]) if is_node(x) else x for x in leaves]
             return tree.unflatten(leaves)
 
         by_path = dict(_nnx().to_flat_state(held))
@@ -241,7 +241,7 @@ class TakenApart:
         by_path: dict[Any, Any] | None = None,
         others: Sequence[Any] | None = None,
         found: Sequence[Any] = (),
-    ) -> tuple[Any, Left]:
+    ) -> tuple[Any, NodeChanges]:
         """Calls `body(fn, args, kwargs)` on nodes of the current trace.
 
         Args:
@@ -275,7 +275,7 @@ class TakenApart:
 
     def _left(
         self, nodes: list[Any], known: Any, before: list[Any], found: list[Any]
-    ) -> Left:
+    ) -> NodeChanges:
         graph = _nnx().graph
         refs = graph.RefMap()
         now, after = graph.flatten(nodes, ref_index=refs, with_paths=False)
@@ -289,9 +289,9 @@ class TakenApart:
             )
         # As one list, so that what they share with the arguments stays shared too.
         made, made_values = graph.flatten(found, ref_index=refs, with_paths=False)
-        return Left([*values, *made_values], _Hidden(where), _Hidden(made))
+        return NodeChanges([*values, *made_values], _Static(where), _Static(made))
 
-    def put_back(self, out: Any, left: Left) -> Any:
+    def put_back(self, out: Any, left: NodeChanges) -> Any:
         """Writes what a call has left into the nodes themselves.
 
         What was not written to is left alone: a node made outside the current trace may
@@ -318,7 +318,7 @@ class TakenApart:
         found = graph.unflatten(left.made.value, [*values], index_ref=known)
 
         def put(leaf: Any) -> Any:
-            return found[leaf.number] if isinstance(leaf, _Place) else leaf
+            return found[leaf.number] if isinstance(leaf, _NodeSlot) else leaf
 
         return jax.tree.map(put, out)
 
@@ -386,15 +386,15 @@ def call_with_nodes(
     kwargs: Any,
 ) -> Any:
     """`rewrite(fn)(*args, **kwargs)`, if `rewrite` only takes functions of arrays."""
-    with explained():
-        call = TakenApart(fn, args, kwargs)
+    with with_nnx_advice():
+        call = FunctionalCall(fn, args, kwargs)
         if not call.nodes:
             return rewrite(fn)(*args, **kwargs)
         return call.put_back(*rewrite(call)(call.held, call.others))
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def with_nnx_advice() -> Iterator[None]:
     """Adds advice to Flax's error if a node of another trace is written to."""
     errors = sys.modules.get("flax.errors")
     try:

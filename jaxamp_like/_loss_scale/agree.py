@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jax import axes_of, equations, varying_axes
+from .._jax import collective_axes, equations, varying_axes
 from .._primitives import LOCAL
 
 AxisName = Hashable | Sequence[Hashable] | None
@@ -31,7 +31,7 @@ def _index(axis: Hashable) -> Array | None:
         return None
 
 
-def agreed(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array:
+def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Array:
     """`finite`, made the same on all devices of the axes.
 
     Args:
@@ -80,6 +80,6 @@ def _exchanged(jaxpr: Any) -> set[Hashable]:
         axis
         for eqn in equations(jaxpr)
         if eqn.primitive.name not in LOCAL
-        for axis in axes_of(eqn.params)
+        for axis in collective_axes(eqn.params)
         if not isinstance(axis, int | None)
     }

@@ -25,7 +25,7 @@ SETTINGS = {
 }
 
 
-def written_so(
+def with_call_hints(
     example: str, elsewhere: Mapping[str, str] = SETTINGS
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: where arguments don't fit, the error shows what to write.

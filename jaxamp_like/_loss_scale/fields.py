@@ -54,7 +54,7 @@ def _hint(name: str, given: Any) -> str:
     return "Give a Python number or an array of shape ()."
 
 
-def tell_of_a_scale(patience: Any) -> None:
+def warn_of_a_scale(patience: Any) -> None:
     """Warns of a single positional number that looks like a scale, not a patience."""
     is_integer = isinstance(patience, int) and not isinstance(patience, bool)
     if is_integer and patience >= 256 and patience.bit_count() == 1:

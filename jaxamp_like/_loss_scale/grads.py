@@ -11,11 +11,11 @@ import jax
 from jax import Array
 
 from .._frameworks.nnx import nnx_nodes
-from .agree import AxisName, agreed
+from .agree import AxisName, all_agree
+from .arithmetic import checked_loss
 from .groups import merge_groups, split_groups
-from .nodes import Call, of_nodes
-from .numbers import checked_loss
-from .packing import Carried, pack, unpack
+from .nodes import NnxCall, of_nodes
+from .packing import ScaledAux, pack, unpack
 from .retry import retry
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
 
@@ -24,7 +24,7 @@ def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
     name = getattr(fun, "__qualname__", repr(fun))
 
     @functools.wraps(fun, updated=())
-    def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Carried]:
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Array, ScaledAux]:
         out = fun(*args, **kwargs)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             given = "one array" if eqx.is_array(out) else type(out).__name__
@@ -34,7 +34,7 @@ def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
             )
         loss, aux = out if has_aux else (out, None)
         loss = checked_loss(loss, name)
-        return scaler.scale(loss), Carried(loss, pack(aux))
+        return scaler.scale(loss), ScaledAux(loss, pack(aux))
 
     return scaled
 
@@ -44,9 +44,9 @@ def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
 
     The results have the form that they would have without scaling."""
     match results:
-        case (grads, Carried(_, aux)):  # like `jax.grad`
+        case (grads, ScaledAux(_, aux)):  # like `jax.grad`
             return grads, lambda g: (g, unpack(*aux)) if has_aux else g
-        case ((_, Carried(value, aux)), grads):  # like `jax.value_and_grad`
+        case ((_, ScaledAux(value, aux)), grads):  # like `jax.value_and_grad`
             out = (value, unpack(*aux)) if has_aux else value
             return grads, lambda g: (out, g)
     raise TypeError(
@@ -121,7 +121,7 @@ def dynamic_scale_tx(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
             states, structure = split_groups(_check_state(dynamic_scaler_state))
-            call = Call(fun, args, fun_kwargs)
+            call = NnxCall(fun, args, fun_kwargs)
             if transform in _FILTERED and args:
                 _refuse_without_floats(args[0])
 
@@ -140,7 +140,7 @@ def dynamic_scale_tx(
                 grads_of, rebuilds, lefts = zip(*passes, strict=True)
                 grads, finite_of = merge_groups(structure, grads_of)
                 finite_of = [
-                    agreed(finite, axis_name, like=getattr(state, "scaler", None))
+                    all_agree(finite, axis_name, like=getattr(state, "scaler", None))
                     for finite, state in zip(finite_of, states, strict=True)
                 ]
                 return finite_of, (rebuilds[-1](grads), lefts[-1])

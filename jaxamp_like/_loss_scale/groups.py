@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from .numbers import all_finite
+from .arithmetic import all_finite
 from .state import Scaler, is_scaler
 
 

@@ -89,12 +89,12 @@ def guard_step(step: _Step) -> _Step:
     return guarded  # pyright: ignore[reportReturnType]
 
 
-def _is_whole(x: Any) -> bool:
+def _is_complete(x: Any) -> bool:
     return is_scaler(x) or is_node(x)
 
 
 def _flatten(state: Any) -> tuple[list[tuple[str, Any]], Any]:
-    leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_whole)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_complete)
     return [(jax.tree_util.keystr(path), x) for path, x in leaves], tree
 
 
@@ -105,17 +105,17 @@ def _inner_scalers(nodes: list[Any]) -> list[Any]:
 
 def _next_state(out: Any, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of the state that a step returns, and a function to replace them."""
-    leaves, structure = jax.tree.flatten(out, is_leaf=_is_whole)
+    leaves, structure = jax.tree.flatten(out, is_leaf=_is_complete)
     if structure == tree:
         return leaves, tree.unflatten
     if isinstance(out, tuple) and out:
-        leaves, structure = jax.tree.flatten(out[0], is_leaf=_is_whole)
+        leaves, structure = jax.tree.flatten(out[0], is_leaf=_is_complete)
         if structure == tree:
             return leaves, lambda leaves: (tree.unflatten(leaves), *out[1:])
     raise TypeError(
         "A guarded step must return the next state, or a tuple that begins with it, in "
         f"the structure of its first argument.\nThat is {tree}, but the step returned "
-        f"{jax.tree.structure(out, is_leaf=_is_whole)}.\n{_FIRST}"
+        f"{jax.tree.structure(out, is_leaf=_is_complete)}.\n{_FIRST}"
     )
 
 
@@ -151,7 +151,7 @@ def _skipped(were: list[Any], are: list[Any]) -> Array | None:
 
 
 def _keep(path: str, skipped: Array, now: Any, then: Any) -> Any:
-    if now is then or _is_whole(now) or not eqx.is_array_like(now):
+    if now is then or _is_complete(now) or not eqx.is_array_like(now):
         return now
     types = [f"{x.dtype}{[*x.shape]}" for x in (then, now) if hasattr(x, "dtype")]
     if len({*types}) > 1:

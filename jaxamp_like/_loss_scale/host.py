@@ -12,7 +12,7 @@ import numpy as np
 
 from .._frameworks.nnx import as_arrays
 from .._jax import is_tracer
-from .marks import came_from_elsewhere, unmarked
+from .marks import unmarked, were_finite
 from .state import DynamicScalerState, is_scaler
 
 
@@ -125,7 +125,7 @@ def overflowed_leaves(grads: Any) -> list[NonFiniteLeaf]:
 
 
 def _counted(path: str, x: jax.Array) -> NonFiniteLeaf:
-    nans = jnp.isnan(x) & ~came_from_elsewhere(x)
+    nans = jnp.isnan(x) & ~were_finite(x)
     return NonFiniteLeaf(path, int(nans.sum()), int(jnp.isinf(x).sum()), x.size)
 
 

@@ -35,7 +35,7 @@ _INSTEAD = (
 )
 
 
-class _Told(type):
+class _Explaining(type):
     """A class whose `repr` makes JAX's errors say what to do.
 
     A transform may map over gradients and another tree, such as parameters or a state.
@@ -51,7 +51,7 @@ class _Told(type):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Unscaled(metaclass=_Told):
+class Unscaled(metaclass=_Explaining):
     """Marks a true gradient of a loss that was scaled to compute it.
 
     `value_and_grad` of a `loss_scale_optimizer` returns a tree of these in the place of
@@ -133,7 +133,7 @@ def _nan(dtype: Any) -> np.ndarray:
     return np.array(np.nan, dtype)
 
 
-def _elsewhere(dtype: Any) -> np.ndarray:
+def _nan_for_finite(dtype: Any) -> np.ndarray:
     """The NaN that replaces finite numbers; its lowest bit differs from other NaNs.
 
     To arithmetic it is like any NaN. It can't be told from others if the format has
@@ -145,9 +145,9 @@ def _elsewhere(dtype: Any) -> np.ndarray:
     return other if np.isnan(other) else _nan(dtype)
 
 
-def came_from_elsewhere(x: Array) -> Array:
+def were_finite(x: Array) -> Array:
     """Which numbers of a gradient were finite, and are NaN since others were not."""
-    other = _elsewhere(x.dtype)
+    other = _nan_for_finite(x.dtype)
     if other.tobytes() == _nan(x.dtype).tobytes():
         return jnp.zeros(x.shape, bool)
     unsigned = np.dtype(f"u{other.itemsize}")
@@ -162,7 +162,7 @@ def marked(grads: Any, verdict: Verdict | None) -> Any:
             return g
         if verdict is None:
             return Unscaled(g)
-        spoilt = jnp.where(jnp.isfinite(g), _elsewhere(g.dtype), _nan(g.dtype))
+        spoilt = jnp.where(jnp.isfinite(g), _nan_for_finite(g.dtype), _nan(g.dtype))
         one = Unscaled(jnp.where(verdict.finite, g, spoilt))
         one._raw, one._verdict = g, verdict
         return one

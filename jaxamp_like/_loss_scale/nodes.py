@@ -12,7 +12,14 @@ import equinox as eqx
 import jax
 
 from .._errors import AmpError
-from .._frameworks.nnx import Left, Snapshot, TakenApart, explained, is_node, nnx_nodes
+from .._frameworks.nnx import (
+    FunctionalCall,
+    NodeChanges,
+    Snapshot,
+    is_node,
+    nnx_nodes,
+    with_nnx_advice,
+)
 from .packing import pack, unpack
 from .state import Scaler
 
@@ -26,7 +33,7 @@ _OF_ARRAYS = (
 )
 
 
-class Call:
+class NnxCall:
     """A call that may be run several times, and changes NNX objects once.
 
     Args:
@@ -36,25 +43,27 @@ class Call:
 
     def __init__(self, fun: Callable, args: Any, kwargs: Any):
         self._given = fun, args, kwargs
-        self._taken = TakenApart(fun, args, kwargs)
+        self._taken = FunctionalCall(fun, args, kwargs)
         self._before = Snapshot(self._taken.nodes) if self._taken.nodes else None
 
-    def run(self, wrap: Callable[[Callable], Callable]) -> tuple[Any, Left | None]:
+    def run(
+        self, wrap: Callable[[Callable], Callable]
+    ) -> tuple[Any, NodeChanges | None]:
         """Calls `wrap(fun)`; returns its result and what it left in NNX objects."""
 
         def body(fun: Callable, args: Any, kwargs: Any) -> Any:
             return wrap(fun)(*args, **kwargs)
 
-        with explained():
+        with with_nnx_advice():
             if self._before is None:
                 return body(*self._given), None
             return self._taken.run(body)
 
-    def put_back(self, left: Left | None, following: Sequence[Scaler]) -> None:
+    def put_back(self, left: NodeChanges | None, following: Sequence[Scaler]) -> None:
         """Writes what a run has left into the objects, unless the step was skipped."""
         if left is None or self._before is None:
             return
-        with explained():
+        with with_nnx_advice():
             self._taken.put_back(None, left)
             for state in following:
                 self._before.rewrite(state.accept)
@@ -92,22 +101,24 @@ def _of_arrays(
     """`transform(fun, **options)(*args, **kwargs)`, where `fun` returns a pair."""
     argnums = options.get("argnums", 0)
     argnums = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    live = sorted({range(len(args))[i] for i in argnums})
-    taken = TakenApart(fun, args, kwargs, first=nnx_nodes([args[i] for i in live]))
+    active = sorted({range(len(args))[i] for i in argnums})
+    taken = FunctionalCall(
+        fun, args, kwargs, first=nnx_nodes([args[i] for i in active])
+    )
 
-    def of_live(*given: Any) -> Any:
+    def of_active(*given: Any) -> Any:
         by_path: dict[Any, Any] = {}
 
         def take(leaf: Any, x: Any) -> None:
             if is_node(leaf):
                 by_path.update(taken.with_parameters(leaf, x))
 
-        for i in live:
+        for i in active:
             jax.tree.map(take, args[i], given[i], is_leaf=is_node)
 
         def body(fun: Callable, args: Any, kwargs: Any) -> Any:
             args = list(args)
-            for i in live:
+            for i in active:
                 args[i] = jax.tree.map(
                     lambda leaf, x: leaf if is_node(leaf) else x,
                     args[i],
@@ -120,11 +131,11 @@ def _of_arrays(
         return loss, (aux, pack(left))
 
     given: list[Any] = [None] * len(args)
-    for i in live:
+    for i in active:
         given[i] = jax.tree.map(
             lambda x: taken.parameters(x) if is_node(x) else x, args[i], is_leaf=is_node
         )
-    results = transform(of_live, **options)(*given)
+    results = transform(of_active, **options)(*given)
     if has_value:
         (loss, (aux, left)), grads = results
         results = (loss, aux), grads

@@ -15,12 +15,12 @@ from jax.typing import ArrayLike
 
 from .._errors import warn_or_raise
 from .._frameworks.nnx import as_arrays, instances_in
-from .agree import AxisName, agreed
-from .calls import written_so
+from .agree import AxisName, all_agree
+from .arithmetic import all_finite, checked_loss, chosen
+from .calls import with_call_hints
 from .grads import dynamic_scale_tx
 from .initialising import initialised
 from .marks import Verdict, marked, read, refuse_unmarked, refuse_unscaled, unmarked
-from .numbers import all_finite, checked_loss, chosen
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler, static_scaler
 
 
@@ -45,7 +45,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     # Makes a context for each call of a loss, from the loss and its arguments.
     watch: Callable[[Callable, Any, Any], AbstractContextManager[None]] | None = None
 
-    @written_so("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
+    @with_call_hints("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
         self,
         fun: Callable,
@@ -90,7 +90,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
         return self._scaled(transform, fun, opt_state, has_aux, kwargs, 1)
 
-    @written_so("tx.grad(loss_fn, opt_state)(params, batch)")
+    @with_call_hints("tx.grad(loss_fn, opt_state)(params, batch)")
     def grad(
         self,
         fun: Callable,
@@ -157,7 +157,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         return judged
 
 
-@written_so("loss_scale_optimizer(optax.adam(1e-3), scaler='dynamic')")
+@with_call_hints("loss_scale_optimizer(optax.adam(1e-3), scaler='dynamic')")
 def loss_scale_optimizer(
     optimizer: optax.GradientTransformation,
     scaler: str | ArrayLike | Scaler | None = "dynamic",
@@ -239,7 +239,7 @@ def loss_scale_optimizer(
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
         if finite is None:
-            finite = agreed(all_finite(grads), axis_name, like=scaler.scaler)
+            finite = all_agree(all_finite(grads), axis_name, like=scaler.scaler)
         following = scaler.update(finite)
         # This selects rather than branches: before a branch, all gradients would have
         # to be written to memory, while XLA fuses these selections with the update.
@@ -325,7 +325,7 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     grads = scaler.unscale(grads)
     if isinstance(scaler, NoScaler):
         return marked(grads, None)
-    finite = agreed(all_finite(grads), like=scaler.scaler)
+    finite = all_agree(all_finite(grads), like=scaler.scaler)
     return marked(grads, _verdict(scaler.update(finite), None))
 
 

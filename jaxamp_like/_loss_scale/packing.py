@@ -24,7 +24,7 @@ def unpack(arrays: Any, static: Static) -> Any:
     return eqx.combine(arrays, static.tree)
 
 
-class Carried(NamedTuple):
+class ScaledAux(NamedTuple):
     """The aux of the scaled loss; its type shows where a transform has put it."""
 
     value: Array

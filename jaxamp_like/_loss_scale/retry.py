@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from .._jax import jaxpr_as_fun, writes_references, zeros_like_aval
 from .agree import AxisName, check_uniform
-from .numbers import chosen
+from .arithmetic import chosen
 from .packing import Static, pack, unpack
 from .state import NoScaler, Scaler
 

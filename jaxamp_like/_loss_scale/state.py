@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from .calls import written_so
+from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
+from .calls import with_call_hints
 from .fields import (
     LARGEST,
     SMALLEST,
@@ -18,11 +19,10 @@ from .fields import (
     check,
     known,
     one_more,
-    tell_of_a_scale,
+    warn_of_a_scale,
     within,
 )
 from .marks import refuse_unscaled
-from .numbers import checked_finite, checked_loss, chosen, times, unscaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,7 +49,7 @@ def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
     def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         _, *given = args
         if len(given) == 1:
-            tell_of_a_scale(given[0])
+            warn_of_a_scale(given[0])
         return make(*args, **kwargs)
 
     return made
@@ -93,7 +93,7 @@ class DynamicScalerState(_Fields):
     __slots__ = ()
 
     @_looking_for_a_scale
-    @written_so("DynamicScalerState(scaler=2.0**15, patience=2000)")
+    @with_call_hints("DynamicScalerState(scaler=2.0**15, patience=2000)")
     def __new__(
         cls,
         patience: ArrayLike = 2000,

@@ -28,7 +28,7 @@ from .._rules.conditions import (
     smaller_than,
     sums_more_than,
 )
-from .._rules.given import as_rule
+from .._rules.user_rules import as_rule
 from .dictionary import (
     AMP_DEFAULT,
     ByName,

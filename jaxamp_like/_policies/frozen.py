@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import AmpError
 from .._jax import Primitive
 from .._rules import Match, Rule, UseOriginalPrecision, use_original_precision
-from .._rules.given import as_rule
+from .._rules.user_rules import as_rule
 from .dictionary import (
     AMP_DEFAULT,
     AMP_STOP,
@@ -119,20 +119,20 @@ class FrozenRules(Mapping[Key, Rule]):
         """The rule of an equation: by scope (outermost first), primitive, default."""
         if is_stopped(scope):
             return _STOPPED
-        found = self.match(primitive, scope)
-        if found is None:
+        match = self.match(primitive, scope)
+        if match is None:
             if self._default is None:
                 return _UNNAMED
             is_for = self._default.is_for(primitive.name)
-            found = Match(AMP_DEFAULT, self._default if is_for else by_class)
-        is_table = isinstance(found.rule, ByName) or found.key == AMP_DEFAULT
+            match = Match(AMP_DEFAULT, self._default if is_for else by_class)
+        is_table = isinstance(match.rule, ByName) or match.key == AMP_DEFAULT
         if is_table and is_program(primitive):
             return _UNNAMED
-        if isinstance(found.rule, ByName):
+        if isinstance(match.rule, ByName):
             # A table has a rule for every primitive. That it was found by scope does
             # not mean that it overrides what the author asked for here.
-            return Match(found.key, found.rule.rule_of(primitive.name))
-        return found
+            return Match(match.key, match.rule.rule_of(primitive.name))
+        return match
 
     def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
         """The rule for the scope or, if there is none, for the primitive."""

@@ -103,7 +103,7 @@ class LimitedPolicy:
         if is_stopped(scope):
             return found
         if self.limit.keys is None:
-            return self._asking(found, primitive)
+            return self._with_predicate(found, primitive)
         match = self.limit.keys.match(primitive, scope)
         if self.limit.kind == "excluding":
             return found if match is None else match
@@ -111,7 +111,7 @@ class LimitedPolicy:
             return replace(found, also=(*found.also, match.key))
         return found if is_program(primitive) else _OUTSIDE
 
-    def _asking(self, found: Match, primitive: Primitive) -> Match:
+    def _with_predicate(self, found: Match, primitive: Primitive) -> Match:
         is_original = isinstance(found.rule, UseOriginalPrecision)
         predicate = self.limit.predicate
         if is_original or is_program(primitive) or predicate is None:

@@ -122,17 +122,17 @@ class MeasuredPolicy:
     measured: Measured
 
     def find(self, primitive: Primitive, scope: Scope) -> Match:
-        found = self.policy.find(primitive, scope)
-        is_original = isinstance(found.rule, UseOriginalPrecision)
+        match = self.policy.find(primitive, scope)
+        is_original = isinstance(match.rule, UseOriginalPrecision)
         if primitive.name not in CONTRACTIONS or is_stopped(scope) or is_original:
-            return found
+            return match
         shapes = self.measured.shapes(primitive.name, scope)
         if shapes is None:
-            return replace(found, rule=Unmeasured(found.rule))
-        rule = as_measured(found.rule)
+            return replace(match, rule=Unmeasured(match.rule))
+        rule = as_measured(match.rule)
         if shapes and not isinstance(rule, ByShapes):  # which tells of others
             rule = OfMeasuredShapes(rule, shapes)
-        return replace(found, rule=rule)
+        return replace(match, rule=rule)
 
     def own_keys(self) -> list[Key]:
         return self.policy.own_keys()

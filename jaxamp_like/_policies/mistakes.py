@@ -24,7 +24,7 @@ from .._rules import (
     use_original_precision_locally,
     use_widest_precision,
 )
-from .._rules.given import called, is_dtype, is_made_by_calling
+from .._rules.user_rules import display_name, is_dtype, is_made_by_calling
 from .._structural import STRUCTURAL
 from .classes import CLASSES
 from .dictionary import AMP_DEFAULT, Lookup, show_key
@@ -115,7 +115,7 @@ def instead_of_amp_policy(value: Any) -> str:
     if is_dtype(value):
         return f"A dtype: `compute_dtype={jnp.dtype(value).name!r}`."
     if is_made_by_calling(value):
-        return f"Call it: `amp_policy={called(value)}`."
+        return f"Call it: `amp_policy={display_name(value)}`."
     if hasattr(policy := getattr(value, "policy", None), "lookup"):
         return f"It holds a {type(policy).__name__}: give its `.policy`."
     if callable(value):

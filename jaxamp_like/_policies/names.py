@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 from .._dtypes import NAMES, SHORT_NAMES, bits, did_you_mean, full_name
 from .._errors import AmpError
 from .._quantised import FORMATS
-from .._rules.given import short
+from .._rules.user_rules import short
 from .mistakes import instead_of_policy
 from .named import DTYPE_FIELDS, Policy
 from .quantised import quantised

@@ -14,7 +14,7 @@ from .._dtypes import DType
 from .._errors import AmpError
 from .._jax import Primitive
 from .._rules import Match
-from .._rules.given import short
+from .._rules.user_rules import short
 from .codec import decode_key, encode_key
 from .dictionary import Key, Lookup, Scope, endings, is_stopped, paths_to
 from .frozen import EXPRESSION, is_path, normal_key
@@ -228,11 +228,11 @@ class MappedPolicy:
 
     def find(self, primitive: Primitive, scope: Scope) -> Match:
         key = self._key_of(scope)
-        found = self.lookups[key].find(primitive, scope)
+        match = self.lookups[key].find(primitive, scope)
         if key is None or is_stopped(scope):
-            return found
+            return match
         dtype = self.compute_dtypes[key]
-        return replace(found, compute_dtype=dtype, also=(*found.also, key))
+        return replace(match, compute_dtype=dtype, also=(*match.also, key))
 
     def _key_of(self, scope: Scope) -> Key | None:
         if scope not in self._keys:

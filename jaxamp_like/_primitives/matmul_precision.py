@@ -23,7 +23,7 @@ from .._jax import (
     Primitive,
     bind,
     describe,
-    is_unopened,
+    is_opaque_hi,
     raw,
     source_line,
     with_eqns,
@@ -87,7 +87,7 @@ def with_setting(eqn: Eqn, strict: bool) -> Eqn:
     value = setting()
     if value is None:
         return eqn
-    if is_unopened(eqn):
+    if is_opaque_hi(eqn):
         warn_or_raise(
             f"`{describe(eqn)}` ({source_line(eqn)}) hides its program, so amp can't "
             f"give it your `jax_default_matmul_precision`, {value!r}: contractions in "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._jax import laid_as
+from .._jax import sharded_like
 from .._primitives.contractions import at, dot_numbers, rest
 from .._rules import Site
 
@@ -24,7 +24,7 @@ class Axes(NamedTuple):
     kept: tuple[tuple[int, int], ...]
 
 
-def axes_of(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]:
+def operand_axes(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]:
     """The axes of both operands of a `dot_general` or a convolution."""
     if (numbers := dot_numbers(params)) is None:
         return _axes_of_convolution(params["dimension_numbers"])
@@ -44,9 +44,9 @@ def axes_of(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]
     return lhs, rhs
 
 
-def axes_at(site: Site) -> tuple[Axes, Axes]:
+def site_axes(site: Site) -> tuple[Axes, Axes]:
     """The axes of both operands of the contraction at hand."""
-    return axes_of(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+    return operand_axes(site.params, (site.avals[0].ndim, site.avals[1].ndim))
 
 
 def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
@@ -58,7 +58,7 @@ def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
     )
 
 
-def onto_result(scale: Any, axes: Axes, result: Any) -> Any:
+def scale_onto_result(scale: Any, axes: Axes, result: Any) -> Any:
     """Scales of an operand's rows, in the shape and sharding to multiply a result."""
     if scale.ndim == 0:
         return scale
@@ -68,10 +68,10 @@ def onto_result(scale: Any, axes: Axes, result: Any) -> Any:
     for axis, to in kept:
         shape[to] = scale.shape[axis]
     scale = jnp.transpose(scale, [*order, *axes.summed]).reshape(shape)
-    return laid_as(scale, result)
+    return sharded_like(scale, result)
 
 
-def sides(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | None:
+def matmul_sizes(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | None:
     """Rows, columns and summed length of the matrix product that a contraction is.
 
     For a batch of products, they are those of one; `None` if a length is symbolic. The

@@ -24,7 +24,7 @@ from .scaled import (
 )
 
 
-class Wanted(NamedTuple):
+class ScaleRequest(NamedTuple):
     """What a mark says of the tensor that it wants the scale of.
 
     Args:
@@ -57,7 +57,7 @@ class TensorScale(NamedTuple):
     history: Any
 
 
-def first_scale(shape: tuple[int, ...], length: int) -> TensorScale:
+def initial_scale(shape: tuple[int, ...], length: int) -> TensorScale:
     """The state of tensors that were never seen."""
     scale = jnp.ones(shape, jnp.float32)
     return TensorScale(scale, jnp.zeros((*shape, length), jnp.float32))
@@ -99,7 +99,7 @@ NOT_SEEN = -1.0
 """Stands for the maximum of a tensor that was not made: all others are larger."""
 
 
-def seen(state: TensorScale, scale: Any, amax: Any) -> TensorScale:
+def updated_scale(state: TensorScale, scale: Any, amax: Any) -> TensorScale:
     """The state after a step that used `scale` and saw the magnitude `amax`.
 
     It stays as it was if the tensor was not made (in a branch not taken) or held an inf
@@ -112,18 +112,18 @@ def seen(state: TensorScale, scale: Any, amax: Any) -> TensorScale:
     )
 
 
-def contraction_by_marks(
-    fn: Bilinear, wanted: tuple[Wanted, Wanted], result: DType, out: DType
+def contraction_by_delayed_scales(
+    fn: Bilinear, requests: tuple[ScaleRequest, ScaleRequest], result: DType, out: DType
 ) -> Callable[..., Any]:
     """A contraction of float8 operands, whose scales are marks."""
 
     def bind(*operands: Any) -> Any:
         lhs, rhs = map(jnp.asarray, operands)
-        left = SCALE.bind(lhs, rhs, of=wanted[0])
-        right = SCALE.bind(rhs, lhs, of=wanted[1])
+        left = SCALE.bind(lhs, rhs, of=requests[0])
+        right = SCALE.bind(rhs, lhs, of=requests[1])
         values = (
-            _divided(lhs, left, wanted[0].fmt),
-            _divided(rhs, right, wanted[1].fmt),
+            _divided(lhs, left, requests[0].fmt),
+            _divided(rhs, right, requests[1].fmt),
         )
         made = fn(*values, as_it_is(result))
         return cast(made * (left * right).astype(result), out)
@@ -166,14 +166,14 @@ def _without_state(*_: Any, **__: Any) -> NoReturn:
     raise AmpError(NO_STATE)
 
 
-def _aval(x: Any, other: Any, *, of: Wanted) -> Any:
+def _aval(x: Any, other: Any, *, of: ScaleRequest) -> Any:
     del other, of
     if varying_in(x):  # a scale that is measured here is one device's own
         return raw(trace(largest_of, [x])).outvars[0].aval
     return empty_aval((), jnp.dtype("float32"))
 
 
-def _batch(args: Any, dims: Any, *, of: Wanted) -> Any:
+def _batch(args: Any, dims: Any, *, of: ScaleRequest) -> Any:
     del dims  # one scale for all examples
     return SCALE.bind(*args, of=of), None
 

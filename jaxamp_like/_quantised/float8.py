@@ -11,13 +11,13 @@ from .._dtypes import DType, lowered
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.bilinear import Bilinear, as_it_is, bilinear
-from .._rules.passes import Cast, Pass
+from .._rules.passes import CastPass, Pass
 from .._rules.weights import gradient_of, weight_side
-from .axes import Axes, axes_at, onto_result
-from .delayed import Wanted, contraction_by_marks
-from .passes import Kept, Rounding, along
+from .arguments import float8_dtype
+from .axes import Axes, scale_onto_result, site_axes
+from .delayed import ScaleRequest, contraction_by_delayed_scales
+from .passes import Rounding, SavedRoundedPass, along
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
-from .said import float8_dtype
 from .scaled import SCALE_NAME, AsFloat8, rescaled
 from .worth import WORTH_IT
 
@@ -35,7 +35,7 @@ class Float8(Quantising):
     """See `float8`."""
 
     name: ClassVar[str] = "float8"
-    told: ClassVar[str] = (
+    description: ClassVar[str] = (
         "operands in float8_e4m3fn, cotangents in float8_e5m2, with a scale for each "
         "tensor"
     )
@@ -84,7 +84,7 @@ class Float8(Quantising):
     def _delayed(self, site: Site) -> Decision:
         formats, out = self._formats(site), result_of(site)
         lhs, rhs = (
-            Wanted(
+            ScaleRequest(
                 _authors(site.scope),
                 site.primitive.name,
                 side,
@@ -96,7 +96,9 @@ class Float8(Quantising):
             for side, fmt in enumerate(formats)
         )
         fn = bilinear(site.primitive, site.params, moving=0)
-        bind = contraction_by_marks(fn, (lhs, rhs), self.product_dtype(out), out)
+        bind = contraction_by_delayed_scales(
+            fn, (lhs, rhs), self.product_dtype(out), out
+        )
         left, right = (fmt.dtype.name for fmt in formats)
         why = f"computes in {left} x {right}, scaled by maxima of steps before"
         eight_bits = EightBits("tensor x tensor, delayed", _RUNS, needs_state=True)
@@ -106,7 +108,7 @@ class Float8(Quantising):
         return decision._replace(reads=reads)
 
     def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
-        pairs = zip(self._formats(site), axes_at(site), strict=True)
+        pairs = zip(self._formats(site), site_axes(site), strict=True)
         lhs, rhs = (along(fmt, one.summed) for fmt, one in pairs)
         return lhs, rhs
 
@@ -116,9 +118,11 @@ class Float8(Quantising):
         lhs, rhs = numbers
         made = fn(lhs.values, rhs.values, as_it_is(dtype))
         pairs = zip((lhs.scale, rhs.scale), axes, strict=True)
-        return rescaled(made, *(onto_result(scale, one, made) for scale, one in pairs))
+        return rescaled(
+            made, *(scale_onto_result(scale, one, made) for scale, one in pairs)
+        )
 
-    def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
+    def gradients(self, site: Site, compute: Sequence[CastPass]) -> Sequence[Pass]:
         low = low_of(site)
         cotangent, formats = self._format(self.grad_dtype), self._formats(site)
 
@@ -128,7 +132,7 @@ class Float8(Quantising):
             if kind == "again":
                 return self.rounded(site, i, (cotangent, formats[1 - i]))
             fn = bilinear(site.primitive, site.params, moving=i)
-            return Kept(fn, i, low, cotangent, self.product_dtype(low))
+            return SavedRoundedPass(fn, i, low, cotangent, self.product_dtype(low))
 
         return [made(i, kind) for i, kind in enumerate(self._kinds(site))]
 

@@ -14,10 +14,10 @@ from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import Bilinear, as_it_is, bilinear
 from .._rules.weights import weight_side
-from .axes import Axes, axes_at, onto_result
+from .arguments import number
+from .axes import Axes, scale_onto_result, site_axes
 from .migration import migrated, pairs_of
 from .rule import NO_HEADS, Quantising, low_of, result_of
-from .said import number
 from .scaled import largest_of
 from .worth import WORTH_IT
 
@@ -125,7 +125,7 @@ class Int8(Quantising):
         )
 
     def roundings(self, site: Site) -> tuple[AsInt8, AsInt8]:
-        axes = axes_at(site)
+        axes = site_axes(site)
         weight = weight_side(site)
         lhs, rhs = (
             AsInt8(
@@ -138,7 +138,7 @@ class Int8(Quantising):
         )
         return lhs, rhs
 
-    def alone(self, site: Site) -> list[AsInt8 | None]:
+    def quantisers(self, site: Site) -> list[AsInt8 | None]:
         migrates, weight = self._migrates(site), weight_side(site)
         return [
             None if migrates or (self.weight_only and i != weight) else how
@@ -153,7 +153,7 @@ class Int8(Quantising):
     ) -> Any:
         sums = fn(*(x.values for x in numbers), as_it_is(_INT32))
         left, right = (
-            onto_result(x.multiplier, one, sums)
+            scale_onto_result(x.multiplier, one, sums)
             for x, one in zip(numbers, axes, strict=True)
         )
         # To float32 first: of integers as such, a GPU has no convolution.
@@ -173,14 +173,16 @@ class Int8(Quantising):
 
     def _of_weights(self, site: Site, weight: int) -> Callable[..., Any]:
         fn = bilinear(site.primitive, site.params, moving=0)
-        low, out, axes = low_of(site), result_of(site), axes_at(site)
+        low, out, axes = low_of(site), result_of(site), site_axes(site)
 
         def of_weights(lhs, rhs, *numbers):
             made = numbers[weight]
             values = [cast(lhs, low), cast(rhs, low)]
             values[weight] = made.values.astype(low)
             sums = fn(values[0], values[1], as_it_is(_FLOAT32))
-            return cast(sums / onto_result(made.multiplier, axes[weight], sums), out)
+            return cast(
+                sums / scale_onto_result(made.multiplier, axes[weight], sums), out
+            )
 
         return of_weights
 

@@ -23,11 +23,13 @@ from .._jax import (
     replace_subjaxprs,
     subjaxprs,
 )
-from .._rules.passes import Cast, pulled_back
+from .._rules.passes import CastPass, pulled_back
 from .constant import no_series
 
 
-def transposable(fn: Callable[..., Any], passes: Sequence[Cast]) -> Callable[..., Any]:
+def transposable(
+    fn: Callable[..., Any], passes: Sequence[CastPass]
+) -> Callable[..., Any]:
     """`fn(lhs, rhs, ...)`, transposed by `passes`, one for each operand.
 
     `fn` is jitted, and so one equation. Its result gets no cotangent, so that a

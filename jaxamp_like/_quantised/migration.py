@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._primitives.contractions import dot_numbers
-from .axes import Axes, onto_result
+from .axes import Axes, scale_onto_result
 from .scaled import largest_of, round_up_to_power_of_two
 
 
@@ -34,7 +34,7 @@ def migrated(
     assert pairs is not None and strength is not None
     lhs, rhs = operands
     by_lhs = Axes(_others(lhs, [i for i, _ in pairs]), pairs)
-    left = onto_result(largest_of(lhs, by_lhs.summed), by_lhs, rhs)
+    left = scale_onto_result(largest_of(lhs, by_lhs.summed), by_lhs, rhs)
     right = largest_of(rhs, _others(rhs, [i for _, i in pairs]))
     inputs, weights = (left, right) if weight == 1 else (right, left)
     known = jnp.isfinite(inputs * weights) & (inputs * weights > 0)
@@ -46,7 +46,7 @@ def migrated(
     factor = factor if weight == 1 else 1 / factor
     by_rhs = Axes(_others(rhs, [i for _, i in pairs]), tuple((j, i) for i, j in pairs))
     lhs, rhs = lhs.astype(factor.dtype), rhs.astype(factor.dtype)
-    return lhs / onto_result(factor, by_rhs, lhs), rhs * factor
+    return lhs / scale_onto_result(factor, by_rhs, lhs), rhs * factor
 
 
 def _others(x: Any, axes: list[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._dtypes import DType
 from .._errors import AmpError
-from .._jax import is_of_jet
+from .._jax import is_jet_tracer
 from .._rules.bilinear import (
     Bilinear,
     as_it_is,
@@ -24,8 +24,8 @@ from .._rules.bilinear import (
     mapped,
     transposed,
 )
-from .._rules.passes import Cast, Pass, straight_through, with_passes
-from .axes import Axes, axes_of
+from .._rules.passes import CastPass, Pass, straight_through, with_passes
+from .axes import Axes, operand_axes
 from .constant import constant, first_operand, no_series, tied
 from .linear import transposable
 from .scaled import rescaled, round_up_to_power_of_two
@@ -61,7 +61,7 @@ and the axes of both operands."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rounded(Pass):
+class RoundingPass(Pass):
     """A contraction that rounds its operands itself, whenever it is computed.
 
     What is kept for it is not rounded.
@@ -77,7 +77,7 @@ class Rounded(Pass):
         return self.fn(moving, others[0], self._hook)
 
     def _hook(self, primitive: Any, params: Any, operands: Any, moving: int) -> Any:
-        axes = axes_of(params, (operands[0].ndim, operands[1].ndim))
+        axes = operand_axes(params, (operands[0].ndim, operands[1].ndim))
         numbers = [
             along(self.roundings[i != moving], one.summed)(constant(x))
             for i, (x, one) in enumerate(zip(operands, axes, strict=True))
@@ -90,7 +90,7 @@ class Rounded(Pass):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept(Pass):
+class SavedRoundedPass(Pass):
     """A contraction whose other operand was rounded in the forward pass, and kept so.
 
     Args:
@@ -103,7 +103,9 @@ class Kept(Pass):
     result: DType
     before: bool = False
 
-    def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
+    def residuals(
+        self, operands: Sequence[Any], numbers: Sequence[Any]
+    ) -> Sequence[Any]:
         one = numbers[1 - self.moving]
         return [one.values, tied(one.scale, operands[1 - self.moving])]
 
@@ -190,7 +192,7 @@ In the backward pass of a loop or a branch, JAX may differentiate the code insid
 def rounded_contraction(
     forward: Callable[..., Any],
     gradients: Sequence[Pass],
-    in_compute_dtype: Sequence[Cast],
+    in_compute_dtype: Sequence[CastPass],
     roundings: Sequence[Rounding | None],
 ) -> Callable[..., Any]:
     """`forward(lhs, rhs)`, with a derivative by `gradients`, one for each operand.
@@ -203,30 +205,30 @@ def rounded_contraction(
         roundings: of each operand, if it is rounded without a look at the other. What
             they make is kept for the backward pass, if a gradient reads it.
     Returns:
-        A function of both operands, and of what the roundings made of them `alone`
-        where that is known; `None` where not."""
-    keeps = any(isinstance(made, Kept) for made in gradients)
+        A function of both operands, and of what the roundings made of them,
+        `quantised`, where that is known; `None` where not."""
+    keeps = any(isinstance(made, SavedRoundedPass) for made in gradients)
 
-    def completed(operands, alone):
+    def completed(operands, quantised):
         return [
             how(x) if one is None and how is not None else one
-            for how, x, one in zip(roundings, operands, alone, strict=True)
+            for how, x, one in zip(roundings, operands, quantised, strict=True)
         ]
 
-    def read(lhs, rhs, *alone):
-        return (lhs, rhs), completed((lhs, rhs), alone) if keeps else alone
+    def read(lhs, rhs, *quantised):
+        return (lhs, rhs), completed((lhs, rhs), quantised) if keeps else quantised
 
-    def forward_of(lhs, rhs, *alone):
+    def forward_of(lhs, rhs, *quantised):
         # `jet` meets these first, also in a `jit`, and they refuse a Taylor series.
         both = constant(lhs), constant(rhs)
-        return forward(*both, *completed(both, alone))
+        return forward(*both, *completed(both, quantised))
 
     linear = transposable(forward_of, in_compute_dtype)
     contraction = with_passes(linear, gradients, read)
 
-    def bind(*operands, alone=(None, None)):
-        if any(map(is_of_jet, operands)):
+    def bind(*operands, quantised=(None, None)):
+        if any(map(is_jet_tracer, operands)):
             no_series()
-        return contraction(*map(jnp.asarray, operands), *alone)
+        return contraction(*map(jnp.asarray, operands), *quantised)
 
     return bind

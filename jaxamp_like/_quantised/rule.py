@@ -20,25 +20,25 @@ from .._rules import (
     Decision,
     Demand,
     EightBits,
-    Mark,
     Origin,
+    Precision,
     Rule,
     Site,
     compute_in_full,
     contract,
-    outs_of,
+    out_facts_of,
     use_original_precision,
     why_as_written,
 )
 from .._rules.bilinear import Bilinear, bilinear
 from .._rules.computing import asks_for_wider_result
-from .._rules.conditions import asked, name_of
-from .._rules.passes import Cast, Pass, in_compute_dtype
+from .._rules.conditions import evaluate_predicate, name_of
+from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import is_parameter, weight_side
-from .axes import Axes, axes_at, sides
+from .arguments import as_patterns, predicate_or_none
+from .axes import Axes, matmul_sizes, site_axes
 from .constant import constant
-from .passes import Rounded, Rounding, rounded_contraction
-from .said import leave_alone, predicate_or_none
+from .passes import Rounding, RoundingPass, rounded_contraction
 from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")
@@ -77,12 +77,12 @@ class Quantising(Rule):
     """How many a number that is contracted has, without its share of a scale."""
     integers: ClassVar[tuple[DType, ...]] = ()
     """The dtypes of integers that stand for rounded numbers, and for sums of them."""
-    told: ClassVar[str] = ""
+    description: ClassVar[str] = ""
     """What its numbers are, told to a user who gave a dtype instead of the format."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", predicate_or_none(self.where))
-        object.__setattr__(self, "leave", leave_alone(self.leave))
+        object.__setattr__(self, "leave", as_patterns(self.leave))
         super().__post_init__()
 
     @property
@@ -133,10 +133,13 @@ class Quantising(Rule):
 
     def quantise(self, site: Site) -> Decision:
         """The decision for a contraction that is quantised."""
-        compute, alone = in_compute_dtype(site, low_of(site)), self.alone(site)
+        compute, quantisers = (
+            in_compute_dtype(site, low_of(site)),
+            self.quantisers(site),
+        )
         gradients = self.gradients(site, compute)
-        bind = rounded_contraction(self.forward(site), gradients, compute, alone)
-        return decided(site, self.why(site), bind, self.eight_bits(site), alone)
+        bind = rounded_contraction(self.forward(site), gradients, compute, quantisers)
+        return decided(site, self.why(site), bind, self.eight_bits(site), quantisers)
 
     # What a format says of a contraction that is quantised.
 
@@ -144,7 +147,7 @@ class Quantising(Rule):
         """How both operands are rounded."""
         raise NotImplementedError
 
-    def alone(self, site: Site) -> Sequence[Rounding | None]:
+    def quantisers(self, site: Site) -> Sequence[Rounding | None]:
         """The same of each operand that is rounded without a look at the other."""
         return self.roundings(site)
 
@@ -161,9 +164,9 @@ class Quantising(Rule):
         raise NotImplementedError
 
     def forward(self, site: Site) -> Callable[..., Any]:
-        """A function of both operands and of their `alone` numbers: the result."""
+        """A function of both operands and of both as quantised: the result."""
         fn = bilinear(site.primitive, site.params, moving=0)
-        axes, out = axes_at(site), result_of(site)
+        axes, out = site_axes(site), result_of(site)
 
         def forward(lhs, rhs, *numbers):
             del lhs, rhs
@@ -171,7 +174,7 @@ class Quantising(Rule):
 
         return forward
 
-    def gradients(self, site: Site, compute: Sequence[Cast]) -> Sequence[Pass]:
+    def gradients(self, site: Site, compute: Sequence[CastPass]) -> Sequence[Pass]:
         """How each gradient is made; the passes `compute` only cast operands."""
         return compute
 
@@ -179,7 +182,7 @@ class Quantising(Rule):
         """The pass for the gradient of operand `i`, which rounds what it reads."""
         fn, low = bilinear(site.primitive, site.params, moving=i), low_of(site)
         product = functools.partial(self.product, dtype=self.product_dtype(low))
-        return Rounded(fn, i, low, both, product)
+        return RoundingPass(fn, i, low, both, product)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """How the result's cotangent is rounded, where gradients read it rounded.
@@ -221,7 +224,7 @@ class Quantising(Rule):
             return "a convolution that sums over examples"
         if any(map(is_pending_sum, (*site.avals, *site.out_avals))):
             return "what is still to be summed over devices takes no scale"
-        if (left := _left(site.scope, self.leave)) is not None:
+        if (left := _excluded_name(site.scope, self.leave)) is not None:
             return f"{left!r} is a head or an embedding"
         if self.parameters_only and not _is_of_parameter(site):
             numbers = dot_numbers(site.params)
@@ -230,14 +233,14 @@ class Quantising(Rule):
                 return f"{NO_PARAMETER}, as of attention's scores"
             return NOT_OF_PARAMETERS
         if not self._is_wanted(site):
-            lengths = sides(site.params, shapes)
+            lengths = matmul_sizes(site.params, shapes)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
             return f"{size}not {name_of(self.where)}"
         return None
 
     def _is_wanted(self, site: Site) -> bool:
         who = f"`{self.name}(where=...)`"
-        return self.where is None or asked(self.where, site, who)
+        return self.where is None or evaluate_predicate(self.where, site, who)
 
 
 def _is_of_parameter(site: Site) -> bool:
@@ -260,7 +263,7 @@ _NO_LAYER = re.compile(r"\d+|eqx\..*")
 
 
 @functools.lru_cache(maxsize=4096)
-def _left(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
+def _excluded_name(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None:
     """The name in `scope` that is to be left alone, if there is one."""
     layers = [name for name in scope if not _NO_LAYER.fullmatch(name)]
     for name in scope:
@@ -294,14 +297,14 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
     was sent in the compute dtype."""
     low, weight = low_of(site), weight_side(site)
     fact = site.facts[weight]
-    is_read = is_parameter(fact) and fact is not None and bool(fact.leaf)
+    is_read = is_parameter(fact) and fact is not None and bool(fact.remat_source)
     return tuple(
         None if author is None or (is_read and i == weight) else lowered(author, low)
         for i, author in enumerate(site.authors)
     )
 
 
-class Alone(NamedTuple):
+class Prequantise(NamedTuple):
     """Rounds a value before its readers, which have derivatives of their own."""
 
     how: Any
@@ -322,17 +325,19 @@ def decided(
     eight_bits: EightBits,
     roundings: Sequence[Rounding | None] = (None, None),
 ) -> Decision:
-    """The decision for a contraction that `bind` makes; `roundings` are its `alone`."""
-    outs = outs_of(site, result_of(site), Mark.LOW)
+    """The decision for a contraction that `bind` makes, with its quantisers."""
+    outs = out_facts_of(site, result_of(site), Precision.LOW)
     return Decision(
         reads_of(site),
         site.params,
         outs,
         why,
         bind,
-        recasts=False,
+        recomputes_casts=False,
         eight_bits=eight_bits,
-        alone=tuple(None if how is None else Alone(how) for how in roundings),
+        quantisers=tuple(
+            None if how is None else Prequantise(how) for how in roundings
+        ),
     )
 
 

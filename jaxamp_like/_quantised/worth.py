@@ -2,7 +2,7 @@
 
 from .._rules import Site
 from .._rules.conditions import Predicate, positive
-from .axes import sides
+from .axes import matmul_sizes
 
 
 def worth_eight_bits(
@@ -40,7 +40,7 @@ def worth_eight_bits(
 
 
 def _worth_eight_bits(site: Site, side: int, volume: int, multiple_of: int) -> bool:
-    lengths = sides(site.params, [aval.shape for aval in site.avals])
+    lengths = matmul_sizes(site.params, [aval.shape for aval in site.avals])
     if lengths is None:
         return True
     rows, columns, summed = lengths

@@ -8,26 +8,26 @@ from typing import Any
 import jax
 
 from .._dtypes import is_float
-from .._frameworks.nnx import TakenApart
-from .._jax import Jaxpr, is_array_or_shape, merged, shown, trace, traced_afresh
+from .._frameworks.nnx import FunctionalCall
+from .._jax import Jaxpr, is_array_or_shape, merged, to_classic, trace, traced_afresh
 from .._rewrite.record import Recorder, recording
 
 
 @dataclass(frozen=True)
-class Call:
+class FlatCall:
     """A function of arrays, and the arrays that it is called on.
 
     Args:
         fn: takes a flat list of arrays and returns one.
         arrays: the arrays among the arguments, or their shapes.
         names: where each of them stands, as in "[0]['w']".
-        live: the indices of those that are differentiated.
+        active: the indices of those that are differentiated.
         name: what the function is called."""
 
     fn: Callable[..., list[Any]]
     arrays: tuple[Any, ...]
     names: tuple[str, ...]
-    live: tuple[int, ...]
+    active: tuple[int, ...]
     name: str
 
     def trace(self, recorder: Recorder) -> Jaxpr:
@@ -36,7 +36,7 @@ class Call:
     def replaced(self, arrays: Sequence[Any], some: Sequence[Any]) -> list[Any]:
         """`arrays`, with `some` in place of those that are differentiated."""
         full = list(arrays)
-        for i, x in zip(self.live, some, strict=True):
+        for i, x in zip(self.active, some, strict=True):
             full[i] = x
         return full
 
@@ -49,10 +49,10 @@ class Call:
         counts = []
 
         def forward(*arrays):
-            def of_live(*some):
+            def of_active(*some):
                 return self.fn(*self.replaced(arrays, some))
 
-            outs, vjp = jax.vjp(of_live, *(arrays[i] for i in self.live))
+            outs, vjp = jax.vjp(of_active, *(arrays[i] for i in self.active))
             counts.append(len(outs))
             return [*outs, *jax.tree.leaves(vjp)]
 
@@ -62,30 +62,32 @@ class Call:
 def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jaxpr:
     with recording(recorder), traced_afresh():
         try:
-            return shown(trace(fn, arrays))
+            return to_classic(trace(fn, arrays))
         except Exception as e:
             e.add_note(f"While tracing {name!r} for a report; it was not run.")
             raise
 
 
-def call_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, live: Sequence[int], name: str
-) -> Call:
+def flat_call(
+    fn: Callable[..., Any], args: Any, kwargs: Any, active: Sequence[int], name: str
+) -> FlatCall:
     """`fn(*args, **kwargs)` as a function of the arrays among its arguments.
 
     Args:
         fn: what is called.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        live: the positional arguments that are differentiated.
+        active: the positional arguments that are differentiated.
         name: what the function is called."""
-    call = TakenApart(fn, args, kwargs)
+    call = FunctionalCall(fn, args, kwargs)
     if not call.nodes:
-        return _call_of(fn, args, kwargs, live, name)
-    return _call_of(call, (call.held, call.others), {}, (0,), name)
+        return _flat_call(fn, args, kwargs, active, name)
+    return _flat_call(call, (call.held, call.others), {}, (0,), name)
 
 
-def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) -> Call:
+def _flat_call(
+    fn: Any, args: Any, kwargs: Any, active: Sequence[int], name: str
+) -> FlatCall:
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in paths]
     dynamic = list(map(is_array_or_shape, leaves))
@@ -101,9 +103,9 @@ def _call_of(fn: Any, args: Any, kwargs: Any, live: Sequence[int], name: str) ->
         place
         for place, i in enumerate(places)
         if i < len(owners)
-        and owners[i] in live
+        and owners[i] in active
         and is_float(getattr(leaves[i], "dtype", None))
     )
     arrays = tuple(leaves[i] for i in places)
     names = tuple(jax.tree_util.keystr(paths[i][0][1:]) for i in places)
-    return Call(flat, arrays, names, differentiated, name)
+    return FlatCall(flat, arrays, names, differentiated, name)

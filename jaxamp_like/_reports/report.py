@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .data.explained import Explained
-from .data.numbers import Numbers
+from .data.explained import ReportData
+from .data.numbers import NumericsData
 from .page.page import notebook_numerics, notebook_view, page, write_page
 from .page.table import print_numerics, print_report
 
 
 @dataclass(frozen=True, repr=False)
-class NumericsReport(Numbers):
+class NumericsReport(NumericsData):
     """What became of the numbers when a function ran in mixed precision.
 
     `print(report)` tells what went wrong first; `report.print()` is a table (rich);
@@ -49,7 +49,7 @@ class NumericsReport(Numbers):
 
 
 @dataclass(frozen=True, repr=False)
-class Report(Explained):
+class Report(ReportData):
     """What mixed precision makes of a function: data first, and views of it.
 
     `print(report)` gives a few lines of totals; `report.print()` a table (rich); in a

@@ -13,10 +13,10 @@ from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
-from .._rewrite.record import MARK
+from .._rewrite.record import STEP_SCOPE
 from .._rewrite.solvers import without_solver_scope
 from .._structural import SOLVER, STRUCTURAL, Step
-from .._structural.kept import is_kept
+from .._structural.saved import is_marked_saved
 from .convolutions import multiply_adds
 from .data.records import Phase, Place, SavedRecord, widest
 
@@ -24,7 +24,7 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class ReportContext:
     """What is known of the surroundings of an equation, or of the equations inside it.
 
     `step` is the step of a plan that the equation was bound for, `base` the scope
@@ -40,7 +40,7 @@ class Around:
     base: tuple[str, ...] = ()
     source: str = ""
 
-    def at(self, eqn: Eqn, steps: Sequence[Step]) -> "Around":
+    def at(self, eqn: Eqn, steps: Sequence[Step]) -> "ReportContext":
         """The same for the equation itself, by its own name stack."""
         own = names(eqn)
         phase, step, in_amp, base = self.phase, self.step, self.in_amp, self.base
@@ -48,8 +48,8 @@ class Around:
         for name in own.scopes:
             if name == REWRITTEN:
                 in_amp, base = True, scope
-            elif name.startswith(MARK):
-                step = steps[int(name.removeprefix(MARK))]
+            elif name.startswith(STEP_SCOPE):
+                step = steps[int(name.removeprefix(STEP_SCOPE))]
             elif name != SOLVER:
                 scope = (*scope, name)
         if step is not None and step is not self.step:
@@ -66,7 +66,7 @@ class Around:
             self, scope=scope, phase=phase, step=step, in_amp=in_amp, base=base
         )
 
-    def within(self, eqn: Eqn) -> "Around":
+    def within(self, eqn: Eqn) -> "ReportContext":
         """The same for the programs that the equation holds."""
         params, name = eqn.params, eqn.primitive.name
         label = f"{name} {params['name']}" if name in ("jit", "pjit") else name
@@ -84,13 +84,13 @@ class Around:
 
 
 def walk(
-    jaxpr: Jaxpr, steps: Sequence[Step], around: Around | None = None
-) -> Iterator[tuple[Eqn, Around, bool]]:
+    jaxpr: Jaxpr, steps: Sequence[Step], around: ReportContext | None = None
+) -> Iterator[tuple[Eqn, ReportContext, bool]]:
     """Yields every equation with what is around it, and whether it holds programs.
 
     Of code that amp does not look into (reducers, kernels), only casts and contractions
     are yielded."""
-    around = around or Around()
+    around = around or ReportContext()
     for eqn in raw(jaxpr).eqns:
         at = around.at(eqn, steps)
         inner = list(subjaxprs(eqn.params))
@@ -154,7 +154,7 @@ def contraction_dtypes(eqn: Eqn) -> tuple[str, ...]:
 # What the backward pass reads of the forward one.
 
 
-def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
+def saved_residuals(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
     """What a program with a backward pass keeps for it.
 
     That is what forward equations make and backward ones read, at every level. Inputs
@@ -163,8 +163,8 @@ def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
     removes the copy."""
     found: list[SavedRecord] = []
 
-    def visit(jaxpr: Jaxpr, around: Around) -> None:
-        made: dict[Any, tuple[Eqn, Around]] = {}
+    def visit(jaxpr: Jaxpr, around: ReportContext) -> None:
+        made: dict[Any, tuple[Eqn, ReportContext]] = {}
         live: dict[Any, None] = {}
         for eqn in raw(jaxpr).eqns:
             at = around.at(eqn, steps)
@@ -173,21 +173,21 @@ def kept(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
                 for sub in subjaxprs(eqn.params):
                     visit(sub, at.within(eqn))
             else:
-                live |= dict.fromkeys(_held(atom, made) for atom in eqn.invars)
+                live |= dict.fromkeys(_before_upcast(atom, made) for atom in eqn.invars)
         found.extend(_saved(var, *made[var], steps) for var in live if var in made)
 
-    visit(jaxpr, Around())
+    visit(jaxpr, ReportContext())
     return tuple(one for one in found if one.num_bytes)
 
 
-def _held(atom: Atom, made: dict[Any, tuple[Eqn, Around]]) -> Any:
+def _before_upcast(atom: Atom, made: dict[Any, tuple[Eqn, ReportContext]]) -> Any:
     """What a value was before it was cast up or copied; `None` for a literal."""
     if isinstance(atom, Literal):
         return None
     eqn = made[atom][0] if atom in made else None
-    if eqn is None or not (is_kept(eqn.primitive) or _is_cast_up(eqn)):
+    if eqn is None or not (is_marked_saved(eqn.primitive) or _is_cast_up(eqn)):
         return atom
-    return _held(eqn.invars[0], made)
+    return _before_upcast(eqn.invars[0], made)
 
 
 def _is_cast_up(eqn: Eqn) -> bool:
@@ -207,10 +207,12 @@ def residuals(
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
     kept = (v for v in inner.outvars[num_outs:] if not isinstance(v, Literal))
     live = [v for v in dict.fromkeys(kept) if v in made]
-    return tuple(_saved(v, made[v], Around().at(made[v], steps), steps) for v in live)
+    return tuple(
+        _saved(v, made[v], ReportContext().at(made[v], steps), steps) for v in live
+    )
 
 
-def _saved(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]) -> SavedRecord:
+def _saved(var: Any, eqn: Eqn, at: ReportContext, steps: Sequence[Step]) -> SavedRecord:
     scope, primitive = _maker(var, eqn, at, steps)
     aval: Any = var.aval
     # Keys and tokens have no size that is worth counting.
@@ -224,7 +226,7 @@ def _saved(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]) -> SavedRecord
     )
 
 
-def _maker(var: Any, eqn: Eqn, at: Around, steps: Sequence[Step]):
+def _maker(var: Any, eqn: Eqn, at: ReportContext, steps: Sequence[Step]):
     """The scope and the primitive that made a value, at the innermost level."""
     for sub in subjaxprs(eqn.params):
         if eqn.primitive.name not in STRUCTURAL:

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
 from .._jax import SymbolicZero, Zero, new_primitive
-from .._rules import apart, begun_apart
+from .._rules import behind_barrier, with_cotangent_barrier
 
 
 @jax.custom_jvp
@@ -71,7 +71,7 @@ _ROUNDED_BACK = new_primitive(
 
 
 def _rounded(ct: Any, low: DType) -> Any:
-    return ct if isinstance(ct, Zero) else cast(apart(cast(ct, low)), ct.dtype)
+    return ct if isinstance(ct, Zero) else cast(behind_barrier(cast(ct, low)), ct.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -93,7 +93,7 @@ def _residual_add_jvp(low, primals, tangents):
     rounded = _ROUNDED_BACK.bind(u, low=low)
     if isinstance(t, SymbolicZero):
         return out, rounded
-    return out, lax.add(begun_apart(t), rounded)
+    return out, lax.add(with_cotangent_barrier(t), rounded)
 
 
 residual_add.defjvp(_residual_add_jvp, symbolic_zeros=True)

@@ -30,7 +30,7 @@ from .._primitives import CONTRACTIONS, EACH_ALONE, IDENTITIES, LINEAR
 from .._rules import author_dtype
 from .._structural import STRUCTURAL, Handler, Scope
 from .memo import Memo
-from .reach import Reach, Reaches, of_input, union
+from .reach import Reach, ReachAnalysis, of_input, union
 
 Flags = tuple[bool, ...]
 """Of each input or operand, whether it is a cotangent; `()` if none is."""
@@ -50,7 +50,9 @@ _LINEAR = CONTRACTIONS | (LINEAR - {"add", "sub"}) | set(
 class Cotangents:
     """Finds the cotangents of programs, and remembers them while these live."""
 
-    _reaches: "_Reaches" = field(default_factory=lambda: _Reaches(_handler))
+    _reaches: "_FromCotangents" = field(
+        default_factory=lambda: _FromCotangents(_handler)
+    )
     _found: Memo = field(default_factory=Memo)
     _contracting: Memo = field(default_factory=Memo)
 
@@ -78,7 +80,9 @@ class Cotangents:
             return {}
         found: dict[Jaxpr, Flags] = {}
         bodies = self._reaches.bodies(eqn, ())
-        now = self._reaches.entering(eqn, bodies, (), [of_input(0) * x for x in which])
+        now = self._reaches.of_operands(
+            eqn, bodies, (), [of_input(0) * x for x in which]
+        )
         for body in bodies:
             if self._contracts(body.jaxpr):
                 inner = tuple(bool(now[i]) for i in body.ins)
@@ -90,14 +94,14 @@ class Cotangents:
     def _find(
         self, jaxpr: Any, given: Flags, is_backward: bool, is_rule: bool
     ) -> Sequence[Flags]:
-        starts = _Starts(jaxpr, is_rule, are_given=is_backward and any(given))
+        starts = _CotangentSources(jaxpr, is_rule, are_given=is_backward and any(given))
         known = {jaxpr.invars[i] for i, is_one in enumerate(given) if is_one}
         if is_backward:
             outer = set(known)  # made of cotangents that came in
             found = []
             for k, eqn in enumerate(jaxpr.eqns):
-                which = self._handed_on(eqn, _those_in(outer, eqn), outer)
-                is_part = any(which) or not starts.are_made_again_at(k)
+                which = self._propagate(eqn, _those_in(outer, eqn), outer)
+                is_part = any(which) or not starts.are_recomputed_at(k)
                 found.append(self._which(starts, k, known) if is_part else ())
             return found
         found: list[Flags] = [()] * len(jaxpr.eqns)
@@ -114,7 +118,11 @@ class Cotangents:
         return found
 
     def _which(
-        self, starts: "_Starts", k: int, known: set[Any], perhaps: bool = False
+        self,
+        starts: "_CotangentSources",
+        k: int,
+        known: set[Any],
+        perhaps: bool = False,
     ) -> Flags:
         """Which operands of equation `k` are cotangents; adds to those `known`."""
         eqn = starts.eqns[k]
@@ -124,9 +132,9 @@ class Cotangents:
         ):
             for i in starts.of(k, perhaps):
                 which[i] = True
-        return self._handed_on(eqn, which, known)
+        return self._propagate(eqn, which, known)
 
-    def _handed_on(self, eqn: Eqn, which: Sequence[bool], known: set[Any]) -> Flags:
+    def _propagate(self, eqn: Eqn, which: Sequence[bool], known: set[Any]) -> Flags:
         """Returns `which` or `()`; adds those, and what they make, to `known`."""
         if not any(which):
             return ()
@@ -148,7 +156,7 @@ class Cotangents:
         return self._contracting(jaxpr, (), find)
 
 
-class _Reaches(Reaches):
+class _FromCotangents(ReachAnalysis):
     """What is made of a cotangent, by way of floats alone."""
 
     reads_scopes = False
@@ -163,7 +171,7 @@ class _Reaches(Reaches):
         return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
 
 
-class _Starts:
+class _CotangentSources:
     """Where cotangents begin, in a program that JAX has transposed."""
 
     def __init__(self, jaxpr: Any, is_rule: bool, are_given: bool):
@@ -176,7 +184,7 @@ class _Starts:
         given = (*jaxpr.invars, *jaxpr.constvars)
         self.made: dict[Any, Phases] = dict.fromkeys(given, ())
         # Where some inputs are cotangents, the others are known to be none.
-        self.handed_over = set(given) if are_given else set()
+        self.forwarded = set(given) if are_given else set()
         self.read: dict[Any, set[Phases]] = defaultdict(set)
         # For each value: the phases that read all of the floats that it is made of, or
         # what these are made of in turn.
@@ -186,8 +194,8 @@ class _Starts:
         for eqn, phases in zip(jaxpr.eqns, self.phases, strict=True):
             if eqn.primitive.name in IDENTITIES:
                 pairs = zip(eqn.invars, eqn.outvars, strict=True)
-                self.handed_over |= {
-                    v for x, v in pairs if _is_var(x) and x in self.handed_over
+                self.forwarded |= {
+                    v for x, v in pairs if _is_var(x) and x in self.forwarded
                 }
             self.made |= dict.fromkeys(eqn.outvars, phases)
             for atom in filter(_is_var, eqn.invars):
@@ -213,7 +221,7 @@ class _Starts:
     def are_possible_at(self, k: int) -> bool:
         return _BACKWARD in self.phases[k]
 
-    def are_made_again_at(self, k: int) -> bool:
+    def are_recomputed_at(self, k: int) -> bool:
         """Whether an equation of a backward pass is named as one of a forward pass.
 
         JAX 0.6 also gives this name to what it transposed of a call in a checkpoint."""
@@ -261,7 +269,7 @@ class _Starts:
         made = self.made[var]
         if made != before[: len(made)] or not self.has_forwards:
             return False
-        if var in self.handed_over:
+        if var in self.forwarded:
             return False
         forward = (*before, "jvp")
         read = self.read[var] if perhaps else self.read[var] | self.made_of[var]

@@ -62,7 +62,9 @@ def code_of(
     for step in steps:
         operands, made = tuple(map(place, step.eqn.invars)), step.eqn.outvars
         number |= {v: len(number) + i for i, v in enumerate(made)}
-        lines.append((step.kind, operands, tuple(results.get(v, ...) for v in made)))
+        lines.append(
+            (step.dedup_key, operands, tuple(results.get(v, ...) for v in made))
+        )
     return (
         tuple((v.aval, known) for v, known in ins.items()),
         tuple(lines),

@@ -11,7 +11,7 @@ from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
 from .._primitives import FIXED, RULED
 from .._rules import Demand, author_dtype
 from .._structural import Body, Scope, derivative_of
-from .carries import Carries
+from .accumulators import Accumulators
 from .matching import Matching
 from .memo import Memo
 
@@ -21,7 +21,7 @@ class Demands:
     """How values are read, in the programs that a policy is asked of."""
 
     matching: Matching
-    carries: Carries
+    accumulators: Accumulators
     _known: Memo = field(default_factory=Memo)
     _by_rule: Memo = field(default_factory=Memo)
     _is_rule: bool = False  # whether a derivative rule is looked at
@@ -63,8 +63,8 @@ class Demands:
             if eqn.primitive.name in FIXED:
                 return [Demand.FULL] * len(eqn.invars)
             wanted = functools.reduce(operator.or_, outs, Demand.NONE)
-            found = self.matching.found(eqn, scope)
-            return [found.demand(eqn.params, wanted)] * len(eqn.invars)
+            match = self.matching.of_equation(eqn, scope)
+            return [match.demand(eqn.params, wanted)] * len(eqn.invars)
         return self.of_operands(eqn, handler.bodies(eqn), scope, outs)
 
     def of_operands(
@@ -125,16 +125,16 @@ class Demands:
     ) -> Sequence[Demand]:
         """How the inputs of a body are read, by any iteration if it has a loop."""
         reads = self.of_inputs(body.jaxpr, scope, self.body_wanted(body, scope, outs))
-        return [how & ~Demand.CARRY for how in reads] if body.loop else reads
+        return [how & ~Demand.ACCUMULATOR for how in reads] if body.carries else reads
 
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
     ) -> Sequence[Demand]:
         """How the results of an equation are read, the condition of a loop included."""
-        made = {b.ins[i]: b.outs[out] for b in bodies for out, i in b.loop}
+        made = {b.ins[i]: b.outs[out] for b in bodies for out, i in b.carries}
         outs = list(outs)
         for condition in bodies if made else ():
-            if condition.loop:
+            if condition.carries:
                 continue
             reads = self.of_body(condition, scope, outs)
             for i, how in zip(condition.ins, reads, strict=True):
@@ -147,9 +147,9 @@ class Demands:
     ) -> list[Demand]:
         """How the results of a body are read: outside, or in the next iteration."""
         wanted = [Demand.FULL if i is None else outs[i] for i in body.outs]
-        full = self.carries.must_stay_full(body, scope)
-        made_by = {i: out for out, i in body.loop}
-        giver = {j: i for i, heirs in body.handed_on().items() for j in heirs}
+        full = self.accumulators.must_stay_full(body, scope)
+        made_by = {i: out for out, i in body.carries}
+        giver = {j: i for i, heirs in body.forwarded_carries().items() for j in heirs}
 
         def want(i: int, how: Demand) -> bool:
             """Adds `how` to how a carry is read; returns whether that is new."""
@@ -158,7 +158,7 @@ class Demands:
             return wanted[out] != before
 
         for i in made_by.keys() & full:
-            want(i, Demand.CARRY)
+            want(i, Demand.ACCUMULATOR)
         while True:
             reads = self.of_inputs(body.jaxpr, scope, wanted)
             news = [i for i in made_by if want(i, reads[i])]

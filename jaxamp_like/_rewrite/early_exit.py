@@ -15,11 +15,18 @@ from .._dtypes import is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, variables
 from .._structural import Body, Scope
 from .flow import Flow
-from .inlined import CHOICE, INPUT, Inlined, Known, hands_on, is_call
+from .inlined import (
+    CHOICE,
+    INPUT,
+    Assumption,
+    InlinedProgram,
+    forwards_operands,
+    is_call,
+)
 from .reach import LOW, Reach, is_reference, of_input, of_inputs, through
 
 
-class Loop:
+class Iteration:
     """One iteration of a loop, as numbered values: the operands come first.
 
     Attributes:
@@ -27,18 +34,18 @@ class Loop:
 
     def __init__(self, flow: Flow, eqn: Eqn, bodies: Sequence[Body], scope: Scope):
         self.operands = eqn.invars
-        self._before = flow.before(eqn, bodies, scope)
-        self.values = values = Inlined(flow, len(eqn.invars))
+        self._previous = flow.of_previous_iterations(eqn, bodies, scope)
+        self.values = values = InlinedProgram(flow, len(eqn.invars))
         outs = [values.run(body.jaxpr, scope, body.ins) for body in bodies]
         *self._conditions, (body, made) = zip(bodies, outs, strict=True)
-        self.next_of = {body.ins[i]: made[out] for out, i in body.loop}
+        self.next_of = {body.ins[i]: made[out] for out, i in body.carries}
         self.carries = of_inputs(self.next_of)
         fixed = range(min(self.next_of, default=0))  # operands before the carries
         self.fixed = of_inputs(i for i in fixed if not is_reference(eqn.invars[i]))
 
-    def before(self, reach: Reach) -> Reach:
+    def in_previous_iterations(self, reach: Reach) -> Reach:
         """`reach`, followed back through any number of iterations before this one."""
-        return through(reach, self._before)
+        return through(reach, self._previous)
 
     def is_bounded(self) -> bool:
         """Whether a `while` also ends by a condition that is exact in any precision.
@@ -49,34 +56,40 @@ class Loop:
         for n, value in [*parts]:
             if value and n in self.next_of:
                 parts += self.values.implied(self.next_of[n], True, by_some=True)
-        reaches = (self.before(self.values.reach[n]) for n, _ in parts)
+        reaches = (self.in_previous_iterations(self.values.reach[n]) for n, _ in parts)
         return any(reach & self.carries and not reach & LOW for reach in reaches)
 
-    def stops(self) -> bool:
+    def exits_early(self) -> bool:
         """Whether a decision by low numbers keeps carries unchanged for good."""
-        return any(self._stops_by(one, kept) for one, kept in self._deciding().items())
+        return any(
+            self._exits_once(one, kept) for one, kept in self._deciding_values().items()
+        )
 
-    def _deciding(self) -> dict[Known, set[int]]:
+    def _deciding_values(self) -> dict[Assumption, set[int]]:
         """Which values, if known, are enough to hand carries on; and these carries."""
-        found: dict[Known, set[int]] = {}
-        for made in self.values.made:
-            if made.by == CHOICE:
-                which, *cases = made.of
+        found: dict[Assumption, set[int]] = {}
+        for made in self.values.definitions:
+            if made.op == CHOICE:
+                which, *cases = made.operands
                 for k, case in enumerate(cases):
                     if case in self.next_of:
                         picks = bool(k) if len(cases) == 2 else k
-                        for one in self.values.enough(which, picks):
+                        for one in self.values.sufficient(which, picks):
                             found.setdefault(one, set()).add(case)
         return found
 
-    def _stops_by(self, decided: Known, kept: set[int]) -> bool:
+    def _exits_once(self, decided: Assumption, kept: set[int]) -> bool:
         """Whether, once `decided`, some carry in `kept` is handed on for good."""
         reach = self.values.reach[decided[0]]
         read = reach & ~(self.fixed | LOW)
-        if not read or read & ~self.carries or not self.before(reach) & LOW:
+        if (
+            not read
+            or read & ~self.carries
+            or not self.in_previous_iterations(reach) & LOW
+        ):
             return False
         known = dict(self.values.implied(*decided))
-        outs = self.values.given(known.items(), [*self.next_of.values()])
+        outs = self.values.substituted(known.items(), [*self.next_of.values()])
         then = dict(zip(self.next_of, outs, strict=True))
         if read & ~self._settled(then, known):
             return False
@@ -95,7 +108,7 @@ class Loop:
             for i, out in then.items():
                 if out in values.constants:
                     stays = known.get(i) in (None, values.constants[out])
-                elif values.made[out].by == INPUT:
+                elif values.definitions[out].op == INPUT:
                     stays = out == i
                 else:
                     stays = not values.reach[out] & ~(settled | self.fixed | LOW)
@@ -107,10 +120,12 @@ class Loop:
         out = self.next_of[i]
         if out == i or not is_float(self.operands[i].aval.dtype):
             return False
-        return bool(self.before(self.values.fresh[out]) & of_input(i))
+        return bool(
+            self.in_previous_iterations(self.values.computed_from[out]) & of_input(i)
+        )
 
 
-def may_hand_on(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) -> bool:
+def may_forward(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) -> bool:
     """Whether a choice (`cond`, `select_n`) may make one of some `results`.
 
     This is a quick check: it looks only at equations that these results come from."""
@@ -121,12 +136,12 @@ def may_hand_on(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) 
             continue
         if eqn.primitive.name in ("cond", "select_n"):
             return True
-        if hands_on(eqn):
+        if forwards_operands(eqn):
             asked.update(variables(eqn.invars))
             continue
         inside = scope + scopes(eqn)
         bodies = flow.bodies(eqn, inside)
         outs = {i for i, v in enumerate(eqn.outvars) if v in asked}
-        if is_call(bodies) and may_hand_on(flow, bodies[0].jaxpr, inside, outs):
+        if is_call(bodies) and may_forward(flow, bodies[0].jaxpr, inside, outs):
             return True
     return False

@@ -11,8 +11,8 @@ from .._rules import (
     Constants,
     Demand,
     Fact,
-    Leaf,
     Origin,
+    RematSource,
     Site,
     author_dtype,
     is_full,
@@ -44,7 +44,12 @@ def fact_of(env: dict[Any, Fact | None], atom: Atom) -> Fact | None:
 @functools.lru_cache(maxsize=1024)
 def _literal_fact(dtype: DType, value: float) -> Fact:
     known = Constants(frozenset([value]))
-    return Fact(dtype, leaf=Leaf.CONST, constants=known, origin=Origin.CONSTANT)
+    return Fact(
+        dtype,
+        remat_source=RematSource.CONSTANT,
+        constants=known,
+        origin=Origin.CONSTANT,
+    )
 
 
 def _plain(value: float) -> float:
@@ -52,16 +57,18 @@ def _plain(value: float) -> float:
     return np.inf if np.isnan(value) else value
 
 
-def const_fact(var: Any, const: Any, root: Leaf = Leaf.ROOT) -> Fact | None:
+def const_fact(
+    var: Any, const: Any, source: RematSource = RematSource.INPUT
+) -> Fact | None:
     dtype = author_dtype(var.aval)
     if dtype is None:
         return None
     # A constant that is unknown, or a tracer of an outer transformation, may be a
     # parameter that the function closes over.
     is_constant = const is not None and not is_tracer(const)
-    leaf = Leaf.CONST if is_constant else root
+    source = RematSource.CONSTANT if is_constant else source
     known = _constants(const)
-    return Fact(dtype, leaf=leaf, constants=known, origin=Origin.CLOSED_OVER)
+    return Fact(dtype, remat_source=source, constants=known, origin=Origin.CLOSED_OVER)
 
 
 _SMALL_CONST = 4096  # elements that are looked at; a mask or an epsilon is no larger

@@ -10,11 +10,11 @@ from .._dtypes import is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, subjaxprs
 from .._primitives import RANKING
 from .._structural import Body, Scope
-from .reach import LOW, Reach, Reaches, union
+from .reach import LOW, Reach, ReachAnalysis, union
 
 
 @dataclass(eq=False)
-class Flow(Reaches):
+class Flow(ReachAnalysis):
     """Which inputs of a program reach its results, and whether anything low does.
 
     Args:
@@ -33,11 +33,13 @@ class Flow(Reaches):
     ) -> Sequence[Reach]:
         reach = union(operands) | LOW * self.is_low(eqn, scope)
         places = range(len(eqn.outvars))
-        return [0 if self.ends_at(eqn, i) else reach for i in places]
+        return [0 if self.cuts_flow_at(eqn, i) else reach for i in places]
 
     def condition(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> Reach:
         """What reaches the condition of a loop, through any number of iterations."""
-        return self.control(bodies, scope, self.before(eqn, bodies, scope))
+        return self.control(
+            bodies, scope, self.of_previous_iterations(eqn, bodies, scope)
+        )
 
     def is_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation, or one of a program that it holds, computes low."""
@@ -48,7 +50,7 @@ class Flow(Reaches):
     def _has_low(self, jaxpr: Jaxpr, scope: Scope) -> bool:
         return any(self.is_low(eqn, scope + scopes(eqn)) for eqn in raw(jaxpr).eqns)
 
-    def ends_at(self, eqn: Eqn, i: int) -> bool:
+    def cuts_flow_at(self, eqn: Eqn, i: int) -> bool:
         """Whether a result counts as made of nothing: it tells no size of a float.
 
         It may tell whether one is finite or NaN (`x != x`), or which is largest."""

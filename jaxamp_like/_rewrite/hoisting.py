@@ -13,9 +13,9 @@ import jax
 from .._jax import Literal, eqn_context, scan_arity, variables
 from .._primitives import VIEWS
 from .._rules import Fact
-from .._structural import Plan, Rounded, Step
-from .frames import Frame
-from .record import marked
+from .._structural import HoistedWeights, Plan, Step
+from .record import in_step_scope
+from .step_binder import StepBinder
 
 Path = tuple[Any, ...]
 """The way to a rounded operand: the steps that it lies in, outermost first, the step
@@ -27,45 +27,45 @@ After the step of a loop stands whether the operand is another one in each itera
 _MOVES = VIEWS - {"broadcast_in_dim", "tile"}
 
 
-def inside(made: Rounded, first: Any) -> Rounded:
+def entries_under(made: HoistedWeights, first: Any) -> HoistedWeights:
     """The entries whose paths begin with `first`, by the rest of each path."""
     return {path[1:]: x for path, x in made.items() if path[0] is first}
 
 
-def of_loop(
-    frame: Frame, step: Step, fixed: Mapping[Any, Any], slices: Mapping[Any, Any]
-) -> tuple[Rounded, Rounded]:
+def hoist_weights(
+    binder: StepBinder, step: Step, fixed: Mapping[Any, Any], slices: Mapping[Any, Any]
+) -> tuple[HoistedWeights, HoistedWeights]:
     """Weights that the last body of a loop reads, rounded: fixed ones, and slices.
 
     Args:
-        frame: the frame that the loop is bound in, with what was rounded before a loop
-            around it.
+        binder: what the loop is bound by, with what was rounded before a loop around
+            it.
         step: the step of the loop.
         fixed: the values of inputs of the body that are the same in all iterations.
         slices: for inputs of the body that differ between iterations, their stacks."""
-    made = inside(frame.rounded, step)
-    made |= _of_loop(frame, step.inner[-1], fixed, slices, made)
-    return inside(made, False), inside(made, True)
+    made = entries_under(binder.hoisted_weights, step)
+    made |= _hoist_from_loop(binder, step.inner[-1], fixed, slices, made)
+    return entries_under(made, False), entries_under(made, True)
 
 
-def _of_loop(
-    frame: Frame,
+def _hoist_from_loop(
+    binder: StepBinder,
     plan: Plan,
     fixed: Mapping[Any, Any],
     slices: Mapping[Any, Any],
-    done: Rounded,
-) -> Rounded:
-    made = _of_program(frame, plan, fixed, inside(done, False))
+    done: HoistedWeights,
+) -> HoistedWeights:
+    made = _hoist_from_program(binder, plan, fixed, entries_under(done, False))
     found = {(False, *path): x for path, x in made.items()}
     slices = {v: x for v, x in slices.items() if _is_parameter(plan.facts[v])}
     if not slices:
         return found
-    known = inside(done, False) | inside(done, True) | made
+    known = entries_under(done, False) | entries_under(done, True) | made
     paths: list[Path] = []
 
     def one(values: list[Any]) -> list[Any]:
         values_of = {**fixed, **dict(zip(slices, values, strict=True))}
-        made = _of_program(frame, plan, values_of, known)
+        made = _hoist_from_program(binder, plan, values_of, known)
         paths[:] = made
         return list(made.values())
 
@@ -74,44 +74,46 @@ def _of_loop(
 
 
 def _is_parameter(fact: Fact | None) -> bool:
-    return fact is not None and bool(fact.leaf)
+    return fact is not None and bool(fact.remat_source)
 
 
-def _of_program(
-    frame: Frame, plan: Plan, known: Mapping[Any, Any], done: Rounded
-) -> Rounded:
+def _hoist_from_program(
+    binder: StepBinder, plan: Plan, known: Mapping[Any, Any], done: HoistedWeights
+) -> HoistedWeights:
     """Rounds what a program reads of inputs that are `known`, unless it is `done`."""
-    values = _Values(frame, plan, known)
-    made: Rounded = {}
+    values = _Values(binder, plan, known)
+    made: HoistedWeights = {}
     once: dict[Any, Any] = {}
     for step in plan.steps:
-        for i, how in enumerate(step.decision.alone):
+        for i, how in enumerate(step.decision.quantisers):
             atom = step.eqn.invars[i]
             if how is None or (step, i) in done or not values.has(atom):
                 continue
             if (atom, how) not in once:
-                with marked(step), eqn_context(step.eqn):
+                with in_step_scope(step), eqn_context(step.eqn):
                     once[atom, how] = how(values.read(step, i))
             made[step, i] = once[atom, how]
-        if _hands_on(step):
-            inner = _of_step(frame, step, values, inside(done, step))
+        if _passes_hoisted_weights(step):
+            inner = _hoist_from_step(binder, step, values, entries_under(done, step))
             made |= {(step, *path): x for path, x in inner.items()}
     return made
 
 
-def _of_step(frame: Frame, step: Step, values: "_Values", done: Rounded) -> Rounded:
+def _hoist_from_step(
+    binder: StepBinder, step: Step, values: "_Values", done: HoistedWeights
+) -> HoistedWeights:
     """As `_of_program`, for the program in a step: the last one, if it is a loop."""
     eqn, plan = step.eqn, step.inner[-1]
     assert step.handler is not None
-    known = values.handed_to(step)
+    known = values.passed_to(step)
     if not known:
         return {}
     if step.handler.is_call:
-        return _of_program(frame, plan, known, done)
+        return _hoist_from_program(binder, plan, known, done)
     first = sum(scan_arity(eqn)) if eqn.primitive.name == "scan" else len(eqn.invars)
     slices = {v: x for v, x in known.items() if _place(step, v) >= first}
     fixed = {v: x for v, x in known.items() if v not in slices}
-    return _of_loop(frame, plan, fixed, slices, done)
+    return _hoist_from_loop(binder, plan, fixed, slices, done)
 
 
 def _place(step: Step, var: Any) -> int:
@@ -124,10 +126,12 @@ def _place(step: Step, var: Any) -> int:
 class _Values:
     """The values of variables that are inputs with known values, or views of these."""
 
-    def __init__(self, frame: Frame, plan: Plan, known: Mapping[Any, Any]):
-        self.within = frame
-        self.frame = frame.over(dict(known))
-        self.makers = {v: s for s in plan.steps if _shows(s) for v in s.eqn.outvars}
+    def __init__(self, binder: StepBinder, plan: Plan, known: Mapping[Any, Any]):
+        self.outer = binder
+        self.binder = binder.with_env(dict(known))
+        self.makers = {
+            v: s for s in plan.steps if _makes_views(s) for v in s.eqn.outvars
+        }
         self.calls: dict[Step, _Values] = {}
         self.known = dict.fromkeys(known, True)
 
@@ -149,13 +153,13 @@ class _Values:
     def read(self, step: Step, i: int) -> Any:
         """An operand, in the dtype that its step reads it in."""
         self._make(step.eqn.invars[i])
-        return self.frame.read(step.eqn.invars[i], step.decision.reads[i])
+        return self.binder.read(step.eqn.invars[i], step.decision.reads[i])
 
-    def handed_to(self, step: Step) -> dict[Any, Any]:
+    def passed_to(self, step: Step) -> dict[Any, Any]:
         """Inputs of the program that a step holds, which are no carries of a loop."""
         assert step.handler is not None
         body = step.handler.bodies(step.eqn)[-1]
-        carried = {i for _, i in body.loop}
+        carried = {i for _, i in body.carries}
         places = zip(step.inner[-1].invars, body.ins, strict=True)
         return {
             var: self.read(step, place)
@@ -166,36 +170,36 @@ class _Values:
     def _call(self, step: Step) -> "_Values":
         if step not in self.calls:
             plan = step.inner[-1]
-            self.calls[step] = _Values(self.within, plan, self.handed_to(step))
+            self.calls[step] = _Values(self.outer, plan, self.passed_to(step))
         return self.calls[step]
 
     def _make(self, atom: Any) -> None:
-        if isinstance(atom, Literal) or atom in self.frame.env:
+        if isinstance(atom, Literal) or atom in self.binder.env:
             return
         step = self.makers[atom]
         if step.handler is not None:
-            self.frame.env[atom] = self._call(step).value(_result(step, atom))
+            self.binder.env[atom] = self._call(step).value(_result(step, atom))
             return
         for operand in step.eqn.invars:
             self._make(operand)
-        with marked(step), eqn_context(step.eqn):
-            outs = self.frame.apply(step)
-        self.frame.env |= zip(step.eqn.outvars, outs, strict=True)
+        with in_step_scope(step), eqn_context(step.eqn):
+            outs = self.binder.apply(step)
+        self.binder.env |= zip(step.eqn.outvars, outs, strict=True)
 
     def value(self, atom: Any) -> Any:
         self._make(atom)
-        return self.frame.env[atom]
+        return self.binder.env[atom]
 
 
-def _shows(step: Step) -> bool:
+def _makes_views(step: Step) -> bool:
     """Whether a step may make views of operands: it moves one, or it is a call."""
     if step.handler is None:
         return step.eqn.primitive.name in _MOVES
-    return _hands_on(step) and step.handler.is_call
+    return _passes_hoisted_weights(step) and step.handler.is_call
 
 
-def _hands_on(step: Step) -> bool:
-    is_known = step.handler is not None and step.handler.hands_on
+def _passes_hoisted_weights(step: Step) -> bool:
+    is_known = step.handler is not None and step.handler.passes_hoisted_weights
     return is_known and not step.eqn.effects
 
 

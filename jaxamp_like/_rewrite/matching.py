@@ -20,34 +20,34 @@ class Matching:
     policy: Lookup
     _found: dict[Any, Match] = field(default_factory=dict)
 
-    def find(self, primitive: Any, scope: Scope) -> Match:
+    def of_primitive(self, primitive: Any, scope: Scope) -> Match:
         """What the policy says of a primitive in a scope."""
         key = (primitive, scope)
         if key not in self._found:
             self._found[key] = self.policy.find(primitive, scope)
         return self._found[key]
 
-    def found(self, eqn: Eqn, scope: Scope) -> Match:
+    def of_equation(self, eqn: Eqn, scope: Scope) -> Match:
         """What the policy says of an equation.
 
         In a solver, only a key that is a scope can ask for low precision."""
-        found = self.find(eqn.primitive, without_solver_scope(scope))
+        match = self.of_primitive(eqn.primitive, without_solver_scope(scope))
         if SOLVER in scope:
-            is_meant = found.by_scope or isinstance(found.rule, UseOriginalPrecision)
-            return found if is_meant else replace(found, rule=in_solver)
+            is_meant = match.by_scope or isinstance(match.rule, UseOriginalPrecision)
+            return match if is_meant else replace(match, rule=in_solver)
         avals = [atom.aval for atom in eqn.invars]
-        rule = found.rule.for_equation(eqn.params, avals)
+        rule = match.rule.for_equation(eqn.params, avals)
         if eqn.primitive.name in ASKING_SIGNS and _is_beside_zero(eqn):
             rule = rule.beside_zero()
         may_be_low = rule.may_compute_low
-        if may_be_low and why_written(eqn.params, avals, found.by_scope) is not None:
-            return replace(found, rule=rule, as_written=True)
-        return found if rule is found.rule else replace(found, rule=rule)
+        if may_be_low and why_written(eqn.params, avals, match.by_scope) is not None:
+            return replace(match, rule=rule, as_written=True)
+        return match if rule is match.rule else replace(match, rule=rule)
 
     def handler(self, eqn: Eqn, scope: Scope) -> Handler | None:
         """How a structural equation is walked into; `None` if it is not."""
         handler = STRUCTURAL.get(eqn.primitive.name)
-        if handler is None or stops(self.found(eqn, scope)):
+        if handler is None or stays_as_written(self.of_equation(eqn, scope)):
             return None
         return handler
 
@@ -55,12 +55,12 @@ class Matching:
         """Whether an equation may compute low, as any contraction is taken to."""
         if eqn.primitive.name in CONTRACTIONS:
             return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
-        return self.found(eqn, scope).rule.may_compute_low
+        return self.of_equation(eqn, scope).rule.may_compute_low
 
 
-def stops(found: Match) -> bool:
+def stays_as_written(match: Match) -> bool:
     """Whether a structural primitive is left as written, with all that is inside."""
-    return found.key is not None and isinstance(found.rule, UseOriginalPrecision)
+    return match.key is not None and isinstance(match.rule, UseOriginalPrecision)
 
 
 def _is_beside_zero(eqn: Eqn) -> bool:

@@ -49,7 +49,7 @@ def _made_of(site: Site) -> Origin:
         return Origin.MADE if is_free else Origin.DATA
     voting = [fact for fact in facts if fact.origin != Origin.CONSTANT]
     # A bias or a gain does not decide: what it is added to or multiplied with does.
-    large = [f for f in voting if not f.small or f.origin == Origin.DATA]
+    large = [f for f in voting if not f.is_broadcast or f.origin == Origin.DATA]
     return joined([fact.origin for fact in large or voting])
 
 

@@ -22,17 +22,17 @@ class Partners:
 
     def __init__(self, facts: dict[Any, Fact | None]) -> None:
         self._facts = facts
-        self._shown: dict[Any, Any] = {}  # by views
+        self._viewed: dict[Any, Any] = {}  # by views
 
     def fact_of(self, atom: Atom) -> Fact | None:
         """What is known of a value, its partners so far included."""
         fact = fact_of(self._facts, atom)
-        if fact is None or isinstance(atom, Literal) or atom not in self._shown:
+        if fact is None or isinstance(atom, Literal) or atom not in self._viewed:
             return fact
-        shown = self._facts[self._shown[atom]]
+        shown = self._facts[self._viewed[atom]]
         return fact._replace(partners=shown.partners if shown else frozenset())
 
-    def meet(self, step: Step, which: Flags) -> None:
+    def record(self, step: Step, which: Flags) -> None:
         """Takes note of a step, after the facts of its results.
 
         `which` says which of its operands are cotangents."""
@@ -47,7 +47,7 @@ class Partners:
         elif name in VIEWS | IDENTITIES and len(eqn.invars) == len(eqn.outvars):
             for atom, var in zip(eqn.invars, eqn.outvars, strict=True):
                 if not isinstance(atom, Literal):
-                    self._shown[var] = self._shown.get(atom, atom)
+                    self._viewed[var] = self._viewed.get(atom, atom)
         elif any(isinstance(atom, Literal) for atom in atoms):
             return
         elif name in CONTRACTIONS and not any(which):
@@ -61,7 +61,7 @@ class Partners:
     def _add(self, atom: Atom, new: frozenset[Partner]) -> None:
         if isinstance(atom, Literal):
             return
-        var = self._shown.get(atom, atom)
+        var = self._viewed.get(atom, atom)
         if (fact := self._facts[var]) is not None:
             self._facts[var] = fact._replace(partners=fact.partners | new)
 

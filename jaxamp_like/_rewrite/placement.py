@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._jax import is_on_mesh, is_split
-from .._rules import INPUTS, Fact, Leaf
+from .._rules import INPUT_SOURCES, Fact, RematSource
 
 
-def leaf_of(aval: Any, gather_once: bool | None) -> Leaf:
-    """The `Leaf` of an input; `gather_once` is what the user asked for, if anything."""
+def remat_source_of(aval: Any, gather_once: bool | None) -> RematSource:
+    """The remat source of an input; `gather_once` is what the user asked for."""
     sharded = is_on_mesh(aval) if gather_once is None else gather_once and aval.ndim > 0
-    return Leaf.SHARDED if sharded else Leaf.ROOT
+    return RematSource.SHARDED if sharded else RematSource.INPUT
 
 
 def of_operands(
@@ -28,8 +28,12 @@ def of_operands(
     given = params.get("in_shardings", ())
     for i, fact in enumerate(facts):
         split = i < len(given) and is_split(given[i]) and gather_once is not False
-        is_input = fact is not None and fact.leaf in INPUTS
-        yield fact._replace(leaf=Leaf.SHARDED) if fact and split and is_input else fact
+        is_input = fact is not None and fact.remat_source in INPUT_SOURCES
+        yield (
+            fact._replace(remat_source=RematSource.SHARDED)
+            if fact and split and is_input
+            else fact
+        )
 
 
 def as_asked(
@@ -39,6 +43,8 @@ def as_asked(
     if gather_once is not False:
         return tuple(facts)
     return tuple(
-        fact._replace(leaf=Leaf.NO) if fact and fact.leaf == Leaf.SHARDED else fact
+        fact._replace(remat_source=RematSource.NONE)
+        if fact and fact.remat_source == RematSource.SHARDED
+        else fact
         for fact in facts
     )

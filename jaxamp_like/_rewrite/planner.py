@@ -21,16 +21,16 @@ from .._jax import (
     Eqn,
     Jaxpr,
     Literal,
-    axes_of_devices,
     consts,
     describe,
-    is_unopened,
+    device_axes,
+    is_opaque_hi,
     names,
     raw,
     scopes,
-    shown,
     source_line,
     subjaxprs,
+    to_classic,
 )
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Lookup
@@ -49,16 +49,16 @@ from .._rules import (
     use_original_precision,
 )
 from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
-from .carries import Carries
+from .accumulators import Accumulators
 from .cotangents import Cotangents, Flags
 from .demands import Demands
 from .facts import const_fact, upcast_early
 from .hoisted_by_jax import Hoisted
-from .matching import Matching, stops
+from .matching import Matching, stays_as_written
 from .memo import Memo
 from .origins import as_number, with_origins
 from .partners import Partners, without_partners
-from .placement import as_asked, leaf_of, of_operands
+from .placement import as_asked, of_operands, remat_source_of
 from .shared import shared
 from .solvers import Solvers
 
@@ -68,7 +68,7 @@ class Planner:
     """Plans jaxprs under one policy, and remembers the plans while the jaxprs live.
 
     Handlers of structural primitives ask it for the plans of their bodies, and ask
-    `demands` and `carries` how values flow there."""
+    `demands` and `accumulators` how values flow there."""
 
     policy: Lookup
     compute_dtype: DType
@@ -82,8 +82,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.matching = Matching(self.policy)
-        self.carries = Carries(self.matching.handler, self.matching)
-        self.demands = Demands(self.matching, self.carries)
+        self.accumulators = Accumulators(self.matching.handler, self.matching)
+        self.demands = Demands(self.matching, self.accumulators)
         # It marks the solvers of a program before that is planned; see `prepared`.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
         self.hoisted = Hoisted()
@@ -110,14 +110,18 @@ class Planner:
         """`jaxpr`, freshly traced, with the scopes that planning reads.
 
         Scopes that JAX lost are put back, and solvers get one of their own."""
-        return self.solvers.mark(self.hoisted.put_back(shown(jaxpr)), scope)
+        return self.solvers.with_solver_scopes(
+            self.hoisted.put_back(to_classic(jaxpr)), scope
+        )
 
     def input_fact(self, aval: Any, origin: Origin = Origin.DATA) -> Fact | None:
         """The fact of an input of the rewritten function."""
         author = author_dtype(aval)
         if author is None:
             return None
-        return Fact(author, leaf=leaf_of(aval, self.gather_once), origin=origin)
+        return Fact(
+            author, remat_source=remat_source_of(aval, self.gather_once), origin=origin
+        )
 
     def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
         """The facts of a call's operands, given the `in_shardings` in its `params`."""
@@ -127,7 +131,7 @@ class Planner:
         """Whether arithmetic in `scope` computes in full, however operands are held.
 
         Where it does not, holding an operand in full may make it compute in full."""
-        return self.matching.find(lax.add_p, scope).rule.is_run_again
+        return self.matching.of_primitive(lax.add_p, scope).rule.is_run_again
 
     def plan(
         self,
@@ -147,7 +151,7 @@ class Planner:
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
         given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
-        self._axes = self._mapped | axes_of_devices()
+        self._axes = self._mapped | device_axes()
         phase = self._is_backward, self._is_recomputed
         key = (*args, setting() is None, *phase, self._axes)
         known = self._plans.of(jaxpr)
@@ -168,7 +172,7 @@ class Planner:
         env: dict[Any, Fact | None] = dict(zip(inner.invars, facts, strict=True))
         values = consts(jaxpr) or [None] * len(inner.constvars)
         env |= {
-            v: const_fact(v, c, leaf_of(v.aval, self.gather_once))
+            v: const_fact(v, c, remat_source_of(v.aval, self.gather_once))
             for v, c in zip(inner.constvars, values, strict=True)
         }
         env = {v: as_number(fact, v.aval) for v, fact in env.items()}
@@ -188,21 +192,21 @@ class Planner:
             needed = tuple(demand.get(v, Demand.NONE) for v in eqn.outvars)
             place = scope + scopes(eqn)
             step = self._step(eqn, place, operands, needed, read_often, which)
-            env |= zip(eqn.outvars, step.decision.outs, strict=True)
-            partners.meet(step, which)
+            env |= zip(eqn.outvars, step.decision.out_facts, strict=True)
+            partners.record(step, which)
             steps.append(step)
-            found = {step.found.key, *step.found.also}
-            keys |= found.union(*(plan.keys for plan in step.inner))
+            found = {step.match.key, *step.match.also}
+            keys |= found.union(*(plan.policy_keys for plan in step.inner))
         return Plan(
             invars=tuple(inner.invars),
             constvars=tuple(inner.constvars),
             outvars=tuple(inner.outvars),
-            ins=facts,
-            outs=tuple(map(partners.fact_of, inner.outvars)),
+            in_facts=facts,
+            out_facts=tuple(map(partners.fact_of, inner.outvars)),
             steps=tuple(steps),
             facts=env,
             lean=self.lean,
-            keys=frozenset(keys),
+            policy_keys=frozenset(keys),
         )
 
     def _step(
@@ -214,15 +218,15 @@ class Planner:
         read_often: Set[Any],
         cotangents: Flags,
     ) -> Step:
-        found = self.matching.found(eqn, scope)
-        site = self._site(eqn, scope, facts, wanted, found, cotangents)
+        match = self.matching.of_equation(eqn, scope)
+        site = self._site(eqn, scope, facts, wanted, match, cotangents)
         handler = self.matching.handler(eqn, scope)
         # JAX traces a derivative rule at its first use, with the matmul precision that
         # is set then, and reuses the trace. If JAX traced it here, later uses under
         # `amp` would take that precision for one that the author asked for.
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
-        if not found.is_compute and self.arithmetic_is_full(scope):
+        if not match.is_compute and self.arithmetic_is_full(scope):
             site = site._replace(facts=_shared_in_full(eqn, site, read_often))
         if handler is not None:
             with self._inside(eqn, site):
@@ -230,13 +234,13 @@ class Planner:
             return Step(
                 eqn,
                 scope,
-                found,
+                match,
                 decision,
                 inner,
                 handler,
                 backward=site.backward,
             )
-        rule, opaque = self._rule(eqn, scope, found)
+        rule, opaque = self._rule(eqn, scope, match)
         try:
             decision = rule.decide(site)
         except Exception as e:
@@ -246,24 +250,29 @@ class Planner:
             what = str(e) if isinstance(e, AmpError) else f"{type(e).__name__}: {e}"
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         decision = summed_once(site, decision)
-        outs = as_asked(with_origins(site, decision.outs), self.gather_once)
-        decision = decision._replace(outs=outs)
+        outs = as_asked(with_origins(site, decision.out_facts), self.gather_once)
+        decision = decision._replace(out_facts=outs)
         if not self.lean:  # lean remat regions are better handed what is low
-            decision = decision._replace(outs=upcast_early(site, decision.outs))
+            decision = decision._replace(
+                out_facts=upcast_early(site, decision.out_facts)
+            )
         cast = {
-            i: fact.leaf
+            i: fact.remat_source
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
-            if fact and fact.leaf and fact.dtype != dtype and decision.recasts
+            if fact
+            and fact.remat_source
+            and fact.dtype != dtype
+            and decision.recomputes_casts
         }
         return Step(
             eqn,
             scope,
-            found,
+            match,
             decision,
-            casts=cast,
+            input_casts=cast,
             opaque=opaque,
-            run_again=self.lean or found.rule.is_run_again,
-            wanted=tuple(wanted),
+            may_recompute=self.lean or match.rule.is_run_again,
+            out_demands=tuple(wanted),
             backward=site.backward,
         )
 
@@ -272,7 +281,7 @@ class Planner:
         """A context to plan the bodies of `eqn` in: what holds of it holds of them."""
         phase = self._is_backward, self._is_recomputed
         before = self._given, self._mapped, self._axes
-        self._mapped |= axes_of_devices(eqn)
+        self._mapped |= device_axes(eqn)
         self._is_backward, self._is_recomputed = site.backward, site.recomputed
         self._given = self.cotangents.inside(eqn, site.cotangents)
         try:
@@ -281,25 +290,27 @@ class Planner:
             self._is_backward, self._is_recomputed = phase
             self._given, self._mapped, self._axes = before
 
-    def _rule(self, eqn: Eqn, scope: Scope, found: Match) -> tuple[Rule, bool]:
+    def _rule(self, eqn: Eqn, scope: Scope, match: Match) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
         name = eqn.primitive.name
         opaque = name in STRUCTURAL or any(True for _ in subjaxprs(eqn.params))
-        is_meant = stops(found) and (found.by_scope or found.key is eqn.primitive)
-        if is_unopened(eqn) and not is_meant:
+        is_meant = stays_as_written(match) and (
+            match.by_scope or match.key is eqn.primitive
+        )
+        if is_opaque_hi(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
         if name in FIXED:
             return use_original_precision, True
         if is_meant:
-            return found.rule, opaque  # as the user has said
+            return match.rule, opaque  # as the user has said
         if opaque and name not in CLASSES and name not in STRUCTURAL:
             self._report_unknown(eqn, scope, "holds a program that amp does not know")
             return use_original_precision, True
-        if name not in CLASSES and found.rule is use_original_precision:
-            if self.strict and found.key is not None and not found.by_scope:
+        if name not in CLASSES and match.rule is use_original_precision:
+            if self.strict and match.key is not None and not match.by_scope:
                 self._report_unknown(eqn, scope, "is in no class of amp's table")
-            return found.rule, True
-        return found.rule, opaque
+            return match.rule, True
+        return match.rule, opaque
 
     def _report_unknown(self, eqn: Eqn, scope: Scope, what: str) -> None:
         where = f"scope {'/'.join(scope)!r}, {source_line(eqn)}"
@@ -316,7 +327,7 @@ class Planner:
         scope: Scope,
         facts: Facts,
         wanted: Any,
-        found: Match,
+        match: Match,
         cotangents: Flags,
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
@@ -330,13 +341,13 @@ class Planner:
             primitive=eqn.primitive,
             params=eqn.params,
             scope=scope,
-            compute_dtype=found.compute_dtype or self.compute_dtype,
+            compute_dtype=match.compute_dtype or self.compute_dtype,
             avals=avals,
             authors=tuple(map(author_dtype, avals)),
             facts=facts,
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
-            by_scope=found.by_scope,
+            by_scope=match.by_scope,
             backward=told.backward or (self._is_backward and not again),
             recomputed=again,
             cotangents=cotangents,

@@ -51,7 +51,7 @@ def through(body: Reach, operands: Sequence[Reach]) -> Reach:
 
 
 @dataclass(eq=False)
-class Reaches(ABC):
+class ReachAnalysis(ABC):
     """What reaches what in programs, remembered while these live.
 
     Args:
@@ -119,7 +119,7 @@ class Reaches(ABC):
             if references:
                 outs = [*outs, *[union([*outs, *operands])] * len(references)]
             return outs
-        now = self.entering(eqn, bodies, scope, operands)
+        now = self.of_operands(eqn, bodies, scope, operands)
         first = self.control(bodies, scope, now) if self.follows_control else 0
         found = [first] * len(eqn.outvars) + [first | now[i] for i in references]
         place = {i: len(eqn.outvars) + k for k, i in enumerate(references)}
@@ -133,14 +133,14 @@ class Reaches(ABC):
         states = self._one_state(eqn, references, found[len(eqn.outvars) :])
         return [*found[: len(eqn.outvars)], *states]
 
-    def entering(
+    def of_operands(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, operands: Sequence[Reach]
     ) -> list[Reach]:
         """What reaches the operands of an equation, whichever iteration reads them."""
         now = list(operands)
         for body in bodies:
             if loop := self._loop(body):
-                made = self.around(body, scope)
+                made = self.fixed_point(body, scope)
                 given = [operands[i] for i in body.ins]
                 for out, i in loop:
                     now[body.ins[i]] |= through(made[out], given)
@@ -162,12 +162,14 @@ class Reaches(ABC):
             states[eqn.invars[i]] = states.get(eqn.invars[i], 0) | reach
         return [states[eqn.invars[i]] for i in places]
 
-    def before(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> Sequence[Reach]:
+    def of_previous_iterations(
+        self, eqn: Eqn, bodies: Sequence[Body], scope: Scope
+    ) -> Sequence[Reach]:
         """What reaches each operand by any number of iterations before."""
         inputs = [of_input(i) for i in range(len(eqn.invars))]
-        return self.entering(eqn, bodies, scope, inputs)
+        return self.of_operands(eqn, bodies, scope, inputs)
 
-    def around(self, body: Body, scope: Scope = ()) -> Sequence[Reach]:
+    def fixed_point(self, body: Body, scope: Scope = ()) -> Sequence[Reach]:
         """As `of_results`, after any number of iterations: by Kleene's algorithm."""
         loop = self._loop(body)
         known = self._known.of(body.jaxpr)
@@ -194,7 +196,7 @@ class Reaches(ABC):
     def _loop(self, body: Body) -> tuple[tuple[int, int], ...]:
         """The results that become inputs, `(out, in)`."""
         left = enumerate(self._references(raw(body.jaxpr)), len(body.outs))
-        return (*body.loop, *left) if body.is_repeated else ()
+        return (*body.carries, *left) if body.is_repeated else ()
 
     def _references(self, holder: Any) -> list[int]:
         """The inputs of a program, or of an equation, that it may write to."""

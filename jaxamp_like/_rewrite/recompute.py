@@ -7,82 +7,96 @@ from typing import Any
 from .._dtypes import bits
 from .._jax import Literal, checkpoint, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
-from .._rules import apart, begun_apart, keeping_copies, keeps_statistics
+from .._rules import (
+    behind_barrier,
+    keeps_statistics,
+    with_cotangent_barrier,
+    with_low_residuals,
+)
 from .._structural import Step
-from .._structural.kept import keep
+from .._structural.saved import mark_saved
 from .casts import with_full_gradient
 from .deduplication import code_of
-from .frames import Frame
-from .keeps import Keeps
 from .remat import Region
+from .remat_mode import RematMode
+from .step_binder import StepBinder
 
 
-def bind_region(outer: Frame, region: Region) -> list[Any]:
+def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     """Binds steps so that only what goes into them is kept for the backward pass."""
     # The cotangent of a value that has other readers is not rounded here.
-    kept = {v: dtype or outer.rounded_for_all(v) for v, dtype in region.ins.items()}
+    kept = {v: dtype or outer.shared_low_dtype(v) for v, dtype in region.ins.items()}
     ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
-    code = region.last, code_of(region.steps, ins, region.outs, outer.cotangents)
-    run = outer.deduplicated(code, functools.partial(_made_again, outer, region))
+    code = (
+        region.ends_in_loss,
+        code_of(region.steps, ins, region.outs, outer.rounded_cotangents),
+    )
+    run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
         operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
-        outs = run(operands, outer.copies(kept, kept.values()))
-    return list(map(keep, outs)) if outer.keeps == Keeps.MARKED else outs
+        outs = run(operands, outer.low_copies(kept, kept.values()))
+    is_marked = outer.remat_mode == RematMode.REGIONS_UNDER_POLICY
+    return list(map(mark_saved, outs)) if is_marked else outs
 
 
-def _made_again(outer: Frame, region: Region) -> Callable[..., list[Any]]:
+def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[Any]]:
     """A region as a function that is run again in the backward pass.
 
     Its arguments are a list of the region's operands, and one of the copies of these
     that are kept. Inside a loop there is nothing that XLA could merge the second run
     with."""
-    # What is run again must not hold on to the outer frame, nor to its other values.
-    over, cotangents = outer.over, outer.cotangents
+    # What is run again must not hold on to the outer binder, nor to its other values.
+    with_env, cotangents = outer.with_env, outer.rounded_cotangents
 
-    def run(keeps: Keeps, values: Iterable[Any]) -> list[Any]:
-        frame = over(dict(zip(region.ins, values, strict=True)), keeps)
-        frame.cotangents = cotangents
+    def run(mode: RematMode, values: Iterable[Any]) -> list[Any]:
+        binder = with_env(dict(zip(region.ins, values, strict=True)), mode)
+        binder.rounded_cotangents = cotangents
         for step in region.steps:
-            frame.env |= zip(step.eqn.outvars, frame.bind(step), strict=True)
+            binder.env |= zip(step.eqn.outvars, binder.bind(step), strict=True)
         outs = []
         for v, dtype in region.outs.items():
             with eqn_context(makers[v].eqn):
-                outs.append(frame.read(v, dtype))
+                outs.append(binder.read(v, dtype))
         return outs
 
     def forward(*values):
-        return run(Keeps.NOTHING, values)
+        return run(RematMode.RECOMPUTED, values)
 
-    def again(*values):
+    def recompute(*values):
         if not is_apart:
-            return run(Keeps.STATISTICS, values)
+            return run(RematMode.SAVE_STATISTICS, values)
         pairs = zip(region.ins, values, strict=True)
-        values = [x if v in region.sharded else apart(x) for v, x in pairs]
-        return list(map(begun_apart, run(Keeps.STATISTICS, values)))
+        values = [x if v in region.sharded else behind_barrier(x) for v, x in pairs]
+        return list(map(with_cotangent_barrier, run(RematMode.SAVE_STATISTICS, values)))
 
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
-    is_apart = outer.keeps == Keeps.LEAN and not region.last
-    mark = keep if outer.keeps == Keeps.MARKED else None
+    is_apart = outer.remat_mode == RematMode.REGIONS and not region.ends_in_loss
+    mark = mark_saved if outer.remat_mode == RematMode.REGIONS_UNDER_POLICY else None
     rules = any(holds_rule(step.eqn) for step in region.steps)
-    return keeping_copies(forward, again, False, mark, keeps_statistics, rules)
+    return with_low_residuals(forward, recompute, False, mark, keeps_statistics, rules)
 
 
-def casts_again(frame: Frame, step: Step) -> list[int]:
+def recomputed_casts(binder: StepBinder, step: Step) -> list[int]:
     """Operands whose casts the backward pass makes again, and would keep otherwise.
 
     A cast of an input can be made again from the input, and a cast up from the low
     value that is held."""
     reads, invars = step.decision.reads, step.eqn.invars
-    if frame.keeps.runs_again:
+    if binder.remat_mode.is_recomputed:
         return []
     if step.is_compute:
-        would_keep = any(not frame.is_ahead(invars[i], reads[i]) for i in step.recasts)
+        would_keep = any(
+            not binder.is_hoisted_cast(invars[i], reads[i])
+            for i in step.recomputed_casts
+        )
     else:
         would_keep = step.eqn.primitive.name not in LINEAR
-    return [*step.recasts, *_widened(frame, step)] if would_keep else []
+    return (
+        [*step.recomputed_casts, *_upcast_operands(binder, step)] if would_keep else []
+    )
 
 
-def _widened(frame: Frame, step: Step) -> list[int]:
+def _upcast_operands(binder: StepBinder, step: Step) -> list[int]:
     """Operands that are held low, and would be kept cast up."""
     if step.eqn.primitive.name not in KEEPING_INPUTS:
         return []
@@ -92,35 +106,37 @@ def _widened(frame: Frame, step: Step) -> list[int]:
         for i, (atom, dtype) in enumerate(pairs)
         if not isinstance(atom, Literal)
         and dtype is not None
-        and bits(frame.env[atom].dtype) < bits(dtype)
+        and bits(binder.env[atom].dtype) < bits(dtype)
     ]
 
 
-def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
+def bind_recomputing_casts(
+    binder: StepBinder, step: Step, again: list[int]
+) -> list[Any]:
     """Binds so that casts of the operands `again` are made again, not kept.
 
     `prevent_cse` is off: inside a loop there is nothing to merge, and outside of one
     XLA may choose between a second cast and a copy that is kept."""
     atoms = step.eqn.invars
-    given = {i: frame.operand(step, i) for i in range(len(atoms)) if i not in again}
-    roots, chain = frame.views.origins([atoms[i] for i in again])
+    given = {i: binder.operand(step, i) for i in range(len(atoms)) if i not in again}
+    roots, chain = binder.views.inputs_of([atoms[i] for i in again])
     static = {i: x for i, x in given.items() if isinstance(atoms[i], Literal)}
     arrays = {i: x for i, x in given.items() if i not in static}
-    over = frame.over
-    marks = [frame.env[v] for s in chain if _is_mark(s) for v in s.eqn.outvars]
+    with_env = binder.with_env
+    pvaried = [binder.env[v] for s in chain if _is_pvary(s) for v in s.eqn.outvars]
     # The cotangent of a value that has other readers is not rounded here.
-    kept = [frame.rounded_for_all(v) for v in roots]
+    kept = [binder.shared_low_dtype(v) for v in roots]
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
-    first_mark, first_array = len(roots), len(roots) + len(marks)
+    first_pvary, first_array = len(roots), len(roots) + len(pvaried)
 
     def op(*operands):
-        inner = over(dict(zip(roots, operands[:first_mark], strict=True)))
-        summed = iter(operands[first_mark:first_array])
+        inner = with_env(dict(zip(roots, operands[:first_pvary], strict=True)))
+        summed = iter(operands[first_pvary:first_array])
         for view in chain:
             # The scopes are those of the op that all of this is made for.
             with eqn_context(without_scopes(view.eqn)):
                 outs = inner.apply(view)
-                if _is_mark(view):
+                if _is_pvary(view):
                     outs = [with_full_gradient(next(summed), x) for x in outs]
                 inner.env |= zip(view.eqn.outvars, outs, strict=True)
         read = dict(zip(arrays, operands[first_array:], strict=True))
@@ -128,17 +144,19 @@ def recast(frame: Frame, step: Step, again: list[int]) -> list[Any]:
 
     code = code_of([*chain, step], ins), tuple(again), tuple(kept)
     pairs = zip(roots, kept, strict=True)
-    values = [frame.in_full(v) if low else frame.read(v, None) for v, low in pairs]
-    values += [*marks, *arrays.values()]
+    values = [binder.in_full(v) if low else binder.read(v, None) for v, low in pairs]
+    values += [*pvaried, *arrays.values()]
     if not any(kept):
-        return frame.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
+        return binder.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
             *values
         )
-    run = frame.deduplicated(code, lambda: keeping_copies(op, op, prevent_cse=False))
-    copies = frame.copies(roots, kept)
+    run = binder.deduplicated(
+        code, lambda: with_low_residuals(op, op, prevent_cse=False)
+    )
+    copies = binder.low_copies(roots, kept)
     return run(values, [*copies, *[None] * (len(values) - len(copies))])
 
 
-def _is_mark(view: Step) -> bool:
+def _is_pvary(view: Step) -> bool:
     """Whether a view's cotangents are summed over devices, once for all its readers."""
     return view.eqn.primitive.name == "pvary"

@@ -17,7 +17,7 @@ import jax
 from .._structural import Plan, Step
 from .planner import Planner
 
-MARK = "amp_equation:"
+STEP_SCOPE = "amp_equation:"
 
 
 @dataclass(eq=False)
@@ -87,9 +87,9 @@ def record_plan(planner: Planner, plan: Plan) -> None:
         recorder.plans.append((planner, plan))
 
 
-def marked(step: Step) -> contextlib.AbstractContextManager[object]:
+def in_step_scope(step: Step) -> contextlib.AbstractContextManager[object]:
     """A context to bind `step` in: it marks the equations if a report listens."""
     recorder = _current.get()
     if recorder is None:
         return _NOTHING
-    return jax.named_scope(f"{MARK}{recorder.number(step)}")
+    return jax.named_scope(f"{STEP_SCOPE}{recorder.number(step)}")

@@ -10,14 +10,14 @@ from .remat import Schedule, plain_schedule, remat_schedule, schedule
 _schedules = Memo()
 
 
-def schedule_of(plan: Plan, is_lean: bool) -> Schedule:
-    """The steps of a plan in order; for a lean frame, with remat regions."""
-    make = _with_regions if is_lean else _plain
-    return _schedules(plan, is_lean, lambda: make(plan))
+def schedule_of(plan: Plan, has_regions: bool) -> Schedule:
+    """The steps of a plan in order; with remat regions, if a binder has them."""
+    make = _with_regions if has_regions else _plain
+    return _schedules(plan, has_regions, lambda: make(plan))
 
 
 def _plain(plan: Plan) -> Schedule:
-    if any(step.run_again for step in plan.steps):
+    if any(step.may_recompute for step in plan.steps):
         return plain_schedule(plan.steps, plan.facts, plan.outvars)
     return schedule(plan.steps, plan.outvars)
 
@@ -29,6 +29,6 @@ def _with_regions(plan: Plan) -> Schedule:
     region would only hide from others (`amp_with_state`, reports) what is read and made
     in it."""
     is_backward = any(step.backward for step in plan.steps)
-    if not is_backward and any(step.run_again or step.inner for step in plan.steps):
+    if not is_backward and any(step.may_recompute or step.inner for step in plan.steps):
         return remat_schedule(plan.steps, plan.facts, plan.outvars)
     return schedule_of(plan, False)

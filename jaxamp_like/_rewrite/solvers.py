@@ -42,7 +42,7 @@ from .._jax import (
     with_eqns,
 )
 from .._structural import SOLVER, Body, Handler, Scope
-from .early_exit import Loop, may_hand_on
+from .early_exit import Iteration, may_forward
 from .flow import Flow, exact_results
 from .memo import Memo
 from .reach import LOW, of_inputs, read_outside
@@ -68,19 +68,23 @@ class Solvers:
 
     handler: Callable[[Eqn, Scope], Handler | None]
     makes_low: Callable[[Eqn, Scope], bool]
-    _marked: Memo = field(default_factory=Memo)
+    _scoped: Memo = field(default_factory=Memo)
 
-    def mark(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
+    def with_solver_scopes(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """`jaxpr` with its solvers in the scope `SOLVER`; itself, if it has none."""
-        return jaxpr if SOLVER in scope else self._mark(jaxpr, scope, frozenset())[0]
+        return (
+            jaxpr
+            if SOLVER in scope
+            else self._with_solver_scopes(jaxpr, scope, frozenset())[0]
+        )
 
-    def _mark(
+    def _with_solver_scopes(
         self, jaxpr: Jaxpr, scope: Scope, counts: Indices
     ) -> tuple[Jaxpr, Indices]:
-        """As `mark`; the second result says which results count the steps of a solver.
+        """As `with_solver_scopes`; also, which results count the steps of a solver.
 
         `counts` says which inputs do."""
-        known = self._marked.of(jaxpr)
+        known = self._scoped.of(jaxpr)
         if (scope, counts) not in known:
             found, made = self._find(jaxpr, scope, counts)
             known[scope, counts] = None if found is jaxpr else found, made  # see `Memo`
@@ -95,22 +99,27 @@ class Solvers:
         eqns = []
         for eqn in inner.eqns:
             given = _places(eqn.invars, counting)
-            marked, made = self._mark_eqn(eqn, scope + scopes(eqn), given)
+            marked, made = self._with_scope(eqn, scope + scopes(eqn), given)
             counting |= {eqn.outvars[i] for i in made}
             eqns.append(marked)
         return with_eqns(jaxpr, eqns), _places(inner.outvars, counting)
 
-    def _mark_eqn(self, eqn: Eqn, scope: Scope, counts: Indices) -> tuple[Eqn, Indices]:
+    def _with_scope(
+        self, eqn: Eqn, scope: Scope, counts: Indices
+    ) -> tuple[Eqn, Indices]:
         bodies = self._flow.bodies(eqn, scope)
         if self._is_solver(eqn, bodies, scope, counts):
             return in_scope(eqn, SOLVER), exact_results(eqn)
         fed = set(counts)
         while True:
             inner = [
-                self._mark(body.jaxpr, scope, _inside(body, fed)) for body in bodies
+                self._with_solver_scopes(body.jaxpr, scope, _inside(body, fed))
+                for body in bodies
             ]
             pairs = list(zip(bodies, inner, strict=True))
-            back = {b.ins[i] for b, (_, made) in pairs for o, i in b.loop if o in made}
+            back = {
+                b.ins[i] for b, (_, made) in pairs for o, i in b.carries if o in made
+            }
             if back <= fed:
                 break
             fed |= back
@@ -135,25 +144,25 @@ class Solvers:
     def _is_solver(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, counts: Indices
     ) -> bool:
-        if not bodies or not bodies[-1].loop:
+        if not bodies or not bodies[-1].carries:
             return False
         if eqn.primitive.name == "while":
             flow, by_size = self._flow, self._flow_by_size
             reruns = counts if counts and flow.is_low(eqn, scope) else ()
             deciding = LOW | of_inputs(reruns)
             if flow.condition(eqn, bodies, scope) & deciding:
-                is_bounded = Loop(flow, eqn, bodies, scope).is_bounded()
+                is_bounded = Iteration(flow, eqn, bodies, scope).is_bounded()
                 if not is_bounded or by_size.condition(eqn, bodies, scope) & deciding:
                     return True
-        return self._stops(eqn, bodies, scope)
+        return self._exits_early(eqn, bodies, scope)
 
-    def _stops(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> bool:
+    def _exits_early(self, eqn: Eqn, bodies: Sequence[Body], scope: Scope) -> bool:
         """Whether a loop only hands its carries on, from some iteration on."""
         flow, body = self._flow_by_size, bodies[-1]
-        carries = [out for out, _ in body.loop]
+        carries = [out for out, _ in body.carries]
         return (
-            may_hand_on(flow, body.jaxpr, scope, carries)
-            and Loop(flow, eqn, bodies[-1:], scope).stops()
+            may_forward(flow, body.jaxpr, scope, carries)
+            and Iteration(flow, eqn, bodies[-1:], scope).exits_early()
         )
 
 

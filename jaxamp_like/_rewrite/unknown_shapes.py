@@ -19,12 +19,12 @@ def reports_of_unknown_shapes(planner: Planner, steps: list[Step]) -> Iterator[s
     Such a policy is made for one function: it says nothing of what changed in that."""
     entries: dict[Any, list[Step]] = {}
     for step in steps:
-        found = planner.matching.find(step.eqn.primitive, step.scope)
+        match = planner.matching.of_primitive(step.eqn.primitive, step.scope)
         if (
-            isinstance(found.rule, ByShapes)
+            isinstance(match.rule, ByShapes)
             and without_solver_scope(step.scope) == step.scope
         ):
-            entries.setdefault((found.rule, found.key, found.also), []).append(step)
+            entries.setdefault((match.rule, match.key, match.also), []).append(step)
     for (rule, *_), steps in entries.items():
         yield from _reports(rule, steps)
 

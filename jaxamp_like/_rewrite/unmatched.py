@@ -20,7 +20,7 @@ from .._policies.frozen import EXPRESSION
 from .._rules import Match
 from .._structural import Plan, Step, derivative_of
 from .planner import Planner
-from .record import MARK
+from .record import STEP_SCOPE
 
 _MOST = 8  # scopes to list
 _NONE_OF_IT = "The function has no such primitive: remove the key."
@@ -31,20 +31,22 @@ class _Equation(NamedTuple):
 
     eqn: Eqn
     scope: Scope
-    found: Match
+    match: Match
 
 
 def reports_of_unmatched_keys(
     planner: Planner, plan: Plan, steps: list[Step]
 ) -> Iterator[tuple[Key, str]]:
     """Each key that decided nothing in a plan of `steps`, and what to say of it."""
-    unmatched = [key for key in planner.policy.own_keys() if key not in plan.keys]
+    unmatched = [
+        key for key in planner.policy.own_keys() if key not in plan.policy_keys
+    ]
     if not unmatched:
         return
     # A derivative rule is planned when JAX asks for it, which is later, or never.
     rules = list(_of_rules(planner, plan))
-    known = {key for one in rules for key in (one.found.key, *one.found.also)}
-    equations = [_Equation(step.eqn, step.scope, step.found) for step in steps]
+    known = {key for one in rules for key in (one.match.key, *one.match.also)}
+    equations = [_Equation(step.eqn, step.scope, step.match) for step in steps]
     for key in unmatched:
         if key not in known:
             report = f"The key {show_key(key)} of `amp_policy` matched nothing in the "
@@ -64,7 +66,7 @@ def _of_rules(planner: Planner, plan: Plan) -> Iterator[_Equation]:
 def _equations(planner: Planner, jaxpr: Jaxpr, around: Scope) -> Iterator[_Equation]:
     for eqn in raw(jaxpr).eqns:
         scope = around + scopes(eqn)
-        yield _Equation(eqn, scope, planner.matching.found(eqn, scope))
+        yield _Equation(eqn, scope, planner.matching.of_equation(eqn, scope))
         for inner in subjaxprs(eqn.params):
             yield from _equations(planner, inner, scope)
 
@@ -115,7 +117,7 @@ def _names(paths: dict[Scope, _Equation]) -> dict[str, _Equation]:
 
 def without_amp_scopes(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
-    return tuple(x for x in scope if x != REWRITTEN and not x.startswith(MARK))
+    return tuple(x for x in scope if x != REWRITTEN and not x.startswith(STEP_SCOPE))
 
 
 def place_of_step(step: Step) -> str:
@@ -126,7 +128,7 @@ def place_of_step(step: Step) -> str:
 
 
 def _hidden_by(steps: Sequence[_Equation]) -> str:
-    keys = dict.fromkeys(step.found.key for step in steps)
+    keys = dict.fromkeys(step.match.key for step in steps)
     others = ", ".join(map(show_key, keys))
     return (
         f"It stands only where {others} comes first: of scopes the outermost wins, "

@@ -52,7 +52,7 @@ def _place(step: Step) -> str:
 
 def _shapes(step: Step) -> str:
     """The shapes of a step that was not measured, if others in its scope were."""
-    rule = step.found.rule
+    rule = step.match.rule
     return rule.shapes if isinstance(rule, Unmeasured) else ""
 
 

@@ -17,7 +17,7 @@ _MOST = 8  # reasons to list
 
 def reports_of_quantising(plan: Plan, steps: list[Step]) -> Iterator[str | None]:
     """What to say of rules that quantise, for a plan of such steps."""
-    rules = {id(step.found.rule): step.found.rule for step in steps}
+    rules = {id(step.match.rule): step.match.rule for step in steps}
     if any(map(_quantising, rules.values())):
         yield _of_nothing_quantised(steps)
         yield _of_few_quantised(steps)
@@ -113,7 +113,7 @@ def _may_quantise(step: Step) -> bool:
 def _asked_of(step: Step) -> list[Quantising]:
     """The rules of the policy that may quantise a step, perhaps on a condition."""
     name = step.eqn.primitive.name
-    return [rule for rule in _quantising(step.found.rule) if rule.is_for(name)]
+    return [rule for rule in _quantising(step.match.rule) if rule.is_for(name)]
 
 
 def _quantising(rule: Rule) -> list[Quantising]:

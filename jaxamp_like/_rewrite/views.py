@@ -23,12 +23,12 @@ class Views:
         self.kept: set[Any] = set()
 
     def remember(self, step: Step) -> None:
-        if any(fact and fact.leaf for fact in step.decision.outs):
+        if any(fact and fact.remat_source for fact in step.decision.out_facts):
             self.makers |= dict.fromkeys(step.eqn.outvars, step)
             invars = step.eqn.invars
             self.kept |= {atom for atom in invars if not isinstance(atom, Literal)}
 
-    def origins(
+    def inputs_of(
         self, atoms: Sequence[Atom], follow: Callable[[Step], bool] = lambda view: True
     ) -> tuple[list[Any], list[Step]]:
         """The inputs that `atoms` are views of, and the steps that lead to them.
@@ -53,13 +53,13 @@ class Views:
         return list(roots), list(chain)
 
 
-def bind_again(view: Step, operands: list[Any]) -> list[Any]:
+def rebind_view(view: Step, operands: list[Any]) -> list[Any]:
     """Makes the same view of other values, in the scopes of what is bound now."""
     with eqn_context(without_scopes(view.eqn)):
         return bind_flat(view.eqn.primitive, operands, view.eqn.params)
 
 
-def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
+def contraction_input_casts(plan: Plan) -> list[tuple[Any, DType]]:
     """The inputs whose casts the contractions of a plan read, with the dtypes.
 
     Where an input is sliced at indices that are only known at run time, the slice
@@ -68,11 +68,11 @@ def recast_roots(plan: Plan) -> list[tuple[Any, DType]]:
     casts: dict[tuple[Any, DType], None] = {}
     for step in plan.steps:
         views.remember(step)
-        for i in step.recasts if step.is_compute else ():
+        for i in step.recomputed_casts if step.is_compute else ():
             dtype = step.decision.reads[i]
             if dtype is None:  # the rule's own `bind` casts it
                 continue
-            for root in views.origins([step.eqn.invars[i]], _is_fixed)[0]:
+            for root in views.inputs_of([step.eqn.invars[i]], _is_fixed)[0]:
                 if author_dtype(root.aval) is not None:
                     casts[root, dtype] = None
     return list(casts)

@@ -3,30 +3,24 @@
 Rules that a function makes are in `by_pass`, `conditions`, `dot_algorithm` and
 `saving_low`; `given` says what a user may write for a rule."""
 
-from .again import (
-    apart as apart,
-    begun_apart as begun_apart,
-    keeps_statistics as keeps_statistics,
-    kept_or_made as kept_or_made,
-)
 from .base import (
-    INPUTS as INPUTS,
+    INPUT_SOURCES as INPUT_SOURCES,
     Constants as Constants,
     Decision as Decision,
     Demand as Demand,
     EightBits as EightBits,
     Fact as Fact,
-    Leaf as Leaf,
-    Mark as Mark,
     Origin as Origin,
     Partner as Partner,
+    Precision as Precision,
+    RematSource as RematSource,
     Rule as Rule,
     Site as Site,
     author_dtype as author_dtype,
     demand_in as demand_in,
     held_in_full as held_in_full,
     is_full as is_full,
-    outs_of as outs_of,
+    out_facts_of as out_facts_of,
     sizes_of as sizes_of,
     survive as survive,
 )
@@ -53,8 +47,14 @@ from .following import (
     keep_inputs as keep_inputs,
     low_if_read_low as low_if_read_low,
 )
-from .low_residuals import keeping_copies as keeping_copies, of_some as of_some
+from .low_residuals import of_some as of_some, with_low_residuals as with_low_residuals
 from .match import Match as Match
+from .remat_barriers import (
+    behind_barrier as behind_barrier,
+    keeps_statistics as keeps_statistics,
+    saved_on_tpus as saved_on_tpus,
+    with_cotangent_barrier as with_cotangent_barrier,
+)
 from .sending import (
     FULL_SUMS as FULL_SUMS,
     send_low as send_low,

@@ -27,7 +27,7 @@ from .._jax import is_array_aval, typeof
 from .fields import check_fields
 
 
-class Mark(enum.IntEnum):
+class Precision(enum.IntEnum):
     """How far the precision of a float value is decided; see `follow_inputs`."""
 
     NEUTRAL = 0  # an input, a constant, or one of these moved about
@@ -35,27 +35,27 @@ class Mark(enum.IntEnum):
     FULL = 2  # made by an op whose result must stay in the author's dtype
 
 
-class Leaf(enum.IntEnum):
+class RematSource(enum.IntEnum):
     """How cheaply a float value can be had again in the backward pass."""
 
-    NO = 0
-    ROOT = 1  # an input: live anyway
+    NONE = 0
+    INPUT = 1  # an input: live anyway
     VIEW = 2  # an input, reshaped, transposed or sliced
-    CONST = 3  # a constant or a view of one: nothing differentiates it
-    RERUN = 4  # an input of code that is run again in the backward pass anyway
+    CONSTANT = 3  # a constant or a view of one: nothing differentiates it
+    RECOMPUTED = 4  # an input of code that is run again in the backward pass anyway
     SHARDED = 5  # as `ROOT` and `VIEW`, but on several devices: costly to read again
 
 
-INPUTS = (Leaf.ROOT, Leaf.VIEW, Leaf.SHARDED)
-"""The leaves of inputs of the function, and of views of them."""
+INPUT_SOURCES = (RematSource.INPUT, RematSource.VIEW, RematSource.SHARDED)
+"""The remat sources of inputs of the function, and of views of them."""
 
 
 class Origin(enum.IntEnum):
     """What a float value is made of: how surely it is a weight, in rising order.
 
     A value that is only cast, moved or masked keeps its origin, also inside of the
-    programs that equations hold. `Leaf` answers another question: whether a value may
-    be read again."""
+    programs that equations hold. `RematSource` answers another question: whether a
+    value may be read again."""
 
     CONSTANT = 0  # literals alone, or a single number: it decides nothing
     DATA = 1  # an argument that holds no parameters, or anything made of one
@@ -70,7 +70,7 @@ class Demand(enum.Flag):
     NONE = 0
     LOW = enum.auto()  # by an op that computes low
     FULL = enum.auto()  # by an op that computes in full
-    CARRY = enum.auto()  # by the next iteration, as a carry that adds up in full
+    ACCUMULATOR = enum.auto()  # by the next iteration, as a carry that adds up in full
     OTHER = enum.auto()  # low, but not in the compute dtype of the function
     AS_HELD = enum.auto()  # in full, by an op that casts up itself what is held low
     WIDE = enum.auto()  # low, by an op that makes a gradient which is not to be rounded
@@ -121,19 +121,19 @@ class Fact(NamedTuple):
     """What is known of a float value of the rewritten program."""
 
     dtype: DType  # as it is now; the author's dtype is in the variable's aval
-    mark: Mark = Mark.NEUTRAL
-    leaf: Leaf = Leaf.NO
-    small: bool = False  # made only of arrays smaller than itself, as by a broadcast
+    precision: Precision = Precision.NEUTRAL
+    remat_source: RematSource = RematSource.NONE
+    is_broadcast: bool = False  # made only of arrays smaller than itself
     constants: Constants | None = None  # if it is made of nothing else
-    carried: bool = False  # made from a carry that adds up in full
-    copy: DType | None = None  # a lower dtype that holds the same numbers
+    from_accumulator: bool = False  # made from a carry that adds up in full
+    exact_dtype: DType | None = None  # a lower dtype that holds the same numbers
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
 
     @property
-    def kept_as(self) -> DType | None:
+    def saved_dtype(self) -> DType | None:
         """The dtype in which it is kept for the backward pass, if not in its own."""
-        return None if self.copy == self.dtype else self.copy
+        return None if self.exact_dtype == self.dtype else self.exact_dtype
 
 
 def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
@@ -142,7 +142,7 @@ def held_in_full(fact: Fact | None, author: DType | None) -> Fact | None:
     The backward pass still keeps the value in the dtype that it had."""
     if fact is None or author is None or fact.dtype == author:
         return fact
-    return fact._replace(dtype=author, copy=fact.dtype)
+    return fact._replace(dtype=author, exact_dtype=fact.dtype)
 
 
 def survive(constants: Constants | None, dtype: DType) -> bool:
@@ -212,7 +212,7 @@ class Site(NamedTuple):
     def spreads(self, i: int) -> bool:
         """Whether operand `i` is as large as the result: no statistic, no bias."""
         fact = self.facts[i]
-        if fact is None or fact.small:
+        if fact is None or fact.is_broadcast:
             return False
         return any(
             self.avals[i].shape == getattr(out, "shape", None) for out in self.out_avals
@@ -233,16 +233,20 @@ class Decision(NamedTuple):
 
     reads: tuple[DType | None, ...]  # the dtype that each operand is cast to
     params: dict[str, Any]
-    outs: tuple[Fact | None, ...]
+    out_facts: tuple[Fact | None, ...]
     why: str
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
-    keeps: tuple[DType | None, ...] = ()  # what operands are kept in, if not as read
-    recasts: bool = True  # whether casts of inputs are made again in the backward pass
+    residual_dtypes: tuple[
+        DType | None, ...
+    ] = ()  # what operands are kept in, if not as read
+    recomputes_casts: bool = (
+        True  # whether casts of inputs are made again in the backward pass
+    )
     eight_bits: EightBits | None = None  # of a contraction that is quantised
     # Whether cotangents are summed over devices low; `None`: if low has their range.
     sums_low: bool | None = None
     # How `bind` rounds each operand, if it does and needs no other operand for it.
-    alone: tuple[Callable[[Any], Any] | None, ...] = ()
+    quantisers: tuple[Callable[[Any], Any] | None, ...] = ()
 
 
 def author_dtype(aval: Any) -> DType | None:
@@ -321,7 +325,7 @@ class Rule:
         if compute_dtype is None:
             raise TypeError(f"{self!r} is a rule already: write it without `()`.")
         facts = tuple(
-            Fact(x.dtype, Mark.LOW) if is_float(dtype) else None
+            Fact(x.dtype, Precision.LOW) if is_float(dtype) else None
             for x, dtype in zip(invars, original_dtypes, strict=True)
         )
         authors = tuple(d if is_float(d) else None for d in original_dtypes)
@@ -335,7 +339,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class LeavesToOthers(Rule):
+class DelegatingRule(Rule):
     """Base class of rules that leave each equation to one of others: their `parts`.
 
     Until it is known which rule an equation gets, the answers hold for all of them."""
@@ -356,12 +360,14 @@ class LeavesToOthers(Rule):
         return functools.reduce(operator.or_, demands)
 
 
-def outs_of(
-    site: Site, dtype: DType | None, mark: Mark, **known: Any
+def out_facts_of(
+    site: Site, dtype: DType | None, precision: Precision, **known: Any
 ) -> tuple[Any, ...]:
     """Facts of results that have the author's dtypes, lowered to `dtype` if given."""
     return tuple(
         author
-        and Fact(author if dtype is None else lowered(author, dtype), mark, **known)
+        and Fact(
+            author if dtype is None else lowered(author, dtype), precision, **known
+        )
         for author in site.out_authors
     )

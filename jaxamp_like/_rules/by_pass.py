@@ -14,16 +14,16 @@ from .._primitives import CONTRACTIONS
 from . import (
     Decision,
     Demand,
-    Mark,
+    Precision,
     Rule,
     Site,
     UsePrecision,
-    outs_of,
+    out_facts_of,
     use_original_precision,
     why_as_written,
 )
-from .given import as_bool
-from .passes import Cast, cast_pass, contraction_by_casts
+from .passes import CastPass, cast_pass, contraction_by_casts
+from .user_rules import as_bool
 from .weights import Gradient, gradient_of, weight_side
 
 
@@ -111,7 +111,7 @@ class UsePrecisionByPass(Rule):
         return Decision(
             (*reads, *site.authors[2:]),
             site.params,
-            outs_of(site, out, Mark.FULL if full else Mark.LOW),
+            out_facts_of(site, out, Precision.FULL if full else Precision.LOW),
             self._why(site),
             contraction_by_casts(forward, gradients, out),
         )
@@ -232,12 +232,14 @@ def _more_exact(a: PassPrecision, b: PassPrecision, low: DType) -> PassPrecision
     return PassPrecision(dtype, a.wide or b.wide)
 
 
-def _pass(site: Site, moving: int, choice: PassPrecision, wide: DType) -> Cast:
+def _pass(site: Site, moving: int, choice: PassPrecision, wide: DType) -> CastPass:
     dtype = choice.dtype or site.compute_dtype
     return cast_pass(site, moving, dtype, wide if choice.wide else None)
 
 
-def _bound_in(site: Site, i: int, forward: Cast, gradients: list[Cast]) -> DType | None:
+def _bound_in(
+    site: Site, i: int, forward: CastPass, gradients: list[CastPass]
+) -> DType | None:
     """The dtype that operand `i` is cast to before it is bound; `None` for no cast.
 
     It is not cast where a gradient reads it, or its own gradient is made, in more bits

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._primitives.contractions import dot_numbers, is_contraction
-from .base import Decision, Demand, LeavesToOthers, Rule, Site
+from .base import Decision, DelegatingRule, Demand, Rule, Site
 from .computing import use_compute_precision
 
 ANY = "*"  # in a pattern: a size that is free
@@ -70,7 +70,7 @@ def is_pattern(text: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class ByShapes(LeavesToOthers):
+class ByShapes(DelegatingRule):
     """Picks the rule by the shapes of both operands; "*" is any size.
 
     Args:

@@ -10,7 +10,7 @@ from .._dtypes import cast, lowered
 from .._errors import AmpError
 from .._primitives import COLLECTIVES
 from .._primitives.matmul_precision import settled_bind
-from .base import Decision, Demand, Fact, Mark, Rule, Site
+from .base import Decision, Demand, Fact, Precision, Rule, Site
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Callback(Rule):
             for aval, fact in zip(site.avals, site.facts, strict=True)
         ]
         outs = jax.eval_shape(try_out, *structs)
-        mark = Mark.LOW if was_low else Mark.FULL
+        precision = Precision.LOW if was_low else Precision.FULL
         facts = tuple(
-            author and Fact(lowered(author, out.dtype), mark)
+            author and Fact(lowered(author, out.dtype), precision)
             for out, author in zip(outs, site.out_authors, strict=True)
         )
         reads = tuple(fact and fact.dtype for fact in site.facts)

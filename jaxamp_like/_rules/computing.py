@@ -23,11 +23,11 @@ from .._primitives.matmul_precision import settled
 from .base import (
     Decision,
     Demand,
-    Mark,
+    Precision,
     Rule,
     Site,
     author_dtype,
-    outs_of,
+    out_facts_of,
     survive,
 )
 
@@ -87,7 +87,7 @@ def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
 
 def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
     wide = asks_for_wider_result(site)
-    return outs_of(site, None if wide else dtype, Mark.LOW)
+    return out_facts_of(site, None if wide else dtype, Precision.LOW)
 
 
 @dataclass(frozen=True)
@@ -121,18 +121,21 @@ class UsePrecision(Rule):
         if site.primitive is not None:
             params = dict(settled(site.primitive, params, is_low=True))
         decision = Decision(
-            reads, params, outs_of(site, dtype, Mark.LOW), f"computes in {dtype.name}"
+            reads,
+            params,
+            out_facts_of(site, dtype, Precision.LOW),
+            f"computes in {dtype.name}",
         )
         if "preferred_element_type" not in params or asks_for_wider_result(site):
-            return decision._replace(outs=_as_bound(site, dtype))
+            return decision._replace(out_facts=_as_bound(site, dtype))
         # Else every contraction of the backward pass would read a float32 cotangent.
         low = site.out_authors[0] and lowered(site.out_authors[0], dtype)
         params["preferred_element_type"] = low
         if not self.wide_result:
             return decision
-        outs = outs_of(site, None, Mark.LOW)
+        outs = out_facts_of(site, None, Precision.LOW)
         bind = wide_contraction(site.primitive, params, site.out_authors[0])
-        return decision._replace(outs=outs, bind=bind)
+        return decision._replace(out_facts=outs, bind=bind)
 
 
 def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Callable:
@@ -147,16 +150,16 @@ def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Calla
         return primitive.bind(*operands, **params | {"preferred_element_type": wide})
 
     def jvp(primals, tangents):
-        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def low(*moving):
+        def low(*some):
             operands = list(primals)
-            for i, x in zip(live, moving, strict=True):
+            for i, x in zip(active, some, strict=True):
                 operands[i] = x
             return primitive.bind(*operands, **params)
 
-        moving, moves = (tuple(x[i] for i in live) for x in (primals, tangents))
-        return contraction(*primals), jax.jvp(low, moving, moves)[1].astype(wide)
+        some, ts = (tuple(x[i] for i in active) for x in (primals, tangents))
+        return contraction(*primals), jax.jvp(low, some, ts)[1].astype(wide)
 
     contraction.defjvp(jvp, symbolic_zeros=True)
     return contraction
@@ -169,12 +172,14 @@ class UseOriginalPrecision(Rule):
     local: bool = False
 
     def decide(self, site: Site) -> Decision:
-        mark = Mark.FULL
+        precision = Precision.FULL
         spread = [f for i, f in enumerate(site.facts) if f and site.spreads(i)]
-        if self.local and all(fact.mark < Mark.FULL for fact in spread):
-            mark = Mark.LOW
+        if self.local and all(fact.precision < Precision.FULL for fact in spread):
+            precision = Precision.LOW
         why = "needs the author's precision" + (", its result does not" * self.local)
-        return Decision(site.authors, site.params, outs_of(site, None, mark), why)
+        return Decision(
+            site.authors, site.params, out_facts_of(site, None, precision), why
+        )
 
 
 @dataclass(frozen=True)
@@ -205,9 +210,9 @@ class UseWidestPrecision(Rule):
         if not voting:
             return use_original_precision.decide(site)
         dtype = widest(fact.dtype for fact in voting)
-        mark = max(fact.mark for fact in facts)
+        precision = max(fact.precision for fact in facts)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
-        outs = outs_of(site, dtype, mark)
+        outs = out_facts_of(site, dtype, precision)
         return Decision(reads, site.params, outs, "the widest of its inputs")
 
 

@@ -12,12 +12,12 @@ from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
 from . import Decision, Rule, Site
-from .base import LeavesToOthers
-from .given import as_rule, called, is_made_by_calling
+from .base import DelegatingRule
+from .user_rules import as_rule, display_name, is_made_by_calling
 
 
 @dataclass(frozen=True)
-class When(LeavesToOthers):
+class When(DelegatingRule):
     """One rule where the predicate holds, another elsewhere; see `when`."""
 
     predicate: Callable[[Site], bool]
@@ -33,7 +33,7 @@ class When(LeavesToOthers):
         if is_made_by_calling(self.predicate):
             raise TypeError(
                 f"`predicate` is `{self.predicate.__name__}`, which makes a predicate "
-                f"when it is called: write `{called(self.predicate)}`."
+                f"when it is called: write `{display_name(self.predicate)}`."
             )
         super().__post_init__()
 
@@ -50,13 +50,13 @@ class When(LeavesToOthers):
             for one, other in zip(self.parts, self.parts[::-1], strict=True):
                 if not one.is_for(site.primitive.name):
                     return other.decide(site)
-        holds = asked(self.predicate, site, "a `when` rule")
+        holds = evaluate_predicate(self.predicate, site, "a `when` rule")
         decision = (self.rule if holds else self.otherwise).decide(site)
         why = f"{decision.why} ({'' if holds else 'not '}{name_of(self.predicate)})"
         return decision._replace(why=why)
 
 
-def asked(predicate: Callable[[Site], Any], site: Site, of: str) -> bool:
+def evaluate_predicate(predicate: Callable[[Site], Any], site: Site, of: str) -> bool:
     """What a predicate of a user says of a site; `of` is its owner, in words.
 
     Raises:

@@ -24,18 +24,18 @@ from .._primitives import (
     WHOLE_VIEWS,
 )
 from .base import (
-    INPUTS,
+    INPUT_SOURCES,
     Constants,
     Decision,
     Demand,
     Fact,
-    Leaf,
-    Mark,
+    Precision,
+    RematSource,
     Rule,
     Site,
     author_dtype,
     joined_constants,
-    outs_of,
+    out_facts_of,
     survive,
 )
 from .computing import use_original_precision
@@ -47,7 +47,7 @@ class FollowInputs(Rule):
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         how = Demand.LOW if Demand.LOW in wanted else Demand.FULL
-        return how | (wanted & (Demand.CARRY | Demand.OTHER))
+        return how | (wanted & (Demand.ACCUMULATOR | Demand.OTHER))
 
     def decide(self, site: Site) -> Decision:
         return _follow(site)
@@ -57,35 +57,46 @@ def _follow(site: Site) -> Decision:
     dtype = site.compute_dtype
     floats = [(i, fact) for i, fact in enumerate(site.facts) if fact]
     low = [fact.dtype for i, fact in floats if fact.dtype != site.authors[i]]
-    mark = max((fact.mark for _, fact in floats), default=Mark.NEUTRAL)
-    small = all(fact.small or not site.spreads(i) for i, fact in floats)
-    carried = Demand.CARRY in site.demand and any(fact.carried for _, fact in floats)
+    precision = max((fact.precision for _, fact in floats), default=Precision.NEUTRAL)
+    is_broadcast = all(fact.is_broadcast or not site.spreads(i) for i, fact in floats)
+    accumulates = Demand.ACCUMULATOR in site.demand and any(
+        fact.from_accumulator for _, fact in floats
+    )
 
-    def in_full(mark: Mark, why: str) -> Decision:
-        outs = outs_of(site, None, mark, small=small, carried=carried)
+    def in_full(precision: Precision, why: str) -> Decision:
+        outs = out_facts_of(
+            site,
+            None,
+            precision,
+            is_broadcast=is_broadcast,
+            from_accumulator=accumulates,
+        )
         return Decision(site.authors, site.params, outs, why)
 
     if not all(survive(fact.constants, dtype) for _, fact in floats):
-        return in_full(Mark.FULL, f"a constant does not survive {dtype.name}")
-    if any(fact.mark == Mark.FULL and site.spreads(i) for i, fact in floats):
-        return in_full(Mark.FULL, "an input must stay in full precision")
-    if mark == Mark.FULL:
+        return in_full(Precision.FULL, f"a constant does not survive {dtype.name}")
+    if any(fact.precision == Precision.FULL and site.spreads(i) for i, fact in floats):
+        return in_full(Precision.FULL, "an input must stay in full precision")
+    if precision == Precision.FULL:
         return in_full(
-            Mark.LOW, "what it reads in full precision is smaller than the result"
+            Precision.LOW,
+            "what it reads in full precision is smaller than the result",
         )
-    if carried:
-        return in_full(mark, "a loop carry accumulates in it")
+    if accumulates:
+        return in_full(precision, "a loop carry accumulates in it")
     if not low:
-        return in_full(mark, "no input is in low precision")
+        return in_full(precision, "no input is in low precision")
     if Demand.LOW not in site.demand:
-        return in_full(mark, "nothing that computes in low precision reads the result")
+        return in_full(
+            precision, "nothing that computes in low precision reads the result"
+        )
     narrow = widest(low)
     if bits(narrow) < bits(dtype):
         narrow = dtype
     if bits(narrow) >= 32:
-        return in_full(mark, "its inputs are in different low-precision dtypes")
+        return in_full(precision, "its inputs are in different low-precision dtypes")
     reads = tuple(author and lowered(author, narrow) for author in site.authors)
-    outs = outs_of(site, narrow, Mark.LOW, small=small)
+    outs = out_facts_of(site, narrow, Precision.LOW, is_broadcast=is_broadcast)
     return Decision(reads, site.params, outs, "an input is in low precision")
 
 
@@ -119,12 +130,14 @@ class KeepInputs(Rule):
     def _join(site: Site, floats: list[tuple[int, Fact]], dtype: DType) -> Decision:
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
         known = {
-            "mark": max(fact.mark for _, fact in floats),
-            "small": all(fact.small or not site.spreads(i) for i, fact in floats),
+            "precision": max(fact.precision for _, fact in floats),
+            "is_broadcast": all(
+                fact.is_broadcast or not site.spreads(i) for i, fact in floats
+            ),
             "constants": joined_constants([fact.constants for _, fact in floats]),
-            "carried": any(fact.carried for _, fact in floats),
+            "from_accumulator": any(fact.from_accumulator for _, fact in floats),
         }
-        outs = outs_of(site, dtype, **known)
+        outs = out_facts_of(site, dtype, **known)
         return Decision(reads, site.params, outs, "moves data unchanged")
 
 
@@ -152,10 +165,10 @@ def low_if_read_low(fact: Fact | None, demand: Demand, dtype: DType) -> Fact | N
 
     What comes out of a remat region in full precision is cast before it is moved, so
     that nothing on the way is kept in full for the backward pass."""
-    if fact is None or fact.mark != Mark.LOW or fact.constants:
+    if fact is None or fact.precision != Precision.LOW or fact.constants:
         return fact
     low = lowered(fact.dtype, dtype)
-    is_of_another = fact.copy not in (None, low)  # a low dtype of another range
+    is_of_another = fact.exact_dtype not in (None, low)  # a low dtype of another range
     if demand & ~Demand.WIDE != Demand.LOW or is_of_another:
         return fact
     return fact._replace(dtype=low)
@@ -166,12 +179,12 @@ _VIEWS = MOVING_VIEWS | (LOCAL & MOVES)
 
 
 def keep_one(site: Site, source: tuple[int, Fact]) -> Decision:
-    """Every result has the dtype and mark of the one operand that is a float."""
+    """Every result has the dtype and precision of the one operand that is a float."""
     return _keep(site, [source] * len(site.out_avals))
 
 
 def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
-    """Each result has the dtype and mark of one operand."""
+    """Each result has the dtype and precision of one operand."""
     reads = tuple(fact and fact.dtype for fact in site.facts)
     outs: list[Fact | None] = []
     for (i, fact), aval in zip(sources, site.out_avals, strict=True):
@@ -182,22 +195,26 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         grows = _size_key(aval.shape) != _size_key(site.avals[i].shape)
         fans_out = name in WHOLE_VIEWS and grows
         is_view = name in _VIEWS and not fans_out
-        is_placed = name in PLACING and fact.leaf in INPUTS
-        small = fact.small or fans_out
+        is_placed = name in PLACING and fact.remat_source in INPUT_SOURCES
+        is_broadcast = fact.is_broadcast or fans_out
         is_same = name in ("broadcast_in_dim", "reshape", "copy")
         constants = fact.constants if is_same else None
-        leaf = view_of(fact.leaf) if is_view else Leaf.NO
+        source = view_of(fact.remat_source) if is_view else RematSource.NONE
         if is_placed:  # also if all devices are to hold all of it: that is a gather
-            leaf = Leaf.SHARDED
-        copy = fact.copy if name is None or name in MOVES else None
-        known = {"small": small, "constants": constants, "copy": copy}
-        outs.append(fact._replace(leaf=leaf, **known))
+            source = RematSource.SHARDED
+        exact = fact.exact_dtype if name is None or name in MOVES else None
+        known = {
+            "is_broadcast": is_broadcast,
+            "constants": constants,
+            "exact_dtype": exact,
+        }
+        outs.append(fact._replace(remat_source=source, **known))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
 
 
-def view_of(leaf: Leaf) -> Leaf:
-    """The leaf of a view of a value with this leaf."""
-    return Leaf.VIEW if leaf == Leaf.ROOT else leaf
+def view_of(source: RematSource) -> RematSource:
+    """The remat source of a view of a value with this source."""
+    return RematSource.VIEW if source == RematSource.INPUT else source
 
 
 def _size_key(shape: tuple[Any, ...]) -> Any:
@@ -224,24 +241,24 @@ class ConvertAsWritten(Rule):
         is_same = old is not None and new is not None and old == new
         if is_same:  # only the weak type changes
             assert fact is not None
-            out = fact._replace(leaf=view_of(fact.leaf))
+            out = fact._replace(remat_source=view_of(fact.remat_source))
             if fact.dtype == old:
                 return Decision((old,), site.params, (out,), "keeps its dtype")
             params = site.params | {"new_dtype": fact.dtype, "weak_type": False}
             return Decision((fact.dtype,), params, (out,), "keeps its dtype")
         outs = (None,)
         if new is not None:
-            mark = self._mark(site.avals[0].dtype, new)
-            outs = (Fact(new, mark, constants=self._constants(site)),)
+            precision = self._precision(site.avals[0].dtype, new)
+            outs = (Fact(new, precision, constants=self._constants(site)),)
         reads = (fact and fact.dtype,)
         return Decision(reads, site.params, outs, "a cast that the author wrote")
 
     @staticmethod
-    def _mark(old: Any, new: DType) -> Mark:
+    def _precision(old: Any, new: DType) -> Precision:
         if is_float(old):  # up: pinned by the author; down: as good as an input
-            return Mark.FULL if bits(new) > bits(old) else Mark.NEUTRAL
+            return Precision.FULL if bits(new) > bits(old) else Precision.NEUTRAL
         # Integers are exact in float16 only up to 2048, in bfloat16 up to 256.
-        return Mark.NEUTRAL if old == np.bool_ else Mark.FULL
+        return Precision.NEUTRAL if old == np.bool_ else Precision.FULL
 
     @staticmethod
     def _constants(site: Site) -> Constants | None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._primitives.contractions import is_contraction
-from .base import Decision, Demand, LeavesToOthers, Rule, Site
+from .base import Decision, DelegatingRule, Demand, Rule, Site
 from .by_shapes import pattern_of, shapes_of
 from .computing import use_compute_precision, use_precision
 from .contracting import Contract
@@ -54,7 +54,7 @@ class Unmeasured(Rule):
 
 
 @dataclass(frozen=True)
-class OfMeasuredShapes(LeavesToOthers):
+class OfMeasuredShapes(DelegatingRule):
     """A rule for contractions whose shapes were measured; others run as written.
 
     Args:

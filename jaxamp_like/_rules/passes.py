@@ -51,7 +51,9 @@ class Pass:
     def __call__(self, moving: Any, *others: Any) -> Any:
         raise NotImplementedError
 
-    def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
+    def residuals(
+        self, operands: Sequence[Any], numbers: Sequence[Any]
+    ) -> Sequence[Any]:
         """What the pass reads beside the moving operand, in the form that is kept.
 
         `numbers` are the two operands as numbers of a format, if they were rounded."""
@@ -78,7 +80,7 @@ class Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class Cast(Pass):
+class CastPass(Pass):
     """A contraction of operands that are cast, and not otherwise rounded.
 
     Args:
@@ -98,8 +100,10 @@ class Cast(Pass):
         hook = by_casts(self.reads, self.wide or self.low, self.is_low)
         return self.fn(moving, others[0], hook, *others[1:])
 
-    def kept(self, operands: Sequence[Any], numbers: Sequence[Any]) -> Sequence[Any]:
-        other, *rest = super().kept(operands, numbers)
+    def residuals(
+        self, operands: Sequence[Any], numbers: Sequence[Any]
+    ) -> Sequence[Any]:
+        other, *rest = super().residuals(operands, numbers)
         if self.keeps_low:
             other = cast(other, lowered(other.dtype, self.reads[1 - self.moving]))
         return [other, *rest]
@@ -128,7 +132,9 @@ def _beside_cotangent(read: DType, wide: DType | None) -> Hook:
     return hook
 
 
-def cast_pass(site: Site, moving: int, dtype: DType, wide: DType | None = None) -> Cast:
+def cast_pass(
+    site: Site, moving: int, dtype: DType, wide: DType | None = None
+) -> CastPass:
     """A pass that reads operands in `dtype`, but in no more bits than written.
 
     A `wide` result has that dtype, or that of the operands if it is wider."""
@@ -136,7 +142,7 @@ def cast_pass(site: Site, moving: int, dtype: DType, wide: DType | None = None) 
         author and lowered(author, dtype)
         for author in (*site.authors[:2], site.out_authors[0])
     )
-    return Cast(
+    return CastPass(
         bilinear(site.primitive, site.params, moving),
         moving,
         out,  # type: ignore[arg-type]
@@ -147,17 +153,17 @@ def cast_pass(site: Site, moving: int, dtype: DType, wide: DType | None = None) 
     )
 
 
-def in_compute_dtype(site: Site, low: DType) -> tuple[Cast, Cast]:
+def in_compute_dtype(site: Site, low: DType) -> tuple[CastPass, CastPass]:
     """The gradients by each operand of a contraction, made of operands in `low`."""
     lhs, rhs = (
-        Cast(bilinear(site.primitive, site.params, i), i, low, (low, low))
+        CastPass(bilinear(site.primitive, site.params, i), i, low, (low, low))
         for i in (0, 1)
     )
     return lhs, rhs
 
 
 def contraction_by_casts(
-    forward: Cast, gradients: Sequence[Cast], out: DType
+    forward: CastPass, gradients: Sequence[CastPass], out: DType
 ) -> Callable[..., Any]:
     """A contraction whose three passes all read operands that are cast."""
     contraction = with_passes(lambda *xs: cast(forward(*xs), out), gradients)
@@ -182,8 +188,11 @@ def with_passes(
         operands, numbers = read(*primals)
         out = contraction(*operands, *numbers)
         moves = [
-            MOVE.bind(
-                tangents[i], *made.kept(operands, numbers), made=made, out=out.dtype
+            PASS.bind(
+                tangents[i],
+                *made.residuals(operands, numbers),
+                made=made,
+                out=out.dtype,
             )
             for i, made in enumerate(gradients)
             if not isinstance(tangents[i], SymbolicZero)
@@ -231,7 +240,7 @@ def _aval(*avals: Any, made: Pass, out: DType) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, made: Pass, out: DType) -> Any:
-    result = MOVE.bind(*primals, made=made, out=out)
+    result = PASS.bind(*primals, made=made, out=out)
     return result, _tangent(primals, tangents, made, out, Zero)
 
 
@@ -240,9 +249,9 @@ def _tangent(primals: Any, tangents: Any, made: Pass, out: DType, zero: type) ->
     (x, y, *rest), (dx, *others) = primals, tangents
     moves = []
     if not isinstance(dx, zero):
-        moves.append(MOVE.bind(dx, y, *rest, made=made, out=out))
+        moves.append(PASS.bind(dx, y, *rest, made=made, out=out))
     if not all(isinstance(t, zero) for t in others):
-        moves.append(MOVE.bind(others[0], x, *rest, made=made.swapped, out=out))
+        moves.append(PASS.bind(others[0], x, *rest, made=made.swapped, out=out))
     return functools.reduce(lax.add, moves)
 
 
@@ -260,10 +269,10 @@ def _transpose(ct: Any, *operands: Any, made: Pass, out: DType) -> Any:
 
 def _batch(args: Any, dims: Any, *, made: Pass, out: DType) -> Any:
     made, args = made.mapped(args, dims)
-    return MOVE.bind(*args, made=made, out=out), 0
+    return PASS.bind(*args, made=made, out=out), 0
 
 
-MOVE = new_primitive(
+PASS = new_primitive(
     "amp_contraction",
     compute=_run,
     aval=_aval,

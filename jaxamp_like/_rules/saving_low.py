@@ -7,13 +7,13 @@ from typing import Any
 from .._dtypes import lowered
 from .._primitives.matmul_precision import settled_bind
 from . import Decision, Rule, Site
-from .base import LeavesToOthers
-from .given import as_rule
-from .low_residuals import copies_in, keeping_copies
+from .base import DelegatingRule
+from .low_residuals import low_copies, with_low_residuals
+from .user_rules import as_rule
 
 
 @dataclass(frozen=True)
-class SavingLow(LeavesToOthers):
+class SavingLow(DelegatingRule):
     """Decides as another rule; see `saving_low`."""
 
     rule: Rule
@@ -34,10 +34,10 @@ class SavingLow(LeavesToOthers):
             return decision
         is_low = decision.reads != site.authors
         op = settled_bind(site.primitive, decision.params, is_low)
-        keeping = keeping_copies(op, op)
+        keeping = with_low_residuals(op, op)
 
         def bind(*operands):
-            return keeping(operands, copies_in(operands, low))
+            return keeping(operands, low_copies(operands, low))
 
         why = f"{decision.why}; keeps its inputs in {site.compute_dtype.name}"
         return decision._replace(bind=bind, why=why)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType, cast, has_range, lowered
-from .._jax import Primitive, axes_of, bind_flat, varying_in
+from .._jax import Primitive, bind_flat, collective_axes, varying_in
 from .._primitives import PLACING, SUMMED_BACK
 from .._primitives.fences import fenced
-from .base import INPUTS, Decision, Demand, Fact, Mark, Site
+from .base import INPUT_SOURCES, Decision, Demand, Fact, Precision, Site
 from .following import KeepEachInput
 from .storing import compute_in_full
 
@@ -26,7 +26,7 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
     typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
     is_wide = has_range(low, jnp.dtype("float32"))
     known = typed | site.device_axes if is_wide else typed
-    return axes_of(site.params) <= known
+    return collective_axes(site.params) <= known
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class SendLow(KeepEachInput):
         assert fact is not None and author is not None
         if Demand.WIDE not in wanted and not self._sums_in_full(site, low):
             why = f"is only read in {low.name}"
-            out = Fact(low, Mark.LOW, small=fact.small)
+            out = Fact(low, Precision.LOW, is_broadcast=fact.is_broadcast)
             return Decision((low,), site.params, (out,), why)
         # A gradient that is not to be rounded comes back as it is.
         held = fact.dtype if Demand.WIDE in wanted else low
         why = f"sends {low.name}, of which the gradient is summed in {fact.dtype.name}"
-        mark = fact.mark if held == fact.dtype else Mark.LOW
-        out = Fact(held, mark, small=fact.small)
+        precision = fact.precision if held == fact.dtype else Precision.LOW
+        out = Fact(held, precision, is_broadcast=fact.is_broadcast)
         bind = _sent(site, low, fact.dtype, held)
         return Decision((fact.dtype,), site.params, (out,), why, bind)
 
@@ -94,11 +94,11 @@ def _sent_in(site: Site) -> DType | None:
     (fact,), (wanted,) = site.facts, site.wanted
     if fact is None:
         return None
-    if wanted & ~Demand.WIDE != Demand.LOW or fact.constants or fact.carried:
+    if wanted & ~Demand.WIDE != Demand.LOW or fact.constants or fact.from_accumulator:
         return None
     if is_mark_of_input(site):
         return None  # it sends nothing forward, only cotangents back: see `summed_once`
-    if site.primitive.name in PLACING and fact.leaf in INPUTS:
+    if site.primitive.name in PLACING and fact.remat_source in INPUT_SOURCES:
         return None  # a view, whose cast is made before it
     low = lowered(fact.dtype, site.compute_dtype)
     return low if low != fact.dtype else None
@@ -168,7 +168,9 @@ def summed_once(site: Site, decision: Decision) -> Decision:
 def is_mark_of_input(site: Site) -> bool:
     """Whether the equation marks an input of the function as read by all devices."""
     is_mark = site.primitive is not None and site.primitive.name == "pvary"
-    return is_mark and all(fact and fact.leaf in INPUTS for fact in site.facts)
+    return is_mark and all(
+        fact and fact.remat_source in INPUT_SOURCES for fact in site.facts
+    )
 
 
 sum_over_devices = SumOverDevices()

@@ -10,7 +10,7 @@ from typing import Any
 
 from .._dtypes import bits, is_float, lowered
 from .._primitives import FANNING_OUT, VIEWS, may_repeat
-from .base import Decision, Demand, Mark, Rule, Site, held_in_full, outs_of
+from .base import Decision, Demand, Precision, Rule, Site, held_in_full, out_facts_of
 from .following import ConvertAsWritten, keep_each_input, keep_one, low_if_read_low
 
 # No operand may be rounded for the op; one that is held low is handed over low.
@@ -29,7 +29,7 @@ class ComputeInFull(Rule):
         return _AS_IT_IS
 
     def decide(self, site: Site) -> Decision:
-        outs = outs_of(site, None, Mark.LOW)
+        outs = out_facts_of(site, None, Precision.LOW)
         return Decision(
             site.authors,
             site.params,
@@ -91,7 +91,7 @@ class MoveExactly(Rule):
         if dtype is None or not all(known.exact_in(dtype) for known in constants):
             return compute_in_full.decide(site)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
-        outs = outs_of(site, dtype, _mark(fact for _, fact in floats))
+        outs = out_facts_of(site, dtype, _precision(fact for _, fact in floats))
         return Decision(reads, site.params, outs, "moves data unchanged")
 
 
@@ -145,8 +145,8 @@ def _may_repeat(site: Site) -> bool:
     return may_repeat(name, site.params)
 
 
-def _mark(facts: Any) -> Mark:
-    return max(fact.mark for fact in facts)
+def _precision(facts: Any) -> Precision:
+    return max(fact.precision for fact in facts)
 
 
 compute_in_full = ComputeInFull()

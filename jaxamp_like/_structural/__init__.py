@@ -6,8 +6,8 @@ from .base import (
     Body as Body,
     Facts as Facts,
     Handler as Handler,
+    HoistedWeights as HoistedWeights,
     Plan as Plan,
-    Rounded as Rounded,
     Scope as Scope,
     Step as Step,
     steps_of as steps_of,
@@ -46,8 +46,8 @@ _JIT = Handler(
     decide_jit,
     bind_jit,
     is_call=True,
-    may_run_twice=True,
-    hands_on=True,
+    may_recompute=True,
+    passes_hoisted_weights=True,
     is_closed=True,
 )
 _INLINE = Handler(
@@ -55,8 +55,8 @@ _INLINE = Handler(
     decide_inline,
     bind_inline,
     is_call=True,
-    may_run_twice=True,
-    hands_on=True,
+    may_recompute=True,
+    passes_hoisted_weights=True,
 )
 
 STRUCTURAL: dict[str, Handler] = {
@@ -64,17 +64,29 @@ STRUCTURAL: dict[str, Handler] = {
     "pjit": _JIT,  # its name up to JAX 0.6
     **dict.fromkeys(
         REMAT,
-        Handler(call_bodies, decide_remat, bind_remat, is_call=True, hands_on=True),
+        Handler(
+            call_bodies,
+            decide_remat,
+            bind_remat,
+            is_call=True,
+            passes_hoisted_weights=True,
+        ),
     ),
     **dict.fromkeys(("closed_call", "core_call", "call", "eval_jaxpr"), _INLINE),
     "remat_opt": Handler(
-        call_bodies, decide_call, bind_remat_opt, is_call=True, hands_on=True
+        call_bodies,
+        decide_call,
+        bind_remat_opt,
+        is_call=True,
+        passes_hoisted_weights=True,
     ),
     "cond": Handler(cond_bodies, decide_cond, bind_cond),
-    "scan": Handler(scan_bodies, decide_scan, bind_scan, hands_on=True),
-    "while": Handler(while_bodies, decide_while, bind_while, hands_on=True),
+    "scan": Handler(scan_bodies, decide_scan, bind_scan, passes_hoisted_weights=True),
+    "while": Handler(
+        while_bodies, decide_while, bind_while, passes_hoisted_weights=True
+    ),
     "custom_jvp_call": Handler(
-        call_bodies, decide_inline, bind_custom_jvp, is_call=True, may_run_twice=True
+        call_bodies, decide_inline, bind_custom_jvp, is_call=True, may_recompute=True
     ),
     "custom_vjp_call": Handler(call_bodies, decide_call, bind_custom_vjp, is_call=True),
     "custom_linear_solve": Handler(no_bodies, decide_pinned, bind_pinned),

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
-from .._jax import Atom, Eqn, Jaxpr, Literal, Place, raw
-from .._rules import Decision, Demand, Fact, Leaf, Match, Site, author_dtype
+from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw
+from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
 
 Facts = tuple[Fact | None, ...]
 Scope = tuple[str, ...]
 
-Rounded = dict[tuple[Any, ...], Any]
+HoistedWeights = dict[tuple[Any, ...], Any]
 """Weights that were rounded before a loop, by the path to their reader."""
 
 REMAT = ("checkpoint", "remat2")
@@ -33,10 +33,10 @@ class Body(NamedTuple):
     jaxpr: Jaxpr
     ins: Sequence[int]  # for each input, the operand of the equation
     outs: Sequence[int | None]  # for each result, the result of the equation
-    loop: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
+    carries: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
     is_repeated: bool = False  # by a loop, which may have no carries but references
 
-    def handed_on(self) -> dict[int, list[int]]:
+    def forwarded_carries(self) -> dict[int, list[int]]:
         """As which inputs the next iteration gets those that are handed on unchanged.
 
         In a chain of such carries, as in a history of values, what is learned of one
@@ -44,7 +44,7 @@ class Body(NamedTuple):
         jaxpr = raw(self.jaxpr)
         place = {v: i for i, v in enumerate(jaxpr.invars)}
         heirs: dict[int, list[int]] = {}
-        for out, i in self.loop:
+        for out, i in self.carries:
             atom = jaxpr.outvars[out]
             if not isinstance(atom, Literal) and atom in place:
                 heirs.setdefault(place[atom], []).append(i)
@@ -54,19 +54,19 @@ class Body(NamedTuple):
 class Handler(NamedTuple):
     """How a structural primitive is read, decided and bound.
 
-    `decide` is asked by a `Planner`, `bind` by a `Frame`, both of `_rewrite`. A call
-    runs its one program once, operands in and results out; one that `may_run_twice` is
-    run again in the backward pass if all that it holds may be. One that `hands_on` lets
-    its program read weights that were rounded before a loop around it. One that
-    `is_closed` keeps its program as a jaxpr of its own, which `Frame.close`
-    rewrites."""
+    `decide` is asked by a `Planner`, `bind` by a `Binder`, both of `_rewrite`. A call
+    runs its one program once, operands in and results out; one that `may_recompute` is
+    run again in the backward pass if all that it holds may be. One that
+    `passes_hoisted_weights` lets its program read weights that were rounded before a
+    loop around it. One that `is_closed` keeps its program as a jaxpr of its own, which
+    `Binder.close` rewrites."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: "Callable[[Planner, Eqn, Site], tuple[Decision, tuple[Plan, ...]]]"
-    bind: "Callable[[Frame, Step, list[Any]], Sequence[Any]]"
+    bind: "Callable[[ProgramBinder, Step, list[Any]], Sequence[Any]]"
     is_call: bool = False
-    may_run_twice: bool = False
-    hands_on: bool = False
+    may_recompute: bool = False
+    passes_hoisted_weights: bool = False
     is_closed: bool = False
 
 
@@ -76,67 +76,75 @@ class Step:
 
     eqn: Eqn
     scope: Scope
-    found: Match
+    match: Match
     decision: Decision
     inner: tuple["Plan", ...] = ()
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
-    casts: dict[int, Leaf] = field(default_factory=dict)  # of inputs and constants
-    run_again: bool = False  # in the backward pass, if less is kept for it then
-    wanted: tuple[Demand, ...] = ()  # how its results are read
+    input_casts: dict[int, RematSource] = field(
+        default_factory=dict
+    )  # of inputs and constants
+    may_recompute: bool = False  # in the backward pass, if less is kept for it then
+    out_demands: tuple[Demand, ...] = ()  # how its results are read
     backward: bool = False  # whether it is part of a backward pass, as it was planned
 
     @property
     def is_compute(self) -> bool:
-        return self.found.is_compute
+        return self.match.is_compute
 
     @functools.cached_property
-    def kind(self) -> Hashable:
+    def dedup_key(self) -> Hashable:
         """What determines how the step is bound, apart from its variables."""
         eqn, decision = self.eqn, self.decision
         return (
             eqn.primitive,
             tuple(eqn.params.items()),
-            Place(eqn),
+            EqnContext(eqn),
             decision._replace(params=tuple(decision.params.items())),
             self.inner,
-            tuple(self.casts.items()),
+            tuple(self.input_casts.items()),
         )
 
-    def read_alone(self, i: int) -> Hashable:
+    def quantised_operand_key(self, i: int) -> Hashable:
         """The key of an operand: steps that round it alike, by itself, share it."""
-        return self.eqn.invars[i], self.decision.reads[i], self.decision.alone[i]
+        return self.eqn.invars[i], self.decision.reads[i], self.decision.quantisers[i]
 
     @property
-    def recasts(self) -> list[int]:
+    def recomputed_casts(self) -> list[int]:
         """Operands whose casts are made again in the backward pass, not saved."""
-        return [i for i, leaf in self.casts.items() if leaf in (Leaf.ROOT, Leaf.VIEW)]
+        return [
+            i
+            for i, source in self.input_casts.items()
+            if source in (RematSource.INPUT, RematSource.VIEW)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan of a jaxpr for operands of certain dtypes and marks.
+    """The plan of a jaxpr for operands of certain dtypes and precision states.
 
     It holds the variables and equations, not the jaxpr, which keys the cache weakly."""
 
     invars: Sequence[Any]
     constvars: Sequence[Any]
     outvars: Sequence[Atom]
-    ins: Facts
-    outs: Facts
+    in_facts: Facts
+    out_facts: Facts
     steps: tuple[Step, ...]
     facts: dict[Any, Fact | None]  # of all variables
     lean: bool
-    keys: frozenset[Any]  # keys of the policy that an equation was found under
-    closed: dict[Any, Jaxpr] = field(default_factory=dict)  # the rewritten jaxprs
+    policy_keys: frozenset[Any]  # keys of the policy that an equation was found under
+    closed_jaxprs: dict[Any, Jaxpr] = field(
+        default_factory=dict
+    )  # the rewritten jaxprs
 
     @functools.cached_property
-    def rounded_often(self) -> frozenset[Hashable]:
+    def shared_quantised(self) -> frozenset[Hashable]:
         """Operands that several quantised contractions round alike, by their keys."""
         read = Counter(
-            step.read_alone(i)
+            step.quantised_operand_key(i)
             for step in self.steps
-            for i, how in enumerate(step.decision.alone)
+            for i, how in enumerate(step.decision.quantisers)
             if how is not None and not isinstance(step.eqn.invars[i], Literal)
         )
         return frozenset(key for key, count in read.items() if count > 1)
@@ -178,7 +186,7 @@ class Demands(Protocol):
         ...
 
 
-class Carries(Protocol):
+class Accumulators(Protocol):
     """Which carries of loops are sums."""
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
@@ -196,7 +204,7 @@ class Planner(Protocol):
     def demands(self) -> Demands: ...
 
     @property
-    def carries(self) -> Carries: ...
+    def accumulators(self) -> Accumulators: ...
 
     def plan(
         self,
@@ -219,12 +227,12 @@ class Planner(Protocol):
         ...
 
 
-class Frame(Protocol):
+class ProgramBinder(Protocol):
     """What binds plans on values; its class is in `_rewrite`."""
 
     @property
-    def is_lean(self) -> bool:
-        """Whether the backward pass makes again what is cheap."""
+    def has_regions(self) -> bool:
+        """Whether cheap steps stand in remat regions, to be recomputed."""
         ...
 
     def run(
@@ -232,13 +240,13 @@ class Frame(Protocol):
         plan: Plan,
         consts: Sequence[Any],
         args: Sequence[Any],
-        ahead: dict[tuple[Any, DType], Any] | None = None,
-        rounded: Rounded | None = None,
+        hoisted_casts: dict[tuple[Any, DType], Any] | None = None,
+        hoisted_weights: HoistedWeights | None = None,
     ) -> list[Any]:
         """Binds a whole plan; results are in the dtypes that they have.
 
-        `ahead` are casts of inputs that were made before a loop, and `rounded` weights
-        that were rounded there."""
+        `hoisted_casts` are casts of inputs that were made before a loop, and
+        `hoisted_weights` weights that were rounded there."""
         ...
 
     def close(
@@ -246,12 +254,12 @@ class Frame(Protocol):
         plan: Plan,
         jaxpr: Jaxpr,
         dtypes: tuple[DType | None, ...],
-        rounded: Rounded | None = None,
+        hoisted_weights: HoistedWeights | None = None,
     ) -> Jaxpr:
         """The rewritten jaxpr of a plan, with results in `dtypes`."""
         ...
 
-    def planned(
+    def plan_traced(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
     ) -> tuple[Jaxpr, Plan]:
         """A freshly traced program with the scopes that planning reads; its plan."""
@@ -271,44 +279,46 @@ class Frame(Protocol):
         Returns the results and what is known of them."""
         ...
 
-    def read_by(self, rule: Jaxpr | None, count: int, scope: Scope) -> Sequence[Demand]:
+    def demands_of_rule(
+        self, rule: Jaxpr | None, count: int, scope: Scope
+    ) -> Sequence[Demand]:
         """How a rule reads its first `count` inputs; in full, if no rule is known."""
         ...
 
-    def copies(
+    def low_copies(
         self, variables: Iterable[Any], dtypes: Iterable[DType | None]
     ) -> list[Any]:
         """Copies of values in the dtypes in which the backward pass keeps them."""
         ...
 
-    def rounded_in(self, step: Step) -> Rounded:
+    def hoisted_weights_in(self, step: Step) -> HoistedWeights:
         """The weights that a step's program reads and that a loop has rounded."""
         ...
 
-    def of_loop(
+    def hoist_weights(
         self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
-    ) -> tuple[Rounded, Rounded]:
+    ) -> tuple[HoistedWeights, HoistedWeights]:
         """The weights that a loop reads, rounded before it: fixed ones, and slices."""
         ...
 
-    def recast_roots(self, plan: Plan) -> list[tuple[Any, DType]]:
+    def contraction_input_casts(self, plan: Plan) -> list[tuple[Any, DType]]:
         """The inputs whose casts a plan's contractions read, with the dtypes."""
         ...
 
-    def in_loop(self) -> "Frame":
-        """A frame for the bodies of a loop."""
+    def in_loop(self) -> "ProgramBinder":
+        """A binder for the bodies of a loop."""
         ...
 
-    def in_rule(self) -> "Frame":
-        """A frame for derivative rules, whose authors chose what to keep."""
+    def in_rule(self) -> "ProgramBinder":
+        """A binder for derivative rules, whose authors chose what to keep."""
         ...
 
-    def run_again(self) -> "Frame":
-        """A frame for code that the backward pass runs again as a whole."""
+    def for_recomputation(self) -> "ProgramBinder":
+        """A binder for code that the backward pass runs again as a whole."""
         ...
 
-    def under_policy(self) -> "Frame":
-        """A frame for code in a `jax.checkpoint` with a policy of what is kept."""
+    def under_policy(self) -> "ProgramBinder":
+        """A binder for code in a `jax.checkpoint` with a policy of what is kept."""
         ...
 
 
@@ -324,27 +334,31 @@ def dtypes_of(facts: Sequence[Fact | None]) -> tuple[DType | None, ...]:
 
 def as_body_inputs(
     facts: Sequence[Fact | None],
-    leaf: Leaf = Leaf.ROOT,
-    sharded: Leaf | None = None,
+    source: RematSource = RematSource.INPUT,
+    sharded: RematSource | None = None,
 ) -> Facts:
     """Facts of operands as inputs of a body, where a view is no longer known as one.
 
-    An operand on several devices is a plain input there, a `leaf`, unless `sharded`
+    An operand on several devices is a plain input there, a `source`, unless `sharded`
     says otherwise, as for a `jit`. A loop reads slices of it, and to keep a low copy of
     each would be to keep a copy of the whole."""
     inside = {
-        Leaf.ROOT: leaf,
-        Leaf.SHARDED: leaf if sharded is None else sharded,
-        Leaf.CONST: Leaf.CONST,
-        Leaf.RERUN: Leaf.RERUN,
+        RematSource.INPUT: source,
+        RematSource.SHARDED: source if sharded is None else sharded,
+        RematSource.CONSTANT: RematSource.CONSTANT,
+        RematSource.RECOMPUTED: RematSource.RECOMPUTED,
     }
     return tuple(
-        fact and fact._replace(leaf=inside.get(fact.leaf, Leaf.NO)) for fact in facts
+        fact
+        and fact._replace(remat_source=inside.get(fact.remat_source, RematSource.NONE))
+        for fact in facts
     )
 
 
 def as_results(facts: Sequence[Fact | None]) -> Facts:
-    return tuple(fact and fact._replace(leaf=Leaf.NO) for fact in facts)
+    return tuple(
+        fact and fact._replace(remat_source=RematSource.NONE) for fact in facts
+    )
 
 
 def author_facts(jaxpr: Jaxpr) -> Facts:

@@ -15,8 +15,8 @@ from .._rules import (
 from .._rules.weights import joined
 from .base import (
     Body,
-    Frame,
     Planner,
+    ProgramBinder,
     Step,
     as_body_inputs,
     decision_of,
@@ -35,7 +35,7 @@ def decide_cond(planner: Planner, eqn: Eqn, site: Site):
         planner.plan(branch, facts, site.scope, site.wanted)
         for branch in eqn.params["branches"]
     )
-    outs = map(_join, *(plan.outs for plan in inner))
+    outs = map(_join, *(plan.out_facts for plan in inner))
     return decision_of(site, dtypes_of(site.facts), outs, "its branches agree"), inner
 
 
@@ -44,16 +44,16 @@ def _join(*facts: Fact | None) -> Fact | None:
     if not known:
         return None
     dtype = widest(fact.dtype for fact in known)
-    carried = any(fact.carried for fact in known)
+    accumulates = any(fact.from_accumulator for fact in known)
     origin = joined(fact.origin for fact in known)
-    mark = max(fact.mark for fact in known)
-    return Fact(dtype, mark, carried=carried, origin=origin)
+    precision = max(fact.precision for fact in known)
+    return Fact(dtype, precision, from_accumulator=accumulates, origin=origin)
 
 
-def bind_cond(frame: Frame, step: Step, operands: list[Any]):
-    eqn, dtypes = step.eqn, dtypes_of(step.decision.outs)
+def bind_cond(binder: ProgramBinder, step: Step, operands: list[Any]):
+    eqn, dtypes = step.eqn, dtypes_of(step.decision.out_facts)
     branches = tuple(
-        frame.close(plan, branch, dtypes)
+        binder.close(plan, branch, dtypes)
         for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)
     )
     with eqn_context(eqn):

@@ -18,25 +18,25 @@ from .._jax import (
 from .._primitives import holds_rule
 from .._rules import (
     Demand,
-    Leaf,
+    RematSource,
     Site,
     is_full,
-    keeping_copies,
     low_if_read_low,
+    with_low_residuals,
 )
 from .base import (
     Body,
-    Frame,
     Plan,
     Planner,
+    ProgramBinder,
     Step,
     as_body_inputs,
     as_results,
     decision_of,
     dtypes_of,
 )
-from .kept import KeepingToo
 from .pinned import decide_pinned
+from .saved import SaveNamesToo
 
 
 def call_bodies(eqn: Eqn) -> list[Body]:
@@ -48,9 +48,9 @@ def decide_call(
     planner: Planner,
     eqn: Eqn,
     site: Site,
-    leaf: Leaf = Leaf.ROOT,
+    source: RematSource = RematSource.INPUT,
     casts_up: bool = False,
-    sharded: Leaf | None = None,
+    sharded: RematSource | None = None,
 ):
     """Decides a call whose operands are cast outside of it, as its body reads them.
 
@@ -66,16 +66,18 @@ def decide_call(
             return fact._replace(dtype=author)
         return low_if_read_low(fact, demand, site.compute_dtype)
 
-    given = as_body_inputs(site.facts, leaf, sharded)
+    given = as_body_inputs(site.facts, source, sharded)
     facts = tuple(map(as_read, given, site.authors, demands))
     inner = planner.plan(body.jaxpr, facts, site.scope, site.wanted)
-    outs = as_results(inner.outs)
+    outs = as_results(inner.out_facts)
     return decision_of(site, dtypes_of(facts), outs, "its body decides"), (inner,)
 
 
 def decide_inline(planner: Planner, eqn: Eqn, site: Site):
     casts_up = not planner.lean
-    return decide_call(planner, eqn, site, casts_up=casts_up, sharded=Leaf.SHARDED)
+    return decide_call(
+        planner, eqn, site, casts_up=casts_up, sharded=RematSource.SHARDED
+    )
 
 
 def decide_jit(planner: Planner, eqn: Eqn, site: Site):
@@ -87,46 +89,50 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
     return decide_inline(planner, eqn, site)
 
 
-def bind_jit(frame: Frame, step: Step, operands: list[Any]):
+def bind_jit(binder: ProgramBinder, step: Step, operands: list[Any]):
     # Weights that were rounded before a loop are not among the operands of the call.
-    if frame.rounded_in(step):
-        dtypes = dtypes_of(step.decision.outs)
-        return cast_all(bind_inline(frame, step, operands), dtypes)
-    return bind_closed(frame, step, operands)
+    if binder.hoisted_weights_in(step):
+        dtypes = dtypes_of(step.decision.out_facts)
+        return cast_all(bind_inline(binder, step, operands), dtypes)
+    return bind_closed(binder, step, operands)
 
 
-def bind_closed(frame: Frame, step: Step, operands: list[Any]):
+def bind_closed(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds an equation with the one program that it holds, as a parameter."""
     (inner,), eqn = step.inner, step.eqn
-    closed = frame.close(inner, eqn.params["jaxpr"], dtypes_of(step.decision.outs))
+    closed = binder.close(
+        inner, eqn.params["jaxpr"], dtypes_of(step.decision.out_facts)
+    )
     with eqn_context(eqn):
         return bind(eqn.primitive, operands, eqn.params | {"jaxpr": closed})
 
 
 def decide_remat(planner: Planner, eqn: Eqn, site: Site):
-    decision, inner = decide_call(planner, eqn, site, leaf=Leaf.RERUN)
+    decision, inner = decide_call(planner, eqn, site, source=RematSource.RECOMPUTED)
     policies = (None, jax.checkpoint_policies.nothing_saveable)
     if eqn.effects or eqn.params["policy"] not in policies:
         return decision, inner
-    keeps = tuple(fact and fact.kept_as for fact in inner[0].ins)
+    keeps = tuple(fact and fact.saved_dtype for fact in inner[0].in_facts)
     if any(keeps):
         why = "its body decides; keeps what contractions made as it was made"
-        decision = decision._replace(keeps=keeps, why=why)
+        decision = decision._replace(residual_dtypes=keeps, why=why)
     return decision, inner
 
 
-def bind_remat(frame: Frame, step: Step, operands: list[Any]):
-    (inner,), eqn, keeps = step.inner, step.eqn, step.decision.keeps
-    dtypes = dtypes_of(step.decision.outs)
-    rounded = frame.rounded_in(step)
-    closed = frame.run_again().close(inner, eqn.params["jaxpr"], dtypes, rounded)
+def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
+    (inner,), eqn, keeps = step.inner, step.eqn, step.decision.residual_dtypes
+    dtypes = dtypes_of(step.decision.out_facts)
+    weights = binder.hoisted_weights_in(step)
+    closed = binder.for_recomputation().close(
+        inner, eqn.params["jaxpr"], dtypes, weights
+    )
     body, values = open_jaxpr(closed)
     prevent_cse = eqn.params["prevent_cse"]
     if isinstance(prevent_cse, tuple):  # for each operand, since JAX 0.9
         prevent_cse = (any(prevent_cse),) * len(values) + prevent_cse
     params = eqn.params | {"jaxpr": body, "prevent_cse": prevent_cse}
     if names := _names_kept(inner):
-        params["policy"] = KeepingToo(names, params["policy"])
+        params["policy"] = SaveNamesToo(names, params["policy"])
     with eqn_context(eqn):
         if not keeps:
             return bind(eqn.primitive, [*values, *operands], params)
@@ -140,9 +146,9 @@ def bind_remat(frame: Frame, step: Step, operands: list[Any]):
         def again(*operands):
             return run_jaxpr(body, operands)
 
-        copies = [None] * len(values) + frame.copies(eqn.invars, keeps)
+        copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps)
         rules = holds_rule(eqn)
-        call = keeping_copies(forward, again, prevent_cse, holds_rules=rules)
+        call = with_low_residuals(forward, again, prevent_cse, holds_rules=rules)
         return call([*values, *operands], copies)
 
 
@@ -155,8 +161,8 @@ def _names_kept(plan: Plan) -> frozenset[str]:
     )
 
 
-def bind_inline(frame: Frame, step: Step, operands: list[Any]):
+def bind_inline(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,), (jaxpr,) = step.inner, subjaxprs(step.eqn.params)
     with eqn_context(step.eqn):
-        rounded = frame.rounded_in(step)
-        return frame.run(inner, consts(jaxpr), operands, rounded=rounded)
+        weights = binder.hoisted_weights_in(step)
+        return binder.run(inner, consts(jaxpr), operands, hoisted_weights=weights)

@@ -29,7 +29,7 @@ from .._jax import (
     new_reference,
     open_jaxpr,
     raw,
-    reemit,
+    rebind,
     references_used,
     tangent_aval,
     trace,
@@ -42,15 +42,15 @@ from .._primitives.matmul_precision import without_setting
 from .._rules import (
     Demand,
     Fact,
-    Leaf,
-    Mark,
     Origin,
+    Precision,
+    RematSource,
     author_dtype,
     of_some,
 )
 from .base import (
     Facts,
-    Frame,
+    ProgramBinder,
     Step,
     dtypes_of,
 )
@@ -68,11 +68,11 @@ _WITH_AXES = ("shard_map", "xla_pmap")
 
 
 def _on_operands(
-    eqn: Eqn, values: Sequence[Any], live: Sequence[int]
+    eqn: Eqn, values: Sequence[Any], active: Sequence[int]
 ) -> Callable[..., Any]:
-    """The original equation as a function of its `live` operands."""
+    """The original equation as a function of its `active` operands."""
     bare = without_scopes(eqn)
-    return of_some(lambda *operands: reemit(bare, operands), live, values)
+    return of_some(lambda *operands: rebind(bare, operands), active, values)
 
 
 def derivative_of(eqn: Eqn) -> Jaxpr | None:
@@ -83,22 +83,24 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
     knows its axes only there, so that the whole `shard_map` is differentiated."""
     avals = [atom.aval for atom in eqn.invars]
     first = eqn.params.get("num_consts", 0)
-    live = [i for i, aval in enumerate(avals) if i >= first and is_inexact(aval)]
+    active = [i for i, aval in enumerate(avals) if i >= first and is_inexact(aval)]
     is_rule = eqn.primitive.name in RULED
     is_around = eqn.primitive.name in _WITH_AXES and holds_rule(eqn)
-    if not live or not (is_rule or is_around):
+    if not active or not (is_rule or is_around):
         return None
     is_backward = eqn.primitive.name != "custom_jvp_call"
 
-    def derivative(args, moves):
-        fn, primals = _on_operands(eqn, args, live), [args[i] for i in live]
+    def derivative(args, tangents):
+        fn, primals = _on_operands(eqn, args, active), [args[i] for i in active]
         if is_backward:
-            return jax.vjp(fn, *primals)[1](list(map(_as_cotangent, moves)))
-        return jax.jvp(fn, primals, moves)[1]
+            return jax.vjp(fn, *primals)[1](list(map(_as_cotangent, tangents)))
+        return jax.jvp(fn, primals, tangents)[1]
 
-    moves = [v.aval for v in eqn.outvars] if is_backward else [avals[i] for i in live]
+    tangents = (
+        [v.aval for v in eqn.outvars] if is_backward else [avals[i] for i in active]
+    )
     n = len(avals)
-    return _traced(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *moves])
+    return _traced(lambda *xs: derivative(xs[:n], list(xs[n:])), [*avals, *tangents])
 
 
 def trace_rule(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
@@ -120,59 +122,65 @@ def _as_cotangent(x: Any) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0) if is_float0 else x
 
 
-def _rerun(facts: Facts) -> Facts:
+def _recomputed_facts(facts: Facts) -> Facts:
     """Facts of a call's operands for a rule that is bound in place of the call."""
-    leaves = {Leaf.ROOT: Leaf.RERUN, Leaf.SHARDED: Leaf.RERUN}
-    return tuple(f and f._replace(leaf=leaves.get(f.leaf, f.leaf)) for f in facts)
+    sources = {
+        RematSource.INPUT: RematSource.RECOMPUTED,
+        RematSource.SHARDED: RematSource.RECOMPUTED,
+    }
+    return tuple(
+        f and f._replace(remat_source=sources.get(f.remat_source, f.remat_source))
+        for f in facts
+    )
 
 
-def _marked(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
+def _facts_of_values(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
     """Facts of values that a rewritten program has made."""
     dtypes = (author_dtype(typeof(x)) for x in values)
     return tuple(
-        dtype and Fact(dtype, Mark.LOW, origin=origin)
+        dtype and Fact(dtype, Precision.LOW, origin=origin)
         for dtype, origin in zip(dtypes, origins, strict=True)
     )
 
 
-def bind_custom_jvp(frame: Frame, step: Step, operands: list[Any]):
-    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
-    dtypes = dtypes_of(step.decision.outs)
+def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
+    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
+    dtypes = dtypes_of(step.decision.out_facts)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
 
     @jax.custom_jvp
     def call(*args):
-        return cast_all(frame.run(inner, consts(jaxpr), args), dtypes)
+        return cast_all(binder.run(inner, consts(jaxpr), args), dtypes)
 
     def rule(primals, tangents):
-        live = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         still: set[int] = set()  # results that do not move
 
         def author_rule(*args):
             values, ts = args[: len(avals)], args[len(avals) :]
-            fn = recording_zero_tangents(_on_operands(eqn, values, live), still)
-            primals = 0.0, *(values[i] for i in live)
+            fn = recording_zero_tangents(_on_operands(eqn, values, active), still)
+            primals = 0.0, *(values[i] for i in active)
             (_, *outs), (_, *out_ts) = jax.jvp(fn, primals, (0.0, *ts))
             return [*outs, *out_ts]
 
-        ts = [tangents[i] for i in live]
+        ts = [tangents[i] for i in active]
         values = [*primals, *ts]
-        authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in live)]
+        authors = [*avals, *(_tangent_aval(avals[i], tangents[i]) for i in active)]
         wanted = _demands_of(step) * 2
         # A tangent has the fact of its primal: once this is transposed, the cotangents
         # of its readers add up as those of the primal do.
-        facts = _rerun(inner.ins)
-        facts += tuple(facts[i] for i in live)
+        facts = _recomputed_facts(inner.in_facts)
+        facts += tuple(facts[i] for i in active)
         with explaining_rules():
             traced = trace_rule(author_rule, authors)
-            outs, _ = frame.rewrite(traced, values, facts, step.scope, wanted)
+            outs, _ = binder.rewrite(traced, values, facts, step.scope, wanted)
         half = len(outs) // 2
         values = cast_all(outs[:half], dtypes)
-        moves = _cast_tangents(outs[half:], dtypes)
+        out_tangents = _cast_tangents(outs[half:], dtypes)
         return values, [
             SymbolicZero(tangent_aval(x)) if i in still else t
-            for i, (x, t) in enumerate(zip(values, moves, strict=True))
+            for i, (x, t) in enumerate(zip(values, out_tangents, strict=True))
         ]
 
     call.defjvp(rule, symbolic_zeros=True)
@@ -193,24 +201,24 @@ def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     ]
 
 
-def bind_remat_opt(frame: Frame, step: Step, operands: list[Any]):
+def bind_remat_opt(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a forward rule that JAX leaves out where nothing is kept of it.
 
     Its author asked for that by `optimize_remat`. JAX then runs the function in its
     place, which is rewritten likewise."""
-    if frame.rounded_in(step):
-        return bind_inline(frame, step, operands)
+    if binder.hoisted_weights_in(step):
+        return bind_inline(binder, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
     num_consts, num_res = params["num_consts"], params["num_res"]
-    dtypes, wanted = dtypes_of(step.decision.outs), _demands_of(step)
-    body, values = open_jaxpr(frame.close(inner, params["fwd_jaxpr"], dtypes))
+    dtypes, wanted = dtypes_of(step.decision.out_facts), _demands_of(step)
+    body, values = open_jaxpr(binder.close(inner, params["fwd_jaxpr"], dtypes))
 
     @functools.cache
     def function() -> tuple[Jaxpr, Sequence[Any]]:
         author = closed(*eqn.params["fun_jaxpr_thunk"]())
-        facts, wants = inner.ins[num_consts:], wanted[num_res:]
-        jaxpr, plan = frame.planned(author, facts, step.scope, wants)
-        made = frame.close(plan, jaxpr, dtypes[num_res:])
+        facts, wants = inner.in_facts[num_consts:], wanted[num_res:]
+        jaxpr, plan = binder.plan_traced(author, facts, step.scope, wants)
+        made = binder.close(plan, jaxpr, dtypes[num_res:])
         return raw(made), consts(made)
 
     params = params | {
@@ -252,20 +260,20 @@ class _Identity:
         return id(self.value)
 
 
-def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
+def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a `custom_vjp` call.
 
     The new rule asks for symbolic zeros only if the author's does: else it can't matter
     to him which operands are differentiated, and some of JAX (`shard_map`) does not
     know rules that ask. The first operands are what the author's function closes over:
     his rule has no derivative for these."""
-    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
-    dtypes = dtypes_of(step.decision.outs)
+    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
+    dtypes = dtypes_of(step.decision.out_facts)
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
     places = [k for k, v in enumerate(eqn.outvars) if is_inexact(v.aval)]
-    moving = [eqn.outvars[k].aval for k in places]
+    cotangent_avals = [eqn.outvars[k].aval for k in places]
     asks = bool(eqn.params.get("symbolic_zeros"))
     num_consts = eqn.params.get("num_consts", 0)
     references = references_used(jaxpr)
@@ -273,25 +281,25 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
     # rule still refuses to be differentiated with respect to that.
     differentiable = [
         i
-        for i, (aval, fact) in enumerate(zip(avals, inner.ins, strict=True))
+        for i, (aval, fact) in enumerate(zip(avals, inner.in_facts, strict=True))
         if i >= num_consts
         and (is_inexact(aval) or i in references)
-        and not (fact and fact.leaf == Leaf.CONST)
+        and not (fact and fact.remat_source == RematSource.CONSTANT)
     ]
 
     @jax.custom_vjp
     def call(*args):
-        return _in_front(cast_all(frame.run(inner, consts(jaxpr), args), dtypes))
+        return _in_front(cast_all(binder.run(inner, consts(jaxpr), args), dtypes))
 
     def fwd(*primals):
         values = [p.value for p in primals] if asks else list(primals)
-        live = [i for i in differentiable if not asks or primals[i].perturbed]
+        active = [i for i in differentiable if not asks or primals[i].perturbed]
         trees = []
 
         def author_fwd(*args):
-            fn = _on_contents(_on_operands(eqn, args, live), live, references)
+            fn = _on_contents(_on_operands(eqn, args, active), active, references)
             fn = with_recorded_operands(with_placed_results(fn, asks))
-            given = [args[i][...] if i in references else args[i] for i in live]
+            given = [args[i][...] if i in references else args[i] for i in active]
             _, vjp, (outs, made) = jax.vjp(fn, *given, has_aux=True)
             if writes_references(jaxpr):
                 for i, reference in made.items():
@@ -306,13 +314,13 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         tree, res_avals, given = trees[0]
         backward = _Backward(tree, res_avals)
         if not asks:
-            backward.trace_ahead(moving)
-        reads = frame.read_by(backward.known, len(res_avals), step.scope)
+            backward.trace_ahead(cotangent_avals)
+        reads = binder.demands_of_rule(backward.known, len(res_avals), step.scope)
         wanted = [how for k, how in enumerate(reads) if k not in given]
         wanted = [*_demands_of(step), *wanted]
         with explaining_rules():
-            outs, facts = frame.rewrite(
-                traced, values, _rerun(inner.ins), step.scope, wanted
+            outs, facts = binder.rewrite(
+                traced, values, _recomputed_facts(inner.in_facts), step.scope, wanted
             )
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
         pairs = [
@@ -322,38 +330,40 @@ def bind_custom_vjp(frame: Frame, step: Step, operands: list[Any]):
         residuals = [x for x, _ in pairs]
         # What was a weight in the forward rule is one in the backward rule.
         origins = [fact.origin if fact else Origin.DATA for _, fact in pairs]
-        held = [typeof(values[i]).dtype for i in live]
+        held = [typeof(values[i]).dtype for i in active]
         return _in_front(cast_all(outs[:num_outs], dtypes)), _Residuals(
-            residuals, (backward, live, held, origins)
+            residuals, (backward, active, held, origins)
         )
 
     def bwd(residuals, cotangents):
-        backward, live, held, origins = residuals.static
+        backward, active, held, origins = residuals.static
         zeros = {k for k, ct in enumerate(cotangents) if isinstance(ct, SymbolicZero)}
-        moves = [instantiated(cotangents[k]) for k in places]
-        values = [*residuals.arrays, *moves]
+        cts = [instantiated(cotangents[k]) for k in places]
+        values = [*residuals.arrays, *cts]
         ct_avals = [
             typeof(ct).update(dtype=aval.dtype)  # its layout may be another
             if author_dtype(aval) is not None
             else typeof(ct)
-            for ct, aval in zip(moves, moving, strict=True)
+            for ct, aval in zip(cts, cotangent_avals, strict=True)
         ]
         wanted = [
-            _demand_as(d, avals[i].dtype) for i, d in zip(live, held, strict=True)
+            _demand_as(d, avals[i].dtype) for i, d in zip(active, held, strict=True)
         ]
         with explaining_rules():
             traced, moved = backward.traced(ct_avals, zeros)
-            grads, _ = frame.rewrite(
+            grads, _ = binder.rewrite(
                 traced,
                 values,
-                _marked(values, [*origins, *([Origin.DATA] * len(ct_avals))]),
+                _facts_of_values(values, [*origins, *([Origin.DATA] * len(ct_avals))]),
                 step.scope,
                 wanted,
                 (False,) * len(residuals.arrays) + (True,) * len(ct_avals),
             )
-        casts = [author_dtype(avals[i]) and d for i, d in zip(live, held, strict=True)]
+        casts = [
+            author_dtype(avals[i]) and d for i, d in zip(active, held, strict=True)
+        ]
         result: list[Any] = [None] * len(avals)
-        for k, (i, grad) in enumerate(zip(live, cast_all(grads, casts), strict=True)):
+        for k, (i, grad) in enumerate(zip(active, cast_all(grads, casts), strict=True)):
             result[i] = grad if k in moved else None
         return tuple(result)
 
@@ -373,27 +383,38 @@ class _Backward:
         self.tree = tree
         self.avals = avals
         self.known: Jaxpr | None = None  # as it was traced for the forward rule
-        self._moving: Sequence[Any] = ()
+        self._cotangent_avals: Sequence[Any] = ()
         self._moved: set[int] = set()
 
-    def trace_ahead(self, moving: Sequence[Any]) -> None:
+    def trace_ahead(self, cotangent_avals: Sequence[Any]) -> None:
         """Traces the rule before its cotangents are there, if it can be traced so.
 
-        `moving` are the avals of the cotangents. The program tells how the residuals
-        are read, and the backward pass uses it, too: an author may count how often his
-        rules are called."""
+        `cotangent_avals` are the avals of the cotangents. The program tells how the
+        residuals are read, and the backward pass uses it, too: an author may count how
+        often his rules are called."""
         fn = self._fn(set(), self._moved)
-        self.known, self._moving = _traced(fn, [*self.avals, *moving]), moving
+        self.known, self._cotangent_avals = (
+            _traced(fn, [*self.avals, *cotangent_avals]),
+            cotangent_avals,
+        )
 
-    def traced(self, moving: Sequence[Any], zeros: set[int]) -> tuple[Jaxpr, set[int]]:
+    def traced(
+        self, cotangent_avals: Sequence[Any], zeros: set[int]
+    ) -> tuple[Jaxpr, set[int]]:
         """The rule as a program, and the operands that it makes cotangents of.
 
-        `moving` are the avals of the cotangents, and `zeros` says which results have a
-        cotangent of zero."""
-        if self.known is not None and not zeros and [*self._moving] == [*moving]:
+        `cotangent_avals` are the avals of the cotangents, and `zeros` says which
+        results have a cotangent of zero."""
+        if (
+            self.known is not None
+            and not zeros
+            and [*self._cotangent_avals] == [*cotangent_avals]
+        ):
             return self.known, self._moved
         moved: set[int] = set()
-        return trace_rule(self._fn(zeros, moved), [*self.avals, *moving]), moved
+        return trace_rule(
+            self._fn(zeros, moved), [*self.avals, *cotangent_avals]
+        ), moved
 
     def _fn(self, zeros: set[int], moved: set[int]) -> Callable[..., list[Any]]:
         count = len(self.avals)
@@ -429,7 +450,7 @@ def _moved(tangent: Any) -> Any:
 
 
 def _on_contents(
-    fn: Callable[..., Any], live: Sequence[int], references: Sequence[int]
+    fn: Callable[..., Any], active: Sequence[int], references: Sequence[int]
 ) -> Callable[..., Any]:
     """`fn`, given contents for its `references`; it returns those that it made, too.
 
@@ -437,7 +458,7 @@ def _on_contents(
     that are made within what it differentiates."""
 
     def on_contents(*args: Any) -> tuple[list[Any], dict[int, Any]]:
-        given = dict(zip(live, args, strict=True))
+        given = dict(zip(active, args, strict=True))
         made = {i: new_reference(x) for i, x in given.items() if i in references}
         return fn(*(given | made).values()), made
 
@@ -474,5 +495,5 @@ def _demands_of(step: Step) -> list[Demand]:
     """How a derivative rule's results are read: as the primal results are held."""
     return [
         _demand_as(fact and fact.dtype, author_dtype(v.aval))
-        for fact, v in zip(step.decision.outs, step.eqn.outvars, strict=True)
+        for fact, v in zip(step.decision.out_facts, step.eqn.outvars, strict=True)
     ]

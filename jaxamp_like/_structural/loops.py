@@ -1,4 +1,4 @@
-"""Loops: a carry enters every iteration with the same dtype and mark."""
+"""Loops: a carry enters every iteration with the same dtype and precision."""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
@@ -25,7 +25,7 @@ from .._primitives import VIEWS
 from .._rules import (
     Demand,
     Fact,
-    Mark,
+    Precision,
     Site,
     held_in_full,
 )
@@ -35,9 +35,9 @@ from .base import (
     SOLVER,
     Body,
     Facts,
-    Frame,
     Plan,
     Planner,
+    ProgramBinder,
     Step,
     as_body_inputs,
     as_results,
@@ -45,7 +45,7 @@ from .base import (
     dtypes_of,
 )
 from .calls import bind_closed
-from .kept import is_kept, keep, save_marked
+from .saved import is_marked_saved, mark_saved, save_marked
 
 
 def scan_bodies(eqn: Eqn) -> list[Body]:
@@ -86,8 +86,10 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     *others, body = bodies
     read = planner.demands.with_conditions(bodies, site.scope, site.wanted)
     wanted = planner.demands.body_wanted(body, site.scope, read)
-    outs = {body.ins[i]: out for out, i in body.loop if site.facts[body.ins[i]]}
-    adds_up = {body.ins[i] for i in planner.carries.must_stay_full(body, site.scope)}
+    outs = {body.ins[i]: out for out, i in body.carries if site.facts[body.ins[i]]}
+    adds_up = {
+        body.ins[i] for i in planner.accumulators.must_stay_full(body, site.scope)
+    }
     demands = planner.demands.of_body(body, site.scope, read)
     # A carry may be low if it is read low; whether it is made low is seen further on.
     read_low = {
@@ -109,7 +111,7 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     # add up.
     if is_solver or site.partly_mapped:
         low = set()
-    marks = dict.fromkeys(outs, Mark.NEUTRAL)
+    precisions = dict.fromkeys(outs, Precision.NEUTRAL)
     origins = {i: fact.origin for i in outs if (fact := site.facts[i])}
     given = list(as_body_inputs(site.facts))
     arithmetic_is_full = planner.arithmetic_is_full(site.scope)
@@ -122,8 +124,8 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
             given[i] = held_in_full(given[i], site.authors[i])
 
     def entering(i: int) -> Fact:
-        fact = _carried(site, i, marks[i], i in low)
-        return fact._replace(carried=i in adds_up, origin=origins[i])
+        fact = _carried(site, i, precisions[i], i in low)
+        return fact._replace(from_accumulator=i in adds_up, origin=origins[i])
 
     def learn(i: int, made: Fact | None) -> bool:
         """Learns what an iteration makes of a carry; returns whether that is new."""
@@ -133,30 +135,30 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
         # its way into the first iteration or the next, nor out of the last.
         is_wide = i in read_full and made.dtype == site.authors[i]
         is_wide |= i in starts_full and not _is_exact(site, i)
-        if is_wide or made.mark == Mark.FULL:
+        if is_wide or made.precision == Precision.FULL:
             low.discard(i)
-        marks[i] = max(marks[i], made.mark)
+        precisions[i] = max(precisions[i], made.precision)
         origins[i] = joined((origins[i], made.origin))
         return entering(i) != before
 
     heirs = {
         body.ins[i]: [body.ins[j] for j in others]
-        for i, others in body.handed_on().items()
+        for i, others in body.forwarded_carries().items()
     }
-    while True:  # marks and origins only rise, and there are few
+    while True:  # precisions and origins only rise, and there are few
         carried = {i: entering(i) for i in outs}
         facts = [carried.get(i, fact) for i, fact in enumerate(given)]
         inner = planner.plan(body.jaxpr, _pick(facts, body.ins), site.scope, wanted)
-        news = [i for i, out in outs.items() if learn(i, inner.outs[out])]
+        news = [i for i, out in outs.items() if learn(i, inner.out_facts[out])]
         if not news:
             break
         while news:
             i = news.pop()
             news += [j for j in heirs.get(i, ()) if learn(j, entering(i))]
     plans = (planner.plan(b.jaxpr, _pick(facts, b.ins), site.scope) for b in others)
-    results = list(as_results(inner.outs))
+    results = list(as_results(inner.out_facts))
     for i, out in outs.items():
-        results[out] = carried[i]._replace(carried=False)
+        results[out] = carried[i]._replace(from_accumulator=False)
     for out, how in enumerate(site.wanted):
         if how == Demand.LOW and out not in outs.values():
             results[out] = _low_slices(results[out], site)
@@ -179,10 +181,10 @@ def _low_slices(fact: Fact | None, site: Site) -> Fact | None:
     """The fact, lowered if it may be, of what a scan reads or stacks up slice by slice.
 
     An input is not cast, since its cast would be a second copy to keep."""
-    if fact is None or fact.leaf or fact.mark == Mark.FULL:
+    if fact is None or fact.remat_source or fact.precision == Precision.FULL:
         return fact
     low = lowered(fact.dtype, site.compute_dtype)
-    moved = Fact(low, Mark.LOW, small=fact.small, origin=fact.origin)
+    moved = Fact(low, Precision.LOW, is_broadcast=fact.is_broadcast, origin=fact.origin)
     return moved._replace(partners=fact.partners)
 
 
@@ -190,14 +192,14 @@ def _pick(facts: Sequence[Fact | None], ins: Sequence[int]) -> Facts:
     return tuple(facts[i] for i in ins)
 
 
-def _carried(site: Site, i: int, mark: Mark, is_low: bool) -> Fact:
+def _carried(site: Site, i: int, precision: Precision, is_low: bool) -> Fact:
     """A carry's fact in the body: the author's dtype, or low."""
     fact, author = site.facts[i], site.authors[i]
     assert fact is not None and author is not None
     if is_low:
         dtype = lowered(author, site.compute_dtype)
-        return Fact(dtype, max(fact.mark, mark, Mark.LOW))
-    return Fact(author, max(fact.mark, mark))
+        return Fact(dtype, max(fact.precision, precision, Precision.LOW))
+    return Fact(author, max(fact.precision, precision))
 
 
 def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., bool]:
@@ -210,7 +212,7 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
     views = {(var.aval.size, d) for var, low in casts for d in (var.aval.dtype, low)}
 
     def saveable(primitive, *avals, **params):
-        if is_kept(primitive):
+        if is_marked_saved(primitive):
             return True
         if primitive is lax.convert_element_type_p:
             (aval,) = avals
@@ -231,7 +233,7 @@ def _holds_remat(plan: Plan) -> bool:
     )
 
 
-def bind_scan(frame: Frame, step: Step, operands: list[Any]):
+def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a scan; parameters are rounded and cast for all iterations before it.
 
     Quantised weights are rounded before the loop, all slices of a stack together. Casts
@@ -240,35 +242,40 @@ def bind_scan(frame: Frame, step: Step, operands: list[Any]):
     since its body has new constants. The checkpoint around casts has a policy that
     would overrule the author's checkpoints inside: if there are any, casts stay in the
     body. They also do beside hi-types, which JAX's classic checkpoint does not take."""
-    (inner,), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
+    (inner,), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
     all_fixed, _, all_slices = scan_operands(eqn, list(inner.invars))
     places = {var: i for i, var in enumerate(all_fixed)}
-    casts = frame.recast_roots(inner)
-    ahead = [cast for cast in casts if cast[0] in places]
+    casts = binder.contraction_input_casts(inner)
+    hoisted = [cast for cast in casts if cast[0] in places]
     if eqn.effects or _holds_remat(inner) or any(map(has_hi_type, operands)):
-        ahead = []
+        hoisted = []
     consts_given, _, xs_given = scan_operands(eqn, operands)
     fixed = dict(zip(all_fixed, consts_given, strict=True))
     slices = dict(zip(all_slices, xs_given, strict=True))
-    rounded, stacks = ({}, {}) if eqn.effects else outer.of_loop(step, fixed, slices)
-    if not ahead and not rounded and not stacks:
-        return bind_closed(frame, step, operands)
-    is_lean, frame = frame.is_lean, frame.under_policy() if ahead else frame
-    dtypes = dtypes_of(step.decision.outs)
+    weights, stacks = (
+        ({}, {}) if eqn.effects else outer.hoist_weights(step, fixed, slices)
+    )
+    if not hoisted and not weights and not stacks:
+        return bind_closed(binder, step, operands)
+    has_regions, binder = (
+        binder.has_regions,
+        binder.under_policy() if hoisted else binder,
+    )
+    dtypes = dtypes_of(step.decision.out_facts)
 
-    def loop(operands, rounded, stacks):
+    def loop(operands, weights, stacks):
         fixed, init, xs = scan_operands(eqn, operands)
-        low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in ahead}
+        low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in hoisted}
 
         def body(carry, xs):
             xs, slices = xs
             jaxpr = eqn.params["jaxpr"]
-            if ahead:
+            if hoisted:
                 # Without a mark, JAX would run the loop again to have what it carries.
-                carry = list(map(keep, carry))
-            numbers = {**rounded, **dict(zip(stacks, slices, strict=True))}
+                carry = list(map(mark_saved, carry))
+            numbers = {**weights, **dict(zip(stacks, slices, strict=True))}
             args = [*fixed, *carry, *xs]
-            outs = frame.run(inner, consts(jaxpr), args, low, numbers)
+            outs = binder.run(inner, consts(jaxpr), args, low, numbers)
             outs = cast_all(outs, dtypes)
             return outs[: len(init)], outs[len(init) :]
 
@@ -276,27 +283,27 @@ def bind_scan(frame: Frame, step: Step, operands: list[Any]):
         return [*carry, *ys]
 
     with eqn_context(eqn):
-        if not ahead:
-            return loop(operands, rounded, stacks)
-        policy = save_marked if is_lean else _save_all_but_casts(casts)
+        if not hoisted:
+            return loop(operands, weights, stacks)
+        policy = save_marked if has_regions else _save_all_but_casts(casts)
 
         def flat(operands, *values):
-            pairs = zip((rounded, stacks), values, strict=True)
+            pairs = zip((weights, stacks), values, strict=True)
             return loop(operands, *(dict(zip(x, y, strict=True)) for x, y in pairs))
 
-        values = list(rounded.values()), list(stacks.values())
+        values = list(weights.values()), list(stacks.values())
         return checkpoint(flat, policy=policy, prevent_cse=False)(operands, *values)
 
 
-def bind_while(frame: Frame, step: Step, operands: list[Any]):
-    (cond, body), eqn, outer, frame = step.inner, step.eqn, frame, frame.in_loop()
-    params, dtypes = eqn.params, dtypes_of(step.decision.outs)
-    closed = frame.close(cond, params["cond_jaxpr"], (None,))
+def bind_while(binder: ProgramBinder, step: Step, operands: list[Any]):
+    (cond, body), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
+    params, dtypes = eqn.params, dtypes_of(step.decision.out_facts)
+    closed = binder.close(cond, params["cond_jaxpr"], (None,))
     for_cond, for_body, init = while_operands(eqn, operands)
     fixed = dict(zip(body.invars, for_body, strict=False))
-    rounded = {} if eqn.effects else outer.of_loop(step, fixed, {})[0]
-    if not rounded:
-        jaxpr = frame.close(body, params["body_jaxpr"], dtypes)
+    weights = {} if eqn.effects else outer.hoist_weights(step, fixed, {})[0]
+    if not weights:
+        jaxpr = binder.close(body, params["body_jaxpr"], dtypes)
         new = {"cond_jaxpr": closed, "body_jaxpr": jaxpr}
         with eqn_context(eqn):
             return bind(eqn.primitive, operands, params | new)
@@ -306,7 +313,9 @@ def bind_while(frame: Frame, step: Step, operands: list[Any]):
 
     def iterate(carry):
         args = [*for_body, *carry]
-        outs = frame.run(body, consts(params["body_jaxpr"]), args, rounded=rounded)
+        outs = binder.run(
+            body, consts(params["body_jaxpr"]), args, hoisted_weights=weights
+        )
         return cast_all(outs, dtypes)
 
     with eqn_context(eqn):

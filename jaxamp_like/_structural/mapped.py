@@ -22,31 +22,31 @@ from .._rules import (
     author_dtype,
 )
 from .base import (
-    Frame,
+    ProgramBinder,
     Step,
     dtypes_of,
 )
 from .derivatives import trace_rule
 
 
-def bind_shard_map(frame: Frame, step: Step, operands: list[Any]):
+def bind_shard_map(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,) = step.inner
-    dtypes = dtypes_of(step.decision.outs)
+    dtypes = dtypes_of(step.decision.out_facts)
 
     def body(*args):
-        return cast_all(frame.run(inner, (), args), dtypes)
+        return cast_all(binder.run(inner, (), args), dtypes)
 
     with eqn_context(step.eqn):
         return jax.shard_map(body, **shard_map_options(step.eqn.params))(*operands)
 
 
-def bind_pmap(frame: Frame, step: Step, operands: list[Any]):
+def bind_pmap(binder: ProgramBinder, step: Step, operands: list[Any]):
     """`pmap` up to JAX 0.9; later it is a jitted `shard_map`."""
     (inner,), params = step.inner, step.eqn.params
-    dtypes = dtypes_of(step.decision.outs)
+    dtypes = dtypes_of(step.decision.out_facts)
 
     def body(*args):
-        return tuple(cast_all(frame.run(inner, (), args), dtypes))
+        return tuple(cast_all(binder.run(inner, (), args), dtypes))
 
     # JAX shows the name; `pmap` takes it from the function.
     body.__name__ = body.__qualname__ = params["name"]
@@ -63,16 +63,16 @@ def bind_pmap(frame: Frame, step: Step, operands: list[Any]):
         return mapped(*operands)
 
 
-def bind_custom_vmap(frame: Frame, step: Step, operands: list[Any]):
+def bind_custom_vmap(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a `custom_vmap` call; what the author's rule makes of it is rewritten too.
 
     The rule sees the author's dtypes, and so does what reads its results."""
-    (inner,), eqn, frame = step.inner, step.eqn, frame.in_rule()
+    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
     authors = [author_dtype(v.aval) for v in eqn.outvars]
 
     @custom_vmap
     def call(*args):
-        return cast_all(frame.run(inner, consts(eqn.params["call"]), args), authors)
+        return cast_all(binder.run(inner, consts(eqn.params["call"]), args), authors)
 
     @call.def_vmap
     def _(axis_size, batched, *args):
@@ -87,7 +87,7 @@ def bind_custom_vmap(frame: Frame, step: Step, operands: list[Any]):
         facts = tuple(d and Fact(d) for d in map(author_dtype, avals))
         wanted = [Demand.FULL] * len(authors)
         traced = trace_rule(author_rule, avals)
-        outs, _ = frame.rewrite(traced, args, facts, step.scope, wanted)
+        outs, _ = binder.rewrite(traced, args, facts, step.scope, wanted)
         return cast_all(outs, authors), are_batched
 
     with eqn_context(eqn):

@@ -5,19 +5,19 @@ from typing import Any
 from .._jax import (
     Eqn,
     raw,
-    reemit,
+    rebind,
     subjaxprs,
 )
 from .._rules import (
     Fact,
-    Mark,
+    Precision,
     Site,
     author_dtype,
 )
 from .base import (
     Body,
-    Frame,
     Planner,
+    ProgramBinder,
     Step,
     author_facts,
     decision_of,
@@ -29,13 +29,13 @@ def decide_pinned(planner: Planner, eqn: Eqn, site: Site):
         planner.plan(jaxpr, author_facts(jaxpr), site.scope)
         for jaxpr in subjaxprs(eqn.params)
     )
-    outs = (author and Fact(author, Mark.FULL) for author in site.out_authors)
+    outs = (author and Fact(author, Precision.FULL) for author in site.out_authors)
     return decision_of(
         site, site.authors, outs, "its dtypes are part of a contract"
     ), inner
 
 
-def bind_pinned(frame: Frame, step: Step, operands: list[Any]):
+def bind_pinned(binder: ProgramBinder, step: Step, operands: list[Any]):
     plans = iter(step.inner)
 
     def rewrite(value):
@@ -45,10 +45,10 @@ def bind_pinned(frame: Frame, step: Step, operands: list[Any]):
         if not hasattr(raw(value), "eqns"):
             return value
         authors = tuple(author_dtype(v.aval) for v in raw(value).outvars)
-        return frame.close(next(plans), value, authors)
+        return binder.close(next(plans), value, authors)
 
     params = {name: rewrite(value) for name, value in step.eqn.params.items()}
-    return reemit(step.eqn, operands, params)
+    return rebind(step.eqn, operands, params)
 
 
 def no_bodies(eqn: Eqn) -> list[Body]:

@@ -35,10 +35,10 @@ def recording_zero_tangents(
     def results(*outs: Any) -> tuple[Any, ...]:
         return outs
 
-    def rule(outs: Any, moves: Any) -> Any:
-        zeros = [isinstance(t, SymbolicZero) for t in moves[1:]]
+    def rule(outs: Any, tangents: Any) -> Any:
+        zeros = [isinstance(t, SymbolicZero) for t in tangents[1:]]
         still.update(i for i, is_zero in enumerate(zeros) if is_zero)
-        return outs, moves
+        return outs, tangents
 
     results.defjvp(rule, symbolic_zeros=True)
     return lambda number, *args: results(number, *fn(*args))
@@ -53,8 +53,8 @@ def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any
     def placing(*args: Any) -> tuple[list[Any], Any]:
         outs, rest = fn(*args)
         places = [k for k, x in enumerate(outs) if is_inexact(typeof(x))]
-        moving = [_RESULT.bind(outs[k], place=k) if asks else outs[k] for k in places]
-        return moving, (outs, rest)
+        placed = [_RESULT.bind(outs[k], place=k) if asks else outs[k] for k in places]
+        return placed, (outs, rest)
 
     return placing
 

@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxamp_like
 from jaxamp_like import presets, rules
-from jaxamp_like._jax import teach_interpreters
+from jaxamp_like._jax import register_jet_and_sparsify_rules
 
 from . import quantised, runtime, structure
 from .cases import DERIVATIVES, Case, name_of
@@ -48,7 +48,8 @@ DRAWS = 6  # of the oracle with its roundings moved, before something is called 
 SECONDS = 60.0  # for one case
 
 
-teach_interpreters()  # as the first call of `amp` does: cases are the same in any order
+# As the first call of `amp` does: cases are the same in any order.
+register_jet_and_sparsify_rules()
 
 
 class Discard(Exception):

@@ -16,8 +16,8 @@ from jaxamp_like import _amp
 from jaxamp_like._dtypes import bits
 from jaxamp_like._quantised import scaled as _scaled
 from jaxamp_like._rewrite import (
+    accumulators as _accumulators,
     bind as _bind,
-    carries as _carries,
     planner as _planner,
     schedules as _schedules,
 )
@@ -92,14 +92,14 @@ def _with_params(step: Any, **params: Any) -> Any:
 @fault
 def dropped_cast():
     """The first operand of an equation is not cast."""
-    original = _bind.Frame.operand
+    original = _bind.Binder.operand
 
     def operand(self, step, i):
         if i == 0:
             return self.read(step.eqn.invars[i], None)
         return original(self, step, i)
 
-    return mock.patch.object(_bind.Frame, "operand", operand)
+    return mock.patch.object(_bind.Binder, "operand", operand)
 
 
 @fault
@@ -122,8 +122,8 @@ def lost_carry():
     """The second carry of a scan comes out as it went in."""
     original = STRUCTURAL["scan"].bind
 
-    def bind(frame, step, operands):
-        outs = list(original(frame, step, operands))
+    def bind(binder, step, operands):
+        outs = list(original(binder, step, operands))
         num_consts, num_carry = loops.scan_arity(step.eqn)
         if num_carry > 1:
             outs[1] = operands[num_consts + 1]
@@ -135,7 +135,7 @@ def lost_carry():
 @fault
 def wrong_transpose():
     """A transpose of three axes is bound as its inverse."""
-    original = _bind.Frame.apply
+    original = _bind.Binder.apply
 
     def apply(self, step, given=None):
         if step.eqn.primitive.name == "transpose":
@@ -145,7 +145,7 @@ def wrong_transpose():
             step = dataclasses.replace(step, decision=decision)
         return original(self, step, given)
 
-    return mock.patch.object(_bind.Frame, "apply", apply)
+    return mock.patch.object(_bind.Binder, "apply", apply)
 
 
 @fault
@@ -163,10 +163,10 @@ def swapped_branches():
     """The branches of a `cond` are bound in the wrong order."""
     original = STRUCTURAL["cond"].bind
 
-    def bind(frame, step, operands):
+    def bind(binder, step, operands):
         step = _with_params(step, branches=step.eqn.params["branches"][::-1])
         return original(
-            frame, dataclasses.replace(step, inner=step.inner[::-1]), operands
+            binder, dataclasses.replace(step, inner=step.inner[::-1]), operands
         )
 
     return handler("cond", bind=bind)
@@ -186,9 +186,9 @@ def early_drop():
 @fault
 def rounded_const():
     """Constants that a program closes over are held low."""
-    original = _bind.Frame.run
+    original = _bind.Binder.run
 
-    def run(self, plan, consts, args, ahead=None):
+    def run(self, plan, consts, args, **kwargs):
         low = self.planner.compute_dtype
         rounded = [
             x.astype(low).astype(np.float32)
@@ -196,9 +196,9 @@ def rounded_const():
             else x
             for x in consts
         ]
-        return original(self, plan, rounded, args, ahead)
+        return original(self, plan, rounded, args, **kwargs)
 
-    return mock.patch.object(_bind.Frame, "run", run)
+    return mock.patch.object(_bind.Binder, "run", run)
 
 
 @fault
@@ -206,8 +206,8 @@ def lost_reverse():
     """A scan that runs backwards runs forwards."""
     original = STRUCTURAL["scan"].bind
 
-    def bind(frame, step, operands):
-        return original(frame, _with_params(step, reverse=False), operands)
+    def bind(binder, step, operands):
+        return original(binder, _with_params(step, reverse=False), operands)
 
     return handler("scan", bind=bind)
 
@@ -221,7 +221,7 @@ def lost_rule():
 @fault
 def lost_weak_type():
     """A result that its author left weakly typed is typed strongly."""
-    original = _amp._as_author
+    original = _amp._as_author_typed
 
     def as_author(x, aval):
         out = original(x, aval)
@@ -245,7 +245,7 @@ def lost_checkpoint():
 @fault
 def shifted_index():
     """A loop's step sees the last slice where it should see its own."""
-    original = _bind.Frame.apply
+    original = _bind.Binder.apply
 
     def apply(self, step, given=None):
         if step.eqn.primitive.name == "dynamic_slice":
@@ -254,13 +254,15 @@ def shifted_index():
             return [x[::-1] if params["slice_sizes"][0] > 1 else x for x in outs]
         return original(self, step, given)
 
-    return mock.patch.object(_bind.Frame, "apply", apply)
+    return mock.patch.object(_bind.Binder, "apply", apply)
 
 
 @fault
 def low_accumulator():
     """Carries that add up are held low."""
-    return mock.patch.object(_carries.Carries, "must_stay_full", lambda *_: set())
+    return mock.patch.object(
+        _accumulators.Accumulators, "must_stay_full", lambda *_: set()
+    )
 
 
 KINDS = dict.fromkeys(
@@ -287,21 +289,21 @@ def clipped():
 @fault
 def wrong_row():
     """Rows of an int8 contraction are scaled as the first one."""
-    original = _int8.onto_result
+    original = _int8.scale_onto_result
 
-    def onto_result(scale, axes, ndim):
+    def scale_onto_result(scale, axes, ndim):
         made = original(scale, axes, ndim)
         return jnp.broadcast_to(made.ravel()[0], made.shape)
 
-    return mock.patch.object(_int8, "onto_result", onto_result)
+    return mock.patch.object(_int8, "scale_onto_result", scale_onto_result)
 
 
 @fault
 def slices_of_others():
     """In a loop, each slice of a weight is read as rounded from another."""
-    original = _bind.Frame.of_loop
+    original = _bind.Binder.hoist_weights
 
-    def of_loop(self, *args):
+    def hoist_weights(self, *args):
         fixed, slices = original(self, *args)
         moved = {
             path: type(made)(*(jnp.roll(x, 1, axis=0) for x in made))
@@ -309,4 +311,4 @@ def slices_of_others():
         }
         return fixed, moved
 
-    return mock.patch.object(_bind.Frame, "of_loop", of_loop)
+    return mock.patch.object(_bind.Binder, "hoist_weights", hoist_weights)

@@ -40,7 +40,7 @@ OF_GRADIENTS = dict(
 """The faults, and the kind of programs that each is looked for in."""
 KINDS.update(OF_GRADIENTS)
 
-Frame, Step = _bind.Frame, Any
+Binder, Step = _bind.Binder, Any
 Patch = contextlib.AbstractContextManager[Any]
 
 
@@ -55,12 +55,12 @@ def _is_full(x: Any) -> bool:
 
 def _of_operands(change: Callable[[Any, Step, int, Any], Any]) -> Patch:
     """What an equation reads is changed."""
-    original = Frame.operand
+    original = Binder.operand
 
     def operand(self, step, i):
         return change(self, step, i, original(self, step, i))
 
-    return mock.patch.object(Frame, "operand", operand)
+    return mock.patch.object(Binder, "operand", operand)
 
 
 def _of_second_readers(
@@ -69,12 +69,12 @@ def _of_second_readers(
     """What every second equation that reads a computed value finds there."""
     seen: collections.Counter[Any] = collections.Counter()
 
-    def changed(frame, step, i, x):
+    def changed(binder, step, i, x):
         atom = step.eqn.invars[i]
-        if hasattr(atom, "val") or i in step.casts or not is_meant(x):
+        if hasattr(atom, "val") or i in step.input_casts or not is_meant(x):
             return x
         seen[atom] += 1
-        return change(frame, x) if seen[atom] % 2 == 0 else x
+        return change(binder, x) if seen[atom] % 2 == 0 else x
 
     return _of_operands(changed)
 
@@ -82,7 +82,7 @@ def _of_second_readers(
 @fault
 def copy_kept_low():
     """The backward pass reads a low copy of what a function was computed of in full."""
-    original = Frame.apply
+    original = Binder.apply
     names = frozenset("sin cos exp tanh logistic floor log rsqrt sqrt".split())
 
     def apply(self, step, given=None):
@@ -107,15 +107,15 @@ def copy_kept_low():
 
         return [run(x)]
 
-    return mock.patch.object(Frame, "apply", apply)
+    return mock.patch.object(Binder, "apply", apply)
 
 
 @fault
 def two_roundings():
     """Every second reader of a low number finds its neighbour."""
 
-    def next_to(frame, x):
-        del frame
+    def next_to(binder, x):
+        del binder
         eps = jnp.finfo(x.dtype).eps
         return x + lax.stop_gradient(x * x.dtype.type(eps))
 
@@ -126,7 +126,7 @@ def two_roundings():
 def logit_rounded_for_one():
     """Every second reader of what is held in full finds it rounded."""
     return _of_second_readers(
-        lambda frame, x: _rounded(x, frame.planner.compute_dtype), _is_full
+        lambda binder, x: _rounded(x, binder.planner.compute_dtype), _is_full
     )
 
 
@@ -134,9 +134,9 @@ def logit_rounded_for_one():
 def mean_of_rounded():
     """Sums, and with them means, are those of rounded numbers."""
 
-    def changed(frame, step, i, x):
+    def changed(binder, step, i, x):
         is_sum = step.eqn.primitive.name == "reduce_sum" and _is_full(x)
-        return _rounded(x, frame.planner.compute_dtype) if is_sum else x
+        return _rounded(x, binder.planner.compute_dtype) if is_sum else x
 
     return _of_operands(changed)
 
@@ -144,12 +144,12 @@ def mean_of_rounded():
 @fault
 def carry_stored_low():
     """What an iteration hands on to the next is rounded in between."""
-    run, original = Frame.run, STRUCTURAL["scan"].bind
+    run, original = Binder.run, STRUCTURAL["scan"].bind
     carries: dict[int, int] = {}  # of the body that is bound
 
-    def bind(frame, step, operands):
+    def bind(binder, step, operands):
         carries[id(step.inner[0])] = loops.scan_arity(step.eqn)[1]
-        return original(frame, step, operands)
+        return original(binder, step, operands)
 
     def rounding(self, plan, *args, **kwargs):
         outs = run(self, plan, *args, **kwargs)
@@ -161,7 +161,7 @@ def carry_stored_low():
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(handler("scan", bind=bind))
-        stack.enter_context(mock.patch.object(Frame, "run", rounding))
+        stack.enter_context(mock.patch.object(Binder, "run", rounding))
         return stack.pop_all()
 
 
@@ -169,11 +169,11 @@ def carry_stored_low():
 def cotangents_added_low():
     """The cotangents of a low value add up in its own dtype."""
 
-    def _in(self, var, dtype):
+    def _in_dtype(self, var, dtype):
         return cast_of(var, self.env[var], dtype)  # afresh for each reader
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Frame, "_in", _in))
+        stack.enter_context(mock.patch.object(Binder, "_in_dtype", _in_dtype))
         stack.enter_context(
             mock.patch.object(_bind, "with_full_gradient", lambda full, low: low)
         )
@@ -184,10 +184,12 @@ def cotangents_added_low():
 def cotangent_rounded_per_reader():
     """What each reader hands back is rounded, before it is added to the others."""
 
-    def changed(frame, step, i, x):
+    def changed(binder, step, i, x):
         atom = step.eqn.invars[i]
-        is_meant = not hasattr(atom, "val") and i not in step.casts and _is_full(x)
-        return _bind.round_cotangent(x, frame.planner.compute_dtype) if is_meant else x
+        is_meant = (
+            not hasattr(atom, "val") and i not in step.input_casts and _is_full(x)
+        )
+        return _bind.round_cotangent(x, binder.planner.compute_dtype) if is_meant else x
 
     return _of_operands(changed)
 

@@ -14,8 +14,8 @@ from ..._rules import (
     Decision,
     Demand,
     Fact,
-    Leaf,
-    Mark,
+    Precision,
+    RematSource,
     Rule,
     Site,
     choose_exactly,
@@ -107,9 +107,11 @@ class Promote(Rule):
 
     def _votes(self, site: Site, i: int, fact: Fact) -> bool:
         known = fact.constants
-        if fact.leaf == Leaf.CONST or (known and fact.leaf == Leaf.NO):
+        if fact.remat_source == RematSource.CONSTANT or (
+            known and fact.remat_source == RematSource.NONE
+        ):
             return not survive(known, site.compute_dtype)
-        is_bias = fact.mark == Mark.NEUTRAL and not site.spreads(i)
+        is_bias = fact.precision == Precision.NEUTRAL and not site.spreads(i)
         return not (self.bias and is_bias)
 
 
@@ -130,7 +132,8 @@ class ComputeUnlessFull(Rule):
 
     def decide(self, site: Site) -> Decision:
         full = any(
-            fact.mark == Mark.FULL or not survive(fact.constants, site.compute_dtype)
+            fact.precision == Precision.FULL
+            or not survive(fact.constants, site.compute_dtype)
             for fact in site.facts
             if fact
         )
@@ -143,8 +146,11 @@ class Unlisted(Rule):
 
     def decide(self, site: Site) -> Decision:
         decision = use_original_precision.decide(site)
-        outs = (fact and fact._replace(mark=Mark.NEUTRAL) for fact in decision.outs)
-        return decision._replace(outs=tuple(outs), why="in no list")
+        outs = (
+            fact and fact._replace(precision=Precision.NEUTRAL)
+            for fact in decision.out_facts
+        )
+        return decision._replace(out_facts=tuple(outs), why="in no list")
 
 
 promote = Promote()

@@ -17,7 +17,9 @@ from typing import (
     get_type_hints,
 )
 
-Kind = Literal["text", "number", "flops", "bytes", "share", "short", "line", "flag"]
+ColumnKind = Literal[
+    "text", "number", "flops", "bytes", "share", "short", "line", "flag"
+]
 """How a value is written; see `FORMATS` for the terminal, `page.js` for the page."""
 
 
@@ -34,34 +36,35 @@ class Column:
         terminal: whether the terminal shows it too."""
 
     title: str
-    kind: Kind = "text"
+    kind: ColumnKind = "text"
     at: int = 50
     adds: bool = False
     keys: tuple[str, ...] = ()
     terminal: bool = False
 
 
-class Shown(NamedTuple):
+class ReadColumn(NamedTuple):
     """A column, and how to read its value from a record."""
 
     column: Column
     read: Callable[[Any], Any]
 
 
-def columns(record: type, *, terminal: bool = False) -> list[Shown]:
+def columns(record: type, *, terminal: bool = False) -> list[ReadColumn]:
     """The columns of a kind of records, in order."""
     found = [s for s in _declared(record) if s.column.terminal or not terminal]
     return sorted(found, key=lambda shown: shown.column.at)
 
 
-def _declared(record: type) -> Iterator[Shown]:
+def _declared(record: type) -> Iterator[ReadColumn]:
     for name, hint in _hints(record).items():
         read = attrgetter(name)
         if get_origin(hint) is Annotated:
             yield from _of(get_args(hint)[1], read)
         elif hasattr(hint, "__dataclass_fields__"):
             yield from (
-                Shown(column, _after(read, inner)) for column, inner in _declared(hint)
+                ReadColumn(column, _after(read, inner))
+                for column, inner in _declared(hint)
             )
 
 
@@ -73,12 +76,12 @@ def _hints(record: type) -> dict[str, Any]:
     return hints
 
 
-def _of(column: Column, read: Callable[[Any], Any]) -> Iterator[Shown]:
+def _of(column: Column, read: Callable[[Any], Any]) -> Iterator[ReadColumn]:
     if not column.keys:
-        yield Shown(column, read)
+        yield ReadColumn(column, read)
     for key in column.keys:
         one = Column(column.title.format(key), column.kind, column.at)
-        yield Shown(one, _after(read, lambda mapping, key=key: mapping[key]))
+        yield ReadColumn(one, _after(read, lambda mapping, key=key: mapping[key]))
 
 
 def _after(
@@ -87,7 +90,7 @@ def _after(
     return lambda record: then(first(record))
 
 
-def rows(shown: Iterable[Shown], records: Iterable[Any]) -> list[list[Any]]:
+def rows(shown: Iterable[ReadColumn], records: Iterable[Any]) -> list[list[Any]]:
     """One row for each record; rows that differ only in sums are added up into one.
 
     The largest sums come first; without sums, the order is that of the records."""

@@ -11,7 +11,7 @@ from .records import Program, RuleRecord, ScopeNode, scope_tree
 
 
 @dataclass(frozen=True, repr=False)
-class Explained:
+class ReportData:
     """A report without its views; see `Report`."""
 
     name: str
@@ -62,7 +62,7 @@ class Explained:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def summary(report: Explained) -> list[str]:
+def summary(report: ReportData) -> list[str]:
     """The totals in a few lines."""
     now, written = report.now.totals, report.written.totals
     lines = heading(report.name, report.settings, "explain")

@@ -198,7 +198,7 @@ def _scope_numerics(scope: str, ops: list[OpNumerics]) -> ScopeNumerics:
 
 
 @dataclass(frozen=True, repr=False)
-class Numbers:
+class NumericsData:
     """A report of numbers without its views; see `NumericsReport`."""
 
     name: str

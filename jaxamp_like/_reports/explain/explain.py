@@ -13,11 +13,11 @@ from ..._rewrite.record import Recorder
 from ..._rules import Match
 from ..._structural import Step
 from .. import walk
-from ..call import Call
+from ..call import FlatCall
 from ..data.records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
 from ..report import Report
+from ..reported_function import ReportedFunction
 from ..settings import key_name, rule_name, settings_of
-from ..subject import Subject
 from ..versions import versions
 
 
@@ -65,7 +65,7 @@ def explain(
     >>> report.now.casts[0].why
     'dot_general reads bfloat16: computes in bfloat16'
     """
-    subject = Subject(
+    subject = ReportedFunction(
         fn,
         "explain",
         compute_dtype=compute_dtype,
@@ -95,7 +95,7 @@ def explain(
 # ------------------------------------------------------------------------- the program
 
 
-def _program(call: Call, jaxpr: Jaxpr, recorder: Recorder) -> Program:
+def _program(call: FlatCall, jaxpr: Jaxpr, recorder: Recorder) -> Program:
     ops, casts = [], []
     is_step = False
     for eqn, at, is_structural in walk.walk(jaxpr, recorder.steps):
@@ -105,16 +105,18 @@ def _program(call: Call, jaxpr: Jaxpr, recorder: Recorder) -> Program:
         if not is_structural:
             ops.append(_op(eqn, at))
     if is_step:
-        return Program(tuple(ops), tuple(casts), walk.kept(jaxpr, recorder.steps))
+        return Program(
+            tuple(ops), tuple(casts), walk.saved_residuals(jaxpr, recorder.steps)
+        )
     saved, why = _saved_by_derivative(call, recorder.as_written)
     return Program(tuple(ops), tuple(casts), saved, why)
 
 
 def _saved_by_derivative(
-    call: Call, as_written: bool
+    call: FlatCall, as_written: bool
 ) -> tuple[tuple[SavedRecord, ...] | None, str]:
     """What the derivative keeps, or why there is none."""
-    if not call.live:
+    if not call.active:
         return None, "no argument that `argnums` names holds floating arrays"
     recorder = Recorder(as_written)
     try:
@@ -127,7 +129,7 @@ def _saved_by_derivative(
     return walk.residuals(jaxpr, num_outs, recorder.steps), ""
 
 
-def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
+def _op(eqn: Eqn, at: walk.ReportContext) -> OpRecord:
     step = at.step
     written = [*step.eqn.invars, *step.eqn.outvars] if step else []
     num_flops = walk.flops(eqn)
@@ -140,8 +142,8 @@ def _op(eqn: Eqn, at: walk.Around) -> OpRecord:
         reads=reads,
         makes=walk.dtype_names(eqn.outvars),
         shape=tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else (),
-        key=": ".join(_keys(step.found)) if step else "",
-        rule=rule_name(step.found.rule) if step else "",
+        key=": ".join(_keys(step.match)) if step else "",
+        rule=rule_name(step.match.rule) if step else "",
         why=_why(at),
         flops=num_flops,
         **_eight_bits(eqn, step),
@@ -160,20 +162,20 @@ def _eight_bits(eqn: Eqn, step: Step | None) -> dict[str, Any]:
     return {"operands": operands, "scales": made.scales, "runs": made.runs}
 
 
-def _why(at: walk.Around) -> str:
+def _why(at: walk.ReportContext) -> str:
     if at.step is not None:
         return at.step.decision.why
     return "results are handed back as written" if at.in_amp else "outside of amp"
 
 
-def _cast(eqn: Eqn, at: walk.Around) -> CastRecord:
+def _cast(eqn: Eqn, at: walk.ReportContext) -> CastRecord:
     old, new = eqn.invars[0].aval.dtype.name, eqn.outvars[0].aval
     inserted, why = _why_cast(at, new.dtype)
     shape = tuple(new.shape)
     return CastRecord(at.place(eqn), old, new.dtype.name, shape, inserted, why)
 
 
-def _why_cast(at: walk.Around, new: Any) -> tuple[bool, str]:
+def _why_cast(at: walk.ReportContext, new: Any) -> tuple[bool, str]:
     """Whether `amp` made a cast, and what for."""
     step = at.step
     if step is None:
@@ -201,7 +203,7 @@ def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
         own |= set(map(key_name, planner.policy.own_keys()))
         for key, rule in planner.policy.items():
             rules[key_name(key)][rule_name(rule)] = None
-    leaves = [step.found for step in recorder.steps if step.handler is None]
+    leaves = [step.match for step in recorder.steps if step.handler is None]
     count = Counter(key for found in leaves for key in _keys(found))
     for found in leaves:
         if key_name(found.key) not in rules:  # `amp_stop`, what is outside of a limit
@@ -210,6 +212,6 @@ def _rules_fired(recorder: Recorder) -> Iterator[RuleRecord]:
         yield RuleRecord(key, ", ".join(rules[key]), count[key], key in own)
 
 
-def _keys(found: Match) -> list[str]:
+def _keys(match: Match) -> list[str]:
     """The keys that led to a rule: of a map, of a limit, and that of the rule."""
-    return list(dict.fromkeys(map(key_name, (*reversed(found.also), found.key))))
+    return list(dict.fromkeys(map(key_name, (*reversed(match.also), match.key))))

@@ -15,7 +15,7 @@ from .pairs import Pair
 from .statistics import Table, combined, histograms, measure, no_row, tabulate
 
 Path = tuple[int, ...]
-Found = dict[tuple[Path, int], Table]  # by path of the block and number of the part
+Tables = dict[tuple[Path, int], Table]  # by path of the block and number of the part
 
 PART = 32
 """How many equations a part of a table has, if a block's equations run one by one.
@@ -36,7 +36,7 @@ Loops = tuple[Loop, ...]
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredEqn:
     """An equation that was measured.
 
     Args:
@@ -50,7 +50,7 @@ class Seen:
         reads: its operands that are floats as written."""
 
     eqn: Eqn
-    at: walk.Around
+    at: walk.ReportContext
     path: Path
     loops: Loops
     written: tuple[str, ...]
@@ -79,7 +79,7 @@ class Block:
     memory: Memory
     compiled: bool = False
     axes: tuple[Any, ...] = ()
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[MeasuredEqn] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
     inputs: list[list[Any]] = field(default_factory=list)
     codes: list[Any] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Block:
         row, codes, _ = measure(jnp.asarray(pair.run), pair.true)
         return pair._replace(measured=(row, codes))
 
-    def add(self, seen: Seen, outs: list[Pair], inputs: list[Pair]) -> None:
+    def add(self, seen: MeasuredEqn, outs: list[Pair], inputs: list[Pair]) -> None:
         rows, codes = zip(*(out.measured for out in outs), strict=True)
         self.seen.append(seen)
         self.rows.append(combined(rows, seen.sizes))
@@ -102,7 +102,7 @@ class Block:
         if not self.compiled:  # at once, since the codes of all take much memory
             self.codes[-1] = _histogram(self.codes[-1])
 
-    def tables(self) -> Found:
+    def tables(self) -> Tables:
         if not self.rows:
             return {}
         none = no_row()
@@ -113,7 +113,7 @@ class Block:
             histogram = histograms(self.codes)
             table = _table(self.rows, inputs, np.asarray(adds_up), histogram)
             return {(self.path, 0): table}
-        found: Found = {}
+        found: Tables = {}
         for part, start in enumerate(range(0, len(self.rows), PART)):
             some = slice(start, start + PART)
             found[self.path, part] = _part_of_table(
@@ -150,13 +150,13 @@ def _histogram(codes: Any) -> Any:
     return histograms([codes])[0]
 
 
-class Where(NamedTuple):
+class Location(NamedTuple):
     """Where an equation stands, or a program."""
 
-    at: walk.Around
+    at: walk.ReportContext
     path: Path
     block: Block
 
-    def within(self, eqn: Eqn, number: int) -> "Where":
+    def within(self, eqn: Eqn, number: int) -> "Location":
         """The same for the program of this number that the equation holds."""
-        return Where(self.at.within(eqn), (*self.path, number), self.block)
+        return Location(self.at.within(eqn), (*self.path, number), self.block)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from ..._dtypes import cast
-from ..._jax import Eqn, Literal, eqn_context, reemit
+from ..._jax import Eqn, Literal, eqn_context, rebind
 from . import pairs as p
 from .pairs import Pair, Role, Value
 from .statistics import measure
@@ -66,7 +66,7 @@ class Memory:
                 if self._forget(x):
                     self._keep(x)
 
-    def hand_on(self, arrays: Sequence[Any], instead_of: Iterable[Any]) -> None:
+    def transfer(self, arrays: Sequence[Any], instead_of: Iterable[Any]) -> None:
         """Releases `instead_of`, except for `arrays`, which others will hold soon."""
         self.hold(arrays)
         self.release(instead_of)
@@ -318,13 +318,13 @@ class _Equation:
 
         def run(eqn, values):
             if not wide:
-                return reemit(eqn, values)
+                return rebind(eqn, values)
             params = eqn.params | {"preferred_element_type": wide[0].dtype}
             with eqn_context(eqn):
                 scratch.append(eqn.primitive.bind(*wide, **params))
             return [cast(scratch[0], eqn.outvars[0].aval.dtype)]
 
-        return p.bind(self.eqn, self.role, operands, run), scratch
+        return p.rebind_pairs(self.eqn, self.role, operands, run), scratch
 
 
 def _widened(memory: Memory, eqn: Eqn, operands: Sequence[Pair]) -> list[Any]:

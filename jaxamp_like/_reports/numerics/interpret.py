@@ -32,7 +32,7 @@ from ..._jax import (
 from ..._structural import CALLS, Step
 from .. import walk
 from . import pairs as p, rounding
-from .blocks import Block, Found, Loop, Path, Seen, Where
+from .blocks import Block, Location, Loop, MeasuredEqn, Path, Tables
 from .compiled import OPTIONS, Memory, evaluated, joined
 from .loops import HANDLERS, ONE_BY_ONE
 from .pairs import Pair, Value
@@ -52,14 +52,14 @@ class Interpreter:
     `tick` is called with every equation that is about to run outside of loops."""
 
     steps: Sequence[Step]
-    tick: Callable[[Eqn, walk.Around], None]
-    seen: dict[Path, list[Seen]] = field(default_factory=dict)
+    tick: Callable[[Eqn, walk.ReportContext], None]
+    seen: dict[Path, list[MeasuredEqn]] = field(default_factory=dict)
 
-    def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Found]:
+    def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Tables]:
         """Runs a whole program. Arrays that it makes are written over once nothing
         reads them any more; those of `args` never are."""
         block = Block((), (), Memory())
-        outs, found = self._run(jaxpr, args, Where(walk.Around(), (), block))
+        outs, found = self._run(jaxpr, args, Location(walk.ReportContext(), (), block))
         outs = [joined(block.memory, value) for value in outs]
         return outs, found | self._close(block)
 
@@ -68,12 +68,12 @@ class Interpreter:
         jaxpr: Jaxpr,
         args: Sequence[Pair],
         eqn: Eqn,
-        where: Where,
+        where: Location,
         index: int,
         loop: Loop | None = None,
         compiled: bool = True,
         axes: tuple[Any, ...] = (),
-    ) -> tuple[list[Pair], Found]:
+    ) -> tuple[list[Pair], Tables]:
         """Runs a program that an equation holds, as a block of its own.
 
         Args:
@@ -92,10 +92,10 @@ class Interpreter:
         outs, found = self._run(jaxpr, args, inner._replace(block=block))
         whole = [joined(memory, value).bare() for value in outs]
         memory.hold(p.arrays_of(outs))
-        memory.hand_on(p.arrays_of(whole), instead_of=p.arrays_of(outs))
+        memory.transfer(p.arrays_of(whole), instead_of=p.arrays_of(outs))
         return whole, found | self._close(block)
 
-    def _close(self, block: Block) -> Found:
+    def _close(self, block: Block) -> Tables:
         self.seen[block.path] = block.seen
         return block.tables()
 
@@ -103,9 +103,9 @@ class Interpreter:
         self,
         jaxpr: Jaxpr,
         args: Sequence[Value],
-        where: Where,
+        where: Location,
         handed_over: Sequence[Any] = (),
-    ) -> tuple[list[Value], Found]:
+    ) -> tuple[list[Value], Tables]:
         """Runs a program; its caller no longer holds the arrays `handed_over`."""
         inner, block = raw(jaxpr), where.block
         memory = block.memory
@@ -113,7 +113,7 @@ class Interpreter:
         last |= dict.fromkeys(variables(inner.outvars))
         cells: list[Cell] = []
         numbers = itertools.count()
-        found: Found = {}
+        found: Tables = {}
 
         def hold(values: Iterable[Value]) -> list[Cell]:
             new = [Cell(value) for value in values]
@@ -132,7 +132,7 @@ class Interpreter:
             pairs = zip(eqn.invars, operands, strict=True)
             read = {v: x for v, x in pairs if not isinstance(v, Literal)}
             dying = [x for v, x in read.items() if last[v] is eqn]
-            outs, new = self._equation(eqn, operands, Where(at, path, block), dying)
+            outs, new = self._equation(eqn, operands, Location(at, path, block), dying)
             found.update(new)
             made = hold(outs)
             release(dying)
@@ -147,12 +147,12 @@ class Interpreter:
         results = evaluate(jaxpr, operands, bind, constants, literal)
         outs = [cell.value for cell in results]
         left = [cell.value for cell in cells if cell.value is not None]
-        memory.hand_on(p.arrays_of(outs), instead_of=p.arrays_of(left))
+        memory.transfer(p.arrays_of(outs), instead_of=p.arrays_of(left))
         return outs, found
 
     def _equation(
-        self, eqn: Eqn, cells: list[Cell], where: Where, dying: Sequence[Cell]
-    ) -> tuple[Sequence[Value], Found]:
+        self, eqn: Eqn, cells: list[Cell], where: Location, dying: Sequence[Cell]
+    ) -> tuple[Sequence[Value], Tables]:
         _check(eqn)
         name, block = eqn.primitive.name, where.block
         role = p.role_of(eqn, where.at)
@@ -185,7 +185,7 @@ class Interpreter:
                 return handle(bare)
             return jax.jit(handle, compiler_options=OPTIONS)(bare)
         if block.compiled:
-            outs = p.bind(eqn, role, bare)
+            outs = p.rebind_pairs(eqn, role, bare)
         else:
             outs = evaluated(block.memory, eqn, role, bare, last_read)
         if p.keeps_magnitudes(eqn, role):
@@ -199,14 +199,14 @@ class Interpreter:
         eqn: Eqn,
         operands: list[Pair],
         outs: list[Pair],
-        where: Where,
+        where: Location,
         shares: rounding.Shares | None,
     ) -> list[Pair]:
         block = where.block
         outs = [block.measure(out) for out in outs]
         floats = [out for out in outs if out.is_float]
         if shares is not None:
-            floats = [rounding.told(out, shares) for out in floats]
+            floats = [rounding.with_shares(out, shares) for out in floats]
         if floats:
             written = walk.dtype_names_of(out.exact for out in floats)
             made = tuple(
@@ -215,7 +215,9 @@ class Interpreter:
             reads = tuple(
                 a for a, x in zip(eqn.invars, operands, strict=True) if x.is_float
             )
-            seen = Seen(eqn, where.at, where.path, block.loops, written, made, reads)
+            seen = MeasuredEqn(
+                eqn, where.at, where.path, block.loops, written, made, reads
+            )
             block.add(seen, floats, [pair for pair in operands if pair.is_float])
         return outs
 

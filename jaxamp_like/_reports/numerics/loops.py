@@ -28,19 +28,19 @@ from ..._jax import (
 )
 from ..._structural import CALLS
 from . import pairs as p
-from .blocks import Found, Loop, Where
+from .blocks import Location, Loop, Tables
 from .compiled import Memory, joined, taken
 from .pairs import Pair
 from .statistics import at_iteration, merge, merge_parts, no_runs
 
-Run = Callable[..., tuple[list[Pair], Found]]
+Run = Callable[..., tuple[list[Pair], Tables]]
 """Runs a program that an equation holds; see `Interpreter.body`."""
 
 
 # Loops. A carry has a value in the author's dtype if any iteration gives it one.
 
 
-def _shapes(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
+def _shapes(where: Location, fn: Callable[..., Any], *args: Any) -> Any:
     """What `fn` returns, for its shapes and structure only.
 
     In a `shard_map`, `jax.eval_shape` up to JAX 0.6 forgets over which axes its
@@ -49,10 +49,10 @@ def _shapes(where: Where, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _settled(
-    where: Where,
-    step: Callable[[list[Pair]], tuple[list[Pair], Found]],
+    where: Location,
+    step: Callable[[list[Pair]], tuple[list[Pair], Tables]],
     carry: list[Pair],
-) -> tuple[list[Pair], Found]:
+) -> tuple[list[Pair], Tables]:
     """The carry in a form that the body preserves, and the types of its tables."""
     while True:
         outs, found = _shapes(where, step, carry)
@@ -67,13 +67,13 @@ def _form(carry: list[Pair]) -> list[Any]:
     return [pair.true is not None and pair.true.dtype for pair in carry]
 
 
-def _none_yet(where: Where, found: Found) -> Found:
+def _none_yet(where: Location, found: Tables) -> Tables:
     """Tables for a loop's carry, of which `found` are the body's."""
     tables = jax.eval_shape(_outside, found, 0)
     return _varying(where, {key: no_runs(table) for key, table in tables.items()})
 
 
-def _varying(where: Where, found: Found) -> Found:
+def _varying(where: Location, found: Tables) -> Tables:
     """The same tables, typed as different on every device of a `shard_map`.
 
     What a loop carries, and what branches return, must have one such type."""
@@ -83,17 +83,17 @@ def _varying(where: Where, found: Found) -> Found:
     return found
 
 
-def _outside(found: Found, i: Any) -> Found:
+def _outside(found: Tables, i: Any) -> Tables:
     """Tables as seen from outside of a loop, of which `i` is the iteration."""
     return {key: at_iteration(table, i) for key, table in found.items()}
 
 
-def _merged(found: Found, new: Found, i: Any) -> Found:
+def _merged(found: Tables, new: Tables, i: Any) -> Tables:
     new = _outside(new, i)
     return {key: merge(table, new[key]) for key, table in found.items()}
 
 
-def _scan(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
+def _scan(run: Run, eqn: Eqn, where: Location, operands: list[Pair]):
     fixed, given, xs = scan_operands(eqn, operands)
     num_carry = len(given)
     length, reverse = eqn.params["length"], eqn.params["reverse"]
@@ -126,7 +126,7 @@ def _scan(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
     return [*carry, *ys], found
 
 
-def _while(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
+def _while(run: Run, eqn: Eqn, where: Location, operands: list[Pair]):
     params = eqn.params
     cond_consts, body_consts, given = while_operands(eqn, operands)
     cond = params["cond_jaxpr"]
@@ -152,7 +152,7 @@ def _while(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
     return carry, found
 
 
-def _cond(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
+def _cond(run: Run, eqn: Eqn, where: Location, operands: list[Pair]):
     def branch(k, operands):
         return run(eqn.params["branches"][k], operands, eqn, where, k)
 
@@ -174,7 +174,7 @@ def _cond(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
 # Manual sharding: each device measures its own part; the parts are merged outside.
 
 
-def _shard_map(run: Run, eqn: Eqn, where: Where, operands: list[Pair]):
+def _shard_map(run: Run, eqn: Eqn, where: Location, operands: list[Pair]):
     options = shard_map_options(eqn.params)
     shard_map: Any = jax.shard_map
     axes = tuple(options["axis_names"]) or tuple(options["mesh"].axis_names)
@@ -216,8 +216,8 @@ _MOST_EQUATIONS = 20_000  # run one by one; beyond, compiling the loop pays
 
 
 def _scan_one_by_one(
-    run: Run, eqn: Eqn, where: Where, operands: list[Pair]
-) -> tuple[list[Pair], Found] | None:
+    run: Run, eqn: Eqn, where: Location, operands: list[Pair]
+) -> tuple[list[Pair], Tables] | None:
     jaxpr, length = eqn.params["jaxpr"], eqn.params["length"]
     if not 0 < length * num_ticks(jaxpr) <= _MOST_EQUATIONS:
         return None
@@ -227,7 +227,7 @@ def _scan_one_by_one(
     carry = [joined(memory, value) for value in given]
     reverse = eqn.params["reverse"]
     loop = Loop(reverse, length, len(where.path))
-    found: Found = {}
+    found: Tables = {}
     ys: list[list[Pair]] = []
     for i in reversed(range(length)) if reverse else range(length):
         args = [*fixed, *carry, *_taken(memory, xs, i)]
@@ -239,7 +239,7 @@ def _scan_one_by_one(
         memory.hold(p.arrays_of(ys[-1]))
     outs = [*carry, *map(_slices, zip(*(ys[::-1] if reverse else ys), strict=True))]
     as_they_came = p.arrays_of([pair for pairs in ys for pair in pairs])
-    memory.hand_on(p.arrays_of(outs), instead_of=as_they_came)
+    memory.transfer(p.arrays_of(outs), instead_of=as_they_came)
     return outs, found
 
 
@@ -260,8 +260,8 @@ _deeper = jax.jit(_outside)
 
 
 def _cond_one_by_one(
-    run: Run, eqn: Eqn, where: Where, operands: list[Pair]
-) -> tuple[list[Pair], Found]:
+    run: Run, eqn: Eqn, where: Location, operands: list[Pair]
+) -> tuple[list[Pair], Tables]:
     branches = eqn.params["branches"]
     k = min(max(int(operands[0].run), 0), len(branches) - 1)
     return run(branches[k], operands[1:], eqn, where, k, compiled=False)

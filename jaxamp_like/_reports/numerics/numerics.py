@@ -14,18 +14,18 @@ from ..._dtypes import is_float
 from ..._jax import Eqn, Literal, consts, is_tracer
 from ..._policies.mistakes import naming_mistakes
 from .. import walk
-from ..call import Call
+from ..call import FlatCall
 from ..data.numbers import Event, InputRange, OpNumerics
 from ..extras import need, shows_progress
 from ..report import NumericsReport
+from ..reported_function import ReportedFunction
 from ..settings import settings_of
-from ..subject import Subject
 from ..versions import versions
-from .blocks import PART, Seen
+from .blocks import PART, MeasuredEqn
 from .interpret import Interpreter
 from .loops import num_ticks
 from .pairs import Pair
-from .statistics import FORMATS, Extreme, Row, Table, bin_edges, limits
+from .statistics import FORMATS, Extreme, Statistics, Table, bin_edges, limits
 
 
 @naming_mistakes
@@ -82,7 +82,7 @@ def trace_numerics(
     >>> culprit.primitive, culprit.place.scope, culprit.made_nonfinite.inputs[1].largest
     ('mul', 'head', 396.0)
     """
-    subject = Subject(
+    subject = ReportedFunction(
         fn,
         "trace_numerics",
         compute_dtype=compute_dtype,
@@ -120,7 +120,7 @@ def trace_numerics(
     return subject.wraps(traced)
 
 
-def _nonfinite(call: Call) -> tuple[str, ...]:
+def _nonfinite(call: FlatCall) -> tuple[str, ...]:
     """Which of the arrays that a function is called on hold inf or NaN."""
     floats = [
         (n, x)
@@ -149,7 +149,7 @@ def _check_concrete(arrays: Sequence[Any], name: str) -> None:
 @contextmanager
 def _progress(
     wanted: bool | None, total: int
-) -> Iterator[Callable[[Eqn, walk.Around], None]]:
+) -> Iterator[Callable[[Eqn, walk.ReportContext], None]]:
     if not shows_progress(wanted):
         yield lambda eqn, at: None
         return
@@ -167,10 +167,10 @@ def _progress(
 # ------------------------------------------------------------------------- the records
 
 
-def _op(seen: Seen, one: Table) -> OpNumerics:
+def _op(seen: MeasuredEqn, one: Table) -> OpNumerics:
     """The record of one equation; `one` is its row of the table."""
     eqn, at, runs = seen.eqn, seen.at, int(one.runs)
-    row = Row(*map(float, one.rows))
+    row = Statistics(*map(float, one.rows))
     largest, smallest = row.exact_largest, _smallest(row.exact_smallest)
     elements, counts = max(sum(seen.sizes) * runs, 1), np.asarray(one.histogram)
     counts = counts * _IS_COUNTED
@@ -235,7 +235,7 @@ def _share(
     return max(float(counts[bins].sum() / max(counts.sum(), 1)), 1 / elements)
 
 
-def _event(seen: Seen, one: Extreme) -> Event:
+def _event(seen: MeasuredEqn, one: Extreme) -> Event:
     return Event(
         iteration=tuple(map(int, one.iteration)),
         inputs=tuple(
@@ -253,7 +253,7 @@ def _event(seen: Seen, one: Extreme) -> Event:
     )
 
 
-def _order(seen: Seen, iteration: Any) -> tuple[int, ...]:
+def _order(seen: MeasuredEqn, iteration: Any) -> tuple[int, ...]:
     """When it happened: equations and iterations as they follow each other."""
     order: list[int] = []
     start = 0

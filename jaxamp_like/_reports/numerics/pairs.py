@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ..._dtypes import DType, bits, cast, holds, is_float
-from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, reemit, subjaxprs
+from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, rebind, subjaxprs
 from ..._quantised import FORMATS
 from .. import walk
 
@@ -86,7 +86,7 @@ class Role:
     is_scale: bool = False
 
 
-def role_of(eqn: Eqn, at: walk.Around) -> Role:
+def role_of(eqn: Eqn, at: walk.ReportContext) -> Role:
     name = eqn.primitive.name
     if (rounded := rounded_operand(eqn, at)) is not None:
         return Role(inserted=rounded)
@@ -108,7 +108,7 @@ def role_of(eqn: Eqn, at: walk.Around) -> Role:
     return Role(target=atom.aval.dtype.name)
 
 
-def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
+def rounded_operand(eqn: Eqn, at: walk.ReportContext) -> int | None:
     """The number of the operand that an equation rounds to 8 bits or casts back.
 
     It is `None` for other equations. Such an equation clips the operand to the range of
@@ -128,14 +128,14 @@ def rounded_operand(eqn: Eqn, at: walk.Around) -> int | None:
     return 0 if has_numbers and any(map(is_float, both)) else None
 
 
-def _is_of_8_bits(at: walk.Around) -> bool:
+def _is_of_8_bits(at: walk.ReportContext) -> bool:
     return at.step is not None and at.step.decision.eight_bits is not None
 
 
 _INTEGERS = frozenset(dtype for one in FORMATS.values() for dtype in one.integers)
 
 
-def as_written(atom: Any, at: walk.Around) -> float | None:
+def as_written(atom: Any, at: walk.ReportContext) -> float | None:
     """The literal that `atom` was before it was rounded to a lower precision."""
     if not isinstance(atom, Literal) or at.step is None:
         return None
@@ -178,11 +178,11 @@ def literal_pair(atom: Any) -> Pair:
     return Pair(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
 
-def bind(
+def rebind_pairs(
     eqn: Eqn,
     role: Role,
     pairs: Sequence[Pair],
-    run: Callable[[Eqn, list[Any]], Sequence[Any]] = reemit,
+    run: Callable[[Eqn, list[Any]], Sequence[Any]] = rebind,
 ) -> list[Pair]:
     """Binds an equation whose inner programs, if any, are not looked into.
 
@@ -250,7 +250,7 @@ def _harmonised(pairs: Sequence[Pair]) -> list[Any]:
 
 def _bind_on(eqn: Eqn, values: Sequence[Any]) -> Sequence[Any]:
     if any(True for _ in subjaxprs(eqn.params)):
-        return reemit(eqn, values)
+        return rebind(eqn, values)
     return _bind(eqn, values, eqn.params)
 
 

@@ -21,7 +21,7 @@ from .statistics import rounded
 Shares = tuple[Array | float, Array | float]
 
 
-def shares(eqn: Eqn, at: walk.Around, operands: Sequence[Pair]) -> Shares | None:
+def shares(eqn: Eqn, at: walk.ReportContext, operands: Sequence[Pair]) -> Shares | None:
     """The shares of numbers that an equation clips and flushes.
 
     It is `None` for an equation that does not round an operand of a contraction."""
@@ -36,7 +36,7 @@ def shares(eqn: Eqn, at: walk.Around, operands: Sequence[Pair]) -> Shares | None
     return (0.0, _flushed(runs[0])) if name == "round" else None
 
 
-def told(made: Pair, both: Shares) -> Pair:
+def with_shares(made: Pair, both: Shares) -> Pair:
     """The result of such an equation, with the two shares in its measurements."""
     row, codes = made.measured
     return made._replace(measured=(_rounded(row, *both), codes))

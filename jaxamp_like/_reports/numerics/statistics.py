@@ -33,7 +33,7 @@ BINS = 2 ** (8 + _MANTISSA)
 _MASK = 2.0**100
 
 
-class Row(NamedTuple):
+class Statistics(NamedTuple):
     """Measurements of one array: magnitudes, and shares of elements.
 
     Those called `exact` are of the values in the author's dtypes."""
@@ -88,7 +88,7 @@ class Table(NamedTuple):
     One row for each equation."""
 
     runs: Array
-    rows: Array  # as `Row`; sums and shares of all runs together, and extremes
+    rows: Array  # `Statistics`: extremes, and sums and shares of all runs together
     error: Extreme  # sum |run - exact| / sum |exact|, see `_errors`; operands' largest
     made_nonfinite: Extreme  # 1 if inf of finite, or NaN of no NaN; operands' ranges
     vanished: Extreme  # the share lost beyond what operands had lost; their ranges
@@ -114,8 +114,8 @@ def measure(
         chunk: how many elements to reduce at a time, a multiple of 256; all at once if
             not given.
     Returns:
-        A `Row` as a vector, codes of sampled elements of `exact`, and temporary arrays,
-        whose memory can be used again."""
+        The `Statistics` as a vector, codes of sampled elements of `exact`, and
+        temporary arrays, whose memory can be used again."""
     if run.size == 0:
         return no_row(), _codes(jnp.zeros(1)), []
     arrays = [run] if exact is None else [run, exact]
@@ -134,24 +134,24 @@ def measure(
         )
     none = dict.fromkeys(("clipped", "flushed"), jnp.zeros((), row_dtype()))
     return (
-        jnp.stack(Row(**reduced, **none)),
+        jnp.stack(Statistics(**reduced, **none)),
         _codes(run if exact is None else exact),
         scratch,
     )
 
 
 def rounded(row: Array, clipped: Any, flushed: Any) -> Array:
-    """The `Row` of a result whose operand is rounded to 8 bits.
+    """The `Statistics` of a result whose operand is rounded to 8 bits.
 
     Before a cast to integers, numbers are rounded as floats. The range of these floats
     holds the numbers that become zero, so `lost` would not count them."""
-    one = Row(*row)
+    one = Statistics(*row)
     lost = jnp.where(flushed > 0, one.gone, one.lost)
     return jnp.stack(one._replace(lost=lost, clipped=clipped, flushed=flushed))
 
 
 def _of_elements(tiny: float, run: Array, exact: Array | None = None) -> dict[str, Any]:
-    """What each element adds to a `Row`: a number, or whether it is one of a share."""
+    """What each element adds to the statistics: a number, or whether it is counted."""
     x = run.astype(row_dtype())
     a = jnp.abs(x)
     found = {
@@ -308,7 +308,7 @@ def combined(rows: Sequence[Array], sizes: Sequence[int]) -> Array:
     """One row for several results of an equation."""
     if len(rows) == 1:
         return rows[0]
-    parts = [Row(*row) for row in rows]
+    parts = [Statistics(*row) for row in rows]
     weights = np.asarray(sizes) / max(sum(sizes), 1)
 
     def of(name):
@@ -319,7 +319,7 @@ def combined(rows: Sequence[Array], sizes: Sequence[int]) -> Array:
             return jnp.sum(values)
         return (jnp.min if name in _LEAST else jnp.max)(values)
 
-    return jnp.stack([of(name) for name in Row._fields])
+    return jnp.stack([of(name) for name in Statistics._fields])
 
 
 def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Table:
@@ -330,7 +330,7 @@ def tabulate(rows: Array, inputs: Array, adds_up: Array, histogram: Array) -> Ta
         inputs: the rows of its operands, as many for each; see `no_row`.
         adds_up: whether each is a sum, which may cancel.
         histogram: of the codes of its results."""
-    row, read = Row(*rows.T), Row(*jnp.moveaxis(inputs, -1, 0))
+    row, read = Statistics(*rows.T), Statistics(*jnp.moveaxis(inputs, -1, 0))
     made = (row.nonfinite > 0) & ~(read.nonfinite > 0).any(-1)
     made |= (row.nan > 0) & ~(read.nan > 0).any(-1)
     terms = read.magnitude.max(-1, initial=0)
@@ -367,7 +367,7 @@ def _errors(deviation: Array, scale: Array) -> Array:
 def no_row() -> Array:
     """The row of an empty array."""
     # As one array: each that JAX makes outside of a trace takes 100 microseconds.
-    return jnp.asarray(np.asarray([*map(_neutral, Row._fields)]), row_dtype())
+    return jnp.asarray(np.asarray([*map(_neutral, Statistics._fields)]), row_dtype())
 
 
 def at_iteration(table: Table, i: Any) -> Table:
@@ -400,7 +400,7 @@ def merge(a: Table, b: Table) -> Table:
 
     rows = [
         _operation(name)(x, y)
-        for name, x, y in zip(Row._fields, a.rows.T, b.rows.T, strict=True)
+        for name, x, y in zip(Statistics._fields, a.rows.T, b.rows.T, strict=True)
     ]
     return Table(
         runs=a.runs + b.runs,
@@ -415,6 +415,8 @@ def merge_parts(stacked: Table) -> Table:
     parts = stacked.runs.shape[0]
     each = [jax.tree.map(operator.itemgetter(i), stacked) for i in range(parts)]
     merged = functools.reduce(merge, each)
-    shares = np.asarray([1 / parts if n in _SHARES else 1.0 for n in Row._fields])
+    shares = np.asarray(
+        [1 / parts if n in _SHARES else 1.0 for n in Statistics._fields]
+    )
     rows = merged.rows * jnp.asarray(shares, merged.rows.dtype)
     return merged._replace(runs=each[0].runs, rows=rows)

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..data.explained import Explained
-from ..data.numbers import FORMATS, Numbers
+from ..data.explained import ReportData
+from ..data.numbers import FORMATS, NumericsData
 from ..data.records import PHASES
 
 # Colours that are told apart with colour-blind eyes too (Okabe and Ito, 2008).
@@ -76,7 +76,7 @@ def _bars(
     )
 
 
-def of_report(report: Explained, against: Explained | None) -> dict[str, Any]:
+def of_report(report: ReportData, against: ReportData | None) -> dict[str, Any]:
     """FLOPs and saved bytes, by dtype."""
     programs = {"as written": report.written, "now": report.now}
     if against is not None:
@@ -97,7 +97,7 @@ def of_report(report: Explained, against: Explained | None) -> dict[str, Any]:
 MAX_EQUATIONS = 48
 
 
-def of_numerics(report: Numbers) -> dict[str, Any]:
+def of_numerics(report: NumericsData) -> dict[str, Any]:
     """Exponents of the equations with the largest errors, and what formats hold."""
     shown = sorted(report.worst(MAX_EQUATIONS), key=lambda op: op.order)
     values = [

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..data.columns import columns, rows
-from ..data.explained import Explained, human_bytes
+from ..data.explained import ReportData, human_bytes
 from ..data.numbers import OpNumerics, plain
 from ..data.records import Difference, Program, ScopeNode
 
@@ -15,7 +15,7 @@ MAX_ROWS = 3000
 MAX_NODES = 3000
 
 
-def tiles(report: Explained) -> list[tuple[str, str, str]]:
+def tiles(report: ReportData) -> list[tuple[str, str, str]]:
     """The tiles of a report: label, figure, and the figure as written."""
     now, written = report.now.totals, report.written.totals
     how_many = f"{report.now.num_inserted} inserted, {written.casts} as written"

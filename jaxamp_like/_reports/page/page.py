@@ -13,9 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..data.explained import Explained, human_bytes, human_flops, shares, summary
+from ..data.explained import ReportData, human_bytes, human_flops, shares, summary
 from ..data.heading import label
-from ..data.numbers import Numbers, OpNumerics, ScopeNumerics
+from ..data.numbers import NumericsData, OpNumerics, ScopeNumerics
 from ..data.records import (
     CastRecord,
     ContractionRecord,
@@ -31,9 +31,9 @@ from .data import differences, heads, notable, table, tiles, tree
 
 
 def page(
-    report: Explained | None,
-    against: Explained | None = None,
-    numerics: Numbers | None = None,
+    report: ReportData | None,
+    against: ReportData | None = None,
+    numerics: NumericsData | None = None,
 ) -> str:
     """The page of a report, of another one beside it, and of numerics.
 
@@ -130,14 +130,14 @@ def write_page(path: str | Path, page: str) -> Path:
 # -------------------------------------------------------------------------- notebooks
 
 
-def notebook_view(report: Explained) -> str:
+def notebook_view(report: ReportData) -> str:
     """A few lines and the two upper levels of scopes."""
     rows = [_row(node, level) for level, node in report.scopes(2).walk()]
     head = ("scope", "contractions", "FLOPs", "saved", "casts")
     return _lines(summary(report)) + _html_table(head, rows if report.now.ops else [])
 
 
-def notebook_numerics(numerics: Numbers) -> str:
+def notebook_numerics(numerics: NumericsData) -> str:
     """What went wrong first, and the worst equations."""
     rows = [
         (op.describe(), f"{op.error:.2g}", f"{op.largest:.3g}", f"{op.smallest:.3g}")

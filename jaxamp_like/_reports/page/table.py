@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..data.columns import Kind, Shown, columns, rows
-from ..data.explained import Explained, human_bytes, human_flops, shares, summary
-from ..data.numbers import Numbers, OpNumerics
+from ..data.columns import ColumnKind, ReadColumn, columns, rows
+from ..data.explained import ReportData, human_bytes, human_flops, shares, summary
+from ..data.numbers import NumericsData, OpNumerics
 from ..data.records import (
     CastRecord,
     ContractionRecord,
@@ -18,14 +18,14 @@ from ..extras import need
 MAX_ROWS = 30
 
 
-def print_report(report: Explained, depth: int) -> None:
+def print_report(report: ReportData, depth: int) -> None:
     console = need("rich.console", "rich").Console()
     console.print("\n".join(summary(report)), markup=False, highlight=False)
     for table in tables(report, depth):
         console.print(table)
 
 
-def tables(report: Explained, depth: int) -> Iterator[Any]:
+def tables(report: ReportData, depth: int) -> Iterator[Any]:
     if not report.now.ops:
         return
     yield _scopes(report.scopes(depth))
@@ -37,7 +37,7 @@ def tables(report: Explained, depth: int) -> Iterator[Any]:
     yield _rules(report)
 
 
-def _table(title: str, shown: Iterable[Shown]) -> Any:
+def _table(title: str, shown: Iterable[ReadColumn]) -> Any:
     table = need("rich.table", "rich").Table(
         title=title or None,
         title_justify="left",
@@ -49,7 +49,7 @@ def _table(title: str, shown: Iterable[Shown]) -> Any:
     return table
 
 
-def _add_row(table: Any, shown: Iterable[Shown], values: Iterable[Any]) -> None:
+def _add_row(table: Any, shown: Iterable[ReadColumn], values: Iterable[Any]) -> None:
     # Values are shown as they are: rich would take brackets in names for markup.
     plain = need("rich.text", "rich").Text
     pairs = zip(shown, values, strict=True)
@@ -68,7 +68,7 @@ def _count(show: Callable[[float], str]) -> Callable[[Any], str]:
     return shown
 
 
-FORMATS: dict[Kind, Callable[[Any], str]] = {
+FORMATS: dict[ColumnKind, Callable[[Any], str]] = {
     "text": str,
     "line": lambda source: source.rpartition("/")[2],
     "number": _count(str),
@@ -106,7 +106,7 @@ def record_table(
     return table
 
 
-def _rules(report: Explained) -> Any:
+def _rules(report: ReportData) -> Any:
     fired = [rule for rule in report.rules if rule.count]
     table = record_table("Rules that decided", RuleRecord, fired, MAX_ROWS)
     idle = [rule.key for rule in report.rules if not rule.count and rule.own]
@@ -117,7 +117,7 @@ def _rules(report: Explained) -> Any:
     return table
 
 
-def print_numerics(report: Numbers, n: int) -> None:
+def print_numerics(report: NumericsData, n: int) -> None:
     console = need("rich.console", "rich").Console()
     console.print(str(report), markup=False, highlight=False)
     if report.ops:

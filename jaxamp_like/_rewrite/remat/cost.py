@@ -7,11 +7,11 @@ from typing import Any
 from ..._dtypes import DType
 from ..._jax import Literal, variables
 from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
-from ..._rules import Fact, Leaf, author_dtype
+from ..._rules import Fact, RematSource, author_dtype
 from ..._structural import Step
 
 
-def kept_for(step: Step, active: set[Any]) -> int:
+def saved_bytes_for(step: Step, active: set[Any]) -> int:
     """About how many bytes the backward pass keeps for a step; 0 if it is linear."""
     eqn, name = step.eqn, step.eqn.primitive.name
     varying = [not isinstance(a, Literal) and a in active for a in eqn.invars]
@@ -20,15 +20,15 @@ def kept_for(step: Step, active: set[Any]) -> int:
     if (name == "mul" and sum(varying) == 1) or (name == "div" and not varying[1]):
         return 0
     if not step.inner:
-        facts = step.decision.outs
+        facts = step.decision.out_facts
         pairs = zip(eqn.outvars, facts, strict=True)
-        return sum(size(v.aval, fact and fact.dtype) for v, fact in pairs)
+        return sum(num_bytes(v.aval, fact and fact.dtype) for v, fact in pairs)
     total = 0
     for plan in step.inner:
         inside = {v for v, varies in zip(plan.invars, varying, strict=True) if varies}
         for inner in plan.steps:
-            total += kept_for(inner, inside)
-            if any(v in inside for v in reads(inner)):
+            total += saved_bytes_for(inner, inside)
+            if any(v in inside for v in variables_read(inner)):
                 inside.update(inner.eqn.outvars)
     return total
 
@@ -37,13 +37,13 @@ def is_cheap_step(step: Step) -> bool:
     """Whether a step may be run twice."""
     if step.eqn.effects:
         return False
-    if step.handler is not None and step.handler.may_run_twice:
+    if step.handler is not None and step.handler.may_recompute:
         return all(is_cheap_step(inner) for plan in step.inner for inner in plan.steps)
-    return is_cheap(step.eqn) and step.run_again
+    return is_cheap(step.eqn) and step.may_recompute
 
 
 def is_sharded(fact: Fact | None) -> bool:
-    return fact is not None and fact.leaf == Leaf.SHARDED
+    return fact is not None and fact.remat_source == RematSource.SHARDED
 
 
 def looks_up(step: Step, facts: dict[Any, Fact | None]) -> bool:
@@ -61,7 +61,7 @@ def readers_in(steps: Iterable[Step]) -> dict[Any, list[Step]]:
     """The steps that read each variable, once for each operand."""
     found: dict[Any, list[Step]] = {}
     for step in steps:
-        for v in reads(step):
+        for v in variables_read(step):
             found.setdefault(v, []).append(step)
     return found
 
@@ -85,16 +85,16 @@ def _saturates(step: Step, v: Any, readers: dict[Any, list[Step]]) -> bool:
         given = [u for atom, u in pairs if atom is v]
         return all(u not in plan.outvars and only_saturates(u, inner) for u in given)
     is_shift = name == "add" and all(
-        atom is v or elements(atom.aval) < elements(v.aval) for atom in operands
+        atom is v or num_elements(atom.aval) < num_elements(v.aval) for atom in operands
     )
     if name not in VIEWS and not is_shift:
         return False
     return all(only_saturates(out, readers) for out in step.eqn.outvars)
 
 
-def sums(step: Step) -> bool:
+def has_sum(step: Step) -> bool:
     inner = (inner for plan in step.inner for inner in plan.steps)
-    return step.eqn.primitive.name == "reduce_sum" or any(map(sums, inner))
+    return step.eqn.primitive.name == "reduce_sum" or any(map(has_sum, inner))
 
 
 def is_low(v: Any, facts: dict[Any, Fact | None]) -> bool:
@@ -102,20 +102,20 @@ def is_low(v: Any, facts: dict[Any, Fact | None]) -> bool:
     return fact is not None and fact.dtype != author_dtype(v.aval)
 
 
-def held(fact: Fact | None) -> DType | None:
+def fact_dtype(fact: Fact | None) -> DType | None:
     return fact and fact.dtype
 
 
-def size(aval: Any, dtype: DType | None) -> int:
+def num_bytes(aval: Any, dtype: DType | None) -> int:
     """The size in bytes; a dimension that is not known yet counts as 1."""
     known = (d for d in aval.shape if isinstance(d, int))
     return prod(known) * (dtype or aval.dtype).itemsize
 
 
-def elements(aval: Any) -> int:
+def num_elements(aval: Any) -> int:
     """The number of elements; a dimension that is not known yet counts as 2."""
     return prod(d if isinstance(d, int) else 2 for d in aval.shape)
 
 
-def reads(step: Step) -> list[Any]:
+def variables_read(step: Step) -> list[Any]:
     return variables(step.eqn.invars)

@@ -6,26 +6,26 @@ from typing import Any
 from ..._dtypes import DType, has_range
 from ..._jax import variables, varying_in
 from ..._primitives import VIEWS
-from ..._rules import Demand, Fact, Leaf
+from ..._rules import Demand, Fact, RematSource
 from ..shared import shared
 from .cost import (
     Step,
-    elements,
-    held,
+    fact_dtype,
+    has_sum,
     is_cheap_step,
     is_low,
     is_sharded,
-    kept_for,
     looks_up,
+    num_bytes,
+    num_elements,
     only_saturates,
     readers_in,
-    reads,
-    size,
-    sums,
+    saved_bytes_for,
+    variables_read,
 )
 
 # Linear in all that they read: the backward pass keeps none of it.
-_KEEPING_NOTHING = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
+_NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
 
 
 class Grouping:
@@ -65,17 +65,17 @@ class Grouping:
             varying_in(v.aval) for v in facts
         )
         self._parent: dict[Step, Step] = {}
-        self._kept_as: dict[Any, DType | None] = {}
+        self._saved_dtypes: dict[Any, DType | None] = {}
         self._depths = dict.fromkeys(inputs, 0)
         last_effect = 0
         for step in steps:
-            depth = max((self._depths[v] for v in reads(step)), default=0)
+            depth = max((self._depths[v] for v in variables_read(step)), default=0)
             if step.eqn.effects:
                 depth = last_effect = max(depth, last_effect) + 1
             self._place(step, depth)
 
     def _place(self, step: Step, depth: int) -> None:
-        operands, outs = list(reads(step)), step.eqn.outvars
+        operands, outs = list(variables_read(step)), step.eqn.outvars
         is_active = any(v in self.active for v in operands)
         if is_active:
             self.active.update(outs)
@@ -91,7 +91,7 @@ class Grouping:
             makers = [self.maker[v] for v in operands if v in self.maker]
             inside = [s for s in makers if self.depth_of.get(s) == depth]
             is_joined = bool(inside) and not self._splits(step)
-            if is_joined or not self._leads(step):
+            if is_joined or not self._is_cheap_to_save(step):
                 self.depth_of[step] = depth
                 for other in {self._root(other) for other in inside}:
                     self._parent[other] = step
@@ -99,36 +99,38 @@ class Grouping:
                 depth += 1  # its readers can't be in the region that it reads from
         self._depths |= dict.fromkeys(outs, depth)
 
-    def _leads(self, step: Step) -> bool:
+    def _is_cheap_to_save(self, step: Step) -> bool:
         """Whether a step's result is as good to keep as what it is made of."""
-        if kept_for(step, self.active) or sums(step):
+        if saved_bytes_for(step, self.active) or has_sum(step):
             return False
-        (out, *_), operands = step.eqn.outvars, list(reads(step))
-        if step.eqn.primitive.name not in _KEEPING_NOTHING:
+        (out, *_), operands = step.eqn.outvars, list(variables_read(step))
+        if step.eqn.primitive.name not in _NO_RESIDUALS:
             masks = (v for v in operands if v.aval.ndim and v not in self.active)
             if any(self.maker.get(v) in self.free for v in masks):
                 return False  # a region makes the mask for itself
         paid = [v for v in operands if v in self.active and v not in self.free_vars]
-        total = sum(map(self.kept, paid))
-        is_low = self.kept_as(out) is not None
-        return self.kept(out) < total or (is_low and self.kept(out) == total)
+        total = sum(map(self.saved_bytes, paid))
+        is_low = self.saved_dtype(out) is not None
+        return self.saved_bytes(out) < total or (
+            is_low and self.saved_bytes(out) == total
+        )
 
     def is_rounded(self, v: Any) -> bool:
         """Whether a value is low, or has a low copy."""
-        return self.kept_as(v) is not None or is_low(v, self.facts)
+        return self.saved_dtype(v) is not None or is_low(v, self.facts)
 
-    def kept(self, v: Any) -> int:
+    def saved_bytes(self, v: Any) -> int:
         """The bytes that it takes to keep a value for a region that reads it."""
-        return size(v.aval, self.kept_as(v) or held(self.facts[v]))
+        return num_bytes(v.aval, self.saved_dtype(v) or fact_dtype(self.facts[v]))
 
-    def kept_as(self, v: Any) -> DType | None:
+    def saved_dtype(self, v: Any) -> DType | None:
         """The dtype in which a region's input is kept, if not in its own."""
-        if v not in self._kept_as:
+        if v not in self._saved_dtypes:
             fact = self.facts[v]
-            self._kept_as[v] = (fact and fact.kept_as) or self._gate(v)
-        return self._kept_as[v]
+            self._saved_dtypes[v] = (fact and fact.saved_dtype) or self._gate_dtype(v)
+        return self._saved_dtypes[v]
 
-    def _gate(self, v: Any) -> DType | None:
+    def _gate_dtype(self, v: Any) -> DType | None:
         """The dtype of a low copy of `v`, a sum of two products that only gates read.
 
         It is the sum of two contractions' results, as in an LSTM. Rounding it errs
@@ -138,8 +140,8 @@ class Grouping:
         step = self.maker.get(v)
         if step is None or step.eqn.primitive.name != "add":
             return None
-        operands = list(reads(step))
-        dtypes = {held(self.facts[u]) for u in operands if is_low(u, self.facts)}
+        operands = list(variables_read(step))
+        dtypes = {fact_dtype(self.facts[u]) for u in operands if is_low(u, self.facts)}
         is_once = all(
             is_low(u, self.facts) and len(self.readers[u]) == 1 for u in operands
         )
@@ -158,35 +160,40 @@ class Grouping:
         are run again."""
         made = {v for step in steps for v in step.eqn.outvars}
         chains: dict[Any, tuple[int, dict[Step, None]]] = {}
-        for v in dict.fromkeys(v for step in steps for v in reads(step)):
+        for v in dict.fromkeys(v for step in steps for v in variables_read(step)):
             if v in made or v in self.free_vars or v not in self.active:
                 continue
-            if found := self._origin(v):
+            if found := self._low_source(v):
                 origin, chain = found
                 total, others = chains.get(origin, (0, {}))
-                chains[origin] = total + self.kept(v), others | dict.fromkeys(chain)
+                chains[origin] = (
+                    total + self.saved_bytes(v),
+                    others | dict.fromkeys(chain),
+                )
         lead: dict[Step, None] = {}
         for origin, (total, chain) in chains.items():
-            if self.kept(origin) <= total:
+            if self.saved_bytes(origin) <= total:
                 lead |= chain
         found = {*lead, *self.makers([*lead])} - {*steps}
         return sorted(found, key=self.number.__getitem__)
 
-    def _origin(self, v: Any) -> tuple[Any, list[Step]] | None:
+    def _low_source(self, v: Any) -> tuple[Any, list[Step]] | None:
         """The low value that `v` is made of, and by which steps."""
         chain: list[Step] = []
         while not self.is_rounded(v):
             step = self.maker.get(v)
             if step is None or not is_cheap_step(step) or looks_up(step, self.facts):
                 return None
-            paid = {u for u in reads(step) if u not in self.free_vars} & self.active
+            paid = {
+                u for u in variables_read(step) if u not in self.free_vars
+            } & self.active
             if len(paid) != 1:
                 return None
             chain.append(step)
             (v,) = paid
         return (v, chain) if chain else None
 
-    def cotangents(self) -> dict[Any, int | None]:
+    def rounded_cotangents(self) -> dict[Any, int | None]:
         """Variables whose cotangents are rounded once; see `Schedule`."""
         found: dict[Any, int | None] = {}
         for step in self.number:
@@ -208,12 +215,12 @@ class Grouping:
         bias' gradient is better summed from that than from a second, wide array. It
         does not count if the result has other readers, whose cotangents are added
         first."""
-        if step.eqn.primitive.name not in ("add", "sub") or not step.run_again:
+        if step.eqn.primitive.name not in ("add", "sub") or not step.may_recompute:
             return False
-        if Demand.FULL not in step.wanted[0]:
+        if Demand.FULL not in step.out_demands[0]:
             return False  # only contractions read it: its cotangent is low as it is
-        (out,), operands = step.eqn.outvars, list(reads(step))
-        low = [v for v in operands if is_low(v, self.facts) or self._gate(v)]
+        (out,), operands = step.eqn.outvars, list(variables_read(step))
+        low = [v for v in operands if is_low(v, self.facts) or self._gate_dtype(v)]
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != out.aval.shape:
             return False
@@ -221,8 +228,8 @@ class Grouping:
             return False
         (bias,) = rest
         fact = self.facts[bias]
-        is_small = fact is not None and fact.small
-        is_small = is_small or elements(bias.aval) < elements(out.aval)
+        is_small = fact is not None and fact.is_broadcast
+        is_small = is_small or num_elements(bias.aval) < num_elements(out.aval)
         return bias in self.free_vars and is_small
 
     def _branch(self, step: Step) -> int | None:
@@ -234,12 +241,12 @@ class Grouping:
         regions again, and compiling would take two to three times as long. In code that
         is split over devices there is no such operand: it costs less to compute again
         than to store."""
-        is_sum = step.eqn.primitive.name == "add" and step.run_again
+        is_sum = step.eqn.primitive.name == "add" and step.may_recompute
         if self._is_split or not is_sum:
             return None
-        if Demand.FULL not in step.wanted[0]:
+        if Demand.FULL not in step.out_demands[0]:
             return None
-        operands = list(reads(step))
+        operands = list(variables_read(step))
         low = [v for v in operands if is_low(v, self.facts) or self._is_biased(v)]
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != rest[0].aval.shape:
@@ -284,7 +291,7 @@ class Grouping:
         found: set[Step] = set()
         pending = list(group)
         while pending:
-            read = reads(pending.pop())
+            read = variables_read(pending.pop())
             makers = {self.maker[v] for v in read if v in self.maker}
             new = (makers & self.free) - found
             found |= new
@@ -293,8 +300,8 @@ class Grouping:
 
 
 def _is_active(fact: Fact | None) -> bool:
-    return fact is not None and fact.leaf != Leaf.CONST
+    return fact is not None and fact.remat_source != RematSource.CONSTANT
 
 
 def _is_free(fact: Fact | None) -> bool:
-    return fact is None or fact.leaf != Leaf.NO
+    return fact is None or fact.remat_source != RematSource.NONE

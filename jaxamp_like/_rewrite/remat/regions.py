@@ -9,12 +9,12 @@ from ..._primitives import REDUCTIONS
 from ..._rules import Fact, author_dtype
 from .cost import (
     Step,
-    elements,
-    held,
+    fact_dtype,
     is_cheap_step,
     is_sharded,
-    kept_for,
-    reads,
+    num_elements,
+    saved_bytes_for,
+    variables_read,
 )
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
@@ -33,7 +33,9 @@ def plain_schedule(
     """The schedule of a jaxpr's steps without regions.
 
     The arguments are those of `remat_schedule`."""
-    return schedule(steps, outvars, Grouping(steps, facts, outvars).cotangents())
+    return schedule(
+        steps, outvars, Grouping(steps, facts, outvars).rounded_cotangents()
+    )
 
 
 def remat_schedule(
@@ -51,7 +53,7 @@ def remat_schedule(
     def read(atoms, dtypes):
         for atom, dtype in zip(atoms, dtypes, strict=True):
             if not isinstance(atom, Literal):
-                readers[atom].add(dtype or held(facts[atom]))
+                readers[atom].add(dtype or fact_dtype(facts[atom]))
 
     read(outvars, [None] * len(outvars))
     is_split = any(map(is_sharded, facts.values()))
@@ -75,8 +77,8 @@ def remat_schedule(
                 read(step.eqn.invars, step.decision.reads)
                 units.append(step)
     if not any(isinstance(unit, Region) for unit in units):
-        return schedule(steps, outvars, grouping.cotangents())
-    return schedule(reversed(units), outvars, grouping.cotangents())
+        return schedule(steps, outvars, grouping.rounded_cotangents())
+    return schedule(reversed(units), outvars, grouping.rounded_cotangents())
 
 
 def _region(
@@ -98,13 +100,15 @@ def _region(
     # What leads to a region may read what the region makes for itself.
     steps = sorted([*grouping.roots_of(steps), *steps], key=grouping.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
-    taken = dict.fromkeys(v for step in steps for v in reads(step) if v not in made)
+    taken = dict.fromkeys(
+        v for step in steps for v in variables_read(step) if v not in made
+    )
     paid = [v for v in taken if v in grouping.active and v not in grouping.free_vars]
-    keeps = {v: low for v in paid if (low := grouping.kept_as(v))}
+    keeps = {v: low for v in paid if (low := grouping.saved_dtype(v))}
     if not any(outs.values()) and not any(map(grouping.is_rounded, taken)):
         return None  # nothing that it reads or gives is rounded
-    gain = sum(kept_for(step, grouping.active) for step in group)
-    gain -= sum(map(grouping.kept, paid))
+    gain = sum(saved_bytes_for(step, grouping.active) for step in group)
+    gain -= sum(map(grouping.saved_bytes, paid))
     ins = {v: keeps.get(v) for v in taken}
     sharded = frozenset(v for v in taken if is_sharded(grouping.facts[v]))
     if gain <= 0:
@@ -128,12 +132,12 @@ def _reduces_much(step: Step) -> bool:
     eqn = step.eqn
     if eqn.primitive.name in REDUCTIONS:
         (operand, *_), (out, *_) = eqn.invars, eqn.outvars
-        return elements(operand.aval) > _IN_ONE_KERNEL * elements(out.aval)
+        return num_elements(operand.aval) > _IN_ONE_KERNEL * num_elements(out.aval)
     return any(_reduces_much(inner) for plan in step.inner for inner in plan.steps)
 
 
 def _total(values: Iterable[Any]) -> int:
-    return sum(elements(v.aval) for v in values)
+    return sum(num_elements(v.aval) for v in values)
 
 
 def _border(v: Any, readers: set[DType | None], grouping: Grouping) -> DType | None:
@@ -141,7 +145,7 @@ def _border(v: Any, readers: set[DType | None], grouping: Grouping) -> DType | N
 
     If they differ, it is the author's dtype, where one of them reads that and where
     cotangents add up."""
-    dtype, author = held(grouping.facts[v]), author_dtype(v.aval)
+    dtype, author = fact_dtype(grouping.facts[v]), author_dtype(v.aval)
     if len(readers) == 1:
         (read,) = readers
         return None if read == dtype else read
@@ -152,10 +156,10 @@ def as_region(unit: Step | Region) -> Step | Region:
     """A single step as a region, if it is cheap and something is kept for it."""
     if isinstance(unit, Region) or not is_cheap_step(unit):
         return unit
-    if not kept_for(unit, set(reads(unit))):
+    if not saved_bytes_for(unit, set(variables_read(unit))):
         return unit
     outs = dict.fromkeys(unit.eqn.outvars)
-    return Region((unit,), dict.fromkeys(reads(unit)), outs)
+    return Region((unit,), dict.fromkeys(variables_read(unit)), outs)
 
 
 def _mixes_rows(group: Sequence[Step]) -> bool:
@@ -166,11 +170,11 @@ def _mixes_rows(group: Sequence[Step]) -> bool:
     sizes: dict[Any, int] = {}  # of summed arrays, for what is made of a sum
     for step in group:
         eqn = step.eqn
-        summed = [sizes[v] for v in reads(step) if v in sizes]
-        if any(elements(v.aval) >= n for v in eqn.outvars for n in summed):
+        summed = [sizes[v] for v in variables_read(step) if v in sizes]
+        if any(num_elements(v.aval) >= n for v in eqn.outvars for n in summed):
             return True
         if eqn.primitive.name in REDUCTIONS and not _is_trailing(eqn):
-            summed.append(elements(eqn.invars[0].aval))
+            summed.append(num_elements(eqn.invars[0].aval))
         if summed:
             sizes |= dict.fromkeys(eqn.outvars, max(summed))
     return False

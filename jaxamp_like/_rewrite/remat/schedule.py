@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..._dtypes import DType
 from ..._jax import variables
 from ..shared import shared
-from .cost import Step, reads
+from .cost import Step, variables_read
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,27 +21,28 @@ class Region:
     the backward pass, and `outs` its results, with those in which they leave; `None`
     stands for the dtype that they have. `sharded` are those of `ins` that lie on
     several devices: the backward pass uses what was gathered for the forward pass. A
-    region that is `last` ends in the loss: XLA may use again what the forward pass
+    region that `ends_in_loss` ends in the loss: XLA may use again what the forward pass
     made."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
     outs: dict[Any, DType | None]
     sharded: frozenset[Any] = frozenset()
-    last: bool = False
+    ends_in_loss: bool = False
 
 
 class Schedule(NamedTuple):
     """Steps and regions in an order that binding can follow.
 
-    `drops` are the variables that each of them is the last to read. `cotangents` has
-    the variables whose cotangents are rounded once: before they go anywhere or, where a
-    number is given, only for that operand of a sum. `shared` are the variables that are
-    read more than once, so that JAX adds up their cotangents."""
+    `last_reads` are the variables that each of them is the last to read.
+    `rounded_cotangents` has the variables whose cotangents are rounded once: before
+    they go anywhere or, where a number is given, only for that operand of a sum.
+    `shared` are the variables that are read more than once, so that JAX adds up their
+    cotangents."""
 
     units: tuple[Step | Region, ...]
-    drops: tuple[tuple[Any, ...], ...]
-    cotangents: Mapping[Any, int | None] = MappingProxyType({})
+    last_reads: tuple[tuple[Any, ...], ...]
+    rounded_cotangents: Mapping[Any, int | None] = MappingProxyType({})
     shared: frozenset[Any] = frozenset()
 
 
@@ -57,7 +58,7 @@ def schedule(
     drops = []
     for unit in reversed(units):
         is_region = isinstance(unit, Region)
-        read = [*unit.ins] if is_region else [*reads(unit)]
+        read = [*unit.ins] if is_region else [*variables_read(unit)]
         drops.append(tuple(v for v in dict.fromkeys(read) if v not in readers))
         for v in read:
             readers.setdefault(v, []).append(None if is_region else unit.eqn)
@@ -73,7 +74,7 @@ def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list
     sorter: TopologicalSorter[int] = TopologicalSorter()
     previous: list[int] = []  # effects happen in the author's order
     for step in steps:
-        needed = {maker[v] for v in reads(step) if v in maker} - {first[step]}
+        needed = {maker[v] for v in variables_read(step) if v in maker} - {first[step]}
         if step.eqn.effects:
             needed.update(previous)
             previous = [first[step]]

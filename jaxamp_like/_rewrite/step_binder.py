@@ -1,4 +1,4 @@
-"""What the parts of binding ask of a frame: the values of a program, and how to bind.
+"""What the parts of binding ask of a binder: the values of a program, and how to bind.
 
 The class itself is in `bind`, which imports the modules that ask."""
 
@@ -7,30 +7,32 @@ from typing import Any, Protocol
 
 from .._dtypes import DType
 from .._jax import Atom
-from .._structural import Rounded, Step
+from .._structural import HoistedWeights, Step
 from .deduplication import Deduplicated
-from .keeps import Keeps
+from .remat_mode import RematMode
 from .views import Views
 
 
-class NewFrame(Protocol):
-    """Makes a frame for other values, by variable."""
+class NewBinder(Protocol):
+    """Makes a binder for other values, by variable."""
 
-    def __call__(self, env: dict[Any, Any], keeps: Keeps = ..., /) -> "Frame": ...
+    def __call__(
+        self, env: dict[Any, Any], remat_mode: RematMode = ..., /
+    ) -> "StepBinder": ...
 
 
-class Frame(Protocol):
+class StepBinder(Protocol):
     """The values of a program, by variable, and how its steps are bound on them."""
 
     env: dict[Any, Any]
-    keeps: Keeps
+    remat_mode: RematMode
     views: Views
     deduplicated: Deduplicated
-    rounded: Rounded
-    cotangents: Mapping[Any, int | None]
+    hoisted_weights: HoistedWeights
+    rounded_cotangents: Mapping[Any, int | None]
 
     @property
-    def over(self) -> NewFrame: ...
+    def with_env(self) -> NewBinder: ...
 
     def bind(self, step: Step) -> list[Any]:
         """Binds a step, as it was decided."""
@@ -52,16 +54,16 @@ class Frame(Protocol):
         """The value of `var` in the author's dtype, in which cotangents add up."""
         ...
 
-    def copies(
+    def low_copies(
         self, variables: Iterable[Any], dtypes: Iterable[DType | None]
     ) -> Sequence[Any]:
         """Low copies for the backward pass; `None` where no dtype is given."""
         ...
 
-    def rounded_for_all(self, var: Any) -> DType | None:
+    def shared_low_dtype(self, var: Any) -> DType | None:
         """The dtype of a low value that is read more than once, else `None`."""
         ...
 
-    def is_ahead(self, atom: Atom, dtype: DType | None) -> bool:
+    def is_hoisted_cast(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""
         ...

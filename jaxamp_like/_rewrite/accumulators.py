@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from .._jax import Eqn
 from .._structural import STRUCTURAL, Body, Scope
-from .matching import Matching, stops
-from .reach import Reach, Reaches, of_input, union
+from .matching import Matching, stays_as_written
+from .reach import Reach, ReachAnalysis, of_input, union
 
 
 @dataclass(eq=False)
-class Carries(Reaches):
+class Accumulators(ReachAnalysis):
     """Which inputs reach which results through no compute op, by a policy."""
 
     matching: Matching
@@ -21,13 +21,13 @@ class Carries(Reaches):
     def of_leaf(
         self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
     ) -> Sequence[Reach]:
-        found = self.matching.found(eqn, scope)
+        match = self.matching.of_equation(eqn, scope)
         # What is pinned to its dtypes, such as a linear solve, ends a path as well.
-        is_pinned = eqn.primitive.name in STRUCTURAL and not stops(found)
-        reach = 0 if found.is_compute or is_pinned else union(operands)
+        is_pinned = eqn.primitive.name in STRUCTURAL and not stays_as_written(match)
+        reach = 0 if match.is_compute or is_pinned else union(operands)
         return [reach] * len(eqn.outvars)
 
     def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
         """The carries, by input, that reach themselves through no compute op."""
-        reach = self.around(body, scope)
-        return {i for out, i in body.loop if reach[out] & of_input(i)}
+        reach = self.fixed_point(body, scope)
+        return {i for out, i in body.carries if reach[out] & of_input(i)}

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._dtypes import DType
-from .._rules.given import called, is_made_by_calling, is_number
+from .._rules.user_rules import display_name, is_made_by_calling, is_number
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -32,7 +32,7 @@ def predicate_or_none(value: Any) -> Any:
     if is_made_by_calling(value):
         raise TypeError(
             f"`where` is `{value.__name__}`, which makes a predicate when it is "
-            f"called: write `{called(value)}`."
+            f"called: write `{display_name(value)}`."
         )
     if not callable(value):
         raise TypeError(
@@ -42,7 +42,7 @@ def predicate_or_none(value: Any) -> Any:
     return value
 
 
-def leave_alone(value: Any) -> tuple[str, ...]:
+def as_patterns(value: Any) -> tuple[str, ...]:
     """The argument `leave`, a sequence of regular expressions."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(

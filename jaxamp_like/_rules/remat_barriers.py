@@ -19,14 +19,14 @@ from jax import lax
 from .._jax import Zero, new_primitive
 
 
-def apart(x: Any) -> Any:
+def behind_barrier(x: Any) -> Any:
     """`x` as a value of its own, so that XLA doesn't merge what is made of it."""
-    return x if _is_opaque(x) else _APART.bind(x)
+    return x if _is_opaque(x) else _BARRIER.bind(x)
 
 
-def begun_apart(x: Any) -> Any:
-    """`x`, whose cotangent goes through `apart` on its way back."""
-    return x if _is_opaque(x) else _BEGUN_APART.bind(x)
+def with_cotangent_barrier(x: Any) -> Any:
+    """`x`, whose cotangent goes through `behind_barrier` on its way back."""
+    return x if _is_opaque(x) else _COTANGENT_BARRIER.bind(x)
 
 
 def _is_opaque(x: Any) -> bool:
@@ -34,31 +34,31 @@ def _is_opaque(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def kept_or_made(x: Any) -> Any:
+def saved_on_tpus(x: Any) -> Any:
     """On TPUs `x` as `keeps_statistics` keeps it, elsewhere `x` as it is made again.
 
     XLA drops the one that the platform doesn't use."""
-    return _KEPT_OR_MADE.bind(_KEPT.bind(x), x)
+    return _SAVED_ON_TPUS.bind(_SAVED.bind(x), x)
 
 
 def keeps_statistics(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy for a `jax.checkpoint`."""
     del avals, params
-    return primitive is _KEPT
+    return primitive is _SAVED
 
 
-def _apart_transpose(ct: Any, x: Any) -> list[Any]:
+def _barrier_transpose(ct: Any, x: Any) -> list[Any]:
     del x
-    return [ct if isinstance(ct, Zero) else _APART.bind(ct)]
+    return [ct if isinstance(ct, Zero) else _BARRIER.bind(ct)]
 
 
-def _begun_jvp(primals: Any, tangents: Any) -> Any:
+def _cotangent_barrier_jvp(primals: Any, tangents: Any) -> Any:
     (tangent,) = tangents
-    moves = tangent if isinstance(tangent, Zero) else _BEGUN_APART.bind(tangent)
-    return _BEGUN_APART.bind(*primals), moves
+    out = tangent if isinstance(tangent, Zero) else _COTANGENT_BARRIER.bind(tangent)
+    return _COTANGENT_BARRIER.bind(*primals), out
 
 
-def _kept_batch(args: Any, dims: Any) -> Any:
+def _saved_batch(args: Any, dims: Any) -> Any:
     (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
 
     def in_front(x: Any, i: int | None) -> Any:
@@ -66,45 +66,45 @@ def _kept_batch(args: Any, dims: Any) -> Any:
             return jnp.broadcast_to(x, (size, *x.shape))
         return jnp.moveaxis(x, i, 0)
 
-    return _KEPT_OR_MADE.bind(*map(in_front, args, dims)), 0
+    return _SAVED_ON_TPUS.bind(*map(in_front, args, dims)), 0
 
 
-_APART = new_primitive(
+_BARRIER = new_primitive(
     "amp_apart",
     compute=lax.optimization_barrier,
     aval=lambda x: x,
     # Cotangents go by without a barrier: XLA may merge them with what they add to.
-    jvp=lambda primals, tangents: (_APART.bind(*primals), tangents[0]),
-    transpose=_apart_transpose,
-    batch=lambda args, dims: (_APART.bind(*args), dims[0]),
+    jvp=lambda primals, tangents: (_BARRIER.bind(*primals), tangents[0]),
+    transpose=_barrier_transpose,
+    batch=lambda args, dims: (_BARRIER.bind(*args), dims[0]),
     on_tpu=lambda x: x,
     series=lambda x: x,
 )
 
-_BEGUN_APART = new_primitive(
+_COTANGENT_BARRIER = new_primitive(
     "amp_begun_apart",
     compute=lambda x: x,
     aval=lambda x: x,
-    jvp=_begun_jvp,
-    transpose=_apart_transpose,
-    batch=lambda args, dims: (_BEGUN_APART.bind(*args), dims[0]),
+    jvp=_cotangent_barrier_jvp,
+    transpose=_barrier_transpose,
+    batch=lambda args, dims: (_COTANGENT_BARRIER.bind(*args), dims[0]),
 )
 
-_KEPT = new_primitive(
+_SAVED = new_primitive(
     "amp_kept",
     compute=lambda x: x,
     aval=lambda x: x,
-    jvp=lambda primals, tangents: (_KEPT.bind(*primals), tangents[0]),
+    jvp=lambda primals, tangents: (_SAVED.bind(*primals), tangents[0]),
     transpose=lambda ct, x: [ct],
-    batch=lambda args, dims: (_KEPT.bind(*args), dims[0]),
+    batch=lambda args, dims: (_SAVED.bind(*args), dims[0]),
 )
 
-_KEPT_OR_MADE = new_primitive(
+_SAVED_ON_TPUS = new_primitive(
     "amp_kept_or_made",
     compute=lambda kept, made: made,
     aval=lambda kept, made: made,
-    jvp=lambda primals, tangents: (_KEPT_OR_MADE.bind(*primals), tangents[1]),
+    jvp=lambda primals, tangents: (_SAVED_ON_TPUS.bind(*primals), tangents[1]),
     transpose=lambda ct, kept, made: [None, ct],
-    batch=_kept_batch,
+    batch=_saved_batch,
     on_tpu=lambda kept, made: kept,
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .agree import AxisName, agreed
+from .agree import AxisName, all_agree
 
 
 def times(x: Array, factor: Array) -> Array:
@@ -60,7 +60,9 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     leaves = jax.tree.leaves(tree)
     numbers = [x for x in leaves if eqx.is_inexact_array(x) or _is_python_inexact(x)]
     finite = (jnp.isfinite(x).all() for x in numbers)
-    return agreed(functools.reduce(operator.and_, finite, jnp.array(True)), axis_name)
+    return all_agree(
+        functools.reduce(operator.and_, finite, jnp.array(True)), axis_name
+    )
 
 
 def _is_python_inexact(x: Any) -> bool:

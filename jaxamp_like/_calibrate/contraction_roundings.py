@@ -8,39 +8,39 @@ from .._quantised.rule import low_of, result_of
 from .._rules import Site
 from .._rules.weights import is_parameter, weight_side
 from .candidates import Candidate
-from .rounding import AS_IT_IS, Rounding
+from .rounding import UNROUNDED, Rounding
 
 
-class Places(NamedTuple):
+class ContractionRoundings(NamedTuple):
     """What is rounded at a contraction, and to what.
 
     Args:
         reads: the operands, for the forward pass.
-        kept: the same operands, for the backward pass.
+        residuals: the same operands, for the backward pass.
         gradients: the gradients of the operands, in the same order.
         result: the result.
         cotangent: the cotangent of the result."""
 
     reads: tuple[Rounding, ...]
-    kept: tuple[Rounding, ...]
+    residuals: tuple[Rounding, ...]
     gradients: tuple[Rounding, ...]
     result: Rounding
     cotangent: Rounding
 
 
-def places_of(
+def contraction_roundings(
     candidate: Candidate, site: Site, read_low: Sequence[bool], makes_low: bool
-) -> Places:
+) -> ContractionRoundings:
     """What a candidate rounds at a contraction that `amp` would lower.
 
     `read_low` says which operands it would then read low, and `makes_low` whether its
     result would be low."""
     low = Rounding((candidate.compute,))
-    read = tuple(low if is_low else AS_IT_IS for is_low in read_low)
-    made = low if makes_low else AS_IT_IS
-    if candidate.rule is None or not candidate.takes(site):
-        return Places(read, read, read, made, made)
-    rule, site = candidate.rule, candidate.seen(site)
+    read = tuple(low if is_low else UNROUNDED for is_low in read_low)
+    made = low if makes_low else UNROUNDED
+    if candidate.rule is None or not candidate.quantises(site):
+        return ContractionRoundings(read, read, read, made, made)
+    rule, site = candidate.rule, candidate.site_under(site)
     reads = tuple(
         Rounding(() if _is_weight(site, i) else read[i].dtypes, eight, rule.name)
         for i, eight in enumerate(rule.roundings(site))
@@ -49,11 +49,11 @@ def places_of(
     result = made if not makes_low else Rounding(_both(out, candidate.compute))
     eight = rule.rounding_of_cotangents(site)
     if eight is None:
-        return Places(reads, read, read, result, made)
+        return ContractionRoundings(reads, read, read, result, made)
     gradient = _both(rule.product_dtype(low_of(site)), candidate.compute)
-    gradients = tuple(Rounding(gradient) if one.dtypes else AS_IT_IS for one in read)
+    gradients = tuple(Rounding(gradient) if one.dtypes else UNROUNDED for one in read)
     cotangent = Rounding(made.dtypes, eight, rule.name)
-    return Places(reads, reads, gradients, result, cotangent)
+    return ContractionRoundings(reads, reads, gradients, result, cotangent)
 
 
 def _is_weight(site: Site, i: int) -> bool:

@@ -33,7 +33,7 @@ def as_rule(value: Any, argument: str) -> Rule:
     if is_made_by_calling(value):
         raise TypeError(
             f"`{argument}` is `{value.__name__}`, which makes a rule or a policy when "
-            f"it is called: write `{called(value)}`."
+            f"it is called: write `{display_name(value)}`."
         )
     if callable(value):
         return Callback(value)
@@ -75,7 +75,7 @@ def is_made_by_calling(value: Any) -> bool:
     return is_ours and (isinstance(value, type) or inspect.isfunction(value))
 
 
-def called(value: Any) -> str:
+def display_name(value: Any) -> str:
     """How `value` is called."""
     parameters = inspect.signature(value).parameters.values()
     needs = any(

@@ -25,7 +25,7 @@ NONE_FOR_IT = "no candidate is for it: `explain` says why rules of 8 bits leave 
 
 
 @dataclass
-class Account:
+class Trials:
     """Remembers what was tried, and makes the result of it.
 
     Args:
@@ -51,7 +51,7 @@ class Account:
     def remember(self, choices: Choices, error: float, is_real: bool) -> None:
         full = sum(self.prices.full)
         cost = self.prices.of(choices) / full if full else 0.0
-        one = Tried(self.what(choices), cost, error, is_real)
+        one = Tried(self.describe(choices), cost, error, is_real)
         if one not in self.tried:
             self.tried.append(one)
 
@@ -59,7 +59,7 @@ class Account:
         self.notes.append(message)
         warn_or_raise(message, strict=False)
 
-    def what(self, choices: Choices) -> str:
+    def describe(self, choices: Choices) -> str:
         """In words, which groups are low under `choices`, and how low."""
         pairs = [*zip(self.program.groups, choices, strict=True)]
         low = [group.name for group, choice in pairs if choice]
@@ -125,7 +125,7 @@ class Account:
             dtype=every[i],
             sensitivity=errors,
             flops=group.flops,
-            kept=4 * group.kept,
+            kept=4 * group.saved_elements,
             price=self.prices.full[i],
             why=why,
         )

@@ -12,7 +12,7 @@ from jax import lax
 from .._dtypes import is_float
 from .._jax import is_array
 from .._parameters import as_argnums
-from .._reports.call import Call, call_of
+from .._reports.call import FlatCall, flat_call
 from .budget import Budget, as_budget
 
 Flat = Callable[..., list[Any]]
@@ -44,7 +44,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredFunction:
     """A function of arrays, with what is measured of it.
 
     Args:
@@ -53,7 +53,7 @@ class Subject:
         budget: what is allowed, which says whether gradients are measured.
         loss_scale: what the loss is multiplied by before the backward pass."""
 
-    call: Call
+    call: FlatCall
     has_loss: bool
     budget: Budget
     loss_scale: float
@@ -64,7 +64,7 @@ class Subject:
 
     def moved(self, seed: Any, spread: Any, arrays: Sequence[Any]) -> list[Any]:
         """`arrays`, with the parameters among them moved a little; see `Point`."""
-        live = set(self.call.live)
+        live = set(self.call.active)
         return [
             _moved(x, seed + i, spread) if i in live else x
             for i, x in enumerate(arrays)
@@ -72,7 +72,7 @@ class Subject:
 
     def program(self, mix: Callable[[Flat], Flat]) -> Callable[..., Results]:
         """A function from arrays to the results and gradients of `mix(fn)`."""
-        fn, live = mix(self.call.fn), self.call.live
+        fn, live = mix(self.call.fn), self.call.active
 
         def program(arrays):
             if not self.differentiates:
@@ -95,7 +95,9 @@ class Subject:
             outs[0] = "the loss"
         if not self.differentiates:
             return outs
-        return outs + [f"the gradient of {self.call.names[i]}" for i in self.call.live]
+        return outs + [
+            f"the gradient of {self.call.names[i]}" for i in self.call.active
+        ]
 
 
 def _moved(x: Any, seed: Any, spread: Any) -> Any:
@@ -109,14 +111,14 @@ def _moved(x: Any, seed: Any, spread: Any) -> Any:
     return (x * (1 + spread * math.sqrt(3) * noise)).astype(x.dtype)
 
 
-def subject_of(
+def measured_function(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     argnums: int | Sequence[int],
     loss_scale: float,
     budget: float | Budget,
-) -> Subject:
-    """The `Subject` of a function, for arguments like `args`.
+) -> MeasuredFunction:
+    """The `MeasuredFunction` of a function, for arguments like `args`.
 
     Raises:
         TypeError: `fn` is not callable, or `budget` is no budget.
@@ -134,16 +136,16 @@ def subject_of(
             "which of them are parameters: 0 in `(params, x, y)`."
         )
     places = [range(len(args))[i] for i in numbers]
-    call = call_of(fn, args, {}, places, getattr(fn, "__name__", type(fn).__name__))
+    call = flat_call(fn, args, {}, places, getattr(fn, "__name__", type(fn).__name__))
     outs = jax.eval_shape(call.fn, *call.arrays)
     has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)
-    subject = Subject(call, has_loss, as_budget(budget, has_loss), loss_scale)
+    subject = MeasuredFunction(call, has_loss, as_budget(budget, has_loss), loss_scale)
     if subject.differentiates and not has_loss:
         raise ValueError(
             "`budget` limits gradients, but the first result of `fn` is no floating "
             "scalar. Give a loss, or limit results: `Budget(outputs=0.01)`."
         )
-    if subject.differentiates and not call.live:
+    if subject.differentiates and not call.active:
         raise ValueError(
             f"`budget` limits gradients, but argument {argnums} of `fn` holds no "
             "floating arrays to differentiate by. Say by `argnums` which one does."
@@ -179,7 +181,7 @@ def as_batches(batches: Any, argument: str) -> list[tuple[Any, ...]]:
 
 
 def points_of(
-    call: Call,
+    call: FlatCall,
     batches: Sequence[tuple[Any, ...]],
     held_out: Sequence[tuple[Any, ...]],
     perturbation: float,
@@ -203,7 +205,7 @@ def points_of(
                 "One program is compiled for all, so drop it or pad it."
             )
         start = (seed + 7919 * number) % 2**32
-        arrays = call_of(call.fn, batch, {}, (), "").arrays if number else call.arrays
+        arrays = flat_call(call.fn, batch, {}, (), "").arrays if number else call.arrays
         is_held_out = number >= len(batches)
         moved = Point(number, number, arrays, start, perturbation, is_held_out)
         given = moved._replace(spread=0.0)

@@ -15,32 +15,32 @@ from .._rewrite.value_numbers import operation_of, value_of
 _NONE: frozenset[int] = frozenset()
 
 
-class Numbers:
+class ValueNumbers:
     """The numbers of values, and the scans in whose iterations a value differs.
 
     A scan is named by its depth, the number of scans around its body: 1, 2, ..."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
-        self._made: list[Any] = []
+        self._definitions: list[Any] = []
         self.varies: list[frozenset[int]] = []
-        self._shown: dict[int, int] = {}
+        self._base: dict[int, int] = {}
 
     def of(self, made: Hashable, varies: frozenset[int] = _NONE) -> int:
         """The number of a value, by how it is made: equal values have one number."""
-        number = self._known.setdefault(made, len(self._made))
-        if number == len(self._made):
-            self._made.append(made)
+        number = self._known.setdefault(made, len(self._definitions))
+        if number == len(self._definitions):
+            self._definitions.append(made)
             self.varies.append(varies)
         return number
 
-    def shown(self, number: int) -> int:
+    def base_of(self, number: int) -> int:
         """The number of the value that a view shows; if it is no view, its own."""
-        return self._shown.get(number, number)
+        return self._base.get(number, number)
 
     def new(self, varies: frozenset[int] = _NONE) -> int:
         """The number of a value like no other."""
-        return self.of(("new", len(self._made)), varies)
+        return self.of(("new", len(self._definitions)), varies)
 
     def all_varies(self, numbers: Sequence[int]) -> frozenset[int]:
         return _NONE.union(*(self.varies[n] for n in numbers))
@@ -61,7 +61,7 @@ class Numbers:
             return [self.new(varies) for _ in eqn.outvars]
         outs = [self.of((i, made, *ins), varies) for i in range(len(eqn.outvars))]
         if name in WHOLE_VIEWS:
-            self._shown[outs[0]] = self.shown(ins[0])
+            self._base[outs[0]] = self.base_of(ins[0])
         return outs
 
     def _cast(self, eqn: Eqn, number: int) -> int:
@@ -69,17 +69,17 @@ class Numbers:
 
         What the body of a scan, a branch or a `shard_map` made gets the number that it
         would have if it were cast in there."""
-        kind, *how = self._made[number]
+        kind, *how = self._definitions[number]
         if kind == "stacked":
             return self.stacked(self._cast(eqn, how[1]), how[0])
         if kind == "global":
-            return self.whole(self._cast(eqn, how[1]), how[0])
+            return self.leaving_shard_map(self._cast(eqn, how[1]), how[0])
         if kind == "chosen":
             return self.chosen(how[0], tuple(self._cast(eqn, n) for n in how[1]))
         made = ("cast", *eqn.params.items(), number)
         out = self.of(made, self.varies[number])
-        if number in self._shown:
-            self._shown[out] = self._cast(eqn, self._shown[number])
+        if number in self._base:
+            self._base[out] = self._cast(eqn, self._base[number])
         return out
 
     # A value that came out of a scan, branch or `shard_map` and goes into a like one
@@ -124,7 +124,7 @@ class Numbers:
         varies = self.all_varies([index, *outs])
         return self.of(("chosen", index, outs), varies)
 
-    def local(self, number: int, spec: Hashable) -> int:
+    def entering_shard_map(self, number: int, spec: Hashable) -> int:
         """What the body of a `shard_map` sees of a value."""
 
         def inside(n: int) -> int:
@@ -132,7 +132,7 @@ class Numbers:
 
         return self._entering(number, ("global", spec), inside)
 
-    def whole(self, number: int, spec: Hashable) -> int:
+    def leaving_shard_map(self, number: int, spec: Hashable) -> int:
         """What comes out of the body of a `shard_map`."""
         return self.of(("global", spec, number), self.varies[number])
 
@@ -148,7 +148,7 @@ class Numbers:
         If the value came `out` of such a body, it gets the number that it had there. If
         it is a cast of another value, it is numbered as if that were cast inside. For
         any other value, `inside` gives the number."""
-        made = self._made[number]
+        made = self._definitions[number]
         if made[:2] == out:
             return of_made(made[2])
         if made[0] != "cast":

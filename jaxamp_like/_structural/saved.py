@@ -14,7 +14,7 @@ from .._primitives import CHEAP, CONTRACTIONS
 _E4M3FN = jnp.dtype("float8_e4m3fn")
 
 
-def keep(x: Any) -> Any:
+def mark_saved(x: Any) -> Any:
     """Marks a value that policies keep although it could be made again.
 
     The mark is a `copy`, which XLA leaves out. A `checkpoint_name` would not do: it has
@@ -22,8 +22,8 @@ def keep(x: Any) -> Any:
     return lax.copy_p.bind(x) if is_float(getattr(x, "dtype", None)) else x
 
 
-def is_kept(primitive: Any) -> bool:
-    """Whether `primitive` is what `keep` marks values with."""
+def is_marked_saved(primitive: Any) -> bool:
+    """Whether `primitive` is what `mark_saved` marks values with."""
     return primitive is lax.copy_p
 
 
@@ -34,11 +34,11 @@ def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
     again there; and what it doesn't keep outside of regions is made again first, for
     all iterations of a loop."""
     del avals, params
-    return is_kept(primitive) or primitive.name not in (*CHEAP, "name")
+    return is_marked_saved(primitive) or primitive.name not in (*CHEAP, "name")
 
 
 @dataclass(unsafe_hash=True)
-class KeepingToo:
+class SaveNamesToo:
     """A policy that keeps values of some names beside what another keeps.
 
     No `float8_e4m3fn` is kept by the other: it is made again from what is kept. JAX

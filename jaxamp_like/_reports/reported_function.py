@@ -11,10 +11,10 @@ from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
 from .._parameters import after_model, as_argnums, positions_of
 from .._rewrite.record import Recorder
-from .call import Call, call_of
+from .call import FlatCall, flat_call
 
 
-class Subject:
+class ReportedFunction:
     """A function to be reported, with the settings that were given.
 
     Raises:
@@ -65,19 +65,19 @@ class Subject:
 
     def trace(
         self, args: Any, kwargs: Any, differentiates: bool = False
-    ) -> tuple[Call, Recorder, Jaxpr]:
+    ) -> tuple[FlatCall, Recorder, Jaxpr]:
         """Traces a call of the function as it is, or of `amp` of it if settings were
         given: without settings, the report is about what runs.
 
         Returns:
             The call, what was recorded meanwhile, and the program that comes of it."""
         argnums = self.argnums if differentiates else ()
-        live = positions_of(argnums, len(args), self.name)
+        active = positions_of(argnums, len(args), self.name)
         fn = self.fn
         if self.is_given:
             fn, args = self.mixed, (*self.leading, *args)
-            live = [i + len(self.leading) for i in live]
-        call, recorder = call_of(fn, args, kwargs, live, self.name), Recorder()
+            active = [i + len(self.leading) for i in active]
+        call, recorder = flat_call(fn, args, kwargs, active, self.name), Recorder()
         return call, recorder, call.trace(recorder)
 
     def wraps(self, report: Callable[..., Any]) -> Callable[..., Any]:

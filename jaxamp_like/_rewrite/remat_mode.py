@@ -1,0 +1,41 @@
+"""What the backward pass of code keeps, and what follows for the code inside."""
+
+import enum
+
+
+class RematMode(enum.Enum):
+    """What the backward pass of code keeps; see `remat`."""
+
+    SAVE_ALL = enum.auto()
+    REGIONS = enum.auto()
+    REGIONS_IN_LOOP = enum.auto()
+    REGIONS_UNDER_POLICY = enum.auto()  # in a loop, under the policy `save_marked`
+    RECOMPUTED = enum.auto()  # all of it is run again
+    SAVE_STATISTICS = enum.auto()  # the same, but TPUs keep sums over many numbers
+
+    @property
+    def has_regions(self) -> bool:
+        return self in (
+            RematMode.REGIONS,
+            RematMode.REGIONS_IN_LOOP,
+            RematMode.REGIONS_UNDER_POLICY,
+        )
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self in (RematMode.RECOMPUTED, RematMode.SAVE_STATISTICS)
+
+    @property
+    def in_loop(self) -> "RematMode":
+        """For the bodies of a loop."""
+        return RematMode.REGIONS_IN_LOOP if self == RematMode.REGIONS else self
+
+    @property
+    def under_policy(self) -> "RematMode":
+        """For code in a `jax.checkpoint` with a policy of what is kept."""
+        return RematMode.REGIONS_UNDER_POLICY if self.has_regions else self
+
+    @property
+    def in_rule(self) -> "RematMode":
+        """For derivative rules, whose authors chose what to keep."""
+        return self if self.is_recomputed else RematMode.SAVE_ALL
