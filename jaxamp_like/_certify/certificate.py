@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .._errors import AmpError
 from .._reports.data.records import Phase
@@ -19,7 +19,7 @@ class Certified:
     """One operation of the program, as decided and as compiled.
 
     Args:
-        kind: "contraction", "reduction", "collective" or "quantisation".
+        kind: "contraction", "reduction", "collective", "quantisation" or "kernel".
         scope: names of `jax.named_scope`s, outermost first, joined by "/".
         phase: "forward", "backward" or "recomputed".
         primitive: of the equation.
@@ -162,7 +162,7 @@ class Certificate:
 def _summary(certificate: Certificate) -> Iterator[str]:
     ops = certificate.operations
     yield f"certificate of {certificate.name} on {certificate.device}"
-    for kind in ("contraction", "reduction", "collective", "quantisation"):
+    for kind in get_args(Kind):
         mine = [one for one in ops if one.kind == kind and UNDECIDED not in one.drifts]
         if not mine:
             continue

@@ -1,41 +1,51 @@
 """`certify`: compiles a function and compares the result with what was decided."""
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from .._hlo.numbers import Numbers, union
+from .._hlo.numbers import union
 from .._hlo.text import Module, parse
 from .._jax import traced_afresh
 from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
+from .._structural import Step
 from .certificate import Certificate, Certified
 from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
 from .operations import Operation, Platform, operations
 from .places import named, source_of
-from .tie import tie
+from .tie import Tied, tie
 
 
-def certify(step: Any, *args: Any, device: Any = None) -> Certificate:
+def certify(
+    step: Any, *args: Any, device: Any = None, lock: str | Path | None = None
+) -> Certificate:
     """Compiles `step` and says of every operation whether it runs as decided.
 
     What was decided is the program that JAX hands to XLA, with the casts that `amp` put
     there. XLA may leave casts out, add others, or run things twice. The certificate
     compares both programs: each contraction, sum, collective and rounding to 8 bits.
+    Nothing is run.
 
     Args:
         step: a function, jitted or not, such as a whole training step with `amp` in it;
             or what its `lower(...)` gives, and then no `args`.
         args: its positional arguments: arrays, or `jax.ShapeDtypeStruct`s.
-        device: the device to compile for, which may be a described one that
-            `jax.experimental.topologies` gives. Without, that of the arguments' shardings,
-            or JAX's default device.
+        device: the device to compile for, which may be one that is not there, as
+            described by `jax.experimental.topologies`. Without it, that of the
+            arguments' shardings, or JAX's default device.
+        lock: a lock file that `Certificate.save` wrote, to be compared with.
     Returns:
         The certificate.
     Raises:
-        TypeError: `step` is none of these, or `args` are given to what is lowered.
-        ValueError: the compiled program can't be read.
+        TypeError: `step` is none of these, or is lowered and has `args`.
+        ValueError: the compiled program can't be read, or `lock` is no lock file of
+            this function and these arguments.
+        AmpError: something runs in another precision than `lock` says; the message is
+            the difference, line by line.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -54,24 +64,51 @@ def certify(step: Any, *args: Any, device: Any = None) -> Certificate:
     if isinstance(step, jax.stages.Lowered):
         if args or device is not None:
             raise TypeError(
-                "`step` is lowered already, for its arguments and device: leave out "
-                "`args` and `device`."
+                "`step` is lowered already, for its arguments and its device: leave "
+                "out `args` and `device`."
             )
-        lowered, name = step, ""
+        lowered = step
     else:
-        lowered, name = _lowered(step, args, device, recorder), _name_of(step)
-    before = parse(_text(lowered.as_text(dialect="hlo", debug_info=True)))
+        lowered = _lowered(step, args, device, recorder)
     compiled = lowered.compile()
-    after = parse(_text(compiled.as_text()))
-    target = _device_of(compiled, device)
-    platform = _platform(target)
-    decided, run = operations(before, platform), operations(after, platform)
+    target = device or _device_of(compiled)
+    certificate = compared(
+        lowered.as_text(dialect="hlo", debug_info=True),
+        compiled.as_text(),
+        name=_name_of(step),
+        device=target,
+        steps=recorder.steps,
+    )
+    if lock is not None:
+        certificate.check(lock)
+    return certificate
+
+
+def compared(
+    decided: str | None,
+    compiled: str | None,
+    *,
+    name: str,
+    device: Any,
+    steps: Sequence[Step] = (),
+) -> Certificate:
+    """The certificate of two programs.
+
+    Args:
+        decided: what JAX hands to XLA, as HLO.
+        compiled: what XLA makes of it.
+        name: of the function.
+        device: what it was compiled for.
+        steps: the decisions, by the numbers that names in HLO have."""
+    before, after = _parsed(decided), _parsed(compiled)
+    platform = _platform(device)
+    tied = tie(operations(before, platform), operations(after, platform))
     return Certificate(
-        name=name or before.entry,
+        name=name or before.name,
         platform=platform,
-        device=target.device_kind,
+        device=device.device_kind,
         arguments=_arguments(before),
-        operations=tuple(_certified(decided, run, recorder)),
+        operations=tuple(_certified(tied, steps)),
         versions=versions(),
     )
 
@@ -101,21 +138,26 @@ def _placed(args: Any, device: Any) -> Any:
     return jax.tree.map(place, args)
 
 
-def _name_of(step: Callable[..., Any]) -> str:
+def _name_of(step: Any) -> str:
+    """The name of a function; "" of what is lowered, whose program has it."""
+    if isinstance(step, jax.stages.Lowered):
+        return ""
+    while isinstance(step, functools.partial):
+        step = step.func
     name = getattr(step, "__name__", None)
     return name if isinstance(name, str) else type(step).__name__
 
 
-def _text(text: str | None) -> str:
+def _parsed(text: str | None) -> Module:
     if not text:
         raise ValueError("XLA does not give the text of the compiled program.")
-    return text
+    return parse(text)
 
 
-def _device_of(compiled: Any, device: Any) -> Any:
+def _device_of(compiled: Any) -> Any:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    devices = [one for sharding in shardings for one in sharding.device_set]
-    return device or next(iter(devices), jax.devices()[0])
+    devices = (one for sharding in shardings for one in sharding.device_set)
+    return next(devices, jax.devices()[0])
 
 
 def _platform(device: Any) -> Platform:
@@ -136,40 +178,36 @@ def _arguments(module: Module) -> tuple[str, ...]:
 # ------------------------------------------------------------------------- comparing
 
 
-def _certified(
-    decided: list[Operation], compiled: list[Operation], recorder: Recorder
-) -> Iterable[Certified]:
-    tied = tie(decided, compiled)
+def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
     for one, runs in tied.pairs:
-        yield _record(one, one, runs, tuple(dict.fromkeys(found(one, runs))), recorder)
+        yield _record(one, one, runs, found(one, runs), steps)
     for one in tied.gone:
-        yield _record(one, one, [], (GONE,), recorder)
+        yield _record(one, one, [], (GONE,), steps)
+    decided = [*tied.gone, *(one for one, _ in tied.pairs)]
     for one in tied.others:
         if one.kind == "collective":  # by the partitioner, for an equation's sharding
-            yield _record(one, None, [one], tuple(dict.fromkeys(_of_partitioner(one, decided))), recorder)
-        elif one.kind == "contraction":
-            yield _record(one, None, [one], (UNDECIDED,), recorder)
+            yield _record(one, None, [one], _of_partitioner(one, decided), steps)
+        elif one.kind == "contraction" or "fmha" in one.opcode:
+            yield _record(one, None, [one], (UNDECIDED,), steps)
 
 
-def _of_partitioner(one: Operation, decided: list[Operation]) -> Iterator[str]:
+def _of_partitioner(one: Operation, decided: Iterable[Operation]) -> Iterator[str]:
     """The drifts of a collective that no equation asked for."""
     yield from of_sending(one)
-    sums = [other for other in decided if other.op_name == one.op_name]
-    if sums and one.opcode in SUMS and not union(
-        other.makes for other in sums
-    ).are_in(union(one.reads)):
+    made = union(other.makes for other in decided if other.op_name == one.op_name)
+    if one.opcode in SUMS and not made.are_in(union(one.reads)):
         yield REDUCED_LOW
 
 
 def _record(
     place: Operation,
     decided: Operation | None,
-    runs: list[Operation],
-    drifts: tuple[str, ...],
-    recorder: Recorder,
+    runs: Sequence[Operation],
+    drifts: Iterable[str],
+    steps: Sequence[Step],
 ) -> Certified:
     names = named(place.op_name)
-    step = None if names.step is None else recorder.steps[names.step]
+    step = None if names.step is None else steps[names.step]
     return Certified(
         kind=place.kind,
         scope=names.scope,
@@ -181,7 +219,7 @@ def _record(
         stored=tuple(dict.fromkeys(" x ".join(run.stored) for run in runs)),
         arithmetic=next((run.arithmetic for run in runs), ""),
         opcodes=tuple(dict.fromkeys(run.opcode for run in runs)),
-        drifts=drifts,
+        drifts=tuple(dict.fromkeys(drifts)),
         work=place.work if place.kind in ("contraction", "collective") else 0,
         times=place.times,
         why=step.decision.why if step else "",
@@ -190,13 +228,5 @@ def _record(
 
 def _signature(one: Operation) -> str:
     """Such as "bfloat16 x bfloat16 -> float32"."""
-    reads = " x ".join(map(_shown, one.reads or map(_named, one.stored)))
-    return f"{reads} -> {_shown(one.makes)}"
-
-
-def _shown(numbers: Numbers) -> str:
-    return numbers.name or "constants"
-
-
-def _named(dtype: str) -> Numbers:
-    return Numbers(0, 0, dtype)
+    reads = [numbers.name or "constants" for numbers in one.reads] or one.stored
+    return f"{' x '.join(reads)} -> {one.makes.name or 'constants'}"

@@ -22,7 +22,7 @@ MEANINGS = {
     DUPLICATED: "XLA runs it more often than it was written",
     EMULATED: "operands have the numbers that were decided, but are stored wider",
     UNDECIDED: "no equation is known that it was made for",
-    GONE: "nothing was compiled for it: it is unused, constant, or merged with an equal one",
+    GONE: "nothing was compiled for it: it is unused, constant, or merged with another",
 }
 """What is found in a compiled program, and what it means."""
 
@@ -41,12 +41,14 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         runs: what was compiled for it."""
     for run in runs:
         pairs = _paired(one.reads, run.reads)
-        if one.kind != "reduction":
+        if one.kind not in ("reduction", "quantisation"):
             if any(not b.are_in(a) for a, b in pairs):
                 yield DROPPED
             if any(not a.are_in(b) for a, b in pairs):
                 yield ADDED
-        if not one.makes.are_in(run.makes) and run.makes.name:
+        # What is sent as it is can only be rounded by those that read it.
+        computes = one.kind != "collective" or run.opcode in SUMS
+        if computes and run.makes.name and not one.makes.are_in(run.makes):
             yield REDUCED_LOW
         if one.kind == "contraction" and _is_emulated(run):
             yield EMULATED
@@ -96,7 +98,9 @@ def _is_run_again(one: Operation, runs: Sequence[Operation]) -> bool:
     return count > one.times and sum(run.work for run in runs) > one.work
 
 
-_BY_NAME = {of_dtype(dtype).name: of_dtype(dtype) for dtype in ("f64", "f32", "f16", "bf16")}
+_BY_NAME = {
+    of_dtype(dtype).name: of_dtype(dtype) for dtype in ("f64", "f32", "f16", "bf16")
+}
 
 
 def _name(dtype: str) -> Numbers:

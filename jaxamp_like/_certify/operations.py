@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .._hlo.graph import Node, Value, nodes, program
+from .._hlo.graph import Node, Value, handed_on, nodes, program
 from .._hlo.numbers import (
     TF32,
     Numbers,
@@ -15,22 +15,34 @@ from .._hlo.numbers import (
     rounded,
     union,
 )
-from .._hlo.text import FLOATS, Module, Shape, contraction_flops
+from .._hlo.text import FLOATS, Instruction, Module, Shape, contraction_flops
+from .._primitives import CONTRACTIONS
 
-Kind = Literal["contraction", "reduction", "collective", "quantisation"]
+Kind = Literal["contraction", "reduction", "collective", "quantisation", "kernel"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
 _COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
     "collective-permute collective-broadcast".split()
 )
+# What may stand between the multiplication and the sum of a contraction.
+_BEFORE_SUMS = frozenset(
+    {"bitcast", "convert", "reduce-window", "reshape", "transpose"}
+)
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
-_LIBRARY = re.compile(r'custom_call_target="(__\w+\$[\w$]*|[^"]*)"')
+# Calls that tell XLA something, and compute nothing.
+_TRIVIAL = frozenset(
+    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer X64Combine "
+    "annotate_device_placement MoveToHost MoveToDevice".split()
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """A contraction, a reduction, a collective, or a rounding to 8 bits or fewer.
+    """What moves or computes most of a program's numbers.
+
+    That is a contraction, a sum over axes, a collective, a rounding to 8 bits or fewer,
+    or a kernel that somebody else wrote.
 
     Args:
         platform: what it is compiled for.
@@ -86,42 +98,56 @@ def operations(module: Module, platform: Platform) -> list[Operation]:
 def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
     one = node.one
     opcode = one.opcode.removesuffix("-start")
-    if not any(shape.is_float or shape.bits <= 32 for shape in one.shapes):
-        return
     if flops := contraction_flops(one, node.body.computation):
         yield _contraction(node, flops, platform)
-    elif opcode in _COLLECTIVES and not one.opcode.endswith("-done"):
+    elif opcode in _COLLECTIVES:
         yield from _collective(node, opcode, platform)
     elif opcode in _REDUCTIONS and one.shape.is_float and _adds(node):
-        yield _reduction(node, platform)
+        # A sum in two parts is told by its second, which has the name.
+        product = _product(node)
+        if product is None:
+            yield _reduction(node, platform)
+        else:  # a product with a vector, say
+            flops = 2 * product.one.shape.elements
+            yield _contraction(product, flops, platform, result=node)
     elif opcode == "convert" and _is_quantisation(node):
-        yield Operation(
-            platform,
-            "quantisation",
-            opcode,
-            node,
-            (),
-            (FLOATS.get(node.operand(0).one.shape.dtype, ""),),
-            of_dtype(one.shape.dtype),
-            num_bytes=one.shape.size_in_bytes,
-        )
+        yield _quantisation(node, platform)
+    elif opcode == "custom-call" and any(shape.is_float for shape in one.shapes):
+        yield from _kernel(node, platform)
 
 
-def _contraction(node: Node, flops: int, platform: Platform) -> Operation:
+def _product(node: Node) -> Node | None:
+    """The multiplication of a contraction that XLA writes as one and a sum."""
+    if node.op_name.rpartition("/")[2] not in CONTRACTIONS:
+        return None
+    here = Value(node.operand(0))
+    while here.node.one.opcode != "multiply":
+        before = handed_on(here)
+        if before is None and here.node.one.opcode in _BEFORE_SUMS:
+            before = [Value(here.node.operand(0))]
+        if before is None or len(before) != 1:
+            return None
+        (here,) = before
+    return here.node
+
+
+def _contraction(
+    node: Node, flops: int, platform: Platform, result: Node | None = None
+) -> Operation:
     one = node.one
     operands = [node.operand(i) for i in (0, 1)]
-    limit, arithmetic = _arithmetic(node, platform)
+    # Where XLA writes a multiplication and a sum, it multiplies what is there.
+    limit, arithmetic = (None, "") if result else _arithmetic(node, platform)
     held = [numbers(Value(operand)) for operand in operands]
     reads = tuple(rounded(each, limit) if limit else each for each in held)
-    library = _LIBRARY.search(one.attributes)
     return Operation(
         platform,
         kind="contraction",
-        opcode=library[1] if library else one.opcode,
-        node=node,
+        opcode=_target(one) or one.opcode,
+        node=result or node,
         reads=reads,
         stored=tuple(_dtype(operand.one.shape) for operand in operands),
-        makes=numbers_read(node),
+        makes=numbers_read(result or node),
         arithmetic=arithmetic if reads != tuple(held) else "",
         flops=flops,
     )
@@ -132,7 +158,10 @@ def _arithmetic(node: Node, platform: Platform) -> tuple[Numbers | None, str]:
     one = node.one
     if all(node.operand(i).one.shape.dtype != "f32" for i in (0, 1)):
         return None, ""
-    algorithm = re.search(r"\b(?:ALG_)?DOT_(TF32|BF16|F32|F16)_\w*?F32(?:_X(\d))?\b", one.attributes.upper())
+    algorithm = re.search(
+        r"\b(?:ALG_)?DOT_(TF32|BF16|F32|F16)_\w*?F32(?:_X(\d))?\b",
+        one.attributes.upper(),
+    )
     if algorithm is not None:
         dtype, passes = algorithm.groups()
         if passes is not None or dtype == "F32":
@@ -183,8 +212,49 @@ def _reduction(node: Node, platform: Platform) -> Operation:
     )
 
 
+def _quantisation(node: Node, platform: Platform) -> Operation:
+    return Operation(
+        platform,
+        kind="quantisation",
+        opcode="convert",
+        node=node,
+        reads=(),
+        stored=(_dtype(node.operand(0).one.shape),),
+        makes=of_dtype(node.one.shape.dtype),
+        num_bytes=node.one.shape.size_in_bytes,
+    )
+
+
+def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
+    """A call of what is no HLO: a kernel of Pallas or Triton, or of a library."""
+    one = node.one
+    target = _target(one)
+    floats = [node.operand(i) for i in range(len(one.operands))]
+    floats = [operand for operand in floats if operand.one.shape.is_float]
+    if not floats or target in _TRIVIAL:
+        return
+    yield Operation(
+        platform,
+        kind="kernel",
+        opcode=target,
+        node=node,
+        reads=tuple(of_dtype(operand.one.shape.dtype) for operand in floats),
+        stored=tuple(_dtype(operand.one.shape) for operand in floats),
+        makes=of_dtype(one.shape.dtype),
+    )
+
+
+def _target(one: Instruction) -> str:
+    found = re.search(r'custom_call_target="([^"]*)"', one.attributes)
+    return found[1] if found else ""
+
+
 def _adds(node: Node) -> bool:
-    """Whether a reduction adds up, rather than to choose the largest, say."""
+    """Whether a reduction adds up numbers, rather than choose the largest, say.
+
+    The sum over an axis of length 1 adds up nothing."""
+    if node.operand(0).one.shape.elements == node.one.shape.elements:
+        return False
     names = node.one.called("to_apply")
     bodies = [node.body.module.computations.get(name, {}) for name in names]
     return any(each.opcode == "add" for body in bodies for each in body.values())

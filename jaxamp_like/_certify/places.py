@@ -15,7 +15,9 @@ from .._reports.data.records import Phase
 from .._rewrite.record import MARK
 
 _PACKAGE = str(Path(__file__).parent.parent)
-_TRANSFORM = re.compile(r"(jvp|transpose|vmap|jit|pjit|pmap|shard_map|remat|checkpoint)\((.*)\)$")
+_TRANSFORM = re.compile(
+    r"(jvp|transpose|vmap|jit|pjit|pmap|shard_map|remat|checkpoint)\((.*)\)$"
+)
 # What structural primitives are called in names.
 _STRUCTURE = frozenset(
     "while body cond closed_call checkpoint remat scan shard_map custom_jvp_call "

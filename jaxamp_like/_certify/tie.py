@@ -1,12 +1,14 @@
 """Ties what was compiled to what was decided.
 
 XLA keeps the names of equations, but not always: the name of what a contraction was
-merged with may win, loops are unrolled, and equal operations become one. So operations
+fused with may win, loops are unrolled, and equal operations become one. So operations
 are tied by the first of several keys under which both programs have one left, the
-strictest key first."""
+strictest key first. Contractions that share an operand may become a larger one, which
+is told by its FLOPs."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from itertools import chain, combinations
 from typing import NamedTuple
 
 from .operations import Operation
@@ -43,8 +45,26 @@ def tie(decided: Iterable[Operation], compiled: Iterable[Operation]) -> Tied:
             else:
                 left.append(one)
         after = left
+    after = [one for one in after if not _ties_merged(found, before, one)]
     after = _duplicates(found, after)
     return Tied(list(found.items()), before, after)
+
+
+def _ties_merged(
+    found: dict[Operation, list[Operation]], left: list[Operation], one: Operation
+) -> bool:
+    """Ties a contraction to those of one line whose FLOPs add up to its own, if any."""
+    line = source_of(one.node)
+    alike = [c for c in left if c.flops and source_of(c.node) == line]
+    subsets = chain.from_iterable(combinations(alike[:_MOST], n) for n in (2, 3))
+    merged = next((s for s in subsets if sum(c.work for c in s) == one.work), ())
+    for each in merged:
+        left.remove(each)
+        found[each] = [one]
+    return bool(merged)
+
+
+_MOST = 32  # contractions of a line among which those that became one are looked for
 
 
 def _duplicates(
@@ -91,4 +111,5 @@ _KEYS: tuple[Key, ...] = (
     lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
     lambda one: (one.kind, source_of(one.node), one.work) if one.flops else None,
     lambda one: (one.kind, one.work) if one.flops else None,
+    lambda one: (one.kind, one.reads) if one.flops and not one.op_name else None,
 )

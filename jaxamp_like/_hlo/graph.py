@@ -1,4 +1,4 @@
-"""Where values of an HLO program come from, across fusions, calls, loops and branches."""
+"""Where the values of an HLO program come from: across fusions, calls and loops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,15 +20,14 @@ class Body:
         computation: what is in it.
         module: the program.
         caller: the instruction that calls it; None of the entry.
-        times: how often it runs when the program runs once.
-        is_counted: whether that is known of all loops around it.
+        times: how often it runs when the program runs once; a loop of which XLA does
+            not know the length counts once.
         prefix: the name stack of the caller, which the names in here lack."""
 
     computation: Computation
     module: Module
     caller: "Node | None" = None
     times: int = 1
-    is_counted: bool = True
     prefix: str = ""
     _nodes: "dict[str, Node]" = field(default_factory=dict)
 
@@ -47,7 +46,9 @@ class Body:
     @cached_property
     def readers(self) -> "dict[str, list[tuple[Node, int]]]":
         """By name, the instructions that read a value, and as which operand."""
-        found: dict[str, list[tuple[Node, int]]] = {name: [] for name in self.computation}
+        found: dict[str, list[tuple[Node, int]]] = {
+            name: [] for name in self.computation
+        }
         for node in self:
             for i, name in enumerate(node.one.operands):
                 found[name].append((node, i))
@@ -76,11 +77,10 @@ class Node:
     def bodies(self) -> list[Body]:
         """What it calls: of a loop, its body and not its condition."""
         one, here = self.one, self.body
-        times, is_counted = here.times, here.is_counted
+        times = here.times
         if one.opcode == "while":
             names = one.called("body")
-            trips = trip_count(here.module, one)
-            times, is_counted = times * (trips or 1), is_counted and trips is not None
+            times *= trip_count(here.module, one) or 1
         elif one.opcode == "conditional":
             names = [name for key in _BRANCHES for name in one.called(key)]
         elif one.opcode in _CALLS:
@@ -90,8 +90,7 @@ class Node:
         computations = here.module.computations
         prefix = self.op_name
         return [
-            Body(computations[name], here.module, self, times, is_counted, prefix)
-            for name in names
+            Body(computations[name], here.module, self, times, prefix) for name in names
         ]
 
 

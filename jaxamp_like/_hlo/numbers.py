@@ -4,7 +4,6 @@ A float32 array that was converted from bfloat16 holds bfloat16's numbers. XLA c
 in which dtype a value is stored where that keeps its numbers, and sometimes where it
 does not: what has been rounded is seen by following a value to where it was."""
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -144,7 +143,9 @@ def rounding_of(node: Node) -> Numbers:
     one = node.one
     if one.opcode == "convert":
         return of_dtype(one.shape.dtype)
-    exponent, mantissa = (one.number(f"{key}_bits") or 0 for key in ("exponent", "mantissa"))
+    exponent, mantissa = (
+        one.number(f"{key}_bits") or 0 for key in ("exponent", "mantissa")
+    )
     for dtype, bits in _BITS.items():
         if bits == (exponent, mantissa):
             return of_dtype(dtype)

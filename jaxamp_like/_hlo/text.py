@@ -114,11 +114,13 @@ class Module:
     Args:
         computations: by their names.
         entry: the name of the one that is run.
+        name: of the program, as in `jit_step`.
         tables: of file names, functions, locations and stack frames, by number; older
             versions of XLA write files and lines beside the instructions instead."""
 
     computations: dict[str, Computation]
     entry: str
+    name: str = ""
     tables: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def frames(self, one: Instruction) -> list[tuple[str, int]]:
@@ -216,9 +218,11 @@ def parse(text: str) -> Module:
     tables: dict[str, dict[int, str]] = {}
     current: Computation = {}
     table: dict[int, str] = {}
-    entry = ""
+    entry, name = "", ""
     for line in text.splitlines():
-        if header := _HEADER.match(line):
+        if found := re.match(r"HloModule ([^\s,]+)", line):
+            name = found[1]
+        elif header := _HEADER.match(line):
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif line in _TABLES:
@@ -229,7 +233,7 @@ def parse(text: str) -> Module:
             current[instruction.name] = instruction
     if not entry:
         raise ValueError("HLO without an entry computation")
-    return Module(computations, entry, tables)
+    return Module(computations, entry, name, tables)
 
 
 def trip_count(module: Module, one: Instruction) -> int | None:
@@ -272,19 +276,25 @@ def conv_flops(kernel: Shape, out: Shape, attributes: str) -> int:
     return 2 * out.elements * kernel.elements // max(features, 1)
 
 
+_BLOCK_SCALED = frozenset({"blockScaledDot", "block_scaled_dot"})
+
+
 def contraction_flops(one: Instruction, scope: Computation) -> int:
     """FLOPs of a contraction; zero for all else.
 
     Args:
-        one: an instruction of XLA, or a call of a library of NVIDIA's.
+        one: an instruction of XLA, or a call of a library of NVIDIA's or Intel's.
         scope: the computation that it is in."""
     target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
     library, routine = target.groups() if target else ("", "")
-    is_dot = one.opcode == "dot" or library == "cublas"
+    is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
+    is_dot = one.opcode in ("dot", "ragged-dot") or library == "cublas"
     is_conv = one.opcode == "convolution" or routine.startswith("conv")
-    if not is_dot and not is_conv:
+    if not is_dot and not is_conv and not is_product:
         return 0
     lhs, rhs = (scope[name].shape for name in one.operands[:2])
+    if is_product:  # the last axis is summed over
+        return 2 * one.shape.elements * lhs.dims[-1]
     if is_dot:
         return dot_flops(one.shape, lhs, one.attributes)
     if routine.startswith("convBackwardInput"):
