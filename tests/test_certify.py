@@ -273,6 +273,7 @@ ADD = """
 }
 
 """
+HIGHEST = "operand_precision={highest,highest}"
 DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
@@ -429,6 +430,25 @@ def in_loop(lines):
 
 class GPU:
     platform, device_kind = "gpu", "described"
+
+
+class TPU:
+    platform, device_kind = "tpu", "described"
+
+
+@pytest.mark.parametrize("device", (GPU, TPU))
+def test_the_default_precision_of_float32_allows_rounding_and_does_not_ask(device):
+    plain = DECIDED.replace("dot(%xb, %g)", "dot(%x, %wide)").replace(
+        "  %xb", "  %wide = f32[64,64] convert(%wq)\n  %xb"
+    )
+    decided = in_entry(plain)
+    exact = decided.replace(f"{DIMS}, {ENC}", f"{DIMS}, {HIGHEST}, {ENC}")
+    allowed = compared(decided, exact, name="step", device=device)
+    assert allowed.is_as_decided
+    asked = compared(exact, decided, name="step", device=device)
+    (one,) = asked.drifts
+    assert one.drifts == (ADDED,)
+    assert one.arithmetic == {GPU: "tf32", TPU: "one bfloat16 pass"}[device]
 
 
 @pytest.mark.parametrize("around", (in_entry, in_call, in_loop))

@@ -121,7 +121,7 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
         )
     if device is not None:
         args = _placed(args, device)
-    jitted = step if hasattr(step, "lower") else jax.jit(step)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with recording(recorder), traced_afresh():
         return jitted.lower(*args)
 

@@ -1,6 +1,7 @@
 """Says how a compiled operation differs from the one that was decided."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from .._hlo.numbers import Numbers, of_dtype
 from .operations import Operation
@@ -40,12 +41,8 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         one: as it was decided.
         runs: what was compiled for it."""
     for run in runs:
-        pairs = _paired(one.reads, run.reads)
         if one.kind not in ("reduction", "quantisation"):
-            if any(not b.are_in(a) for a, b in pairs):
-                yield DROPPED
-            if any(not a.are_in(b) for a, b in pairs):
-                yield ADDED
+            yield from _of_reading(one, run)
         # What is sent as it is can only be rounded by those that read it.
         computes = one.kind != "collective" or run.opcode in SUMS
         if computes and run.makes.name and not one.makes.are_in(run.makes):
@@ -58,15 +55,17 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         yield DUPLICATED
 
 
-def _paired(
-    decided: Sequence[Numbers], compiled: Sequence[Numbers]
-) -> list[tuple[Numbers, Numbers]]:
-    """Both sets of numbers of each operand; XLA may have exchanged the operands."""
-    if sorted(decided) == sorted(compiled):
-        return []
-    straight = list(zip(decided, compiled, strict=False))
-    crossed = list(zip(decided, reversed(compiled), strict=False))
-    return min(straight, crossed, key=lambda pairs: sum(a != b for a, b in pairs))
+def _of_reading(one: Operation, run: Operation) -> Iterator[str]:
+    """Whether operands are rounded less or more. XLA may exchange the operands."""
+    crossed = replace(run, reads=run.reads[::-1])
+    yield from min((list(_of_operands(one, each)) for each in (run, crossed)), key=len)
+
+
+def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
+    if any(not b.are_in(a) for a, b in zip(one.holds, run.reads, strict=False)):
+        yield DROPPED
+    if any(not a.are_in(b) for a, b in zip(one.reads, run.reads, strict=False)):
+        yield ADDED
 
 
 def _is_emulated(run: Operation) -> bool:

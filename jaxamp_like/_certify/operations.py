@@ -49,8 +49,9 @@ class Operation:
         kind: which of these.
         opcode: XLA's name for it; of a library's call, the name of the routine.
         node: the instruction.
-        reads: the numbers that it computes with, for each operand: what an operand
-            holds, rounded to what the arithmetic takes.
+        holds: the numbers that each operand holds.
+        reads: the numbers that it computes with: those, rounded to what the arithmetic
+            takes. JAX's default precision allows this, and does not ask for it.
         stored: the dtypes of the operands as they are handed to it.
         makes: the numbers that are left of its result.
         arithmetic: the numbers that it multiplies, if fewer than those of its operands;
@@ -62,6 +63,7 @@ class Operation:
     kind: Kind
     opcode: str
     node: Node
+    holds: tuple[Numbers, ...]
     reads: tuple[Numbers, ...]
     stored: tuple[str, ...]
     makes: Numbers
@@ -138,17 +140,18 @@ def _contraction(
     operands = [node.operand(i) for i in (0, 1)]
     # Where XLA writes a multiplication and a sum, it multiplies what is there.
     limit, arithmetic = (None, "") if result else _arithmetic(node, platform)
-    held = [numbers(Value(operand)) for operand in operands]
+    held = tuple(numbers(Value(operand)) for operand in operands)
     reads = tuple(rounded(each, limit) if limit else each for each in held)
     return Operation(
         platform,
         kind="contraction",
         opcode=_target(one) or one.opcode,
         node=result or node,
+        holds=held,
         reads=reads,
         stored=tuple(_dtype(operand.one.shape) for operand in operands),
         makes=numbers_read(result or node),
-        arithmetic=arithmetic if reads != tuple(held) else "",
+        arithmetic=arithmetic if reads != held else "",
         flops=flops,
     )
 
@@ -191,6 +194,7 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
         kind="collective",
         opcode=opcode,
         node=node,
+        holds=reads,
         reads=reads,
         stored=tuple(_dtype(operand.one.shape) for _, operand in floats),
         makes=numbers_read(node) if len(floats) == 1 else union(reads),
@@ -206,6 +210,7 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         kind="reduction",
         opcode=one.opcode,
         node=node,
+        holds=(of_dtype(one.shape.dtype),),
         reads=(of_dtype(one.shape.dtype),),
         stored=(_dtype(operand.one.shape),),
         makes=of_dtype(one.shape.dtype),
@@ -218,6 +223,7 @@ def _quantisation(node: Node, platform: Platform) -> Operation:
         kind="quantisation",
         opcode="convert",
         node=node,
+        holds=(),
         reads=(),
         stored=(_dtype(node.operand(0).one.shape),),
         makes=of_dtype(node.one.shape.dtype),
@@ -233,12 +239,16 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
     floats = [operand for operand in floats if operand.one.shape.is_float]
     if not floats or target in _TRIVIAL:
         return
+    reads = tuple(of_dtype(operand.one.shape.dtype) for operand in floats)
+    # XLA for TPUs has kernels for some contractions.
+    is_contraction = node.op_name.rpartition("/")[2] in CONTRACTIONS
     yield Operation(
         platform,
-        kind="kernel",
+        kind="contraction" if is_contraction else "kernel",
         opcode=target,
         node=node,
-        reads=tuple(of_dtype(operand.one.shape.dtype) for operand in floats),
+        holds=reads,
+        reads=reads,
         stored=tuple(_dtype(operand.one.shape) for operand in floats),
         makes=of_dtype(one.shape.dtype),
     )
