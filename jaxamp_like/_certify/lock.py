@@ -25,7 +25,14 @@ def difference(certificate: "Certificate", path: Path) -> str:
     """How a certificate differs from a lock file, as a diff; "" if it does not.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: the file is no lock file, or one of another program."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no lock file {path}. Write it with `certificate.save(path)`, or "
+            "from a shell with `python -m jaxamp_like check MODULE:FACTORY PATH "
+            "--write`."
+        )
     old = path.read_text(encoding="utf-8").splitlines()
     if not old or old[0] != _FORMAT:
         first = old[0] if old else ""
@@ -70,4 +77,4 @@ def _lines(certificate: "Certificate") -> list[str]:
         if one.real_drifts:
             text += f" ({', '.join(sorted(one.real_drifts))})"
         count[text] += 1
-    return [f"{line}, {n} times" for line, n in sorted(count.items())]
+    return [f"{line}, x{n}" for line, n in sorted(count.items())]
