@@ -229,9 +229,11 @@ def kernel(module: Module, body: Computation, name: str, times: int) -> Kernel:
     )
 
 
-def trips(module: Module, one: Instruction, unknown: int | None = None) -> int:
+def trips(
+    module: Module, one: Instruction, scope: Computation, unknown: int | None = None
+) -> int:
     """How often a loop runs, or `unknown` if XLA does not know it."""
-    found = trip_count(module, one)
+    found = trip_count(module, one, scope)
     if found is None and unknown is None:
         raise ValueError(f"XLA does not know how often {one.name} runs")
     return found if found is not None else unknown or 1
@@ -265,7 +267,7 @@ def walk(
         for one in scope.values():
             if one.opcode == "while":
                 (body,) = one.called("body")
-                found += inside(body, times * trips(module, one, unknown_trips))
+                found += inside(body, times * trips(module, one, scope, unknown_trips))
             elif one.opcode == "conditional":
                 names = one.called("branch_computations")
                 names += one.called("true_computation") + one.called(

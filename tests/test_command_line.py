@@ -200,11 +200,13 @@ def loss(w, x):
     with jax.named_scope("head"):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
+arrays = jnp.ones((64, 8)), jnp.ones((4, 64))
+
 def low():
-    return jax.grad(amp(loss, compute_dtype="bfloat16")), jnp.ones((64, 8)), jnp.ones((4, 64))
+    return jax.grad(amp(loss, compute_dtype="bfloat16")), *arrays
 
 def full():
-    return jax.grad(loss), jnp.ones((64, 8)), jnp.ones((4, 64))
+    return jax.grad(loss), *arrays
 """
 
 

@@ -31,7 +31,7 @@ class Certified:
         arithmetic: what float32 operands are rounded to as they are multiplied.
         opcodes: what XLA calls it.
         drifts: how these differ, in the words of `MEANINGS`.
-        work: FLOPs of all runs of a contraction, bytes of a collective.
+        work: FLOPs of all runs of a contraction.
         times: how often it runs, as decided.
         why: the reason of the rule that decided, if it is known."""
 

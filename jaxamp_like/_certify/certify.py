@@ -12,6 +12,7 @@ from .._hlo.text import Module, parse
 from .._jax import traced_afresh
 from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
+from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
 from .certificate import Certificate, Certified
 from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
@@ -61,6 +62,13 @@ def certify(
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
     recorder = Recorder()
+    if isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            "`step` is compiled already, and what was decided is not in it: give the "
+            "function, or what its `lower(...)` gives."
+        )
+    if isinstance(step, jax.stages.Traced):
+        step = step.lower()
     if isinstance(step, jax.stages.Lowered):
         if args or device is not None:
             raise TypeError(
@@ -184,10 +192,12 @@ def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
     for one in tied.gone:
         yield _record(one, one, [], (GONE,), steps)
     decided = [*tied.gone, *(one for one, _ in tied.pairs)]
+    # XLA makes kernels of its own; one of them may be that for which none was found.
+    unknown = {one.kind for one in tied.gone if one.kind == "kernel"}
     for one in tied.others:
         if one.kind == "collective":  # by the partitioner, for an equation's sharding
             yield _record(one, None, [one], _of_partitioner(one, decided), steps)
-        elif one.kind == "contraction" or "fmha" in one.opcode:
+        elif one.kind == "contraction" or one.kind in unknown or "fmha" in one.opcode:
             yield _record(one, None, [one], (UNDECIDED,), steps)
 
 
@@ -207,10 +217,13 @@ def _record(
     steps: Sequence[Step],
 ) -> Certified:
     names = named(place.op_name)
-    step = None if names.step is None else steps[names.step]
+    is_known = names.step is not None and names.step < len(steps)
+    step = steps[names.step] if is_known else None
+    # The decision knows the author's scopes exactly.
+    inner = without_solver_scope(step.scope) if step else names.inner
     return Certified(
         kind=place.kind,
-        scope=names.scope,
+        scope="/".join([*names.outer, *inner]),
         phase=names.phase,
         primitive=names.primitive or place.opcode,
         source=source_of(place.node),
@@ -220,7 +233,7 @@ def _record(
         arithmetic=next((run.arithmetic for run in runs), ""),
         opcodes=tuple(dict.fromkeys(run.opcode for run in runs)),
         drifts=tuple(dict.fromkeys(drifts)),
-        work=place.work if place.kind in ("contraction", "collective") else 0,
+        work=place.flops * place.times,
         times=place.times,
         why=step.decision.why if step else "",
     )

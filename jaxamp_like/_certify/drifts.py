@@ -12,6 +12,8 @@ REDUCED_LOW = "rounded result"
 WIDE = "sent wide"
 DUPLICATED = "duplicated"
 EMULATED = "emulated"
+EXCESS = "excess precision"
+UNREAD = "constants unread"
 UNDECIDED = "undecided"
 GONE = "gone"
 
@@ -22,6 +24,8 @@ MEANINGS = {
     WIDE: "more bytes are sent than the numbers need",
     DUPLICATED: "XLA runs it more often than it was written",
     EMULATED: "operands have the numbers that were decided, but are stored wider",
+    EXCESS: "XLA adds up more precise numbers than was decided: it left out a rounding",
+    UNREAD: "an operand is a constant that XLA computed ahead, of unknown numbers",
     UNDECIDED: "no equation is known that it was made for",
     GONE: "nothing was compiled for it: it is unused, constant, or merged with another",
 }
@@ -30,7 +34,7 @@ MEANINGS = {
 SUMS = frozenset({"all-reduce", "reduce-scatter"})
 """Collectives that add up: they compute, rather than send what is there."""
 
-NOT_DRIFTS = frozenset({EMULATED, UNDECIDED, GONE})
+NOT_DRIFTS = frozenset({EMULATED, EXCESS, UNREAD, UNDECIDED, GONE})
 """What leaves the numbers and the bytes as they were decided."""
 
 
@@ -41,8 +45,7 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         one: as it was decided.
         runs: what was compiled for it."""
     for run in runs:
-        if one.kind not in ("reduction", "quantisation"):
-            yield from _of_reading(one, run)
+        yield from _of_reading(one, run)
         # What is sent as it is can only be rounded by those that read it.
         computes = one.kind != "collective" or run.opcode in SUMS
         if computes and run.makes.name and not one.makes.are_in(run.makes):
@@ -50,21 +53,25 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         if one.kind == "contraction" and _is_emulated(run):
             yield EMULATED
         if one.kind == "collective":
-            yield from of_sending(run)
+            yield from of_sending(run, one)
     if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
         yield DUPLICATED
 
 
 def _of_reading(one: Operation, run: Operation) -> Iterator[str]:
     """Whether operands are rounded less or more. XLA may exchange the operands."""
-    crossed = replace(run, reads=run.reads[::-1])
-    yield from min((list(_of_operands(one, each)) for each in (run, crossed)), key=len)
+    crossed = replace(run, reads=run.reads[::-1], surely=run.surely[::-1])
+    each = [list(_of_operands(one, way)) for way in (run, crossed)]
+    yield from min(each, key=len)
 
 
 def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
-    if any(not b.are_in(a) for a, b in zip(one.holds, run.reads, strict=False)):
-        yield DROPPED
-    if any(not a.are_in(b) for a, b in zip(one.reads, run.reads, strict=False)):
+    if not all(map(Numbers.are_in, run.surely, one.holds)):
+        # A sum of what was not rounded is nearer to the sum of the exact numbers.
+        yield EXCESS if one.kind == "reduction" else DROPPED
+    elif not all(map(Numbers.are_in, run.reads, one.holds)):
+        yield UNREAD
+    if not all(map(Numbers.are_in, one.reads, run.reads)):
         yield ADDED
 
 
@@ -79,22 +86,32 @@ def _is_emulated(run: Operation) -> bool:
     )
 
 
-def of_sending(run: Operation) -> Iterator[str]:
+def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
     """Whether a collective sends more bits than its numbers need, or its readers read.
 
-    CPUs have no collectives of 16 bits."""
+    Sums over devices need the bits that were decided. CPUs have no collectives of 16
+    bits.
+
+    Args:
+        run: as it was compiled.
+        one: as it was decided, unless no equation asked for it."""
+    sent = _name(run.stored[0])
     if run.opcode in SUMS:
-        return
-    for read, stored in zip(run.reads, run.stored, strict=True):
-        sent = _name(stored)
-        needed = run.makes if run.makes.are_in(read) else read
-        if needed.name and needed.are_in(sent) and needed != sent:
-            yield EMULATED if run.platform == "cpu" else WIDE
+        needed = _name(one.stored[0]) if one else sent
+    else:
+        needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
+    if needed.name and needed.are_in(sent) and needed != sent:
+        yield EMULATED if run.platform == "cpu" else WIDE
 
 
 def _is_run_again(one: Operation, runs: Sequence[Operation]) -> bool:
+    """Whether it is known that something runs more often than it was written."""
     count = sum(run.times for run in runs)
-    return count > one.times and sum(run.work for run in runs) > one.work
+    return (
+        one.is_counted
+        and count > one.times
+        and sum(run.work for run in runs) > one.work
+    )
 
 
 _BY_NAME = {

@@ -4,6 +4,7 @@ JAX joins the name stack of an equation, and its primitive, by slashes: transfor
 written as calls around what they transform, as in
 `jit(step)/transpose(jvp(encoder))/dot_general`."""
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from .._policies.dictionary import REWRITTEN
 from .._reports.data.records import Phase
 from .._rewrite.record import MARK
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _TRANSFORM = re.compile(
     r"(jvp|transpose|vmap|jit|pjit|pmap|shard_map|remat|checkpoint)\((.*)\)$"
 )
@@ -32,12 +33,14 @@ class Named:
     """What the name of an operation tells.
 
     Args:
-        scope: names of `jax.named_scope`s, outermost first, joined by "/".
+        outer: names of the `jax.named_scope`s around `amp`, outermost first.
+        inner: those within, or all of them where there is no `amp`.
         phase: as in a report.
         primitive: of the equation; of some operations that XLA made, the one behind it.
         step: the number of the decision that it was made for; None outside of `amp`."""
 
-    scope: str
+    outer: tuple[str, ...]
+    inner: tuple[str, ...]
     phase: Phase
     primitive: str
     step: int | None
@@ -52,8 +55,10 @@ def named(op_name: str) -> Named:
     step = None
     outer: list[str] | None = None
     scopes: list[str] = []
+    derivatives = 0
     for part in stack:
         transforms, name = _unwrapped(part)
+        derivatives += "jvp" in transforms
         if "transpose" in transforms and phase == "forward":
             phase = "backward"
         if name == RECOMPUTED:
@@ -65,8 +70,9 @@ def named(op_name: str) -> Named:
             step = int(name.removeprefix(MARK))
         elif name and name not in _STRUCTURE and not _BRANCH.match(name):
             scopes.append(name)
-    scope = "/".join([*(outer or ()), *_without_repetition(scopes)])
-    return Named(scope, phase, primitive, step)
+    if derivatives > 1:  # a checkpoint's own derivative repeats what is around it
+        scopes = _without_repetition(scopes)
+    return Named(tuple(outer or ()), tuple(scopes), phase, primitive, step)
 
 
 def _parts(op_name: str) -> list[str]:

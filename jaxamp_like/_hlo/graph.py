@@ -22,12 +22,14 @@ class Body:
         caller: the instruction that calls it; None of the entry.
         times: how often it runs when the program runs once; a loop of which XLA does
             not know the length counts once.
+        is_counted: whether the lengths of all loops around it are known.
         prefix: the name stack of the caller, which the names in here lack."""
 
     computation: Computation
     module: Module
     caller: "Node | None" = None
     times: int = 1
+    is_counted: bool = True
     prefix: str = ""
     _nodes: "dict[str, Node]" = field(default_factory=dict)
 
@@ -77,10 +79,11 @@ class Node:
     def bodies(self) -> list[Body]:
         """What it calls: of a loop, its body and not its condition."""
         one, here = self.one, self.body
-        times = here.times
+        times, is_counted = here.times, here.is_counted
         if one.opcode == "while":
             names = one.called("body")
-            times *= trip_count(here.module, one) or 1
+            trips = trip_count(here.module, one, here.computation)
+            times, is_counted = times * (trips or 1), is_counted and trips is not None
         elif one.opcode == "conditional":
             names = [name for key in _BRANCHES for name in one.called(key)]
         elif one.opcode in _CALLS:
@@ -90,7 +93,8 @@ class Node:
         computations = here.module.computations
         prefix = self.op_name
         return [
-            Body(computations[name], here.module, self, times, prefix) for name in names
+            Body(computations[name], here.module, self, times, is_counted, prefix)
+            for name in names
         ]
 
 

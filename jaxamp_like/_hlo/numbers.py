@@ -11,6 +11,8 @@ from .graph import Node, Value, handed_on, read_by
 from .text import FLOATS
 
 _BITS = {
+    "c128": (11, 52),
+    "c64": (8, 23),
     "f64": (11, 52),
     "f32": (8, 23),
     "f16": (5, 10),
@@ -85,8 +87,13 @@ _MOVES = frozenset(
 _CHOICES = frozenset("concatenate maximum minimum clamp sort".split())
 
 
-def numbers(value: Value) -> Numbers:
-    """The numbers that a value can hold, which may be fewer than its dtype has."""
+def numbers(value: Value, constants: bool = True) -> Numbers:
+    """The numbers that a value can hold, which may be fewer than its dtype has.
+
+    Args:
+        value: of a program.
+        constants: whether arrays that are constants hold what their dtype can. Of
+            scalars, which are mostly 0 or 1, nothing is known."""
     found = NONE
     seen: set[tuple[Value, Numbers]] = set()
     pending = [(value, of_dtype("any"))]
@@ -98,7 +105,7 @@ def numbers(value: Value) -> Numbers:
         before = handed_on(value)
         if before is None:
             limit = rounded(_own(value), limit)
-            before = _chosen(value)
+            before = _chosen(value, constants)
         if before is None:
             found = union([found, limit])
         else:
@@ -115,12 +122,12 @@ def _own(value: Value) -> Numbers:
     return of_dtype(one.shapes[i].dtype)
 
 
-def _chosen(value: Value) -> list[Value] | None:
+def _chosen(value: Value, constants: bool) -> list[Value] | None:
     """The values whose numbers an instruction gives again; None if it computes."""
     (node, path), one = value, value.node.one
     match one.opcode:
         case "constant":
-            return []
+            return None if constants and one.shape.elements > 1 else []
         case "convert" | "reduce-precision":
             chosen = (0,)
         case "select":

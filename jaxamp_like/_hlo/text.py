@@ -204,6 +204,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def _operands(text: str) -> tuple[str, ...]:
+    text = re.sub(r"/\*.*?\*/", "", text)  # comments, as in `/*index=5*/`
     if "%" in text:  # some versions write the shapes of operands, too
         return tuple(re.findall(r"%([\w.-]+)", text))
     return tuple(re.findall(_NAME, text))
@@ -236,18 +237,54 @@ def parse(text: str) -> Module:
     return Module(computations, entry, name, tables)
 
 
-def trip_count(module: Module, one: Instruction) -> int | None:
-    """How often a loop runs: XLA says so, or its condition counts up to a constant."""
+def trip_count(module: Module, one: Instruction, scope: Computation) -> int | None:
+    """How often a loop runs, if XLA says so or its condition counts up to a constant.
+
+    Args:
+        module: the program.
+        one: the loop.
+        scope: the computation that it is in."""
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
     if found is not None:
         return int(found[1])
+    (body,) = (module.computations[name] for name in one.called("body"))
     for name in one.called("condition"):
         condition = module.computations.get(name, {})
         for root in (each for each in condition.values() if each.is_root):
-            bounds = [condition[name].literal for name in root.operands]
-            if "direction=LT" in root.attributes and bounds[-1].isdigit():
-                return int(bounds[-1])
+            if "direction=LT" not in root.attributes:
+                continue
+            counter, bound = (condition[name] for name in root.operands)
+            index = counter.number("index") if counter.operands else None
+            begins, steps = _begins(one, scope, index), _steps(body, index)
+            if bound.literal.isdigit() and begins is not None and steps == 1:
+                return max(int(bound.literal) - begins, 0)
     return None
+
+
+def _begins(one: Instruction, scope: Computation, index: int | None) -> int | None:
+    """The constant that a carry of a loop begins with."""
+    carries = scope.get(one.operands[0])
+    if index is None or carries is None or carries.opcode != "tuple":
+        return None
+    first = scope[carries.operands[index]]
+    while first.opcode in ("copy", "bitcast"):
+        first = scope[first.operands[0]]
+    return int(first.literal) if re.fullmatch(r"-?\d+", first.literal) else None
+
+
+def _steps(body: Computation, index: int | None) -> int | None:
+    """The constant that the body of a loop adds to a carry."""
+    root = next(one for one in body.values() if one.is_root)
+    if index is None or root.opcode != "tuple":
+        return None
+    new = body[root.operands[index]]
+    if new.opcode != "add":
+        return None
+    terms = [body[name] for name in new.operands]
+    is_carry = any(term.number("index") == index for term in terms if term.operands)
+    literals = [term.literal for term in terms if term.opcode == "constant"]
+    is_number = bool(literals) and literals[0].isdigit()
+    return int(literals[0]) if is_carry and is_number else None
 
 
 # ---------------------------------------------------------------- FLOPs of contractions
@@ -288,7 +325,8 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
     target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
     library, routine = target.groups() if target else ("", "")
     is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
-    is_dot = one.opcode in ("dot", "ragged-dot") or library == "cublas"
+    is_call = library == "cublas" and routine.startswith(("gemm", "lt"))
+    is_dot = one.opcode in ("dot", "ragged-dot") or is_call
     is_conv = one.opcode == "convolution" or routine.startswith("conv")
     if not is_dot and not is_conv and not is_product:
         return 0
