@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -15,9 +16,11 @@ from jaxamp_like._certify.drifts import (
     ADDED,
     DROPPED,
     DUPLICATED,
+    EXCESS,
     GONE,
     NOT_DRIFTS,
     REDUCED_LOW,
+    UNREAD,
     WIDE,
 )
 from jaxamp_like._certify.places import named
@@ -473,6 +476,285 @@ def test_nothing_is_found_in_a_program_as_it_was_decided(around):
     assert all(not one.drifts for one in certificate.operations)
     kinds = {one.kind for one in certificate.operations}
     assert kinds == {"contraction", "reduction", "collective", "quantisation"}
+
+
+# ------------------------------------------------ what others have tried to get past it
+
+
+def drifts_of(decided, run, *args):
+    certificate = against(decided, run, *args)
+    return {drift for one in certificate.operations for drift in one.drifts}
+
+
+INDICES = jnp.arange(64) % 7
+WEIGHT = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
+
+
+def rounded(x):
+    return lax.reduce_precision(x, 8, 7)
+
+
+@pytest.mark.parametrize(
+    ("decided", "run", "expected"),
+    (
+        (
+            lambda x: jnp.sum(jnp.tanh(x), 1),
+            lambda x: jnp.sum(rounded(jnp.tanh(x)), 1),
+            ADDED,
+        ),
+        (
+            lambda x: jnp.sum(rounded(jnp.tanh(x)), 1),
+            lambda x: jnp.sum(jnp.tanh(x), 1),
+            EXCESS,
+        ),
+        (
+            lambda x: rounded(x) @ rounded(jnp.asarray(WEIGHT)),
+            lambda x: rounded(x) @ WEIGHT,
+            UNREAD,
+        ),
+    ),
+    ids=("sum", "sum of more", "constant"),
+)
+def test_sums_and_constants_are_compared(decided, run, expected):
+    assert expected in drifts_of(decided, run, X)
+    assert not drifts_of(decided, decided, X) & {ADDED, DROPPED}
+
+
+@pytest.mark.parametrize(
+    ("condition", "step"),
+    (
+        (lambda i: i <= 10, 1),
+        (lambda i: i > -7, -1),
+        (lambda i: i != 10, 1),
+        (lambda i: i < 10, 2),
+        (lambda i: i < 1.0, 0.125),
+    ),
+)
+def test_a_loop_of_another_length_runs_nothing_twice(condition, step):
+    def fn(x):
+        start = jnp.asarray(0 * step)
+        body = lambda c: (c[0] + step, jnp.tanh(c[1] @ c[1]))  # noqa: E731
+        return lax.while_loop(lambda c: condition(c[0]), body, (start, x))[1]
+
+    certificate = certify(fn, X)
+    assert certificate.is_as_decided
+    (one,) = contractions(certificate)
+    assert one.times == 1  # as for a loop of unknown length
+
+
+def test_an_outer_product_is_tied():
+    (one,) = contractions(certify(jnp.matmul, jnp.ones((64, 1)), jnp.ones((1, 64))))
+    assert one.opcodes == ("multiply",)
+    assert one.compiled == (one.decided,) == (FULL,)
+
+
+def test_gradients_of_grouped_convolutions_are_tied():
+    def loss(k, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=8
+        )
+        return jnp.mean(y**2)
+
+    args = jnp.ones((3, 3, 1, 8)), jnp.ones((2, 8, 8, 8))
+    certificate = certify(jax.grad(low(loss)), *args)
+    assert certificate.is_as_decided
+    assert certificate.share_tied == 1
+
+
+def test_kernels_of_libraries_are_tied():
+    kinds = {
+        one.kind: one.opcodes for one in certify(jnp.linalg.solve, X, X).operations
+    }
+    assert "kernel" in kinds
+    assert certify(jax.scipy.linalg.expm, X).is_as_decided
+    lstsq = certify(lambda x: jnp.linalg.lstsq(x, x)[0], X)
+    assert not [
+        one for one in lstsq.operations if one.kind == "kernel" and not one.opcodes
+    ]
+
+
+def test_lines_of_one_name_are_told_apart():
+    def decided(x, y):
+        a = rounded(x) @ rounded(y)
+        return a, y @ x
+
+    def run(x, y):
+        a = x @ y
+        return a, rounded(y) @ rounded(x)
+
+    before, after = handed_over(decided, X, X), compiled(run, X, X)
+    lines = [decided.__code__.co_firstlineno + i for i in (1, 2)]
+    there = [run.__code__.co_firstlineno + i for i in (1, 2)]
+    for old, new in zip(there, lines, strict=True):
+        after = after.replace(
+            f"line={old} end_line={old}", f"line={new} end_line={new}"
+        )
+    certificate = compared(before, after, name="step", device=jax.devices()[0])
+    found = {
+        one.source.rpartition(":")[2]: one.real_drifts for one in certificate.drifts
+    }
+    assert found == {str(lines[0]): (DROPPED,), str(lines[1]): (ADDED,)}
+
+
+@pytest.mark.parametrize(
+    "name", ("cond", "while", "scan/cell", "block/block", "a/b/a/b", "a(b")
+)
+def test_scopes_of_any_name_are_told(name):
+    def fn(x):
+        with jax.named_scope(name):
+            return jnp.tanh(x @ x)
+
+    (one, *_) = contractions(
+        certify(
+            low(fn),
+            X,
+        )
+    )
+    assert one.scope == name
+
+
+def test_a_scope_named_like_a_mark_is_no_mark():
+    def fn(x):
+        with jax.named_scope("amp_equation:3"):
+            return x @ x
+
+    assert certify(fn, X).is_as_decided
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "expected"),
+    (
+        ("highest,highest", "high,high", {GPU: ADDED, TPU: ADDED}),
+        ("highest,highest", "default,highest", {GPU: None, TPU: None}),
+        ("high,high", "default,default", {GPU: None, TPU: ADDED}),
+    ),
+)
+@pytest.mark.parametrize("device", (GPU, TPU))
+def test_levels_of_precision_are_told_apart(asked, given, expected, device):
+    text = in_entry(
+        DECIDED.replace("dot(%xb, %g)", "dot(%x, %y)").replace(
+            "  %xb", "  %y = f32[64,64] tanh(%x)\n  %xb"
+        )
+    )
+    levels = [
+        text.replace(f"{DIMS}, {ENC}", f"{DIMS}, operand_precision={{{p}}}, {ENC}")
+        for p in (asked, given)
+    ]
+    found = compared(*levels, name="step", device=device).drifts
+    assert {d for one in found for d in one.drifts} == {expected[device]} - {None}
+
+
+@pytest.mark.parametrize("device", (GPU, TPU))
+def test_an_algorithm_asks_for_its_rounding(device):
+    text = in_entry(
+        DECIDED.replace("dot(%xb, %g)", "dot(%x, %y)").replace(
+            "  %xb", "  %y = f32[64,64] tanh(%x)\n  %xb"
+        )
+    )
+    with_algorithm = text.replace(
+        f"{DIMS}, {ENC}", f"{DIMS}, algorithm=dot_bf16_bf16_f32, {ENC}"
+    )
+    found = compared(with_algorithm, text, name="step", device=device).drifts
+    assert {d for one in found for d in one.drifts} == (
+        {DROPPED} if device is GPU else set()
+    )
+
+
+def test_sums_over_devices_that_are_sent_wider_are_told():
+    low_sum = DECIDED.replace(
+        "  %r = f32[32] all-reduce(%s)", "  %r = bf16[32] all-reduce(%b)"
+    )
+    low_sum = low_sum.replace("  %r =", "  %b = bf16[32] convert(%s)\n  %r =")
+    wide = low_sum.replace(
+        "  %r = bf16[32] all-reduce(%b)",
+        "  %v = f32[32] convert(%b)\n  %r = f32[32] all-reduce(%v)",
+    )
+    certificate = compared(in_entry(low_sum), in_entry(wide), name="step", device=GPU)
+    assert {(one.primitive, one.real_drifts) for one in certificate.drifts} == {
+        ("psum", (WIDE,))
+    }
+
+
+def test_collectives_that_became_one_are_compared_one_by_one():
+    decided = (
+        DECIDED + f"  %r2 = f32[32,64] all-reduce(%e), to_apply=%add, {of('b/psum')}\n"
+    )
+    both = DECIDED.replace(
+        f"  %r = f32[32] all-reduce(%s), to_apply=%add, {of('head/psum')}",
+        "  %low = bf16[32,64] convert(%e)\n"
+        "  %both = (f32[32], bf16[32,64]) all-reduce(%s, %low), to_apply=%add, "
+        f"{of('head/psum')}\n"
+        "  %r = f32[32] get-tuple-element(%both), index=0",
+    )
+    certificate = compared(in_entry(decided), in_entry(both), name="step", device=GPU)
+    wrong = {one.scope for one in certificate.drifts if one.kind == "collective"}
+    assert wrong == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "primitive"),
+    (
+        (
+            "%c = f32[32,64] scatter(%wide, %i, %u), update_window_dims={1}, "
+            "to_apply=%add",
+            "scatter-add",
+        ),
+        (
+            "%c = f32[32,64] reduce-window(%u, %nought), "
+            "window={size=1x64 pad=0_0x63_0}, to_apply=%add",
+            "cumsum",
+        ),
+    ),
+)
+def test_sums_into_an_array_of_the_same_size_are_compared(line, primitive):
+    text = DECIDED + (
+        "  %nought = f32[] constant(0)\n"
+        "  %wide = f32[32,64] broadcast(%nought), dimensions={}\n"
+        "  %i = s32[32] iota(), iota_dimension=0\n"
+        f"  %u = f32[32,64] exponential(%x)\n  {line}, {of(primitive)}\n"
+    )
+    edited = text.replace("%u)", "%v)")
+    edited = edited.replace("(%u, ", "(%v, ").replace(
+        "  %c =",
+        "  %vb = bf16[32,64] convert(%u)\n  %v = f32[32,64] convert(%vb)\n  %c =",
+    )
+    certificate = compared(in_entry(text), in_entry(edited), name="step", device=GPU)
+    (one,) = certificate.drifts
+    assert (one.primitive, one.real_drifts) == (primitive, (ADDED,))
+    assert compared(in_entry(text), in_entry(text), name="", device=GPU).is_as_decided
+
+
+def test_contractions_that_became_one_are_tied():
+    q = f"  %k = bf16[32,64] dot(%xb, %g), {DIMS}, {of('k/dot_general')}\n"
+    decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")
+    merged = DECIDED.replace(
+        f"  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}",
+        "  %ggg = bf16[64,192] concatenate(%g, %g, %g), dimensions={1}\n"
+        f"  %ddd = bf16[32,192] dot(%xb, %ggg), {DIMS}, {ENC}\n"
+        "  %d = bf16[32,64] slice(%ddd), slice={[0:32], [0:64]}",
+    )
+    certificate = compared(in_entry(decided), in_entry(merged), name="step", device=GPU)
+    assert certificate.is_as_decided
+    assert certificate.share_tied == 1
+    assert not [one for one in contractions(certificate) if not one.opcodes]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "match"),
+    (
+        (lambda: jax.jit(layers).lower(WS, X).compile(), "compiled already"),
+        (lambda: 3, "must be a function"),
+        (lambda: None, "must be a function"),
+    ),
+)
+def test_what_can_not_be_certified_is_told(wrap, match):
+    with pytest.raises(TypeError, match=match):
+        certify(wrap(), WS, X)
+
+
+def test_what_is_traced_is_certified():
+    assert certify(jax.jit(low(layers)).trace(WS, X)).is_as_decided
 
 
 # --------------------------------------------------------------------------- lock files

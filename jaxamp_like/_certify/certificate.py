@@ -169,7 +169,7 @@ def _summary(certificate: Certificate) -> Iterator[str]:
         wrong = [one for one in mine if not one.is_as_decided]
         gone = sum(GONE in one.drifts for one in mine)
         text = f"  {len(mine) - len(wrong)} of {len(mine)} {kind}s run as decided"
-        yield text + (f", of which {gone} need not run" if gone else "")
+        yield text + (f", of which {gone} are gone" if gone else "")
     by_kind = Counter(drift for one in ops for drift in one.drifts)
     for drift, count in by_kind.items():
         yield f"  {count} x {drift}: {MEANINGS[drift]}"

@@ -27,7 +27,7 @@ MEANINGS = {
     EXCESS: "XLA adds up more precise numbers than was decided: it left out a rounding",
     UNREAD: "an operand is a constant that XLA computed ahead, of unknown numbers",
     UNDECIDED: "no equation is known that it was made for",
-    GONE: "nothing was compiled for it: it is unused, constant, or merged with another",
+    GONE: "there is no such operation: it is unused, constant, merged, or written out",
 }
 """What is found in a compiled program, and what it means."""
 
