@@ -32,19 +32,11 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxamp_like import amp, default_amp_policy
+from jaxamp_like._hlo.text import Instruction, Module, Shape, parse
 
 from . import tpu
 from .rewrite import CONTENDERS, make_table, ratio, versions
-from .roofline import (
-    DEVICE,
-    Instruction,
-    Module,
-    Shape,
-    figures,
-    parse,
-    plugin_versions,
-    walk,
-)
+from .roofline import DEVICE, figures, plugin_versions, walk
 from .split_models import SPLITS, Split, in_style
 from .workloads import GPT_SIZES, WORKLOADS, Workload
 

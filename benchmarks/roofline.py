@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +33,16 @@ from jax.experimental import topologies
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from jaxamp_like._hlo.text import (
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+    contraction_flops,
+    parse,
+    trip_count,
+)
 
 from .checkpointed import CHECKPOINTED
 from .rewrite import CONTENDERS, add_section, make_table, ratio, versions
@@ -48,180 +57,15 @@ DEVICE = Path(__file__).with_name("h200.txt")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
-# ----------------------------------------------------------------------- parsing HLO
-
-
-@dataclass(frozen=True)
-class Shape:
-    dtype: str
-    dims: tuple[int, ...] = ()
-
-    @property
-    def bits(self) -> int:
-        """Of one element; a token or an opaque handle has none."""
-        found = re.match(r"[a-z]+?(\d+)", self.dtype)
-        return int(found[1]) if found else 8 * (self.dtype == "pred")
-
-    @property
-    def is_float(self) -> bool:
-        return self.dtype.startswith(("f", "bf"))
-
-    @property
-    def elements(self) -> int:
-        return prod(self.dims)
-
-    @property
-    def size_in_bytes(self) -> int:
-        return self.elements * self.bits // 8
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of HLO.
-
-    Args:
-        name: without the percent sign.
-        opcode: such as `fusion`.
-        shapes: of the result; those of a tuple one after the other.
-        operands: names of other instructions of the same computation.
-        attributes: the rest of the line, unparsed.
-        is_root: whether it is the computation's result.
-        literal: of a constant, as it is written."""
-
-    name: str
-    opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...] = ()
-    attributes: str = ""
-    is_root: bool = False
-    literal: str = ""
-
-    @property
-    def shape(self) -> Shape:
-        return self.shapes[0] if self.shapes else Shape("token")
-
-    def called(self, *keys: str) -> list[str]:
-        """The computations named by an attribute, such as `calls`."""
-        found = re.search(
-            rf"\b(?:{'|'.join(keys)})=(%[\w.-]+|{{[^}}]*}})", self.attributes
-        )
-        return re.findall(NAME, found[1]) if found else []
-
-
-# Every instruction comes after its operands.
-Computation = dict[str, Instruction]
-
-
-@dataclass(frozen=True)
-class Module:
-    computations: dict[str, Computation]
-    entry: str
-
-
-NAME = r"%([\w.-]+)"
-HEADER = re.compile(rf"(ENTRY )?{NAME} \(.*{{$")
-DEFINITION = re.compile(rf"\s+(ROOT )?{NAME} = (.*)$")
-OPCODE = re.compile(r"\s*([\w-]+)\(")
-
-
-def until_closed(text: str, start: int) -> int:
-    """The position behind the parenthesis that closes the one at `start`."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i + 1
-    raise ValueError(f"unbalanced parentheses in HLO: {text}")
-
-
-def parse_shapes(text: str) -> tuple[Shape, ...]:
-    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", text)
-    return tuple(
-        Shape(dtype, tuple(int(dim) for dim in dims.split(",") if dim))
-        for dtype, dims in found
-    )
-
-
-def parse_instruction(line: str) -> Instruction | None:
-    found = DEFINITION.match(line)
-    if found is None:
-        return None
-    root, name, text = found.groups()
-    end = until_closed(text, 0) if text.startswith("(") else text.index(" ")
-    opcode = OPCODE.match(text, end)
-    if opcode is None:
-        raise ValueError(f"no opcode in HLO: {line}")
-    close = until_closed(text, opcode.end() - 1)
-    return Instruction(
-        name=name,
-        opcode=opcode[1],
-        shapes=parse_shapes(text[:end]),
-        operands=tuple(re.findall(NAME, text[opcode.end() : close])),
-        attributes=text[close:],
-        is_root=root is not None,
-        literal=text[opcode.end() : close - 1] if opcode[1] == "constant" else "",
-    )
-
-
-def parse(text: str) -> Module:
-    """Parses a compiled module's text, as `compiled.as_text()` gives it."""
-    computations: dict[str, Computation] = {}
-    current: Computation = {}
-    entry = ""
-    for line in text.splitlines():
-        if header := HEADER.match(line):
-            current = computations[header[2]] = {}
-            entry = header[2] if header[1] else entry
-        elif instruction := parse_instruction(line):
-            current[instruction.name] = instruction
-    if not entry:
-        raise ValueError("HLO without an entry computation")
-    return Module(computations, entry)
-
-
 # ---------------------------------------------------------------- FLOPs of contractions
-
-
-def dims_of(attributes: str, key: str) -> tuple[int, ...]:
-    """The numbers in `key={0,1}` or, as library calls have it, in `"key":["0","1"]`."""
-    found = re.search(rf'\b{key}"?[=:][{{\[]([^}}\]]*)', attributes)
-    return tuple(int(dim) for dim in re.findall(r"\d+", found[1])) if found else ()
-
-
-def dot_flops(out: Shape, lhs: Shape, attributes: str) -> int:
-    contracted = dims_of(attributes, "lhs_contracting_dim(?:ension)?s")
-    return 2 * out.elements * prod(lhs.dims[dim] for dim in contracted)
-
-
-def conv_flops(kernel: Shape, out: Shape, attributes: str) -> int:
-    """Multiply-adds, times two, of a forward convolution or of either gradient.
-
-    Each output position of the forward convolution meets the whole kernel once, and
-    its gradients pair up the same elements again."""
-    found = re.search(r"dim_labels=\w+_(\w+)->", attributes)
-    if found is None:
-        raise ValueError(f"no dim_labels in HLO: {attributes}")
-    features = kernel.dims[found[1].index("o")]
-    return 2 * out.elements * kernel.elements // max(features, 1)
 
 
 def contraction(one: Instruction, scope: Computation) -> tuple[int, float]:
     """FLOPs and, at peak rate, seconds of a contraction; zeros for all others."""
-    target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
-    library, routine = target.groups() if target else ("", "")
-    is_dot = one.opcode == "dot" or library == "cublas"
-    is_conv = one.opcode == "convolution" or routine.startswith("conv")
-    if not is_dot and not is_conv:
+    flops = contraction_flops(one, scope)
+    if not flops:
         return 0, 0.0
     lhs, rhs = (scope[name].shape for name in one.operands[:2])
-    if is_dot:
-        flops = dot_flops(one.shape, lhs, one.attributes)
-    elif routine.startswith("convBackwardInput"):
-        flops = conv_flops(rhs, lhs, one.attributes)
-    elif routine.startswith("convBackwardFilter"):
-        flops = conv_flops(one.shape, rhs, one.attributes)
-    else:
-        flops = conv_flops(rhs, one.shape, one.attributes)
     return flops, flops * seconds_per_flop(one.attributes, lhs, rhs)
 
 
@@ -385,20 +229,14 @@ def kernel(module: Module, body: Computation, name: str, times: int) -> Kernel:
     )
 
 
-def trip_count(module: Module, one: Instruction, unknown: int | None = None) -> int:
-    """How often a loop runs: XLA says so, or its condition counts up to a constant."""
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
-    if found is not None:
-        return int(found[1])
-    for name in one.called("condition"):
-        condition = module.computations.get(name, {})
-        for root in (each for each in condition.values() if each.is_root):
-            bounds = [condition[name].literal for name in root.operands]
-            if "direction=LT" in root.attributes and bounds[-1].isdigit():
-                return int(bounds[-1])
-    if unknown is None:
+def trips(
+    module: Module, one: Instruction, scope: Computation, unknown: int | None = None
+) -> int:
+    """How often a loop runs, or `unknown` if XLA does not know it."""
+    found = trip_count(module, one, scope)
+    if found is None and unknown is None:
         raise ValueError(f"XLA does not know how often {one.name} runs")
-    return unknown
+    return found if found is not None else unknown or 1
 
 
 def total_seconds(found: Iterable[Kernel]) -> float:
@@ -429,7 +267,7 @@ def walk(
         for one in scope.values():
             if one.opcode == "while":
                 (body,) = one.called("body")
-                found += inside(body, times * trip_count(module, one, unknown_trips))
+                found += inside(body, times * trips(module, one, scope, unknown_trips))
             elif one.opcode == "conditional":
                 names = one.called("branch_computations")
                 names += one.called("true_computation") + one.called(

@@ -39,20 +39,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxamp_like._hlo.text import Computation, Instruction, Module, parse
+
 from .checkpointed import CHECKPOINTED
 from .front import CONTENDERS as OURS, MODELS as OTHERS, Contender, load_record
 from .peers import by_mpx
 from .rewrite import add_section, make_table, ratio, versions
-from .roofline import (
-    Computation,
-    Instruction,
-    Module,
-    alone,
-    is_convert_only,
-    lower_step,
-    parse,
-    walk,
-)
+from .roofline import alone, is_convert_only, lower_step, walk
 from .workloads import Loss, Model, Workload
 
 # What a description of each generation's smallest slice is called.
@@ -110,11 +103,6 @@ def estimated(one: Instruction) -> int | None:
     return cycles if cycles is not None and cycles < KNOWN else None
 
 
-def op_name(one: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', one.attributes)
-    return found[1] if found else ""
-
-
 def total_cycles(found: Iterable[Piece]) -> int:
     return sum(one.times * (one.cycles or 0) for one in found)
 
@@ -128,7 +116,7 @@ def pieces(module: Module) -> list[Piece]:
         bodies = [module.computations[name] for name in one.called("calls")]
         bodies = bodies or [alone(one, scope)]
         converts = all(map(is_convert_only, bodies))
-        yield Piece(one.name, op_name(one), times, estimated(one), converts)
+        yield Piece(one.name, one.op_name, times, estimated(one), converts)
 
     return walk(module, leaf, total_cycles)
 

@@ -15,6 +15,7 @@ from . import (
 )
 from ._amp import amp as amp, amp_stop as amp_stop
 from ._calibrate import Budget as Budget, calibrate as calibrate
+from ._certify.certify import certify as certify
 from ._convert.artifact import load as load
 from ._convert.convert import convert as convert
 from ._delayed import (
@@ -57,6 +58,7 @@ __all__ = [
     "amp_stop",
     "amp_with_state",
     "calibrate",
+    "certify",
     "convert",
     "default_amp_policy",
     "disable_amp",

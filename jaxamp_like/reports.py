@@ -1,6 +1,8 @@
 """Reports: which precision ran where and why, and what became of the numbers."""
 
 from ._calibrate import Budget as Budget, Calibration as Calibration, Device as Device
+from ._certify.certificate import Certificate as Certificate, Certified as Certified
+from ._certify.certify import certify as certify
 from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,
@@ -12,10 +14,13 @@ from ._reports import (
 __all__ = [
     "Budget",
     "Calibration",
+    "Certificate",
+    "Certified",
     "Device",
     "NumericsReport",
     "Report",
     "ScalerHistory",
+    "certify",
     "explain",
     "trace_numerics",
 ]

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import collectives, split_models
 from benchmarks.collectives import Collective
-from benchmarks.roofline import parse
 from benchmarks.split_models import SPLITS
+from jaxamp_like._hlo.text import parse
 
 
 def found(entry, *computations):

@@ -190,3 +190,52 @@ def test_help_is_there():
         check=True,
     )
     assert all(name in shown.stdout for name in ("convert", "explain", "inspect"))
+
+
+STEP = """
+import jax, jax.numpy as jnp
+from jaxamp_like import amp
+
+def loss(w, x):
+    with jax.named_scope("head"):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+arrays = jnp.ones((64, 8)), jnp.ones((4, 64))
+
+def low():
+    return jax.grad(amp(loss, compute_dtype="bfloat16")), *arrays
+
+def full():
+    return jax.grad(loss), *arrays
+"""
+
+
+@pytest.fixture
+def check(run, tmp_path, monkeypatch):
+    (tmp_path / "its_step.py").write_text(STEP)
+    monkeypatch.delitem(sys.modules, "its_step", raising=False)
+    return lambda step, *rest: run("check", f"its_step:{step}", "a.lock", *rest)
+
+
+def test_check_compares_with_the_lock_that_it_wrote(check, tmp_path):
+    assert check("low", "--write")[0] == 0
+    assert "head: forward dot_general" in (tmp_path / "a.lock").read_text()
+    status, out, _ = check("low")
+    assert status == 0
+    assert "2 of 2 contractions run as decided" in out
+    status, out, _ = check("low", "--json")
+    assert json.loads(out)["is_as_decided"] is True
+
+
+def test_check_fails_with_what_differs(check):
+    check("low", "--write")
+    status, _, err = check("full")
+    assert status == 1
+    assert "-head: forward dot_general: bfloat16 x bfloat16 -> bfloat16, x1" in err
+    assert "+head: forward dot_general: float32 x float32 -> float32, x1" in err
+
+
+def test_check_without_a_lock_says_how_to_write_one(check):
+    status, _, err = check("low")
+    assert status == 1
+    assert "--write" in err

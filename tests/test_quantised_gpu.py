@@ -9,6 +9,7 @@ from jax import lax
 
 from benchmarks import roofline
 from jaxamp_like import amp, amp_with_state, init_amp_state
+from jaxamp_like._hlo import text as hlo
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 
@@ -39,7 +40,7 @@ def operand_types(fn, args, triton):
     """The types of both operands of each matrix product, in kernels or in calls."""
     options = {"xla_gpu_enable_triton_gemm": triton}
     text = jax.jit(fn).lower(*args).compile(options).as_text()
-    module = roofline.parse(text)
+    module = hlo.parse(text)
     for body in module.computations.values():
         for one in body.values():
             is_call = re.search(r'custom_call_target="__cu(blas|dnn)', one.attributes)

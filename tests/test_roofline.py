@@ -6,7 +6,9 @@ import json
 import pytest
 
 from benchmarks import roofline
-from benchmarks.roofline import BANDWIDTH, PEAK_FLOPS, Figures, Shape
+from benchmarks.roofline import BANDWIDTH, PEAK_FLOPS, Figures
+from jaxamp_like._hlo import text as hlo
+from jaxamp_like._hlo.text import Shape
 
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -22,7 +24,7 @@ def kernels(entry, *computations):
     header = "HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}"
     main = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n  {entry.strip()}\n}}"
     text = "\n\n".join([header, *computations, main])
-    return roofline.kernels(roofline.parse(text))
+    return roofline.kernels(hlo.parse(text))
 
 
 def fused(body, operands):
@@ -44,7 +46,7 @@ def fused(body, operands):
 
 
 def test_an_instruction_with_a_tuple_and_quoted_attributes():
-    one = roofline.parse_instruction(
+    one = hlo.parse_instruction(
         "  ROOT %conv.1 = (bf16[2,4]{1,0}, /*index=1*/u8[0]{0}) "
         'custom-call(%x.2, /*index=1*/%w), custom_call_target="__cudnn$convForward", '
         'backend_config={"a":"(%no)"}'
@@ -59,7 +61,7 @@ def test_an_instruction_with_a_tuple_and_quoted_attributes():
     "line", ("", "}", '1 "/home/me/model.py"', "FileNames", "HloModule m, x={(f32[])}")
 )
 def test_other_lines_are_no_instructions(line):
-    assert roofline.parse_instruction(line) is None
+    assert hlo.parse_instruction(line) is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_bytes_of_a_scalar():
 
 def test_a_module_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="entry"):
-        roofline.parse(ADD)
+        hlo.parse(ADD)
 
 
 # ------------------------------------------------------------------------------ FLOPs

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from benchmarks import collectives, roofline
 from jaxamp_like import amp, default_amp_policy
+from jaxamp_like._hlo import text as hlo
 from jaxamp_like._jax import raw, subjaxprs
 from jaxamp_like.rules import use_compute_precision
 from tests.programs import eps, error
@@ -120,7 +121,7 @@ def test_it_compiles_for_described_gpus(tick, policy):
         in_turn(TICKS[tick], devices), amp_policy=policy, compute_dtype="bfloat16"
     )
     text = jax.jit(jax.grad(low)).lower(*args).compile().as_text() or ""
-    found = collectives.collectives(roofline.parse(text), N)
+    found = collectives.collectives(hlo.parse(text), N)
     sent = {one.dtype for one in found if one.kind == "collective-permute"}
     is_low = policy is SENT_LOW or tick == "only read low"
     assert sent == {"bf16" if is_low else "f32"}

@@ -1,4 +1,4 @@
-"""The command line: `convert`, `explain` and `inspect`.
+"""The command line: `convert`, `explain`, `inspect` and `check`.
 
 Its exit status is 0 if all is done, 1 if the model or the artifact is refused (the
 reason is on stderr), and 2 if it was called wrongly."""
@@ -20,6 +20,7 @@ try:
 except ImportError as e:
     sys.exit(f"The command line needs {e.name}, which is not installed. {INSTALL}")
 
+from .._certify.certify import certify
 from .._errors import AmpError
 from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
@@ -223,6 +224,33 @@ def inspect(
     print(f"written   {wrote}")
     print(summary)
     Console().print(summaries.contraction_table(summary))
+
+
+@app.command()
+def check(
+    step: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="A function without arguments, or a tuple: (step, *arguments), the "
+            "training step or model and what it is called with.",
+        ),
+    ],
+    lock: Annotated[Path, typer.Argument(help="The lock file.")],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the lock file anew.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compiles a step, and compares its precision with a lock file."""
+    certificate = certify(*_made(step))
+    if write:
+        certificate.save(lock)
+    if as_json:
+        print(certificate.to_json(1))
+    else:
+        print(certificate)
+    certificate.check(lock)
 
 
 def _made(target: str) -> tuple[Any, ...]:

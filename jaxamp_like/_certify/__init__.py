@@ -1,0 +1,1 @@
+"""Certificates: whether the compiled program runs in the precision that was decided."""

@@ -1,0 +1,73 @@
+"""What a contraction multiplies, by its `precision` or its algorithm.
+
+Units that multiply matrices round float32 operands: those of GPUs to TF32, those of
+TPUs to bfloat16, unless a higher precision is asked for. With several passes, operands
+are split into as many parts."""
+
+import re
+from typing import Literal, NamedTuple
+
+from .._hlo.graph import Node
+from .._hlo.numbers import TF32, Numbers, of_dtype
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+
+class Arithmetic(NamedTuple):
+    """How a contraction rounds its operands.
+
+    Args:
+        limit: the numbers that they are rounded to; None if they are read as they are.
+        asks: whether the author asked for it, rather than allowed it.
+        name: for reports."""
+
+    limit: Numbers | None = None
+    asks: bool = False
+    name: str = ""
+
+
+_BF16 = of_dtype("bf16")
+_IN_THREE = Numbers(8, 15, "bfloat16 in 3 passes")
+_IN_SIX = Numbers(8, 23, "bfloat16 in 6 passes")
+_TF32_IN_THREE = Numbers(8, 21, "tf32 in 3 passes")
+_ALGORITHMS = {
+    "TF32": TF32,
+    "TF32_X3": _TF32_IN_THREE,
+    "BF16": _BF16,
+    "BF16_X3": _IN_THREE,
+    "BF16_X6": _IN_SIX,
+    "BF16_X9": of_dtype("f32"),
+    "F16": of_dtype("f16"),
+    "F32": of_dtype("f32"),
+    "F64": of_dtype("f64"),
+}
+# From the lowest to the highest, and what units round float32 to.
+_PRECISIONS = ("default", "high", "highest")
+_OF_UNITS = {
+    "tpu": {
+        "default": Arithmetic(_BF16, name="one bfloat16 pass"),
+        "high": Arithmetic(_IN_THREE, name="three bfloat16 passes"),
+    },
+    "gpu": {
+        "default": Arithmetic(TF32, name="tf32"),
+        "high": Arithmetic(TF32, name="tf32"),
+    },
+    "cpu": {},
+}
+
+
+def arithmetic(node: Node, platform: Platform) -> Arithmetic:
+    """How a contraction of float32 or complex numbers rounds its operands."""
+    one = node.one
+    dtypes = {node.operand(i).one.shape.dtype for i in (0, 1)}
+    text = one.attributes.upper()
+    found = re.search(r"\b(?:ALG_)?DOT_(TF32|BF16|F16|F32|F64)_\w*?(_X\d)?\b", text)
+    if found is not None:
+        name = found[1] + (found[2] or "")
+        return Arithmetic(_ALGORITHMS[name], True, name.lower())
+    if not dtypes & {"f32", "c64"}:
+        return Arithmetic()
+    given = re.search(r'operand_precision"?[=:][{\[]([^}\]]*)', one.attributes)
+    names = re.findall(r"\w+", given[1].lower()) if given else ["default"]
+    precision = max((n for n in names if n in _PRECISIONS), key=_PRECISIONS.index)
+    return _OF_UNITS[platform].get(precision, Arithmetic())

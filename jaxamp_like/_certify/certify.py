@@ -1,0 +1,245 @@
+"""`certify`: compiles a function and compares the result with what was decided."""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._hlo.numbers import union
+from .._hlo.text import Module, parse
+from .._jax import traced_afresh
+from .._reports.versions import versions
+from .._rewrite.record import Recorder, recording
+from .._rewrite.solvers import without_solver_scope
+from .._structural import Step
+from .certificate import Certificate, Certified
+from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
+from .operations import Operation, Platform, operations
+from .places import named, source_of
+from .tie import Tied, tie
+
+
+def certify(
+    step: Any, *args: Any, device: Any = None, lock: str | Path | None = None
+) -> Certificate:
+    """Compiles `step` and says of every operation whether it runs as decided.
+
+    What was decided is the program that JAX hands to XLA, with the casts that `amp` put
+    there. XLA may leave casts out, add others, or run things twice. The certificate
+    compares both programs: each contraction, sum, collective and rounding to 8 bits.
+    Nothing is run.
+
+    Args:
+        step: a function, jitted or not, such as a whole training step with `amp` in it;
+            or what its `lower(...)` gives, and then no `args`.
+        args: its positional arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        device: the device to compile for, which may be one that is not there, as
+            described by `jax.experimental.topologies`. Without it, that of the
+            arguments' shardings, or JAX's default device.
+        lock: a lock file that `Certificate.save` wrote, to be compared with.
+    Returns:
+        The certificate.
+    Raises:
+        TypeError: `step` is none of these, or is lowered and has `args`.
+        ValueError: the compiled program can't be read, or `lock` is no lock file of
+            this function and these arguments.
+        AmpError: something runs in another precision than `lock` says; the message is
+            the difference, line by line.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from jaxamp_like import amp
+    >>> def loss(w, x):
+    ...     with jax.named_scope("encoder"):
+    ...         return jnp.mean(jnp.tanh(x @ w) ** 2)
+    >>> w, x = jnp.ones((64, 32)), jnp.ones((16, 64))
+    >>> certificate = certify(jax.grad(amp(loss, compute_dtype="bfloat16")), w, x)
+    >>> certificate.is_as_decided
+    True
+    >>> certificate.operations[0].scope, certificate.operations[0].decided
+    ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
+    """
+    recorder = Recorder()
+    if isinstance(step, jax.stages.Compiled):
+        raise TypeError(
+            "`step` is compiled already, and what was decided is not in it: give the "
+            "function, or what its `lower(...)` gives."
+        )
+    if isinstance(step, jax.stages.Traced):
+        step = step.lower()
+    if isinstance(step, jax.stages.Lowered):
+        if args or device is not None:
+            raise TypeError(
+                "`step` is lowered already, for its arguments and its device: leave "
+                "out `args` and `device`."
+            )
+        lowered = step
+    else:
+        lowered = _lowered(step, args, device, recorder)
+    compiled = lowered.compile()
+    target = device or _device_of(compiled)
+    certificate = compared(
+        lowered.as_text(dialect="hlo", debug_info=True),
+        compiled.as_text(),
+        name=_name_of(step),
+        device=target,
+        steps=recorder.steps,
+    )
+    if lock is not None:
+        certificate.check(lock)
+    return certificate
+
+
+def compared(
+    decided: str | None,
+    compiled: str | None,
+    *,
+    name: str,
+    device: Any,
+    steps: Sequence[Step] = (),
+) -> Certificate:
+    """The certificate of two programs.
+
+    Args:
+        decided: what JAX hands to XLA, as HLO.
+        compiled: what XLA makes of it.
+        name: of the function.
+        device: what it was compiled for.
+        steps: the decisions, by the numbers that names in HLO have."""
+    before, after = _parsed(decided), _parsed(compiled)
+    platform = _platform(device)
+    tied = tie(operations(before, platform), operations(after, platform))
+    return Certificate(
+        name=name or before.name,
+        platform=platform,
+        device=device.device_kind,
+        arguments=_arguments(before),
+        operations=tuple(_certified(tied, steps)),
+        versions=versions(),
+    )
+
+
+def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
+    if not callable(step):
+        raise TypeError(
+            f"`step` must be a function, or what its `lower(...)` gives, but got "
+            f"{type(step).__name__}. Write `certify(step, x)`, not `certify(step(x))`."
+        )
+    if device is not None:
+        args = _placed(args, device)
+    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
+    with recording(recorder), traced_afresh():
+        return jitted.lower(*args)
+
+
+def _placed(args: Any, device: Any) -> Any:
+    """The shapes of all arrays, on a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def place(x: Any) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, args)
+
+
+def _name_of(step: Any) -> str:
+    """The name of a function; "" of what is lowered, whose program has it."""
+    if isinstance(step, jax.stages.Lowered):
+        return ""
+    while isinstance(step, functools.partial):
+        step = step.func
+    name = getattr(step, "__name__", None)
+    return name if isinstance(name, str) else type(step).__name__
+
+
+def _parsed(text: str | None) -> Module:
+    if not text:
+        raise ValueError("XLA does not give the text of the compiled program.")
+    return parse(text)
+
+
+def _device_of(compiled: Any) -> Any:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = (one for sharding in shardings for one in sharding.device_set)
+    return next(devices, jax.devices()[0])
+
+
+def _platform(device: Any) -> Platform:
+    if device.platform in ("gpu", "cuda", "rocm"):
+        return "gpu"
+    return "tpu" if device.platform == "tpu" else "cpu"
+
+
+def _arguments(module: Module) -> tuple[str, ...]:
+    entry = module.computations[module.entry].values()
+    parameters = [one for one in entry if one.opcode == "parameter"]
+    return tuple(
+        f"{one.shape.dtype}[{','.join(map(str, one.shape.dims))}]"
+        for one in sorted(parameters, key=lambda one: int(one.literal))
+    )
+
+
+# ------------------------------------------------------------------------- comparing
+
+
+def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
+    for one, runs in tied.pairs:
+        yield _record(one, one, runs, found(one, runs), steps)
+    for one in tied.gone:
+        yield _record(one, one, [], (GONE,), steps)
+    decided = [*tied.gone, *(one for one, _ in tied.pairs)]
+    # XLA makes kernels of its own; one of them may be that for which none was found.
+    unknown = {one.kind for one in tied.gone if one.kind == "kernel"}
+    for one in tied.others:
+        if one.kind == "collective":  # by the partitioner, for an equation's sharding
+            yield _record(one, None, [one], _of_partitioner(one, decided), steps)
+        elif one.kind == "contraction" or one.kind in unknown or "fmha" in one.opcode:
+            yield _record(one, None, [one], (UNDECIDED,), steps)
+
+
+def _of_partitioner(one: Operation, decided: Iterable[Operation]) -> Iterator[str]:
+    """The drifts of a collective that no equation asked for."""
+    yield from of_sending(one)
+    made = union(other.makes for other in decided if other.op_name == one.op_name)
+    if one.opcode in SUMS and not made.are_in(union(one.reads)):
+        yield REDUCED_LOW
+
+
+def _record(
+    place: Operation,
+    decided: Operation | None,
+    runs: Sequence[Operation],
+    drifts: Iterable[str],
+    steps: Sequence[Step],
+) -> Certified:
+    names = named(place.op_name)
+    is_known = names.step is not None and names.step < len(steps)
+    step = steps[names.step] if is_known else None
+    # The decision knows the author's scopes exactly.
+    inner = without_solver_scope(step.scope) if step else names.inner
+    return Certified(
+        kind=place.kind,
+        scope="/".join([*names.outer, *inner]),
+        phase=names.phase,
+        primitive=names.primitive or place.opcode,
+        source=source_of(place.node),
+        decided=_signature(decided) if decided else "",
+        compiled=tuple(dict.fromkeys(map(_signature, runs))),
+        stored=tuple(dict.fromkeys(" x ".join(run.stored) for run in runs)),
+        arithmetic=next((run.arithmetic for run in runs), ""),
+        opcodes=tuple(dict.fromkeys(run.opcode for run in runs)),
+        drifts=tuple(dict.fromkeys(drifts)),
+        work=place.flops * place.times,
+        times=place.times,
+        why=step.decision.why if step else "",
+    )
+
+
+def _signature(one: Operation) -> str:
+    """Such as "bfloat16 x bfloat16 -> float32"."""
+    reads = [numbers.name or "constants" for numbers in one.reads] or one.stored
+    return f"{' x '.join(reads)} -> {one.makes.name or 'constants'}"

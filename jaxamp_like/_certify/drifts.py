@@ -1,0 +1,123 @@
+"""Says how a compiled operation differs from the one that was decided."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .._hlo.numbers import Numbers, of_dtype
+from .operations import Operation
+
+DROPPED = "cast dropped"
+ADDED = "cast added"
+REDUCED_LOW = "rounded result"
+WIDE = "sent wide"
+DUPLICATED = "duplicated"
+EMULATED = "emulated"
+EXCESS = "excess precision"
+UNREAD = "constants unread"
+UNDECIDED = "undecided"
+GONE = "gone"
+
+MEANINGS = {
+    DROPPED: "XLA computes with more precise operands than was decided",
+    ADDED: "XLA rounds operands that were to be read as they are",
+    REDUCED_LOW: "XLA adds up or returns in fewer bits than was decided",
+    WIDE: "more bytes are sent than the numbers need",
+    DUPLICATED: "XLA runs it more often than it was written",
+    EMULATED: "operands have the numbers that were decided, but are stored wider",
+    EXCESS: "XLA adds up more precise numbers than was decided: it left out a rounding",
+    UNREAD: "an operand is a constant that XLA computed ahead, of unknown numbers",
+    UNDECIDED: "no equation is known that it was made for",
+    GONE: "there is no such operation: it is unused, constant, merged, or written out",
+}
+"""What is found in a compiled program, and what it means."""
+
+SUMS = frozenset({"all-reduce", "reduce-scatter"})
+"""Collectives that add up: they compute, rather than send what is there."""
+
+NOT_DRIFTS = frozenset({EMULATED, EXCESS, UNREAD, UNDECIDED, GONE})
+"""What leaves the numbers and the bytes as they were decided."""
+
+
+def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
+    """The drifts of an operation.
+
+    Args:
+        one: as it was decided.
+        runs: what was compiled for it."""
+    for run in runs:
+        yield from _of_reading(one, run)
+        # What is sent as it is can only be rounded by those that read it.
+        computes = one.kind != "collective" or run.opcode in SUMS
+        if computes and run.makes.name and not one.makes.are_in(run.makes):
+            yield REDUCED_LOW
+        if one.kind == "contraction" and _is_emulated(run):
+            yield EMULATED
+        if one.kind == "collective":
+            yield from of_sending(run, one)
+    if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
+        yield DUPLICATED
+
+
+def _of_reading(one: Operation, run: Operation) -> Iterator[str]:
+    """Whether operands are rounded less or more. XLA may exchange the operands."""
+    crossed = replace(run, reads=run.reads[::-1], surely=run.surely[::-1])
+    each = [list(_of_operands(one, way)) for way in (run, crossed)]
+    yield from min(each, key=len)
+
+
+def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
+    if not all(map(Numbers.are_in, run.surely, one.holds)):
+        # A sum of what was not rounded is nearer to the sum of the exact numbers.
+        yield EXCESS if one.kind == "reduction" else DROPPED
+    elif not all(map(Numbers.are_in, run.reads, one.holds)):
+        yield UNREAD
+    if not all(map(Numbers.are_in, one.reads, run.reads)):
+        yield ADDED
+
+
+def _is_emulated(run: Operation) -> bool:
+    """Whether 16-bit numbers are stored in 32, so that the slower kernel runs."""
+    if run.arithmetic:
+        return False
+    names = [_name(dtype) for dtype in run.stored]
+    return any(
+        read.are_in(stored) and read != stored and read.name
+        for read, stored in zip(run.reads, names, strict=True)
+    )
+
+
+def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
+    """Whether a collective sends more bits than its numbers need, or its readers read.
+
+    Sums over devices need the bits that were decided. CPUs have no collectives of 16
+    bits.
+
+    Args:
+        run: as it was compiled.
+        one: as it was decided, unless no equation asked for it."""
+    sent = _name(run.stored[0])
+    if run.opcode in SUMS:
+        needed = _name(one.stored[0]) if one else sent
+    else:
+        needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
+    if needed.name and needed.are_in(sent) and needed != sent:
+        yield EMULATED if run.platform == "cpu" else WIDE
+
+
+def _is_run_again(one: Operation, runs: Sequence[Operation]) -> bool:
+    """Whether it is known that something runs more often than it was written."""
+    count = sum(run.times for run in runs)
+    return (
+        one.is_counted
+        and count > one.times
+        and sum(run.work for run in runs) > one.work
+    )
+
+
+_BY_NAME = {
+    of_dtype(dtype).name: of_dtype(dtype) for dtype in ("f64", "f32", "f16", "bf16")
+}
+
+
+def _name(dtype: str) -> Numbers:
+    return _BY_NAME.get(dtype, Numbers(0, 0, dtype))

@@ -1,0 +1,80 @@
+"""Lock files: the precision of a compiled program as a text that can be compared.
+
+A line stands for all operations of a scope, a phase and a primitive that run alike. It
+holds what was decided and, where something else runs, that. It holds neither source
+lines, which move, nor versions, nor what differs among machines of one kind: the dtypes
+that operands are stored in, and whether equal operations became one."""
+
+import difflib
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .certificate import Certificate
+
+_FORMAT = "jaxamp_like precision lock, format 1"
+
+
+def written(certificate: "Certificate") -> str:
+    """The text of a lock file."""
+    return "\n".join([*_head(certificate), "", *_lines(certificate), ""])
+
+
+def difference(certificate: "Certificate", path: Path) -> str:
+    """How a certificate differs from a lock file, as a diff; "" if it does not.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no lock file, or one of another program."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no lock file {path}. Write it with `certificate.save(path)`, or "
+            "from a shell with `python -m jaxamp_like check MODULE:FACTORY PATH "
+            "--write`."
+        )
+    old = path.read_text(encoding="utf-8").splitlines()
+    if not old or old[0] != _FORMAT:
+        first = old[0] if old else ""
+        raise ValueError(
+            f"{path} is no lock file of this format: its first line must be "
+            f"{_FORMAT!r}, but is {first[:80]!r}. Write it anew with "
+            "`certificate.save(path)`."
+        )
+    new = written(certificate).splitlines()
+    head = _head(certificate)
+    for ours, theirs in zip(head, old, strict=False):
+        if ours != theirs:
+            raise ValueError(
+                f"{path} is the lock of another program: it says {theirs!r}, but this "
+                f"one has {ours!r}. Certify the same function with arguments of the "
+                "same shapes for the same kind of device, or write the lock anew."
+            )
+    lines = list(difflib.unified_diff(old, new, str(path), "now", lineterm="", n=0))
+    if not lines:
+        return ""
+    changed = [line for line in lines[2:] if not line.startswith("@@")]
+    return "\n".join([f"The precision differs from {path}:", *changed])
+
+
+def _head(certificate: "Certificate") -> list[str]:
+    return [
+        _FORMAT,
+        f"function: {certificate.name}",
+        f"platform: {certificate.platform}",
+        f"arguments: {', '.join(certificate.arguments)}",
+    ]
+
+
+def _lines(certificate: "Certificate") -> list[str]:
+    count: Counter[str] = Counter()
+    for one in certificate.operations:
+        text = f"{one.scope or '(no scope)'}: {one.phase} {one.primitive}: "
+        text += one.decided or "decided by no equation"
+        if one.real_drifts or not one.decided:
+            compiled = " and ".join(sorted(set(one.compiled)))
+            text += f", compiled {compiled}"
+        if one.real_drifts:
+            text += f" ({', '.join(sorted(one.real_drifts))})"
+        count[text] += 1
+    return [f"{line}, x{n}" for line, n in sorted(count.items())]

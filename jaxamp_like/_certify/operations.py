@@ -1,0 +1,305 @@
+"""The operations of an HLO program whose precision matters."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .._hlo.graph import Node, Value, handed_on, nodes, program
+from .._hlo.numbers import Numbers, numbers, numbers_read, of_dtype, rounded
+from .._hlo.text import FLOATS, Instruction, Module, Shape, contraction_flops
+from .._primitives import CONTRACTIONS
+from .arithmetic import Platform, arithmetic
+
+Kind = Literal["contraction", "reduction", "collective", "quantisation", "kernel"]
+
+_COLLECTIVES = frozenset(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
+    "collective-permute collective-broadcast".split()
+)
+# What may stand between the multiplication and the sum of a contraction.
+_BEFORE_SUMS = frozenset(
+    {"bitcast", "convert", "reduce-window", "reshape", "transpose"}
+)
+_REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
+# What XLA calls of a library, or writes out in loops, as it is not HLO to the machine.
+_LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
+# Calls that tell XLA something, and compute nothing.
+_TRIVIAL = frozenset(
+    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer X64Combine "
+    "annotate_device_placement MoveToHost MoveToDevice".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What moves or computes most of a program's numbers.
+
+    That is a contraction, a sum over axes, a collective, a rounding to 8 bits or fewer,
+    or a kernel that somebody else wrote.
+
+    Args:
+        platform: what it is compiled for.
+        kind: which of these.
+        opcode: XLA's name for it; of a library's call, the name of the routine.
+        node: the instruction.
+        holds: the numbers that each operand holds.
+        reads: the numbers that it computes with: those, rounded to what the arithmetic
+            takes. JAX's default precision allows this, and does not ask for it.
+        surely: `reads`, if constants need no precision: those of a compiled program
+            have been computed ahead, and are not shown.
+        stored: the dtypes of the operands as they are handed to it.
+        makes: the numbers that are left of its result.
+        arithmetic: the numbers that it multiplies, if fewer than those of its operands;
+            "" elsewhere.
+        flops: of a contraction, of one run.
+        elements: of what a collective sends, or of what is rounded to 8 bits."""
+
+    platform: Platform
+    kind: Kind
+    opcode: str
+    node: Node
+    holds: tuple[Numbers, ...]
+    reads: tuple[Numbers, ...]
+    surely: tuple[Numbers, ...]
+    stored: tuple[str, ...]
+    makes: Numbers
+    arithmetic: str = ""
+    flops: int = 0
+    elements: int = 0
+
+    @property
+    def times(self) -> int:
+        return self.node.body.times
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is known how often it runs."""
+        return self.node.body.is_counted
+
+    @property
+    def is_only_multiplied(self) -> bool:
+        """Whether it is one multiplication, as that of an outer product may be."""
+        return self.node.one.opcode == "multiply"
+
+    @property
+    def work(self) -> int:
+        """What it costs: FLOPs or elements of all its runs, or how many these are."""
+        return (self.flops or self.elements or 1) * self.times
+
+    @property
+    def op_name(self) -> str:
+        return self.node.op_name
+
+    @property
+    def signature(self) -> tuple[tuple[str, ...], str]:
+        """The names of the numbers that it reads and makes."""
+        return tuple(one.name for one in self.reads), self.makes.name
+
+
+def operations(module: Module, platform: Platform) -> list[Operation]:
+    """All operations of a program, in the order in which they stand."""
+    return [
+        found for node in nodes(program(module)) for found in _of_node(node, platform)
+    ]
+
+
+def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
+    one = node.one
+    opcode = one.opcode.removesuffix("-start")
+    if flops := contraction_flops(one, node.body.computation):
+        yield _contraction(node, flops, platform)
+    elif opcode in _COLLECTIVES:
+        yield from _collective(node, opcode, platform)
+    elif opcode in _REDUCTIONS and one.shape.is_float and _adds(node):
+        product = _product(node)
+        if product is None:
+            yield _reduction(node, platform)
+        else:  # a product with a vector, say
+            flops = 2 * product.one.shape.elements
+            yield _contraction(product, flops, platform, result=node)
+    elif opcode == "multiply" and _is_of_contraction(node):
+        yield _contraction(node, 2 * one.shape.elements, platform, result=node)
+    elif opcode == "convert" and _is_quantisation(node):
+        yield _quantisation(node, platform)
+    elif opcode == "custom-call" or opcode in _LIBRARIES:
+        yield from _kernel(node, platform)
+
+
+def _is_of_contraction(node: Node) -> bool:
+    return node.op_name.rpartition("/")[2] in CONTRACTIONS
+
+
+def _product(node: Node) -> Node | None:
+    """The multiplication of a contraction that XLA writes as one and a sum."""
+    if not _is_of_contraction(node):
+        return None
+    # A sum in two parts is told by its second, which has the name.
+    here = Value(node.operand(0))
+    while here.node.one.opcode != "multiply":
+        before = handed_on(here)
+        if before is None and here.node.one.opcode in _BEFORE_SUMS:
+            before = [Value(here.node.operand(0))]
+        if before is None or len(before) != 1:
+            return None
+        (here,) = before
+    return here.node
+
+
+def _contraction(
+    node: Node, flops: int, platform: Platform, result: Node | None = None
+) -> Operation:
+    one = node.one
+    operands = [node.operand(i) for i in (0, 1)]
+    # Where XLA writes a multiplication and a sum, it multiplies what is there.
+    limit, asks, name = (None, False, "") if result else arithmetic(node, platform)
+
+    def limited(sets: tuple[Numbers, ...]) -> tuple[Numbers, ...]:
+        return tuple(rounded(each, limit) for each in sets) if limit else sets
+
+    held = _held(operands)
+    reads = limited(held)
+    is_complex = one.shape.dtype.startswith("c")
+    return Operation(
+        platform,
+        kind="contraction",
+        opcode=_target(one) or one.opcode,
+        node=result or node,
+        holds=reads if asks else held,
+        reads=reads,
+        surely=limited(_held(operands, constants=False)),
+        stored=tuple(_dtype(operand.one.shape) for operand in operands),
+        makes=numbers_read(result or node),
+        arithmetic=name if reads != held else "",
+        flops=flops * (4 if is_complex else 1),
+    )
+
+
+def _held(operands: Sequence[Node], constants: bool = True) -> tuple[Numbers, ...]:
+    return tuple(numbers(Value(operand), constants) for operand in operands)
+
+
+def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operation]:
+    """An operation for each array of floats that is sent."""
+    operands = [node.operand(i) for i in range(len(node.one.operands))]
+    for operand in operands:
+        if operand.one.shape.is_float:
+            held = _held([operand])
+            yield Operation(
+                platform,
+                kind="collective",
+                opcode=opcode,
+                node=node,
+                holds=held,
+                reads=held,
+                surely=held,
+                stored=(_dtype(operand.one.shape),),
+                makes=numbers_read(node) if len(operands) == 1 else held[0],
+                elements=operand.one.shape.elements,
+            )
+
+
+def _reduction(node: Node, platform: Platform) -> Operation:
+    one = node.one
+    operand = _added(node)
+    held, surely = _held([operand]), _held([operand], constants=False)
+    if _is_sum(Value(operand), node.op_name):  # whose parts have been told
+        held = surely = ()
+    return Operation(
+        platform,
+        kind="reduction",
+        opcode=one.opcode,
+        node=node,
+        holds=held,
+        reads=held,
+        surely=surely,
+        stored=(_dtype(operand.one.shape),),
+        makes=of_dtype(one.shape.dtype),
+    )
+
+
+def _is_sum(value: Value, op_name: str) -> bool:
+    """Whether a value is a part of a sum that XLA computes in several steps."""
+    while True:
+        one = value.node.one
+        if one.opcode in _REDUCTIONS:
+            return value.node.op_name in ("", op_name)
+        before = handed_on(value)
+        if before is None and one.opcode in _BEFORE_SUMS:
+            before = [Value(value.node.operand(0))]
+        if before is None or len(before) != 1:
+            return False
+        (value,) = before
+
+
+def _added(node: Node) -> Node:
+    """What a reduction adds up."""
+    return node.operand(2 if node.one.opcode == "scatter" else 0)
+
+
+def _quantisation(node: Node, platform: Platform) -> Operation:
+    return Operation(
+        platform,
+        kind="quantisation",
+        opcode="convert",
+        node=node,
+        holds=(),
+        reads=(),
+        surely=(),
+        stored=(_dtype(node.operand(0).one.shape),),
+        makes=of_dtype(node.one.shape.dtype),
+        elements=node.one.shape.elements,
+    )
+
+
+def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
+    """A call of what is no HLO: a kernel of Pallas or Triton, or of a library."""
+    one = node.one
+    target = _target(one) or one.opcode
+    operands = [node.operand(i) for i in range(len(one.operands))]
+    floats = [operand for operand in operands if operand.one.shape.is_float]
+    is_float = any(shape.is_float for shape in one.shapes)
+    if not floats or not is_float or target in _TRIVIAL:
+        return
+    reads = tuple(of_dtype(operand.one.shape.dtype) for operand in floats)
+    # XLA for TPUs has kernels for some contractions.
+    yield Operation(
+        platform,
+        kind="contraction" if _is_of_contraction(node) else "kernel",
+        opcode=target,
+        node=node,
+        holds=reads,
+        reads=reads,
+        surely=reads,
+        stored=tuple(_dtype(operand.one.shape) for operand in floats),
+        makes=of_dtype(next(s.dtype for s in one.shapes if s.is_float)),
+    )
+
+
+def _target(one: Instruction) -> str:
+    found = re.search(r'custom_call_target="([^"]*)"', one.attributes)
+    return found[1] if found else ""
+
+
+def _adds(node: Node) -> bool:
+    """Whether a reduction adds up numbers, rather than choose the largest, say.
+
+    The sum over an axis of length 1 adds up nothing."""
+    one = node.one
+    names = one.called("to_apply")
+    bodies = [node.body.module.computations.get(name, {}) for name in names]
+    if not any(each.opcode == "add" for body in bodies for each in body.values()):
+        return False
+    if one.opcode == "reduce":
+        return node.operand(0).one.shape.elements != one.shape.elements
+    size = re.search(r"window={size=([\dx]+)", one.attributes)
+    return one.opcode == "scatter" or size is None or set(size[1]) != set("1x")
+
+
+def _is_quantisation(node: Node) -> bool:
+    old, new = node.operand(0).one.shape, node.one.shape
+    return old.is_float and new.bits <= 8 and new.dtype != "pred" and bool(new.dims)
+
+
+def _dtype(shape: Shape) -> str:
+    return FLOATS.get(shape.dtype, shape.dtype)

@@ -1,0 +1,1 @@
+"""Reads HLO, the text in which XLA writes programs down."""

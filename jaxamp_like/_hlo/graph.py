@@ -1,0 +1,182 @@
+"""Where the values of an HLO program come from: across fusions, calls and loops."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from .text import Computation, Instruction, Module, trip_count
+
+_CALLS = frozenset({"fusion", "call", "async-start", "fusion-start"})
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A computation, where one instruction calls it.
+
+    Args:
+        computation: what is in it.
+        module: the program.
+        caller: the instruction that calls it; None of the entry.
+        times: how often it runs when the program runs once; a loop of which XLA does
+            not know the length counts once.
+        is_counted: whether the lengths of all loops around it are known.
+        prefix: the name stack of the caller, which the names in here lack."""
+
+    computation: Computation
+    module: Module
+    caller: "Node | None" = None
+    times: int = 1
+    is_counted: bool = True
+    prefix: str = ""
+    _nodes: "dict[str, Node]" = field(default_factory=dict)
+
+    def node(self, name: str) -> "Node":
+        if name not in self._nodes:
+            self._nodes[name] = Node(self.computation[name], self)
+        return self._nodes[name]
+
+    def __iter__(self) -> "Iterator[Node]":
+        return map(self.node, self.computation)
+
+    @cached_property
+    def root(self) -> "Node":
+        return next(node for node in self if node.one.is_root)
+
+    @cached_property
+    def readers(self) -> "dict[str, list[tuple[Node, int]]]":
+        """By name, the instructions that read a value, and as which operand."""
+        found: dict[str, list[tuple[Node, int]]] = {
+            name: [] for name in self.computation
+        }
+        for node in self:
+            for i, name in enumerate(node.one.operands):
+                found[name].append((node, i))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """An instruction in one of the places that it is called from."""
+
+    one: Instruction
+    body: Body
+
+    def operand(self, i: int) -> "Node":
+        return self.body.node(self.one.operands[i])
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name stack and primitive, with those of the calls around it."""
+        own = self.one.op_name
+        prefix = self.body.prefix
+        is_whole = not prefix or own.startswith(("jit(", "pjit(")) or not own
+        return own if is_whole else f"{prefix}/{own}"
+
+    @cached_property
+    def bodies(self) -> list[Body]:
+        """What it calls: of a loop, its body and not its condition."""
+        one, here = self.one, self.body
+        times, is_counted = here.times, here.is_counted
+        if one.opcode == "while":
+            names = one.called("body")
+            trips = trip_count(here.module, one, here.computation)
+            times, is_counted = times * (trips or 1), is_counted and trips is not None
+        elif one.opcode == "conditional":
+            names = [name for key in _BRANCHES for name in one.called(key)]
+        elif one.opcode in _CALLS:
+            names = one.called("calls", "to_apply")
+        else:
+            names = []
+        computations = here.module.computations
+        prefix = self.op_name
+        return [
+            Body(computations[name], here.module, self, times, is_counted, prefix)
+            for name in names
+        ]
+
+
+def program(module: Module) -> Body:
+    """The computation that a program begins with."""
+    return Body(module.computations[module.entry], module)
+
+
+def nodes(body: Body) -> Iterator[Node]:
+    """Every instruction that calls no others, in every place that it is called from."""
+    for node in body:
+        if not node.bodies:
+            yield node
+        for inner in node.bodies:
+            yield from nodes(inner)
+
+
+class Value(NamedTuple):
+    """A result of an instruction: of one that gives a tuple, the element at `path`."""
+
+    node: Node
+    path: tuple[int, ...] = ()
+
+
+def handed_on(value: Value) -> list[Value] | None:
+    """The values that an instruction hands on as they are.
+
+    None if it computes something, or is an argument of the program. A loop hands on
+    what it begins with and what its body gives."""
+    (node, path), one = value, value.node.one
+    match one.opcode:
+        case "parameter":
+            return _argument(node.body, int(one.literal), path)
+        case "get-tuple-element":
+            return [Value(node.operand(0), (one.number("index") or 0, *path))]
+        case "tuple" if path:
+            return [Value(node.operand(path[0]), path[1:])]
+        case "while":
+            inner = [Value(body.root, path) for body in node.bodies]
+            return [Value(node.operand(0), path), *inner]
+        case _ if node.bodies:
+            return [Value(body.root, path) for body in node.bodies]
+        case opcode if opcode in _HANDED_ON:
+            return [Value(node.operand(0), path)]
+        case opcode if opcode.endswith("-done"):
+            return [_of_start(node.operand(0), path)]
+    return None
+
+
+def _of_start(start: Node, path: tuple[int, ...]) -> Value:
+    """The result of what was started: of a copy, that is its operand."""
+    if start.one.opcode == "copy-start":
+        return Value(start.operand(0), path)
+    return Value(start, path)
+
+
+def _argument(body: Body, index: int, path: tuple[int, ...]) -> list[Value] | None:
+    caller = body.caller
+    if caller is None:
+        return None
+    if caller.one.opcode == "while":
+        return [Value(caller.operand(0), path), Value(body.root, path)]
+    if caller.one.opcode == "conditional":
+        return [Value(caller.operand(1 + caller.bodies.index(body)), path)]
+    return [Value(caller.operand(index), path)]
+
+
+def read_by(node: Node) -> Iterator[tuple[Node, int]]:
+    """The instructions that read a value, within what is called, too, and as which
+    operand."""
+    for reader, i in node.body.readers[node.one.name]:
+        parameters = [
+            inner
+            for body in reader.bodies
+            for inner in body
+            if reader.one.opcode in _CALLS
+            and inner.one.opcode == "parameter"
+            and int(inner.one.literal) == i
+        ]
+        if not parameters:
+            yield reader, i
+        for inner in parameters:
+            yield from read_by(inner)
+    if node.one.is_root and node.body.caller and node.body.caller.one.opcode in _CALLS:
+        yield from read_by(node.body.caller)

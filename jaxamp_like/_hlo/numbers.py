@@ -1,0 +1,177 @@
+"""The precision of numbers, whatever they are stored in.
+
+A float32 array that was converted from bfloat16 holds bfloat16's numbers. XLA changes
+in which dtype a value is stored where that keeps its numbers, and sometimes where it
+does not: what has been rounded is seen by following a value to where it was."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .graph import Node, Value, handed_on, read_by
+from .text import FLOATS
+
+_BITS = {
+    "c128": (11, 52),
+    "c64": (8, 23),
+    "f64": (11, 52),
+    "f32": (8, 23),
+    "f16": (5, 10),
+    "bf16": (8, 7),
+    "f8e4m3fn": (4, 3),
+    "f8e4m3": (4, 3),
+    "f8e4m3b11fnuz": (4, 3),
+    "f8e4m3fnuz": (4, 3),
+    "f8e3m4": (3, 4),
+    "f8e5m2": (5, 2),
+    "f8e5m2fnuz": (5, 2),
+    "f8e8m0fnu": (8, 0),
+    "f4e2m1fn": (2, 1),
+    "s8": (3, 7),
+    "u8": (3, 8),
+    "s4": (2, 3),
+    "u4": (2, 4),
+    "pred": (0, 0),
+}
+
+
+class Numbers(NamedTuple):
+    """A set of numbers, by the bits that they need.
+
+    Args:
+        exponent: bits of the exponent.
+        mantissa: bits behind the leading one.
+        name: of a dtype that holds them."""
+
+    exponent: int
+    mantissa: int
+    name: str
+
+    def are_in(self, other: "Numbers") -> bool:
+        """Whether the other set has all of these."""
+        return self.exponent <= other.exponent and self.mantissa <= other.mantissa
+
+
+NONE = Numbers(0, 0, "")
+"""A constant is no reason for a wide dtype."""
+
+TF32 = Numbers(8, 10, "tf32")
+
+
+def of_dtype(dtype: str) -> Numbers:
+    exponent, mantissa = _BITS.get(dtype, (64, 64))
+    return Numbers(exponent, mantissa, FLOATS.get(dtype, dtype))
+
+
+def union(sets: Iterable[Numbers]) -> Numbers:
+    """The smallest of the known sets that has all of these."""
+    found = NONE
+    for one in sets:
+        if found.are_in(one):
+            found = one
+        elif not one.are_in(found):
+            found = of_dtype("f32")
+    return found
+
+
+def rounded(numbers: Numbers, to: Numbers) -> Numbers:
+    return numbers if numbers.are_in(to) else to
+
+
+# Instructions that choose among the numbers of their operands, or change a sign.
+_MOVES = frozenset(
+    "bitcast reshape transpose copy broadcast slice dynamic-slice reverse gather "
+    "negate abs all-gather all-to-all collective-permute collective-broadcast "
+    "all-gather-start collective-permute-start copy-start dynamic-reshape "
+    "slice-start".split()
+)
+_CHOICES = frozenset("concatenate maximum minimum clamp sort".split())
+
+
+def numbers(value: Value, constants: bool = True) -> Numbers:
+    """The numbers that a value can hold, which may be fewer than its dtype has.
+
+    Args:
+        value: of a program.
+        constants: whether arrays that are constants hold what their dtype can. Of
+            scalars, which are mostly 0 or 1, nothing is known."""
+    found = NONE
+    seen: set[tuple[Value, Numbers]] = set()
+    pending = [(value, of_dtype("any"))]
+    while pending:  # each with what it is rounded to on the way
+        value, limit = one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        before = handed_on(value)
+        if before is None:
+            limit = rounded(_own(value), limit)
+            before = _chosen(value, constants)
+        if before is None:
+            found = union([found, limit])
+        else:
+            pending += ((earlier, limit) for earlier in before)
+    return found
+
+
+def _own(value: Value) -> Numbers:
+    """The numbers of the dtype of a value, or those that it is rounded to."""
+    (node, path), one = value, value.node.one
+    if one.opcode == "reduce-precision":
+        return rounding_of(node)
+    i = min(path[0], len(one.shapes) - 1) if path else 0
+    return of_dtype(one.shapes[i].dtype)
+
+
+def _chosen(value: Value, constants: bool) -> list[Value] | None:
+    """The values whose numbers an instruction gives again; None if it computes."""
+    (node, path), one = value, value.node.one
+    match one.opcode:
+        case "constant":
+            return None if constants and one.shape.elements > 1 else []
+        case "convert" | "reduce-precision":
+            chosen = (0,)
+        case "select":
+            chosen = (1, 2)
+        case "sort" if path:
+            chosen = (path[0],)
+        case "dynamic-update-slice" | "pad":
+            chosen = (0, 1)
+        case opcode if opcode in _MOVES:
+            chosen = (0,)
+        case opcode if opcode in _CHOICES:
+            chosen = range(len(one.operands))
+        case _:
+            return None
+    return [Value(node.operand(i)) for i in chosen]
+
+
+def rounding_of(node: Node) -> Numbers:
+    """What an instruction rounds to, if it rounds."""
+    one = node.one
+    if one.opcode == "convert":
+        return of_dtype(one.shape.dtype)
+    exponent, mantissa = (
+        one.number(f"{key}_bits") or 0 for key in ("exponent", "mantissa")
+    )
+    for dtype, bits in _BITS.items():
+        if bits == (exponent, mantissa):
+            return of_dtype(dtype)
+    return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
+
+
+def numbers_read(node: Node, depth: int = 0) -> Numbers:
+    """The numbers that are left of a result after all of its readers have rounded it.
+
+    XLA may round where a result is made instead of where it is read."""
+    own = of_dtype(node.one.shape.dtype)
+    if depth > 8:
+        return own
+    found = []
+    for reader, _ in read_by(node):
+        if reader.one.opcode in ("convert", "reduce-precision"):
+            found.append(rounding_of(reader))
+        elif reader.one.opcode in _MOVES and reader.one.shapes:
+            found.append(numbers_read(reader, depth + 1))
+        else:
+            return own
+    return rounded(own, union(found)) if found else own

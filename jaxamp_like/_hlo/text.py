@@ -1,0 +1,342 @@
+"""Parses HLO: the program that JAX hands to XLA, and the one that XLA compiles.
+
+Both are written in one language (https://openxla.org/xla/hlo_to_thunks). The compiled
+one has a percent sign before each name, the other one has none."""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+_NAME = r"%?([A-Za-z_][\w.-]*)"
+_HEADER = re.compile(rf"(ENTRY )?{_NAME} (?:\(.*)?{{$")
+_DEFINITION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*)$")
+_OPCODE = re.compile(r"\s*([\w-]+)\(")
+_LITERALS = frozenset({"constant", "parameter"})
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+FLOATS = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e4m3": "float8_e4m3",
+    "f8e4m3b11fnuz": "float8_e4m3b11fnuz",
+    "f8e4m3fnuz": "float8_e4m3fnuz",
+    "f8e3m4": "float8_e3m4",
+    "f8e5m2": "float8_e5m2",
+    "f8e5m2fnuz": "float8_e5m2fnuz",
+    "f8e8m0fnu": "float8_e8m0fnu",
+    "f4e2m1fn": "float4_e2m1fn",
+}
+"""XLA's names of floating dtypes, and NumPy's."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dtype and the dimensions of an array, in XLA's words."""
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Of one element; a token or an opaque handle has none."""
+        found = re.match(r"[a-z]+?(\d+)", self.dtype)
+        return int(found[1]) if found else 8 * (self.dtype == "pred")
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    @property
+    def elements(self) -> int:
+        return prod(self.dims)
+
+    @property
+    def size_in_bytes(self) -> int:
+        return self.elements * self.bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO.
+
+    Args:
+        name: without the percent sign.
+        opcode: such as `fusion`.
+        shapes: of the result; those of a tuple one after the other.
+        operands: names of other instructions of the same computation.
+        attributes: the rest of the line, unparsed.
+        is_root: whether it is the computation's result.
+        literal: the value of a constant and the number of a parameter, as written."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...] = ()
+    attributes: str = ""
+    is_root: bool = False
+    literal: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        return self.shapes[0] if self.shapes else Shape("token")
+
+    def called(self, *keys: str) -> list[str]:
+        """The computations named by an attribute, such as `calls`."""
+        found = re.search(
+            rf"\b(?:{'|'.join(keys)})=(%?[\w.-]+|{{[^}}]*}})", self.attributes
+        )
+        return re.findall(_NAME, found[1]) if found else []
+
+    def number(self, key: str) -> int | None:
+        """The number that an attribute such as `index` holds."""
+        found = re.search(rf"\b{key}=(\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name stack and primitive, of the equation that it was made for."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1].replace('\\"', '"') if found else ""
+
+
+# Every instruction comes after its operands.
+Computation = dict[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Args:
+        computations: by their names.
+        entry: the name of the one that is run.
+        name: of the program, as in `jit_step`.
+        tables: of file names, functions, locations and stack frames, by number; older
+            versions of XLA write files and lines beside the instructions instead."""
+
+    computations: dict[str, Computation]
+    entry: str
+    name: str = ""
+    tables: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def frames(self, one: Instruction) -> list[tuple[str, int]]:
+        """The files and lines that led to an instruction, the innermost first."""
+        if (line := one.number("source_line")) is not None:
+            file = re.search(r'source_file="([^"]*)"', one.attributes)
+            return [(file[1] if file else "", line)]
+        found, seen = [], set()
+        frame = one.number("stack_frame_id")
+        while frame in self._frames and frame not in seen:
+            seen.add(frame)
+            location, frame = self._frames[frame]
+            found.append(location)
+        return found
+
+    @cached_property
+    def _frames(self) -> dict[int, tuple[tuple[str, int], int]]:
+        """By number, the location of a stack frame, and the number of its parent."""
+        files, _, locations, frames = (self.tables.get(name, {}) for name in _TABLES)
+
+        def location(number: int) -> tuple[str, int]:
+            text = locations.get(number, "")
+            file = files.get(_field(text, "file_name_id"), '""')
+            return file.strip('"'), _field(text, "line")
+
+        # The numbers of parents count from 1, and 1 stands for none.
+        return {
+            number: (
+                location(_field(text, "file_location_id")),
+                _field(text, "parent_frame_id") - 1,
+            )
+            for number, text in frames.items()
+        }
+
+
+def _field(text: str, key: str) -> int:
+    found = re.search(rf"\b{key}=(\d+)", text)
+    return int(found[1]) if found else 0
+
+
+def until_closed(text: str, start: int) -> int:
+    """The position behind the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    raise ValueError(f"unbalanced parentheses in HLO: {text}")
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    found = re.findall(r"([a-z]\w*)\[([^\]]*)\]", text)
+    return tuple(
+        # A dimension that may be smaller at run time is written as `<=8`.
+        Shape(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
+        for dtype, dims in found
+    )
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    found = _DEFINITION.match(line)
+    if found is None:
+        return None
+    root, name, text = found.groups()
+    end = until_closed(text, 0) if text.startswith("(") else text.index(" ")
+    opcode = _OPCODE.match(text, end)
+    if opcode is None:
+        raise ValueError(f"no opcode in HLO: {line}")
+    close = until_closed(text, opcode.end() - 1)
+    inner = text[opcode.end() : close - 1]
+    is_literal = opcode[1] in _LITERALS
+    return Instruction(
+        name=name,
+        opcode=opcode[1],
+        shapes=parse_shapes(text[:end]),
+        operands=() if is_literal else _operands(inner),
+        attributes=text[close:],
+        is_root=root is not None,
+        literal=inner if is_literal else "",
+    )
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    text = re.sub(r"/\*.*?\*/", "", text)  # comments, as in `/*index=5*/`
+    if "%" in text:  # some versions write the shapes of operands, too
+        return tuple(re.findall(r"%([\w.-]+)", text))
+    return tuple(re.findall(_NAME, text))
+
+
+def parse(text: str) -> Module:
+    """Parses a program: `compiled.as_text()` or `lowered.as_text(dialect="hlo")`.
+
+    Raises:
+        ValueError: the text is no HLO."""
+    computations: dict[str, Computation] = {}
+    tables: dict[str, dict[int, str]] = {}
+    current: Computation = {}
+    table: dict[int, str] = {}
+    entry, name = "", ""
+    for line in text.splitlines():
+        if found := re.match(r"HloModule ([^\s,]+)", line):
+            name = found[1]
+        elif header := _HEADER.match(line):
+            current = computations[header[2]] = {}
+            entry = header[2] if header[1] else entry
+        elif line in _TABLES:
+            table = tables[line] = {}
+        elif row := re.match(r"(\d+) (.*)$", line):
+            table[int(row[1])] = row[2]
+        elif instruction := parse_instruction(line):
+            current[instruction.name] = instruction
+    if not entry:
+        raise ValueError("HLO without an entry computation")
+    return Module(computations, entry, name, tables)
+
+
+def trip_count(module: Module, one: Instruction, scope: Computation) -> int | None:
+    """How often a loop runs, if XLA says so or its condition counts up to a constant.
+
+    Args:
+        module: the program.
+        one: the loop.
+        scope: the computation that it is in."""
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.attributes)
+    if found is not None:
+        return int(found[1])
+    (body,) = (module.computations[name] for name in one.called("body"))
+    for name in one.called("condition"):
+        condition = module.computations.get(name, {})
+        for root in (each for each in condition.values() if each.is_root):
+            if "direction=LT" not in root.attributes:
+                continue
+            counter, bound = (condition[name] for name in root.operands)
+            index = counter.number("index") if counter.operands else None
+            begins, steps = _begins(one, scope, index), _steps(body, index)
+            if bound.literal.isdigit() and begins is not None and steps == 1:
+                return max(int(bound.literal) - begins, 0)
+    return None
+
+
+def _begins(one: Instruction, scope: Computation, index: int | None) -> int | None:
+    """The constant that a carry of a loop begins with."""
+    carries = scope.get(one.operands[0])
+    if index is None or carries is None or carries.opcode != "tuple":
+        return None
+    first = scope[carries.operands[index]]
+    while first.opcode in ("copy", "bitcast"):
+        first = scope[first.operands[0]]
+    return int(first.literal) if re.fullmatch(r"-?\d+", first.literal) else None
+
+
+def _steps(body: Computation, index: int | None) -> int | None:
+    """The constant that the body of a loop adds to a carry."""
+    root = next(one for one in body.values() if one.is_root)
+    if index is None or root.opcode != "tuple":
+        return None
+    new = body[root.operands[index]]
+    if new.opcode != "add":
+        return None
+    terms = [body[name] for name in new.operands]
+    is_carry = any(term.number("index") == index for term in terms if term.operands)
+    literals = [term.literal for term in terms if term.opcode == "constant"]
+    is_number = bool(literals) and literals[0].isdigit()
+    return int(literals[0]) if is_carry and is_number else None
+
+
+# ---------------------------------------------------------------- FLOPs of contractions
+
+
+def dims_of(attributes: str, key: str) -> tuple[int, ...]:
+    """The numbers in `key={0,1}` or, as library calls have it, in `"key":["0","1"]`."""
+    found = re.search(rf'\b{key}"?[=:][{{\[]([^}}\]]*)', attributes)
+    return tuple(int(dim) for dim in re.findall(r"\d+", found[1])) if found else ()
+
+
+def dot_flops(out: Shape, lhs: Shape, attributes: str) -> int:
+    contracted = dims_of(attributes, "lhs_contracting_dim(?:ension)?s")
+    return 2 * out.elements * prod(lhs.dims[dim] for dim in contracted)
+
+
+def conv_flops(kernel: Shape, out: Shape, attributes: str) -> int:
+    """Multiply-adds, times two, of a forward convolution or of either gradient.
+
+    Each output position of the forward convolution meets the whole kernel once, and
+    its gradients pair up the same elements again."""
+    found = re.search(r"dim_labels=\w+_(\w+)->", attributes)
+    if found is None:
+        raise ValueError(f"no dim_labels in HLO: {attributes}")
+    features = kernel.dims[found[1].index("o")]
+    return 2 * out.elements * kernel.elements // max(features, 1)
+
+
+_BLOCK_SCALED = frozenset({"blockScaledDot", "block_scaled_dot"})
+
+
+def contraction_flops(one: Instruction, scope: Computation) -> int:
+    """FLOPs of a contraction; zero for all else.
+
+    Args:
+        one: an instruction of XLA, or a call of a library of NVIDIA's or Intel's.
+        scope: the computation that it is in."""
+    target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
+    library, routine = target.groups() if target else ("", "")
+    is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
+    is_call = library == "cublas" and routine.startswith(("gemm", "lt"))
+    is_dot = one.opcode in ("dot", "ragged-dot") or is_call
+    is_conv = one.opcode == "convolution" or routine.startswith("conv")
+    if not is_dot and not is_conv and not is_product:
+        return 0
+    lhs, rhs = (scope[name].shape for name in one.operands[:2])
+    if is_product:  # the last axis is summed over
+        return 2 * one.shape.elements * lhs.dims[-1]
+    if is_dot:
+        return dot_flops(one.shape, lhs, one.attributes)
+    if routine.startswith("convBackwardInput"):
+        return conv_flops(rhs, lhs, one.attributes)
+    if routine.startswith("convBackwardFilter"):
+        return conv_flops(one.shape, rhs, one.attributes)
+    return conv_flops(rhs, one.shape, one.attributes)

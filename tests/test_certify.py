@@ -1,0 +1,841 @@
+"""Certificates: what is compiled is tied to what was decided, and drifts are told."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxamp_like import AmpError, amp, certify, default_amp_policy
+from jaxamp_like._certify.certify import compared
+from jaxamp_like._certify.drifts import (
+    ADDED,
+    DROPPED,
+    DUPLICATED,
+    EXCESS,
+    GONE,
+    NOT_DRIFTS,
+    REDUCED_LOW,
+    UNREAD,
+    WIDE,
+)
+from jaxamp_like._certify.places import named
+from jaxamp_like.rules import use_original_precision
+
+LOW = "bfloat16 x bfloat16 -> bfloat16"
+FULL = "float32 x float32 -> float32"
+
+
+def low(fn):
+    return amp(fn, compute_dtype="bfloat16")
+
+
+def layers(ws, x):
+    for i, w in enumerate(ws):
+        with jax.named_scope(f"layer{i}"):
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def scanned(ws, x):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+
+def checkpointed(ws, x):
+    for w in ws:
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, w)
+    return jnp.mean(x**2)
+
+
+def branches(ws, x):
+    def is_tanh(w, x):
+        return jnp.tanh(x @ w)
+
+    def is_sin(w, x):
+        return jnp.sin(x @ w)
+
+    for w in ws:
+        x = lax.cond(jnp.sum(x) > 0, is_tanh, is_sin, w, x)
+    return jnp.mean(x**2)
+
+
+def image(ws, x):
+    x = x.reshape(4, 8, 8, 16)
+    for w in ws:
+        kernel = w.reshape(2, 2, 16, 64)[..., :16]
+        x = jnp.tanh(
+            lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
+    return jnp.mean(x**2)
+
+
+WS, X = jnp.full((3, 64, 64), 0.1), jnp.ones((64, 64))
+PROGRAMS = {
+    "layers": (layers, 3),
+    "scan": (scanned, 1),
+    "checkpoint": (checkpointed, 3),
+    "cond": (branches, 6),
+    "convolutions": (image, 3),
+}
+"""By name, a program and how many contractions its forward pass is written with."""
+
+
+def contractions(certificate):
+    return [one for one in certificate.operations if one.kind == "contraction"]
+
+
+# --------------------------------------------------------------- compiled for this CPU
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("lowers", (True, False), ids=("amp", "plain"))
+def test_every_contraction_of_a_program_is_tied_and_as_decided(name, lowers):
+    fn, written = PROGRAMS[name]
+    certificate = certify(low(fn) if lowers else fn, WS, X)
+    found = contractions(certificate)
+    assert len(found) == written
+    assert {one.decided for one in found} == {LOW if lowers else FULL}
+    assert all(one.opcodes for one in found)
+    assert certificate.is_as_decided
+    assert certificate.share_tied == 1
+    assert all("test_certify.py" in one.source for one in found)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_tied_and_as_decided(name):
+    fn, written = PROGRAMS[name]
+    certificate = certify(jax.grad(low(fn)), WS, X)
+    found = contractions(certificate)
+    assert certificate.is_as_decided
+    assert certificate.share_tied == 1
+    assert sum(one.phase == "forward" for one in found) == written
+    # The cotangent of `x` is not asked for.
+    assert sum(one.phase == "backward" for one in found) >= 2 * written - 2
+
+
+def test_scopes_lines_and_reasons_are_told():
+    certificate = certify(jax.grad(low(layers)), WS, X)
+    scopes = {(one.scope, one.phase) for one in contractions(certificate)}
+    assert scopes == {
+        (f"layer{i}", phase) for i in range(3) for phase in ("forward", "backward")
+    }
+    line = layers.__code__.co_firstlineno + 3
+    for one in contractions(certificate):
+        assert one.source.endswith(f"test_certify.py:{line}")
+        assert one.primitive == "dot_general"
+        assert one.why == "computes in bfloat16"
+
+
+def test_loops_tell_how_often_they_run():
+    (one,) = contractions(certify(low(scanned), WS, X))
+    assert one.times == 3
+    assert one.work == 3 * 2 * 64**3
+
+
+def test_a_product_that_becomes_a_sum_is_tied():
+    x = jnp.ones(256)
+    certificate = certify(jnp.dot, x, x)
+    (one,) = contractions(certificate)
+    assert GONE not in one.drifts
+    assert one.compiled == (one.decided,)
+
+
+def test_what_is_not_needed_is_told_as_gone():
+    def fn(x):
+        wasted = x @ x
+        return x + 0 * wasted.shape[0] + lax.stop_gradient(x @ x.T)
+
+    found = contractions(certify(fn, X))
+    assert [GONE in one.drifts for one in found].count(False) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    (jax.jit, lambda f: f, lambda f: jax.jit(f).lower(WS, X)),
+    ids=("jitted", "function", "lowered"),
+)
+def test_functions_and_stages_are_certified(wrap):
+    step = wrap(jax.grad(low(layers)))
+    args = () if isinstance(step, jax.stages.Lowered) else (WS, X)
+    certificate = certify(step, *args)
+    assert certificate.is_as_decided
+    assert len(contractions(certificate)) >= 8
+
+
+def test_shapes_do_in_place_of_arrays():
+    shapes = jax.eval_shape(lambda: (WS, X))
+    assert certify(low(layers), *shapes) == certify(low(layers), WS, X)
+
+
+def test_everything_is_in_the_json():
+    data = json.loads(certify(low(layers), WS, X).to_json())
+    assert data["is_as_decided"] is True
+    assert {one["decided"] for one in data["operations"] if one["work"]} == {LOW}
+
+
+def test_sharded_weights_are_gathered_low():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = NamedSharding(mesh, P(None, "data"))
+    ws = jax.ShapeDtypeStruct(WS.shape, WS.dtype, sharding=sharded)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
+    certificate = certify(low(layers), ws, x)
+    gathers = [one for one in certificate.operations if "all-gather" in one.opcodes]
+    assert gathers
+    assert {one.compiled for one in gathers} == {("bfloat16 -> bfloat16",)}
+
+
+def test_collectives_of_a_shard_map_are_tied():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(w, x):
+        y = jnp.tanh(x @ lax.all_gather(w, "data", tiled=True))
+        return lax.pmean(jnp.mean(y**2), "data")
+
+    specs = P("data"), P("data")
+    fn = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    certificate = certify(jax.grad(low(fn)), WS[0], X)
+    found = {
+        one.primitive for one in certificate.operations if one.kind == "collective"
+    }
+    assert {"all_gather", "reduce_scatter"} <= found
+    assert certificate.is_as_decided
+
+
+# ----------------------------------------------------------------------- planted drifts
+
+
+def handed_over(fn, *args):
+    return jax.jit(fn).lower(*args).as_text(dialect="hlo", debug_info=True)
+
+
+def compiled(fn, *args):
+    return jax.jit(fn).lower(*args).compile().as_text()
+
+
+def against(decided, run, *args):
+    """The certificate of a function, if XLA made of it what it makes of another."""
+    return compared(
+        handed_over(decided, *args),
+        compiled(run, *args),
+        name="step",
+        device=jax.devices()[0],
+    )
+
+
+def full_in(*scopes, dtype="bfloat16"):
+    """`layers` in a low dtype, with some scopes in float32."""
+    policy = default_amp_policy | {scope: use_original_precision for scope in scopes}
+    return amp(layers, compute_dtype=dtype, amp_policy=policy)
+
+
+def drifts_by_scope(certificate):
+    return {
+        (one.scope, drift)
+        for one in certificate.drifts
+        for drift in one.drifts
+        if drift not in NOT_DRIFTS
+    }
+
+
+@pytest.mark.parametrize("scope", ("layer0", "layer1", "layer2"))
+@pytest.mark.parametrize("transform", (lambda f: f, jax.grad), ids=("value", "grad"))
+def test_a_cast_that_is_left_out_is_told_by_its_scope(scope, transform):
+    decided, run = transform(full_in()), transform(full_in(scope))
+    assert drifts_by_scope(against(decided, run, WS, X)) == {(scope, DROPPED)}
+
+
+@pytest.mark.parametrize("scope", ("layer0", "layer1", "layer2"))
+@pytest.mark.parametrize("transform", (lambda f: f, jax.grad), ids=("value", "grad"))
+def test_a_cast_that_is_added_is_told_by_its_scope(scope, transform):
+    decided, run = transform(full_in(scope)), transform(full_in())
+    found = drifts_by_scope(against(decided, run, WS, X))
+    assert (scope, ADDED) in found
+    assert {drift for _, drift in found} <= {ADDED, REDUCED_LOW}
+    assert {name for name, _ in found} == {scope}
+
+
+def test_another_dtype_of_as_many_bits_is_told():
+    found = drifts_by_scope(against(full_in(dtype="float16"), full_in(), WS, X))
+    assert {(f"layer{i}", ADDED) for i in range(3)} <= found
+    assert {(f"layer{i}", DROPPED) for i in range(3)} <= found
+
+
+# Written as XLA writes for a GPU: a weight is gathered, and read by a contraction;
+# another one reads 8 bits; its result is summed, on each device and over all.
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+"""
+HIGHEST = "operand_precision={highest,highest}"
+DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def of(op_name):
+    return f'metadata={{op_name="jit(step)/{op_name}"}}'
+
+
+TO_ENC, GATHER = of("enc/convert_element_type"), of("enc/all_gather")
+ENC, HEAD = of("enc/dot_general"), of("head/dot_general")
+TO_HEAD, SUM = of("head/convert_element_type"), of("head/reduce_sum")
+DECIDED = f"""
+  %w = f32[8,64] get-tuple-element(%all), index=0
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %wq = f8e4m3fn[64,64] get-tuple-element(%all), index=2
+  %wb = bf16[8,64] convert(%w), {TO_ENC}
+  %g = bf16[64,64] all-gather(%wb), dimensions={{0}}, {GATHER}
+  %xb = bf16[32,64] convert(%x)
+  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}
+  %t = bf16[32,64] tanh(%d)
+  %q = f8e4m3fn[32,64] convert(%t), {TO_HEAD}
+  %e = f32[32,64] dot(%q, %wq), {DIMS}, {HEAD}
+  %zero = f32[] constant(0)
+  %s = f32[32] reduce(%e, %zero), dimensions={{1}}, to_apply=%add, {SUM}
+  %r = f32[32] all-reduce(%s), to_apply=%add, {of("head/psum")}
+"""
+LEFT_OUT = "  %xb = bf16[32,64] convert(%x)\n"
+EDITS = {
+    "gathered wide": (
+        {
+            "%wb = bf16[8,64] convert(%w)": "%wb = f32[8,64] copy(%w)",
+            "%g = bf16[64,64] all-gather(%wb), dimensions={0}": (
+                "%g32 = f32[64,64] all-gather(%wb), dimensions={0}"
+            ),
+            "  %xb": "  %g = bf16[64,64] convert(%g32)\n  %xb",
+        },
+        {("all_gather", WIDE), ("all_gather", DROPPED)},
+    ),
+    "widened to be gathered": (
+        {
+            "%g = bf16[64,64] all-gather(%wb), dimensions={0}": (
+                "%w32 = f32[8,64] convert(%wb)\n"
+                "  %g32 = f32[64,64] all-gather(%w32), dimensions={0}"
+            ),
+            "  %xb": "  %g = bf16[64,64] convert(%g32)\n  %xb",
+        },
+        {("all_gather", WIDE)},
+    ),
+    "cast of an activation left out": (
+        {LEFT_OUT: "", "dot(%xb, %g)": "dot(%x, %g)"},
+        {("dot_general", DROPPED)},
+    ),
+    "8 bits left out": (
+        {"dot(%q, %wq)": "dot(%t, %wq)"},
+        {("dot_general", DROPPED)},
+    ),
+    "result of a contraction rounded": (
+        {
+            "%e = f32[32,64]": "%eb = bf16[32,64]",
+            "  %zero": "  %e = f32[32,64] convert(%eb)\n  %zero",
+        },
+        {("dot_general", REDUCED_LOW), ("reduce_sum", ADDED)},
+    ),
+    "result of a contraction rounded by its reader": (
+        {
+            "reduce(%e": "reduce(%e2",
+            "  %zero": (
+                "  %e1 = bf16[32,64] convert(%e)\n"
+                "  %e2 = f32[32,64] convert(%e1)\n  %zero"
+            ),
+        },
+        {("dot_general", REDUCED_LOW), ("reduce_sum", ADDED)},
+    ),
+    "summed low": (
+        {
+            "%s = f32[32] reduce(%e, %zero)": "%sb = bf16[32] reduce(%e, %zero)",
+            "  %r = ": "  %s = f32[32] convert(%sb)\n  %r = ",
+        },
+        {("reduce_sum", REDUCED_LOW), ("psum", ADDED)},
+    ),
+    "summed low over devices": (
+        {
+            "  %r = f32[32] all-reduce(%s)": (
+                "  %sb = bf16[32] convert(%s)\n  %rb = bf16[32] all-reduce(%sb)"
+            ),
+            "  ROOT %last": "  %r = f32[32] convert(%rb)\n  ROOT %last",
+        },
+        {("psum", REDUCED_LOW), ("psum", ADDED)},
+    ),
+    "contraction run twice": (
+        {"  %t = ": (f"  %d2 = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n  %t = ")},
+        {("dot_general", DUPLICATED)},
+    ),
+    "quantised twice": (
+        {"  %zero": (f"  %q2 = f8e4m3fn[32,64] convert(%t), {TO_HEAD}\n  %zero")},
+        {("convert_element_type", DUPLICATED)},
+    ),
+    "operand in 8 bits": (
+        {
+            "dot(%xb, %g)": "dot(%x8, %g)",
+            "  %d = ": "  %x8 = f8e5m2[32,64] convert(%xb)\n  %d = ",
+        },
+        {("dot_general", ADDED)},
+    ),
+    "operand rounded in place": (
+        {
+            "dot(%xb, %g)": "dot(%x8, %g)",
+            "  %d = ": (
+                "  %x8 = bf16[32,64] reduce-precision(%xb), exponent_bits=5, "
+                "mantissa_bits=2\n  %d = "
+            ),
+        },
+        {("dot_general", ADDED)},
+    ),
+    "another dtype of 16 bits": (
+        {
+            LEFT_OUT: "  %xb = f16[32,64] convert(%x)\n",
+            "dot(%xb, %g)": "dot(%xb, %gh)",
+            "  %d = ": "  %gh = f16[64,64] convert(%g)\n  %d = ",
+        },
+        {("dot_general", DROPPED), ("dot_general", ADDED)},
+    ),
+}
+"""By name, what is changed in the program above, and what is to be found."""
+
+ARGUMENTS = "(f32[8,64], f32[32,64], f8e4m3fn[64,64], f32[32])"
+
+
+def in_entry(lines):
+    return (
+        f"HloModule jit_step\n\n{ADD}ENTRY %main (all: f32[]) -> f32[] {{\n"
+        f"  %all = {ARGUMENTS} parameter(0)\n{lines}"
+        f"  ROOT %last = {ARGUMENTS} tuple(%w, %x, %wq, %r)\n}}\n"
+    )
+
+
+def in_call(lines):
+    inner = in_entry(lines).replace("ENTRY %main", "%inner")
+    return (
+        f"{inner}\nENTRY %main (args: f32[]) -> f32[] {{\n"
+        f"  %args = {ARGUMENTS} parameter(0)\n"
+        f"  ROOT %out = {ARGUMENTS} call(%args), to_apply=%inner\n}}\n"
+    )
+
+
+def in_loop(lines):
+    inner = in_entry(lines).replace("ENTRY %main", "%inner")
+    return (
+        f"{inner}\nENTRY %main (args: f32[]) -> f32[] {{\n"
+        f"  %args = {ARGUMENTS} parameter(0)\n"
+        f"  ROOT %out = {ARGUMENTS} while(%args), condition=%cond, body=%inner, "
+        'backend_config={"known_trip_count":{"n":"4"}}\n}\n'
+    )
+
+
+class GPU:
+    platform, device_kind = "gpu", "described"
+
+
+class TPU:
+    platform, device_kind = "tpu", "described"
+
+
+@pytest.mark.parametrize("device", (GPU, TPU))
+def test_the_default_precision_of_float32_allows_rounding_and_does_not_ask(device):
+    plain = DECIDED.replace("dot(%xb, %g)", "dot(%x, %wide)").replace(
+        "  %xb", "  %wide = f32[64,64] convert(%wq)\n  %xb"
+    )
+    decided = in_entry(plain)
+    exact = decided.replace(f"{DIMS}, {ENC}", f"{DIMS}, {HIGHEST}, {ENC}")
+    allowed = compared(decided, exact, name="step", device=device)
+    assert allowed.is_as_decided
+    asked = compared(exact, decided, name="step", device=device)
+    (one,) = asked.drifts
+    assert one.drifts == (ADDED,)
+    assert one.arithmetic == {GPU: "tf32", TPU: "one bfloat16 pass"}[device]
+
+
+@pytest.mark.parametrize("around", (in_entry, in_call, in_loop))
+@pytest.mark.parametrize("name", EDITS)
+def test_a_drift_in_the_compiled_program_is_named(name, around):
+    edits, expected = EDITS[name]
+    before = text = around(DECIDED)
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    certificate = compared(before, text, name="step", device=GPU)
+    found = {(one.primitive, d) for one in certificate.drifts for d in one.real_drifts}
+    assert found == expected
+    assert not certificate.is_as_decided
+
+
+@pytest.mark.parametrize("around", (in_entry, in_call, in_loop))
+def test_nothing_is_found_in_a_program_as_it_was_decided(around):
+    text = around(DECIDED)
+    certificate = compared(text, text, name="step", device=GPU)
+    assert certificate.is_as_decided
+    assert all(not one.drifts for one in certificate.operations)
+    kinds = {one.kind for one in certificate.operations}
+    assert kinds == {"contraction", "reduction", "collective", "quantisation"}
+
+
+# ------------------------------------------------ what others have tried to get past it
+
+
+def drifts_of(decided, run, *args):
+    certificate = against(decided, run, *args)
+    return {drift for one in certificate.operations for drift in one.drifts}
+
+
+INDICES = jnp.arange(64) % 7
+WEIGHT = np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)
+
+
+def rounded(x):
+    return lax.reduce_precision(x, 8, 7)
+
+
+@pytest.mark.parametrize(
+    ("decided", "run", "expected"),
+    (
+        (
+            lambda x: jnp.sum(jnp.tanh(x), 1),
+            lambda x: jnp.sum(rounded(jnp.tanh(x)), 1),
+            ADDED,
+        ),
+        (
+            lambda x: jnp.sum(rounded(jnp.tanh(x)), 1),
+            lambda x: jnp.sum(jnp.tanh(x), 1),
+            EXCESS,
+        ),
+        (
+            lambda x: rounded(x) @ rounded(jnp.asarray(WEIGHT)),
+            lambda x: rounded(x) @ WEIGHT,
+            UNREAD,
+        ),
+    ),
+    ids=("sum", "sum of more", "constant"),
+)
+def test_sums_and_constants_are_compared(decided, run, expected):
+    assert expected in drifts_of(decided, run, X)
+    assert not drifts_of(decided, decided, X) & {ADDED, DROPPED}
+
+
+@pytest.mark.parametrize(
+    ("condition", "step"),
+    (
+        (lambda i: i <= 10, 1),
+        (lambda i: i > -7, -1),
+        (lambda i: i != 10, 1),
+        (lambda i: i < 10, 2),
+        (lambda i: i < 1.0, 0.125),
+    ),
+)
+def test_a_loop_of_another_length_runs_nothing_twice(condition, step):
+    def fn(x):
+        start = jnp.asarray(0 * step)
+        body = lambda c: (c[0] + step, jnp.tanh(c[1] @ c[1]))  # noqa: E731
+        return lax.while_loop(lambda c: condition(c[0]), body, (start, x))[1]
+
+    certificate = certify(fn, X)
+    assert certificate.is_as_decided
+    (one,) = contractions(certificate)
+    assert one.times == 1  # as for a loop of unknown length
+
+
+def test_an_outer_product_is_tied():
+    (one,) = contractions(certify(jnp.matmul, jnp.ones((64, 1)), jnp.ones((1, 64))))
+    assert one.opcodes == ("multiply",)
+    assert one.compiled == (one.decided,) == (FULL,)
+
+
+def test_gradients_of_grouped_convolutions_are_tied():
+    def loss(k, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=8
+        )
+        return jnp.mean(y**2)
+
+    args = jnp.ones((3, 3, 1, 8)), jnp.ones((2, 8, 8, 8))
+    certificate = certify(jax.grad(low(loss)), *args)
+    assert certificate.is_as_decided
+    assert certificate.share_tied == 1
+
+
+def test_kernels_of_libraries_are_tied():
+    kinds = {
+        one.kind: one.opcodes for one in certify(jnp.linalg.solve, X, X).operations
+    }
+    assert "kernel" in kinds
+    assert certify(jax.scipy.linalg.expm, X).is_as_decided
+    lstsq = certify(lambda x: jnp.linalg.lstsq(x, x)[0], X)
+    assert not [
+        one for one in lstsq.operations if one.kind == "kernel" and not one.opcodes
+    ]
+
+
+def test_lines_of_one_name_are_told_apart():
+    def decided(x, y):
+        a = rounded(x) @ rounded(y)
+        return a, y @ x
+
+    def run(x, y):
+        a = x @ y
+        return a, rounded(y) @ rounded(x)
+
+    before, after = handed_over(decided, X, X), compiled(run, X, X)
+    lines = [decided.__code__.co_firstlineno + i for i in (1, 2)]
+    there = [run.__code__.co_firstlineno + i for i in (1, 2)]
+    for old, new in zip(there, lines, strict=True):
+        after = after.replace(
+            f"line={old} end_line={old}", f"line={new} end_line={new}"
+        )
+    certificate = compared(before, after, name="step", device=jax.devices()[0])
+    found = {
+        one.source.rpartition(":")[2]: one.real_drifts for one in certificate.drifts
+    }
+    assert found == {str(lines[0]): (DROPPED,), str(lines[1]): (ADDED,)}
+
+
+@pytest.mark.parametrize(
+    "name", ("cond", "while", "scan/cell", "block/block", "a/b/a/b", "a(b")
+)
+def test_scopes_of_any_name_are_told(name):
+    def fn(x):
+        with jax.named_scope(name):
+            return jnp.tanh(x @ x)
+
+    (one, *_) = contractions(
+        certify(
+            low(fn),
+            X,
+        )
+    )
+    assert one.scope == name
+
+
+def test_a_scope_named_like_a_mark_is_no_mark():
+    def fn(x):
+        with jax.named_scope("amp_equation:3"):
+            return x @ x
+
+    assert certify(fn, X).is_as_decided
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "expected"),
+    (
+        ("highest,highest", "high,high", {GPU: ADDED, TPU: ADDED}),
+        ("highest,highest", "default,highest", {GPU: None, TPU: None}),
+        ("high,high", "default,default", {GPU: None, TPU: ADDED}),
+    ),
+)
+@pytest.mark.parametrize("device", (GPU, TPU))
+def test_levels_of_precision_are_told_apart(asked, given, expected, device):
+    text = in_entry(
+        DECIDED.replace("dot(%xb, %g)", "dot(%x, %y)").replace(
+            "  %xb", "  %y = f32[64,64] tanh(%x)\n  %xb"
+        )
+    )
+    levels = [
+        text.replace(f"{DIMS}, {ENC}", f"{DIMS}, operand_precision={{{p}}}, {ENC}")
+        for p in (asked, given)
+    ]
+    found = compared(*levels, name="step", device=device).drifts
+    assert {d for one in found for d in one.drifts} == {expected[device]} - {None}
+
+
+@pytest.mark.parametrize("device", (GPU, TPU))
+def test_an_algorithm_asks_for_its_rounding(device):
+    text = in_entry(
+        DECIDED.replace("dot(%xb, %g)", "dot(%x, %y)").replace(
+            "  %xb", "  %y = f32[64,64] tanh(%x)\n  %xb"
+        )
+    )
+    with_algorithm = text.replace(
+        f"{DIMS}, {ENC}", f"{DIMS}, algorithm=dot_bf16_bf16_f32, {ENC}"
+    )
+    found = compared(with_algorithm, text, name="step", device=device).drifts
+    assert {d for one in found for d in one.drifts} == (
+        {DROPPED} if device is GPU else set()
+    )
+
+
+def test_sums_over_devices_that_are_sent_wider_are_told():
+    low_sum = DECIDED.replace(
+        "  %r = f32[32] all-reduce(%s)", "  %r = bf16[32] all-reduce(%b)"
+    )
+    low_sum = low_sum.replace("  %r =", "  %b = bf16[32] convert(%s)\n  %r =")
+    wide = low_sum.replace(
+        "  %r = bf16[32] all-reduce(%b)",
+        "  %v = f32[32] convert(%b)\n  %r = f32[32] all-reduce(%v)",
+    )
+    certificate = compared(in_entry(low_sum), in_entry(wide), name="step", device=GPU)
+    assert {(one.primitive, one.real_drifts) for one in certificate.drifts} == {
+        ("psum", (WIDE,))
+    }
+
+
+def test_collectives_that_became_one_are_compared_one_by_one():
+    decided = (
+        DECIDED + f"  %r2 = f32[32,64] all-reduce(%e), to_apply=%add, {of('b/psum')}\n"
+    )
+    both = DECIDED.replace(
+        f"  %r = f32[32] all-reduce(%s), to_apply=%add, {of('head/psum')}",
+        "  %low = bf16[32,64] convert(%e)\n"
+        "  %both = (f32[32], bf16[32,64]) all-reduce(%s, %low), to_apply=%add, "
+        f"{of('head/psum')}\n"
+        "  %r = f32[32] get-tuple-element(%both), index=0",
+    )
+    certificate = compared(in_entry(decided), in_entry(both), name="step", device=GPU)
+    wrong = {one.scope for one in certificate.drifts if one.kind == "collective"}
+    assert wrong == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "primitive"),
+    (
+        (
+            "%c = f32[32,64] scatter(%wide, %i, %u), update_window_dims={1}, "
+            "to_apply=%add",
+            "scatter-add",
+        ),
+        (
+            "%c = f32[32,64] reduce-window(%u, %nought), "
+            "window={size=1x64 pad=0_0x63_0}, to_apply=%add",
+            "cumsum",
+        ),
+    ),
+)
+def test_sums_into_an_array_of_the_same_size_are_compared(line, primitive):
+    text = DECIDED + (
+        "  %nought = f32[] constant(0)\n"
+        "  %wide = f32[32,64] broadcast(%nought), dimensions={}\n"
+        "  %i = s32[32] iota(), iota_dimension=0\n"
+        f"  %u = f32[32,64] exponential(%x)\n  {line}, {of(primitive)}\n"
+    )
+    edited = text.replace("%u)", "%v)")
+    edited = edited.replace("(%u, ", "(%v, ").replace(
+        "  %c =",
+        "  %vb = bf16[32,64] convert(%u)\n  %v = f32[32,64] convert(%vb)\n  %c =",
+    )
+    certificate = compared(in_entry(text), in_entry(edited), name="step", device=GPU)
+    (one,) = certificate.drifts
+    assert (one.primitive, one.real_drifts) == (primitive, (ADDED,))
+    assert compared(in_entry(text), in_entry(text), name="", device=GPU).is_as_decided
+
+
+def test_contractions_that_became_one_are_tied():
+    q = f"  %k = bf16[32,64] dot(%xb, %g), {DIMS}, {of('k/dot_general')}\n"
+    decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")
+    merged = DECIDED.replace(
+        f"  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}",
+        "  %ggg = bf16[64,192] concatenate(%g, %g, %g), dimensions={1}\n"
+        f"  %ddd = bf16[32,192] dot(%xb, %ggg), {DIMS}, {ENC}\n"
+        "  %d = bf16[32,64] slice(%ddd), slice={[0:32], [0:64]}",
+    )
+    certificate = compared(in_entry(decided), in_entry(merged), name="step", device=GPU)
+    assert certificate.is_as_decided
+    assert certificate.share_tied == 1
+    assert not [one for one in contractions(certificate) if not one.opcodes]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "match"),
+    (
+        (lambda: jax.jit(layers).lower(WS, X).compile(), "compiled already"),
+        (lambda: 3, "must be a function"),
+        (lambda: None, "must be a function"),
+    ),
+)
+def test_what_can_not_be_certified_is_told(wrap, match):
+    with pytest.raises(TypeError, match=match):
+        certify(wrap(), WS, X)
+
+
+def test_what_is_traced_is_certified():
+    assert certify(jax.jit(low(layers)).trace(WS, X)).is_as_decided
+
+
+# --------------------------------------------------------------------------- lock files
+
+
+@pytest.fixture
+def lock(tmp_path):
+    return certify(jax.grad(full_in()), WS, X).save(tmp_path / "a" / "precision.lock")
+
+
+def test_a_lock_holds_for_the_same_program(lock):
+    certify(jax.grad(full_in()), WS, X, lock=lock)
+
+
+def test_a_lock_is_sorted_and_names_neither_files_nor_versions(lock):
+    text = lock.read_text()
+    head, lines = text.split("\n\n")
+    assert sorted(lines.splitlines()) == lines.splitlines()
+    assert ".py" not in text
+    assert jax.__version__ not in text
+    assert "platform: cpu" in head
+
+
+def test_a_changed_scope_shows_as_its_own_lines(lock):
+    with pytest.raises(AmpError) as e:
+        certify(jax.grad(full_in("layer1")), WS, X, lock=lock)
+    changed = str(e.value).splitlines()[1:]
+    assert changed
+    assert all(re.match(r"[-+]layer1: ", line) for line in changed)
+
+
+def test_a_lock_of_other_shapes_is_told(lock):
+    with pytest.raises(ValueError, match=r"lock of another program.*64,64.*32,64"):
+        certify(jax.grad(full_in()), WS, X[:32], lock=lock)
+
+
+@pytest.mark.parametrize("text", ("", "precision lock, format 9\n"))
+def test_what_is_no_lock_is_told(tmp_path, text):
+    path = tmp_path / "other.lock"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="first line must be"):
+        certify(full_in(), WS, X, lock=path)
+
+
+# ---------------------------------------------------------------------------- bad input
+
+
+def test_a_result_in_place_of_a_function_is_told():
+    with pytest.raises(TypeError, match="Write `certify\\(step, x\\)`"):
+        certify(layers(WS, X))
+
+
+def test_arguments_of_what_is_lowered_are_told():
+    with pytest.raises(TypeError, match="leave out `args`"):
+        certify(jax.jit(layers).lower(WS, X), WS, X)
+
+
+@pytest.mark.parametrize(
+    ("op_name", "expected"),
+    (
+        ("jit(f)/dot_general", ("", "forward", "dot_general", None)),
+        ("jit(f)/a/b/dot_general", ("a/b", "forward", "dot_general", None)),
+        (
+            "jit(f)/jvp(amp_rewritten)/a/while/body/closed_call/amp_equation:7/tanh",
+            ("a", "forward", "tanh", 7),
+        ),
+        (
+            "jit(f)/transpose(jvp(amp_rewritten))/a/jvp(amp_rewritten)/a/checkpoint/"
+            "dot_general",
+            ("a", "backward", "dot_general", None),
+        ),
+        (
+            "jit(f)/transpose(jvp(a))/checkpoint/rematted_computation/mul",
+            ("a", "recomputed", "mul", None),
+        ),
+        ("jit(f)/out/amp_rewritten/in/tanh", ("out/in", "forward", "tanh", None)),
+        ("jit(f)/vmap(a)/dot_general", ("a", "forward", "dot_general", None)),
+        ("", ("", "forward", "", None)),
+    ),
+)  # fmt: skip
+def test_names_of_operations_are_read(op_name, expected):
+    one = named(op_name)
+    scope = "/".join([*one.outer, *one.inner])
+    assert (scope, one.phase, one.primitive, one.step) == expected
