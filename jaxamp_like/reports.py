@@ -1,8 +1,9 @@
 """Reports: which precision ran where and why, and what became of the numbers."""
 
 from ._calibrate import Budget as Budget, Calibration as Calibration, Device as Device
-from ._certify.certificate import Certificate as Certificate, Certified as Certified
+from ._certify.certificate import Certificate as Certificate
 from ._certify.certify import certify as certify
+from ._certify.records import Certified as Certified
 from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,

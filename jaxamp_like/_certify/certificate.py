@@ -8,68 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .._errors import AmpError
-from .._reports.data.records import Phase
 from . import lock as locks
-from .drifts import EMULATED, GONE, MEANINGS, NOT_DRIFTS, UNDECIDED, WIDE
+from .drifts import GONE, MEANINGS, UNDECIDED
 from .operations import Kind
-
-
-@dataclass(frozen=True, slots=True)
-class Certified:
-    """One operation of the program, as decided and as compiled.
-
-    Args:
-        kind: "contraction", "reduction", "collective", "quantisation" or "kernel".
-        scope: names of `jax.named_scope`s, outermost first, joined by "/".
-        phase: "forward", "backward" or "recomputed".
-        primitive: of the equation.
-        source: "file:line" of the author's, "" where none is known.
-        decided: what it reads and makes in the program that JAX hands to XLA, as in
-            "bfloat16 x bfloat16 -> float32"; "" if it is undecided.
-        compiled: the same in the compiled program, for each way in which it runs there.
-        stored: the dtypes in which the compiled program keeps its operands.
-        arithmetic: what float32 operands are rounded to as they are multiplied.
-        opcodes: what XLA calls it.
-        drifts: how these differ, in the words of `MEANINGS`.
-        work: FLOPs of all runs of a contraction.
-        times: how often it runs, as decided.
-        why: the reason of the rule that decided, if it is known."""
-
-    kind: Kind
-    scope: str
-    phase: Phase
-    primitive: str
-    source: str
-    decided: str
-    compiled: tuple[str, ...]
-    stored: tuple[str, ...]
-    arithmetic: str
-    opcodes: tuple[str, ...]
-    drifts: tuple[str, ...]
-    work: int
-    times: int
-    why: str = ""
-
-    @property
-    def is_as_decided(self) -> bool:
-        return not self.real_drifts
-
-    @property
-    def real_drifts(self) -> tuple[str, ...]:
-        """The drifts that change numbers, or cost bytes or runs."""
-        return tuple(drift for drift in self.drifts if drift not in NOT_DRIFTS)
-
-    def __str__(self) -> str:
-        where = f" in {self.scope}" if self.scope else ""
-        line = f" ({self.source})" if self.source else ""
-        decided = f"decided {self.decided}, " if self.decided else ""
-        compiled = "; ".join(self.compiled) or "nothing"
-        kinds = ", ".join(self.drifts) or "as decided"
-        text = f"{kinds}: {self.primitive}{where}, {self.phase}{line}: "
-        text += f"{decided}compiled {compiled}"
-        if {WIDE, EMULATED} & {*self.drifts}:
-            text += f", stored as {' and '.join(self.stored)}"
-        return f"{text} [{self.why}]" if self.why else text
+from .records import Certified
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,8 +84,16 @@ class Certificate:
             OSError: the path can't be written to."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(locks.written(self), encoding="utf-8")
+        path.write_text(locks.written(self._head(), self.operations), encoding="utf-8")
         return path
+
+    def _head(self) -> dict[str, str]:
+        """What a lock file holds for."""
+        return {
+            "function": self.name,
+            "platform": self.platform,
+            "arguments": ", ".join(self.arguments),
+        }
 
     def check(self, path: str | Path) -> None:
         """Compares with a lock file that `save` wrote.
@@ -155,7 +105,7 @@ class Certificate:
                 message is a diff.
             ValueError: the file is no lock file, or one of another program.
             OSError: it can't be read."""
-        if difference := locks.difference(self, Path(path)):
+        if difference := locks.difference(self._head(), self.operations, Path(path)):
             raise AmpError(difference)
 
 
@@ -169,7 +119,7 @@ def _summary(certificate: Certificate) -> Iterator[str]:
         wrong = [one for one in mine if not one.is_as_decided]
         gone = sum(GONE in one.drifts for one in mine)
         text = f"  {len(mine) - len(wrong)} of {len(mine)} {kind}s run as decided"
-        yield text + (f", of which {gone} are gone" if gone else "")
+        yield text + (f", {gone} of them gone" if gone else "")
     by_kind = Counter(drift for one in ops for drift in one.drifts)
     for drift, count in by_kind.items():
         yield f"  {count} x {drift}: {MEANINGS[drift]}"

@@ -14,10 +14,11 @@ from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
 from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
-from .certificate import Certificate, Certified
+from .certificate import Certificate
 from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
 from .operations import Operation, Platform, operations
 from .places import named, source_of
+from .records import Certified
 from .tie import Tied, tie
 
 
@@ -217,8 +218,8 @@ def _record(
     steps: Sequence[Step],
 ) -> Certified:
     names = named(place.op_name)
-    is_known = names.step is not None and names.step < len(steps)
-    step = steps[names.step] if is_known else None
+    number = names.step
+    step = steps[number] if number is not None and number < len(steps) else None
     # The decision knows the author's scopes exactly.
     inner = without_solver_scope(step.scope) if step else names.inner
     return Certified(

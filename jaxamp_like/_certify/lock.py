@@ -7,23 +7,32 @@ that operands are stored in, and whether equal operations became one."""
 
 import difflib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .certificate import Certificate
+from .records import Certified
 
 _FORMAT = "jaxamp_like precision lock, format 1"
 
 
-def written(certificate: "Certificate") -> str:
-    """The text of a lock file."""
-    return "\n".join([*_head(certificate), "", *_lines(certificate), ""])
+def written(about: Mapping[str, str], operations: Iterable[Certified]) -> str:
+    """The text of a lock file.
+
+    Args:
+        about: what the lock holds for, as a name and a text.
+        operations: of the program."""
+    return "\n".join([*_head(about), "", *_lines(operations), ""])
 
 
-def difference(certificate: "Certificate", path: Path) -> str:
-    """How a certificate differs from a lock file, as a diff; "" if it does not.
+def difference(
+    about: Mapping[str, str], operations: Iterable[Certified], path: Path
+) -> str:
+    """How operations differ from a lock file, as a diff; "" if they do not.
 
+    Args:
+        about: what they are the operations of, as for `written`.
+        operations: of the program.
+        path: of the lock file.
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is no lock file, or one of another program."""
@@ -41,9 +50,8 @@ def difference(certificate: "Certificate", path: Path) -> str:
             f"{_FORMAT!r}, but is {first[:80]!r}. Write it anew with "
             "`certificate.save(path)`."
         )
-    new = written(certificate).splitlines()
-    head = _head(certificate)
-    for ours, theirs in zip(head, old, strict=False):
+    new = written(about, operations).splitlines()
+    for ours, theirs in zip(_head(about), old, strict=False):
         if ours != theirs:
             raise ValueError(
                 f"{path} is the lock of another program: it says {theirs!r}, but this "
@@ -57,18 +65,13 @@ def difference(certificate: "Certificate", path: Path) -> str:
     return "\n".join([f"The precision differs from {path}:", *changed])
 
 
-def _head(certificate: "Certificate") -> list[str]:
-    return [
-        _FORMAT,
-        f"function: {certificate.name}",
-        f"platform: {certificate.platform}",
-        f"arguments: {', '.join(certificate.arguments)}",
-    ]
+def _head(about: Mapping[str, str]) -> list[str]:
+    return [_FORMAT, *(f"{name}: {text}" for name, text in about.items())]
 
 
-def _lines(certificate: "Certificate") -> list[str]:
+def _lines(operations: Iterable[Certified]) -> list[str]:
     count: Counter[str] = Counter()
-    for one in certificate.operations:
+    for one in operations:
         text = f"{one.scope or '(no scope)'}: {one.phase} {one.primitive}: "
         text += one.decided or "decided by no equation"
         if one.real_drifts or not one.decided:

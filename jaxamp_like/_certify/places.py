@@ -13,7 +13,7 @@ from .._hlo.graph import Node
 from .._name_stacks import RECOMPUTED
 from .._policies.dictionary import REWRITTEN
 from .._reports.data.records import Phase
-from .._rewrite.record import MARK
+from .._rewrite.record import STEP_SCOPE
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _TRANSFORM = re.compile(
@@ -24,7 +24,7 @@ _STRUCTURE = frozenset(
     "while body cond closed_call checkpoint remat scan shard_map custom_jvp_call "
     "custom_vjp_call core_call body_pred pjit jit".split()
 )
-_MARKED = re.compile(rf"({MARK}\d+)/")
+_MARKED = re.compile(rf"({STEP_SCOPE}\d+)/")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 
 
@@ -66,8 +66,8 @@ def named(op_name: str) -> Named:
         elif name == REWRITTEN:
             # Differentiation repeats the scopes around `amp`, and those in it.
             outer, scopes = scopes if outer is None else outer, []
-        elif name.startswith(MARK):
-            step = int(name.removeprefix(MARK))
+        elif name.startswith(STEP_SCOPE):
+            step = int(name.removeprefix(STEP_SCOPE))
         elif name and name not in _STRUCTURE and not _BRANCH.match(name):
             scopes.append(name)
     if derivatives > 1:  # a checkpoint's own derivative repeats what is around it
