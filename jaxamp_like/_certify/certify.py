@@ -17,7 +17,7 @@ from .._structural import Step
 from .certificate import Certificate
 from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
 from .operations import Operation, Platform, operations
-from .places import named, source_of
+from .places import named
 from .records import Certified
 from .tie import Tied, tie
 
@@ -227,7 +227,7 @@ def _record(
         scope="/".join([*names.outer, *inner]),
         phase=names.phase,
         primitive=names.primitive or place.opcode,
-        source=source_of(place.node),
+        source=place.source,
         decided=_signature(decided) if decided else "",
         compiled=tuple(dict.fromkeys(map(_signature, runs))),
         stored=tuple(dict.fromkeys(" x ".join(run.stored) for run in runs)),

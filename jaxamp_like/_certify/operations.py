@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from .._hlo.graph import Node, Value, handed_on, nodes, program
@@ -10,6 +11,7 @@ from .._hlo.numbers import Numbers, numbers, numbers_read, of_dtype, rounded
 from .._hlo.text import FLOATS, Instruction, Module, Shape, contraction_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
+from .places import source_of
 
 Kind = Literal["contraction", "reduction", "collective", "quantisation", "kernel"]
 
@@ -90,6 +92,11 @@ class Operation:
     @property
     def op_name(self) -> str:
         return self.node.op_name
+
+    @cached_property
+    def source(self) -> str:
+        """The line of the author's, as "file:line"."""
+        return source_of(self.node)
 
     @property
     def signature(self) -> tuple[tuple[str, ...], str]:

@@ -6,12 +6,12 @@ are tied by the first of several keys under which both programs have one left, t
 strictest key first. Contractions that share an operand may become a larger one, which
 is told by its FLOPs."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain, combinations
 from typing import NamedTuple
 
 from .operations import Operation
-from .places import source_of
 
 
 class Tied(NamedTuple):
@@ -30,87 +30,108 @@ class Tied(NamedTuple):
 def tie(decided: Iterable[Operation], compiled: Iterable[Operation]) -> Tied:
     """Ties the operations of the compiled program to those of the decided one."""
     # A multiplication may be a contraction, and may be a part of one or its scaling.
-    found = _Found([one for one in decided if not one.is_only_multiplied])
-    compiled = list(compiled)
-    after = [one for one in compiled if not one.is_only_multiplied]
+    found = _Found(one for one in decided if not one.is_only_multiplied)
+    products, after = [], []
+    for one in compiled:
+        (products if one.is_only_multiplied else after).append(one)
     for key in _SURE:
-        after = [one for one in after if not found.by_key(key, one)]
+        after = found.by_key(key, after)
     after = [one for one in after if not found.merged(one)]
     for key in _LIKELY:
-        after = [one for one in after if not found.by_key(key, one)]
-    for one in compiled:
-        if one.is_only_multiplied:
-            found.by_key(_by_name, one)
+        after = found.by_key(key, after)
+    found.by_key(_by_name, products)
     after = [one for one in after if not found.by_elimination(one)]
-    after = [one for one in after if not found.again(one)]
-    return Tied(list(found.pairs.items()), found.left, after)
+    return Tied(list(found.pairs.items()), list(found.left), found.again(after))
 
 
 class _Found:
     """What has been tied so far, and the decided operations that are left."""
 
-    def __init__(self, decided: list[Operation]):
-        self.left = decided
+    def __init__(self, decided: Iterable[Operation]):
+        self.left = dict.fromkeys(decided)
         self.pairs: dict[Operation, list[Operation]] = {}
 
-    def by_key(self, key: "Key", one: Operation) -> bool:
-        """Ties a compiled operation to one that is left and has the same key."""
-        own = key(one)
-        alike = [] if own is None else [c for c in self.left if key(c) == own]
-        return self._tied(_closest(alike, one), one) if alike else False
+    def by_key(self, key: "Key", compiled: list[Operation]) -> list[Operation]:
+        """Ties operations to those that have the same key; returns the others."""
+        waiting: dict[Hashable, list[Operation]] = defaultdict(list)
+        for one in self.left:
+            waiting[key(one)].append(one)
+        others = []
+        for one in compiled:
+            own = key(one)
+            if own is None or not waiting[own]:
+                others.append(one)
+                continue
+            closest = _closest(waiting[own], one)
+            waiting[own].remove(closest)
+            self._tie(closest, one)
+        return others
 
     def merged(self, one: Operation) -> bool:
         """Ties a contraction to those whose FLOPs add up to its own.
 
-        One of them has its name or its line."""
-        alike = [c for c in self.left if c.flops and c.times == one.times][:_MOST]
-        subsets = chain.from_iterable(combinations(alike, n) for n in (2, 3, 4))
-        if not one.flops or any(c.work == one.work and _is_near(c, one) for c in alike):
+        They stand near to one that has its name or its line."""
+        alike = [c for c in self.left if c.flops and c.times == one.times]
+        near = next((i for i, c in enumerate(alike) if _is_near(c, one)), None)
+        if near is None or any(c.flops == one.flops for c in alike if _is_near(c, one)):
             return False
-        for subset in subsets:
-            if sum(c.flops for c in subset) == one.flops:
-                if any(_is_near(c, one) for c in subset):
-                    return all(self._tied(c, one) for c in subset)
+        around = alike[max(near - _AROUND, 0) : near + _AROUND + 1]
+        for subset in chain.from_iterable(combinations(around, n) for n in (2, 3, 4)):
+            if alike[near] in subset and sum(c.flops for c in subset) == one.flops:
+                for each in subset:
+                    self._tie(each, one)
+                return True
         return False
 
     def by_elimination(self, one: Operation) -> bool:
         """Ties a contraction without a name, if only one can be meant."""
-        is_conv = "conv" in one.opcode.lower()
+        if one.op_name or one.kind != "contraction":
+            return False
         alike = [
-            c
-            for c in self.left
-            if c.kind == one.kind == "contraction"
-            and ("conv" in c.opcode.lower()) == is_conv
+            c for c in self.left if c.kind == one.kind and _is_conv(c) == _is_conv(one)
         ]
-        is_meant = len(alike) == 1 and not one.op_name
-        return is_meant and self._tied(alike[0], one)
+        if len(alike) == 1:
+            self._tie(alike[0], one)
+        return len(alike) == 1
 
-    def again(self, one: Operation) -> bool:
-        """Ties what runs a second time, and the parts of a library's routine."""
-        for first in self.pairs:
-            is_part = first.kind == "kernel" and one.kind == "contraction"
-            same = first.op_name == one.op_name or (is_part and _is_near(first, one))
-            if one.op_name and same and (first.kind == one.kind or is_part):
-                self.pairs[first].append(one)
-                return True
-        return False
+    def again(self, compiled: list[Operation]) -> list[Operation]:
+        """Ties what runs a second time, and the parts of a library's routine.
 
-    def _tied(self, decided: Operation, one: Operation) -> bool:
-        self.left.remove(decided)
+        Returns:
+            The others."""
+        first = {(one.kind, one.op_name): one for one in reversed(self.pairs)}
+        routines = [one for one in self.pairs if one.kind == "kernel"]
+        routines += [one for one in self.left if one.kind == "kernel"]
+        others = []
+        for one in compiled:
+            original = first.get((one.kind, one.op_name)) if one.op_name else None
+            if original is None and one.kind == "contraction":
+                original = next((r for r in routines if _is_near(r, one)), None)
+            if original is None:
+                others.append(one)
+            else:
+                self.left.pop(original, None)
+                self.pairs.setdefault(original, []).append(one)
+        return others
+
+    def _tie(self, decided: Operation, one: Operation) -> None:
+        del self.left[decided]
         self.pairs[decided] = [one]
-        return True
 
 
-_MOST = 24  # contractions among which those that became one are looked for
+_AROUND = 6  # contractions on either side among which those that became one are sought
+
+
+def _is_conv(one: Operation) -> bool:
+    return "conv" in one.opcode.lower()
 
 
 def _is_near(decided: Operation, one: Operation) -> bool:
-    names = decided.op_name, _parent(decided), source_of(decided.node)
-    return any(
-        a == b != ""
-        for a, b in zip(
-            names, (one.op_name, _parent(one), source_of(one.node)), strict=True
-        )
+    """Whether two operations have a name, its scopes or a line in common."""
+    return (
+        decided.op_name == one.op_name != ""
+        or _parent(decided) == _parent(one) != ""
+        or decided.source == one.source != ""
     )
 
 
@@ -133,7 +154,7 @@ def _by_name(one: Operation) -> Hashable:
 
 _SURE: tuple[Key, ...] = (
     lambda one: (
-        (one.kind, one.op_name, source_of(one.node), one.flops, one.elements, one.times)
+        (one.kind, one.op_name, one.source, one.flops, one.elements, one.times)
         if one.op_name
         else None
     ),
@@ -142,7 +163,7 @@ _SURE: tuple[Key, ...] = (
 _LIKELY: tuple[Key, ...] = (
     _by_name,
     lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
-    lambda one: (one.kind, source_of(one.node), one.work) if one.flops else None,
+    lambda one: (one.kind, one.source, one.work) if one.flops else None,
     lambda one: (one.kind, one.work) if one.flops else None,
     lambda one: (one.opcode, one.elements) if one.kind == "collective" else None,
     lambda one: (one.kind, one.opcode) if one.kind == "kernel" else None,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .text import Computation, Instruction, Module, trip_count
 
 _CALLS = frozenset({"fusion", "call", "async-start", "fusion-start"})
+_CALLING = _CALLS | {"while", "conditional"}
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
 
@@ -67,7 +68,7 @@ class Node:
     def operand(self, i: int) -> "Node":
         return self.body.node(self.one.operands[i])
 
-    @property
+    @cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, with those of the calls around it."""
         own = self.one.op_name
@@ -75,9 +76,13 @@ class Node:
         is_whole = not prefix or own.startswith(("jit(", "pjit(")) or not own
         return own if is_whole else f"{prefix}/{own}"
 
-    @cached_property
+    @property
     def bodies(self) -> list[Body]:
         """What it calls: of a loop, its body and not its condition."""
+        return self._bodies if self.one.opcode in _CALLING else []
+
+    @cached_property
+    def _bodies(self) -> list[Body]:
         one, here = self.one, self.body
         times, is_counted = here.times, here.is_counted
         if one.opcode == "while":
@@ -86,10 +91,8 @@ class Node:
             times, is_counted = times * (trips or 1), is_counted and trips is not None
         elif one.opcode == "conditional":
             names = [name for key in _BRANCHES for name in one.called(key)]
-        elif one.opcode in _CALLS:
-            names = one.called("calls", "to_apply")
         else:
-            names = []
+            names = one.called("calls", "to_apply")
         computations = here.module.computations
         prefix = self.op_name
         return [

@@ -5,13 +5,16 @@ one has a percent sign before each name, the other one has none."""
 
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 _NAME = r"%?([A-Za-z_][\w.-]*)"
 _HEADER = re.compile(rf"(ENTRY )?{_NAME} (?:\(.*)?{{$")
 _DEFINITION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*)$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
+_SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_ROW = re.compile(r"(\d+) (.*)$")
 _LITERALS = frozenset({"constant", "parameter"})
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -86,6 +89,8 @@ class Instruction:
 
     def called(self, *keys: str) -> list[str]:
         """The computations named by an attribute, such as `calls`."""
+        if not any(key in self.attributes for key in keys):
+            return []
         found = re.search(
             rf"\b(?:{'|'.join(keys)})=(%?[\w.-]+|{{[^}}]*}})", self.attributes
         )
@@ -96,10 +101,10 @@ class Instruction:
         found = re.search(rf"\b{key}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
-    @property
+    @cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, of the equation that it was made for."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        found = _OP_NAME.search(self.attributes)
         return found[1].replace('\\"', '"') if found else ""
 
 
@@ -163,6 +168,9 @@ def _field(text: str, key: str) -> int:
 
 def until_closed(text: str, start: int) -> int:
     """The position behind the parenthesis that closes the one at `start`."""
+    end = text.find(")", start)
+    if text.find("(", start + 1, end) < 0 <= end:  # nothing is nested
+        return end + 1
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -171,8 +179,9 @@ def until_closed(text: str, start: int) -> int:
     raise ValueError(f"unbalanced parentheses in HLO: {text}")
 
 
+@lru_cache(maxsize=4096)
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    found = re.findall(r"([a-z]\w*)\[([^\]]*)\]", text)
+    found = _SHAPE.findall(text)
     return tuple(
         # A dimension that may be smaller at run time is written as `<=8`.
         Shape(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
@@ -204,7 +213,8 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    text = re.sub(r"/\*.*?\*/", "", text)  # comments, as in `/*index=5*/`
+    if "/*" in text:  # comments, as in `/*index=5*/`
+        text = re.sub(r"/\*.*?\*/", "", text)
     if "%" in text:  # some versions write the shapes of operands, too
         return tuple(re.findall(r"%([\w.-]+)", text))
     return tuple(re.findall(_NAME, text))
@@ -221,17 +231,18 @@ def parse(text: str) -> Module:
     table: dict[int, str] = {}
     entry, name = "", ""
     for line in text.splitlines():
-        if found := re.match(r"HloModule ([^\s,]+)", line):
+        if line.startswith(" "):
+            if instruction := parse_instruction(line):
+                current[instruction.name] = instruction
+        elif found := re.match(r"HloModule ([^\s,]+)", line):
             name = found[1]
         elif header := _HEADER.match(line):
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif line in _TABLES:
             table = tables[line] = {}
-        elif row := re.match(r"(\d+) (.*)$", line):
+        elif row := _ROW.match(line):
             table[int(row[1])] = row[2]
-        elif instruction := parse_instruction(line):
-            current[instruction.name] = instruction
     if not entry:
         raise ValueError("HLO without an entry computation")
     return Module(computations, entry, name, tables)
@@ -322,8 +333,10 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
     Args:
         one: an instruction of XLA, or a call of a library of NVIDIA's or Intel's.
         scope: the computation that it is in."""
-    target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
-    library, routine = target.groups() if target else ("", "")
+    library, routine = "", ""
+    if one.opcode == "custom-call":
+        target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
+        library, routine = target.groups() if target else ("", "")
     is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
     is_call = library == "cublas" and routine.startswith(("gemm", "lt"))
     is_dot = one.opcode in ("dot", "ragged-dot") or is_call
