@@ -220,12 +220,15 @@ def _record(
     names = named(place.op_name)
     number = names.step
     step = steps[number] if number is not None and number < len(steps) else None
+    # In a checkpoint, JAX 0.6 names what comes of transposing a call as if it were
+    # recomputed; only the decision tells that it is not.
+    is_gradient = step is not None and step.backward and not names.is_transposed
     # The decision knows the author's scopes exactly.
     inner = without_solver_scope(step.scope) if step else names.inner
     return Certified(
         kind=place.kind,
         scope="/".join([*names.outer, *inner]),
-        phase=names.phase,
+        phase="backward" if is_gradient else names.phase,
         primitive=names.primitive or place.opcode,
         source=place.source,
         decided=_signature(decided) if decided else "",

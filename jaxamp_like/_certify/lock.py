@@ -72,7 +72,9 @@ def _head(about: Mapping[str, str]) -> list[str]:
 def _lines(operations: Iterable[Certified]) -> list[str]:
     count: Counter[str] = Counter()
     for one in operations:
-        text = f"{one.scope or '(no scope)'}: {one.phase} {one.primitive}: "
+        # Whether JAX calls something recomputed differs among its versions.
+        phase = "forward" if one.phase == "forward" else "backward"
+        text = f"{one.scope or '(no scope)'}: {phase} {one.primitive}: "
         text += one.decided or "decided by no equation"
         if one.real_drifts or not one.decided:
             compiled = " and ".join(sorted(set(one.compiled)))

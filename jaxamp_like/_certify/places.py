@@ -36,12 +36,14 @@ class Named:
         outer: names of the `jax.named_scope`s around `amp`, outermost first.
         inner: those within, or all of them where there is no `amp`.
         phase: as in a report.
+        is_transposed: whether a transposition is in the name.
         primitive: of the equation; of some operations that XLA made, the one behind it.
         step: the number of the decision that it was made for; None outside of `amp`."""
 
     outer: tuple[str, ...]
     inner: tuple[str, ...]
     phase: Phase
+    is_transposed: bool
     primitive: str
     step: int | None
 
@@ -55,11 +57,12 @@ def named(op_name: str) -> Named:
     step = None
     outer: list[str] | None = None
     scopes: list[str] = []
-    derivatives = 0
+    derivatives, is_transposed = 0, False
     for part in stack:
         transforms, name = _unwrapped(part)
         derivatives += "jvp" in transforms
-        if "transpose" in transforms and phase == "forward":
+        is_transposed |= "transpose" in transforms
+        if is_transposed and phase == "forward":
             phase = "backward"
         if name == RECOMPUTED:
             phase = "recomputed"
@@ -72,7 +75,8 @@ def named(op_name: str) -> Named:
             scopes.append(name)
     if derivatives > 1:  # a checkpoint's own derivative repeats what is around it
         scopes = _without_repetition(scopes)
-    return Named(tuple(outer or ()), tuple(scopes), phase, primitive, step)
+    inner = tuple(scopes)
+    return Named(tuple(outer or ()), inner, phase, is_transposed, primitive, step)
 
 
 def _parts(op_name: str) -> list[str]:
