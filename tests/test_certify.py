@@ -3,10 +3,12 @@
 import json
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -171,6 +173,32 @@ def test_functions_and_stages_are_certified(wrap):
 def test_shapes_do_in_place_of_arrays():
     shapes = jax.eval_shape(lambda: (WS, X))
     assert certify(low(layers), *shapes) == certify(low(layers), WS, X)
+
+
+def test_models_that_hold_what_is_no_array_are_certified():
+    model = eqx.nn.MLP(64, 10, 32, 2, key=jax.random.key(0))  # with its activation
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    for step in (
+        eqx.filter_grad(low(loss)),
+        eqx.filter_jit(eqx.filter_grad(low(loss))),
+    ):
+        found = contractions(certify(step, model, X))
+        assert len(found) == 8
+        assert all(one.opcodes for one in found)
+
+
+def test_modules_that_functions_change_are_certified():
+    model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    certificate = certify(nnx.grad(low(loss)), model, X)
+    assert certificate.is_as_decided
+    assert len(contractions(certificate)) == 2
 
 
 def test_everything_is_in_the_json():

@@ -10,6 +10,7 @@ import jax
 from .._hlo.numbers import union
 from .._hlo.text import Module, parse
 from .._jax import traced_afresh
+from .._reports.call import flat_call
 from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
 from .._rewrite.solvers import without_solver_scope
@@ -35,7 +36,9 @@ def certify(
     Args:
         step: a function, jitted or not, such as a whole training step with `amp` in it;
             or what its `lower(...)` gives, and then no `args`.
-        args: its positional arguments: arrays, or `jax.ShapeDtypeStruct`s.
+        args: its positional arguments; `jax.ShapeDtypeStruct`s will do for arrays.
+            Models and other pytrees may hold what is no array. For keyword arguments,
+            use `functools.partial`.
         device: the device to compile for, which may be one that is not there, as
             described by `jax.experimental.topologies`. Without it, that of the
             arguments' shardings, or JAX's default device.
@@ -128,9 +131,12 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
             f"`step` must be a function, or what its `lower(...)` gives, but got "
             f"{type(step).__name__}. Write `certify(step, x)`, not `certify(step(x))`."
         )
+    jitted: Any = step
+    if not isinstance(step, jax.stages.Wrapped):  # it may take what is no array
+        call = flat_call(step, args, {}, (), _name_of(step))
+        jitted, args = jax.jit(call.fn), call.arrays
     if device is not None:
         args = _placed(args, device)
-    jitted: Any = step if hasattr(step, "lower") else jax.jit(step)
     with recording(recorder), traced_afresh():
         return jitted.lower(*args)
 
