@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -825,6 +826,118 @@ def test_what_is_no_lock_is_told(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="first line must be"):
         certify(full_in(), WS, X, lock=path)
+
+
+# --------------------------------------------------------- many devices and frameworks
+
+
+def mesh_of_8():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("spec", (P(None, "data"), P(None, None, "data"), P()))
+@pytest.mark.parametrize("gives", (True, False), ids=("given", "inferred"))
+@pytest.mark.parametrize("lowers", (True, False), ids=("amp", "plain"))
+def test_partitioned_steps_are_tied(spec, gives, lowers):
+    mesh = mesh_of_8()
+    sharding, rows = NamedSharding(mesh, spec), NamedSharding(mesh, P("data"))
+    ws = jax.ShapeDtypeStruct(WS.shape, WS.dtype, sharding=sharding)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows)
+    fn = jax.grad(low(layers) if lowers else layers)
+    step = jax.jit(fn, out_shardings=sharding) if gives else fn
+    certificate = certify(step, ws, x)
+    found = contractions(certificate)
+    assert certificate.is_as_decided
+    assert len(found) == 8
+    assert all(one.opcodes for one in found)
+    assert not [one for one in certificate.operations if one.kind == "kernel"]
+
+
+@pytest.mark.parametrize("rounds_x", (True, False))
+def test_a_drift_of_a_partitioned_gradient_is_told(rounds_x):
+    mesh = mesh_of_8()
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(kept, ct):
+        x, w = kept
+        return ct @ w.T, (rounded(x) if rounds_x else x).T @ ct
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(product(x, w)) ** 2)
+
+    step = jax.jit(jax.grad(loss), out_shardings=NamedSharding(mesh, P("data")))
+    shapes = [
+        jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, spec))
+        for spec in (P("data"), P("data"))
+    ]
+    lowered = step.lower(*shapes)
+    compiled_text = lowered.compile().as_text()
+    plain = handed_over(step, *shapes).replace("reduce-precision(", "copy(")
+    certificate = compared(plain, compiled_text, name="", device=jax.devices()[0])
+    assert certificate.is_as_decided is not rounds_x
+
+
+def test_gradients_of_sums_over_devices_are_as_decided():
+    mesh = mesh_of_8()
+
+    def loss(x):
+        return lax.pmean(jnp.mean(x**2), "data")
+
+    fn = jax.shard_map(
+        loss, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    assert certify(jax.grad(fn), X).is_as_decided
+
+
+@pytest.mark.parametrize(
+    "moved",
+    (
+        lambda x: lax.with_sharding_constraint(
+            x, NamedSharding(mesh_of_8(), P("data"))
+        ),
+        lambda x: jnp.sum(x[:, None, :], 1),
+        lambda x: jnp.max(x.reshape(64, 64, 1), 2),
+        lambda x: jnp.zeros((65, 64)).at[1:].set(x)[1:],
+        lambda x: jnp.concatenate([x, jnp.zeros((1, 64))])[:-1],
+    ),
+)
+def test_what_moves_rounded_numbers_keeps_them(moved):
+    assert certify(lambda x: moved(rounded(x)) @ rounded(x), X).is_as_decided
+
+
+def test_a_loss_over_labels_is_as_decided():
+    def loss(x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(x, labels).mean()
+
+    assert certify(jax.grad(loss), X, jnp.zeros(64, jnp.int32)).is_as_decided
+
+
+def test_the_stages_of_equinox_are_certified():
+    step = eqx.filter_jit(jax.grad(low(layers)))
+    assert certify(step.lower(WS, X)).is_as_decided
+
+
+def test_a_lock_holds_for_all_stages_of_a_function(tmp_path):
+    step = jax.grad(low(layers))
+    step.__name__ = "step"
+    lock = certify(step, WS, X).save(tmp_path / "a.lock")
+    certify(jax.jit(step).lower(WS, X), lock=lock)
+    certify(jax.jit(step).trace(WS, X), lock=lock)
+
+
+@pytest.mark.parametrize("encoding", ("utf-8-sig", "utf-16"))
+def test_a_lock_in_another_encoding_is_read_or_told(lock, encoding):
+    lock.write_text(lock.read_text() + "\n\n", encoding=encoding)
+    if encoding == "utf-16":
+        with pytest.raises(ValueError, match="no lock file"):
+            certify(jax.grad(full_in()), WS, X, lock=lock)
+    else:
+        certify(jax.grad(full_in()), WS, X, lock=lock)
 
 
 # ---------------------------------------------------------------------------- bad input

@@ -73,6 +73,7 @@ def certify(
         )
     if isinstance(step, jax.stages.Traced):
         step = step.lower()
+    step = getattr(step, "lowered", step)  # as Equinox wraps it
     if isinstance(step, jax.stages.Lowered):
         if args or device is not None:
             raise TypeError(
@@ -116,13 +117,16 @@ def compared(
     platform = _platform(device)
     tied = tie(operations(before, platform), operations(after, platform))
     return Certificate(
-        name=name or before.name,
+        name=name or before.name.removeprefix("jit_"),
         platform=platform,
         device=device.device_kind,
         arguments=_arguments(before),
         operations=tuple(_certified(tied, steps)),
         versions=versions(),
     )
+
+
+_JITTED = type(jax.jit(lambda: None))
 
 
 def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
@@ -132,7 +136,7 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
             f"{type(step).__name__}. Write `certify(step, x)`, not `certify(step(x))`."
         )
     jitted: Any = step
-    if not isinstance(step, jax.stages.Wrapped):  # it may take what is no array
+    if not isinstance(step, _JITTED):  # it may take what is no array
         call = flat_call(step, args, {}, (), _name_of(step))
         jitted, args = jax.jit(call.fn), call.arrays
     if device is not None:

@@ -34,7 +34,7 @@ MEANINGS = {
 SUMS = frozenset({"all-reduce", "reduce-scatter"})
 """Collectives that add up: they compute, rather than send what is there."""
 
-NOT_DRIFTS = frozenset({EMULATED, EXCESS, UNREAD, UNDECIDED, GONE})
+NOT_DRIFTS = frozenset({EMULATED, EXCESS, UNREAD, GONE})
 """What leaves the numbers and the bytes as they were decided."""
 
 
@@ -50,7 +50,7 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         computes = one.kind != "collective" or run.opcode in SUMS
         if computes and run.makes.name and not one.makes.are_in(run.makes):
             yield REDUCED_LOW
-        if one.kind == "contraction" and _is_emulated(run):
+        if one.kind == "contraction" and _is_emulated(one, run):
             yield EMULATED
         if one.kind == "collective":
             yield from of_sending(run, one)
@@ -71,13 +71,16 @@ def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
         yield EXCESS if one.kind == "reduction" else DROPPED
     elif not all(map(Numbers.are_in, run.reads, one.holds)):
         yield UNREAD
-    if not all(map(Numbers.are_in, one.reads, run.reads)):
+    # Of a constant, nothing but its literal is known.
+    if not all(
+        b.are_in(a) or not a.name for a, b in zip(run.reads, one.reads, strict=False)
+    ):
         yield ADDED
 
 
-def _is_emulated(run: Operation) -> bool:
+def _is_emulated(one: Operation, run: Operation) -> bool:
     """Whether 16-bit numbers are stored in 32, so that the slower kernel runs."""
-    if run.arithmetic:
+    if run.arithmetic or sorted(run.stored) == sorted(one.stored):
         return False
     names = [_name(dtype) for dtype in run.stored]
     return any(

@@ -6,6 +6,7 @@ lines, which move, nor versions, nor what differs among machines of one kind: th
 that operands are stored in, and whether equal operations became one."""
 
 import difflib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,7 +43,11 @@ def difference(
             "from a shell with `python -m jaxamp_like check MODULE:FACTORY PATH "
             "--write`."
         )
-    old = path.read_text(encoding="utf-8").splitlines()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        text = ""
+    old = [line.rstrip() for line in text.splitlines()]
     if not old or old[0] != _FORMAT:
         first = old[0] if old else ""
         raise ValueError(
@@ -50,14 +55,16 @@ def difference(
             f"{_FORMAT!r}, but is {first[:80]!r}. Write it anew with "
             "`certificate.save(path)`."
         )
-    new = written(about, operations).splitlines()
-    for ours, theirs in zip(_head(about), old, strict=False):
+    head = _head(about)
+    for ours, theirs in itertools.zip_longest(head, old[: len(head)]):
         if ours != theirs:
             raise ValueError(
                 f"{path} is the lock of another program: it says {theirs!r}, but this "
                 f"one has {ours!r}. Certify the same function with arguments of the "
                 "same shapes for the same kind of device, or write the lock anew."
             )
+    old = sorted(filter(None, old[len(head) :]))
+    new = _lines(operations)
     lines = list(difflib.unified_diff(old, new, str(path), "now", lineterm="", n=0))
     if not lines:
         return ""

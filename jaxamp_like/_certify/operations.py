@@ -1,14 +1,13 @@
 """The operations of an HLO program whose precision matters."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .._hlo.graph import Node, Value, handed_on, nodes, program
-from .._hlo.numbers import Numbers, numbers, numbers_read, of_dtype, rounded
-from .._hlo.text import FLOATS, Instruction, Module, Shape, contraction_flops
+from .._hlo.graph import Node, Value, handed_on, is_marker, nodes, program
+from .._hlo.numbers import Numbers, adds, numbers, numbers_read, of_dtype, rounded
+from .._hlo.text import FLOATS, Module, Shape, contraction_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
 from .places import source_of
@@ -26,11 +25,8 @@ _BEFORE_SUMS = frozenset(
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
 # What XLA calls of a library, or writes out in loops, as it is not HLO to the machine.
 _LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
-# Calls that tell XLA something, and compute nothing.
-_TRIVIAL = frozenset(
-    "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer X64Combine "
-    "annotate_device_placement MoveToHost MoveToDevice".split()
-)
+# Calls of XLA's own that compute nothing.
+_TRIVIAL = frozenset({"AllocateBuffer", "X64Combine"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +114,7 @@ def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
         yield _contraction(node, flops, platform)
     elif opcode in _COLLECTIVES:
         yield from _collective(node, opcode, platform)
-    elif opcode in _REDUCTIONS and one.shape.is_float and _adds(node):
+    elif opcode in _REDUCTIONS and one.shape.is_float and adds(node):
         product = _product(node)
         if product is None:
             yield _reduction(node, platform)
@@ -170,7 +166,7 @@ def _contraction(
     return Operation(
         platform,
         kind="contraction",
-        opcode=_target(one) or one.opcode,
+        opcode=one.target or one.opcode,
         node=result or node,
         holds=reads if asks else held,
         reads=reads,
@@ -201,16 +197,26 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
                 reads=held,
                 surely=held,
                 stored=(_dtype(operand.one.shape),),
-                makes=numbers_read(node) if len(operands) == 1 else held[0],
+                makes=_sent(node, operand),
                 elements=operand.one.shape.elements,
             )
 
 
+def _sent(node: Node, operand: Node) -> Numbers:
+    """What is left of an array that is sent, alone or with others."""
+    if len(node.one.operands) == 1:
+        return numbers_read(node)
+    return of_dtype(operand.one.shape.dtype)
+
+
 def _reduction(node: Node, platform: Platform) -> Operation:
     one = node.one
-    operand = _added(node)
+    operand, makes = _added(node), of_dtype(one.shape.dtype)
+    first = _first_part(Value(operand))
+    if first is not None and not first.op_name:  # which is told with its second part
+        operand, makes = _added(first), rounded(of_dtype(first.one.shape.dtype), makes)
     held, surely = _held([operand]), _held([operand], constants=False)
-    if _is_sum(Value(operand), node.op_name):  # whose parts have been told
+    if first is not None and first.op_name == node.op_name:  # it is told by itself
         held = surely = ()
     return Operation(
         platform,
@@ -221,22 +227,20 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         reads=held,
         surely=surely,
         stored=(_dtype(operand.one.shape),),
-        makes=of_dtype(one.shape.dtype),
+        makes=makes,
     )
 
 
-def _is_sum(value: Value, op_name: str) -> bool:
-    """Whether a value is a part of a sum that XLA computes in several steps."""
-    while True:
-        one = value.node.one
-        if one.opcode in _REDUCTIONS:
-            return value.node.op_name in ("", op_name)
+def _first_part(value: Value) -> Node | None:
+    """The sum that a value is, if XLA computes one sum in several steps."""
+    while value.node.one.opcode not in _REDUCTIONS:
         before = handed_on(value)
-        if before is None and one.opcode in _BEFORE_SUMS:
+        if before is None and value.node.one.opcode in _BEFORE_SUMS:
             before = [Value(value.node.operand(0))]
         if before is None or len(before) != 1:
-            return False
+            return None
         (value,) = before
+    return value.node if adds(value.node) else None
 
 
 def _added(node: Node) -> Node:
@@ -262,11 +266,11 @@ def _quantisation(node: Node, platform: Platform) -> Operation:
 def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
     """A call of what is no HLO: a kernel of Pallas or Triton, or of a library."""
     one = node.one
-    target = _target(one) or one.opcode
+    target = one.target or one.opcode
     operands = [node.operand(i) for i in range(len(one.operands))]
     floats = [operand for operand in operands if operand.one.shape.is_float]
     is_float = any(shape.is_float for shape in one.shapes)
-    if not floats or not is_float or target in _TRIVIAL:
+    if not floats or not is_float or target in _TRIVIAL or is_marker(one):
         return
     reads = tuple(of_dtype(operand.one.shape.dtype) for operand in floats)
     # XLA for TPUs has kernels for some contractions.
@@ -281,26 +285,6 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
         stored=tuple(_dtype(operand.one.shape) for operand in floats),
         makes=of_dtype(next(s.dtype for s in one.shapes if s.is_float)),
     )
-
-
-def _target(one: Instruction) -> str:
-    found = re.search(r'custom_call_target="([^"]*)"', one.attributes)
-    return found[1] if found else ""
-
-
-def _adds(node: Node) -> bool:
-    """Whether a reduction adds up numbers, rather than choose the largest, say.
-
-    The sum over an axis of length 1 adds up nothing."""
-    one = node.one
-    names = one.called("to_apply")
-    bodies = [node.body.module.computations.get(name, {}) for name in names]
-    if not any(each.opcode == "add" for body in bodies for each in body.values()):
-        return False
-    if one.opcode == "reduce":
-        return node.operand(0).one.shape.elements != one.shape.elements
-    size = re.search(r"window={size=([\dx]+)", one.attributes)
-    return one.opcode == "scatter" or size is None or set(size[1]) != set("1x")
 
 
 def _is_quantisation(node: Node) -> bool:

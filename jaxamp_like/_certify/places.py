@@ -24,7 +24,7 @@ _STRUCTURE = frozenset(
     "while body cond closed_call checkpoint remat scan shard_map custom_jvp_call "
     "custom_vjp_call core_call body_pred pjit jit".split()
 )
-_MARKED = re.compile(rf"({STEP_SCOPE}\d+)/")
+_BETWEEN = re.compile(r":(?!\d)")  # not that in `amp_equation:7`
 _BRANCH = re.compile(r"branch_\d+_fun$")
 
 
@@ -51,8 +51,12 @@ class Named:
 def named(op_name: str) -> Named:
     """Reads the name of an operation."""
     *stack, primitive = _parts(op_name)
-    if marks := _MARKED.findall(primitive):  # of several operations that XLA combined
-        stack, primitive = [*stack, marks[0]], _MARKED.sub("", primitive)
+    if primitive.startswith("(") and primitive.endswith(")"):
+        # Several operations became one: `jit(f)/(a/psum:b/psum)`. The first stands for
+        # all of them.
+        first = _BETWEEN.split(primitive[1:-1])[0]
+        *inner, primitive = _parts(first)
+        stack += inner
     phase: Phase = "forward"
     step = None
     outer: list[str] | None = None

@@ -41,7 +41,8 @@ def tie(decided: Iterable[Operation], compiled: Iterable[Operation]) -> Tied:
         after = found.by_key(key, after)
     found.by_key(_by_name, products)
     after = [one for one in after if not found.by_elimination(one)]
-    return Tied(list(found.pairs.items()), list(found.left), found.again(after))
+    others = found.again(after)
+    return Tied(list(found.pairs.items()), list(found.left), others)
 
 
 class _Found:
@@ -165,6 +166,9 @@ _LIKELY: tuple[Key, ...] = (
     lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
     lambda one: (one.kind, one.source, one.work) if one.flops else None,
     lambda one: (one.kind, one.work) if one.flops else None,
+    # Partitioned, a contraction has fewer FLOPs; transposed, it has another name.
+    lambda one: (one.kind, _parent(one), _is_conv(one)) if one.flops else None,
+    lambda one: (one.kind, one.source, _is_conv(one)) if one.flops else None,
     lambda one: (one.opcode, one.elements) if one.kind == "collective" else None,
     lambda one: (one.kind, one.opcode) if one.kind == "kernel" else None,
 )

@@ -10,6 +10,10 @@ from .text import Computation, Instruction, Module, trip_count
 _CALLS = frozenset({"fusion", "call", "async-start", "fusion-start"})
 _CALLING = _CALLS | {"while", "conditional"}
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_MARKERS = frozenset(
+    "Sharding SPMDFullToShardShape SPMDShardToFullShape annotate_device_placement "
+    "MoveToHost MoveToDevice".split()
+)
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
 
 
@@ -122,6 +126,12 @@ class Value(NamedTuple):
     path: tuple[int, ...] = ()
 
 
+def is_marker(one: Instruction) -> bool:
+    """Whether a call tells XLA where its operands are to lie, and computes nothing."""
+    target = one.target
+    return target in _MARKERS or target.startswith("xla.sdy.")
+
+
 def handed_on(value: Value) -> list[Value] | None:
     """The values that an instruction hands on as they are.
 
@@ -140,6 +150,8 @@ def handed_on(value: Value) -> list[Value] | None:
             return [Value(node.operand(0), path), *inner]
         case _ if node.bodies:
             return [Value(body.root, path) for body in node.bodies]
+        case "custom-call" if is_marker(one):
+            return [Value(node.operand(path[0] if path else 0), path[1:])]
         case opcode if opcode in _HANDED_ON:
             return [Value(node.operand(0), path)]
         case opcode if opcode.endswith("-done"):

@@ -4,6 +4,7 @@ A float32 array that was converted from bfloat16 holds bfloat16's numbers. XLA c
 in which dtype a value is stored where that keeps its numbers, and sometimes where it
 does not: what has been rounded is seen by following a value to where it was."""
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -132,6 +133,12 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
             chosen = (0,)
         case "select":
             chosen = (1, 2)
+        case "reduce" | "reduce-window" if chooses(node):
+            chosen = (0,)
+        case "scatter" if chooses(node):
+            chosen = (0, 2)
+        case "topk" if not path or path[0] == 0:
+            chosen = (0,)
         case "sort" if path:
             chosen = (path[0],)
         case "dynamic-update-slice" | "pad":
@@ -143,6 +150,32 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
         case _:
             return None
     return [Value(node.operand(i)) for i in chosen]
+
+
+def combines_by(node: Node) -> set[str]:
+    """The opcodes by which a reduction or a scatter combines two numbers."""
+    computations = node.body.module.computations
+    bodies = [computations.get(name, {}) for name in node.one.called("to_apply")]
+    return {one.opcode for body in bodies for one in body.values()}
+
+
+def adds(node: Node) -> bool:
+    """Whether a reduction or a scatter adds up numbers.
+
+    The sum over an axis of length 1 adds up nothing."""
+    one = node.one
+    if "add" not in combines_by(node):
+        return False
+    if one.opcode == "reduce":
+        return node.operand(0).one.shape.elements != one.shape.elements
+    size = re.search(r"window={size=([\dx]+)", one.attributes)
+    return one.opcode == "scatter" or size is None or set(size[1]) != set("1x")
+
+
+def chooses(node: Node) -> bool:
+    """Whether a reduction or a scatter gives numbers of its operands again."""
+    combined = combines_by(node) - {"parameter", "tuple"}
+    return not adds(node) and combined <= {"maximum", "minimum", "add"}
 
 
 def rounding_of(node: Node) -> Numbers:

@@ -101,6 +101,14 @@ class Instruction:
         found = re.search(rf"\b{key}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
+    @property
+    def target(self) -> str:
+        """What a custom call calls; "" of all else."""
+        if self.opcode != "custom-call":
+            return ""
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
     @cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, of the equation that it was made for."""
