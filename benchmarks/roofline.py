@@ -66,19 +66,16 @@ def contraction(one: Instruction, scope: Computation) -> tuple[int, float]:
     if not flops:
         return 0, 0.0
     lhs, rhs = (scope[name].shape for name in one.operands[:2])
-    return flops, flops * seconds_per_flop(one.attributes, lhs, rhs)
+    return flops, flops * seconds_per_flop(one, lhs, rhs)
 
 
-def seconds_per_flop(attributes: str, lhs: Shape, rhs: Shape) -> float:
+def seconds_per_flop(one: Instruction, lhs: Shape, rhs: Shape) -> float:
     """By the wider operand, unless the author chose an algorithm."""
-    algorithm = re.search(
-        r"\b(?:ALG_)?DOT_(?:T|B)?F(\d+)_\w*?F\d+(?:_X(\d))?\b", attributes.upper()
-    )
-    if algorithm is None:
+    chosen = re.match(r"(T|B)?F(\d+)_\w*?F\d+(?:_X(\d))?$", one.algorithm)
+    if chosen is None:
         return 1 / PEAK_FLOPS[max(lhs.bits, rhs.bits)]
-    bits, passes = algorithm.groups()
-    is_tf32 = "DOT_TF32" in attributes.upper()
-    return int(passes or 1) / PEAK_FLOPS[32 if is_tf32 else int(bits)]
+    kind, bits, passes = chosen.groups()
+    return int(passes or 1) / PEAK_FLOPS[32 if kind == "T" else int(bits)]
 
 
 # ----------------------------------------------------------------------- bytes moved
@@ -234,9 +231,11 @@ def trips(
 ) -> int:
     """How often a loop runs, or `unknown` if XLA does not know it."""
     found = trip_count(module, one, scope)
-    if found is None and unknown is None:
+    if found is None:
+        found = unknown
+    if found is None:
         raise ValueError(f"XLA does not know how often {one.name} runs")
-    return found if found is not None else unknown or 1
+    return found
 
 
 def total_seconds(found: Iterable[Kernel]) -> float:

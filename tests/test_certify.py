@@ -441,23 +441,22 @@ def in_entry(lines):
     )
 
 
-def in_call(lines):
+def called(lines, by):
+    """The program as a computation that the entry calls."""
     inner = in_entry(lines).replace("ENTRY %main", "%inner")
     return (
         f"{inner}\nENTRY %main (args: f32[]) -> f32[] {{\n"
-        f"  %args = {ARGUMENTS} parameter(0)\n"
-        f"  ROOT %out = {ARGUMENTS} call(%args), to_apply=%inner\n}}\n"
+        f"  %args = {ARGUMENTS} parameter(0)\n  ROOT %out = {ARGUMENTS} {by}\n}}\n"
     )
+
+
+def in_call(lines):
+    return called(lines, "call(%args), to_apply=%inner")
 
 
 def in_loop(lines):
-    inner = in_entry(lines).replace("ENTRY %main", "%inner")
-    return (
-        f"{inner}\nENTRY %main (args: f32[]) -> f32[] {{\n"
-        f"  %args = {ARGUMENTS} parameter(0)\n"
-        f"  ROOT %out = {ARGUMENTS} while(%args), condition=%cond, body=%inner, "
-        'backend_config={"known_trip_count":{"n":"4"}}\n}\n'
-    )
+    known = 'backend_config={"known_trip_count":{"n":"4"}}'
+    return called(lines, f"while(%args), condition=%cond, body=%inner, {known}")
 
 
 class GPU:
@@ -805,6 +804,29 @@ def test_a_lock_is_sorted_and_names_neither_files_nor_versions(lock):
     assert ".py" not in text
     assert jax.__version__ not in text
     assert "platform: cpu" in head
+
+
+def test_a_lock_holds_where_one_of_two_equal_operations_drifts(tmp_path):
+    again = f"  %d2 = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n"
+    decided = in_entry(DECIDED + again)
+    run = decided.replace(again, again.replace("%xb", "%x"))
+    certificate = compared(decided, run, name="step", device=GPU)
+    assert [one.real_drifts for one in certificate.drifts] == [(DROPPED,)]
+    certificate.check(certificate.save(tmp_path / "a.lock"))
+
+
+def test_a_scope_named_like_an_algorithm_is_none():
+    def fn(x):
+        with jax.named_scope("dot_bf16_bf16_f32"):
+            return x @ x
+
+    (one,) = contractions(certify(fn, X))
+    assert (one.decided, one.arithmetic) == (FULL, "")
+
+
+def test_a_rounding_that_rounds_nothing_leaves_the_name_of_the_dtype():
+    (one,) = contractions(certify(lambda x: lax.reduce_precision(x, 8, 23) @ x, X))
+    assert one.decided == FULL
 
 
 def test_a_changed_scope_shows_as_its_own_lines(lock):

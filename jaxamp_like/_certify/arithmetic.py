@@ -8,7 +8,7 @@ import re
 from typing import Literal, NamedTuple
 
 from .._hlo.graph import Node
-from .._hlo.numbers import TF32, Numbers, of_dtype
+from .._hlo.numbers import Numbers, of_dtype
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -27,11 +27,12 @@ class Arithmetic(NamedTuple):
 
 
 _BF16 = of_dtype("bf16")
+_TF32 = Numbers(8, 10, "tf32")
 _IN_THREE = Numbers(8, 15, "bfloat16 in 3 passes")
 _IN_SIX = Numbers(8, 23, "bfloat16 in 6 passes")
 _TF32_IN_THREE = Numbers(8, 21, "tf32 in 3 passes")
 _ALGORITHMS = {
-    "TF32": TF32,
+    "TF32": _TF32,
     "TF32_X3": _TF32_IN_THREE,
     "BF16": _BF16,
     "BF16_X3": _IN_THREE,
@@ -49,8 +50,8 @@ _OF_UNITS = {
         "high": Arithmetic(_IN_THREE, name="three bfloat16 passes"),
     },
     "gpu": {
-        "default": Arithmetic(TF32, name="tf32"),
-        "high": Arithmetic(TF32, name="tf32"),
+        "default": Arithmetic(_TF32, name="tf32"),
+        "high": Arithmetic(_TF32, name="tf32"),
     },
     "cpu": {},
 }
@@ -60,14 +61,14 @@ def arithmetic(node: Node, platform: Platform) -> Arithmetic:
     """How a contraction of float32 or complex numbers rounds its operands."""
     one = node.one
     dtypes = {node.operand(i).one.shape.dtype for i in (0, 1)}
-    text = one.attributes.upper()
-    found = re.search(r"\b(?:ALG_)?DOT_(TF32|BF16|F16|F32|F64)_\w*?(_X\d)?\b", text)
+    found = re.match(r"(TF32|BF16|F16|F32|F64)_\w*?(_X\d)?$", one.algorithm)
     if found is not None:
         name = found[1] + (found[2] or "")
         return Arithmetic(_ALGORITHMS[name], True, name.lower())
     if not dtypes & {"f32", "c64"}:
         return Arithmetic()
     given = re.search(r'operand_precision"?[=:][{\[]([^}\]]*)', one.attributes)
-    names = re.findall(r"\w+", given[1].lower()) if given else ["default"]
-    precision = max((n for n in names if n in _PRECISIONS), key=_PRECISIONS.index)
+    names = re.findall(r"\w+", given[1].lower()) if given else []
+    known = (name for name in names if name in _PRECISIONS)
+    precision = max(known, key=_PRECISIONS.index, default="default")
     return _OF_UNITS[platform].get(precision, Arithmetic())

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .._hlo.numbers import union
-from .._hlo.text import Module, parse
+from .._hlo.text import Module, full_name, parse
 from .._jax import traced_afresh
 from .._reports.call import flat_call
 from .._reports.versions import versions
@@ -243,7 +243,7 @@ def _record(
         source=place.source,
         decided=_signature(decided) if decided else "",
         compiled=tuple(dict.fromkeys(map(_signature, runs))),
-        stored=tuple(dict.fromkeys(" x ".join(run.stored) for run in runs)),
+        stored=tuple(dict.fromkeys(map(_stored, runs))),
         arithmetic=next((run.arithmetic for run in runs), ""),
         opcodes=tuple(dict.fromkeys(run.opcode for run in runs)),
         drifts=tuple(dict.fromkeys(drifts)),
@@ -255,5 +255,10 @@ def _record(
 
 def _signature(one: Operation) -> str:
     """Such as "bfloat16 x bfloat16 -> float32"."""
-    reads = [numbers.name or "constants" for numbers in one.reads] or one.stored
-    return f"{' x '.join(reads)} -> {one.makes.name or 'constants'}"
+    reads = " x ".join(numbers.name or "constants" for numbers in one.reads)
+    return f"{reads or _stored(one)} -> {one.makes.name or 'constants'}"
+
+
+def _stored(one: Operation) -> str:
+    """The dtypes of the operands, such as "float32 x float32"."""
+    return " x ".join(map(full_name, one.stored))

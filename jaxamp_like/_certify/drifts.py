@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.numbers import Numbers, of_dtype
+from .._hlo.numbers import NONE, Numbers, of_dtype
+from .._hlo.text import FLOATS
 from .operations import Operation
 
 DROPPED = "cast dropped"
@@ -82,10 +83,9 @@ def _is_emulated(one: Operation, run: Operation) -> bool:
     """Whether 16-bit numbers are stored in 32, so that the slower kernel runs."""
     if run.arithmetic or sorted(run.stored) == sorted(one.stored):
         return False
-    names = [_name(dtype) for dtype in run.stored]
     return any(
         read.are_in(stored) and read != stored and read.name
-        for read, stored in zip(run.reads, names, strict=True)
+        for read, stored in zip(run.reads, map(_stored, run.stored), strict=True)
     )
 
 
@@ -98,9 +98,9 @@ def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
     Args:
         run: as it was compiled.
         one: as it was decided, unless no equation asked for it."""
-    sent = _name(run.stored[0])
+    sent = _stored(run.stored[0])
     if run.opcode in SUMS:
-        needed = _name(one.stored[0]) if one else sent
+        needed = _stored(one.stored[0]) if one else sent
     else:
         needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
     if needed.name and needed.are_in(sent) and needed != sent:
@@ -117,10 +117,6 @@ def _is_run_again(one: Operation, runs: Sequence[Operation]) -> bool:
     )
 
 
-_BY_NAME = {
-    of_dtype(dtype).name: of_dtype(dtype) for dtype in ("f64", "f32", "f16", "bf16")
-}
-
-
-def _name(dtype: str) -> Numbers:
-    return _BY_NAME.get(dtype, Numbers(0, 0, dtype))
+def _stored(dtype: str) -> Numbers:
+    """What fits into an array of floats; of all else, nothing is said."""
+    return of_dtype(dtype) if dtype in FLOATS else NONE

@@ -89,4 +89,4 @@ def _lines(operations: Iterable[Certified]) -> list[str]:
         if one.real_drifts:
             text += f" ({', '.join(sorted(one.real_drifts))})"
         count[text] += 1
-    return [f"{line}, x{n}" for line, n in sorted(count.items())]
+    return sorted(f"{line}, x{n}" for line, n in count.items())

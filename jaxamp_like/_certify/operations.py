@@ -1,13 +1,13 @@
 """The operations of an HLO program whose precision matters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from .._hlo.graph import Node, Value, handed_on, is_marker, nodes, program
 from .._hlo.numbers import Numbers, adds, numbers, numbers_read, of_dtype, rounded
-from .._hlo.text import FLOATS, Module, Shape, contraction_flops
+from .._hlo.text import Module, contraction_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
 from .places import source_of
@@ -46,7 +46,7 @@ class Operation:
             takes. JAX's default precision allows this, and does not ask for it.
         surely: `reads`, if constants need no precision: those of a compiled program
             have been computed ahead, and are not shown.
-        stored: the dtypes of the operands as they are handed to it.
+        stored: the dtypes of the operands as they are handed to it, in XLA's words.
         makes: the numbers that are left of its result.
         arithmetic: the numbers that it multiplies, if fewer than those of its operands;
             "" elsewhere.
@@ -134,19 +134,24 @@ def _is_of_contraction(node: Node) -> bool:
 
 
 def _product(node: Node) -> Node | None:
-    """The multiplication of a contraction that XLA writes as one and a sum."""
+    """The multiplication of a contraction that XLA writes as one and a sum.
+
+    A sum in two parts is told by its second, which has the name."""
     if not _is_of_contraction(node):
         return None
-    # A sum in two parts is told by its second, which has the name.
-    here = Value(node.operand(0))
-    while here.node.one.opcode != "multiply":
-        before = handed_on(here)
-        if before is None and here.node.one.opcode in _BEFORE_SUMS:
-            before = [Value(here.node.operand(0))]
+    return _before_sum(Value(node.operand(0)), {"multiply"})
+
+
+def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
+    """The instruction with one of these opcodes that a sum adds up the results of."""
+    while value.node.one.opcode not in opcodes:
+        before = handed_on(value)
+        if before is None and value.node.one.opcode in _BEFORE_SUMS:
+            before = [Value(value.node.operand(0))]
         if before is None or len(before) != 1:
             return None
-        (here,) = before
-    return here.node
+        (value,) = before
+    return value.node
 
 
 def _contraction(
@@ -171,7 +176,7 @@ def _contraction(
         holds=reads if asks else held,
         reads=reads,
         surely=limited(_held(operands, constants=False)),
-        stored=tuple(_dtype(operand.one.shape) for operand in operands),
+        stored=tuple(operand.one.shape.dtype for operand in operands),
         makes=numbers_read(result or node),
         arithmetic=name if reads != held else "",
         flops=flops * (4 if is_complex else 1),
@@ -196,7 +201,7 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
                 holds=held,
                 reads=held,
                 surely=held,
-                stored=(_dtype(operand.one.shape),),
+                stored=(operand.one.shape.dtype,),
                 makes=_sent(node, operand),
                 elements=operand.one.shape.elements,
             )
@@ -212,7 +217,10 @@ def _sent(node: Node, operand: Node) -> Numbers:
 def _reduction(node: Node, platform: Platform) -> Operation:
     one = node.one
     operand, makes = _added(node), of_dtype(one.shape.dtype)
-    first = _first_part(Value(operand))
+    # XLA may compute a sum in several steps.
+    first = _before_sum(Value(operand), _REDUCTIONS)
+    if first is not None and not adds(first):
+        first = None
     if first is not None and not first.op_name:  # which is told with its second part
         operand, makes = _added(first), rounded(of_dtype(first.one.shape.dtype), makes)
     held, surely = _held([operand]), _held([operand], constants=False)
@@ -226,21 +234,9 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         holds=held,
         reads=held,
         surely=surely,
-        stored=(_dtype(operand.one.shape),),
+        stored=(operand.one.shape.dtype,),
         makes=makes,
     )
-
-
-def _first_part(value: Value) -> Node | None:
-    """The sum that a value is, if XLA computes one sum in several steps."""
-    while value.node.one.opcode not in _REDUCTIONS:
-        before = handed_on(value)
-        if before is None and value.node.one.opcode in _BEFORE_SUMS:
-            before = [Value(value.node.operand(0))]
-        if before is None or len(before) != 1:
-            return None
-        (value,) = before
-    return value.node if adds(value.node) else None
 
 
 def _added(node: Node) -> Node:
@@ -257,7 +253,7 @@ def _quantisation(node: Node, platform: Platform) -> Operation:
         holds=(),
         reads=(),
         surely=(),
-        stored=(_dtype(node.operand(0).one.shape),),
+        stored=(node.operand(0).one.shape.dtype,),
         makes=of_dtype(node.one.shape.dtype),
         elements=node.one.shape.elements,
     )
@@ -282,7 +278,7 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
         holds=reads,
         reads=reads,
         surely=reads,
-        stored=tuple(_dtype(operand.one.shape) for operand in floats),
+        stored=tuple(operand.one.shape.dtype for operand in floats),
         makes=of_dtype(next(s.dtype for s in one.shapes if s.is_float)),
     )
 
@@ -290,7 +286,3 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
 def _is_quantisation(node: Node) -> bool:
     old, new = node.operand(0).one.shape, node.one.shape
     return old.is_float and new.bits <= 8 and new.dtype != "pred" and bool(new.dims)
-
-
-def _dtype(shape: Shape) -> str:
-    return FLOATS.get(shape.dtype, shape.dtype)

@@ -177,20 +177,18 @@ def _argument(body: Body, index: int, path: tuple[int, ...]) -> list[Value] | No
     return [Value(caller.operand(index), path)]
 
 
-def read_by(node: Node) -> Iterator[tuple[Node, int]]:
-    """The instructions that read a value, within what is called, too, and as which
-    operand."""
+def read_by(node: Node) -> Iterator[Node]:
+    """The instructions that read a value, also those within fusions and calls."""
     for reader, i in node.body.readers[node.one.name]:
+        bodies = reader.bodies if reader.one.opcode in _CALLS else []
         parameters = [
             inner
-            for body in reader.bodies
+            for body in bodies
             for inner in body
-            if reader.one.opcode in _CALLS
-            and inner.one.opcode == "parameter"
-            and int(inner.one.literal) == i
+            if inner.one.opcode == "parameter" and int(inner.one.literal) == i
         ]
         if not parameters:
-            yield reader, i
+            yield reader
         for inner in parameters:
             yield from read_by(inner)
     if node.one.is_root and node.body.caller and node.body.caller.one.opcode in _CALLS:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .graph import Node, Value, handed_on, read_by
-from .text import FLOATS
+from .text import FLOATS, full_name
 
 _BITS = {
     "c128": (11, 52),
@@ -55,12 +55,10 @@ class Numbers(NamedTuple):
 NONE = Numbers(0, 0, "")
 """A constant is no reason for a wide dtype."""
 
-TF32 = Numbers(8, 10, "tf32")
-
 
 def of_dtype(dtype: str) -> Numbers:
     exponent, mantissa = _BITS.get(dtype, (64, 64))
-    return Numbers(exponent, mantissa, FLOATS.get(dtype, dtype))
+    return Numbers(exponent, mantissa, full_name(dtype))
 
 
 def union(sets: Iterable[Numbers]) -> Numbers:
@@ -186,8 +184,8 @@ def rounding_of(node: Node) -> Numbers:
     exponent, mantissa = (
         one.number(f"{key}_bits") or 0 for key in ("exponent", "mantissa")
     )
-    for dtype, bits in _BITS.items():
-        if bits == (exponent, mantissa):
+    for dtype in FLOATS:
+        if _BITS[dtype] == (exponent, mantissa):
             return of_dtype(dtype)
     return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
 
@@ -200,7 +198,7 @@ def numbers_read(node: Node, depth: int = 0) -> Numbers:
     if depth > 8:
         return own
     found = []
-    for reader, _ in read_by(node):
+    for reader in read_by(node):
         if reader.one.opcode in ("convert", "reduce-precision"):
             found.append(rounding_of(reader))
         elif reader.one.opcode in _MOVES and reader.one.shapes:

@@ -14,6 +14,8 @@ _DEFINITION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*)$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+# An instruction has `algorithm=dot_...`, a library's call `"algorithm":"ALG_DOT_..."`.
+_ALGORITHM = re.compile(r'\balgorithm"?[=:]"?(?:alg_)?dot_(\w+)', re.IGNORECASE)
 _ROW = re.compile(r"(\d+) (.*)$")
 _LITERALS = frozenset({"constant", "parameter"})
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -34,6 +36,11 @@ FLOATS = {
     "f4e2m1fn": "float4_e2m1fn",
 }
 """XLA's names of floating dtypes, and NumPy's."""
+
+
+def full_name(dtype: str) -> str:
+    """NumPy's name of a floating dtype, and XLA's of all else."""
+    return FLOATS.get(dtype, dtype)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,12 @@ class Instruction:
             return ""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
+
+    @property
+    def algorithm(self) -> str:
+        """What the author chose for a contraction, as in "BF16_BF16_F32_X3"; or ""."""
+        found = _ALGORITHM.search(self.attributes)
+        return found[1].upper() if found else ""
 
     @cached_property
     def op_name(self) -> str:
@@ -341,10 +354,8 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
     Args:
         one: an instruction of XLA, or a call of a library of NVIDIA's or Intel's.
         scope: the computation that it is in."""
-    library, routine = "", ""
-    if one.opcode == "custom-call":
-        target = re.search(r'custom_call_target="__(\w+)\$(\w*)', one.attributes)
-        library, routine = target.groups() if target else ("", "")
+    target = re.match(r"__(\w+)\$(\w*)", one.target)
+    library, routine = target.groups() if target else ("", "")
     is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
     is_call = library == "cublas" and routine.startswith(("gemm", "lt"))
     is_dot = one.opcode in ("dot", "ragged-dot") or is_call
