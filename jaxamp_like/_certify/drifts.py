@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .._hlo.numbers import NONE, Numbers, of_dtype
-from .._hlo.text import FLOATS
+from .._hlo.text import is_float
 from .operations import Operation
 
 DROPPED = "cast dropped"
@@ -119,4 +119,4 @@ def _is_run_again(one: Operation, runs: Sequence[Operation]) -> bool:
 
 def _stored(dtype: str) -> Numbers:
     """What fits into an array of floats; of all else, nothing is said."""
-    return of_dtype(dtype) if dtype in FLOATS else NONE
+    return of_dtype(dtype) if is_float(dtype) else NONE

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from .._amp import amp_by
 from .._dtypes import cast, did_you_mean
 from .._errors import AmpError
-from .._jax import to_classic, trace
+from .._jax import is_array_or_shape, to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
@@ -24,7 +24,6 @@ from .models import (
     check_leaves,
     distinct,
     first_positions,
-    is_array_or_shape,
     map_parameters,
     parameters_in,
     path_name,

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .graph import Node, Value, handed_on, read_by
-from .text import FLOATS, full_name
+from .text import full_name
 
+# Bits of the exponent, and of the mantissa behind the leading one.
 _BITS = {
     "c128": (11, 52),
     "c64": (8, 23),
@@ -18,21 +19,16 @@ _BITS = {
     "f32": (8, 23),
     "f16": (5, 10),
     "bf16": (8, 7),
-    "f8e4m3fn": (4, 3),
-    "f8e4m3": (4, 3),
-    "f8e4m3b11fnuz": (4, 3),
-    "f8e4m3fnuz": (4, 3),
-    "f8e3m4": (3, 4),
-    "f8e5m2": (5, 2),
-    "f8e5m2fnuz": (5, 2),
-    "f8e8m0fnu": (8, 0),
-    "f4e2m1fn": (2, 1),
     "s8": (3, 7),
     "u8": (3, 8),
     "s4": (2, 3),
     "u4": (2, 4),
     "pred": (0, 0),
 }
+# The names of smaller floating dtypes tell their bits, as that of `f8e4m3fn`.
+_IN_NAME = re.compile(r"f\d+e(\d+)m(\d+)")
+# What a rounding to as many bits is called.
+_ROUNDINGS = "f64 f32 f16 bf16 f8e4m3fn f8e3m4 f8e5m2 f8e8m0fnu f4e2m1fn".split()
 
 
 class Numbers(NamedTuple):
@@ -57,7 +53,11 @@ NONE = Numbers(0, 0, "")
 
 
 def of_dtype(dtype: str) -> Numbers:
-    exponent, mantissa = _BITS.get(dtype, (64, 64))
+    """The numbers of a dtype, which is given in XLA's words."""
+    if found := _IN_NAME.match(dtype):
+        exponent, mantissa = map(int, found.groups())
+    else:
+        exponent, mantissa = _BITS.get(dtype, (64, 64))
     return Numbers(exponent, mantissa, full_name(dtype))
 
 
@@ -184,9 +184,9 @@ def rounding_of(node: Node) -> Numbers:
     exponent, mantissa = (
         one.number(f"{key}_bits") or 0 for key in ("exponent", "mantissa")
     )
-    for dtype in FLOATS:
-        if _BITS[dtype] == (exponent, mantissa):
-            return of_dtype(dtype)
+    for known in map(of_dtype, _ROUNDINGS):
+        if known[:2] == (exponent, mantissa):
+            return known
     return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
 
 

@@ -16,31 +16,24 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 # An instruction has `algorithm=dot_...`, a library's call `"algorithm":"ALG_DOT_..."`.
 _ALGORITHM = re.compile(r'\balgorithm"?[=:]"?(?:alg_)?dot_(\w+)', re.IGNORECASE)
+_FLOAT = re.compile(r"(b?f\d+)(\w*)$")
 _ROW = re.compile(r"(\d+) (.*)$")
 _LITERALS = frozenset({"constant", "parameter"})
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
-FLOATS = {
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f8e4m3fn": "float8_e4m3fn",
-    "f8e4m3": "float8_e4m3",
-    "f8e4m3b11fnuz": "float8_e4m3b11fnuz",
-    "f8e4m3fnuz": "float8_e4m3fnuz",
-    "f8e3m4": "float8_e3m4",
-    "f8e5m2": "float8_e5m2",
-    "f8e5m2fnuz": "float8_e5m2fnuz",
-    "f8e8m0fnu": "float8_e8m0fnu",
-    "f4e2m1fn": "float4_e2m1fn",
-}
-"""XLA's names of floating dtypes, and NumPy's."""
+
+def is_float(dtype: str) -> bool:
+    """Whether XLA's name is that of a floating dtype, such as `bf16` or `f8e4m3fn`."""
+    return _FLOAT.match(dtype) is not None
 
 
 def full_name(dtype: str) -> str:
     """NumPy's name of a floating dtype, and XLA's of all else."""
-    return FLOATS.get(dtype, dtype)
+    found = _FLOAT.match(dtype)
+    if found is None:
+        return dtype
+    kind, form = found.groups()
+    return kind.replace("f", "float") + (f"_{form}" if form else "")
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Shape:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype in FLOATS
+        return is_float(self.dtype)
 
     @property
     def elements(self) -> int:
