@@ -201,6 +201,7 @@ def loss(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 arrays = jnp.ones((64, 8)), jnp.ones((4, 64))
+number = 3
 
 def low():
     return jax.grad(amp(loss, compute_dtype="bfloat16")), *arrays
@@ -239,3 +240,9 @@ def test_check_without_a_lock_says_how_to_write_one(check):
     status, _, err = check("low")
     assert status == 1
     assert "--write" in err
+
+
+def test_check_says_what_a_factory_must_give(check):
+    status, _, err = check("number")
+    assert status == 2
+    assert "its_step:number must give (step, *arguments), but gave int" in err

@@ -14,17 +14,17 @@ from .._name_stacks import RECOMPUTED
 from .._policies.dictionary import REWRITTEN
 from .._reports.data.records import Phase
 from .._rewrite.record import STEP_SCOPE
+from .._structural import STRUCTURAL
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _TRANSFORM = re.compile(
     r"(jvp|transpose|vmap|jit|pjit|pmap|shard_map|remat|checkpoint)\((.*)\)$"
 )
-# What structural primitives are called in names.
-_STRUCTURE = frozenset(
-    "while body cond closed_call checkpoint remat scan shard_map custom_jvp_call "
-    "custom_vjp_call core_call body_pred pjit jit".split()
-)
-_BETWEEN = re.compile(r":(?!\d)")  # not that in `amp_equation:7`
+# What JAX calls structural primitives and their parts in names.
+_STRUCTURE = frozenset(STRUCTURAL) | {"body", "body_pred", "checkpoint", "remat"}
+# Separates the names of operations that became one. A colon before a digit is part of
+# a name, as in `amp_equation:7`.
+_BETWEEN = re.compile(r":(?!\d)")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 
 
@@ -37,7 +37,8 @@ class Named:
         inner: those within, or all of them where there is no `amp`.
         phase: as in a report.
         is_transposed: whether a transposition is in the name.
-        primitive: of the equation; of some operations that XLA made, the one behind it.
+        primitive: that of the equation, the last part of the name; of several
+            operations that became one, that of the first.
         step: the number of the decision that it was made for; None outside of `amp`."""
 
     outer: tuple[str, ...]

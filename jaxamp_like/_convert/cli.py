@@ -232,8 +232,8 @@ def check(
         str,
         typer.Argument(
             metavar="MODULE:FACTORY",
-            help="A function without arguments, or a tuple: (step, *arguments), the "
-            "training step or model and what it is called with.",
+            help="A tuple: (step, *arguments), a training step or model and what to "
+            "call it with; or a function without arguments that returns it.",
         ),
     ],
     lock: Annotated[Path, typer.Argument(help="The lock file.")],
@@ -243,7 +243,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Compiles a step, and compares its precision with a lock file."""
-    certificate = certify(*_made(step))
+    certificate = certify(*_made(step, "(step, *arguments)", least=1))
     if write:
         certificate.save(lock)
     if as_json:
@@ -253,8 +253,15 @@ def check(
     certificate.check(lock)
 
 
-def _made(target: str) -> tuple[Any, ...]:
-    """What the factory makes: a function, its parameters and inputs."""
+def _made(
+    target: str, form: str = "(fn, params, *example_inputs)", least: int = 2
+) -> tuple[Any, ...]:
+    """The tuple that a factory makes, or that stands in its place.
+
+    Args:
+        target: MODULE:FACTORY.
+        form: what the tuple holds, for the message if it is none.
+        least: how many items it has at least."""
     module, colon, name = target.partition(":")
     if not colon or not name:
         _wrong(f"Write MODULE:FACTORY, such as `models:digits`, but got {target!r}.")
@@ -271,11 +278,8 @@ def _made(target: str) -> tuple[Any, ...]:
             _wrong(f"The module {module!r} has no {name!r}.")
         factory = getattr(factory, part)
     made = factory() if callable(factory) else factory
-    if not isinstance(made, tuple | list) or len(made) < 2:
-        _wrong(
-            f"{target} must give (fn, params, *example_inputs), but gave "
-            f"{type(made).__name__}."
-        )
+    if not isinstance(made, tuple | list) or len(made) < least:
+        _wrong(f"{target} must give {form}, but gave {type(made).__name__}.")
     return tuple(made)
 
 
