@@ -6,10 +6,10 @@ only parameter is an object. The class of the object says what the equation is
 Users can write such classes, too (`jax.experimental.hijax.HiPrim`).
 
 `to_classic` replaces each of these equations, at any depth, by the classic equation of
-the same meaning, which also holds the object. So all that reads programs knows one form
-only. What is bound in the end is a hi-primitive again wherever the author's was one:
-the object itself, or a new one of its class around the rewritten program.
-`from_classic` is the way back, for programs that are run as they stand.
+the same meaning, which also holds the object. So the rest of the package handles the
+classic form only. What is bound in the end is a hi-primitive again wherever the
+author's was one: the object itself, or a new one of its class around the rewritten
+program. `from_classic` is the way back, for programs that are run as they stand.
 
 Checked on JAX 0.12.0 with the flags `jax_remat3`, `jax_custom_vjp3`, `jax_custom_jvp3`
 on and off; JAX without hi-primitives is unaffected. The names below are private to
@@ -41,7 +41,7 @@ _MAKES_CHECKPOINTS = hasattr(jax.config, "jax_remat3")
 
 @dataclass(frozen=True)
 class _HiObject:
-    """The object of a hi-primitive, as a parameter of the equation that is shown.
+    """The object of a hi-primitive, as a parameter of the classic equation.
 
     In a class of its own, since the object may look like a program."""
 
@@ -49,13 +49,13 @@ class _HiObject:
 
 
 class _Row(NamedTuple):
-    """How one class of hi-primitives is shown.
+    """How one class of hi-primitives is translated to a classic equation.
 
     Args:
         name: the classic primitive.
-        params: its parameters, from the equation; `None` if it can't be shown.
-        again: an object of the class, from the old one, the parameters and the
-            operands. Without it, the object is bound as it is."""
+        params: its parameters, from the equation; `None` if it can't be translated.
+        rebuild: makes an object of the class from the old one, the parameters and the
+            operands. Without it, the old object is bound."""
 
     name: str
     params: Callable[[Eqn], dict[str, Any] | None]
@@ -119,7 +119,7 @@ def from_classic(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def from_classic_eqn(eqn: Eqn) -> Eqn:
-    """An equation as the hi-primitive that it is shown for, or else as it is."""
+    """An equation with the hi-primitive that it stands for, or else as it is."""
     params = with_jaxprs(eqn.params, from_classic)
     if HI_PRIMITIVE not in params:
         return eqn if params is eqn.params else eqn.replace(params=params)
@@ -128,7 +128,7 @@ def from_classic_eqn(eqn: Eqn) -> Eqn:
 
 
 def bind(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Binds a primitive; for an equation that is shown, its hi-primitive."""
+    """Binds a primitive; for an equation that was translated, its hi-primitive."""
     if HI_PRIMITIVE not in params:
         return primitive.bind(*operands, **params)
     hi = _rebuilt(with_jaxprs(params, from_classic), operands)
@@ -190,13 +190,13 @@ def _class_name(hi: Any) -> str | None:
 
 
 def _by_expansion(hi: Any) -> _Row | None:
-    """How a class without a row is shown, such as a user's; `None` if it can't be.
+    """How a class without a row is translated, such as a user's; `None` if it can't be.
 
     Its program is what it expands to. A class with a rule for forward differentiation
-    alone is shown as a `custom_jvp`: JAX derives its backward pass from that rule. Any
-    other is shown as a `custom_vjp`. A class with rules of its own for both can't be
-    shown, since each classic equation would lose one of them. Nor can one with a rule
-    for transposition, or with effects, which neither of the two has room for."""
+    alone becomes a `custom_jvp`: JAX derives its backward pass from that rule. Any
+    other becomes a `custom_vjp`. A class with rules of its own for both can't be
+    translated, since each classic equation would lose one of them. Nor can one with a
+    rule for transposition, or with effects, for which neither of the two has room."""
     backward = _is_own(hi, "vjp_fwd")
     # A rule `lin` is of use to `jax.jvp` only where a `jvp` is derived from it.
     has_jvp = getattr(type(hi), "jvp", None) is not getattr(_base(hi), "jvp", None)
@@ -268,7 +268,7 @@ def _params_of_remat(eqn: Eqn) -> dict[str, Any] | None:
 
 
 def _is_recomputed(program: Any) -> bool:
-    """Whether equations of a checkpoint are named so; see `classic_name_stacks`."""
+    """Whether a checkpoint's equations are named as recomputed."""
     return any(is_recomputed(eqn) for eqn in program.eqns if not is_hi(eqn))
 
 

@@ -119,9 +119,8 @@ def _classic_eqn(eqn: Eqn, around: frozenset[int], recomputed: _Frames) -> Eqn:
     before = _frames_of(eqn)
     frames = tuple(frame for frame in before if id(frame) not in around)
     inner: _Frames = ()
-    if (
-        HI_PRIMITIVE in eqn.params and "differentiated" in eqn.params
-    ):  # it is a checkpoint
+    is_checkpoint = HI_PRIMITIVE in eqn.params and "differentiated" in eqn.params
+    if is_checkpoint:
         inner = tuple(filter(_is_recomputed, frames))[:1]
         frames = tuple(frame for frame in frames if not _is_recomputed(frame))
     frames = _with_one_derivative((*recomputed, *frames))

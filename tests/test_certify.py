@@ -506,7 +506,7 @@ def test_nothing_is_found_in_a_program_as_it_was_decided(around):
     assert kinds == {"contraction", "reduction", "collective", "quantisation"}
 
 
-# ------------------------------------------------ what others have tried to get past it
+# -------------------------------------------------------- drifts that were once missed
 
 
 def drifts_of(decided, run, *args):

@@ -75,9 +75,10 @@ class ContractionCost(NamedTuple):
         flops: multiply-adds, times two.
         read: elements of its operands.
         made: elements of its result.
-        saved_read: elements that it reads and that are kept for the backward pass.
-        saved_made: elements that it makes and that are kept for the backward pass.
-        quantised_by: the 8-bit candidates with which its operands have 8 bits."""
+        saved_read: elements of operands that are kept for the backward pass.
+        saved_made: elements of the result that are kept for the backward pass.
+        quantised_by: the 8-bit candidates that round its operands to 8 bits; with the
+            others they have 16."""
 
     flops: float
     read: int

@@ -1,8 +1,9 @@
 """What a contraction multiplies, by its `precision` or its algorithm.
 
-Units that multiply matrices round float32 operands: those of GPUs to TF32, those of
-TPUs to bfloat16, unless a higher precision is asked for. With several passes, operands
-are split into as many parts."""
+Matrix units round float32 operands, unless the precision `highest` is asked for: those
+of GPUs to TF32, those of TPUs to bfloat16. With `high`, TPUs multiply in 3 passes, for
+which each operand is split into 2 parts of bfloat16; in 6 passes it has 3 parts. The
+smallest of the products of parts are left out."""
 
 import re
 from typing import Literal, NamedTuple

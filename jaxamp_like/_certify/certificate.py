@@ -48,7 +48,7 @@ class Certificate:
 
     @property
     def share_tied(self) -> float:
-        """The share of the compiled contractions' FLOPs whose equations are known."""
+        """The share of the contractions' FLOPs whose equations are known."""
         work: Counter[bool] = Counter()
         for one in self.operations:
             if one.kind == "contraction" and one.compiled:
@@ -74,7 +74,7 @@ class Certificate:
         return json.dumps(self.to_dict(), indent=indent)
 
     def save(self, path: str | Path) -> Path:
-        """Writes a lock file: readable, sorted, the same wherever it is made.
+        """Writes a lock file: sorted lines, without versions, paths or source lines.
 
         Args:
             path: where to; parent folders are made.
@@ -88,7 +88,7 @@ class Certificate:
         return path
 
     def _head(self) -> dict[str, str]:
-        """What a lock file holds for."""
+        """The program that a lock file describes."""
         return {
             "function": self.name,
             "platform": self.platform,

@@ -203,7 +203,8 @@ def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
     for one in tied.gone:
         yield _record(one, one, [], (GONE,), steps)
     decided = [*tied.gone, *(one for one, _ in tied.pairs)]
-    # XLA makes kernels of its own; one of them may be that for which none was found.
+    # XLA adds kernels of its own. They are reported only if a decided kernel is gone,
+    # which one of them may stand in for.
     unknown = {one.kind for one in tied.gone if one.kind == "kernel"}
     for one in tied.others:
         if one.kind == "collective":  # by the partitioner, for an equation's sharding

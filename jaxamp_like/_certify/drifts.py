@@ -36,7 +36,7 @@ SUMS = frozenset({"all-reduce", "reduce-scatter"})
 """Collectives that add up: they compute, rather than send what is there."""
 
 NOT_DRIFTS = frozenset({EMULATED, EXCESS, UNREAD, GONE})
-"""What leaves the numbers and the bytes as they were decided."""
+"""What is reported, but does not make a certificate fail."""
 
 
 def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
@@ -47,7 +47,7 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         runs: what was compiled for it."""
     for run in runs:
         yield from _of_reading(one, run)
-        # What is sent as it is can only be rounded by those that read it.
+        # A collective that only moves data does not round; its readers do.
         computes = one.kind != "collective" or run.opcode in SUMS
         if computes and run.makes.name and not one.makes.are_in(run.makes):
             yield REDUCED_LOW
@@ -80,7 +80,7 @@ def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
 
 
 def _is_emulated(one: Operation, run: Operation) -> bool:
-    """Whether 16-bit numbers are stored in 32, so that the slower kernel runs."""
+    """Whether operands are stored wider than was decided and their numbers need."""
     if run.arithmetic or sorted(run.stored) == sorted(one.stored):
         return False
     return any(
@@ -118,5 +118,5 @@ def _is_run_again(one: Operation, runs: Sequence[Operation]) -> bool:
 
 
 def _stored(dtype: str) -> Numbers:
-    """What fits into an array of floats; of all else, nothing is said."""
+    """The numbers of a floating dtype; `NONE` for other dtypes."""
     return of_dtype(dtype) if is_float(dtype) else NONE

@@ -1,9 +1,9 @@
 """Lock files: the precision of a compiled program as a text that can be compared.
 
 A line stands for all operations of a scope, a phase and a primitive that run alike. It
-holds what was decided and, where something else runs, that. It holds neither source
-lines, which move, nor versions, nor what differs among machines of one kind: the dtypes
-that operands are stored in, and whether equal operations became one."""
+holds the precision that was decided and, if another one runs, that one too. It holds
+neither source lines, which move, nor versions, nor what differs among machines of a
+kind: the dtypes that operands are stored in, and whether equal operations are one."""
 
 import difflib
 import itertools
@@ -20,7 +20,7 @@ def written(about: Mapping[str, str], operations: Iterable[Certified]) -> str:
     """The text of a lock file.
 
     Args:
-        about: what the lock holds for, as a name and a text.
+        about: the program that the lock describes: lines of its head, by name.
         operations: of the program."""
     return "\n".join([*_head(about), "", *_lines(operations), ""])
 
@@ -31,7 +31,7 @@ def difference(
     """How operations differ from a lock file, as a diff; "" if they do not.
 
     Args:
-        about: what they are the operations of, as for `written`.
+        about: as for `written`.
         operations: of the program.
         path: of the lock file.
     Raises:

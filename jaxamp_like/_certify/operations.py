@@ -23,7 +23,7 @@ _BEFORE_SUMS = frozenset(
     {"bitcast", "convert", "reduce-window", "reshape", "transpose"}
 )
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
-# What XLA calls of a library, or writes out in loops, as it is not HLO to the machine.
+# XLA compiles these to calls of a library, or to loops. They count as kernels.
 _LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
 # Calls of XLA's own that compute nothing.
 _TRIVIAL = frozenset({"AllocateBuffer", "X64Combine"})
@@ -42,12 +42,14 @@ class Operation:
         opcode: XLA's name for it; of a library's call, the name of the routine.
         node: the instruction.
         holds: the numbers that each operand holds.
-        reads: the numbers that it computes with: those, rounded to what the arithmetic
-            takes. JAX's default precision allows this, and does not ask for it.
-        surely: `reads`, if constants need no precision: those of a compiled program
-            have been computed ahead, and are not shown.
+        reads: the same, rounded to what the matrix unit reads. JAX's default precision
+            permits this rounding. A chosen algorithm requires it; then `holds` is
+            rounded, too.
+        surely: `reads`, with constants taken to hold nothing: XLA computes constants
+            ahead and does not print their values.
         stored: the dtypes of the operands as they are handed to it, in XLA's words.
-        makes: the numbers that are left of its result.
+        makes: the numbers of its result, after all of its readers have rounded it if
+            they do; see `numbers_read`.
         arithmetic: the numbers that it multiplies, if fewer than those of its operands;
             "" elsewhere.
         flops: of a contraction, of one run.
@@ -136,14 +138,14 @@ def _is_of_contraction(node: Node) -> bool:
 def _product(node: Node) -> Node | None:
     """The multiplication of a contraction that XLA writes as one and a sum.
 
-    A sum in two parts is told by its second, which has the name."""
+    Where XLA sums in two steps, the second one has the name of the equation."""
     if not _is_of_contraction(node):
         return None
     return _before_sum(Value(node.operand(0)), {"multiply"})
 
 
 def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
-    """The instruction with one of these opcodes that a sum adds up the results of."""
+    """The instruction of these opcodes whose results are summed, moved or cast."""
     while value.node.one.opcode not in opcodes:
         before = handed_on(value)
         if before is None and value.node.one.opcode in _BEFORE_SUMS:
@@ -159,7 +161,7 @@ def _contraction(
 ) -> Operation:
     one = node.one
     operands = [node.operand(i) for i in (0, 1)]
-    # Where XLA writes a multiplication and a sum, it multiplies what is there.
+    # Where XLA writes a multiplication and a sum, no matrix unit rounds the operands.
     limit, asks, name = (None, False, "") if result else arithmetic(node, platform)
 
     def limited(sets: tuple[Numbers, ...]) -> tuple[Numbers, ...]:
@@ -208,7 +210,7 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
 
 
 def _sent(node: Node, operand: Node) -> Numbers:
-    """What is left of an array that is sent, alone or with others."""
+    """The numbers of an array that is sent, as its readers round it if it is alone."""
     if len(node.one.operands) == 1:
         return numbers_read(node)
     return of_dtype(operand.one.shape.dtype)
@@ -221,10 +223,10 @@ def _reduction(node: Node, platform: Platform) -> Operation:
     first = _before_sum(Value(operand), _REDUCTIONS)
     if first is not None and not adds(first):
         first = None
-    if first is not None and not first.op_name:  # which is told with its second part
+    if first is not None and not first.op_name:  # the second step reports it, too
         operand, makes = _added(first), rounded(of_dtype(first.one.shape.dtype), makes)
     held, surely = _held([operand]), _held([operand], constants=False)
-    if first is not None and first.op_name == node.op_name:  # it is told by itself
+    if first is not None and first.op_name == node.op_name:  # it is reported itself
         held = surely = ()
     return Operation(
         platform,

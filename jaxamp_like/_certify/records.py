@@ -24,7 +24,8 @@ class Certified:
         arithmetic: what float32 operands are rounded to as they are multiplied.
         opcodes: what XLA calls it.
         drifts: how these differ, in the words of `MEANINGS`.
-        work: FLOPs of all runs of a contraction.
+        work: FLOPs of all runs of a contraction, as decided or, if it is undecided, as
+            compiled.
         times: how often it runs, as decided.
         why: the reason of the rule that decided, if it is known."""
 
@@ -49,7 +50,7 @@ class Certified:
 
     @property
     def real_drifts(self) -> tuple[str, ...]:
-        """The drifts that change numbers, or cost bytes or runs."""
+        """The drifts that make `is_as_decided` false: all but those in `NOT_DRIFTS`."""
         return tuple(drift for drift in self.drifts if drift not in NOT_DRIFTS)
 
     def __str__(self) -> str:

@@ -29,7 +29,8 @@ class Tied(NamedTuple):
 
 def tie(decided: Iterable[Operation], compiled: Iterable[Operation]) -> Tied:
     """Ties the operations of the compiled program to those of the decided one."""
-    # A multiplication may be a contraction, and may be a part of one or its scaling.
+    # A compiled multiplication may be a contraction, a part of one, or its scaling: it
+    # is tied late, and by its name alone. Decided multiplications are left out.
     found = _Found(one for one in decided if not one.is_only_multiplied)
     products, after = [], []
     for one in compiled:
@@ -71,7 +72,8 @@ class _Found:
     def merged(self, one: Operation) -> bool:
         """Ties a contraction to those whose FLOPs add up to its own.
 
-        They stand near to one that has its name or its line."""
+        At most four are tried together. One of them shares its name, scopes or line,
+        and the others stand near that one."""
         alike = [c for c in self.left if c.flops and c.times == one.times]
         near = next((i for i, c in enumerate(alike) if _is_near(c, one)), None)
         if near is None or any(c.flops == one.flops for c in alike if _is_near(c, one)):
@@ -96,7 +98,7 @@ class _Found:
         return len(alike) == 1
 
     def again(self, compiled: list[Operation]) -> list[Operation]:
-        """Ties what runs a second time, and the parts of a library's routine.
+        """Ties what runs a second time, and contractions in a kernel that XLA expanded.
 
         Returns:
             The others."""

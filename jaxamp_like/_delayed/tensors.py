@@ -91,8 +91,7 @@ class ScaleUse(NamedTuple):
 
 
 ScaleUses = dict[int, Any]
-"""By the `id` of an equation: a `ScaleUse`, or the `ScaleUses` of each of
-its programs."""
+"""By the `id` of an equation: a `ScaleUse`, or the `ScaleUses` of its programs."""
 
 
 @dataclass

@@ -47,7 +47,8 @@ def mixed_model(model: Any, key: Hashable, mix: Mix, rewrap: Mix) -> Any:
         key: equal for two `mix` that do the same. Equal keys give one class, which is
             part of the tree's structure, by which JAX finds what it has compiled.
         mix: rewrites a function to mixed precision.
-        rewrap: does to `model` what this function does, when it is unpickled."""
+        rewrap: takes the original model, when it is unpickled, and returns the mixed
+            one."""
     cls = _mixed_class(type(model), key, _IgnoredInKey(mix), _IgnoredInKey(rewrap))
     return _as_instance(model, cls)
 

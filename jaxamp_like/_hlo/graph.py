@@ -64,7 +64,7 @@ class Body:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An instruction in one of the places that it is called from."""
+    """An instruction, in one call of the computation that holds it."""
 
     one: Instruction
     body: Body
@@ -111,7 +111,7 @@ def program(module: Module) -> Body:
 
 
 def nodes(body: Body) -> Iterator[Node]:
-    """Every instruction that calls no others, in every place that it is called from."""
+    """Every instruction that calls no others, in every call of its computation."""
     for node in body:
         if not node.bodies:
             yield node

@@ -2,7 +2,7 @@
 
 A float32 array that was converted from bfloat16 holds bfloat16's numbers. XLA changes
 in which dtype a value is stored where that keeps its numbers, and sometimes where it
-does not: what has been rounded is seen by following a value to where it was."""
+does not. To find what a value was rounded to, its definition is followed."""
 
 import re
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ class Numbers(NamedTuple):
 
 
 NONE = Numbers(0, 0, "")
-"""A constant is no reason for a wide dtype."""
+"""The empty set: what a value holds of which nothing is known, such as a scalar."""
 
 
 def of_dtype(dtype: str) -> Numbers:
@@ -62,7 +62,7 @@ def of_dtype(dtype: str) -> Numbers:
 
 
 def union(sets: Iterable[Numbers]) -> Numbers:
-    """The smallest of the known sets that has all of these."""
+    """The largest of some sets; float32 if none of them contains the others."""
     found = NONE
     for one in sets:
         if found.are_in(one):
@@ -91,8 +91,8 @@ def numbers(value: Value, constants: bool = True) -> Numbers:
 
     Args:
         value: of a program.
-        constants: whether arrays that are constants hold what their dtype can. Of
-            scalars, which are mostly 0 or 1, nothing is known."""
+        constants: whether a constant array counts as holding all numbers of its dtype.
+            Otherwise it counts as `NONE`, as scalar constants always do."""
     found = NONE
     seen: set[tuple[Value, Numbers]] = set()
     pending = [(value, of_dtype("any"))]

@@ -165,7 +165,7 @@ class Module:
             file = files.get(_field(text, "file_name_id"), '""')
             return file.strip('"'), _field(text, "line")
 
-        # The numbers of parents count from 1, and 1 stands for none.
+        # `parent_frame_id` is one more than the parent's number; 1 stands for none.
         return {
             number: (
                 location(_field(text, "file_location_id")),

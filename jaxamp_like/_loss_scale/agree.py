@@ -75,7 +75,7 @@ def check_uniform(program: Any, pred: Array, axis_name: AxisName) -> None:
 
 def _exchanged(jaxpr: Any) -> set[Hashable]:
     """The named axes over which the collectives of a program run, at any depth."""
-    # Numbers are the axes of an array, as those of `reduce_sum`.
+    # An integer is an axis of an array, as in `reduce_sum`, and none of a mesh.
     return {
         axis
         for eqn in equations(jaxpr)

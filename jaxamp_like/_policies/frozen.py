@@ -40,7 +40,7 @@ class FrozenRules(Mapping[Key, Rule]):
     Args:
         rules: a policy dict.
         argument: the name that errors give to it.
-        in_order: whether to sort its keys; regular expressions keep their order.
+        in_order: whether to sort the keys that are no regular expressions.
     Raises:
         TypeError, ValueError: a key or a rule is of the wrong kind.
         AmpError: a rule can't be followed for the primitive that is its key."""

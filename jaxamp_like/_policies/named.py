@@ -291,7 +291,7 @@ def _default() -> FrozenRules:
 
 @functools.cache
 def _default_as_given() -> FrozenRules:
-    """The default policy as users have it: `amp` shares programs between equal ones."""
+    """The default policy, with its keys in the order in which users have them."""
     return FrozenRules(default_amp_policy)
 
 

@@ -205,8 +205,8 @@ def rounded_contraction(
         roundings: of each operand, if it is rounded without a look at the other. What
             they make is kept for the backward pass, if a gradient reads it.
     Returns:
-        A function of both operands, and of what the roundings made of them,
-        `quantised`, where that is known; `None` where not."""
+        A function of `operands` and `quantised`, which holds for each operand what it
+        was rounded to already, or `None`."""
     keeps = any(isinstance(made, SavedRoundedPass) for made in gradients)
 
     def completed(operands, quantised):

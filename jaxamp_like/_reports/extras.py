@@ -7,7 +7,7 @@ from typing import Any
 
 
 def shows_progress(wanted: bool | None) -> bool:
-    """`wanted`; if that is `None`, whether stderr is a terminal and rich is there."""
+    """Whether to show progress; `None` asks for it if rich and a terminal are there."""
     if wanted is None:
         return sys.stderr.isatty() and find_spec("rich") is not None
     return wanted

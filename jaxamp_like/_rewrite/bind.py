@@ -70,9 +70,8 @@ class Binder:
         self.casts: dict[tuple[Any, DType], Any] = {}
         self.views = Views()
         self.deduplicated = Deduplicated()
-        self.hoisted_casts: dict[
-            tuple[Any, DType], Any
-        ] = {}  # casts made before a loop
+        # Casts made before a loop.
+        self.hoisted_casts: dict[tuple[Any, DType], Any] = {}
         self.hoisted_weights: HoistedWeights = {}  # weights rounded before a loop
         self.shared_quantised: frozenset[Any] = frozenset()  # see `Plan`
         self.quantised_operands: dict[Any, Any] = {}  # once for all that read it so
@@ -97,16 +96,13 @@ class Binder:
         # A derivative rule may be handed numbers of Python, which are no arrays.
         env |= zip(plan.invars, map(as_array, args), strict=True)
         binder = self.with_env(env, self.remat_mode)
-        binder.hoisted_casts, binder.hoisted_weights = (
-            hoisted_casts or {},
-            hoisted_weights or {},
-        )
+        binder.hoisted_casts = hoisted_casts or {}
+        binder.hoisted_weights = hoisted_weights or {}
         schedule = schedule_of(plan, self.has_regions)
         units, unit_drops, cotangents, binder.shared = schedule
         binder.shared_quantised = plan.shared_quantised
-        if (
-            self.remat_mode != RematMode.REGIONS
-        ):  # in a loop there are few sums to compute again
+        # In a loop there are few sums to compute again.
+        if self.remat_mode != RematMode.REGIONS:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
         for unit, drops in zip(units, unit_drops, strict=True):

@@ -102,7 +102,7 @@ def _hoist_from_program(
 def _hoist_from_step(
     binder: StepBinder, step: Step, values: "_Values", done: HoistedWeights
 ) -> HoistedWeights:
-    """As `_of_program`, for the program in a step: the last one, if it is a loop."""
+    """As `_hoist_from_program`, for the program in a step: of a loop, the last one."""
     eqn, plan = step.eqn, step.inner[-1]
     assert step.handler is not None
     known = values.passed_to(step)

@@ -36,9 +36,9 @@ class Definition(NamedTuple):
     Attributes:
         op: the name of a primitive, or what else it is, such as `CHOICE` or `INPUT`.
         operands: their numbers; for a choice, those of the index and of the cases.
-        key: what tells it from what the same primitive makes of the same operands.
+        key: parameters that tell apart operations of the same primitive and operands.
         is_low: whether it is computed low.
-        cuts_flow: whether it counts as made of nothing; see `Flow.cuts_flow_at`."""
+        cuts_flow: whether no input counts as reaching it; see `Flow.cuts_flow_at`."""
 
     op: str
     operands: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class InlinedProgram:
     Attributes:
         definitions: how each value is made, after those that it is made of.
         reach: the inputs that reach it.
-        computed_from: the inputs that it is computed from, unless it is one itself.
+        computed_from: the inputs that it is computed from: none of an input itself.
         constants: the truth values that are known, and the indices of cases."""
 
     def __init__(self, flow: Flow, num_inputs: int):

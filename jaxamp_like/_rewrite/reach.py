@@ -155,8 +155,8 @@ class ReachAnalysis(ABC):
     ) -> list[Reach]:
         """What reaches the references at some `places` among the operands.
 
-        JAX hands in a reference twice that the condition of a `while` reads and its
-        body writes to, as a constant of each. It still has one state."""
+        If the condition of a `while` reads a reference that its body writes, JAX passes
+        it twice, as a constant of each. Both operands have one state."""
         states: dict[Any, Reach] = {}
         for i, reach in zip(places, reaches, strict=True):
             states[eqn.invars[i]] = states.get(eqn.invars[i], 0) | reach

@@ -10,8 +10,8 @@ class RematMode(enum.Enum):
     REGIONS = enum.auto()
     REGIONS_IN_LOOP = enum.auto()
     REGIONS_UNDER_POLICY = enum.auto()  # in a loop, under the policy `save_marked`
-    RECOMPUTED = enum.auto()  # all of it is run again
-    SAVE_STATISTICS = enum.auto()  # the same, but TPUs keep sums over many numbers
+    RECOMPUTED = enum.auto()  # the backward pass recomputes all of it
+    SAVE_STATISTICS = enum.auto()  # as `RECOMPUTED`, but TPUs keep large sums
 
     @property
     def has_regions(self) -> bool:

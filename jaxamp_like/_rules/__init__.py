@@ -1,7 +1,7 @@
 """Casting rules: what a policy says for one equation; see `base`.
 
 Rules that a function makes are in `by_pass`, `conditions`, `dot_algorithm` and
-`saving_low`; `given` says what a user may write for a rule."""
+`saving_low`; `user_rules` says what a user may write for a rule."""
 
 from .base import (
     INPUT_SOURCES as INPUT_SOURCES,

@@ -43,7 +43,7 @@ class RematSource(enum.IntEnum):
     VIEW = 2  # an input, reshaped, transposed or sliced
     CONSTANT = 3  # a constant or a view of one: nothing differentiates it
     RECOMPUTED = 4  # an input of code that is run again in the backward pass anyway
-    SHARDED = 5  # as `ROOT` and `VIEW`, but on several devices: costly to read again
+    SHARDED = 5  # as `INPUT` and `VIEW`, but on several devices: costly to read again
 
 
 INPUT_SOURCES = (RematSource.INPUT, RematSource.VIEW, RematSource.SHARDED)
@@ -236,12 +236,10 @@ class Decision(NamedTuple):
     out_facts: tuple[Fact | None, ...]
     why: str
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
-    residual_dtypes: tuple[
-        DType | None, ...
-    ] = ()  # what operands are kept in, if not as read
-    recomputes_casts: bool = (
-        True  # whether casts of inputs are made again in the backward pass
-    )
+    # The dtypes that operands are kept in for the backward pass, if not as read.
+    residual_dtypes: tuple[DType | None, ...] = ()
+    # Whether the backward pass casts inputs again, rather than keep the casts.
+    recomputes_casts: bool = True
     eight_bits: EightBits | None = None  # of a contraction that is quantised
     # Whether cotangents are summed over devices low; `None`: if low has their range.
     sums_low: bool | None = None

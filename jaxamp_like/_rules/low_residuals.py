@@ -22,9 +22,10 @@ def with_low_residuals(
     """`forward` as a function of operands and of their copies, `None` where none is.
 
     For the backward pass a copy is kept where there is one, and else the operand;
-    `mark_saved` then marks each for the policy of a checkpoint. The backward pass makes
-    all else again by `recompute`, which computes what `forward` does, except what
-    `policy` keeps of it. The derivative is by the operands, and taken at the copies.
+    `mark_saved` then marks each for the policy of a checkpoint. The backward pass
+    recomputes all else by `recompute`, which computes what `forward` does, except what
+    `policy` keeps of it. The derivative is with respect to the operands, and evaluated
+    at the copies.
 
     Where `forward` `holds_rules` (derivative rules of an author's), the rules return a
     value beside the first derivative, and a second derivative is that of this value, as

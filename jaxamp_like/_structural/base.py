@@ -54,12 +54,12 @@ class Body(NamedTuple):
 class Handler(NamedTuple):
     """How a structural primitive is read, decided and bound.
 
-    `decide` is asked by a `Planner`, `bind` by a `Binder`, both of `_rewrite`. A call
-    runs its one program once, operands in and results out; one that `may_recompute` is
-    run again in the backward pass if all that it holds may be. One that
-    `passes_hoisted_weights` lets its program read weights that were rounded before a
-    loop around it. One that `is_closed` keeps its program as a jaxpr of its own, which
-    `Binder.close` rewrites."""
+    A `Planner` calls `decide` and a `Binder` calls `bind`; both classes are in
+    `_rewrite`, and `ProgramBinder` is what a row sees of a `Binder`. A call runs its
+    one program once, operands in and results out; one that `may_recompute` is run again
+    in the backward pass if all that it holds may be. One that `passes_hoisted_weights`
+    lets its program read weights that were rounded before a loop around it. One that
+    `is_closed` keeps its program as a jaxpr of its own: `Binder.close` rewrites it."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: "Callable[[Planner, Eqn, Site], tuple[Decision, tuple[Plan, ...]]]"
@@ -81,9 +81,8 @@ class Step:
     inner: tuple["Plan", ...] = ()
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
-    input_casts: dict[int, RematSource] = field(
-        default_factory=dict
-    )  # of inputs and constants
+    # By operand, the casts of inputs and constants.
+    input_casts: dict[int, RematSource] = field(default_factory=dict)
     may_recompute: bool = False  # in the backward pass, if less is kept for it then
     out_demands: tuple[Demand, ...] = ()  # how its results are read
     backward: bool = False  # whether it is part of a backward pass, as it was planned
@@ -134,9 +133,8 @@ class Plan:
     facts: dict[Any, Fact | None]  # of all variables
     lean: bool
     policy_keys: frozenset[Any]  # keys of the policy that an equation was found under
-    closed_jaxprs: dict[Any, Jaxpr] = field(
-        default_factory=dict
-    )  # the rewritten jaxprs
+    # The rewritten jaxprs.
+    closed_jaxprs: dict[Any, Jaxpr] = field(default_factory=dict)
 
     @functools.cached_property
     def shared_quantised(self) -> frozenset[Hashable]:

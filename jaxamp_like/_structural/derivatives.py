@@ -389,9 +389,9 @@ class _Backward:
     def trace_ahead(self, cotangent_avals: Sequence[Any]) -> None:
         """Traces the rule before its cotangents are there, if it can be traced so.
 
-        `cotangent_avals` are the avals of the cotangents. The program tells how the
-        residuals are read, and the backward pass uses it, too: an author may count how
-        often his rules are called."""
+        `cotangent_avals` are the avals of the cotangents. The traced program
+        tells how the residuals are read. The backward pass uses the same program, so
+        that the author's rule is called no more often than without `amp`."""
         fn = self._fn(set(), self._moved)
         self.known, self._cotangent_avals = (
             _traced(fn, [*self.avals, *cotangent_avals]),

@@ -48,7 +48,7 @@ DRAWS = 6  # of the oracle with its roundings moved, before something is called 
 SECONDS = 60.0  # for one case
 
 
-# As the first call of `amp` does: cases are the same in any order.
+# The first call of `amp` registers these rules. Cases must not depend on their order.
 register_jet_and_sparsify_rules()
 
 

@@ -184,7 +184,7 @@ def _operation(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _neutral(name: str) -> float:
-    """What changes no statistic of this name that it is merged with."""
+    """The neutral element: merging it with a statistic of this name changes nothing."""
     return np.inf if name in _LEAST else 0.0
 
 
