@@ -226,6 +226,7 @@ def test_check_compares_with_the_lock_that_it_wrote(check, tmp_path):
     assert "2 of 2 contractions run as decided" in out
     status, out, _ = check("low", "--json")
     assert json.loads(out)["is_as_decided"] is True
+    assert "The precision is that of a.lock" in check("low")[1]
 
 
 def test_check_fails_with_what_differs(check):

@@ -119,7 +119,11 @@ def _summary(certificate: Certificate) -> Iterator[str]:
         wrong = [one for one in mine if not one.is_as_decided]
         gone = sum(GONE in one.drifts for one in mine)
         text = f"  {len(mine) - len(wrong)} of {len(mine)} {kind}s run as decided"
-        yield text + (f", {gone} of them gone" if gone else "")
+        text += f", {gone} of them gone" if gone else ""
+        if kind == "contraction":
+            decided = Counter(one.decided for one in mine).most_common()
+            text += ": " + ", ".join(f"{n} {dtypes}" for dtypes, n in decided)
+        yield text
     by_kind = Counter(drift for one in ops for drift in one.drifts)
     for drift, count in by_kind.items():
         yield f"  {count} x {drift}: {MEANINGS[drift]}"

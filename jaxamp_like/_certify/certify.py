@@ -46,7 +46,8 @@ def certify(
     Returns:
         The certificate.
     Raises:
-        TypeError: `step` is none of these, or is lowered and has `args`.
+        TypeError: `step` is none of these, or is lowered and has `args`; or `device` is
+            no device.
         ValueError: the compiled program can't be read, or `lock` is no lock file of
             this function and these arguments.
         AmpError: something runs in another precision than `lock` says; the message is
@@ -65,6 +66,11 @@ def certify(
     >>> certificate.operations[0].scope, certificate.operations[0].decided
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
+    if device is not None and not hasattr(device, "device_kind"):
+        raise TypeError(
+            "`device` must be a device, such as `jax.devices('cpu')[0]` or one that "
+            f"`jax.experimental.topologies` describes, but got {device!r}."
+        )
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
         raise TypeError(
@@ -131,9 +137,11 @@ _JITTED = type(jax.jit(lambda: None))
 
 def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
     if not callable(step):
+        is_later = any(map(callable, args))
         raise TypeError(
             f"`step` must be a function, or what its `lower(...)` gives, but got "
-            f"{type(step).__name__}. Write `certify(step, x)`, not `certify(step(x))`."
+            f"{type(step).__name__}. Write `certify(step, x)`, not "
+            f"`certify({'x, step' if is_later else 'step(x)'})`."
         )
     jitted: Any = step
     if not isinstance(step, _JITTED):  # it may take what is no array

@@ -37,6 +37,8 @@ def difference(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is no lock file, or one of another program."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Give the path of the lock file.")
     if not path.is_file():
         raise FileNotFoundError(
             f"There is no lock file {path}. Write it with `certificate.save(path)`, or "
@@ -59,9 +61,10 @@ def difference(
     for ours, theirs in itertools.zip_longest(head, old[: len(head)]):
         if ours != theirs:
             raise ValueError(
-                f"{path} is the lock of another program: it says {theirs!r}, but this "
-                f"one has {ours!r}. Certify the same function with arguments of the "
-                "same shapes for the same kind of device, or write the lock anew."
+                f"{path} is the lock of another program: "
+                f"{_first_difference(theirs, ours)}. Certify the same function with "
+                "arguments of the same shapes for the same kind of device, or write "
+                "the lock anew."
             )
     old = sorted(filter(None, old[len(head) :]))
     new = _lines(operations)
@@ -70,6 +73,17 @@ def difference(
         return ""
     changed = [line for line in lines[2:] if not line.startswith("@@")]
     return "\n".join([f"The precision differs from {path}:", *changed])
+
+
+def _first_difference(theirs: str | None, ours: str | None) -> str:
+    """Where two lines of the head begin to differ: of lists, the first such item."""
+    name = (ours or "").partition(":")[0]
+    items = ((line or "nothing").split(", ") for line in (theirs, ours))
+    for i, (old, new) in enumerate(itertools.zip_longest(*items, fillvalue="nothing")):
+        if old != new:
+            where = f" (item {i} of its {name})" if i else ""
+            return f"it says {old!r}{where}, but this one has {new!r}"
+    return "it differs"
 
 
 def _head(about: Mapping[str, str]) -> list[str]:

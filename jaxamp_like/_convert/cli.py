@@ -251,6 +251,8 @@ def check(
     else:
         print(certificate)
     certificate.check(lock)
+    if not as_json:
+        print(f"Wrote {lock}" if write else f"The precision is that of {lock}")
 
 
 def _made(
