@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 FIGURES = "benchmarks/README.md"
+COMPARISON = "docs/comparison.md"
 TOY = "--size toy"
 
 
@@ -109,7 +110,7 @@ JOBS = {
         f"{FRONT} --seeds 8 --repeats 1",
         f"{FRONT} --seeds 2 --repeats 1",
         "front-bfloat16.json",
-        ("README.md", FIGURES),
+        ("README.md", COMPARISON, FIGURES),
         needs=COMPILER,
     ),
     **{
@@ -118,12 +119,12 @@ JOBS = {
             f"--no-roofline --seeds 4 --repeats 1 --dtype {dtype}",
             f"{SOME} --no-roofline --seeds 2 --repeats 1 --dtype {dtype} {TOY}",
             f"front-all-{dtype}.json",
-            ("README.md", FIGURES),
+            (COMPARISON, FIGURES),
             plot=f"front-all-{dtype}.png",
         )
         for dtype in ("bfloat16", "float16")
     },
-    "first_screen": Job("first_screen", "", "", "", ("README.md",)),
+    "first_screen": Job("first_screen", "", "", "", ("README.md", COMPARISON)),
     **both("rewrite", "", f"{TOY} --seeds 16 --repeats 1"),
     "peers": Job(
         "peers",
@@ -237,7 +238,7 @@ JOBS = {
         "",
         "--steps 20 --seeds 2",
         "curves.json",
-        ("README.md", FIGURES),
+        (COMPARISON, FIGURES),
         more=("curves.md", "curves.png"),
     ),
     "curves-long": Job(
@@ -245,7 +246,7 @@ JOBS = {
         '--steps 2000 --tasks "character GPT" --name curves-long',
         '--steps 40 --seeds 2 --tasks "character GPT" --name curves-long',
         "curves-long.json",
-        ("README.md", FIGURES),
+        (COMPARISON, FIGURES),
         more=("curves-long.md", "curves-long.png"),
     ),
     "curves_float8": Job(

@@ -1,12 +1,14 @@
-"""The picture and the table of README's first screen, made of a committed record.
+"""The picture and figures of README's first screen, and the table of the comparison.
 
     python -m benchmarks.first_screen
 
 Nothing is measured: the figures are those of `results/front-bfloat16.json`, which
-`benchmarks.front` wrote. The table is printed, and a test compares it with README's."""
+`benchmarks.front` wrote. What README says of them and the table of docs/comparison.md
+are printed, and a test compares them with these pages. The picture is drawn twice, for
+light pages and dark ones, with letters that can be read where it is 360 pixels wide, as
+on a phone."""
 
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -18,21 +20,51 @@ from .front import Figures, Rows, over
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "front-bfloat16.json"
-PICTURE = ROOT / "docs" / "images" / "first_screen.png"
+PICTURES = {
+    "light": ROOT / "docs" / "images" / "first_screen.png",
+    "dark": ROOT / "docs" / "images" / "first_screen_dark.png",
+}
+# The colours of the background, of letters and axes, of the grid, and of `amp`.
+INK = {
+    "light": {
+        "page": "#ffffff",
+        "ink": "#222222",
+        "grid": "#dddddd",
+        "ours": "#c94a00",
+    },
+    "dark": {"page": "#1e2129", "ink": "#e2e4e9", "grid": "#3a3e48", "ours": "#ff8a4c"},
+}
 
 OURS = "default"
-# What is shown of the record: its name in the table and the picture, colour and mark.
+# What is shown of the record: its name in the table, and in the picture its name, mark,
+# and where its name stands: so many points to the right of its mark, and above it.
 SHOWN = {
-    "hand": ("by hand", "#009e73", "^"),
-    "hand lean": ("by hand, with `jax.checkpoint`", "#56b4e9", "v"),
-    "pytorch_autocast": ("op lists of torch.autocast", "#cc79a7", "P"),
-    "jaxamp": ("op lists of the original jaxamp", "#b09020", "X"),
-    "jmp": ("everything in bfloat16, as by jmp", "#6c6c6c", ">"),
-    OURS: ("**`amp`, the default**", "#d55e00", "o"),
-}
-PANELS = {
-    "saved_bytes": "residuals saved for the backward pass",
-    "step_seconds": "roofline step time on an H200",
+    "hand": ("casts by hand", "casts by hand", "^", (-110, -5)),
+    "hand lean": (
+        "casts and `jax.checkpoint` by hand",
+        "by hand with\njax.checkpoint",
+        "v",
+        (-14, 14),
+    ),
+    "pytorch_autocast": (
+        "op lists of `torch.autocast`",
+        "ops of torch.autocast",
+        "P",
+        (-14, -24),
+    ),
+    "jaxamp": (
+        "op lists of the original jaxamp",
+        "ops of jaxamp 0.0.4",
+        "X",
+        (-120, 16),
+    ),
+    "jmp": (
+        "everything in bfloat16, as by jmp",
+        "all in bfloat16, as jmp",
+        ">",
+        (-14, -24),
+    ),
+    OURS: ("**`amp`, the default**", "amp", "o", (16, -6)),
 }
 FIGURES = ("saved_bytes", "temp_bytes", "step_seconds")
 
@@ -57,7 +89,7 @@ def mean(results: dict[str, Rows], name: str, figure: str, yardstick: str) -> fl
 
 
 def without(results: dict[str, Rows], name: str) -> str:
-    """What a mean of a contender that not every model has is to be called."""
+    """A note on the mean of a contender that some models lack: which models."""
     lacking = [model for model, rows in results.items() if name not in rows]
     return f" (without {', '.join(lacking)})" if lacking else ""
 
@@ -72,7 +104,7 @@ def row(results: dict[str, Rows], name: str, note: str = "") -> str:
 def table(results: dict[str, Rows]) -> str:
     """The means over models, as Markdown.
 
-    What not every model has stands beside ours of the same models."""
+    After contenders that some models lack comes `amp` on the models that have them."""
     lines = [
         "| bfloat16 | gradient error | saved residuals | temp memory | step time |",
         "|---|---|---|---|---|",
@@ -88,41 +120,94 @@ def table(results: dict[str, Rows]) -> str:
     return "\n".join(lines)
 
 
-def draw(axes: Axes, results: dict[str, Rows], figure: str) -> None:
-    axes.axvline(1.0, color="#444444", linewidth=1.0, linestyle="--", label="float32")
-    for name, (label, colour, marker) in SHOWN.items():
+def sentence(results: dict[str, Rows]) -> str:
+    """What README says of the means."""
+    same = {m: rows for m, rows in results.items() if "hand lean" in rows}
+
+    def needs(results: dict[str, Rows], name: str, figure: str) -> str:
+        return f"{mean(results, name, figure, 'float32'):.2f}"
+
+    def errs(results: dict[str, Rows], name: str) -> str:
+        ours = mean(results, OURS, "error", "contractions")
+        return f"{mean(results, name, 'error', 'contractions') / ours:.1f}"
+
+    return (
+        f"In bfloat16, `amp` needs {needs(results, OURS, 'saved_bytes')} of float32's "
+        "memory for saved activations and an estimated "
+        f"{needs(results, OURS, 'step_seconds')} of its step time. Everything cast to "
+        f"bfloat16, as by jmp, needs {needs(results, 'jmp', 'saved_bytes')} and "
+        f"{needs(results, 'jmp', 'step_seconds')}, at {errs(results, 'jmp')} times the "
+        "gradient error. Casts and `jax.checkpoint` placed by hand"
+        f"{without(results, 'hand lean')} need "
+        f"{needs(same, 'hand lean', 'saved_bytes')} and "
+        f"{needs(same, 'hand lean', 'step_seconds')}, where `amp` needs "
+        f"{needs(same, OURS, 'saved_bytes')} and "
+        f"{needs(same, OURS, 'step_seconds')}, at "
+        f"{errs(same, 'hand lean')} times its error."
+    )
+
+
+def draw(axes: Axes, results: dict[str, Rows], ink: dict[str, str]) -> None:
+    for name, (_, label, marker, place) in SHOWN.items():
         ours = name == OURS
-        axes.scatter(
-            mean(results, name, figure, "float32"),
+        note = without(results, name)
+        at = (
+            mean(results, name, "saved_bytes", "float32"),
             mean(results, name, "error", "contractions"),
-            s=260 if ours else 100,
-            color=colour,
-            marker=marker,
-            label=re.sub("[*`]", "", label) + without(results, name),
-            zorder=3,
         )
-    axes.set_xlim(0, 1.1)
-    axes.set_ylim(bottom=0.9)
-    axes.set_xlabel(f"{PANELS[figure]}, of float32's  (better: left)")
-    axes.grid(alpha=0.25)
+        colour = ink["ours"] if ours else ink["ink"]
+        axes.scatter(*at, s=300 if ours else 130, color=colour, marker=marker, zorder=3)
+        axes.annotate(
+            label + note,
+            at,
+            xytext=place,
+            textcoords="offset points",
+            color=colour,
+            fontsize=20 if ours else 14,
+            fontweight="bold" if ours else "normal",
+        )
+    partial = next(name for name in SHOWN if without(results, name))
+    same = {model: rows for model, rows in results.items() if partial in rows}
+    at = (
+        mean(same, OURS, "saved_bytes", "float32"),
+        mean(same, OURS, "error", "contractions"),
+    )
+    axes.scatter(*at, s=300, facecolors="none", edgecolors=ink["ours"], linewidths=2.5)
+    axes.annotate(
+        "amp" + without(results, partial),
+        at,
+        xytext=(-14, 16),
+        textcoords="offset points",
+        color=ink["ours"],
+        fontsize=14,
+    )
 
 
-def picture(results: dict[str, Rows], path: Path = PICTURE) -> None:
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(PANELS), sharey=True)
-    for axes, axis in zip(panels, PANELS, strict=True):
-        draw(axes, results, axis)
-    panels[0].set_ylabel("gradient error  (better: down)")
-    figure.suptitle(f"Training in bfloat16, means of {', '.join(results)}")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=110)
+def picture(results: dict[str, Rows], scheme: str, path: Path) -> None:
+    ink = INK[scheme]
+    figure = Figure(figsize=(7.4, 5), layout="constrained", facecolor=ink["page"])
+    axes = figure.subplots()
+    axes.set_facecolor(ink["page"])
+    draw(axes, results, ink)
+    axes.set_xlim(0.25, 1.0)
+    axes.set_ylim(0.9, 1.6)
+    axes.set_xlabel("saved for the backward pass (float32: 1)", fontsize=15)
+    axes.set_ylabel("gradient error (rounded products: 1)", fontsize=15)
+    axes.tick_params(labelsize=14, colors=ink["ink"])
+    for text in (axes.xaxis.label, axes.yaxis.label):
+        text.set_color(ink["ink"])
+    for side in axes.spines.values():
+        side.set_color(ink["grid"])
+    axes.grid(color=ink["grid"])
+    axes.set_axisbelow(True)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> int:
     results = read()
-    print(table(results))
-    picture(results)
+    print(sentence(results), table(results), sep="\n\n")
+    for scheme, path in PICTURES.items():
+        picture(results, scheme, path)
     return 0
 
 

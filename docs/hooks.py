@@ -47,6 +47,11 @@ PICTURES = (
 )
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *```.*?^ *```)", re.M | re.S)
+# README's picture in two versions; GitHub shows the one for the reader's colours.
+BOTH = re.compile(
+    r'<picture><source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*'
+    r'<img src="([^"]+)"[^>]* alt="([^"]+)"></picture>'
+)
 CORNER = re.compile(r"<th([^>]*)></th>")
 
 
@@ -118,6 +123,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         relative = posixpath.relpath(site_path, folder or ".")
         return f"{mark}[{text}]({relative}{hash_}{anchor})"
 
+    # Here the reader may choose other colours than those of the system.
+    markdown = BOTH.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
     pieces = FENCE.split(markdown)
     return "".join(
         piece if FENCE.match(piece) else LINK.sub(lead, piece) for piece in pieces

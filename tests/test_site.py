@@ -32,14 +32,26 @@ def described(page):
     return found
 
 
-def test_the_table_of_the_readme_is_that_of_the_record():
+COMPARISON = (ROOT / "docs" / "comparison.md").read_text()
+
+
+def test_what_the_readme_and_the_comparison_tell_is_that_of_the_record():
     results = first_screen.read()
-    assert first_screen.table(results) in README
-    assert first_screen.PICTURE.relative_to(ROOT).as_posix() in README
+    assert first_screen.sentence(results) in " ".join(README.split())
+    assert first_screen.table(results) in COMPARISON
+    for path in first_screen.PICTURES.values():
+        assert path.relative_to(ROOT).as_posix() in README
 
 
-def test_the_picture_is_made_of_the_record(tmp_path):
-    first_screen.picture(first_screen.read(), tmp_path / "picture.png")
+def test_the_first_screen_fits_a_screen():
+    before, heading, _ = README.partition("\n## Try it\n")
+    assert heading and "\n## " not in before
+    assert len(before.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("scheme", first_screen.PICTURES)
+def test_the_picture_is_made_of_the_record(scheme, tmp_path):
+    first_screen.picture(first_screen.read(), scheme, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
