@@ -1,4 +1,5 @@
-"""Doctests in docstrings become blocks of code on the pages of the reference."""
+"""Docstrings as the reference shows them: doctests are blocks of code, and `Returns:` and
+`Raises:` are lists, though no empty line stands before them."""
 
 import re
 from typing import Any
@@ -6,6 +7,8 @@ from typing import Any
 import griffe
 
 DOCTEST = re.compile(r"^( *)>>> .*(?:\n(?! *$).*)*", re.M)
+
+SECTION = re.compile(r"(?<=[^\n])\n( *(?:Args|Attributes|Returns|Yields|Raises):\n)")
 
 
 def fenced(text: str) -> str:
@@ -15,4 +18,5 @@ def fenced(text: str) -> str:
 class Doctests(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = fenced(obj.docstring.value)
+            text = SECTION.sub(r"\n\n\1", obj.docstring.value)
+            obj.docstring.value = fenced(text)

@@ -7,6 +7,7 @@ has no page becomes its text. A new guide is in the navigation by being there.""
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ def pages() -> dict[str, str]:
     return found
 
 
+def version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
 def on_config(config: Any) -> Any:
     """Guides that the navigation doesn't name come after those that it does."""
+    config.copyright = f"{config.site_name} {version()}"
     named = set(re.findall(r"[\w/]+\.md", str(config.nav)))
     sections = {title: part for entry in config.nav for title, part in entry.items()}
     guides = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
@@ -123,6 +129,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         relative = posixpath.relpath(site_path, folder or ".")
         return f"{mark}[{text}]({relative}{hash_}{anchor})"
 
+    if page.file.src_uri == HOME:
+        title, rest = markdown.split("\n", 1)
+        changes = "jaxamp_like/CHANGELOG.md"
+        markdown = f"{title}\n\nVersion {version()} ([changes]({changes}))\n{rest}"
     # Here the reader may choose other colours than those of the system.
     markdown = BOTH.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
     pieces = FENCE.split(markdown)
