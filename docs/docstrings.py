@@ -1,5 +1,5 @@
-"""Docstrings as the reference shows them: doctests are blocks of code, and `Returns:` and
-`Raises:` are lists, though no empty line stands before them."""
+"""Docstrings as the reference shows them: doctests become blocks of code, and `Returns:`
+and `Raises:` become lists, though no empty line stands before them."""
 
 import re
 from typing import Any
@@ -7,7 +7,6 @@ from typing import Any
 import griffe
 
 DOCTEST = re.compile(r"^( *)>>> .*(?:\n(?! *$).*)*", re.M)
-
 SECTION = re.compile(r"(?<=[^\n])\n( *(?:Args|Attributes|Returns|Yields|Raises):\n)")
 
 
