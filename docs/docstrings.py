@@ -1,7 +1,7 @@
 """Docstrings as the reference shows them.
 
-Doctests become blocks of code, and `Returns:` and `Raises:` become lists, though no empty
-line stands before them."""
+Doctests become blocks of code, and `Returns:` and `Raises:` become lists, though no
+empty line stands before them."""
 
 import re
 from typing import Any
