@@ -1,10 +1,11 @@
 """Makes pages of what stands outside of docs/: the README, examples, benchmarks, and
-the table of primitives.
+the table of primitives. Notebooks become pages, too.
 
 There is one copy of each text. Links between files work in a clone; here those that
 lead out of docs/ are led to the pages made of their targets, and a link to a file that
 has no page becomes its text. A new guide is in the navigation by being there."""
 
+import json
 import posixpath
 import re
 import tomllib
@@ -96,6 +97,19 @@ def primitives_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def notebook_page(path: Path) -> str:
+    """A notebook as it was run: its texts, its code, and what that printed."""
+    pieces = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        code = cell["cell_type"] == "code"
+        pieces.append(f"```python\n{source}\n```" if code else source)
+        for output in cell.get("outputs", ()):
+            pieces.append(f"```\n{''.join(output['text'])}```")
+    link = f"To run this page in Jupyter or Colab, take [the notebook]({path.name})."
+    return "\n\n".join([*pieces[:1], link, *pieces[1:]]) + "\n"
+
+
 def on_files(files: Files, config: Any) -> Files:
     for source, page in pages().items():
         text = (ROOT / source).read_text()
@@ -103,6 +117,9 @@ def on_files(files: Files, config: Any) -> Files:
             text = f"# {source}\n\n```python\n{text}```\n"
         files.append(File.generated(config, page, content=text))
     files.append(File.generated(config, PRIMITIVES, content=primitives_page()))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        page, content = f"notebooks/{notebook.stem}.md", notebook_page(notebook)
+        files.append(File.generated(config, page, content=content))
     for picture in PICTURES:
         content = (ROOT / picture).read_bytes()
         files.append(File.generated(config, picture, content=content))

@@ -1,5 +1,6 @@
-"""The code of the guides runs, and each row of the migration tables holds."""
+"""The code of guides and notebooks runs, and each row of the migration tables holds."""
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -99,6 +100,23 @@ def test_the_first_outputs_are_those_that_are_shown(page, capsys):
     # Another version of JAX may add a cast, another processor round otherwise.
     numbers = [[float(n) for n in NUMBER.findall(t)] for t in (printed, "".join(shown))]
     assert numbers[0] == pytest.approx(numbers[1], rel=0.05)
+
+
+MAGIC = re.compile(r"^( *)%.*", re.M)
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebooks_run_and_print_what_they_show(notebook, capsys):
+    names = {"__name__": "notebook"}
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    for cell in code:
+        exec(MAGIC.sub(r"\1pass", "".join(cell["source"])), names)
+        shown = "".join(line for out in cell["outputs"] for line in out["text"])
+        assert NUMBER.sub("0", capsys.readouterr().out) == NUMBER.sub("0", shown)
+    assert len(code) > 3
 
 
 def test_there_is_a_table_for_each_system():
