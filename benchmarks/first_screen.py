@@ -138,7 +138,7 @@ def sentence(results: dict[str, Rows]) -> str:
         f"bfloat16, as by jmp, needs {needs(results, 'jmp', 'saved_bytes')} and "
         f"{needs(results, 'jmp', 'step_seconds')}, at {errs(results, 'jmp')} times the "
         "gradient error. Casts and `jax.checkpoint` placed by hand"
-        f"{without(results, 'hand lean')} need "
+        f"{without(results, 'hand lean').replace('without', 'means without the')} need "
         f"{needs(same, 'hand lean', 'saved_bytes')} and "
         f"{needs(same, 'hand lean', 'step_seconds')}, where `amp` needs "
         f"{needs(same, OURS, 'saved_bytes')} and "
