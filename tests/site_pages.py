@@ -4,8 +4,9 @@
 
 Those of KINDS wide and light, and narrow and dark; with `--all`, these in the other two
 looks, too, and each other page in one of the four, in turn. Prints what axe-core finds,
-what a page says on the console, whether it is too wide and what the keyboard doesn't
-reach, and then ends with 1. `.ci/docs` calls it."""
+what a page says on the console, whether it is too wide, what the keyboard doesn't
+reach and which of NAMES the search doesn't find, and then ends with 1. `.ci/docs` calls
+it."""
 
 import argparse
 import functools
@@ -22,6 +23,13 @@ from .browsing import LOOKS, SCHEMES, barriers, chromium, listen, out_of_reach
 
 # A page of each kind: texts, tables and figures, what doctests and docstrings make.
 KINDS = ("index.html", "reports/index.html", "api/main/index.html")
+
+# Names that stand on pages as part of others, as in `jax.named_scope`.
+NAMES = ("named_scope", "apply_if_finite")
+ANSWERED = """() => {
+    const told = document.querySelector(".md-search-result__meta").innerText;
+    return told && !/^(Init|Type)/.test(told);
+}"""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -72,6 +80,19 @@ def findings(
     return found
 
 
+def unfound(browser: Browser, address: str) -> list[str]:
+    """The names of which the search finds nothing."""
+    page = browser.new_page()
+    missing = []
+    for name in NAMES:
+        page.goto(f"{address}/index.html?q={name}", wait_until="load")
+        page.wait_for_function(ANSWERED)
+        if not page.locator(".md-search-result__item").count():
+            missing.append(name)
+    page.close()
+    return missing
+
+
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.site_pages")
     parser.add_argument("folder", type=Path, help="the built site")
@@ -84,6 +105,9 @@ def main() -> int:
             for line in findings(browser, f"{address}/{page}", look, keyboard):
                 print(f"{page}, {look[0]} px, {look[1]}: {line}")
                 failed = True
+        for name in unfound(browser, address):
+            print(f"the search doesn't find {name}")
+            failed = True
     return int(failed)
 
 
