@@ -55,7 +55,7 @@ def nvfp4(x, size=16, square=False):
     largest = np.max(amax[finite], initial=np.float32(0))
     tensor = np.maximum(largest * (one / most), np.float32(2.0**-112))
     with np.errstate(all="ignore"):
-        scales = amax * (one / six) * (one / tensor)
+        scales = amax * (one / (tensor * six))
         scales = np.minimum(scales, np.float32(448)).astype(E4M3)
         steps = scales.astype(np.float32) * tensor
         values = x * np.where(steps > 0, one / steps, 0)[..., None]

@@ -164,17 +164,18 @@ class TensorScaledBlocks(NamedTuple):
             amax = _largest_of_rows(amax, self.size)
         is_finite = lax.is_finite(amax)
         largest = largest_of(lax.select(is_finite, amax, lax.full_like(amax, 0)))
-        # No scale below 2^-112: see `scaled`. Products by reciprocals, since XLA makes
-        # such of some divisions, and others where it compiles another program.
+        # No scale below 2^-112: see `scaled`. There are products by reciprocals of one
+        # number, since XLA orders other products and quotients as it likes.
         tensor = lax.max(largest * (1 / (_E4M3 * _E2M1)), np.float32(2.0**-112))
-        scales = amax * (1 / _E2M1) * (1 / tensor)
+        scales = amax * (1 / (tensor * _E2M1))
         scales = lax.min(scales, lax.full_like(amax, _E4M3)).astype(jnp.float8_e4m3fn)
         steps = scales.astype(_FLOAT32) * tensor
         # Of a block that is too small for a scale of its own, nothing is left.
         numbers = blocks * lax.select(steps > 0, 1 / steps, lax.full_like(steps, 0))
         numbers = lax.clamp(-_E2M1, numbers, _E2M1)
-        chances = None if self.seed is None else _chances(numbers, self.seed)
-        values = _to_grid(numbers, chances).astype(jnp.float4_e2m1fn)
+        if self.seed is not None:
+            numbers = _stochastically(numbers, self.seed)
+        values = numbers.astype(jnp.float4_e2m1fn)
         nan = lax.full_like(scales, jnp.nan)
         scales = lax.select(is_finite, scales, nan)
         rows = to_rows(values, axes), to_rows(scales, axes)
@@ -192,16 +193,12 @@ def _largest_of_rows(amax: Any, size: int) -> Any:
     return jnp.repeat(amax, size, axis=1)[:, :rows]
 
 
-def _to_grid(x: Any, chances: Any) -> Any:
-    """Numbers of float4's range, rounded to it: to the nearest, or up by chances.
-
-    XLA for CPUs would round to float16 first, and so to the wrong side of some."""
+def _stochastically(x: Any, seed: int) -> Any:
+    """Numbers of float4's range, rounded up or down to it at random."""
     magnitude = jnp.abs(x)
     step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
     step = step.astype(_FLOAT32)
-    if chances is None:
-        return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
-    return jnp.sign(x) * jnp.floor(magnitude / step + chances) * step
+    return jnp.sign(x) * jnp.floor(magnitude / step + _chances(x, seed)) * step
 
 
 def _chances(x: Any, seed: int) -> Any:
