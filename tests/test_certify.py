@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxamp_like import AmpError, amp, certify, default_amp_policy
+from jaxamp_like._certify import devices
 from jaxamp_like._certify.certify import compared
 from jaxamp_like._certify.drifts import (
     ADDED,
@@ -973,9 +974,63 @@ def test_arguments_before_the_function_are_told():
         certify((WS, X), layers)
 
 
-def test_the_name_of_a_device_is_told():
-    with pytest.raises(TypeError, match=r"`device` must be a device, .* but got 'gpu'"):
+def test_an_unknown_name_of_a_device_is_told():
+    with pytest.raises(ValueError, match=r"names h200, b200, v4, .* but got 'gpu'"):
         certify(layers, WS, X, device="gpu")
+
+
+def test_what_is_no_device_is_told():
+    with pytest.raises(TypeError, match=r"`device` must be a device, .* but got 3"):
+        certify(layers, WS, X, device=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), (("b200", "gpu-compile"), ("v5e", "tpu-compile"))
+)
+def test_a_compiler_that_is_missing_is_told(name, extra, monkeypatch):
+    monkeypatch.setattr(devices, "find_spec", lambda package: None)
+    with pytest.raises(ImportError, match=rf"pip install 'jaxamp_like\[{extra}\]'"):
+        certify(layers, WS, X, device=name)
+
+
+# ------------------------------------------------------------ devices that aren't there
+
+
+def needs(*packages):
+    there = any(map(devices.find_spec, packages))
+    reason = f"needs XLA's compiler, which is in {packages[0]}"
+    return pytest.mark.skipif(not there, reason=reason)
+
+
+OF_GPUS = needs("jax_cuda13_plugin", "jax_cuda12_plugin")
+DESCRIBED = (
+    pytest.param("h200", "NVIDIA H200", marks=OF_GPUS),
+    pytest.param("b200", "NVIDIA B200", marks=OF_GPUS),
+    pytest.param("v5e", "TPU v5 lite", marks=needs("libtpu")),
+)
+
+
+@pytest.mark.cross("program", name=3)
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_for_described_devices_are_as_decided(name, kind, program):
+    fn, written = PROGRAMS[program]
+    certificate = certify(jax.grad(low(fn)), WS, X, device=name)
+    found = contractions(certificate)
+    assert certificate.device == kind
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
+    assert sum(one.phase == "forward" for one in found) == written
+    assert {one.decided for one in found} == {LOW}
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+def test_what_described_devices_multiply_float32_in_is_told(name, kind):
+    (one,) = contractions(certify(lambda x: jnp.tanh(x @ x), X, device=name))
+    is_gpu = "NVIDIA" in kind
+    assert one.arithmetic == ("tf32" if is_gpu else "one bfloat16 pass")
+    dtype = "tf32" if is_gpu else "bfloat16"
+    assert one.compiled == (one.decided,) == (f"{dtype} x {dtype} -> float32",)
 
 
 def test_a_folder_in_place_of_a_lock_is_told(tmp_path):

@@ -16,6 +16,7 @@ from .._rewrite.record import Recorder, recording
 from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
 from .certificate import Certificate
+from .devices import NAMES, described
 from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
 from .operations import Operation, Platform, operations
 from .places import named
@@ -39,17 +40,19 @@ def certify(
         args: its positional arguments; `jax.ShapeDtypeStruct`s will do for arrays.
             Models and other pytrees may hold what is no array. For keyword arguments,
             use `functools.partial`.
-        device: the device to compile for, which may be one that is not there, as
-            described by `jax.experimental.topologies`. Without it, that of the
-            arguments' shardings, or JAX's default device.
+        device: the device to compile for, which may be one that is not there: as
+            described by `jax.experimental.topologies`, or the name "h200", "b200",
+            "v4", "v5e", "v5p", "v6e" or "tpu7x". Without it, that of the arguments'
+            shardings, or JAX's default device.
         lock: a lock file that `Certificate.save` wrote, to be compared with.
     Returns:
         The certificate.
     Raises:
         TypeError: `step` is none of these, or is lowered and has `args`; or `device` is
             no device.
-        ValueError: the compiled program can't be read, or `lock` is no lock file of
-            this function and these arguments.
+        ValueError: the compiled program can't be read, or `device` is no name that is
+            known, or `lock` is no lock file of this function and these arguments.
+        ImportError: the compiler for the named device is not installed.
         AmpError: something runs in another precision than `lock` says; the message is
             the difference, line by line.
 
@@ -66,10 +69,12 @@ def certify(
     >>> certificate.operations[0].scope, certificate.operations[0].decided
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
+    if isinstance(device, str):
+        device = described(device)
     if device is not None and not hasattr(device, "device_kind"):
         raise TypeError(
-            "`device` must be a device, such as `jax.devices('cpu')[0]` or one that "
-            f"`jax.experimental.topologies` describes, but got {device!r}."
+            "`device` must be a device, such as `jax.devices('cpu')[0]`, or one of the "
+            f"names {', '.join(NAMES)}, but got {device!r}."
         )
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
