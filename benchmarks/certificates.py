@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +58,7 @@ class Figures:
         others: how many sums, roundings and other kinds of operations were decided.
         told: how often each difference is, those that are no drifts included.
         drifts: each of them, in words.
+        options: of XLA's, if it couldn't compile without them.
         compile_seconds: what compiling took of the processors.
         certify_seconds: what printing, reading and comparing both programs took."""
 
@@ -66,8 +68,23 @@ class Figures:
     others: dict[str, int]
     told: dict[str, int]
     drifts: list[str]
+    options: dict[str, bool]
     compile_seconds: float
     certify_seconds: float
+
+
+# XLA's own kernels for products have no tiles for some sizes.
+BY_LIBRARY = {"xla_gpu_enable_triton_gemm": False}
+
+
+def compiled_with(lowered: Any) -> tuple[Any, dict[str, bool]]:
+    """The compiled program, and the options that it was compiled with."""
+    try:
+        return lowered.compile(), {}
+    except jax.errors.JaxRuntimeError as error:
+        if "tile sizes" not in str(error):
+            raise
+    return lowered.compile(BY_LIBRARY), BY_LIBRARY
 
 
 T = TypeVar("T")
@@ -84,7 +101,7 @@ def certified(
     """The figures of one model; both of its programs go to the folder `hlo`."""
     loss = amp(model.loss, compute_dtype=dtype)
     lowered = lower_step(loss, model.shapes(size), device)
-    compiled, compile_seconds = timed(lowered.compile)
+    (compiled, options), compile_seconds = timed(partial(compiled_with, lowered))
 
     def compare() -> tuple[Certificate, str, str]:
         before = lowered.as_text(dialect="hlo", debug_info=True)
@@ -97,17 +114,19 @@ def certified(
         for text, stage in zip(texts, ("decided", "compiled"), strict=True):
             file = f"{model.name} {stage}.hlo".replace(" ", "_")
             (hlo / file).write_text(text)
-    kinds = Counter(one.kind for one in certificate.operations)
+    operations = certificate.operations
+    kinds = Counter(one.kind for one in operations)
     contractions = kinds.pop("contraction", 0)
     return Figures(
         contractions=contractions,
         share_tied=certificate.share_tied,
-        decided=Counter(
-            one.decided for one in certificate.operations if one.kind == "contraction"
+        decided=dict(
+            Counter(one.decided for one in operations if one.kind == "contraction")
         ),
         others=dict(kinds),
-        told=Counter(drift for one in certificate.operations for drift in one.drifts),
+        told=dict(Counter(drift for one in operations for drift in one.drifts)),
         drifts=[str(one) for one in certificate.drifts],
+        options=options,
         compile_seconds=compile_seconds,
         certify_seconds=certify_seconds,
     )

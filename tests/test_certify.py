@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -959,6 +960,236 @@ def test_a_lock_in_another_encoding_is_read_or_told(lock, encoding):
             certify(jax.grad(full_in()), WS, X, lock=lock)
     else:
         certify(jax.grad(full_in()), WS, X, lock=lock)
+
+
+# ----------------------------------------------- what was expected of small programs
+
+# Each says what the program's operations read and make, as they run, and how many
+# instructions of which opcode are in the text that XLA prints for a CPU. It was written
+# down from the program and from that text, not from what a certificate said. The text
+# is counted by a regular expression, which shares nothing with the package's reader.
+NHWC = ("NHWC", "HWIO", "NHWC")
+PIXELS, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 8))
+BF16, F16 = jnp.bfloat16, jnp.float16
+HALF, ROWS = jnp.ones((64, 64), BF16), jnp.arange(64) % 7
+BF16_TO_32, SUM32 = "bfloat16 x bfloat16 -> float32", "float32 -> float32"
+
+
+def conv(x, k):
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)
+
+
+def squares(fn):
+    return lambda *args: jnp.sum(fn(*args) ** 2)
+
+
+def repeated(fn, length):
+    return lambda x: lax.scan(lambda x, _: (fn(x), None), x, length=length)[0]
+
+
+def over_devices(fn, *out):
+    return jax.shard_map(
+        fn, mesh=mesh_of_8(), in_specs=P("data"), out_specs=P(*out), check_vma=False
+    )
+
+
+def times(x, y):
+    return x @ y
+
+
+def tanh_of_product(x):
+    return jnp.tanh(x @ x)
+
+
+def both_ways(x):
+    return lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x.T @ x, x)
+
+
+EXPECTED = {
+    # name: function, arguments, contractions, sums, collectives, opcodes in the text
+    "product": (times, (X, X), {FULL: 1}, {}, {}, {"dot": 1}),
+    "low product": (low(times), (X, X), {LOW: 1}, {}, {}, {"dot": 1}),
+    "product of 16 bits, summed in 32": (
+        lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32),
+        (HALF, HALF),
+        {BF16_TO_32: 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "product of float16": (
+        lambda x, y: x.astype(F16) @ y.astype(F16),
+        (X, X),
+        {"float16 x float16 -> float16": 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "product of two dtypes": (
+        lambda x, y: jnp.dot(x, y),
+        (X, HALF),
+        {"float32 x bfloat16 -> float32": 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "batch of products": (
+        lambda x: jnp.einsum("bij,bjk->bik", x, x),
+        (jnp.ones((4, 16, 16)),),
+        {FULL: 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "chain": (lambda x: x @ x @ x @ x, (X,), {FULL: 3}, {}, {}, {"dot": 3}),
+    "gradient of a product": (
+        jax.grad(squares(times)),
+        (X, X),
+        {FULL: 2},
+        {},
+        {},
+        {"dot": 2},
+    ),
+    "value and both gradients, low": (
+        # The gradients are made float32 for the caller, and XLA for CPUs leaves out
+        # that one of them is rounded to bfloat16 before.
+        jax.value_and_grad(low(squares(times)), argnums=(0, 1)),
+        (X, X),
+        {LOW: 2, BF16_TO_32: 1},
+        {SUM32: 1},
+        {},
+        {"dot": 3},
+    ),
+    "convolution": (conv, (PIXELS, KERNEL), {FULL: 1}, {}, {}, {"convolution": 1}),
+    "low convolution and its kernel's gradient": (
+        jax.grad(low(squares(conv)), argnums=1),  # the same is left out
+        (PIXELS, KERNEL),
+        {LOW: 1, BF16_TO_32: 1},
+        {},
+        {},
+        {"convolution": 2},
+    ),
+    "loop": (
+        repeated(tanh_of_product, 5),
+        (X,),
+        {FULL: 5},
+        {},
+        {},
+        {"dot": 1, "while": 1},
+    ),
+    "loop in a loop": (
+        repeated(repeated(tanh_of_product, 3), 4),
+        (X,),
+        {FULL: 12},
+        {},
+        {},
+        {"dot": 1, "while": 2},
+    ),
+    "branches": (both_ways, (X,), {FULL: 2}, {}, {}, {"dot": 2}),
+    "recomputed": (
+        # XLA for CPUs does not honour `prevent_cse`: the product is not run again.
+        jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(tanh_of_product)(x)))),
+        (X,),
+        {FULL: 3},
+        {},
+        {},
+        {"dot": 3},
+    ),
+    "sum": (lambda x: jnp.sum(jnp.tanh(x), 1), (X,), {}, {SUM32: 1}, {}, {"reduce": 1}),
+    "sum of 16 bits": (
+        lambda x: jnp.sum(x, 1),
+        (HALF,),
+        {},
+        {"bfloat16 -> float32": 1},
+        {},
+        {"reduce": 1},
+    ),
+    "softmax": (
+        lambda x: jax.nn.softmax(x),
+        (X,),
+        {},
+        {SUM32: 1},
+        {},
+        {"reduce": 2},
+    ),
+    "variance": (
+        lambda x: jnp.mean((x - jnp.mean(x, 1, keepdims=True)) ** 2, 1),
+        (X,),
+        {},
+        {SUM32: 2},
+        {},
+        {"reduce": 2},
+    ),
+    "sum by row": (
+        lambda x, i: jnp.zeros_like(x).at[i].add(x),  # written out as a loop
+        (X, ROWS),
+        {},
+        {},
+        {},
+        {"while": 1},
+    ),
+    "sum over devices": (
+        over_devices(lambda x: lax.psum(x, "data")),
+        (X,),
+        {},
+        {},
+        {SUM32: 1},
+        {"all-reduce": 1},
+    ),
+    "gathered in 16 bits": (
+        over_devices(lambda x: lax.all_gather(x.astype(BF16), "data", tiled=True)),
+        (X,),
+        {},
+        {},
+        {"bfloat16 -> bfloat16": 1},
+        {"all-gather": 1},
+    ),
+    "scattered sum, and sent around": (
+        over_devices(
+            lambda x: lax.ppermute(
+                lax.psum_scatter(x.T, "data", tiled=True),
+                "data",
+                [(i, (i + 1) % 8) for i in range(8)],
+            ),
+            "data",
+        ),
+        (X,),
+        {},
+        {},
+        {SUM32: 2},
+        {"reduce-scatter": 1, "collective-permute": 1},
+    ),
+    "exchanged": (
+        over_devices(lambda x: lax.all_to_all(x, "data", 1, 1, tiled=True), "data"),
+        (X,),
+        {},
+        {},
+        {SUM32: 1},
+        {"all-to-all": 1},
+    ),
+}
+OPCODES = (
+    "dot convolution while reduce all-reduce all-gather reduce-scatter "
+    "collective-permute all-to-all"
+).split()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_was_expected_of_a_small_program_is_compiled_and_certified(name):
+    fn, args, *expected, in_text = EXPECTED[name]
+    lowered = jax.jit(fn).lower(*args)
+    text = lowered.compile().as_text()
+    found = {opcode: len(re.findall(rf" {opcode}\(", text)) for opcode in OPCODES}
+    kinds = ("contraction", "reduction", "collective")
+    runs = {kind: Counter() for kind in kinds}
+    for one in certify(lowered).operations:
+        if one.kind in kinds and one.compiled:
+            (signature,) = one.compiled
+            runs[one.kind][signature] += one.times
+    assert list(runs.values()) == expected
+    # Of reductions some find maxima, and some are parts of products.
+    for opcode in {*OPCODES} - ({"reduce"} - {*in_text}):
+        assert found[opcode] == in_text.get(opcode, 0), (opcode, text)
 
 
 # ---------------------------------------------------------------------------- bad input
