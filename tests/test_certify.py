@@ -23,10 +23,13 @@ from jaxamp_like._certify.drifts import (
     DUPLICATED,
     EXCESS,
     GONE,
+    KEPT_WIDE,
     NOT_DRIFTS,
     REDUCED_LOW,
+    UNDECIDED,
     UNREAD,
     WIDE,
+    WRITTEN_WIDE,
 )
 from jaxamp_like._certify.places import named
 from jaxamp_like.rules import use_original_precision
@@ -1262,6 +1265,98 @@ def test_what_described_devices_multiply_float32_in_is_told(name, kind):
     assert one.arithmetic == ("tf32" if is_gpu else "one bfloat16 pass")
     dtype = "tf32" if is_gpu else "bfloat16"
     assert one.compiled == (one.decided,) == (f"{dtype} x {dtype} -> float32",)
+
+
+# ------------------------------------------------------- large arrays, and what is kept
+
+KEEPING = f"""
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %t = f32[32,64] tanh(%x), {of("jvp(enc)/tanh")}
+  %k = bf16[32,64] convert(%t), {of("jvp(enc)/convert_element_type")}
+  %s = f32[32,64] exponential(%t), {of("jvp(enc)/exp")}
+  %b = bf16[32,64] convert(%s), {of("jvp(enc)/to_head/convert_element_type")}
+  %h = f32[32,64] sine(%b), {of("jvp(head)/sin")}
+  %u = f32[32,64] convert(%k), {of("transpose(jvp(enc))/convert_element_type")}
+  %r = f32[32,64] multiply(%u, %s), {of("transpose(jvp(enc))/mul")}
+"""
+ARRAY_EDITS = {
+    "nothing": ({}, set()),
+    "kept as float32": (
+        {
+            "%k = bf16[32,64] convert(%t)": "%kb = bf16[32,64] convert(%t)",
+            "  %s =": "  %k = f32[32,64] convert(%kb)\n  %s =",
+            "convert(%k)": "sine(%k)",
+        },
+        {("convert_element_type", KEPT_WIDE)},
+    ),
+    "kept before it is rounded": (
+        {
+            "%u = f32[32,64] convert(%k)": "%u = f32[32,64] convert(%k2)",
+            "  %u =": (
+                "  %k2 = bf16[32,64] convert(%t), "
+                f"{of('transpose(jvp(enc))/late/convert_element_type')}\n  %u ="
+            ),
+        },
+        {("tanh", KEPT_WIDE)},
+    ),
+    "written as float32": (
+        {
+            "%b = bf16[32,64] convert(%s)": "%b = f32[32,64] reduce-precision(%s), "
+            "exponent_bits=8, mantissa_bits=7"
+        },
+        {("convert_element_type", WRITTEN_WIDE)},
+    ),
+    "computed in bfloat16": (
+        {
+            "%s = f32[32,64] exponential(%t)": "%s = bf16[32,64] exponential(%t)",
+        },
+        {("exp", REDUCED_LOW)},
+    ),
+    "without a name": ({f", {of('jvp(head)/sin')}": ""}, {("sine", UNDECIDED)}),
+}
+
+
+@pytest.mark.parametrize("around", (in_entry, in_call, in_loop))
+@pytest.mark.parametrize("name", ARRAY_EDITS)
+def test_arrays_that_are_stored_otherwise_are_told(name, around):
+    edits, expected = ARRAY_EDITS[name]
+    before = text = around(KEEPING).replace("%w, %x, %wq, %r", "%x, %r")
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    certificate = compared(before, text, name="step", device=GPU, large=1)
+    found = {(one.primitive, one.drift) for one in certificate.arrays if one.drift}
+    assert found == expected
+    assert certificate.is_as_decided is (expected <= {("sine", UNDECIDED)})
+    assert certificate.kept == {"bfloat16": 2 * 32 * 64, "float32": 4 * 32 * 64}
+
+
+def test_small_arrays_are_not_compared():
+    text = in_entry(KEEPING).replace("%w, %x, %wq, %r", "%x, %r")
+    assert compared(text, text, name="step", device=GPU).arrays == ()
+
+
+WIDE_WS = jax.ShapeDtypeStruct((3, 1024, 1024), jnp.float32)
+MANY_XS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+@pytest.mark.parametrize("fn", (layers, scanned))
+def test_what_is_kept_for_the_backward_pass_is_as_decided(name, kind, fn):
+    certificate = certify(jax.grad(low(fn)), WIDE_WS, MANY_XS, device=name)
+    assert certificate.is_as_decided, certificate
+    kept = [one for one in certificate.arrays if one.is_kept]
+    assert {one.drift for one in kept} == {""}
+    wide = {one.primitive for one in kept if one.stored != "bfloat16"}
+    assert wide <= {"tanh"}  # which the loss reads in full
+    assert len(kept) > len(wide)
+    assert certificate.kept["bfloat16"] >= 2 * 2 * 1024**2
+    assert "kept for the backward pass: " in str(certificate)
+    computed = [one for one in kept if "arrays" not in one.primitive]
+    assert all("test_certify.py" in one.source for one in computed)
+
+
+# ------------------------------------------------------------------- more of bad input
 
 
 def test_a_folder_in_place_of_a_lock_is_told(tmp_path):

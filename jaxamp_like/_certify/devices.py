@@ -33,8 +33,10 @@ _TPUS = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
-# Otherwise libtpu asks the network which TPU this machine has.
+# Otherwise libtpu asks the network which TPU this machine has, and is there for one
+# process at a time.
 _NO_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-1",
     "TPU_WORKER_HOSTNAMES": "localhost",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .._reports.data.records import Phase
-from .drifts import EMULATED, NOT_DRIFTS, WIDE
+from .drifts import EMULATED, NOT_DRIFTS, UNDECIDED, WIDE
 from .operations import Kind
 
 
@@ -64,3 +64,46 @@ class Certified:
         if {WIDE, EMULATED} & {*self.drifts}:
             text += f", stored as {' and '.join(self.stored)}"
         return f"{text} [{self.why}]" if self.why else text
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A large array that the compiled program writes to memory.
+
+    Or, if it is a drift, what a kernel computes on the way to one.
+
+    Args:
+        scope: names of `jax.named_scope`s, outermost first, joined by "/".
+        phase: "forward", "backward" or "recomputed".
+        primitive: of the equation that it is the result of.
+        source: "file:line" of the author's, "" where none is known.
+        decided: the dtype of that equation; "" if no equation is known.
+        stored: the dtype in which it is compiled.
+        size: in bytes.
+        times: how often it is written.
+        is_kept: whether the forward pass writes it and the backward pass reads it.
+        drift: how both differ, in a word of `MEANINGS`; "" if they don't."""
+
+    scope: str
+    phase: Phase
+    primitive: str
+    source: str
+    decided: str
+    stored: str
+    size: int
+    times: int
+    is_kept: bool
+    drift: str
+
+    @property
+    def is_as_decided(self) -> bool:
+        """Whether it is known to be, or the equation is not known."""
+        return not self.drift or self.drift in NOT_DRIFTS or self.drift == UNDECIDED
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        line = f" ({self.source})" if self.source else ""
+        text = f"{self.drift or 'as decided'}: array of {self.primitive}{where}, "
+        text += f"{self.phase}{line}: "
+        text += f"decided {self.decided}, " if self.decided else ""
+        return f"{text}compiled {self.stored}, {self.size / 1e6:.1f} MB"
