@@ -19,7 +19,7 @@ from .._hlo.graph import (
     kernels,
     written_by,
 )
-from .._hlo.text import Shape
+from .._hlo.text import Instruction, Shape
 
 LARGE = 2**20
 """Bytes of an array that is worth a row."""
@@ -96,15 +96,23 @@ def arrays(body: Body, large: int = LARGE) -> list[Array]:
     readers: dict[Value, list[tuple[Node, int]]] = defaultdict(list)
     results: list[Value] = []
     late: set[Node] = set()  # kernels of the backward pass
+
+    def has_large(one: Instruction) -> bool:
+        return any(shape.size_in_bytes >= large for shape in one.shapes)
+
     for kernel in kernels(body):
+        one, scope = kernel.one, kernel.body.computation
+        large_operands = [
+            i for i, name in enumerate(one.operands) if has_large(scope[name])
+        ]
+        if not large_operands and not has_large(one):
+            continue
         reads: list[Value] = []
-        for i in range(len(kernel.one.operands)):
-            operand = kernel.operand(i)
-            if any(shape.size_in_bytes >= large for shape in operand.one.shapes):
-                written = written_by(Value(operand))
-                reads += written
-                for value in written:
-                    readers[value].append((kernel, i))
+        for i in large_operands:
+            written = written_by(Value(kernel.operand(i)))
+            reads += written
+            for value in written:
+                readers[value].append((kernel, i))
         opcode = kernel.one.opcode
         if opcode in _WRITES_NOTHING or opcode.endswith("-done"):
             continue

@@ -25,6 +25,12 @@ _BEFORE_SUMS = frozenset(
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
 # XLA compiles these to calls of a library, or to loops. They count as kernels.
 _LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
+_OPCODES = (
+    _COLLECTIVES
+    | _REDUCTIONS
+    | _LIBRARIES
+    | {"convert", "convolution", "custom-call", "dot", "multiply", "ragged-dot"}
+)
 # Calls of XLA's own that compute nothing.
 _TRIVIAL = frozenset({"AllocateBuffer", "ConcatBitcast", "X64Combine"})
 
@@ -98,7 +104,7 @@ class Operation:
         """The line of the author's, as "file:line"."""
         return source_of(self.node)
 
-    @property
+    @cached_property
     def signature(self) -> tuple[tuple[str, ...], str]:
         """The names of the numbers that it reads and makes."""
         return tuple(one.name for one in self.reads), self.makes.name
@@ -106,7 +112,12 @@ class Operation:
 
 def operations(body: Body, platform: Platform) -> list[Operation]:
     """All operations of a program, in the order in which they stand."""
-    found = [one for node in nodes(body) for one in _of_node(node, platform)]
+    found = [
+        one
+        for node in nodes(body)
+        if node.one.opcode.removesuffix("-start") in _OPCODES
+        for one in _of_node(node, platform)
+    ]
     steps = {step for one in found for step in one.steps}
     return [one for one in found if one.node not in steps]
 

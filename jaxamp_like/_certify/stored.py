@@ -82,7 +82,9 @@ class _Comparing:
         self.platform: Platform = platform
         self.named: dict[str, list[Node]] = defaultdict(list)
         for node in nodes(decided):
-            if node.op_name and node.one.shape.is_float:
+            shape = node.one.shape
+            # In 8 bits, an array may be large in one program and not in the other.
+            if 8 * shape.elements >= large and shape.is_float and node.op_name:
                 self.named[node.op_name].append(node)
         self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
 

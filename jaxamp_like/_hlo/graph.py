@@ -49,7 +49,11 @@ class Body:
         return self._nodes[name]
 
     def __iter__(self) -> "Iterator[Node]":
-        return map(self.node, self.computation)
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> "list[Node]":
+        return [self.node(name) for name in self.computation]
 
     @cached_property
     def root(self) -> "Node":
@@ -117,23 +121,29 @@ def program(module: Module) -> Body:
     return Body(module.computations[module.entry], module)
 
 
-def nodes(body: Body) -> Iterator[Node]:
+def nodes(body: Body) -> list[Node]:
     """Every instruction that calls no others, in every call of its computation."""
+    found: list[Node] = []
     for node in body:
-        if not node.bodies:
-            yield node
-        for inner in node.bodies:
-            yield from nodes(inner)
+        if bodies := node.bodies:
+            for inner in bodies:
+                found += nodes(inner)
+        else:
+            found.append(node)
+    return found
 
 
-def kernels(body: Body) -> Iterator[Node]:
+def kernels(body: Body) -> list[Node]:
     """Every instruction that runs by itself, in every call of its computation."""
+    found: list[Node] = []
     for node in body:
         bodies = [] if node.one.opcode in FUSIONS else node.bodies
-        if not bodies:
-            yield node
-        for inner in bodies:
-            yield from kernels(inner)
+        if bodies:
+            for inner in bodies:
+                found += kernels(inner)
+        else:
+            found.append(node)
+    return found
 
 
 class Value(NamedTuple):

@@ -6,6 +6,7 @@ does not. To find what a value was rounded to, its definition is followed."""
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from .graph import Node, Value, handed_on, read_by
@@ -52,6 +53,7 @@ NONE = Numbers(0, 0, "")
 """The empty set: what a value holds of which nothing is known, such as a scalar."""
 
 
+@lru_cache
 def of_dtype(dtype: str) -> Numbers:
     """The numbers of a dtype, which is given in XLA's words."""
     if found := _IN_NAME.match(dtype):
