@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from .._errors import AmpError
 from . import lock as locks
+from .arithmetic import OF_UNITS, Arithmetic, Platform
 from .drifts import GONE, MEANINGS, UNDECIDED
 from .operations import Kind
 from .records import Certified, StoredArray
@@ -34,7 +35,7 @@ class Certificate:
         versions: of the packages."""
 
     name: str
-    platform: str
+    platform: Platform
     device: str
     arguments: tuple[str, ...]
     operations: tuple[Certified, ...]
@@ -51,6 +52,20 @@ class Certificate:
     def drifts(self) -> tuple[Certified, ...]:
         """The operations that do not run as decided."""
         return tuple(one for one in self.operations if not one.is_as_decided)
+
+    @property
+    def kept_compiled(self) -> dict[str, int]:
+        """How many bytes the compiled program keeps in large arrays, by dtype."""
+        found: Counter[str] = Counter()
+        for one in self.arrays:
+            if one.is_kept:
+                found[one.stored] += one.size
+        return dict(found)
+
+    @property
+    def float32_runs_in(self) -> str:
+        """What contractions of float32 multiply in if no `precision` asks for more."""
+        return OF_UNITS[self.platform].get("default", Arithmetic()).name or "float32"
 
     @property
     def share_tied(self) -> float:
@@ -154,13 +169,10 @@ def _of_arrays(certificate: Certificate) -> Iterator[str]:
         return
     right = sum(one.is_as_decided and one.drift != UNDECIDED for one in arrays)
     yield f"  {right} of {len(arrays)} large arrays are stored as decided"
-    now: Counter[str] = Counter()
-    for one in arrays:
-        if one.is_kept:
-            now[one.stored] += one.size
-    if now or certificate.kept:
-        decided = _bytes(certificate.kept)
-        yield f"  kept for the backward pass: {_bytes(now)} (decided: {decided})"
+    now, decided = certificate.kept_compiled, certificate.kept
+    if now or decided:
+        text = f"{_bytes(now)} (decided: {_bytes(decided)})"
+        yield f"  kept for the backward pass: {text}"
 
 
 def _bytes(by_dtype: Mapping[str, int]) -> str:

@@ -1,7 +1,9 @@
 """What a certificate says of one operation."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from .._reports.data.columns import Column
 from .._reports.data.records import Phase
 from .drifts import EMULATED, NOT_DRIFTS, UNDECIDED, WIDE
 from .operations import Kind
@@ -29,20 +31,35 @@ class Certified:
         times: how often it runs, as decided.
         why: the reason of the rule that decided, if it is known."""
 
-    kind: Kind
-    scope: str
-    phase: Phase
-    primitive: str
-    source: str
-    decided: str
+    kind: Annotated[Kind, Column("kind", at=5)]
+    scope: Annotated[str, Column("scope", at=10)]
+    phase: Annotated[Phase, Column("phase", at=30)]
+    primitive: Annotated[str, Column("primitive", at=20)]
+    source: Annotated[str, Column("source", "line", at=80)]
+    decided: Annotated[str, Column("decided", at=40)]
     compiled: tuple[str, ...]
     stored: tuple[str, ...]
-    arithmetic: str
+    arithmetic: Annotated[str, Column("multiplies in", at=55)]
     opcodes: tuple[str, ...]
     drifts: tuple[str, ...]
-    work: int
+    work: Annotated[int, Column("FLOPs", "flops", at=95, adds=True)]
     times: int
-    why: str = ""
+    why: Annotated[str, Column("why", at=70)] = ""
+
+    @property
+    def compiled_to(self) -> Annotated[str, Column("compiled", at=50)]:
+        """What it reads and makes in the compiled program, in each way."""
+        return "; ".join(self.compiled)
+
+    @property
+    def differs(self) -> Annotated[str, Column("differs", at=60)]:
+        """How it differs from what was decided; "" if it doesn't."""
+        return ", ".join(self.drifts)
+
+    @property
+    def count(self) -> Annotated[int, Column("count", "number", at=90, adds=True)]:
+        """How many operations it stands for."""
+        return 1
 
     @property
     def is_as_decided(self) -> bool:
@@ -84,16 +101,21 @@ class StoredArray:
         is_kept: whether the forward pass writes it and the backward pass reads it.
         drift: how both differ, in a word of `MEANINGS`; "" if they don't."""
 
-    scope: str
-    phase: Phase
-    primitive: str
-    source: str
-    decided: str
-    stored: str
-    size: int
+    scope: Annotated[str, Column("scope", at=10)]
+    phase: Annotated[Phase, Column("phase", at=30)]
+    primitive: Annotated[str, Column("primitive", at=20)]
+    source: Annotated[str, Column("source", "line", at=80)]
+    decided: Annotated[str, Column("decided", at=40)]
+    stored: Annotated[str, Column("compiled", at=50)]
+    size: Annotated[int, Column("bytes", "bytes", at=95, adds=True)]
     times: int
-    is_kept: bool
-    drift: str
+    is_kept: Annotated[bool, Column("kept for the backward pass", "flag", at=70)]
+    drift: Annotated[str, Column("differs", at=60)]
+
+    @property
+    def count(self) -> Annotated[int, Column("count", "number", at=90, adds=True)]:
+        """How many arrays it stands for."""
+        return 1
 
     @property
     def is_as_decided(self) -> bool:
