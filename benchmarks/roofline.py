@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax.experimental import topologies
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxamp_like._certify.devices import described
 from jaxamp_like._hlo.text import (
     Computation,
     Instruction,
@@ -53,7 +53,6 @@ from .workloads import WORKLOADS, Loss, Workload
 PEAK_FLOPS = {8: 1580e12, 16: 790e12, 32: 395e12, 64: 67e12}
 BANDWIDTH = 4.3e12  # bytes/s, measured
 KNOWN: dict[str, Workload] = {**WORKLOADS, **CHECKPOINTED}
-DEVICE = Path(__file__).with_name("h200.txt")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
@@ -332,13 +331,7 @@ def has_plugin() -> bool:
 
 def described_device() -> Any:
     """An H200 as XLA sees it, without one being there."""
-    topology = topologies.get_topology_desc(
-        "",
-        platform="cuda",
-        target_config=DEVICE.read_text(),
-        topology="1x1x1",
-    )
-    return topology.devices[0]
+    return described("h200")
 
 
 def lower_step(loss: Loss, shapes: tuple[Any, Any], device: Any) -> Any:
