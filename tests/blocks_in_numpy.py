@@ -44,7 +44,11 @@ def mxfp8(x, dtype=E4M3, up=True, size=32):
 
 
 def nvfp4(x, size=16, square=False):
-    """The values, the scales in float8, and the float32 for the whole array."""
+    """The values, the scales in float8, and the float32 for the whole array.
+
+    Values are given as the least that they may be, by the order here, and as the
+    largest. These are the same, but for numbers that lie half-way between two values, up to the last bits of
+    float32: XLA multiplies in orders of its own, by which these bits differ."""
     x = blocks(x, size).astype(np.float32)
     amax = np.max(np.abs(x), axis=-1)
     if square:
@@ -58,14 +62,16 @@ def nvfp4(x, size=16, square=False):
         scales = amax * (one / (tensor * six))
         scales = np.minimum(scales, np.float32(448)).astype(E4M3)
         steps = scales.astype(np.float32) * tensor
-        values = x * np.where(steps > 0, one / steps, 0)[..., None]
-        values = np.clip(values, -6, 6).astype(E2M1)
+        exact = x * np.where(steps > 0, one / steps, 0)[..., None]
+        some = [exact * (1 + i * 2.0**-21) for i in (-1, 0, 1)]
+        values = [np.clip(one, -6, 6).astype(E2M1) for one in some]
     scales[~finite] = np.nan
     return values, scales, tensor
 
 
 def restored(values, scales, tensor=1.0, length=None):
     """What they stand for, in float64."""
+    values = values[1] if isinstance(values, list) else values
     out = values.astype(np.float64) * scales.astype(np.float64)[..., None]
     out = out.reshape(len(out), -1) * np.float64(tensor)
     return out[:, :length]

@@ -91,8 +91,14 @@ def test_numbers_of_nvfp4(x, square):
     assert made.tensor_scale == tensor
     np.testing.assert_array_equal(bits(made.scales[0]), bits(scales))
     known = np.repeat(~np.isnan(scales.astype(np.float32)), 16, axis=-1)
-    flat = expected.reshape(len(x), -1)
-    np.testing.assert_array_equal(bits(made.values[0])[known], bits(flat)[known])
+    values = np.asarray(made.values[0]).astype(np.float32)[known]
+    ends = [
+        abs(one.astype(np.float32)).reshape(len(x), -1)[known] for one in expected[::2]
+    ]
+    assert ((ends[0] <= abs(values)) & (abs(values) <= ends[1])).all()
+    padded = np.pad(x, [(0, 0), (0, -x.shape[1] % 16)])[known]
+    assert (np.signbit(values) == np.signbit(padded)).all()
+    assert np.sum(ends[0] != ends[1]) <= len(values) / 2
 
 
 def test_a_scale_of_the_standard_saturates_where_ours_does_not():
@@ -202,7 +208,8 @@ def product(lhs, rhs, rule):
 @pytest.mark.parametrize("rule", (MX, PLAIN_NV), ids=("mxfp8", "nvfp4"))
 def test_all_three_contractions_are_those_of_the_restored_numbers(rule):
     x, w, ct = values(24, 40), values(40, 56, seed=1), values(24, 56, seed=2)
-    x, ct = (one.astype("bfloat16").astype("float32") for one in (x, ct))
+    # In bfloat16, as they are rounded, and as each arrives.
+    x, w, ct = (one.astype("bfloat16").astype("float32") for one in (x, w, ct))
     out, back = jax.vjp(jax.jit(low(lambda w, x: x @ w, rule, argnums=0)), w, x)
     dw, dx = back(ct)
     for made, expected in (

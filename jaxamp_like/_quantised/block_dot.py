@@ -16,7 +16,7 @@ from jax import lax
 from .._dtypes import DType, bits, cast
 from .._jax import new_primitive, raw, trace
 from .axes import Axes
-from .blocks import Blocks, to_rows
+from .blocks import Blocks, restored_rows, to_rows
 from .constant import no_series
 
 _ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands
@@ -42,7 +42,7 @@ def contraction_of_blocks(
         emulate: whether platforms without a native contraction compute with the
             numbers that the blocks stand for. Else they do with `operands`."""
     both = list(zip(operands, numbers, axes, strict=True))
-    # A weight may come as it is, in float32.
+    # In an author's derivative rule, one may come as it is, in float32.
     low = min((x.dtype for x in operands), key=bits)
     rows = [to_rows(cast(x, low), one) for x, _, one in both]
     blocks = [part for _, x, _ in both for part in (x.values, x.scales)]
@@ -71,17 +71,15 @@ def _run(
     """The contraction on platforms that have no native one."""
     if not emulate:
         return lax.dot_general(lhs, rhs, _ROWS, preferred_element_type=dtype)
-    left, right = (
-        Blocks(*blocks[i : i + 2], None, (), Axes((), ())).rows() for i in (0, 2)
-    )
+    left, left_scales, right, right_scales, *more = blocks
     made = lax.dot_general(
-        left,
-        right,
+        restored_rows(left, left_scales),
+        restored_rows(right, right_scales),
         _ROWS,
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.dtype("float32"),
     )
-    return _times(made, blocks[4:]).astype(dtype)
+    return _times(made, more).astype(dtype)
 
 
 def _run_on_cuda(lhs: Any, rhs: Any, *blocks: Any, dtype: DType, **_: Any) -> Any:

@@ -17,6 +17,7 @@ from jax import lax
 
 from .._dtypes import DType
 from .axes import Axes
+from .rotation import rotated, rotated_back
 from .scaled import largest_of
 
 _FLOAT32, _UINT32 = jnp.dtype("float32"), jnp.dtype("uint32")
@@ -47,20 +48,23 @@ class Blocks:
     axes: Axes
     signs: tuple[int, ...] | None = None
 
-    def rows(self) -> Any:
-        """The numbers that they stand for, in float32, as they are contracted."""
-        size = self.values.shape[-1] // self.scales.shape[-1]
-        scales = jnp.repeat(self.scales.astype(_FLOAT32), size, axis=-1)
-        rows = self.values.astype(_FLOAT32) * scales
-        return rows if self.tensor_scale is None else rows * self.tensor_scale
-
     def restored(self) -> Any:
-        """The same in the shape of the array that was rounded, not rotated."""
-        rows = self.rows()
+        """The numbers that they stand for, in the shape of the array, in float32."""
+        rows = restored_rows(self.values, self.scales)
+        if self.tensor_scale is not None:
+            rows = rows * self.tensor_scale
         if self.signs is not None:
-            rows = rotated_back(rows, self.signs)
+            size = len(self.signs)
+            blocks = rows.reshape(*rows.shape[:2], -1, size)
+            rows = rotated_back(blocks, 3, self.signs).reshape(rows.shape)
         length = prod(self.shape[axis] for axis in self.axes.summed)
         return _from_rows(rows[..., :length], self.shape, self.axes)
+
+
+def restored_rows(values: Any, scales: Any) -> Any:
+    """Values times the scales of their blocks, in float32, as they are contracted."""
+    size = values.shape[-1] // scales.shape[-1]
+    return values.astype(_FLOAT32) * jnp.repeat(scales.astype(_FLOAT32), size, axis=-1)
 
 
 class PowerOfTwoBlocks(NamedTuple):
@@ -88,12 +92,16 @@ class PowerOfTwoBlocks(NamedTuple):
 
     def __call__(self, x: Any) -> Blocks:
         blocks, axes = _in_blocks(x, self.axes, self.size)
+        # Powers of two scale bfloat16 as exactly as float32, for half of the bytes.
+        dtype = blocks.dtype if blocks.dtype == jnp.bfloat16 else _FLOAT32
+        blocks = blocks.astype(dtype)
         largest = np.float32(jnp.finfo(self.dtype).max)
         amax = largest_of(blocks, axes.summed[1:])
         exponents = _exponents(amax, largest, self.rounds_up)
         # Both are powers of two within the normal numbers, and so exact.
-        inverse = _power_of_two(2 * _BIAS - exponents)
-        values = lax.clamp(-largest, blocks * inverse, largest).astype(self.dtype)
+        inverse = _power_of_two(2 * _BIAS - exponents).astype(dtype)
+        bound = dtype.type(largest)
+        values = lax.clamp(-bound, blocks * inverse, bound).astype(self.dtype)
         is_finite = lax.is_finite(amax)
         # The scale of a block with an inf or a NaN is NaN, which is all of its bits.
         bits = lax.select(is_finite, exponents, lax.full_like(exponents, 255))
@@ -158,7 +166,8 @@ class TensorScaledBlocks(NamedTuple):
         else:
             blocks, axes = _in_blocks(x, self.axes, self.size)
         if self.signs is not None:
-            blocks = _rotated(blocks, axes.summed[1], self.signs)
+            blocks = rotated(blocks, axes.summed[1], self.signs)
+        blocks = blocks.astype(_FLOAT32)
         amax = largest_of(blocks, axes.summed[1:])
         if self.is_square:
             amax = _largest_of_rows(amax, self.size)
@@ -241,7 +250,7 @@ _ROWS = Axes((2,), ((0, 0), (1, 1)), (0,))
 
 
 def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
-    """An array in float32, of which the summed axes are those of blocks and in blocks.
+    """An array of which the summed axes are those of blocks and in blocks.
 
     What is summed over is padded by zeros to whole blocks. All other axes stay where
     they are, if those that are summed over are neighbours: numbers are moved about only
@@ -251,7 +260,7 @@ def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
         return _in_blocks(to_rows(x, axes), _ROWS, size)
     before, after = x.shape[:first], x.shape[first + number :]
     length = prod(x.shape[first : first + number])
-    x = x.astype(_FLOAT32).reshape(*before, length, *after)
+    x = x.reshape(*before, length, *after)
     x = jnp.pad(
         x, [(0, -length % size if axis == first else 0) for axis in range(x.ndim)]
     )
@@ -262,35 +271,3 @@ def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
     kept = tuple((now(axis), to) for axis, to in axes.kept)
     there = Axes((first, first + 1), kept, tuple(map(now, axes.batch)))
     return x.reshape(*before, -(-length // size), size, *after), there
-
-
-# Rotations: of a block times signs, by a Hadamard matrix, which is orthogonal.
-
-
-def _rotated(blocks: Any, axis: int, signs: Sequence[int]) -> Any:
-    signs = np.asarray(signs, np.float32)
-    signs = signs.reshape([-1 if i == axis else 1 for i in range(blocks.ndim)])
-    return _times_hadamard(blocks * signs, axis)
-
-
-def rotated_back(rows: Any, signs: Sequence[int]) -> Any:
-    """Rows of rotated blocks, as they were before."""
-    blocks = rows.reshape(*rows.shape[:2], -1, len(signs))
-    back = _times_hadamard(blocks, 3) * np.asarray(signs, np.float32)
-    return back.reshape(rows.shape)
-
-
-def _times_hadamard(blocks: Any, axis: int) -> Any:
-    """Blocks along an axis times Sylvester's matrix over the root of its size.
-
-    It is made by sums and differences of halves, which XLA fuses with what reads them,
-    as it would not a product of matrices."""
-    shape = blocks.shape
-    size = shape[axis]
-    for half in (size >> i for i in range(1, size.bit_length())):
-        pairs = blocks.reshape(*shape[:axis], -1, 2, half, *shape[axis + 1 :])
-        left, right = (
-            lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1)
-        )
-        blocks = jnp.stack((left + right, left - right), axis + 1)
-    return blocks.reshape(shape) / np.float32(size**0.5)
