@@ -47,8 +47,9 @@ def nvfp4(x, size=16, square=False):
     """The values, the scales in float8, and the float32 for the whole array.
 
     Values are given as the least that they may be, by the order here, and as the
-    largest. These are the same, but for numbers that lie half-way between two values, up to the last bits of
-    float32: XLA multiplies in orders of its own, by which these bits differ."""
+    largest. These are the same, but for numbers that lie half-way between two values,
+    up to the last bits of float32: XLA multiplies in orders of its own, by which these
+    bits differ."""
     x = blocks(x, size).astype(np.float32)
     amax = np.max(np.abs(x), axis=-1)
     if square:

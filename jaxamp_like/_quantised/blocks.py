@@ -182,9 +182,8 @@ class TensorScaledBlocks(NamedTuple):
         # Of a block that is too small for a scale of its own, nothing is left.
         numbers = blocks * lax.select(steps > 0, 1 / steps, lax.full_like(steps, 0))
         numbers = lax.clamp(-_E2M1, numbers, _E2M1)
-        if self.seed is not None:
-            numbers = _stochastically(numbers, self.seed)
-        values = numbers.astype(jnp.float4_e2m1fn)
+        chances = None if self.seed is None else _chances(numbers, self.seed)
+        values = _to_float4(numbers, chances).astype(jnp.float4_e2m1fn)
         nan = lax.full_like(scales, jnp.nan)
         scales = lax.select(is_finite, scales, nan)
         rows = to_rows(values, axes), to_rows(scales, axes)
@@ -202,12 +201,16 @@ def _largest_of_rows(amax: Any, size: int) -> Any:
     return jnp.repeat(amax, size, axis=1)[:, :rows]
 
 
-def _stochastically(x: Any, seed: int) -> Any:
-    """Numbers of float4's range, rounded up or down to it at random."""
+def _to_float4(x: Any, chances: Any) -> Any:
+    """Numbers of float4's range, rounded to it: to the nearest, or up by chances.
+
+    XLA's own cast may round to float16 first, and numbers near a half then wrongly."""
     magnitude = jnp.abs(x)
     step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
     step = step.astype(_FLOAT32)
-    return jnp.sign(x) * jnp.floor(magnitude / step + _chances(x, seed)) * step
+    if chances is None:
+        return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    return jnp.sign(x) * jnp.floor(magnitude / step + chances) * step
 
 
 def _chances(x: Any, seed: int) -> Any:
