@@ -152,6 +152,14 @@ JOBS = {
         (FIGURES,),
         needs=TPU_COMPILER,
     ),
+    "certificates": Job(
+        "certificates",
+        "",
+        f"--models MLP CNN LSTM {TOY}",
+        "certificates.json",
+        ("docs/certify.md",),
+        needs=f"{COMPILER}; {TPU_COMPILER}",
+    ),
     "collectives": Job(
         "collectives",
         "--depth 2",

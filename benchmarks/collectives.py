@@ -25,18 +25,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from jaxamp_like import amp, default_amp_policy
+from jaxamp_like._certify.devices import gpus, tpus
 from jaxamp_like._hlo.text import Instruction, Module, Shape, parse
 
 from . import tpu
 from .rewrite import CONTENDERS, make_table, ratio, versions
-from .roofline import DEVICE, figures, plugin_versions, walk
+from .roofline import figures, plugin_versions, walk
 from .split_models import SPLITS, Split, in_style
 from .workloads import GPT_SIZES, WORKLOADS, Workload
 
@@ -229,22 +229,12 @@ WAYS = {
 
 def described_devices(count: int) -> Sequence[Any]:
     """H200s in hosts of eight, as XLA sees them."""
-    hosts = -(-count // 8)
-    topology = topologies.get_topology_desc(
-        "",
-        platform="cuda",
-        target_config=DEVICE.read_text(),
-        topology=f"{hosts}x{min(count, 8)}x1",
-    )
-    return topology.devices
+    return gpus("h200", count)
 
 
 def described_tpus(generation: str, count: int) -> Sequence[Any]:
     """Chips in two rows, as XLA sees them."""
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{generation}:2x{count // 2}"
-    )
-    return topology.devices
+    return tpus(f"{generation}:2x{count // 2}")
 
 
 @dataclass(frozen=True)

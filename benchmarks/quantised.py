@@ -179,12 +179,12 @@ def shapes_of_blocks(struct: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 CONTENDERS: dict[str, Callable[[Any], Any]] = {
-    "bfloat16": lambda fn: _amp(fn, default_amp_policy),
-    "float8": lambda fn: _amp(fn, quantised(float8())),
-    "float8, weight gradients in bfloat16": lambda fn: _amp(
+    "bfloat16": lambda fn: by_amp(fn, default_amp_policy),
+    "float8": lambda fn: by_amp(fn, quantised(float8())),
+    "float8, weight gradients in bfloat16": lambda fn: by_amp(
         fn, quantised(float8(weight_gradient="compute"))
     ),
-    "int8 forward": lambda fn: _amp(fn, quantised(int8())),
+    "int8 forward": lambda fn: by_amp(fn, quantised(int8())),
     "float8 by hand": lambda fn: functools.partial(fn, hand),
     "float8 by hand, weights ahead": lambda fn: functools.partial(
         fn,
@@ -198,7 +198,7 @@ CONTENDERS: dict[str, Callable[[Any], Any]] = {
 OF_BLOCKS = "float8 by hand, weights ahead"  # elsewhere there is no loop
 
 
-def _amp(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+def by_amp(fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
     return amp(
         functools.partial(fn, jnp.matmul), compute_dtype="bfloat16", amp_policy=policy
     )

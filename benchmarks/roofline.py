@@ -23,17 +23,18 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.experimental import topologies
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxamp_like._certify.devices import described
 from jaxamp_like._hlo.text import (
     Computation,
     Instruction,
@@ -52,30 +53,47 @@ from .workloads import WORKLOADS, Loss, Workload
 # half of that, and 8 bits at twice. 64 bits is the data sheet's.
 PEAK_FLOPS = {8: 1580e12, 16: 790e12, 32: 395e12, 64: 67e12}
 BANDWIDTH = 4.3e12  # bytes/s, measured
+
+
+class Speeds(NamedTuple):
+    """Of a device: FLOP/s by the bits of an operand, and bytes/s of its memory."""
+
+    flops: Mapping[int, float] = MappingProxyType(PEAK_FLOPS)
+    bandwidth: float = BANDWIDTH
+
+
+B200 = Speeds(
+    MappingProxyType({4: 9e15, 8: 4.5e15, 16: 2.25e15, 32: 1.125e15}), bandwidth=8e12
+)
+"""By NVIDIA's data sheet, without sparsity; half of the speed of 16 bits for TF32."""
 KNOWN: dict[str, Workload] = {**WORKLOADS, **CHECKPOINTED}
-DEVICE = Path(__file__).with_name("h200.txt")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 # ---------------------------------------------------------------- FLOPs of contractions
 
 
-def contraction(one: Instruction, scope: Computation) -> tuple[int, float]:
+def contraction(
+    one: Instruction, scope: Computation, speeds: Speeds | None = None
+) -> tuple[int, float]:
     """FLOPs and, at peak rate, seconds of a contraction; zeros for all others."""
     flops = contraction_flops(one, scope)
     if not flops:
         return 0, 0.0
     lhs, rhs = (scope[name].shape for name in one.operands[:2])
-    return flops, flops * seconds_per_flop(one, lhs, rhs)
+    return flops, flops * seconds_per_flop(one, lhs, rhs, speeds)
 
 
-def seconds_per_flop(one: Instruction, lhs: Shape, rhs: Shape) -> float:
+def seconds_per_flop(
+    one: Instruction, lhs: Shape, rhs: Shape, speeds: Speeds | None = None
+) -> float:
     """By the wider operand, unless the author chose an algorithm."""
+    peak = (speeds or Speeds()).flops
     chosen = re.match(r"(T|B)?F(\d+)_\w*?F\d+(?:_X(\d))?$", one.algorithm)
     if chosen is None:
-        return 1 / PEAK_FLOPS[max(lhs.bits, rhs.bits)]
+        return 1 / peak[max(lhs.bits, rhs.bits)]
     kind, bits, passes = chosen.groups()
-    return int(passes or 1) / PEAK_FLOPS[32 if kind == "T" else int(bits)]
+    return int(passes or 1) / peak[32 if kind == "T" else int(bits)]
 
 
 # ----------------------------------------------------------------------- bytes moved
@@ -205,23 +223,32 @@ def alone(one: Instruction, scope: Computation) -> Computation:
     return {**operands, one.name: root}
 
 
-def inner(module: Module, body: Computation) -> Iterator[tuple[int, float]]:
+def inner(
+    module: Module, body: Computation, speeds: Speeds | None = None
+) -> Iterator[tuple[int, float]]:
     """FLOPs and seconds of the contractions in a fusion and the fusions within."""
     for one in body.values():
-        yield contraction(one, body)
+        yield contraction(one, body, speeds)
         for name in one.called("calls"):
-            yield from inner(module, module.computations[name])
+            yield from inner(module, module.computations[name], speeds)
 
 
-def kernel(module: Module, body: Computation, name: str, times: int) -> Kernel:
-    flops, compute = map(sum, zip(*inner(module, body), strict=True))
+def kernel(
+    module: Module,
+    body: Computation,
+    name: str,
+    times: int,
+    speeds: Speeds | None = None,
+) -> Kernel:
+    flops, compute = map(sum, zip(*inner(module, body, speeds), strict=True))
+    bandwidth = BANDWIDTH if speeds is None else speeds.bandwidth
     moved = bytes_read(body) + bytes_written(body)
     return Kernel(
         name=name,
         times=times,
         flops=int(flops),
         bytes=moved,
-        seconds=max(compute, moved / BANDWIDTH),
+        seconds=max(compute, moved / bandwidth),
         convert_only=is_convert_only(body),
     )
 
@@ -283,15 +310,19 @@ def walk(
     return inside(module.entry, 1)
 
 
-def kernels(module: Module, unknown_trips: int | None = None) -> list[Kernel]:
-    """All kernels of a module; of the branches of a conditional, the slowest."""
+def kernels(
+    module: Module, unknown_trips: int | None = None, speeds: Speeds | None = None
+) -> list[Kernel]:
+    """All kernels of a module; of the branches of a conditional, the slowest.
+
+    The speeds are those of an H200, if none are given."""
 
     def leaf(one: Instruction, scope: Computation, times: int) -> Iterator[Kernel]:
         if one.opcode in ("fusion", "fusion-start"):
             for body in one.called("calls"):
-                yield kernel(module, module.computations[body], one.name, times)
+                yield kernel(module, module.computations[body], one.name, times, speeds)
         elif one.opcode not in FREE and not one.opcode.endswith(("-update", "-done")):
-            yield kernel(module, alone(one, scope), one.name, times)
+            yield kernel(module, alone(one, scope), one.name, times, speeds)
 
     return walk(module, leaf, total_seconds, unknown_trips)
 
@@ -332,13 +363,7 @@ def has_plugin() -> bool:
 
 def described_device() -> Any:
     """An H200 as XLA sees it, without one being there."""
-    topology = topologies.get_topology_desc(
-        "",
-        platform="cuda",
-        target_config=DEVICE.read_text(),
-        topology="1x1x1",
-    )
-    return topology.devices[0]
+    return described("h200")
 
 
 def lower_step(loss: Loss, shapes: tuple[Any, Any], device: Any) -> Any:
@@ -375,8 +400,13 @@ class Figures:
     compile_seconds: float | None = None
 
 
-def figures(text: str, temp_bytes: int, unknown_trips: int | None = None) -> Figures:
-    found = kernels(parse(text), unknown_trips=unknown_trips)
+def figures(
+    text: str,
+    temp_bytes: int,
+    unknown_trips: int | None = None,
+    speeds: Speeds | None = None,
+) -> Figures:
+    found = kernels(parse(text), unknown_trips=unknown_trips, speeds=speeds)
     converts = [one for one in found if one.convert_only]
     return Figures(
         step_seconds=total_seconds(found),

@@ -19,7 +19,6 @@ stopped, and run in pieces."""
 import argparse
 import hashlib
 import json
-import os
 import re
 import sys
 import time
@@ -28,17 +27,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Before JAX looks for a TPU: there is none to ask.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
 import jax
-from jax.experimental import topologies
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxamp_like._certify.devices import described
 from jaxamp_like._hlo.text import Computation, Instruction, Module, parse
 
 from .checkpointed import CHECKPOINTED
@@ -48,13 +42,7 @@ from .rewrite import add_section, make_table, ratio, versions
 from .roofline import alone, is_convert_only, lower_step, walk
 from .workloads import Loss, Model, Workload
 
-# What a description of each generation's smallest slice is called.
-TOPOLOGIES = {
-    "v5e": "v5e:2x2",
-    "v6e": "v6e:2x2",
-    "v5p": "v5p:2x2x1",
-    "tpu7x": "tpu7x:2x2x1",
-}
+GENERATIONS = ("v5e", "v6e", "v5p", "tpu7x")
 MODELS = {**OTHERS, **CHECKPOINTED}
 KNOWN = 2**62  # more cycles than this stand for "unknown"
 
@@ -143,14 +131,6 @@ class Figures:
     unknown: int
     compile_seconds: float
     program: str
-
-
-def described_device(generation: str) -> Any:
-    """One core of a TPU as XLA sees it, without one being there."""
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[generation]
-    )
-    return topology.devices[0]
 
 
 def digest(lowered: Any) -> str:
@@ -314,7 +294,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--size", default="real", choices=("toy", "real"))
     parser.add_argument(
-        "--devices", nargs="+", choices=TOPOLOGIES, default=[*TOPOLOGIES]
+        "--devices", nargs="+", choices=GENERATIONS, default=[*GENERATIONS]
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument(
@@ -332,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     head = heading(args.dtype, args.size)
     record = read_record(args.json, head)
     for generation in args.devices:
-        device = described_device(generation)
+        device = described(generation)
         hlo = args.hlo / generation if args.hlo else None
         models = record.setdefault(generation, {})
         for name in track(args.models, f"Compiling for {generation}", console=console):

@@ -27,6 +27,9 @@ the documented API, and why:
   `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
   `set_current_trace` enters it again;
+- the set `prim_requires_devices_during_lowering`: `jax.nn.scaled_matmul` partitions
+  itself, and needs the devices of a program when it is lowered, which JAX does not
+  notice within the lowering of another primitive;
 - `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables.
 
 What is private about hi-primitives is in `_hi_primitives`, and what is private about
@@ -39,7 +42,8 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -92,8 +96,10 @@ except ImportError:  # JAX 0.6
         use_abstract_mesh as _use_abstract_mesh,
     )
 
+# Primitives whose lowering asks on which devices a program will run.
 # A regular expression: what it matches of the name of a source file is left out.
 from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
+from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
 
 Atom = Any  # a variable or a literal
 Literal = jex.Literal
@@ -238,6 +244,12 @@ def _parts(spec: PartitionSpec) -> tuple[Any, ...]:
 
     A spec that also has unreduced axes can't be iterated."""
     return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
+
+
+def is_explicitly_sharded(aval: Any) -> bool:
+    """Whether an array is split along an `Explicit` axis of a mesh."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and any(_parts(sharding.spec))
 
 
 def sharded_like(x: Any, other: Any) -> Any:
@@ -386,14 +398,17 @@ def new_primitive(
     jvp: Callable[..., Any],
     transpose: Callable[..., Any],
     batch: Callable[..., Any],
-    on_tpu: Callable[..., Any] | None = None,
+    on: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    needs_devices: bool = False,
     series: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """A primitive with one result, which `compute` computes, or `on_tpu` on TPUs.
+    """A primitive with one result, which `compute` computes.
 
-    Its Taylor series is that of `series`, or else of `compute`. For what no composition
-    of JAX's own primitives can express; `jax.interpreters` is where JAX's guide to
-    writing primitives sends one."""
+    On a platform that is a key of `on`, such as "tpu", the function there does; it
+    `needs_devices` if it calls one of JAX's that partitions itself. Its Taylor series
+    is that of `series`, or else of `compute`. For what no composition of
+    JAX's own primitives can express; `jax.interpreters` is where JAX's guide to writing
+    primitives sends one."""
     primitive = jex.Primitive(name)
     primitive.def_impl(compute)
     primitive.def_abstract_eval(aval)
@@ -402,9 +417,11 @@ def new_primitive(
     batching.primitive_batchers[primitive] = batch
     _SERIES[primitive] = series or compute
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
-    if on_tpu is not None:
-        lowering = mlir.lower_fun(on_tpu, multiple_results=False)
-        mlir.register_lowering(primitive, lowering, platform="tpu")
+    for platform, compute in on.items():
+        lowering = mlir.lower_fun(compute, multiple_results=False)
+        mlir.register_lowering(primitive, lowering, platform=platform)
+    if needs_devices:
+        _needs_devices.add(primitive)
     return primitive
 
 

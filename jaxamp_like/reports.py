@@ -3,7 +3,7 @@
 from ._calibrate import Budget as Budget, Calibration as Calibration, Device as Device
 from ._certify.certificate import Certificate as Certificate
 from ._certify.certify import certify as certify
-from ._certify.records import Certified as Certified
+from ._certify.records import Certified as Certified, StoredArray as StoredArray
 from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,
@@ -21,6 +21,7 @@ __all__ = [
     "NumericsReport",
     "Report",
     "ScalerHistory",
+    "StoredArray",
     "certify",
     "explain",
     "trace_numerics",

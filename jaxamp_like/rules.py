@@ -8,6 +8,8 @@ A dtype stands for `use_precision(dtype)`, and any function
 from ._quantised import (
     float8 as float8,
     int8 as int8,
+    mxfp8 as mxfp8,
+    nvfp4 as nvfp4,
     worth_eight_bits as worth_eight_bits,
 )
 from ._rules import (
@@ -46,7 +48,9 @@ __all__ = [
     "int8",
     "keep_each_input",
     "keep_inputs",
+    "mxfp8",
     "not_divisible_by",
+    "nvfp4",
     "param_is",
     "saving_low",
     "send_low",

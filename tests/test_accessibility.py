@@ -7,6 +7,7 @@ import pytest
 from jaxamp_like import (
     amp,
     calibrate,
+    certify,
     convert,
     default_amp_policy,
     explain,
@@ -35,7 +36,8 @@ def write_report(path):
     gradient = jax.grad(amp(loss, **BF16))
     other = explain(jax.grad(amp(loss, amp_policy=policy, **BF16)))(*ARGS)
     numerics = trace_numerics(gradient)(*ARGS)
-    explain(gradient)(*ARGS).save_html(path, against=other, numerics=numerics)
+    views = dict(numerics=numerics, certificate=certify(gradient, *ARGS))
+    explain(gradient)(*ARGS).save_html(path, against=other, **views)
 
 
 def write_numerics(path):

@@ -364,7 +364,7 @@ def test_an_overflow_is_an_infinite_error():
 @pytest.mark.rest
 def test_tpu_compiles_a_program_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tpu, "MODELS", {"tiny": tiny(), "other": tiny()})
-    monkeypatch.setattr(tpu, "described_device", lambda name: jax.devices("cpu")[0])
+    monkeypatch.setattr(tpu, "described", lambda name: jax.devices("cpu")[0])
     compiled = []
 
     def read_off(lowered, program, original=tpu.read_off):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxamp_like import AmpError, amp, certify, default_amp_policy
+from jaxamp_like._certify import devices
 from jaxamp_like._certify.certify import compared
 from jaxamp_like._certify.drifts import (
     ADDED,
@@ -21,10 +23,13 @@ from jaxamp_like._certify.drifts import (
     DUPLICATED,
     EXCESS,
     GONE,
+    KEPT_WIDE,
     NOT_DRIFTS,
     REDUCED_LOW,
+    UNDECIDED,
     UNREAD,
     WIDE,
+    WRITTEN_WIDE,
 )
 from jaxamp_like._certify.places import named
 from jaxamp_like.rules import use_original_precision
@@ -960,6 +965,236 @@ def test_a_lock_in_another_encoding_is_read_or_told(lock, encoding):
         certify(jax.grad(full_in()), WS, X, lock=lock)
 
 
+# ----------------------------------------------- what was expected of small programs
+
+# Each says what the program's operations read and make, as they run, and how many
+# instructions of which opcode are in the text that XLA prints for a CPU. It was written
+# down from the program and from that text, not from what a certificate said. The text
+# is counted by a regular expression, which shares nothing with the package's reader.
+NHWC = ("NHWC", "HWIO", "NHWC")
+PIXELS, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 8))
+BF16, F16 = jnp.bfloat16, jnp.float16
+HALF, ROWS = jnp.ones((64, 64), BF16), jnp.arange(64) % 7
+BF16_TO_32, SUM32 = "bfloat16 x bfloat16 -> float32", "float32 -> float32"
+
+
+def conv(x, k):
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)
+
+
+def squares(fn):
+    return lambda *args: jnp.sum(fn(*args) ** 2)
+
+
+def repeated(fn, length):
+    return lambda x: lax.scan(lambda x, _: (fn(x), None), x, length=length)[0]
+
+
+def over_devices(fn, *out):
+    return jax.shard_map(
+        fn, mesh=mesh_of_8(), in_specs=P("data"), out_specs=P(*out), check_vma=False
+    )
+
+
+def times(x, y):
+    return x @ y
+
+
+def tanh_of_product(x):
+    return jnp.tanh(x @ x)
+
+
+def both_ways(x):
+    return lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x.T @ x, x)
+
+
+EXPECTED = {
+    # name: function, arguments, contractions, sums, collectives, opcodes in the text
+    "product": (times, (X, X), {FULL: 1}, {}, {}, {"dot": 1}),
+    "low product": (low(times), (X, X), {LOW: 1}, {}, {}, {"dot": 1}),
+    "product of 16 bits, summed in 32": (
+        lambda x, y: jnp.dot(x, y, preferred_element_type=jnp.float32),
+        (HALF, HALF),
+        {BF16_TO_32: 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "product of float16": (
+        lambda x, y: x.astype(F16) @ y.astype(F16),
+        (X, X),
+        {"float16 x float16 -> float16": 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "product of two dtypes": (
+        lambda x, y: jnp.dot(x, y),
+        (X, HALF),
+        {"float32 x bfloat16 -> float32": 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "batch of products": (
+        lambda x: jnp.einsum("bij,bjk->bik", x, x),
+        (jnp.ones((4, 16, 16)),),
+        {FULL: 1},
+        {},
+        {},
+        {"dot": 1},
+    ),
+    "chain": (lambda x: x @ x @ x @ x, (X,), {FULL: 3}, {}, {}, {"dot": 3}),
+    "gradient of a product": (
+        jax.grad(squares(times)),
+        (X, X),
+        {FULL: 2},
+        {},
+        {},
+        {"dot": 2},
+    ),
+    "value and both gradients, low": (
+        # The gradients are made float32 for the caller, and XLA for CPUs leaves out
+        # that one of them is rounded to bfloat16 before.
+        jax.value_and_grad(low(squares(times)), argnums=(0, 1)),
+        (X, X),
+        {LOW: 2, BF16_TO_32: 1},
+        {SUM32: 1},
+        {},
+        {"dot": 3},
+    ),
+    "convolution": (conv, (PIXELS, KERNEL), {FULL: 1}, {}, {}, {"convolution": 1}),
+    "low convolution and its kernel's gradient": (
+        jax.grad(low(squares(conv)), argnums=1),  # the same is left out
+        (PIXELS, KERNEL),
+        {LOW: 1, BF16_TO_32: 1},
+        {},
+        {},
+        {"convolution": 2},
+    ),
+    "loop": (
+        repeated(tanh_of_product, 5),
+        (X,),
+        {FULL: 5},
+        {},
+        {},
+        {"dot": 1, "while": 1},
+    ),
+    "loop in a loop": (
+        repeated(repeated(tanh_of_product, 3), 4),
+        (X,),
+        {FULL: 12},
+        {},
+        {},
+        {"dot": 1, "while": 2},
+    ),
+    "branches": (both_ways, (X,), {FULL: 2}, {}, {}, {"dot": 2}),
+    "recomputed": (
+        # XLA for CPUs does not honour `prevent_cse`: the product is not run again.
+        jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(tanh_of_product)(x)))),
+        (X,),
+        {FULL: 3},
+        {},
+        {},
+        {"dot": 3},
+    ),
+    "sum": (lambda x: jnp.sum(jnp.tanh(x), 1), (X,), {}, {SUM32: 1}, {}, {"reduce": 1}),
+    "sum of 16 bits": (
+        lambda x: jnp.sum(x, 1),
+        (HALF,),
+        {},
+        {"bfloat16 -> float32": 1},
+        {},
+        {"reduce": 1},
+    ),
+    "softmax": (
+        lambda x: jax.nn.softmax(x),
+        (X,),
+        {},
+        {SUM32: 1},
+        {},
+        {"reduce": 2},
+    ),
+    "variance": (
+        lambda x: jnp.mean((x - jnp.mean(x, 1, keepdims=True)) ** 2, 1),
+        (X,),
+        {},
+        {SUM32: 2},
+        {},
+        {"reduce": 2},
+    ),
+    "sum by row": (
+        lambda x, i: jnp.zeros_like(x).at[i].add(x),  # written out as a loop
+        (X, ROWS),
+        {},
+        {},
+        {},
+        {"while": 1},
+    ),
+    "sum over devices": (
+        over_devices(lambda x: lax.psum(x, "data")),
+        (X,),
+        {},
+        {},
+        {SUM32: 1},
+        {"all-reduce": 1},
+    ),
+    "gathered in 16 bits": (
+        over_devices(lambda x: lax.all_gather(x.astype(BF16), "data", tiled=True)),
+        (X,),
+        {},
+        {},
+        {"bfloat16 -> bfloat16": 1},
+        {"all-gather": 1},
+    ),
+    "scattered sum, and sent around": (
+        over_devices(
+            lambda x: lax.ppermute(
+                lax.psum_scatter(x.T, "data", tiled=True),
+                "data",
+                [(i, (i + 1) % 8) for i in range(8)],
+            ),
+            "data",
+        ),
+        (X,),
+        {},
+        {},
+        {SUM32: 2},
+        {"reduce-scatter": 1, "collective-permute": 1},
+    ),
+    "exchanged": (
+        over_devices(lambda x: lax.all_to_all(x, "data", 1, 1, tiled=True), "data"),
+        (X,),
+        {},
+        {},
+        {SUM32: 1},
+        {"all-to-all": 1},
+    ),
+}
+OPCODES = (
+    "dot convolution while reduce all-reduce all-gather reduce-scatter "
+    "collective-permute all-to-all"
+).split()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_was_expected_of_a_small_program_is_compiled_and_certified(name):
+    fn, args, *expected, in_text = EXPECTED[name]
+    lowered = jax.jit(fn).lower(*args)
+    text = lowered.compile().as_text()
+    found = {opcode: len(re.findall(rf" {opcode}\(", text)) for opcode in OPCODES}
+    kinds = ("contraction", "reduction", "collective")
+    runs = {kind: Counter() for kind in kinds}
+    for one in certify(lowered).operations:
+        if one.kind in kinds and one.compiled:
+            (signature,) = one.compiled
+            runs[one.kind][signature] += one.times
+    assert list(runs.values()) == expected
+    # Of reductions some find maxima, and some are parts of products.
+    for opcode in {*OPCODES} - ({"reduce"} - {*in_text}):
+        assert found[opcode] == in_text.get(opcode, 0), (opcode, text)
+
+
 # ---------------------------------------------------------------------------- bad input
 
 
@@ -973,9 +1208,155 @@ def test_arguments_before_the_function_are_told():
         certify((WS, X), layers)
 
 
-def test_the_name_of_a_device_is_told():
-    with pytest.raises(TypeError, match=r"`device` must be a device, .* but got 'gpu'"):
+def test_an_unknown_name_of_a_device_is_told():
+    with pytest.raises(ValueError, match=r"names h200, b200, v4, .* but got 'gpu'"):
         certify(layers, WS, X, device="gpu")
+
+
+def test_what_is_no_device_is_told():
+    with pytest.raises(TypeError, match=r"`device` must be a device, .* but got 3"):
+        certify(layers, WS, X, device=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), (("b200", "gpu-compile"), ("v5e", "tpu-compile"))
+)
+def test_a_compiler_that_is_missing_is_told(name, extra, monkeypatch):
+    monkeypatch.setattr(devices, "find_spec", lambda package: None)
+    with pytest.raises(ImportError, match=rf"pip install 'jaxamp_like\[{extra}\]'"):
+        certify(layers, WS, X, device=name)
+
+
+# ------------------------------------------------------------ devices that aren't there
+
+
+def needs(*packages):
+    there = any(map(devices.find_spec, packages))
+    reason = f"needs XLA's compiler, which is in {packages[0]}"
+    return pytest.mark.skipif(not there, reason=reason)
+
+
+OF_GPUS = needs("jax_cuda13_plugin", "jax_cuda12_plugin")
+DESCRIBED = (
+    pytest.param("h200", "NVIDIA H200", marks=OF_GPUS),
+    pytest.param("b200", "NVIDIA B200", marks=OF_GPUS),
+    pytest.param("v5e", "TPU v5 lite", marks=needs("libtpu")),
+)
+
+
+@pytest.mark.cross("program", name=3)
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_for_described_devices_are_as_decided(name, kind, program):
+    fn, written = PROGRAMS[program]
+    certificate = certify(jax.grad(low(fn)), WS, X, device=name)
+    found = contractions(certificate)
+    assert certificate.device == kind
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
+    assert sum(one.phase == "forward" for one in found) == written
+    assert {one.decided for one in found} == {LOW}
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+def test_what_described_devices_multiply_float32_in_is_told(name, kind):
+    (one,) = contractions(certify(lambda x: jnp.tanh(x @ x), X, device=name))
+    is_gpu = "NVIDIA" in kind
+    assert one.arithmetic == ("tf32" if is_gpu else "one bfloat16 pass")
+    dtype = "tf32" if is_gpu else "bfloat16"
+    assert one.compiled == (one.decided,) == (f"{dtype} x {dtype} -> float32",)
+
+
+# ------------------------------------------------------- large arrays, and what is kept
+
+KEEPING = f"""
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %t = f32[32,64] tanh(%x), {of("jvp(enc)/tanh")}
+  %k = bf16[32,64] convert(%t), {of("jvp(enc)/convert_element_type")}
+  %s = f32[32,64] exponential(%t), {of("jvp(enc)/exp")}
+  %b = bf16[32,64] convert(%s), {of("jvp(enc)/to_head/convert_element_type")}
+  %h = f32[32,64] sine(%b), {of("jvp(head)/sin")}
+  %u = f32[32,64] convert(%k), {of("transpose(jvp(enc))/convert_element_type")}
+  %r = f32[32,64] multiply(%u, %s), {of("transpose(jvp(enc))/mul")}
+"""
+ARRAY_EDITS = {
+    "nothing": ({}, set()),
+    "kept as float32": (
+        {
+            "%k = bf16[32,64] convert(%t)": "%kb = bf16[32,64] convert(%t)",
+            "  %s =": "  %k = f32[32,64] convert(%kb)\n  %s =",
+            "convert(%k)": "sine(%k)",
+        },
+        {("convert_element_type", KEPT_WIDE)},
+    ),
+    "kept before it is rounded": (
+        {
+            "%u = f32[32,64] convert(%k)": "%u = f32[32,64] convert(%k2)",
+            "  %u =": (
+                "  %k2 = bf16[32,64] convert(%t), "
+                f"{of('transpose(jvp(enc))/late/convert_element_type')}\n  %u ="
+            ),
+        },
+        {("tanh", KEPT_WIDE)},
+    ),
+    "written as float32": (
+        {
+            "%b = bf16[32,64] convert(%s)": "%b = f32[32,64] reduce-precision(%s), "
+            "exponent_bits=8, mantissa_bits=7"
+        },
+        {("convert_element_type", WRITTEN_WIDE)},
+    ),
+    "computed in bfloat16": (
+        {
+            "%s = f32[32,64] exponential(%t)": "%s = bf16[32,64] exponential(%t)",
+        },
+        {("exp", REDUCED_LOW)},
+    ),
+    "without a name": ({f", {of('jvp(head)/sin')}": ""}, {("sine", UNDECIDED)}),
+}
+
+
+@pytest.mark.parametrize("around", (in_entry, in_call, in_loop))
+@pytest.mark.parametrize("name", ARRAY_EDITS)
+def test_arrays_that_are_stored_otherwise_are_told(name, around):
+    edits, expected = ARRAY_EDITS[name]
+    before = text = around(KEEPING).replace("%w, %x, %wq, %r", "%x, %r")
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    certificate = compared(before, text, name="step", device=GPU, large=1)
+    found = {(one.primitive, one.drift) for one in certificate.arrays if one.drift}
+    assert found == expected
+    assert certificate.is_as_decided is (expected <= {("sine", UNDECIDED)})
+    assert certificate.kept == {"bfloat16": 2 * 32 * 64, "float32": 4 * 32 * 64}
+
+
+def test_small_arrays_are_not_compared():
+    text = in_entry(KEEPING).replace("%w, %x, %wq, %r", "%x, %r")
+    assert compared(text, text, name="step", device=GPU).arrays == ()
+
+
+WIDE_WS = jax.ShapeDtypeStruct((3, 1024, 1024), jnp.float32)
+MANY_XS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+@pytest.mark.parametrize("fn", (layers, scanned))
+def test_what_is_kept_for_the_backward_pass_is_as_decided(name, kind, fn):
+    certificate = certify(jax.grad(low(fn)), WIDE_WS, MANY_XS, device=name)
+    assert certificate.is_as_decided, certificate
+    kept = [one for one in certificate.arrays if one.is_kept]
+    assert {one.drift for one in kept} == {""}
+    wide = {one.primitive for one in kept if one.stored != "bfloat16"}
+    assert wide <= {"tanh"}  # which the loss reads in full
+    assert len(kept) > len(wide)
+    assert certificate.kept["bfloat16"] >= 2 * 2 * 1024**2
+    assert "kept for the backward pass: " in str(certificate)
+    computed = [one for one in kept if "arrays" not in one.primitive]
+    assert all("test_certify.py" in one.source for one in computed)
+
+
+# ------------------------------------------------------------------- more of bad input
 
 
 def test_a_folder_in_place_of_a_lock_is_told(tmp_path):

@@ -243,6 +243,12 @@ def test_check_without_a_lock_says_how_to_write_one(check):
     assert "--write" in err
 
 
+def test_check_says_which_devices_there_are(check):
+    status, _, err = check("low", "--device", "abacus")
+    assert status == 1
+    assert "one of the names h200, b200, v4" in err
+
+
 def test_check_says_what_a_factory_must_give(check):
     status, _, err = check("number")
     assert status == 2

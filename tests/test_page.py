@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import pytest
 from playwright.sync_api import expect
 
-from jaxamp_like import amp, convert, default_amp_policy, explain, trace_numerics
+from jaxamp_like import (
+    amp,
+    certify,
+    convert,
+    default_amp_policy,
+    explain,
+    trace_numerics,
+)
 from jaxamp_like._reports.data.records import CastRecord, OpRecord, Place, Program
+from jaxamp_like.reports import StoredArray
 
 from .browsing import chromium, listen
 
@@ -27,6 +35,21 @@ def loss(w, x):
 ARGS = jnp.ones((8, 8)) / 3, jnp.ones((4, 8))
 
 
+KEPT = StoredArray(
+    scope="layers",
+    phase="forward",
+    primitive="tanh",
+    source="model.py:3",
+    decided="bfloat16",
+    stored="bfloat16",
+    size=2**20,
+    times=1,
+    is_kept=True,
+    drift="",
+)
+WIDE = 2 * (dataclasses.replace(KEPT, stored="float32", size=2**21, drift="kept wide"),)
+
+
 @pytest.fixture(scope="module")
 def page_path(tmp_path_factory):
     policy = default_amp_policy | {"layer_1": "float32"}
@@ -35,7 +58,9 @@ def page_path(tmp_path_factory):
     other = explain(jax.grad(amp(loss, amp_policy=policy, **BF16)))(*ARGS)
     path = tmp_path_factory.mktemp("pages") / "new folder" / "page.html"
     numerics = trace_numerics(gradient)(*ARGS)
-    assert report.save_html(path, against=other, numerics=numerics) == path
+    certificate = dataclasses.replace(certify(gradient, *ARGS), arrays=(KEPT, *WIDE))
+    views = dict(against=other, numerics=numerics, certificate=certificate)
+    assert report.save_html(path, **views) == path
     assert path.stat().st_size < 2e6
     return path
 
@@ -80,6 +105,29 @@ def test_it_shows_everything_and_fits(page):
     size = "parseFloat(getComputedStyle(document.querySelector('td')).fontSize)"
     assert page.evaluate(size) >= 12
     assert page.locator("table.code tr.low").count() > 0
+
+
+@pytest.mark.rest
+def test_decided_and_compiled_stand_beside_each_other(page):
+    main = page.locator("main").inner_text()
+    assert "float32 contractions multiply in" in main
+    assert "kept for the backward pass" in main
+    low = "bfloat16 x bfloat16 -> bfloat16"
+    shown = [
+        column(page, "[data-table=compiled]", head) for head in ("decided", "compiled")
+    ]
+    assert low in shown[0] and shown[0] == shown[1]
+    assert {*column(page, "[data-table=arrays]", "differs")} == {"", "kept wide"}
+    assert column(page, "[data-table=arrays]", "bytes") == ["4 MiB", "1 MiB"]
+    for chart in ("compiledFlops", "compiledKept"):
+        expect(page.locator(f"[data-chart={chart}] svg")).to_be_visible()
+
+
+@pytest.mark.quick
+def test_what_is_no_certificate_is_told(tmp_path):
+    report = explain(loss, **BF16)(*ARGS)
+    with pytest.raises(TypeError, match=r"`certify\(.*\)` gives, but got str"):
+        report.save_html(tmp_path / "page.html", certificate="precision.lock")
 
 
 @pytest.mark.rest

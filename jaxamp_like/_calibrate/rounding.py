@@ -36,21 +36,17 @@ class Rounding(NamedTuple):
 
     def batched(self, ndim: int) -> "Rounding":
         """The same rounding of arrays of `ndim` axes, batched along a first axis."""
-        if self.eight is None:
-            return self
-        axes = range(ndim) if self.eight.axes is None else self.eight.axes
-        inner = tuple(axis + 1 for axis in axes)
-        return self._replace(eight=self.eight._replace(axes=inner))
+        eight = self.eight and self.eight.batched(ndim)
+        return self._replace(eight=eight)
 
 
 UNROUNDED = Rounding()
 
 
 def _quantised(x: Any, how: OfFormat) -> Any:
-    numbers = how(x)
     # Without the barrier, XLA might leave out a cast to float8 and back.
-    values = lax.optimization_barrier(numbers.values)
-    return numbers._replace(values=values).restored().astype(x.dtype)
+    numbers = lax.optimization_barrier(how(x))
+    return numbers.restored().astype(x.dtype)
 
 
 def rounded(x: Any, dtype: DType) -> Any:

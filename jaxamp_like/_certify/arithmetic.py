@@ -45,7 +45,7 @@ _ALGORITHMS = {
 }
 # From the lowest to the highest, and what units round float32 to.
 _PRECISIONS = ("default", "high", "highest")
-_OF_UNITS = {
+OF_UNITS: dict[Platform, dict[str, Arithmetic]] = {
     "tpu": {
         "default": Arithmetic(_BF16, name="one bfloat16 pass"),
         "high": Arithmetic(_IN_THREE, name="three bfloat16 passes"),
@@ -72,4 +72,4 @@ def arithmetic(node: Node, platform: Platform) -> Arithmetic:
     names = re.findall(r"\w+", given[1].lower()) if given else []
     known = (name for name in names if name in _PRECISIONS)
     precision = max(known, key=_PRECISIONS.index, default="default")
-    return _OF_UNITS[platform].get(precision, Arithmetic())
+    return OF_UNITS[platform].get(precision, Arithmetic())

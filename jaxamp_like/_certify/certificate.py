@@ -9,9 +9,10 @@ from typing import Any, get_args
 
 from .._errors import AmpError
 from . import lock as locks
+from .arithmetic import OF_UNITS, Arithmetic, Platform
 from .drifts import GONE, MEANINGS, UNDECIDED
 from .operations import Kind
-from .records import Certified
+from .records import Certified, StoredArray
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,24 +28,44 @@ class Certificate:
         device: the kind of device that it was compiled for.
         arguments: the shapes and dtypes of the compiled program's arguments.
         operations: those that were decided, and those that XLA added.
+        arrays: those of a MiB or more that the compiled program writes to memory, but
+            results of contractions only if they are kept for the backward pass.
+        kept: how many bytes the decided program keeps for the backward pass in such
+            arrays, by dtype. XLA may keep others, and compute them again.
         versions: of the packages."""
 
     name: str
-    platform: str
+    platform: Platform
     device: str
     arguments: tuple[str, ...]
     operations: tuple[Certified, ...]
+    arrays: tuple[StoredArray, ...]
+    kept: Mapping[str, int]
     versions: Mapping[str, str]
 
     @property
     def is_as_decided(self) -> bool:
         """Whether nothing runs otherwise than decided."""
-        return all(one.is_as_decided for one in self.operations)
+        return all(one.is_as_decided for one in (*self.operations, *self.arrays))
 
     @property
     def drifts(self) -> tuple[Certified, ...]:
         """The operations that do not run as decided."""
         return tuple(one for one in self.operations if not one.is_as_decided)
+
+    @property
+    def kept_compiled(self) -> dict[str, int]:
+        """How many bytes the compiled program keeps in large arrays, by dtype."""
+        found: Counter[str] = Counter()
+        for one in self.arrays:
+            if one.is_kept:
+                found[one.stored] += one.size
+        return dict(found)
+
+    @property
+    def float32_runs_in(self) -> str:
+        """What contractions of float32 multiply in if no `precision` asks for more."""
+        return OF_UNITS[self.platform].get("default", Arithmetic()).name or "float32"
 
     @property
     def share_tied(self) -> float:
@@ -124,7 +145,9 @@ def _summary(certificate: Certificate) -> Iterator[str]:
             decided = Counter(one.decided for one in mine).most_common()
             text += ": " + ", ".join(f"{n} {dtypes}" for dtypes, n in decided)
         yield text
+    yield from _of_arrays(certificate)
     by_kind = Counter(drift for one in ops for drift in one.drifts)
+    by_kind.update(one.drift for one in certificate.arrays if one.drift)
     for drift, count in by_kind.items():
         yield f"  {count} x {drift}: {MEANINGS[drift]}"
     if certificate.share_tied < 1:
@@ -135,3 +158,23 @@ def _summary(certificate: Certificate) -> Iterator[str]:
         yield f"  {count} contractions of float32 multiply in {arithmetic}"
     for one in certificate.drifts:
         yield f"  {one}"
+    for one in certificate.arrays:
+        if not one.is_as_decided or one.drift == UNDECIDED:
+            yield f"  {one}"
+
+
+def _of_arrays(certificate: Certificate) -> Iterator[str]:
+    arrays = certificate.arrays
+    if not arrays:
+        return
+    right = sum(one.is_as_decided and one.drift != UNDECIDED for one in arrays)
+    yield f"  {right} of {len(arrays)} large arrays are stored as decided"
+    now, decided = certificate.kept_compiled, certificate.kept
+    if now or decided:
+        text = f"{_bytes(now)} (decided: {_bytes(decided)})"
+        yield f"  kept for the backward pass: {text}"
+
+
+def _bytes(by_dtype: Mapping[str, int]) -> str:
+    found = sorted(by_dtype.items(), key=lambda item: -item[1])
+    return ", ".join(f"{size / 1e6:.1f} MB {name}" for name, size in found) or "none"

@@ -3,23 +3,28 @@
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
 from .._jax import traced_afresh
 from .._reports.call import flat_call
+from .._reports.data.records import Phase
 from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
 from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
+from .arrays import LARGE
 from .certificate import Certificate
+from .devices import NAMES, described
 from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
 from .operations import Operation, Platform, operations
-from .places import named
-from .records import Certified
+from .places import named, source_of
+from .records import Certified, StoredArray
+from .stored import Stored, stored
 from .tie import Tied, tie
 
 
@@ -39,17 +44,19 @@ def certify(
         args: its positional arguments; `jax.ShapeDtypeStruct`s will do for arrays.
             Models and other pytrees may hold what is no array. For keyword arguments,
             use `functools.partial`.
-        device: the device to compile for, which may be one that is not there, as
-            described by `jax.experimental.topologies`. Without it, that of the
-            arguments' shardings, or JAX's default device.
+        device: the device to compile for, which may be one that is not there: as
+            described by `jax.experimental.topologies`, or the name "h200", "b200",
+            "v4", "v5e", "v5p", "v6e" or "tpu7x". Without it, that of the arguments'
+            shardings, or JAX's default device.
         lock: a lock file that `Certificate.save` wrote, to be compared with.
     Returns:
         The certificate.
     Raises:
         TypeError: `step` is none of these, or is lowered and has `args`; or `device` is
             no device.
-        ValueError: the compiled program can't be read, or `lock` is no lock file of
-            this function and these arguments.
+        ValueError: the compiled program can't be read, or `device` is no name that is
+            known, or `lock` is no lock file of this function and these arguments.
+        ImportError: the compiler for the named device is not installed.
         AmpError: something runs in another precision than `lock` says; the message is
             the difference, line by line.
 
@@ -66,10 +73,12 @@ def certify(
     >>> certificate.operations[0].scope, certificate.operations[0].decided
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
+    if isinstance(device, str):
+        device = described(device)
     if device is not None and not hasattr(device, "device_kind"):
         raise TypeError(
-            "`device` must be a device, such as `jax.devices('cpu')[0]` or one that "
-            f"`jax.experimental.topologies` describes, but got {device!r}."
+            "`device` must be a device, such as `jax.devices('cpu')[0]`, or one of the "
+            f"names {', '.join(NAMES)}, but got {device!r}."
         )
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
@@ -110,6 +119,7 @@ def compared(
     name: str,
     device: Any,
     steps: Sequence[Step] = (),
+    large: int = LARGE,
 ) -> Certificate:
     """The certificate of two programs.
 
@@ -118,16 +128,20 @@ def compared(
         compiled: what XLA makes of it.
         name: of the function.
         device: what it was compiled for.
-        steps: the decisions, by the numbers that names in HLO have."""
-    before, after = _parsed(decided), _parsed(compiled)
+        steps: the decisions, by the numbers that names in HLO have.
+        large: how many bytes an array has that is compared."""
+    before, after = program(_parsed(decided)), program(_parsed(compiled))
     platform = _platform(device)
     tied = tie(operations(before, platform), operations(after, platform))
+    arrays = stored(before, after, platform, large)
     return Certificate(
-        name=name or before.name.removeprefix("jit_"),
+        name=name or before.module.name.removeprefix("jit_"),
         platform=platform,
         device=device.device_kind,
-        arguments=_arguments(before),
+        arguments=_arguments(before.module),
         operations=tuple(_certified(tied, steps)),
+        arrays=tuple(_array(one, steps) for one in arrays.compiled),
+        kept={full_name(dtype): size for dtype, size in arrays.decided.items()},
         versions=versions(),
     )
 
@@ -236,19 +250,12 @@ def _record(
     drifts: Iterable[str],
     steps: Sequence[Step],
 ) -> Certified:
-    names = named(place.op_name)
-    number = names.step
-    step = steps[number] if number is not None and number < len(steps) else None
-    # In a checkpoint, JAX 0.6 names what comes of transposing a call as if it were
-    # recomputed; only the decision tells that it is not.
-    is_gradient = step is not None and step.backward and not names.is_transposed
-    # The decision knows the author's scopes exactly.
-    inner = without_solver_scope(step.scope) if step else names.inner
+    where, step = _place(place.op_name, steps)
     return Certified(
         kind=place.kind,
-        scope="/".join([*names.outer, *inner]),
-        phase="backward" if is_gradient else names.phase,
-        primitive=names.primitive or place.opcode,
+        scope=where.scope,
+        phase=where.phase,
+        primitive=where.primitive or place.opcode,
         source=place.source,
         decided=_signature(decided) if decided else "",
         compiled=tuple(dict.fromkeys(map(_signature, runs))),
@@ -260,6 +267,43 @@ def _record(
         times=place.times,
         why=step.decision.why if step else "",
     )
+
+
+def _array(one: Stored, steps: Sequence[Step]) -> StoredArray:
+    where, _ = _place(one.node.op_name, steps)
+    return StoredArray(
+        scope=where.scope,
+        phase=where.phase,
+        primitive=where.primitive or one.node.one.opcode,
+        source=source_of(one.node),
+        decided=full_name(one.decided.one.shape.dtype) if one.decided else "",
+        stored=full_name(one.dtype),
+        size=one.size,
+        times=one.node.body.times,
+        is_kept=one.is_kept,
+        drift=one.drift,
+    )
+
+
+class _Place(NamedTuple):
+    scope: str
+    phase: Phase
+    primitive: str
+
+
+def _place(op_name: str, steps: Sequence[Step]) -> tuple[_Place, Step | None]:
+    """Where an operation of this name stands, and the decision behind it."""
+    names = named(op_name)
+    number = names.step
+    step = steps[number] if number is not None and number < len(steps) else None
+    # In a checkpoint, JAX 0.6 names what comes of transposing a call as if it were
+    # recomputed; only the decision tells that it is not.
+    is_gradient = step is not None and step.backward and not names.is_transposed
+    # The decision knows the author's scopes exactly.
+    inner = without_solver_scope(step.scope) if step else names.inner
+    scope = "/".join([*names.outer, *inner])
+    phase: Phase = "backward" if is_gradient else names.phase
+    return _Place(scope, phase, names.primitive), step
 
 
 def _signature(one: Operation) -> str:

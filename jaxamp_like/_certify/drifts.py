@@ -11,6 +11,8 @@ DROPPED = "cast dropped"
 ADDED = "cast added"
 REDUCED_LOW = "rounded result"
 WIDE = "sent wide"
+KEPT_WIDE = "kept wide"
+WRITTEN_WIDE = "written wide"
 DUPLICATED = "duplicated"
 EMULATED = "emulated"
 EXCESS = "excess precision"
@@ -23,6 +25,8 @@ MEANINGS = {
     ADDED: "XLA rounds operands that were to be read as they are",
     REDUCED_LOW: "XLA adds up or returns in fewer bits than was decided",
     WIDE: "more bytes are sent than the numbers need",
+    KEPT_WIDE: "more bytes are kept for the backward pass than was decided",
+    WRITTEN_WIDE: "more bytes are written to memory than was decided",
     DUPLICATED: "XLA runs it more often than it was written",
     EMULATED: "operands have the numbers that were decided, but are stored wider",
     EXCESS: "XLA adds up more precise numbers than was decided: it left out a rounding",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .._hlo.graph import Node, Value, handed_on, is_marker, nodes, program
+from .._hlo.graph import Body, Node, Value, handed_on, is_marker, nodes
 from .._hlo.numbers import Numbers, adds, numbers, numbers_read, of_dtype, rounded
-from .._hlo.text import Module, contraction_flops
+from .._hlo.text import contraction_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
 from .places import source_of
@@ -25,8 +25,14 @@ _BEFORE_SUMS = frozenset(
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
 # XLA compiles these to calls of a library, or to loops. They count as kernels.
 _LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
+_OPCODES = (
+    _COLLECTIVES
+    | _REDUCTIONS
+    | _LIBRARIES
+    | {"convert", "convolution", "custom-call", "dot", "multiply", "ragged-dot"}
+)
 # Calls of XLA's own that compute nothing.
-_TRIVIAL = frozenset({"AllocateBuffer", "X64Combine"})
+_TRIVIAL = frozenset({"AllocateBuffer", "ConcatBitcast", "X64Combine"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +59,8 @@ class Operation:
         arithmetic: the numbers that it multiplies, if fewer than those of its operands;
             "" elsewhere.
         flops: of a contraction, of one run.
-        elements: of what a collective sends, or of what is rounded to 8 bits."""
+        elements: of what a collective sends, or of what is rounded to 8 bits.
+        steps: the sums before, if the node is the last step of one."""
 
     platform: Platform
     kind: Kind
@@ -67,6 +74,7 @@ class Operation:
     arithmetic: str = ""
     flops: int = 0
     elements: int = 0
+    steps: tuple[Node, ...] = ()
 
     @property
     def times(self) -> int:
@@ -96,17 +104,22 @@ class Operation:
         """The line of the author's, as "file:line"."""
         return source_of(self.node)
 
-    @property
+    @cached_property
     def signature(self) -> tuple[tuple[str, ...], str]:
         """The names of the numbers that it reads and makes."""
         return tuple(one.name for one in self.reads), self.makes.name
 
 
-def operations(module: Module, platform: Platform) -> list[Operation]:
+def operations(body: Body, platform: Platform) -> list[Operation]:
     """All operations of a program, in the order in which they stand."""
-    return [
-        found for node in nodes(program(module)) for found in _of_node(node, platform)
+    found = [
+        one
+        for node in nodes(body)
+        if node.one.opcode.removesuffix("-start") in _OPCODES
+        for one in _of_node(node, platform)
     ]
+    steps = {step for one in found for step in one.steps}
+    return [one for one in found if one.node not in steps]
 
 
 def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
@@ -219,15 +232,14 @@ def _sent(node: Node, operand: Node) -> Numbers:
 def _reduction(node: Node, platform: Platform) -> Operation:
     one = node.one
     operand, makes = _added(node), of_dtype(one.shape.dtype)
-    # XLA may compute a sum in several steps.
-    first = _before_sum(Value(operand), _REDUCTIONS)
-    if first is not None and not adds(first):
-        first = None
-    if first is not None and not first.op_name:  # the second step reports it, too
-        operand, makes = _added(first), rounded(of_dtype(first.one.shape.dtype), makes)
+    # XLA may compute a sum in several steps, of which the last one stands for all.
+    steps: list[Node] = []
+    while (step := _before_sum(Value(operand), _REDUCTIONS)) is not None:
+        if not adds(step) or step.op_name not in ("", node.op_name):
+            break
+        operand, makes = _added(step), rounded(of_dtype(step.one.shape.dtype), makes)
+        steps.append(step)
     held, surely = _held([operand]), _held([operand], constants=False)
-    if first is not None and first.op_name == node.op_name:  # it is reported itself
-        held = surely = ()
     return Operation(
         platform,
         kind="reduction",
@@ -238,6 +250,7 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         surely=surely,
         stored=(operand.one.shape.dtype,),
         makes=makes,
+        steps=tuple(steps),
     )
 
 

@@ -1,9 +1,11 @@
 """What a certificate says of one operation."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from .._reports.data.columns import Column
 from .._reports.data.records import Phase
-from .drifts import EMULATED, NOT_DRIFTS, WIDE
+from .drifts import EMULATED, NOT_DRIFTS, UNDECIDED, WIDE
 from .operations import Kind
 
 
@@ -29,20 +31,35 @@ class Certified:
         times: how often it runs, as decided.
         why: the reason of the rule that decided, if it is known."""
 
-    kind: Kind
-    scope: str
-    phase: Phase
-    primitive: str
-    source: str
-    decided: str
+    kind: Annotated[Kind, Column("kind", at=5)]
+    scope: Annotated[str, Column("scope", at=10)]
+    phase: Annotated[Phase, Column("phase", at=30)]
+    primitive: Annotated[str, Column("primitive", at=20)]
+    source: Annotated[str, Column("source", "line", at=80)]
+    decided: Annotated[str, Column("decided", at=40)]
     compiled: tuple[str, ...]
     stored: tuple[str, ...]
-    arithmetic: str
+    arithmetic: Annotated[str, Column("multiplies in", at=55)]
     opcodes: tuple[str, ...]
     drifts: tuple[str, ...]
-    work: int
+    work: Annotated[int, Column("FLOPs", "flops", at=95, adds=True)]
     times: int
-    why: str = ""
+    why: Annotated[str, Column("why", at=70)] = ""
+
+    @property
+    def compiled_to(self) -> Annotated[str, Column("compiled", at=50)]:
+        """What it reads and makes in the compiled program, in each way."""
+        return "; ".join(self.compiled)
+
+    @property
+    def differs(self) -> Annotated[str, Column("differs", at=60)]:
+        """How it differs from what was decided; "" if it doesn't."""
+        return ", ".join(self.drifts)
+
+    @property
+    def count(self) -> Annotated[int, Column("count", "number", at=90, adds=True)]:
+        """How many operations it stands for."""
+        return 1
 
     @property
     def is_as_decided(self) -> bool:
@@ -64,3 +81,51 @@ class Certified:
         if {WIDE, EMULATED} & {*self.drifts}:
             text += f", stored as {' and '.join(self.stored)}"
         return f"{text} [{self.why}]" if self.why else text
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """A large array that the compiled program writes to memory.
+
+    Or, if it is a drift, what a kernel computes on the way to one.
+
+    Args:
+        scope: names of `jax.named_scope`s, outermost first, joined by "/".
+        phase: "forward", "backward" or "recomputed".
+        primitive: of the equation that it is the result of.
+        source: "file:line" of the author's, "" where none is known.
+        decided: the dtype of that equation; "" if no equation is known.
+        stored: the dtype in which it is compiled.
+        size: in bytes.
+        times: how often it is written.
+        is_kept: whether the forward pass writes it and the backward pass reads it.
+        drift: how both differ, in a word of `MEANINGS`; "" if they don't."""
+
+    scope: Annotated[str, Column("scope", at=10)]
+    phase: Annotated[Phase, Column("phase", at=30)]
+    primitive: Annotated[str, Column("primitive", at=20)]
+    source: Annotated[str, Column("source", "line", at=80)]
+    decided: Annotated[str, Column("decided", at=40)]
+    stored: Annotated[str, Column("compiled", at=50)]
+    size: Annotated[int, Column("bytes", "bytes", at=95, adds=True)]
+    times: int
+    is_kept: Annotated[bool, Column("kept for the backward pass", "flag", at=70)]
+    drift: Annotated[str, Column("differs", at=60)]
+
+    @property
+    def count(self) -> Annotated[int, Column("count", "number", at=90, adds=True)]:
+        """How many arrays it stands for."""
+        return 1
+
+    @property
+    def is_as_decided(self) -> bool:
+        """Whether it is known to be, or the equation is not known."""
+        return not self.drift or self.drift in NOT_DRIFTS or self.drift == UNDECIDED
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        line = f" ({self.source})" if self.source else ""
+        text = f"{self.drift or 'as decided'}: array of {self.primitive}{where}, "
+        text += f"{self.phase}{line}: "
+        text += f"decided {self.decided}, " if self.decided else ""
+        return f"{text}compiled {self.stored}, {self.size / 1e6:.1f} MB"

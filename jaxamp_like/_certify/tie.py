@@ -102,12 +102,16 @@ class _Found:
 
         Returns:
             The others."""
-        first = {(one.kind, one.op_name): one for one in reversed(self.pairs)}
+        named: dict[Hashable, list[Operation]] = defaultdict(list)
+        for one in self.pairs:
+            named[_by_name(one)].append(one)
         routines = [one for one in self.pairs if one.kind == "kernel"]
         routines += [one for one in self.left if one.kind == "kernel"]
         others = []
         for one in compiled:
-            original = first.get((one.kind, one.op_name)) if one.op_name else None
+            alike = named.get(_by_name(one), []) if one.op_name else []
+            here = [each for each in alike if each.source == one.source]
+            original = _closest(here or alike, one) if alike else None
             if original is None and one.kind == "contraction":
                 original = next((r for r in routines if _is_near(r, one)), None)
             if original is None:

@@ -240,10 +240,18 @@ def check(
     write: Annotated[
         bool, typer.Option("--write", help="Write the lock file anew.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="What to compile for, such as h200 or v5e. It need not be there. "
+            "Without it, JAX's default device."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compiles a step, and compares its precision with a lock file."""
-    certificate = certify(*_made(step, "(step, *arguments)", least=1))
+    made = _made(step, "(step, *arguments)", least=1)
+    certificate = certify(*made, device=device)
     if write:
         certificate.save(lock)
     if as_json:

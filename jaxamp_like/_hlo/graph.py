@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from .text import Computation, Instruction, Module, trip_count
 
-_CALLS = frozenset({"fusion", "call", "async-start", "fusion-start"})
+FUSIONS = frozenset({"fusion", "fusion-start"})
+"""Instructions that run all that is in them at once, and write only its results."""
+
+_CALLS = FUSIONS | {"call", "async-start"}
 _CALLING = _CALLS | {"while", "conditional"}
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _MARKERS = frozenset(
@@ -15,6 +18,8 @@ _MARKERS = frozenset(
     "MoveToHost MoveToDevice".split()
 )
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
+VIEWS = frozenset({"bitcast", "copy", "copy-start", "reshape", "slice-start"})
+"""Instructions that give their operand another shape or place, or a part of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +33,7 @@ class Body:
         times: how often it runs when the program runs once; a loop of which XLA does
             not know the length counts once.
         is_counted: whether the lengths of all loops around it are known.
-        prefix: the name stack of the caller, which the names in here lack."""
+        prefix: the name stack of the call around it, which the names in here lack."""
 
     computation: Computation
     module: Module
@@ -44,7 +49,11 @@ class Body:
         return self._nodes[name]
 
     def __iter__(self) -> "Iterator[Node]":
-        return map(self.node, self.computation)
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> "list[Node]":
+        return [self.node(name) for name in self.computation]
 
     @cached_property
     def root(self) -> "Node":
@@ -98,7 +107,9 @@ class Node:
         else:
             names = one.called("calls", "to_apply")
         computations = here.module.computations
-        prefix = self.op_name
+        # What a loop or a branch holds is named as what stands around it.
+        is_inline = one.opcode in ("while", "conditional")
+        prefix = here.prefix if is_inline else self.op_name
         return [
             Body(computations[name], here.module, self, times, is_counted, prefix)
             for name in names
@@ -110,13 +121,29 @@ def program(module: Module) -> Body:
     return Body(module.computations[module.entry], module)
 
 
-def nodes(body: Body) -> Iterator[Node]:
+def nodes(body: Body) -> list[Node]:
     """Every instruction that calls no others, in every call of its computation."""
+    found: list[Node] = []
     for node in body:
-        if not node.bodies:
-            yield node
-        for inner in node.bodies:
-            yield from nodes(inner)
+        if bodies := node.bodies:
+            for inner in bodies:
+                found += nodes(inner)
+        else:
+            found.append(node)
+    return found
+
+
+def kernels(body: Body) -> list[Node]:
+    """Every instruction that runs by itself, in every call of its computation."""
+    found: list[Node] = []
+    for node in body:
+        bodies = [] if node.one.opcode in FUSIONS else node.bodies
+        if bodies:
+            for inner in bodies:
+                found += kernels(inner)
+        else:
+            found.append(node)
+    return found
 
 
 class Value(NamedTuple):
@@ -150,6 +177,8 @@ def handed_on(value: Value) -> list[Value] | None:
             return [Value(node.operand(0), path), *inner]
         case _ if node.bodies:
             return [Value(body.root, path) for body in node.bodies]
+        case "custom-call" if one.target == "ConcatBitcast":  # parts side by side
+            return [Value(node.operand(i)) for i in range(len(one.operands))]
         case "custom-call" if is_marker(one):
             return [Value(node.operand(path[0] if path else 0), path[1:])]
         case opcode if opcode in _HANDED_ON:
@@ -157,6 +186,27 @@ def handed_on(value: Value) -> list[Value] | None:
         case opcode if opcode.endswith("-done"):
             return [_of_start(node.operand(0), path)]
     return None
+
+
+def written_by(value: Value) -> list[Value]:
+    """The results of kernels, or arguments of the program, that a value may be.
+
+    A loop hands on what it begins with and what its body gives. Views are followed."""
+    found, seen, pending = [], set(), [value]
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        opcode = value.node.one.opcode
+        before = None if opcode in FUSIONS else handed_on(value)
+        if opcode in VIEWS:
+            before = [Value(value.node.operand(0))]
+        if before is None:
+            found.append(value)
+        else:
+            pending += before
+    return found
 
 
 def _of_start(start: Node, path: tuple[int, ...]) -> Value:

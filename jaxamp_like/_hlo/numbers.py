@@ -5,7 +5,8 @@ in which dtype a value is stored where that keeps its numbers, and sometimes whe
 does not. To find what a value was rounded to, its definition is followed."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from .graph import Node, Value, handed_on, read_by
@@ -52,6 +53,7 @@ NONE = Numbers(0, 0, "")
 """The empty set: what a value holds of which nothing is known, such as a scalar."""
 
 
+@lru_cache
 def of_dtype(dtype: str) -> Numbers:
     """The numbers of a dtype, which is given in XLA's words."""
     if found := _IN_NAME.match(dtype):
@@ -75,6 +77,9 @@ def union(sets: Iterable[Numbers]) -> Numbers:
 def rounded(numbers: Numbers, to: Numbers) -> Numbers:
     return numbers if numbers.are_in(to) else to
 
+
+ROUNDS = frozenset({"convert", "reduce-precision"})
+"""Instructions that round their operand."""
 
 # Instructions that choose among the numbers of their operands, or change a sign.
 _MOVES = frozenset(
@@ -190,19 +195,28 @@ def rounding_of(node: Node) -> Numbers:
     return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
 
 
-def numbers_read(node: Node, depth: int = 0) -> Numbers:
+def numbers_read(
+    node: Node, depth: int = 0, limit: Callable[[Node], Numbers | None] | None = None
+) -> Numbers:
     """The numbers that are left of a result after all of its readers have rounded it.
 
-    XLA may round where a result is made instead of where it is read."""
+    XLA may round where a result is made instead of where it is read.
+
+    Args:
+        node: whose result it is.
+        depth: how many instructions have handed it on.
+        limit: what a reader that computes rounds its operands to, if it does."""
     own = of_dtype(node.one.shape.dtype)
     if depth > 8:
         return own
     found = []
     for reader in read_by(node):
-        if reader.one.opcode in ("convert", "reduce-precision"):
+        if reader.one.opcode in ROUNDS:
             found.append(rounding_of(reader))
         elif reader.one.opcode in _MOVES and reader.one.shapes:
-            found.append(numbers_read(reader, depth + 1))
+            found.append(numbers_read(reader, depth + 1, limit))
+        elif limit is not None and (rounding := limit(reader)) is not None:
+            found.append(rounding)
         else:
             return own
     return rounded(own, union(found)) if found else own

@@ -12,8 +12,10 @@ _NAME = r"%?([A-Za-z_][\w.-]*)"
 _HEADER = re.compile(rf"(ENTRY )?{_NAME} (?:\(.*)?{{$")
 _DEFINITION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*)$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
+_OPERANDS = re.compile(r"%?[\w.-]+(?:, %?[\w.-]+)*$")  # and nothing else
+_CALLED = re.compile(r"%?[\w.-]+|{[^}]*}")
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_OP_NAME = 'op_name="'
 # An instruction has `algorithm=dot_...`, a library's call `"algorithm":"ALG_DOT_..."`.
 _ALGORITHM = re.compile(r'\balgorithm"?[=:]"?(?:alg_)?dot_(\w+)', re.IGNORECASE)
 _FLOAT = re.compile(r"(b?f\d+)(\w*)$")
@@ -27,6 +29,7 @@ def is_float(dtype: str) -> bool:
     return _FLOAT.match(dtype) is not None
 
 
+@lru_cache
 def full_name(dtype: str) -> str:
     """NumPy's name of a floating dtype, and XLA's of all else."""
     found = _FLOAT.match(dtype)
@@ -49,15 +52,15 @@ class Shape:
         found = re.match(r"[a-z]+?(\d+)", self.dtype)
         return int(found[1]) if found else 8 * (self.dtype == "pred")
 
-    @property
+    @cached_property
     def is_float(self) -> bool:
         return is_float(self.dtype)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return prod(self.dims)
 
-    @property
+    @cached_property
     def size_in_bytes(self) -> int:
         return self.elements * self.bits // 8
 
@@ -89,12 +92,12 @@ class Instruction:
 
     def called(self, *keys: str) -> list[str]:
         """The computations named by an attribute, such as `calls`."""
-        if not any(key in self.attributes for key in keys):
-            return []
-        found = re.search(
-            rf"\b(?:{'|'.join(keys)})=(%?[\w.-]+|{{[^}}]*}})", self.attributes
-        )
-        return re.findall(_NAME, found[1]) if found else []
+        for key in keys:
+            start = self.attributes.find(f" {key}=")
+            if start >= 0:
+                found = _CALLED.match(self.attributes, start + len(key) + 2)
+                return re.findall(_NAME, found[0]) if found else []
+        return []
 
     def number(self, key: str) -> int | None:
         """The number that an attribute such as `index` holds."""
@@ -118,8 +121,15 @@ class Instruction:
     @cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, of the equation that it was made for."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1].replace('\\"', '"') if found else ""
+        text = self.attributes
+        start = text.find(_OP_NAME)
+        if start < 0:
+            return ""
+        start += len(_OP_NAME)
+        end = text.find('"', start)
+        while text[end - 1] == "\\":  # a quotation mark in the name
+            end = text.find('"', end + 1)
+        return text[start:end].replace('\\"', '"')
 
 
 # Every instruction comes after its operands.
@@ -229,6 +239,8 @@ def parse_instruction(line: str) -> Instruction | None:
 def _operands(text: str) -> tuple[str, ...]:
     if "/*" in text:  # comments, as in `/*index=5*/`
         text = re.sub(r"/\*.*?\*/", "", text)
+    if _OPERANDS.match(text):
+        return tuple(text.replace("%", "").split(", "))
     if "%" in text:  # some versions write the shapes of operands, too
         return tuple(re.findall(r"%([\w.-]+)", text))
     return tuple(re.findall(_NAME, text))
@@ -338,6 +350,8 @@ def conv_flops(kernel: Shape, out: Shape, attributes: str) -> int:
     return 2 * out.elements * kernel.elements // max(features, 1)
 
 
+_CONTRACTIONS = frozenset({"dot", "ragged-dot", "convolution", "custom-call"})
+_LIBRARY = re.compile(r"__(\w+)\$(\w*)")
 _BLOCK_SCALED = frozenset({"blockScaledDot", "block_scaled_dot"})
 
 
@@ -347,7 +361,9 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
     Args:
         one: an instruction of XLA, or a call of a library of NVIDIA's or Intel's.
         scope: the computation that it is in."""
-    target = re.match(r"__(\w+)\$(\w*)", one.target)
+    if one.opcode not in _CONTRACTIONS:
+        return 0
+    target = _LIBRARY.match(one.target)
     library, routine = target.groups() if target else ("", "")
     is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
     is_call = library == "cublas" and routine.startswith(("gemm", "lt"))

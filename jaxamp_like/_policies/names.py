@@ -56,9 +56,9 @@ def get_policy(
       "p=f32,c=bf16,o=f32": field by field. What is not named is left as it is. "full"
       is float32, "half" is bfloat16 on a TPU and float16 elsewhere;
     - "int8_from_mixed_bfloat16", "float8_from_float32" and the like: the policy named
-      after "from", with contractions by the rule `int8()` or `float8()`. This rule does
-      not quantise heads, embeddings, attention's scores, and contractions that are too
-      small to gain from it.
+      after "from", with contractions by the rule of that name: `int8()`, `float8()`,
+      `mxfp8()` or `nvfp4()`. This rule does not quantise heads, embeddings, attention's
+      scores, and contractions that are too small to gain from it.
 
     Args:
         policy: the name or string; a `Policy` is returned as it is.
@@ -99,7 +99,7 @@ def get_policy(
     if is_quantised or name in FORMATS:
         raise ValueError(
             f"There is no policy called {policy!r}. Quantised policies are called by "
-            f"{' or '.join(map(repr, FORMATS))} and the policy that they start from: "
+            f"{', '.join(map(repr, FORMATS))} and the policy that they start from: "
             "'int8_from_mixed_bfloat16'."
         )
     if name not in _NAMES:

@@ -18,10 +18,23 @@ class Axes(NamedTuple):
 
     Args:
         summed: those that the contraction sums over.
-        kept: the others, with the axis of the result that each becomes."""
+        kept: the others, with the axis of the result that each becomes.
+        batch: those of the kept axes that both operands have, in the same order."""
 
     summed: tuple[int, ...]
     kept: tuple[tuple[int, int], ...]
+    batch: tuple[int, ...] = ()
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The kept axes that this operand alone has."""
+        return tuple(axis for axis, _ in self.kept if axis not in self.batch)
+
+    def batched(self) -> "Axes":
+        """The axes of a batch of such operands, which lies along a first axis."""
+        summed, batch = ([axis + 1 for axis in some] for some in (self[0], self[2]))
+        kept = [(axis + 1, to + 1) for axis, to in self.kept]
+        return Axes(tuple(summed), ((0, 0), *kept), (0, *batch))
 
 
 def operand_axes(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]:
@@ -38,6 +51,7 @@ def operand_axes(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, 
                 *((axis, to) for to, axis in enumerate(batch[i])),
                 *((axis, starts[i] + to) for to, axis in enumerate(free[i])),
             ),
+            tuple(batch[i]),
         )
         for i in range(2)
     )

@@ -16,7 +16,7 @@ from .._rules.weights import gradient_of, weight_side
 from .arguments import float8_dtype
 from .axes import Axes, scale_onto_result, site_axes
 from .delayed import ScaleRequest, contraction_by_delayed_scales
-from .passes import Rounding, SavedRoundedPass, along
+from .passes import Rounding, SavedRoundedPass
 from .rule import NO_HEADS, Quantising, decided, low_of, result_of
 from .scaled import SCALE_NAME, AsFloat8, rescaled
 from .worth import WORTH_IT
@@ -109,12 +109,18 @@ class Float8(Quantising):
 
     def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
         pairs = zip(self._formats(site), site_axes(site), strict=True)
-        lhs, rhs = (along(fmt, one.summed) for fmt, one in pairs)
+        lhs, rhs = (fmt.along(one) for fmt, one in pairs)
         return lhs, rhs
 
     def product(
-        self, fn: Bilinear, numbers: Sequence[Any], axes: Sequence[Axes], dtype: DType
+        self,
+        fn: Bilinear,
+        operands: Sequence[Any],
+        numbers: Sequence[Any],
+        axes: Sequence[Axes],
+        dtype: DType,
     ) -> Any:
+        del operands
         lhs, rhs = numbers
         made = fn(lhs.values, rhs.values, as_it_is(dtype))
         pairs = zip((lhs.scale, rhs.scale), axes, strict=True)

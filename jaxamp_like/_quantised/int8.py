@@ -55,6 +55,13 @@ class AsInt8(NamedTuple):
     largest: float | None = None
     is_weight: bool = False
 
+    def along(self, axes: Axes) -> "AsInt8":
+        return self._replace(axes=axes.summed)
+
+    def batched(self, ndim: int) -> "AsInt8":
+        del ndim
+        return self._replace(axes=tuple(axis + 1 for axis in self.axes))
+
     def __call__(self, x: Any) -> Integers:
         """`x` as int8.
 
@@ -149,8 +156,14 @@ class Int8(Quantising):
         return self.migration is not None and pairs_of(site.params) is not None
 
     def product(
-        self, fn: Bilinear, numbers: Sequence[Any], axes: Sequence[Axes], dtype: DType
+        self,
+        fn: Bilinear,
+        operands: Sequence[Any],
+        numbers: Sequence[Any],
+        axes: Sequence[Axes],
+        dtype: DType,
     ) -> Any:
+        del operands
         sums = fn(*(x.values for x in numbers), as_it_is(_INT32))
         left, right = (
             scale_onto_result(x.multiplier, one, sums)

@@ -37,27 +37,24 @@ class Rounding(Protocol):
     So it can be done once for many contractions: before a loop that reads a weight in
     each of its iterations. See `_rewrite.hoisting`.
 
-    Args:
-        axes: those that share a scale; `None` if all do."""
-
-    @property
-    def axes(self) -> tuple[int, ...] | None: ...
+    It may depend on which axes of the operand the contraction sums over."""
 
     def __call__(self, x: Any) -> Any:
-        """A named tuple: `values`, scales of some kind, and `restored`, a method that
-        gives the numbers that they stand for in float32."""
+        """A pytree with numbers and scales, and with a method `restored`, which gives
+        the numbers that they stand for in float32."""
 
-    def _replace(self, **fields: Any) -> Any: ...
+    def along(self, axes: Axes) -> "Rounding":
+        """The same rounding where a contraction has other axes."""
+        ...
+
+    def batched(self, ndim: int) -> "Rounding":
+        """The rounding of a batch of arrays of `ndim` axes, along a first axis."""
+        ...
 
 
-def along(rounding: Rounding, axes: Sequence[int]) -> Rounding:
-    """The same rounding where a contraction sums over other axes."""
-    return rounding if rounding.axes is None else rounding._replace(axes=tuple(axes))
-
-
-Product = Callable[[Bilinear, Sequence[Any], Sequence[Axes]], Any]
-"""Computes a contraction (a function of both operands and a hook) from rounded numbers
-and the axes of both operands."""
+Product = Callable[[Bilinear, Sequence[Any], Sequence[Any], Sequence[Axes]], Any]
+"""Computes a contraction (a function of both operands and a hook) from its operands,
+from both as they were rounded, and from the axes of both."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +75,11 @@ class RoundingPass(Pass):
 
     def _hook(self, primitive: Any, params: Any, operands: Any, moving: int) -> Any:
         axes = operand_axes(params, (operands[0].ndim, operands[1].ndim))
-        numbers = [
-            along(self.roundings[i != moving], one.summed)(constant(x))
-            for i, (x, one) in enumerate(zip(operands, axes, strict=True))
-        ]
-        return self.product(bilinear(primitive, params, moving=0), numbers, axes)
+        fn, both, numbers = bilinear(primitive, params, moving=0), [], []
+        for i, one in enumerate(axes):
+            both.append(constant(operands[i]))
+            numbers.append(self.roundings[i != moving].along(one)(both[i]))
+        return self.product(fn, both, numbers, axes)
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
         fn = _transposed(self, [moving, *others])

@@ -152,13 +152,19 @@ class Quantising(Rule):
         return self.roundings(site)
 
     def product(
-        self, fn: Bilinear, numbers: Sequence[Any], axes: Sequence[Axes], dtype: DType
+        self,
+        fn: Bilinear,
+        operands: Sequence[Any],
+        numbers: Sequence[Any],
+        axes: Sequence[Axes],
+        dtype: DType,
     ) -> Any:
         """What a contraction `fn` makes of two rounded operands, in a dtype.
 
         Args:
             fn: a function of two arrays and of a hook (`as_it_is`).
-            numbers: the operands.
+            operands: both as they were before, for devices that have no such format.
+            numbers: both as they were rounded.
             axes: of the operands, by which scales are laid along the result.
             dtype: as `product_dtype` has it."""
         raise NotImplementedError
@@ -169,8 +175,8 @@ class Quantising(Rule):
         axes, out = site_axes(site), result_of(site)
 
         def forward(lhs, rhs, *numbers):
-            del lhs, rhs
-            return cast(self.product(fn, numbers, axes, self.product_dtype(out)), out)
+            dtype = self.product_dtype(out)
+            return cast(self.product(fn, (lhs, rhs), numbers, axes, dtype), out)
 
         return forward
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._dtypes import DType
+from .axes import Axes
 
 _FLOAT32 = jnp.dtype("float32")
 
@@ -50,6 +51,13 @@ class AsFloat8(NamedTuple):
     dtype: DType
     axes: tuple[int, ...] | None = None
     power_of_two: bool = True
+
+    def along(self, axes: Axes) -> "AsFloat8":
+        return self if self.axes is None else self._replace(axes=axes.summed)
+
+    def batched(self, ndim: int) -> "AsFloat8":
+        axes = range(ndim) if self.axes is None else self.axes
+        return self._replace(axes=tuple(axis + 1 for axis in axes))
 
     @property
     def largest(self) -> float:

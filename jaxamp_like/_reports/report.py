@@ -6,6 +6,7 @@ from typing import Any
 
 from .data.explained import ReportData
 from .data.numbers import NumericsData
+from .page.compiled import Compiled
 from .page.page import notebook_numerics, notebook_view, page, write_page
 from .page.table import print_numerics, print_report
 
@@ -82,6 +83,7 @@ class Report(ReportData):
         *,
         against: "Report | None" = None,
         numerics: NumericsReport | None = None,
+        certificate: Compiled | None = None,
     ) -> Path:
         """Writes one page that opens without a network.
 
@@ -90,15 +92,22 @@ class Report(ReportData):
             against: a report of the same function under another policy, to be shown
                 beside this one.
             numerics: what `trace_numerics` found, to be shown too.
+            certificate: what `certify` says of the same function or of a training step
+                with it, to be shown as what was decided and what was compiled.
         Returns:
             The path.
         Raises:
-            TypeError: `against` or `numerics` is something else.
+            TypeError: `against`, `numerics` or `certificate` is something else.
             ImportError: the extra "report" is not installed.
             OSError: the path can't be written to; the message says why."""
         _check_kind("against", against, Report, "explain")
         _check_kind("numerics", numerics, NumericsReport, "trace_numerics")
-        return write_page(path, page(self, against, numerics))
+        if certificate is not None and not isinstance(certificate, Compiled):
+            raise TypeError(
+                "`certificate` must be what `certify(step, *args)` gives, but got "
+                f"{type(certificate).__name__}."
+            )
+        return write_page(path, page(self, against, numerics, certificate))
 
 
 def _check_kind(name: str, given: Any, kind: type, maker: str) -> None:

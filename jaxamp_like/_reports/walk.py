@@ -13,6 +13,7 @@ from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
 from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
+from .._quantised.block_dot import BLOCK_DOT
 from .._rewrite.record import STEP_SCOPE
 from .._rewrite.solvers import without_solver_scope
 from .._structural import SOLVER, STRUCTURAL, Step
@@ -118,7 +119,7 @@ def flops(eqn: Eqn) -> int:
     """Multiply-adds of a contraction, times two; 0 of anything else.
 
     Of a convolution, those that XLA counts: none with padding or holes."""
-    if eqn.primitive.name not in CONTRACTIONS:
+    if eqn.primitive.name not in CONTRACTIONS and eqn.primitive is not BLOCK_DOT:
         return 0
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     size = size_of(eqn.outvars[0].aval)
@@ -147,7 +148,11 @@ def dtype_names_of(values: Iterable[Any]) -> tuple[str, ...]:
 
 
 def contraction_dtypes(eqn: Eqn) -> tuple[str, ...]:
-    """The dtype that a contraction computes in, integers too: the wider operand's."""
+    """The dtype that a contraction computes in, integers too: the wider operand's.
+
+    Of operands in blocks it is the name of their format."""
+    if eqn.primitive is BLOCK_DOT:
+        return (eqn.params["format"],)
     return (widest(atom.aval.dtype.name for atom in eqn.invars[:2]),)
 
 

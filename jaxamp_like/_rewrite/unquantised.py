@@ -36,7 +36,7 @@ def _of_nothing_quantised(steps: list[Step]) -> str | None:
         f"No contraction is quantised. Of {len(asked)} that {_rules_of(asked)} would "
         f"quantise, there are {listed}. `explain` shows each; the arguments `where`, "
         "`leave` and `parameters_only` of the rule say which to leave alone: "
-        f"`float8(where=None)` quantises small ones too.{hint}"
+        f"`{_asked_of(asked[0])[0].name}(where=None)` quantises small ones too.{hint}"
     )
 
 

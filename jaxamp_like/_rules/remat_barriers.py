@@ -77,7 +77,7 @@ _BARRIER = new_primitive(
     jvp=lambda primals, tangents: (_BARRIER.bind(*primals), tangents[0]),
     transpose=_barrier_transpose,
     batch=lambda args, dims: (_BARRIER.bind(*args), dims[0]),
-    on_tpu=lambda x: x,
+    on={"tpu": lambda x: x},
     series=lambda x: x,
 )
 
@@ -106,5 +106,5 @@ _SAVED_ON_TPUS = new_primitive(
     jvp=lambda primals, tangents: (_SAVED_ON_TPUS.bind(*primals), tangents[1]),
     transpose=lambda ct, kept, made: [None, ct],
     batch=_saved_batch,
-    on_tpu=lambda kept, made: kept,
+    on={"tpu": lambda kept, made: kept},
 )

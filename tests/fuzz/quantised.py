@@ -14,7 +14,7 @@ import numpy as np
 from .code import Step
 from .oracle import Rounding
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 
 _FLOAT8 = [
     'grad_dtype="float8_e4m3fn"',
@@ -24,15 +24,28 @@ _FLOAT8 = [
     "power_of_two=False",
 ]
 _INT8 = ["weight_only=True", "migration=0.5", "epsilon=0"]
+_MXFP8 = [
+    'grad_dtype="float8_e5m2"',
+    'weight_gradient="compute"',
+    'scale_rounding="down"',
+]
+_NVFP4 = [
+    "square_weights=False",
+    "rotate=False",
+    "stochastic=False",
+    "seed=3",
+    'weight_gradient="compute"',
+]
+_RULES = {"float8": _FLOAT8, "int8": _INT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
 _BOTH = ["parameters_only=False", "leave=()"]
 
 
 def make_rule(rng: random.Random) -> str:
     """The code of a rule that quantises contractions of any size."""
-    name, own = rng.choice([("float8", _FLOAT8), ("int8", _INT8)])
-    chosen = [rng.choice(own)] if rng.random() < 0.5 else []
-    if any("weight_only" in one for one in chosen):
-        name = "int8"
+    name = rng.choice([*_RULES])
+    chosen = [rng.choice(_RULES[name])] if rng.random() < 0.5 else []
+    if name in ("mxfp8", "nvfp4"):
+        chosen.append("emulate=True")
     chosen += [one for one in _BOTH if rng.random() < 0.5]
     return f"{name}({', '.join(['where=None', *chosen])})"
 
@@ -54,6 +67,10 @@ def oracles(
     Derivatives have a format of their own. Where there are any, it is not told which
     contraction is of one, so there is an oracle for each format."""
     kinds: list[type[Rounding]] = []
+    if "mxfp8(" in settings:
+        kinds += [E4M3ByBlock, *[E5M2ByBlock] * is_derived]
+    if "nvfp4(" in settings:
+        kinds += [E2M1ByBlock]
     if "float8(" in settings:
         kinds += [E4M3ByTensor, *[E5M2ByTensor] * is_derived]
         if 'granularity="row"' in settings:
@@ -105,6 +122,28 @@ def as_int8(x: Any, axes: Any) -> Any:
     top = _largest(x, axes) + np.float32(1e-7)
     step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(127)
     return (xp.clip(xp.rint(x / step), -127, 127) * step).astype(np.float32)
+
+
+def as_blocks(x: Any, axes: Any, dtype: str, size: int) -> Any:
+    """`x` rounded to a format, by the exact scale of each block along `axes`."""
+    xp, largest = _np(x), float(jnp.finfo(dtype).max)
+    moved = xp.moveaxis(x, axes, range(-len(axes), 0))
+    kept = moved.shape[: x.ndim - len(axes)]
+    rows = moved.reshape(*kept, -1)
+    length = rows.shape[-1]
+    rows = xp.pad(rows, [*[(0, 0)] * len(kept), (0, -length % size)])
+    rows = rows.reshape(*kept, -1, size)
+    amax = _largest(rows, -1)
+    known = xp.isfinite(amax) & (amax > 0)
+    scale = xp.where(known, amax, largest).astype(np.float32) / np.float32(largest)
+    scale = xp.clip(scale, 2.0**-112, 2.0**126)
+    y = xp.where(xp.isfinite(amax), rows / scale, np.float32(np.nan))
+    y = xp.clip(y, np.float32(-largest), np.float32(largest))
+    nan = xp.where(xp.isnan(y), np.float32(np.nan), np.float32(0))
+    y = xp.where(xp.isnan(y), np.float32(0), y)
+    y = y.astype(jnp.dtype(dtype)).astype(np.float32) * scale + nan
+    y = y.reshape(*kept, -1)[..., :length].reshape(moved.shape)
+    return xp.moveaxis(y, range(-len(axes), 0), axes).astype(np.float32)
 
 
 _FLOATS = [np.dtype(np.float32), np.dtype(np.float16), jnp.dtype(jnp.bfloat16)]
@@ -166,6 +205,28 @@ class E4M3ByRow(E4M3ByTensor):
 
 class E5M2ByRow(E5M2ByTensor):
     by_row = True
+
+
+class E4M3ByBlock(Quantising):
+    format, size, length = E4M3, 2.0**-3, 32
+
+    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
+        if step.name != "dot_general":
+            return args
+        return [
+            as_blocks(x, a, self.format, self.length)
+            for x, a in zip(args, summed(step), strict=True)
+        ]
+
+
+class E5M2ByBlock(E4M3ByBlock):
+    format, size = E5M2, 2.0**-2
+
+
+class E2M1ByBlock(E4M3ByBlock):
+    """Stochastic rounding moves a number by up to a whole step, a half of it."""
+
+    format, size, length = E2M1, 0.5, 16
 
 
 class Int8(Quantising):

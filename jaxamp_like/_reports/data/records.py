@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import jax.numpy as jnp
 
+from ..._quantised import FORMATS
 from .columns import Column
 
 Phase = Literal["forward", "backward", "recomputed"]
@@ -342,9 +343,14 @@ def paths_to(scope: str) -> list[Path]:
 
 def widest(names: Iterable[str]) -> str:
     """The widest of some dtypes' names, the first among equals; "" of none."""
-    return max(names, key=lambda name: jnp.dtype(name).itemsize, default="")
+    return max(names, key=_bits, default="")
 
 
 def share_low(count: Mapping[str, int]) -> float:
-    low = sum(n for name, n in count.items() if jnp.dtype(name).itemsize < 4)
+    low = sum(n for name, n in count.items() if _bits(name) < 32)
     return low / max(sum(count.values()), 1)
+
+
+def _bits(name: str) -> int:
+    """Of a number in a dtype, or in a format of numbers with scales."""
+    return FORMATS[name].bits if name in FORMATS else 8 * jnp.dtype(name).itemsize

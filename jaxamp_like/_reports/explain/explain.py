@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from ..._errors import AmpError
 from ..._jax import Eqn, Jaxpr
 from ..._policies.mistakes import naming_mistakes
+from ..._quantised.block_dot import BLOCK_DOT
 from ..._rewrite.record import Recorder
 from ..._rules import Match
 from ..._structural import Step
@@ -155,7 +156,9 @@ def _eight_bits(eqn: Eqn, step: Step | None) -> dict[str, Any]:
     made = step.decision.eight_bits if step else None
     if made is None or not walk.flops(eqn):
         return {}
-    dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+    # Operands in blocks stand after the same operands as they were before.
+    read = eqn.invars[2:5:2] if eqn.primitive is BLOCK_DOT else eqn.invars[:2]
+    dtypes = [atom.aval.dtype for atom in read]
     if all(dtype.itemsize > 1 for dtype in dtypes):
         return {}
     operands = tuple(dtype.name for dtype in dtypes)

@@ -44,7 +44,7 @@ def _colour(names: set[str]) -> dict[str, Any]:
     }
 
 
-def _bars(
+def bars(
     amounts: Mapping[str, Mapping[str, int]], title: str, unit: str
 ) -> dict[str, Any]:
     """A bar for each key of `amounts`, divided by dtype."""
@@ -87,11 +87,11 @@ def of_report(report: ReportData, against: ReportData | None) -> dict[str, Any]:
         for phase, (label, total) in itertools.product(PHASES, totals.items())
     }
     saved = {label: total.saved or {} for label, total in totals.items()}
-    bars = {
-        "flops": _bars(flops, "FLOPs of contractions", "FLOP"),
-        "saved": _bars(saved, "bytes saved for the backward pass", "bytes"),
+    found = {
+        "flops": bars(flops, "FLOPs of contractions", "FLOP"),
+        "saved": bars(saved, "bytes saved for the backward pass", "bytes"),
     }
-    return {name: spec for name, spec in bars.items() if spec["data"]["values"]}
+    return {name: spec for name, spec in found.items() if spec["data"]["values"]}
 
 
 MAX_EQUATIONS = 48

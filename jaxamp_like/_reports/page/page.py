@@ -26,7 +26,8 @@ from ..data.records import (
     quantised_contractions,
 )
 from ..extras import need
-from . import charts, source
+from . import charts, compiled, source
+from .compiled import Compiled
 from .data import differences, heads, notable, table, tiles, tree
 
 
@@ -34,8 +35,9 @@ def page(
     report: ReportData | None,
     against: ReportData | None = None,
     numerics: NumericsData | None = None,
+    certificate: Compiled | None = None,
 ) -> str:
-    """The page of a report, of another one beside it, and of numerics.
+    """The page of a report, of another one beside it, of numerics and a certificate.
 
     Either a report or numerics must be given."""
     data: dict[str, Any] = {}
@@ -57,6 +59,9 @@ def page(
         tables["numerics"] = table(OpNumerics, notable(numerics.ops))
         tables["scopeNumerics"] = table(ScopeNumerics, numerics.by_scope())
         drawn |= charts.of_numerics(numerics)
+    if certificate is not None:
+        tables |= compiled.tables(certificate)
+        drawn |= compiled.charts(certificate)
     subject: Any = report or numerics
     return render(
         data | {"tables": tables, "charts": drawn},
@@ -68,6 +73,8 @@ def page(
         sources=source.view(report.now) if report else [],
         versions=subject.versions,
         quantised="quantised" in tables,
+        certificate=certificate,
+        certified=compiled.tiles(certificate) if certificate is not None else [],
     )
 
 

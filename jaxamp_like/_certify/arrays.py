@@ -1,0 +1,143 @@
+"""Large arrays that a program writes to memory, and those kept for the backward pass.
+
+XLA fuses many equations into one kernel, which writes few arrays. What the forward pass
+writes and the backward pass reads is kept in between: most of what training holds in
+memory beside its parameters."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from .._hlo.graph import (
+    FUSIONS,
+    VIEWS,
+    Body,
+    Node,
+    Value,
+    handed_on,
+    kernels,
+    written_by,
+)
+from .._hlo.text import Instruction, Shape
+
+LARGE = 2**20
+"""Bytes of an array that is worth a row."""
+
+# Beside views, these hand on what is there, or fill an array.
+_WRITES_NOTHING = VIEWS | {
+    "constant",
+    "get-tuple-element",
+    "iota",
+    "opt-barrier",
+    "parameter",
+    "tuple",
+}
+# What these make is the data of their operand, rounded or elsewhere.
+_PASSES = frozenset(
+    "bitcast convert copy pad reduce-precision reshape slice transpose".split()
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """An array of floats that a kernel writes.
+
+    Args:
+        value: the result of the kernel.
+        late_readers: the kernels of the backward pass that read it, and as which
+            operand; none if it is written there itself."""
+
+    value: Value
+    late_readers: tuple[tuple[Node, int], ...] = ()
+
+    @property
+    def kernel(self) -> Node:
+        return self.value.node
+
+    @property
+    def shape(self) -> Shape:
+        path, shapes = self.value.path, self.kernel.one.shapes
+        return shapes[path[0] if path else 0]
+
+    @property
+    def is_kept(self) -> bool:
+        return bool(self.late_readers)
+
+    @cached_property
+    def origins(self) -> list[Node]:
+        """The instructions that its data went through; it was computed by the last."""
+        found, value = [], self.value
+        while True:
+            node = value.node
+            if node.one.opcode not in FUSIONS:
+                found.append(node)
+            before = handed_on(value)
+            if before is None and node.one.opcode in _PASSES:
+                before = [Value(node.operand(0))]
+            elif before is None and node.one.opcode == "dynamic-update-slice":
+                before = [Value(node.operand(1))]
+            if before is None or len(before) != 1:
+                return found
+            (value,) = before
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it holds more than one number many times, a count, or nothing yet."""
+        first = self.origins[-1]
+        if first.one.opcode == "broadcast":
+            return bool(first.operand(0).one.shape.dims)
+        is_empty = first.one.target == "AllocateBuffer"
+        return first.one.opcode not in ("constant", "iota") and not is_empty
+
+
+def arrays(body: Body, large: int = LARGE) -> list[Array]:
+    """The arrays of floats that a program writes, if they have so many bytes."""
+    readers: dict[Value, list[tuple[Node, int]]] = defaultdict(list)
+    results: list[Value] = []
+    late: set[Node] = set()  # kernels of the backward pass
+
+    def has_large(one: Instruction) -> bool:
+        return any(shape.size_in_bytes >= large for shape in one.shapes)
+
+    for kernel in kernels(body):
+        one, scope = kernel.one, kernel.body.computation
+        large_operands = [
+            i for i, name in enumerate(one.operands) if has_large(scope[name])
+        ]
+        if not large_operands and not has_large(one):
+            continue
+        reads: list[Value] = []
+        for i in large_operands:
+            written = written_by(Value(kernel.operand(i)))
+            reads += written
+            for value in written:
+                readers[value].append((kernel, i))
+        opcode = kernel.one.opcode
+        if opcode in _WRITES_NOTHING or opcode.endswith("-done"):
+            continue
+        names = [node.op_name for node in inside(kernel) if node.op_name]
+        if any("transpose(" in name for name in names):
+            late.add(kernel)
+        elif not names and any(value.node in late for value in reads):
+            late.add(kernel)
+        if opcode == "custom-call" and handed_on(Value(kernel)) is not None:
+            continue
+        is_tuple = len(kernel.one.shapes) > 1
+        for i, shape in enumerate(kernel.one.shapes):
+            if shape.is_float and shape.size_in_bytes >= large:
+                results.append(Value(kernel, (i,) if is_tuple else ()))
+    found = []
+    for value in results:
+        ours = () if value.node in late else readers[value]
+        found.append(Array(value, tuple(each for each in ours if each[0] in late)))
+    return [one for one in found if one.is_data]
+
+
+def inside(kernel: Node) -> Iterator[Node]:
+    """The instructions that a kernel runs, itself included."""
+    yield kernel
+    if kernel.one.opcode in FUSIONS:
+        for body in kernel.bodies:
+            for node in body:
+                yield from inside(node)

@@ -1,0 +1,209 @@
+"""Compares large arrays with the equations that they are the results of.
+
+An array is tied by name to the equation that its kernel ends with. What stands between
+arrays, in a kernel, is compared by name as well."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from .._hlo.graph import Body, Node, Value, nodes, read_by
+from .._hlo.numbers import (
+    ROUNDS,
+    Numbers,
+    numbers_read,
+    of_dtype,
+    rounding_of,
+    union,
+)
+from .._hlo.text import contraction_flops
+from .arithmetic import Platform, arithmetic
+from .arrays import LARGE, Array, arrays, inside
+from .drifts import EMULATED, KEPT_WIDE, REDUCED_LOW, UNDECIDED, WRITTEN_WIDE
+from .places import source_of
+
+_ELEMENTWISE = frozenset(
+    "add atan2 cbrt cosine divide erf exponential exponential-minus-one log "
+    "log-plus-one logistic multiply power remainder rsqrt sine sqrt subtract tan "
+    "tanh".split()
+)
+
+
+class Stored(NamedTuple):
+    """What is found of an array, or of what a kernel computes on the way to it.
+
+    Args:
+        node: the instruction that it is named after.
+        decided: that of the decided program; None if none is known.
+        dtype: in which it is compiled, in XLA's words.
+        size: in bytes.
+        is_kept: whether the forward pass writes it and the backward pass reads it.
+        drift: how it differs, "" if it doesn't."""
+
+    node: Node
+    decided: Node | None
+    dtype: str
+    size: int
+    is_kept: bool
+    drift: str
+
+
+class Kept(NamedTuple):
+    """What is found of all large arrays.
+
+    Args:
+        compiled: those of the compiled program.
+        decided: how many bytes the decided program keeps, by dtype in XLA's words."""
+
+    compiled: list[Stored]
+    decided: dict[str, int]
+
+
+def stored(
+    decided: Body, compiled: Body, platform: Platform, large: int = LARGE
+) -> Kept:
+    """Compares the arrays of two programs that have so many bytes."""
+    comparing = _Comparing(decided, platform, large)
+    found: list[Stored] = []
+    kernels: dict[Node, None] = {}
+    for one in arrays(compiled, large):
+        found += comparing.array(one)
+        kernels[one.kernel] = None
+    for kernel in kernels:
+        found += comparing.computed(kernel, large)
+    count: dict[str, int] = defaultdict(int)
+    for one in comparing.kept.values():
+        count[one.shape.dtype] += one.shape.size_in_bytes
+    return Kept(found, dict(count))
+
+
+class _Comparing:
+    def __init__(self, decided: Body, platform: Platform, large: int):
+        self.platform: Platform = platform
+        self.named: dict[str, list[Node]] = defaultdict(list)
+        for node in nodes(decided):
+            shape = node.one.shape
+            # In 8 bits, an array may be large in one program and not in the other.
+            if 8 * shape.elements >= large and shape.is_float and node.op_name:
+                self.named[node.op_name].append(node)
+        self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
+
+    def array(self, array: Array) -> Iterator[Stored]:
+        node, one = self._tied(array)
+        shape, is_kept = array.shape, array.is_kept
+        if _is_product(array) and not is_kept:
+            return  # compared as a contraction
+        if node.one.opcode == "parameter":  # a copy of an argument
+            one, drift = node, ""
+        elif one is None:
+            drift = UNDECIDED
+        else:
+            drift = self._drift(array, node, one)
+        yield Stored(node, one, shape.dtype, shape.size_in_bytes, is_kept, drift)
+
+    def computed(self, kernel: Node, large: int) -> Iterator[Stored]:
+        """What a kernel computes in fewer bits than any equation of its name."""
+        for node in inside(kernel):
+            shape = node.one.shape
+            # In float32, whatever it is computed in.
+            is_large = shape.is_float and 4 * shape.elements >= large
+            if not is_large or node.one.opcode not in _ELEMENTWISE:
+                continue
+            equations = [
+                each
+                for each in self.named.get(node.op_name, ())
+                if each.one.opcode in _ELEMENTWISE
+            ]
+            numbers = of_dtype(shape.dtype)
+            if equations and not any(self._fits(each, numbers) for each in equations):
+                one = equations[0]
+                size = shape.size_in_bytes
+                yield Stored(node, one, shape.dtype, size, False, REDUCED_LOW)
+
+    def _tied(self, array: Array) -> tuple[Node, Node | None]:
+        """An instruction that names an array, and the decided one of that name."""
+        for is_exact in (True, False):
+            for node in array.origins:
+                alike = [
+                    one
+                    for one in self.named.get(node.op_name, ())
+                    if not is_exact or one.one.shape.elements == array.shape.elements
+                ]
+                if alike:
+                    return node, self._closest(alike, node, array)
+        return array.origins[-1], None
+
+    def _closest(self, alike: list[Node], node: Node, array: Array) -> Node:
+        if len({one.one.shape.dtype for one in alike}) > 1:
+            source = source_of(node)
+            alike = [one for one in alike if source_of(one) == source] or alike
+        numbers = of_dtype(array.shape.dtype)
+        same = [one for one in alike if one.one.shape.dtype == array.shape.dtype]
+        fitting = same or [one for one in alike if self._fits(one, numbers)] or alike
+        return next((one for one in fitting if one in self.kept), fitting[0])
+
+    def _drift(self, array: Array, node: Node, one: Node) -> str:
+        decided, now = (
+            of_dtype(dtype) for dtype in (one.one.shape.dtype, array.shape.dtype)
+        )
+        before = array.origins[: array.origins.index(node)]
+        is_rounded = any(each.one.opcode in ROUNDS for each in before)
+        # A rounded copy may be for one of the readers alone.
+        if not (self._is_rounded_to(one, now) if is_rounded else self._fits(one, now)):
+            return REDUCED_LOW
+        is_wide = decided.are_in(now) and decided != now
+        if decided == now and array.is_kept and one not in self.kept:
+            # XLA keeps it in place of what was made of it.
+            needed = self._needed(array.late_readers)
+            is_wide = needed.are_in(now) and needed != now
+        if not is_wide:
+            return ""
+        if self.platform == "cpu":
+            return EMULATED
+        return KEPT_WIDE if array.is_kept else WRITTEN_WIDE
+
+    def _fits(self, one: Node, numbers: Numbers) -> bool:
+        """Whether numbers are those of an equation, or what its readers read."""
+        own = of_dtype(one.one.shape.dtype)
+        return own.are_in(numbers) or self._read(one).are_in(numbers)
+
+    def _is_rounded_to(self, one: Node, numbers: Numbers) -> bool:
+        """Whether any reader of an equation rounds what it reads to such numbers."""
+        return self._fits(one, numbers) or any(
+            rounding_of(reader).are_in(numbers)
+            for reader in read_by(one)
+            if reader.one.opcode in ROUNDS
+        )
+
+    def _read(self, node: Node) -> Numbers:
+        return numbers_read(node, limit=self._limit)
+
+    def _limit(self, reader: Node) -> Numbers | None:
+        """What a matrix unit rounds its operands to."""
+        if not _is_contraction(reader):
+            return None
+        return arithmetic(reader, self.platform).limit
+
+    def _needed(self, readers: Iterable[tuple[Node, int]]) -> Numbers:
+        return union(self._needed_by(*each) for each in readers)
+
+    def _needed_by(self, reader: Node, i: int) -> Numbers:
+        if reader.one.opcode in ROUNDS:
+            return rounding_of(reader)
+        for body in reader.bodies:
+            for node in body:
+                if node.one.opcode == "parameter" and int(node.one.literal) == i:
+                    return self._read(node)
+        return of_dtype(reader.operand(i).one.shape.dtype)
+
+
+def _is_product(array: Array) -> bool:
+    """Whether a contraction made it, which may be in several parts that are added."""
+    first = array.origins[-1]
+    if first.one.opcode == "reduce":
+        first = Array(Value(first.operand(0))).origins[-1]
+    return _is_contraction(first)
+
+
+def _is_contraction(node: Node) -> bool:
+    return contraction_flops(node.one, node.body.computation) > 0

@@ -1,0 +1,160 @@
+"""The contraction of numbers in blocks, as a primitive.
+
+JAX has `jax.nn.scaled_matmul` for it, which compiles for CUDA alone and has no rule for
+`vmap` of one operand. Here other platforms contract the operands as they were before
+they were rounded, or the numbers that the blocks stand for. The primitive also tells
+reports which format it computes in, which the dtypes of its operands do not."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._dtypes import DType, bits, cast
+from .._jax import new_primitive, raw, trace
+from .axes import Axes
+from .blocks import Blocks, restored_rows, to_rows
+from .constant import no_series
+
+_ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands
+
+
+def contraction_of_blocks(
+    operands: Sequence[Any],
+    numbers: Sequence[Blocks],
+    axes: Sequence[Axes],
+    *,
+    dtype: DType,
+    format: str,
+    emulate: bool,
+) -> Any:
+    """A `dot_general` of rounded operands.
+
+    Args:
+        operands: both before they were rounded, at least one in the compute dtype.
+        numbers: both as they were rounded.
+        axes: those of both.
+        dtype: that of the result.
+        format: the name of the format, for reports.
+        emulate: whether platforms without a native contraction compute with the
+            numbers that the blocks stand for. Else they do with `operands`."""
+    both = list(zip(operands, numbers, axes, strict=True))
+    # In an author's derivative rule, one may come as it is, in float32.
+    low = min((x.dtype for x in operands), key=bits)
+    rows = [to_rows(cast(x, low), one) for x, _, one in both]
+    blocks = [part for _, x, _ in both for part in (x.values, x.scales)]
+    scales = [x.tensor_scale for _, x, _ in both if x.tensor_scale is not None]
+    more = [prod(scales[1:], start=scales[0])] if scales else []
+    made = BLOCK_DOT.bind(
+        *rows,
+        *blocks,
+        *more,
+        dtype=dtype,
+        format=format,
+        emulate=emulate,
+        dimension_numbers=_ROWS,
+    )
+    (lhs, _, left), (rhs, _, right) = both
+    batch = [lhs.shape[axis] for axis in left.batch]
+    free = [
+        x.shape[axis] for x, one in ((lhs, left), (rhs, right)) for axis in one.free
+    ]
+    return made.reshape(*batch, *free)
+
+
+def _run(
+    lhs: Any, rhs: Any, *blocks: Any, dtype: DType, emulate: bool, **_: Any
+) -> Any:
+    """The contraction on platforms that have no native one."""
+    if not emulate:
+        return lax.dot_general(lhs, rhs, _ROWS, preferred_element_type=dtype)
+    left, left_scales, right, right_scales, *more = blocks
+    made = lax.dot_general(
+        restored_rows(left, left_scales),
+        restored_rows(right, right_scales),
+        _ROWS,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.dtype("float32"),
+    )
+    return _times(made, more).astype(dtype)
+
+
+def _run_on_cuda(lhs: Any, rhs: Any, *blocks: Any, dtype: DType, **_: Any) -> Any:
+    del lhs, rhs
+    left, left_scales, right, right_scales, *more = blocks
+    made = jax.nn.scaled_matmul(
+        left, right, left_scales, right_scales, preferred_element_type=dtype
+    )
+    return _times(made, more)
+
+
+def _times(made: Any, scales: Sequence[Any]) -> Any:
+    """`made`, multiplied in float32 by the scale of both tensors, if they have one."""
+    if not scales:
+        return made
+    return (made.astype(scales[0].dtype) * scales[0]).astype(made.dtype)
+
+
+def _aval(*avals: Any, **params: Any) -> Any:
+    return raw(trace(lambda *xs: _run(*xs, **params), avals)).outvars[0].aval
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    """Examples of both operands become a batch; of one operand alone, rows of it."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    sides = (0, 2, 3), (1, 4, 5)
+    mapped = [any(dims[i] is not None for i in side) for side in sides]
+    to = 0 if all(mapped) else 1
+    out_axis = 0 if all(mapped) else 1 + mapped.index(True)
+    args = [
+        x if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args, dims, strict=True)
+    ]
+    for side, is_mapped in zip(sides, mapped, strict=True):
+        for i in side if is_mapped else ():
+            x = args[i] if dims[i] is not None else _repeated(args[i], size)
+            args[i] = _merged(x, to)
+    for i in range(6, len(args)):  # the scale of both tensors
+        x = args[i] if dims[i] is not None else _repeated(args[i], size)
+        shape = list(x.shape)
+        shape[1 + out_axis] = args[mapped.index(True)].shape[to] // size
+        args[i] = _merged(jnp.broadcast_to(x, shape), out_axis)
+    made = BLOCK_DOT.bind(*args, **params)
+    shape = list(made.shape)
+    shape[out_axis : out_axis + 1] = [size, shape[out_axis] // size]
+    return made.reshape(shape), out_axis
+
+
+def _repeated(x: Any, size: int) -> Any:
+    return jnp.broadcast_to(x, (size, *x.shape))
+
+
+def _merged(x: Any, axis: int) -> Any:
+    """Examples along the first axis, as more of the axis that comes at `axis` then."""
+    x = jnp.moveaxis(x, 0, axis)
+    shape = list(x.shape)
+    shape[axis : axis + 2] = [shape[axis] * shape[axis + 1]]
+    return x.reshape(shape)
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("No derivative is taken of rounded numbers: see `constant`.")
+
+
+BLOCK_DOT = new_primitive(
+    "amp_block_scaled_dot",
+    compute=_run,
+    aval=_aval,
+    jvp=_refuse,
+    transpose=_refuse,
+    batch=_batch,
+    series=no_series,
+    on={"cuda": _run_on_cuda},
+    needs_devices=True,
+)
+"""`(lhs, rhs, values, scales, values, scales[, scale])` to `(batch, rows, rows)`.
+
+The first two are in the compute dtype; the last multiplies the result."""

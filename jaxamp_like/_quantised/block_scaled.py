@@ -1,0 +1,178 @@
+"""What rules for block-scaled formats have in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax.numpy as jnp
+
+from .._dtypes import DType, lowered
+from .._jax import is_explicitly_sharded
+from .._primitives.contractions import dot_numbers, exceeds_one, free_axes, summed_axes
+from .._rules import Decision, EightBits, Site
+from .._rules.bilinear import Bilinear
+from .._rules.passes import CastPass, Pass
+from .._rules.weights import gradient_of, is_parameter, weight_side
+from .axes import Axes, site_axes
+from .block_dot import contraction_of_blocks
+from .passes import Rounding
+from .rule import Quantising, low_of
+
+Side = Literal["operand", "weight", "cotangent"]
+"""What an operand of a contraction is."""
+
+
+@dataclass(frozen=True, repr=False)
+class BlockScaled(Quantising):
+    """A rule by which operands share scales in blocks along the sums.
+
+    A derived class says how an operand is rounded, by `rounding`."""
+
+    size: ClassVar[int]
+    """How many numbers share a scale."""
+
+    weight_gradient: Literal["blocks", "compute"] = "blocks"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weight_gradient not in ("blocks", "compute"):
+            raise ValueError(
+                "`weight_gradient` must be 'blocks' or 'compute', but got "
+                f"{self.weight_gradient!r}."
+            )
+        if not isinstance(self.emulate, bool):
+            raise TypeError(f"`emulate` must be a bool, but got {self.emulate!r}.")
+        super().__post_init__()
+
+    def rounding(self, side: Side, axes: Axes, of_weight: bool) -> Rounding:
+        """How an operand with these axes is rounded.
+
+        `of_weight` tells whether the contraction makes the gradient of a weight."""
+        raise NotImplementedError
+
+    def why_not(self, site: Site) -> str | None:
+        if site.primitive.name != "dot_general":
+            return f"there are no kernels of {site.primitive.name} in {self.name}"
+        of = gradient_of(site) if self.weight_gradient == "compute" else None
+        if of in ("weight", "either"):
+            perhaps = "perhaps " * (of == "either")
+            return f"{perhaps}a weight gradient, by the option `weight_gradient`"
+        if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
+            return "sums of a length that is not known can't be cut into blocks"
+        if any(map(is_explicitly_sharded, site.avals)):
+            return (
+                "blocks are not laid over axes of a mesh that are Explicit; Auto ones "
+                "and `shard_map` are no obstacle"
+            )
+        return super().why_not(site)
+
+    def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
+        of_weight = gradient_of(site) == "weight"
+        lhs, rhs = (
+            self.rounding(self._side(site, i), axes, of_weight)
+            for i, axes in enumerate(site_axes(site))
+        )
+        return lhs, rhs
+
+    def _side(self, site: Site, i: int) -> Side:
+        if site.is_cotangent(i):
+            return "cotangent"
+        is_weight = i == weight_side(site) and is_parameter(site.facts[i])
+        return "weight" if is_weight else "operand"
+
+    def gradients(self, site: Site, compute: Sequence[CastPass]) -> Sequence[Pass]:
+        return [
+            self._gradient(site, i) if kind == "blocks" else compute[i]
+            for i, kind in enumerate(self._kinds(site))
+        ]
+
+    def _kinds(self, site: Site) -> list[Literal["blocks", "compute"]]:
+        """How the gradients of both operands are made."""
+        shapes = [aval.shape for aval in site.avals]
+        free = free_axes(dot_numbers(site.params), shapes)
+        kinds: list[Literal["blocks", "compute"]] = [
+            # The gradient of one operand sums over the free axes of the other.
+            "blocks" if exceeds_one(axes) and has_lengths(axes) else "compute"
+            for axes in reversed(free)
+        ]
+        if self.weight_gradient == "compute":
+            kinds[weight_side(site)] = "compute"
+        return kinds
+
+    def _gradient(self, site: Site, i: int) -> Pass:
+        """The pass for the gradient of operand `i`, which reads the other one."""
+        of_weight = self._side(site, i) == "weight"
+        side: Side = "operand" if of_weight else self._side(site, 1 - i)
+        axes = site_axes(site)[1 - i]
+        both = (
+            self.rounding("cotangent", axes, of_weight),
+            self.rounding(side, axes, of_weight),
+        )
+        return self.rounded(site, i, both)
+
+    def rounding_of_cotangents(self, site: Site) -> Rounding | None:
+        """Of the result's cotangent, as the gradient of the left operand reads it."""
+        kinds = self._kinds(site)
+        if kinds == ["compute", "compute"]:
+            return None
+        lhs, rhs = site_axes(site)
+        to = dict(lhs.kept), dict(rhs.kept)
+        i = kinds.index("blocks")
+        summed, free = (
+            tuple(to[j][axis] for axis in one.free)
+            for j, one in ((1 - i, (lhs, rhs)[1 - i]), (i, (lhs, rhs)[i]))
+        )
+        batch = tuple(to[0][axis] for axis in lhs.batch)
+        kept = tuple((axis, n) for n, axis in enumerate((*batch, *free)))
+        return self.rounding(
+            "cotangent", Axes(summed, kept, batch), i == weight_side(site)
+        )
+
+    def product_dtype(self, dtype: DType) -> DType:
+        return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
+
+    def quantise(self, site: Site) -> Decision:
+        # A weight is rounded along two axes, and in the compute dtype is read faster.
+        reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
+        return super().quantise(site)._replace(reads=reads)
+
+    def product(
+        self,
+        fn: Bilinear,
+        operands: Sequence[Any],
+        numbers: Sequence[Any],
+        axes: Sequence[Axes],
+        dtype: DType,
+    ) -> Any:
+        del fn
+        return contraction_of_blocks(
+            operands,
+            numbers,
+            axes,
+            dtype=dtype,
+            format=self.name,
+            emulate=self.emulate,
+        )
+
+    def eight_bits(self, site: Site) -> EightBits:
+        elsewhere = "the same numbers in float32" if self.emulate else low_of(site).name
+        runs = (
+            "native on Blackwell GPUs; restored to 16 bits by XLA on older ones, which "
+            f"saves no time; {elsewhere} on other devices"
+        )
+        return EightBits(f"blocks of {self.size} x blocks of {self.size}", runs)
+
+    def why(self, site: Site) -> str:
+        low, kinds = low_of(site).name, self._kinds(site)
+        text = f"computes in {self.name}, a scale for each {self.size} numbers of a sum"
+        if kinds == ["compute", "compute"]:
+            return f"{text}; gradients in {low}"
+        if "compute" in kinds:
+            which = "left" if kinds[0] == "compute" else "right"
+            return f"{text}; the gradient of the {which} operand in {low}"
+        return text
+
+
+def has_lengths(axes: Sequence[Any]) -> bool:
+    """Whether the lengths of axes are numbers, and not symbols."""
+    return all(isinstance(length, int) for length in axes)

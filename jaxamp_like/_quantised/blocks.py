@@ -1,0 +1,276 @@
+"""Arrays as numbers of few bits, of which each block of a few has a scale.
+
+The blocks lie along the axes that a contraction sums over, so that both operands of a
+contraction are laid out alike: as `(batch, rows, summed)`, where each of the three is
+the product of some axes. What is summed over is padded with zeros to whole blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._dtypes import DType
+from .axes import Axes
+from .rotation import rotated, rotated_back
+from .scaled import largest_of
+
+_FLOAT32, _UINT32 = jnp.dtype("float32"), jnp.dtype("uint32")
+_MANTISSA = 23  # bits of float32's
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "tensor_scale"],
+    meta_fields=["shape", "axes", "signs"],
+)
+@dataclass(frozen=True)
+class Blocks:
+    """`x ≈ values * scales * tensor_scale`, in the layout `(batch, rows, summed)`.
+
+    Args:
+        values: the rounded numbers, padded to whole blocks.
+        scales: one for each block, `(batch, rows, blocks)`.
+        tensor_scale: a float32 for all of them, shaped `(1, 1, 1)`; `None` is 1.
+        shape: that of the array that was rounded.
+        axes: the axes of that array.
+        signs: those of a rotation of each block before it was rounded, if any."""
+
+    values: Any
+    scales: Any
+    tensor_scale: Any
+    shape: tuple[int, ...]
+    axes: Axes
+    signs: tuple[int, ...] | None = None
+
+    def restored(self) -> Any:
+        """The numbers that they stand for, in the shape of the array, in float32."""
+        rows = restored_rows(self.values, self.scales)
+        if self.tensor_scale is not None:
+            rows = rows * self.tensor_scale
+        if self.signs is not None:
+            size = len(self.signs)
+            blocks = rows.reshape(*rows.shape[:2], -1, size)
+            rows = rotated_back(blocks, 3, self.signs).reshape(rows.shape)
+        length = prod(self.shape[axis] for axis in self.axes.summed)
+        return _from_rows(rows[..., :length], self.shape, self.axes)
+
+
+def restored_rows(values: Any, scales: Any) -> Any:
+    """Values times the scales of their blocks, in float32, as they are contracted."""
+    size = values.shape[-1] // scales.shape[-1]
+    return values.astype(_FLOAT32) * jnp.repeat(scales.astype(_FLOAT32), size, axis=-1)
+
+
+class PowerOfTwoBlocks(NamedTuple):
+    """How an array is rounded to float8, with a power of two for each block.
+
+    Args:
+        dtype: the float8 dtype of the numbers.
+        axes: those of the array, by which blocks are laid.
+        rounds_up: whether a scale is so large that its block is within the format's
+            range. Else it is that of the standard: the largest number of a block may be
+            too large by an eighth, and saturates.
+        size: of a block."""
+
+    dtype: DType
+    axes: Axes
+    rounds_up: bool
+    size: int = 32
+
+    def along(self, axes: Axes) -> "PowerOfTwoBlocks":
+        return self._replace(axes=axes)
+
+    def batched(self, ndim: int) -> "PowerOfTwoBlocks":
+        del ndim
+        return self._replace(axes=self.axes.batched())
+
+    def __call__(self, x: Any) -> Blocks:
+        blocks, axes = _in_blocks(x, self.axes, self.size)
+        # Powers of two scale bfloat16 as exactly as float32, for half of the bytes.
+        dtype = blocks.dtype if blocks.dtype == jnp.bfloat16 else _FLOAT32
+        blocks = blocks.astype(dtype)
+        largest = np.float32(jnp.finfo(self.dtype).max)
+        amax = largest_of(blocks, axes.summed[1:])
+        exponents = _exponents(amax, largest, self.rounds_up)
+        # Both are powers of two within the normal numbers, and so exact.
+        inverse = _power_of_two(2 * _BIAS - exponents).astype(dtype)
+        bound = dtype.type(largest)
+        values = lax.clamp(-bound, blocks * inverse, bound).astype(self.dtype)
+        is_finite = lax.is_finite(amax)
+        # The scale of a block with an inf or a NaN is NaN, which is all of its bits.
+        bits = lax.select(is_finite, exponents, lax.full_like(exponents, 255))
+        scales = lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e8m0fnu)
+        rows = to_rows(values, axes), to_rows(scales, axes)
+        return Blocks(*rows, None, x.shape, self.axes)
+
+
+_BIAS = 127  # of the exponents of float32, and of float8_e8m0fnu
+
+
+def _exponents(amax: Any, largest: np.float32, rounds_up: bool) -> Any:
+    """The biased exponents of the scales of blocks, from their largest magnitudes."""
+    bits = lax.bitcast_convert_type(amax, _UINT32)
+    top = int(np.float32(largest).view(np.uint32))
+    if rounds_up:
+        # A mantissa above that of the largest number carries into the exponent.
+        bits = bits + np.uint32((1 << _MANTISSA) - 1 - top % (1 << _MANTISSA))
+    shift = np.uint32(_MANTISSA)
+    exponents = (bits >> shift).astype(jnp.int32) - (top >> _MANTISSA) + _BIAS
+    # The least normal number is the least scale: XLA makes smaller ones zero.
+    return lax.clamp(np.int32(1), exponents, np.int32(2 * _BIAS - 1))
+
+
+def _power_of_two(exponents: Any) -> Any:
+    bits = exponents.astype(_UINT32) << np.uint32(_MANTISSA)
+    return lax.bitcast_convert_type(bits, _FLOAT32)
+
+
+class TensorScaledBlocks(NamedTuple):
+    """How an array is rounded to float4, with a float8 scale for each block.
+
+    A float32 for the whole array brings the scales into the range of their format.
+
+    Args:
+        axes: those of the array, by which blocks are laid.
+        is_square: whether a block is as many rows high as it is long. Then a weight is
+            rounded to the same numbers whichever of its axes is summed over.
+        signs: by which each block is rotated before it is rounded, which evens out
+            what is large in it. Both operands of a contraction have to be.
+        seed: for numbers that are rounded up or down at random, by chances that keep
+            their mean; `None` rounds to the nearest.
+        size: of a block."""
+
+    axes: Axes
+    is_square: bool = False
+    signs: tuple[int, ...] | None = None
+    seed: int | None = None
+    size: int = 16
+
+    def along(self, axes: Axes) -> "TensorScaledBlocks":
+        return self._replace(axes=axes)
+
+    def batched(self, ndim: int) -> "TensorScaledBlocks":
+        del ndim
+        return self._replace(axes=self.axes.batched())
+
+    def __call__(self, x: Any) -> Blocks:
+        if self.is_square:
+            rows, axes = to_rows(x, self.axes), _ROWS
+            blocks, axes = _in_blocks(rows, axes, self.size)
+        else:
+            blocks, axes = _in_blocks(x, self.axes, self.size)
+        if self.signs is not None:
+            blocks = rotated(blocks, axes.summed[1], self.signs)
+        blocks = blocks.astype(_FLOAT32)
+        amax = largest_of(blocks, axes.summed[1:])
+        if self.is_square:
+            amax = _largest_of_rows(amax, self.size)
+        is_finite = lax.is_finite(amax)
+        largest = largest_of(lax.select(is_finite, amax, lax.full_like(amax, 0)))
+        # No scale below 2^-112: see `scaled`. There are products by reciprocals of one
+        # number, since XLA orders other products and quotients as it likes.
+        tensor = lax.max(largest * (1 / (_E4M3 * _E2M1)), np.float32(2.0**-112))
+        scales = amax * (1 / (tensor * _E2M1))
+        scales = lax.min(scales, lax.full_like(amax, _E4M3)).astype(jnp.float8_e4m3fn)
+        steps = scales.astype(_FLOAT32) * tensor
+        # Of a block that is too small for a scale of its own, nothing is left.
+        numbers = blocks * lax.select(steps > 0, 1 / steps, lax.full_like(steps, 0))
+        numbers = lax.clamp(-_E2M1, numbers, _E2M1)
+        chances = None if self.seed is None else _chances(numbers, self.seed)
+        values = _to_float4(numbers, chances).astype(jnp.float4_e2m1fn)
+        nan = lax.full_like(scales, jnp.nan)
+        scales = lax.select(is_finite, scales, nan)
+        rows = to_rows(values, axes), to_rows(scales, axes)
+        return Blocks(*rows, tensor.reshape(1, 1, 1), x.shape, self.axes, self.signs)
+
+
+_E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the formats
+
+
+def _largest_of_rows(amax: Any, size: int) -> Any:
+    """The largest magnitudes of blocks of `size` rows, for each row."""
+    batch, rows, blocks, _ = amax.shape
+    amax = jnp.pad(amax, [(0, 0), (0, -rows % size), (0, 0), (0, 0)])
+    amax = amax.reshape(batch, -1, size, blocks, 1).max(axis=2)
+    return jnp.repeat(amax, size, axis=1)[:, :rows]
+
+
+def _to_float4(x: Any, chances: Any) -> Any:
+    """Numbers of float4's range, rounded to it: to the nearest, or up by chances.
+
+    XLA's own cast may round to float16 first, and numbers near a half then wrongly."""
+    magnitude = jnp.abs(x)
+    step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
+    step = step.astype(_FLOAT32)
+    if chances is None:
+        return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    return jnp.sign(x) * jnp.floor(magnitude / step + chances) * step
+
+
+def _chances(x: Any, seed: int) -> Any:
+    """Numbers from 0 to 1, evenly distributed: a hash of numbers and their places.
+
+    It needs no key, and is the same however an array is laid over devices."""
+    word = lax.bitcast_convert_type(x, _UINT32) + np.uint32(seed % 2**32)
+    stride = 0x9E3779B1  # an odd number: each place then adds another one
+    for axis in reversed(range(x.ndim)):
+        place = lax.broadcasted_iota(_UINT32, x.shape, axis)
+        word = word + place * np.uint32(stride)
+        stride = stride * x.shape[axis] % 2**32
+    # The finalizer of MurmurHash3, by which each bit depends on all bits.
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        word = (word ^ (word >> np.uint32(shift))) * np.uint32(factor)
+    word = word ^ (word >> np.uint32(16))
+    return (word >> np.uint32(8)).astype(_FLOAT32) * np.float32(2.0**-24)
+
+
+# Layouts.
+
+
+def to_rows(x: Any, axes: Axes) -> Any:
+    """An array as `(batch, rows, summed)`."""
+    shape = [
+        prod(x.shape[axis] for axis in some)
+        for some in (axes.batch, axes.free, axes.summed)
+    ]
+    return x.transpose((*axes.batch, *axes.free, *axes.summed)).reshape(shape)
+
+
+def _from_rows(rows: Any, shape: Sequence[int], axes: Axes) -> Any:
+    order = (*axes.batch, *axes.free, *axes.summed)
+    there = rows.reshape([shape[axis] for axis in order])
+    return there.transpose([order.index(axis) for axis in range(len(shape))])
+
+
+_ROWS = Axes((2,), ((0, 0), (1, 1)), (0,))
+"""The axes of `(batch, rows, summed)`."""
+
+
+def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
+    """An array of which the summed axes are those of blocks and in blocks.
+
+    What is summed over is padded by zeros to whole blocks. All other axes stay where
+    they are, if those that are summed over are neighbours: numbers are moved about only
+    when they have few bits."""
+    first, number = axes.summed[0], len(axes.summed)
+    if axes.summed != tuple(range(first, first + number)):
+        return _in_blocks(to_rows(x, axes), _ROWS, size)
+    before, after = x.shape[:first], x.shape[first + number :]
+    length = prod(x.shape[first : first + number])
+    x = x.reshape(*before, length, *after)
+    x = jnp.pad(
+        x, [(0, -length % size if axis == first else 0) for axis in range(x.ndim)]
+    )
+
+    def now(axis: int) -> int:
+        return axis if axis < first else axis + 2 - number
+
+    kept = tuple((now(axis), to) for axis, to in axes.kept)
+    there = Axes((first, first + 1), kept, tuple(map(now, axes.batch)))
+    return x.reshape(*before, -(-length // size), size, *after), there
