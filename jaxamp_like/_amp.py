@@ -26,7 +26,7 @@ from ._amp_mistakes import (
 )
 from ._dtypes import DType, cast_as
 from ._errors import place_of, warn_or_raise
-from ._frameworks.mixed import holds_arrays, is_model, mixed_model
+from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import (
     are_partly_mapped,
@@ -73,6 +73,7 @@ from ._structural import Plan, Step, steps_of
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Model = TypeVar("_Model", bound=ModuleLike)
 
 
 class TracedCall(NamedTuple):
@@ -96,6 +97,17 @@ Run = Callable[[Planner, TracedCall], list[Any]]
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
 
 
+@overload
+def amp(
+    fn: _Model,
+    *,
+    compute_dtype: DTypeLike | None = ...,
+    amp_policy: PolicyLike | None = ...,
+    strict: bool = ...,
+    lean: bool = ...,
+    gather_once: bool | None = ...,
+    argnums: int | Sequence[int] | None = ...,
+) -> _Model: ...
 @overload
 def amp(
     fn: Callable[_P, _R],

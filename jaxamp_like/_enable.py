@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import optax
@@ -18,12 +18,15 @@ from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, settings_of
 from ._rewrite.switch import is_amp_disabled
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _ELSEWHERE = SETTINGS | {"dtype": "compute_dtype", "policy": "amp_policy"}
 
 
 @with_call_hints("enable_amp(loss_fn, optimizer, compute_dtype='float16')", _ELSEWHERE)
 def enable_amp(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[_P, _R],
     optimizer: optax.GradientTransformation,
     *,
     compute_dtype: DTypeLike | None = None,
@@ -31,7 +34,7 @@ def enable_amp(
     argnums: int | Sequence[int] | None = None,
     scaler: str | ArrayLike | Scaler | None = "auto",
     axis_name: AxisName = None,
-) -> tuple[Callable[..., Any], LossScaleOptimizer]:
+) -> tuple[Callable[_P, _R], LossScaleOptimizer]:
     """Makes a loss in mixed precision, and an optimizer that computes its gradients.
 
     In a `disable_amp()` block both compute what they would without this call, and the

@@ -9,7 +9,7 @@ All of its methods are mixed: a model that is trained by a method of its own, su
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import equinox as eqx
 import jax
@@ -19,6 +19,15 @@ from .._jax import is_array_or_shape
 from .nnx import is_nnx_module, is_node, nnx_options
 from .scopes import methods, new
 
+
+class _NnxModule(Protocol):
+    """What type checkers tell a `nnx.Module` by; Flax need not be installed."""
+
+    def set_attributes(self, *filters: Any, **attributes: Any) -> None: ...
+    def iter_modules(self) -> Any: ...
+
+
+ModuleLike = eqx.Module | _NnxModule
 Mix = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

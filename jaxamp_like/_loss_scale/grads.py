@@ -20,7 +20,9 @@ from .retry import retry
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
 
 
-def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
+def _scale_loss(
+    fun: Callable[..., Any], scaler: Scaler, has_aux: bool
+) -> Callable[..., Any]:
     name = getattr(fun, "__qualname__", repr(fun))
 
     @functools.wraps(fun, updated=())
@@ -58,8 +60,8 @@ def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def dynamic_scale_tx(
-    transform: Callable, redo_on_nan: int = 0, *, axis_name: AxisName = None
-) -> Callable:
+    transform: Callable[..., Any], redo_on_nan: int = 0, *, axis_name: AxisName = None
+) -> Callable[..., Any]:
     r"""Adds dynamic loss scaling to a transform that computes gradients.
 
     For a function with loss `L`, and a state with scale `s`, the gradients are
@@ -109,8 +111,8 @@ def dynamic_scale_tx(
     differentiate = of_nodes(transform)
 
     def scaled_transform(
-        fun: Callable, *, has_aux: bool = False, **kwargs: Any
-    ) -> Callable:
+        fun: Callable[..., Any], *, has_aux: bool = False, **kwargs: Any
+    ) -> Callable[..., Any]:
         _check_callable("fun", fun)
         if transform in _FILTERED and kwargs.get("argnums") is not None:
             raise ValueError(_ARGNUMS.format(kwargs["argnums"]))
@@ -125,8 +127,8 @@ def dynamic_scale_tx(
             if transform in _FILTERED and args:
                 _refuse_without_floats(args[0])
 
-            def backward_pass(state: Scaler) -> tuple[Any, Callable, Any]:
-                def scaled(fun: Callable) -> Callable:
+            def backward_pass(state: Scaler) -> tuple[Any, Callable[..., Any], Any]:
+                def scaled(fun: Callable[..., Any]) -> Callable[..., Any]:
                     scaled = _scale_loss(fun, state, has_aux)
                     return differentiate(scaled, has_aux=True, **kwargs)
 
@@ -163,14 +165,14 @@ def dynamic_scale_tx(
 
 
 def dynamic_scale_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: AxisName = None,
     **kwargs: Any,
-) -> Callable:
+) -> Callable[..., Any]:
     """Like `jax.grad`, with dynamic loss scaling; `dynamic_scale_tx` says what that is.
 
     Args:
@@ -202,14 +204,14 @@ def dynamic_scale_grad(
 
 
 def dynamic_scale_value_and_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: AxisName = None,
     **kwargs: Any,
-) -> Callable:
+) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, with dynamic loss scaling; see `dynamic_scale_tx`.
 
     Args:
@@ -265,7 +267,7 @@ def _refuse_without_floats(params: Any) -> None:
     )
 
 
-def _step_signature(fun: Callable) -> inspect.Signature:
+def _step_signature(fun: Callable[..., Any]) -> inspect.Signature:
     """The signature of `fun` with the state, by which `eqx.filter_jit` binds."""
     try:
         signature = inspect.signature(fun)

@@ -74,7 +74,7 @@ class Unscaled(metaclass=_Explaining):
     """
 
     __slots__ = ("_raw", "_value", "_verdict")
-    __array_priority__ = 1000.0  # NumPy's arrays leave arithmetic to this class
+    __array_priority__: float = 1000.0  # NumPy's arrays leave arithmetic to this class
 
     def __init__(self, value: Any):
         self._value = value

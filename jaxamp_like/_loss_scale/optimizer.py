@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -31,7 +31,9 @@ class LossScaleState(NamedTuple):
         scaler: the state of the loss scale.
         inner_state: the state of the wrapped optimizer."""
 
-    scaler: Scaler
+    # A `Scaler`: `Any`, so that a type checker lets `scaler.scaler` be read, which a
+    # `NoScaler` has not, without a test for that.
+    scaler: Any
     inner_state: Any
 
 
@@ -40,21 +42,31 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     Its `update` only takes gradients of its `value_and_grad` or `grad`."""
 
+    if TYPE_CHECKING:  # the fields of Optax, with the type that the state has here
+
+        def init(self, params: Any) -> LossScaleState: ...  # pyright: ignore
+
+        def update(  # pyright: ignore
+            self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, LossScaleState]: ...
+
     axis_name: AxisName = None
     scales: bool = True
     # Makes a context for each call of a loss, from the loss and its arguments.
-    watch: Callable[[Callable, Any, Any], AbstractContextManager[None]] | None = None
+    watch: (
+        Callable[[Callable[..., Any], Any, Any], AbstractContextManager[None]] | None
+    ) = None
 
     @with_call_hints("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
         self,
-        fun: Callable,
+        fun: Callable[..., Any],
         opt_state: Any,
         *,
         has_aux: bool = False,
         filter: bool = True,
         **kwargs: Any,
-    ) -> Callable:
+    ) -> Callable[..., tuple[Any, Any]]:
         """Like `jax.value_and_grad`, with the loss scaled by the scale in `opt_state`.
 
         Value and gradients are true ones: the loss as `fun` computed it, and its
@@ -93,13 +105,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     @with_call_hints("tx.grad(loss_fn, opt_state)(params, batch)")
     def grad(
         self,
-        fun: Callable,
+        fun: Callable[..., Any],
         opt_state: Any,
         *,
         has_aux: bool = False,
         filter: bool = True,
         **kwargs: Any,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """Like `jax.grad`, with the loss scaled; see `value_and_grad`.
 
         Args:
@@ -120,13 +132,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def _scaled(
         self,
-        transform: Callable,
-        fun: Callable,
+        transform: Callable[..., Any],
+        fun: Callable[..., Any],
         opt_state: Any,
         has_aux: bool,
         options: dict[str, Any],
         place: int | None,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """`transform(fun, **options)` of the scaled loss, with marked gradients.
 
         The gradients are at index `place` of the results; if `place` is `None`, they

@@ -73,7 +73,7 @@ class PolicyMap(Mapping[Any, Policy]):
                 "`PolicyMap('mixed_bfloat16', {path: policy})`. But got "
                 f"{short(default_policy)}."
             )
-        self.default_policy = get_policy(default_policy)
+        self.default_policy: Policy = get_policy(default_policy)
         if not isinstance(policy_map, Mapping | None):
             raise TypeError(
                 "`policy_map` must be a dict of paths or regular expressions to "
