@@ -67,7 +67,7 @@ updates, opt_state = tx.update(grads, opt_state)
 same: jax.Array = _jaxamp_like.amp(compute_dtype="float16")(loss)(value, 2.0)
 model = _jaxamp_like.amp(equinox.nn.Linear(2, 2, key=jax.random.key(0)))
 print(model.weight, _jaxamp_like.guard_step(loss)(value, 2.0))
-print(_jaxamp_like.amp_stop(loss)(value, 2.0))
+print(_jaxamp_like.amp_stop(loss)(value, 2.0), _jaxamp_like.__version__.split("."))
 """
 
 
