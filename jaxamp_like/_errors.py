@@ -24,13 +24,16 @@ class AmpWarning(UserWarning):
     """Something was left in the author's dtypes that the user may expect to be low."""
 
 
-_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, str(jax.__file__)))
+# The folders that neither hold the user's own code nor that of other libraries.
+OURS_AND_JAX = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (__file__, str(jax.__file__))
+)
 
 
 def _stack_level() -> int:
     """The stack level of the innermost line that is neither ours nor JAX's."""
     frame, level = sys._getframe(2), 2
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS_AND_JAX):
         frame, level = frame.f_back, level + 1
     return level
 
