@@ -25,7 +25,7 @@ from ._amp_mistakes import (
     report_of_hidden_parameters,
 )
 from ._dtypes import DType, cast_as
-from ._errors import place_of, warn_or_raise
+from ._errors import hiding_frames, place_of, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import (
@@ -312,6 +312,10 @@ def amp_by(
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
+        with hiding_frames:
+            return mixed(args, kwargs)
+
+    def mixed(args, kwargs):
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
@@ -453,6 +457,7 @@ def _report_unused(
 def amp_stop(fn: _F) -> _F: ...
 @overload
 def amp_stop(fn: None = None) -> Any: ...
+@hiding_frames
 def amp_stop(fn: Any = None) -> Any:
     """Keeps what is inside in the dtypes that its author wrote, backward pass included.
 
@@ -500,9 +505,10 @@ def _stopped(fn: Any) -> Any:
 
     @functools.wraps(fn, assigned=_names(fn))
     def stopped(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(AMP_STOP[0]):
-            out = fn(*args, **kwargs)
-        refuse_results_of_later(fn, out)
-        return out
+        with hiding_frames:
+            with jax.named_scope(AMP_STOP[0]):
+                out = fn(*args, **kwargs)
+            refuse_results_of_later(fn, out)
+            return out
 
     return stopped

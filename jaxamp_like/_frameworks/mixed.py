@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 
 from .._amp_mistakes import computes_later
+from .._errors import hiding_frames
 from .._jax import is_array_or_shape
 from .nnx import is_nnx_module, is_node, nnx_options
 from .scopes import methods, new
@@ -89,6 +90,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredI
         rewritten = mix.value(body)
 
         @functools.wraps(fn)
+        @hiding_frames
         def method(self, *args, **kwargs):
             plain = self if of_nnx else _as_instance(self, cls)
             out = rewritten(plain, *args, **kwargs)

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 from jax import Array
 
+from .._errors import hiding_frames
 from .._frameworks.nnx import nnx_nodes
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
@@ -59,6 +60,7 @@ def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
     )
 
 
+@hiding_frames
 def dynamic_scale_tx(
     transform: Callable[..., Any], redo_on_nan: int = 0, *, axis_name: AxisName = None
 ) -> Callable[..., Any]:
@@ -110,6 +112,7 @@ def dynamic_scale_tx(
     redo = _check_redo(redo_on_nan)
     differentiate = of_nodes(transform)
 
+    @hiding_frames
     def scaled_transform(
         fun: Callable[..., Any], *, has_aux: bool = False, **kwargs: Any
     ) -> Callable[..., Any]:
@@ -119,6 +122,7 @@ def dynamic_scale_tx(
         transform(fun, has_aux=True, **kwargs)  # a wrong keyword fails now, not later
 
         @functools.wraps(fun, updated=())
+        @hiding_frames
         def step(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
@@ -164,6 +168,7 @@ def dynamic_scale_tx(
     return scaled_transform
 
 
+@hiding_frames
 def dynamic_scale_grad(
     fun: Callable[..., Any],
     *,
@@ -203,6 +208,7 @@ def dynamic_scale_grad(
     return scaled(fun, has_aux=has_aux, **kwargs)
 
 
+@hiding_frames
 def dynamic_scale_value_and_grad(
     fun: Callable[..., Any],
     *,

@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import warn_or_raise
+from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
@@ -156,6 +156,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         step = scaled(fun, has_aux=has_aux, **options)
 
         @functools.wraps(fun, updated=())
+        @hiding_frames
         def judged(*args: Any, **kwargs: Any) -> Any:
             watch = self.watch or (lambda *call: nullcontext())
             with _scaling_by(scaler), watch(fun, args, kwargs):
@@ -231,6 +232,7 @@ def loss_scale_optimizer(
         else optimizer
     ).update
 
+    @hiding_frames
     def init(params: Any) -> LossScaleState:
         inner_state = initialised(optimizer, params)
         if _scale_states(inner_state):
@@ -238,6 +240,7 @@ def loss_scale_optimizer(
         # New arrays for each run: a jitted step may have had the last ones donated.
         return LossScaleState(jax.tree.map(jnp.copy, first), inner_state)
 
+    @hiding_frames
     def update(
         grads: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
@@ -272,6 +275,7 @@ def loss_scale_optimizer(
     return wrapped
 
 
+@hiding_frames
 def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     """A loss times the scale that an optimizer's state holds.
 
@@ -310,6 +314,7 @@ def _scaling_by(scaler: Scaler) -> Iterator[None]:
         _scales.reset(token)
 
 
+@hiding_frames
 def unscale_grads(grads: Any, opt_state: Any) -> Any:
     """Unscales gradients of a loss that `scale_loss` has scaled, for `update`.
 

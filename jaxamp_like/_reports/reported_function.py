@@ -7,6 +7,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from .._amp import amp
+from .._errors import hiding_frames
 from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
 from .._parameters import after_model, as_argnums, positions_of
@@ -84,7 +85,8 @@ class ReportedFunction:
         """`report`, with the name, the docstring and the signature of the function."""
         names = ("__module__", "__name__", "__qualname__", "__doc__")
         assigned = [n for n in names if isinstance(getattr(self.fn, n, None), str)]
-        return functools.wraps(self.fn, assigned=assigned, updated=())(report)
+        wrapper = functools.wraps(self.fn, assigned=assigned, updated=())
+        return wrapper(hiding_frames(report))
 
 
 def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
