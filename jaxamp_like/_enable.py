@@ -70,6 +70,11 @@ def enable_amp(
             "`loss_fn` is an optimizer. The loss comes first: "
             "`enable_amp(loss_fn, optimizer)`."
         )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function, but was given a {type(loss_fn).__name__}. "
+            "Give the loss, not what it returns: `enable_amp(loss_fn, optimizer)`."
+        )
     narrow = settings_of(amp_policy, compute_dtype).compute_dtype == jnp.float16
     if isinstance(scaler, str) and scaler == "auto":
         scaler = "dynamic" if narrow else None

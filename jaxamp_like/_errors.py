@@ -98,6 +98,15 @@ def _stack_level() -> int:
     return level
 
 
+def how_to_install(package: str, extra: str) -> str:
+    """What to run where a package of an extra is missing, on an index or in a clone."""
+    return (
+        f"Run `pip install {package}`. All of the extra {extra!r} comes with `pip "
+        f"install 'jaxamp_like[{extra}]'`, or in a clone of the repository with `pip "
+        f"install -e '.[{extra}]'`."
+    )
+
+
 _seen: set[Hashable] = set()
 
 
@@ -166,6 +175,21 @@ def explaining_misfits(
         return checked
 
     return decorate
+
+
+def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: where arguments don't fit, the error shows a call that does."""
+    return explaining_misfits(example.split("(")[0], lambda *_: [f"Write `{example}`."])
+
+
+def listing_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A decorator: where arguments don't fit, the error names those that there are."""
+
+    def hints(parameters: Mapping[str, Any], *_: Any) -> list[str]:
+        names = ", ".join(f"`{name}`" for name in parameters)
+        return [f"Its arguments are {names}, each given by its name."]
+
+    return explaining_misfits(function.__name__, hints)(function)
 
 
 def without_derivative(message: str) -> Callable[[Any], Any]:

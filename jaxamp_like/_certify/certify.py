@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._errors import hiding_frames
+from .._errors import showing_call
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
 from .._jax import traced_afresh
@@ -24,7 +24,7 @@ from .records import Certified
 from .tie import Tied, tie
 
 
-@hiding_frames
+@showing_call("certify(amp(step, compute_dtype='bfloat16'), *arguments)")
 def certify(
     step: Any, *args: Any, device: Any = None, lock: str | Path | None = None
 ) -> Certificate:

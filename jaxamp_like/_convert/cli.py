@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from .extra import INSTALL
+from .._errors import how_to_install
 
 try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 except ImportError as e:
-    sys.exit(f"The command line needs {e.name}, which is not installed. {INSTALL}")
+    package = (e.name or "typer").partition(".")[0]
+    how = how_to_install(package, "convert")
+    sys.exit(f"The command line needs {package}, which is not installed. {how}")
 
 from .._certify.certify import certify
 from .._errors import AmpError

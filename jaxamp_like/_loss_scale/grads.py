@@ -14,6 +14,7 @@ from .._errors import hiding_frames
 from .._frameworks.nnx import nnx_nodes
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
+from .calls import with_call_hints
 from .groups import merge_groups, split_groups
 from .nodes import NnxCall, of_nodes
 from .packing import ScaledAux, pack, unpack
@@ -60,7 +61,7 @@ def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
     )
 
 
-@hiding_frames
+@with_call_hints("dynamic_scale_tx(jax.value_and_grad)")
 def dynamic_scale_tx(
     transform: Callable[..., Any], redo_on_nan: int = 0, *, axis_name: AxisName = None
 ) -> Callable[..., Any]:
@@ -119,7 +120,17 @@ def dynamic_scale_tx(
         _check_callable("fun", fun)
         if transform in _FILTERED and kwargs.get("argnums") is not None:
             raise ValueError(_ARGNUMS.format(kwargs["argnums"]))
-        transform(fun, has_aux=True, **kwargs)  # a wrong keyword fails now, not later
+        try:  # a wrong keyword fails now, not later
+            # Equinox hands keywords on to `jax.grad`, and only when it is called.
+            (jax.grad if transform in _FILTERED else transform)(
+                fun, has_aux=True, **kwargs
+            )
+        except TypeError as e:
+            raise TypeError(
+                "`transform(fun, has_aux=True"
+                f"{''.join(f', {name}=...' for name in kwargs)})` fails: {e}.\nGive a "
+                "transform that is called as `jax.grad` is, and keywords that it takes."
+            ) from None
 
         @functools.wraps(fun, updated=())
         @hiding_frames
@@ -168,7 +179,7 @@ def dynamic_scale_tx(
     return scaled_transform
 
 
-@hiding_frames
+@with_call_hints("dynamic_scale_grad(loss_fn)")
 def dynamic_scale_grad(
     fun: Callable[..., Any],
     *,
@@ -208,7 +219,7 @@ def dynamic_scale_grad(
     return scaled(fun, has_aux=has_aux, **kwargs)
 
 
-@hiding_frames
+@with_call_hints("dynamic_scale_value_and_grad(loss_fn)")
 def dynamic_scale_value_and_grad(
     fun: Callable[..., Any],
     *,
@@ -285,8 +296,15 @@ def _step_signature(fun: Callable[..., Any]) -> inspect.Signature:
 
 
 def _check_callable(name: str, x: Any) -> None:
-    if not callable(x):
-        raise TypeError(f"`{name}` must be callable, but was given {x!r}.")
+    if callable(x):
+        return
+    if hasattr(x, "init") and hasattr(x, "update"):
+        instead = "An optimizer is wrapped by `loss_scale_optimizer(optimizer)`."
+    elif name == "transform":
+        instead = "Give a transform, such as `jax.grad`."
+    else:
+        instead = "Give the loss itself, not what it returns."
+    raise TypeError(f"`{name}` must be callable, but was given {x!r}.\n{instead}")
 
 
 def _check_redo(redo_on_nan: Any) -> int:
@@ -307,13 +325,17 @@ def _check_state(state: Any) -> Any:
     if state is None:
         raise TypeError(
             "The keyword `dynamic_scaler_state` is missing.\nBegin with "
-            "`DynamicScalerState()`, then pass on the state that each step returns."
+            "`DynamicScalerState()`, then pass on the state that each step returns. It "
+            "is given by its name: `step(params, batch, dynamic_scaler_state=state)`."
         )
     leaves = jax.tree.leaves(state, is_leaf=is_scaler)
     if not leaves or not all(map(is_scaler, leaves)):
         raise TypeError(
             "`dynamic_scaler_state` must be a `DynamicScalerState`, but was given a "
-            f"{type(state).__name__}.\nIf that is all that a step returned, take its "
+            f"{type(state).__name__}.\n"
+            + "It holds one: give its `.scaler`. "
+            * hasattr(state, "inner_state")
+            + "If that is all that a step returned, take its "
             "first part: a step returns `(next_state, results)`. If it comes from a "
             "checkpoint, `restore_scaler` makes a state of it."
         )

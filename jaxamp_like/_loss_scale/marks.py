@@ -203,6 +203,24 @@ def _named(grads: Any, are: Callable[[Any], bool]) -> str:
     return ", ".join(f"`grads{path}`" for path in paths[:3])
 
 
+def refuse_other_results(grads: Any) -> None:
+    """Raises for the pair that `value_and_grad` returns, or for nothing."""
+    is_pair = type(grads) is tuple and len(grads) == 2 and not _marks(grads[0])
+    values = jax.tree.leaves(grads[0]) if is_pair else []
+    is_pair = any(map(eqx.is_inexact_array_like, values)) and _marks(grads[1])
+    if is_pair or grads is None:
+        raise TypeError(
+            f"`grads`, the first argument of `update`, was given "
+            f"{'a pair' if is_pair else 'None'}.\n`tx.value_and_grad(loss_fn, "
+            "opt_state)(...)` returns `(loss, grads)`: give the gradients alone, "
+            "`tx.update(grads, opt_state, params)`."
+        )
+
+
+def _marks(grads: Any) -> bool:
+    return bool(_named(grads, _is_marked))
+
+
 def refuse_unmarked(grads: Any) -> None:
     """Raises for gradients that do not say that they come from a scaled loss."""
     if named := _named(grads, eqx.is_inexact_array):

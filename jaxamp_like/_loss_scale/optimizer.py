@@ -20,7 +20,15 @@ from .arithmetic import all_finite, checked_loss, chosen
 from .calls import with_call_hints
 from .grads import dynamic_scale_tx
 from .initialising import initialised
-from .marks import Verdict, marked, read, refuse_unmarked, refuse_unscaled, unmarked
+from .marks import (
+    Verdict,
+    marked,
+    read,
+    refuse_other_results,
+    refuse_unmarked,
+    refuse_unscaled,
+    unmarked,
+)
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler, static_scaler
 
 
@@ -56,6 +64,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     watch: (
         Callable[[Callable[..., Any], Any, Any], AbstractContextManager[None]] | None
     ) = None
+
+    def __getattr__(self, name: str) -> Any:
+        hint = _ELSEWHERE.get(name)
+        hint = f" Write `{hint}`." if hint else ""
+        raise AttributeError(
+            f"{type(self).__name__!r} has no attribute {name!r}.{hint}"
+        )
 
     @with_call_hints("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
@@ -232,7 +247,7 @@ def loss_scale_optimizer(
         else optimizer
     ).update
 
-    @hiding_frames
+    @with_call_hints("tx.init(params)")
     def init(params: Any) -> LossScaleState:
         inner_state = initialised(optimizer, params)
         if _scale_states(inner_state):
@@ -240,11 +255,12 @@ def loss_scale_optimizer(
         # New arrays for each run: a jitted step may have had the last ones donated.
         return LossScaleState(jax.tree.map(jnp.copy, first), inner_state)
 
-    @hiding_frames
+    @with_call_hints("tx.update(grads, opt_state, params)")
     def update(
         grads: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
-        scaler, inner_state = _checked_state(state)
+        scaler, inner_state = _checked_state(state, params)
+        refuse_other_results(grads)
         if isinstance(scaler, DynamicScalerState):
             refuse_unmarked(grads)
         grads, finite = read(grads, axis_name)
@@ -396,6 +412,19 @@ _NO_LONGER = (
     "float16, take `opt_state._replace(scaler=DynamicScalerState())`; to go on without "
     "a scale, give the optimizer `scaler=None`."
 )
+_UPDATE = "updates, opt_state = tx.update(grads, opt_state, params)"
+_GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
+# What PyTorch's scaler and the optimizers of PyTorch, Flax and Keras have instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), _UPDATE),
+    **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), _GRADIENT),
+}
+_STATE_LAST = "The parameters come last: `tx.update(grads, opt_state, params)`."
+_STATE_SECOND = (
+    f"Write `{_UPDATE}`, where "
+    "`opt_state` begins as `tx.init(params)`. To go on from a checkpoint without a "
+    "scale, take `tx.init(params)._replace(inner_state=...)`."
+)
 _SEVERAL = (
     "A loss has one scale. Put what gives each part of the parameters an optimizer of "
     "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
@@ -446,12 +475,12 @@ def _first_state(scaler: Any) -> Scaler:
     return static_scaler(scaler)
 
 
-def _checked_state(state: Any) -> LossScaleState:
+def _checked_state(state: Any, params: Any) -> LossScaleState:
     if not isinstance(state, LossScaleState):
+        instead = _STATE_LAST if isinstance(params, LossScaleState) else _STATE_SECOND
         raise TypeError(
-            "`update` of a `loss_scale_optimizer` was given a state of type "
-            f"{type(state).__name__}, and needs the `LossScaleState` that its `init` "
-            "or its last `update` returned.\nTo go on from a checkpoint without one, "
-            "take `init(params)._replace(inner_state=...)`."
+            "`state`, the second argument of `update` of a `loss_scale_optimizer`, is "
+            "the `LossScaleState` that its `init` or its last `update` returned, but "
+            f"it was given a {type(state).__name__}.\n{instead}"
         )
     return state

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._dtypes import DType
-from .._errors import AmpError, hiding_frames
+from .._errors import AmpError, showing_call
 from .._jax import Primitive
 from .._rules import Match
 from .._rules.user_rules import short
@@ -56,7 +56,7 @@ class PolicyMap(Mapping[Any, Policy]):
 
     It is modelled on Keras' `DTypePolicyMap`."""
 
-    @hiding_frames
+    @showing_call("PolicyMap('mixed_bfloat16', {path: policy})")
     def __init__(
         self,
         default_policy: Policy | str,

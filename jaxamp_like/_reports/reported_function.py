@@ -11,6 +11,7 @@ from .._errors import hiding_frames
 from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
 from .._parameters import after_model, as_argnums, positions_of
+from .._policies.mistakes import refuse_what_is_no_function
 from .._rewrite.record import Recorder
 from .call import FlatCall, flat_call
 
@@ -32,11 +33,7 @@ class ReportedFunction:
         lean: bool,
         argnums: int | Sequence[int] | None,
     ):
-        if not callable(fn):
-            raise TypeError(
-                f"`fn` must be callable, but got {type(fn).__name__}. Write "
-                f"`{reporter}(fn)(x)`, not `{reporter}(fn(x))`."
-            )
+        refuse_what_is_no_function(fn, reporter)
         self.fn = fn
         self.is_given = (
             compute_dtype is not None or amp_policy is not None or strict or lean
