@@ -86,7 +86,7 @@ def enable_amp(
             'gradients below 6e-8 become zero. Leave `scaler` at "auto", or compute in '
             "bfloat16.",
             AmpWarning,
-            stacklevel=2,
+            stacklevel=3,  # beyond the decorator
         )
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
     if not is_amp_disabled():
