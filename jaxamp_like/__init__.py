@@ -36,6 +36,7 @@ from ._policies.settings import (
 )
 from ._reports import explain as explain, trace_numerics as trace_numerics
 from ._rewrite.switch import disable_amp as disable_amp
+from ._version import version as _found_version
 from .scaling import (
     DynamicScalerState as DynamicScalerState,
     all_finite as all_finite,
@@ -100,12 +101,26 @@ _ELSEWHERE = {
 }
 
 
+__version__: str  # read when it is asked for
+_HOMES = rules, presets, scaling, reports, inference
+
+
+def __dir__() -> list[str]:
+    """What TAB offers: neither private modules nor what this module imports."""
+    return [
+        "__version__",
+        *__all__,
+        *(home.__name__[len(__name__) + 1 :] for home in _HOMES),
+    ]
+
+
 def __getattr__(name: str) -> Any:
-    homes = rules, presets, scaling, reports, inference
-    for home in homes:
+    if name == "__version__":
+        return _found_version()
+    for home in _HOMES:
         if name in home.__all__:
             return getattr(home, name)
-    known = {*__all__}.union(*(home.__all__ for home in homes))
+    known = {*__all__}.union(*(home.__all__ for home in _HOMES))
     close = [_ELSEWHERE.get(name), *get_close_matches(name, known, 1)]
     found = next(filter(None, close), None) if not name.startswith("_") else None
     hint = f". Did you mean {found!r}?" if found else ""

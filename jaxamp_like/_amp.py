@@ -25,8 +25,8 @@ from ._amp_mistakes import (
     report_of_hidden_parameters,
 )
 from ._dtypes import DType, cast_as
-from ._errors import place_of, warn_or_raise
-from ._frameworks.mixed import holds_arrays, is_model, mixed_model
+from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
+from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import (
     are_partly_mapped,
@@ -42,7 +42,12 @@ from ._jax import (
 from ._parameters import Argnums, after_model, argnums_of, as_argnums, origins_of
 from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
-from ._policies.mistakes import lowers_nothing, naming_mistakes, report_of_no_lowering
+from ._policies.mistakes import (
+    lowers_nothing,
+    naming_mistakes,
+    refuse_what_is_no_function,
+    report_of_no_lowering,
+)
 from ._policies.policy_map import PolicyMap
 from ._policies.settings import (
     PolicyLike,
@@ -73,6 +78,7 @@ from ._structural import Plan, Step, steps_of
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
+_Model = TypeVar("_Model", bound=ModuleLike)
 
 
 class TracedCall(NamedTuple):
@@ -96,6 +102,17 @@ Run = Callable[[Planner, TracedCall], list[Any]]
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
 
 
+@overload
+def amp(
+    fn: _Model,
+    *,
+    compute_dtype: DTypeLike | None = ...,
+    amp_policy: PolicyLike | None = ...,
+    strict: bool = ...,
+    lean: bool = ...,
+    gather_once: bool | None = ...,
+    argnums: int | Sequence[int] | None = ...,
+) -> _Model: ...
 @overload
 def amp(
     fn: Callable[_P, _R],
@@ -210,12 +227,8 @@ def amp(
         )
     refuse_unbound(fn)
     refuse_initialising(fn)
-    if not callable(fn):
-        raise TypeError(
-            f"`fn` must be callable, but got {type(fn).__name__}. Write `amp(fn)(x)`, "
-            "not `amp(fn(x))`."
-        )
-    inner = _COMPUTE_DTYPES.get(fn) if inspect.isfunction(fn) else None
+    refuse_what_is_no_function(fn, "amp")
+    inner = compute_dtype_of(fn)
     is_said = compute_dtype is not None or amp_policy is not None
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
@@ -241,6 +254,11 @@ def amp(
     given["argnums"] = argnums
     again = functools.partial(_amp_again, global_policy(), given)
     return mixed_model(fn, options, options.mix, again)
+
+
+def compute_dtype_of(fn: Any) -> DType | None:
+    """The compute dtype of a function that `amp` has made; `None` for others."""
+    return _COMPUTE_DTYPES.get(fn) if inspect.isfunction(fn) else None
 
 
 class _Options(NamedTuple):
@@ -300,6 +318,10 @@ def amp_by(
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
+        with hiding_frames:
+            return mixed(args, kwargs)
+
+    def mixed(args, kwargs):
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
@@ -441,6 +463,7 @@ def _report_unused(
 def amp_stop(fn: _F) -> _F: ...
 @overload
 def amp_stop(fn: None = None) -> Any: ...
+@showing_call("amp_stop(fn)")
 def amp_stop(fn: Any = None) -> Any:
     """Keeps what is inside in the dtypes that its author wrote, backward pass included.
 
@@ -488,9 +511,10 @@ def _stopped(fn: Any) -> Any:
 
     @functools.wraps(fn, assigned=_names(fn))
     def stopped(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(AMP_STOP[0]):
-            out = fn(*args, **kwargs)
-        refuse_results_of_later(fn, out)
-        return out
+        with hiding_frames:
+            with jax.named_scope(AMP_STOP[0]):
+                out = fn(*args, **kwargs)
+            refuse_results_of_later(fn, out)
+            return out
 
     return stopped

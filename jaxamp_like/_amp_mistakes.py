@@ -113,6 +113,13 @@ def is_lazy(x: Any) -> bool:
 
 def refuse_lazy_results(fn: Any, outs: list[Any]) -> None:
     """Raises for results that would compute outside of `amp`."""
+    if (len(outs) == 1 and inspect.isroutine(outs[0])) or _is_jitted(outs):
+        name = getattr(fn, "__name__", "jit")
+        raise TypeError(
+            f"{_named(fn)} returns a function, which computes when it is called: "
+            f"outside of `amp`, as it is written. Write `{name}(amp(fn))`, not "
+            f"`amp({name})(fn)`; of a function that makes functions, mix what it makes."
+        )
     for x in filter(is_lazy, outs):
         raise TypeError(
             f"{_named(fn)} returns a {type(x).__name__}, which computes when it is "
@@ -140,6 +147,13 @@ def refuse_what_cannot_be_stopped(fn: Any) -> None:
             "it has made an object, outside of `amp_stop`. Write `@amp_stop` above its "
             "methods, such as `__call__`."
         )
+
+
+def _is_jitted(outs: list[Any]) -> bool:
+    return len(outs) == 1 and isinstance(outs[0], _JITTED)
+
+
+_JITTED = type(jax.jit(lambda: None))
 
 
 @contextmanager
@@ -189,18 +203,33 @@ once, where it is made, or around the transform: `amp(step)`, where `step(model,
 begins with `model = scope_modules(model)` and takes the gradient after it."""
 
 
+_OF_INTEGERS = "grad requires real- or complex-valued inputs"
+_INTEGERS = """\
+Parameters that are trained are floating-point: `jnp.asarray(w, jnp.float32)`. Where
+integers stand beside them, `equinox.filter_grad` differentiates by the others alone, as
+`value_and_grad` of the optimizer of `enable_amp` does."""
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
 @contextmanager
 def explaining_tracing() -> Iterator[None]:
     """Adds a note to JAX's errors, once, that says what they mean within `amp`."""
     try:
         yield
     except _CONCRETE as error:
-        if _NOTE not in getattr(error, "__notes__", ()):
+        if _NOTE not in _notes(error):
             error.add_note(_NOTE)
         raise
     except jax.errors.UnexpectedTracerError as error:
-        if RULE_CLOSES_OVER not in getattr(error, "__notes__", ()):
+        if RULE_CLOSES_OVER not in _notes(error):
             error.add_note(RULE_CLOSES_OVER)
+        raise
+    except TypeError as error:  # from `jax.grad` inside of the function
+        if str(error).startswith(_OF_INTEGERS) and _INTEGERS not in _notes(error):
+            error.add_note(_INTEGERS)
         raise
     except ValueError as error:  # from Flax, whose message only names two classes
         if "Expected a node of type" in str(error):

@@ -48,7 +48,7 @@ _EIGHT_BITS = re.compile(r"(u?int|float|fp|mxfp)[48]\b")  # these are no compute
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """A question that names the `known` name closest to `name`; "" if none is close."""
-    close = get_close_matches(str(name), [*known], 1)
+    close = get_close_matches(str(name).lower(), [*known], 1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

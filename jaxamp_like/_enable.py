@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import optax
@@ -18,12 +18,15 @@ from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, settings_of
 from ._rewrite.switch import is_amp_disabled
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _ELSEWHERE = SETTINGS | {"dtype": "compute_dtype", "policy": "amp_policy"}
 
 
 @with_call_hints("enable_amp(loss_fn, optimizer, compute_dtype='float16')", _ELSEWHERE)
 def enable_amp(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[_P, _R],
     optimizer: optax.GradientTransformation,
     *,
     compute_dtype: DTypeLike | None = None,
@@ -31,7 +34,7 @@ def enable_amp(
     argnums: int | Sequence[int] | None = None,
     scaler: str | ArrayLike | Scaler | None = "auto",
     axis_name: AxisName = None,
-) -> tuple[Callable[..., Any], LossScaleOptimizer]:
+) -> tuple[Callable[_P, _R], LossScaleOptimizer]:
     """Makes a loss in mixed precision, and an optimizer that computes its gradients.
 
     In a `disable_amp()` block both compute what they would without this call, and the
@@ -67,6 +70,11 @@ def enable_amp(
             "`loss_fn` is an optimizer. The loss comes first: "
             "`enable_amp(loss_fn, optimizer)`."
         )
+    if not callable(loss_fn):
+        raise TypeError(
+            f"`loss_fn` must be a function, but was given a {type(loss_fn).__name__}. "
+            "Give the loss, not what it returns: `enable_amp(loss_fn, optimizer)`."
+        )
     narrow = settings_of(amp_policy, compute_dtype).compute_dtype == jnp.float16
     if isinstance(scaler, str) and scaler == "auto":
         scaler = "dynamic" if narrow else None
@@ -78,7 +86,7 @@ def enable_amp(
             'gradients below 6e-8 become zero. Leave `scaler` at "auto", or compute in '
             "bfloat16.",
             AmpWarning,
-            stacklevel=2,
+            stacklevel=3,  # beyond the decorator
         )
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
     if not is_amp_disabled():

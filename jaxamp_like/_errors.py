@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import sys
+import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,15 +25,86 @@ class AmpWarning(UserWarning):
     """Something was left in the author's dtypes that the user may expect to be low."""
 
 
-_OURS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, str(jax.__file__)))
+_OURS, _JAX = (f"{Path(str(file)).parent}{os.sep}" for file in (__file__, jax.__file__))
+# The folders that neither hold the user's own code nor that of other libraries.
+OURS_AND_JAX = _OURS, _JAX
+
+
+class _HidingFrames:
+    """Frames of this package are left out of the traceback of an error.
+
+    A context, and a decorator. An error of the user's function then shows the user's
+    own lines, and an error of this package ends in the line of the user that it is
+    about. JAX does the same with its frames, and has a setting for it, which holds for
+    this package too: JAX_TRACEBACK_FILTERING=off shows them all.
+
+    It needs nothing private: since Python 3.11, a `with` block that an error leaves
+    raises it again with the traceback that the error has then."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        mode = jax.config.jax_traceback_filtering  # pyright: ignore
+        if isinstance(error, Exception) and mode != "off":
+            seen = set[int]()
+            while error is not None and id(error) not in seen:
+                seen.add(id(error))
+                error.__traceback__ = _without_our_frames(error)
+                hides = error.__suppress_context__
+                error = error.__cause__ or (None if hides else error.__context__)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def hiding(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return hiding
+
+
+hiding_frames = _HidingFrames()
+# The kinds of errors that this package raises with a message for the user.
+_TOLD = AmpError, TypeError, ValueError, AttributeError, ImportError, OSError
+
+
+def _without_our_frames(error: BaseException) -> types.TracebackType | None:
+    """The traceback of an error without our frames, unless the fault is ours.
+
+    It is ours if the innermost frame is, and the error is none that is told to users,
+    or if JAX raises an error where no code of the user stands between."""
+    entries: list[types.TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    outside = [file for file in files if not file.startswith(_JAX)]
+    if outside and outside[-1].startswith(_OURS):
+        if files[-1] != outside[-1] or not isinstance(error, _TOLD):
+            return error.__traceback__
+    made: types.TracebackType | None = None
+    for entry, file in zip(reversed(entries), reversed(files), strict=True):
+        if not file.startswith(_OURS):
+            where = entry.tb_frame, entry.tb_lasti, entry.tb_lineno
+            made = types.TracebackType(made, *where)
+    return made
 
 
 def _stack_level() -> int:
     """The stack level of the innermost line that is neither ours nor JAX's."""
     frame, level = sys._getframe(2), 2
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename.startswith(OURS_AND_JAX):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def how_to_install(package: str, extra: str) -> str:
+    """What to run where a package of an extra is missing, on an index or in a clone."""
+    return (
+        f"Run `pip install {package}`. All of the extra {extra!r} comes with `pip "
+        f"install 'jaxamp_like[{extra}]'`, or in a clone of the repository with `pip "
+        f"install -e '.[{extra}]'`."
+    )
 
 
 _seen: set[Hashable] = set()
@@ -86,22 +158,38 @@ def explaining_misfits(
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            try:
-                return function(*args, **kwargs)
-            except TypeError:
+            with hiding_frames:
                 try:
-                    signature.bind(*args, **kwargs)
-                except TypeError as e:
-                    wrong = str(e)
-                else:
-                    raise
-            instead = hints(signature.parameters, args, kwargs)
-            what = f"`{name}` can't be called so: {wrong}."
-            raise TypeError(" ".join([what, *instead])) from None
+                    return function(*args, **kwargs)
+                except TypeError:
+                    try:
+                        signature.bind(*args, **kwargs)
+                    except TypeError as e:
+                        wrong = str(e)
+                    else:
+                        raise
+                instead = hints(signature.parameters, args, kwargs)
+                what = f"`{name}` can't be called so: {wrong}."
+                raise TypeError(" ".join([what, *instead])) from None
 
         return checked
 
     return decorate
+
+
+def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: where arguments don't fit, the error shows a call that does."""
+    return explaining_misfits(example.split("(")[0], lambda *_: [f"Write `{example}`."])
+
+
+def listing_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A decorator: where arguments don't fit, the error names those that there are."""
+
+    def hints(parameters: Mapping[str, Any], *_: Any) -> list[str]:
+        names = ", ".join(f"`{name}`" for name in parameters)
+        return [f"Its arguments are {names}, each given by its name."]
+
+    return explaining_misfits(function.__name__, hints)(function)
 
 
 def without_derivative(message: str) -> Callable[[Any], Any]:

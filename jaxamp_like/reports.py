@@ -8,6 +8,7 @@ from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,
     ScalerHistory as ScalerHistory,
+    amp_metrics as amp_metrics,
     explain as explain,
     trace_numerics as trace_numerics,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Report",
     "ScalerHistory",
     "StoredArray",
+    "amp_metrics",
     "certify",
     "explain",
     "trace_numerics",

@@ -1,11 +1,15 @@
 """`python -m jaxamp_like`: what it prints, writes and ends with."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import jaxamp_like
 from jaxamp_like import load
 from jaxamp_like._convert import cli, folder
 from jaxamp_like.inference import ArtifactError
@@ -26,6 +30,7 @@ def deep():
 
 ready = digits()
 number = 3
+short = (number,)
 def broken():
     return (lambda p, x: x @ p), 1.5, jnp.ones(2)
 """
@@ -118,9 +123,18 @@ REFUSED = {
 }
 WRONG = {
     ("convert", "its_model:digit", "-o", "a"): "has no 'digit'",
-    ("convert", "its_modle:digits", "-o", "a"): "There is no module 'its_modle'",
+    ("convert", "its_model:digit", "-o", "b"): "its_model.py) has no 'digit'. Did you",
+    ("convert", "its_model:elsewhere", "-o", "a"): "It has jax, jnp, digits, deep, re",
+    ("convert", "its_modle:digits", "-o", "a"): (
+        "There is no module 'its_modle'. Did you mean 'its_model'?"
+    ),
+    ("convert", "far:digits", "-o", "a"): "run from the folder that it is in.",
+    ("convert", "its_model.py:digits", "-o", "a"): "without .py: write `its_model`",
+    ("convert", "./a/b.py:digits", "-o", "a"): "write `a.b`, from the folder",
     ("convert", "its_model", "-o", "a"): "Write MODULE:FACTORY",
+    ("convert", "its_model.py", "-o", "a"): "such as `its_model:digits`",
     ("convert", "its_model:number", "-o", "a"): "but gave int",
+    ("convert", "its_model:short", "-o", "a"): "but gave tuple of 1",
     ("convert", "its_model:digits"): "--output",
     ("convrt",): "No such command",
     tuple("convert its_model:digits -o a --conditional-float32-op tanh=1".split()): (
@@ -182,14 +196,103 @@ def test_what_an_artifact_says_cannot_drive_the_terminal(run, tmp_path):
     assert json.loads(out)["platforms"] == manifest["platforms"]
 
 
-def test_help_is_there():
+BY_ITSELF = [sys.executable, "-m", "jaxamp_like"]
+MODELS = f"""{MODEL}
+def training():
+    return jax.grad(lambda p, x: jnp.mean(x @ p)), jnp.ones((4, 2)), jnp.ones((2, 4))
+"""
+
+
+@pytest.mark.parametrize("args", ((), ("--help",)), ids=("alone", "help"))
+def test_the_examples_that_help_shows_run(args, run, tmp_path, monkeypatch):
     shown = subprocess.run(
-        [sys.executable, "-m", "jaxamp_like", "--help"],
+        [*BY_ITSELF, *args], capture_output=True, text=True, check=True
+    )
+    commands = re.findall(r"python -m jaxamp_like ([a-z].*)", shown.stdout)
+    assert sorted(line.split()[0] for line in commands) == sorted(
+        ("convert", "explain", "inspect", "check")
+    )
+    (tmp_path / "models.py").write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    for command in commands:
+        status, out, err = run(*command.split())
+        assert (status, err) == (0, "") and out, command
+        _, help_of_one, _ = run(command.split()[0], "--help")
+        assert f"python -m jaxamp_like {command}" in help_of_one
+
+
+FAILING = """
+import jax, jax.numpy as jnp
+from jaxamp_like import amp
+
+def fails():
+    return helper({})
+
+def helper(found):
+    return found["missing"]  # the user's line
+
+def refuses():
+    raise ValueError("there is no data set")  # the user's line
+
+def step():
+    def loss(w, x):
+        return jnp.sum(x @ w.T)  # the user's line
+    return jax.grad(amp(loss)), jnp.ones((4, 3)), jnp.ones((2, 4))
+"""
+CALLS = {
+    "check": ("a.lock",),
+    "explain": (),
+    "convert": ("-o", "artifact"),
+}
+
+
+@pytest.mark.parametrize("command", CALLS)
+@pytest.mark.parametrize("factory", ("fails", "refuses", "step"))
+def test_an_error_of_the_user_shows_the_users_frames(command, factory, tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    args = (command, f"failing:{factory}", *CALLS[command])
+    home = str(Path(jaxamp_like.__file__).parents[1])
+    ran = subprocess.run(
+        [*BY_ITSELF, *args],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
-        check=True,
+        env=os.environ | {"PYTHONPATH": home},
     )
-    assert all(name in shown.stdout for name in ("convert", "explain", "inspect"))
+    assert ran.returncode == 1 and not ran.stdout
+    lines = [line for line in ran.stderr.split("\n") if line.startswith("  File")]
+    assert lines and all("failing.py" in line for line in lines), ran.stderr
+    assert "# the user's line" in ran.stderr
+    assert ran.stderr.startswith("Traceback (most recent call last)")
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    (
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def f(:", "SyntaxError"),
+    ),
+    ids=("import", "error", "syntax"),
+)
+def test_a_module_that_cannot_be_imported(code, told, run, tmp_path, monkeypatch):
+    (tmp_path / "unreadable.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "unreadable", raising=False)
+    status, out, err = run("check", "unreadable:f", "a.lock")
+    assert (status, out) == (1, "")
+    lines = [line for line in err.split("\n") if line.startswith("  File")]
+    assert told in err and len(lines) == 1 and "unreadable.py" in lines[0]
+
+
+def test_a_fault_of_the_package_keeps_its_frames(run, monkeypatch):
+    def faulty(*_):
+        raise KeyError("of the package")
+
+    faulty.__code__ = faulty.__code__.replace(co_filename=cli.__file__)
+    monkeypatch.setattr(cli, "certify", faulty)
+    monkeypatch.setattr(sys, "argv", "jaxamp_like check its_model:digits l".split())
+    with pytest.raises(KeyError, match="of the package"):
+        cli.main()
 
 
 STEP = """

@@ -1,9 +1,15 @@
 """The package is built in one direction, and is what CONTRIBUTING says that it is."""
 
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
 import pytest
 
 import jaxamp_like
-from jaxamp_like import inference, presets, reports, rules, scaling
+from jaxamp_like import _version, inference, presets, reports, rules, scaling
 
 from . import layout
 
@@ -51,6 +57,45 @@ def test_public_names():
         for name in home.__all__:
             assert getattr(jaxamp_like, name) is getattr(home, name)
             assert getattr(home, name).__doc__, name
+
+
+HOMES = rules, presets, scaling, reports, inference
+
+
+@pytest.mark.parametrize("module", (jaxamp_like, *HOMES), ids=lambda m: m.__name__)
+def test_tab_offers_public_names_only(module):
+    shown = {name for name in dir(module) if not name.startswith("__")}
+    modules = {home.__name__.removeprefix("jaxamp_like.") for home in HOMES}
+    assert shown == {*module.__all__} | (modules if module is jaxamp_like else set())
+
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+
+
+def test_the_version_stands_in_one_place(monkeypatch, tmp_path):
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    assert jaxamp_like.__version__ == project["version"]
+    version = _version.version.__wrapped__
+    monkeypatch.setattr(_version, "installed_version", lambda name: "7.8")
+    monkeypatch.setattr(_version, "__file__", str(tmp_path / "jaxamp_like/_version.py"))
+    assert version() == "7.8"
+    beside = tmp_path / "pyproject.toml"
+    beside.write_text('[project]\nname = "other"\nversion = "5.6"')
+    assert version() == "7.8"
+    beside.write_text('[project]\nname = "jaxamp_like"\nversion = "9.10"')
+    assert version() == "9.10"  # of a clone, whatever is installed beside it
+
+
+def test_the_version_of_a_folder_that_was_copied(tmp_path):
+    """No `pyproject.toml` is beside it, and nothing is installed."""
+    shutil.copy(Path(_version.__file__), tmp_path / "_version.py")
+    code = (
+        "import _version; _version.NAME = 'no such package'; print(_version.version())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert ran.stdout == "0+unknown\n", ran.stderr
 
 
 def test_a_star_import_shadows_no_package():

@@ -2,6 +2,7 @@
 
 import pickle
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haiku as hk
@@ -27,7 +28,11 @@ from jaxamp_like import (
     get_policy,
     guard_step,
     loss_scale_optimizer,
+    presets,
+    rules,
+    scaling,
 )
+from jaxamp_like.inference import ArtifactError
 from jaxamp_like.scaling import (
     ScalerLog,
     Unscaled,
@@ -554,3 +559,299 @@ def test_a_gradient_within_a_loss_is_scaled_by_the_state():
 
     _, grads = tx.value_and_grad(penalty, opt_state)(w)
     assert (grads.value == 6).all()
+
+
+W, X = {"a": jnp.ones((4, 3))}, jnp.ones((2, 4))
+
+
+def objective(w, x):
+    with jax.named_scope("net"):
+        return jnp.mean(jnp.tanh(x @ w["a"]) ** 2)
+
+
+class Attending(eqx.Module):
+    attn: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.attn(x)
+
+
+def within(context):
+    with context:
+        return objective(W, X)
+
+
+class PolicyOfAnother(NamedTuple):
+    param_dtype: Any = jnp.float32
+    compute_dtype: Any = jnp.float16
+    output_dtype: Any = jnp.float32
+
+
+KNOWN = {
+    **{name: getattr(jaxamp_like, name) for name in jaxamp_like.__all__},
+    **{name: getattr(rules, name) for name in rules.__all__},
+    **{name: getattr(scaling, name) for name in scaling.__all__},
+    **{name: getattr(presets, name) for name in presets.__all__},
+    "vector": lambda w, x: x @ w["a"],
+    "attending": Attending(eqx.nn.Linear(4, 2, key=jax.random.key(0))),
+    "policy": jaxamp_like.default_amp_policy,
+    "optimizer": loss_scale_optimizer(adam),
+    "of_another": PolicyOfAnother(),
+}
+for name in (
+    "adam W X eqx jax jnp linen objective optax within jaxamp_like rules scaler "
+    "scaling presets"
+).split():
+    KNOWN[name] = globals()[name]
+KNOWN["state"] = KNOWN["optimizer"].init(W)
+KNOWN["grads"] = KNOWN["optimizer"].grad(objective, KNOWN["state"])(W, X)
+
+# What is written, and a part of the answer: most often what to write instead.
+ANSWERS = {
+    # amp: what comes first.
+    "amp('bfloat16')(objective)": "`amp(fn, compute_dtype='bfloat16')`, or `@amp(comp",
+    "amp(jnp.bfloat16)(objective)": "got the dtype 'bfloat16'. Write `amp(fn, compute",
+    "amp('mixed_bfloat16')": "`@amp(amp_policy='mixed_bfloat16')` above its definition",
+    "amp(Policy('bfloat16'))": "got a policy. Write `amp(fn, amp_policy=...)`",
+    "amp(policy)(objective)": "got a policy. Write `amp(fn, amp_policy=...)`",
+    "amp(W)": "got dict. Write `amp(fn)(x)`, not `amp(fn(x))`",
+    "amp(objective(W, X))": "Write `amp(fn)(x)`, not `amp(fn(x))`",
+    "amp('objective')": "but got str 'objective'. Write `amp(fn)(x)`, not",
+    "amp([objective])": "`fn` must be callable, but got list",
+    "amp()(3)": "`fn` must be callable, but got int",
+    "amp()(W, X)": "What the function itself is called with comes after",
+    "amp(jax.jit)(objective)": "Write `jit(amp(fn))`, not `amp(jit)(fn)`",
+    "amp(jax.grad)(objective)": "Write `grad(amp(fn))`, not `amp(grad)(fn)`",
+    "amp(jax.vmap)(objective)": "Write `vmap(amp(fn))`, not `amp(vmap)(fn)`",
+    "amp(amp)(objective)": "returns a function, which computes when it is called",
+    "amp(adam)": "`fn` must be callable, but got Gradient",
+    "explain('bfloat16')": "Write `explain(fn, compute_dtype='bfloat16')`.",
+    "trace_numerics(W)": "Write `trace_numerics(fn)(x)`, not",
+    "within(amp())": "`amp` is no context manager",
+    "within(amp(compute_dtype='float16'))": "Write `mixed = amp(loss_fn)` and call",
+    # amp: its arguments.
+    "amp(objective, compute_dtype=16)": "must be a floating dtype such as 'bfloat16'",
+    "amp(objective, compute_dtype='int32')": "but got 'int32'",
+    "amp(objective, compute_dtype='BF16')": "Did you mean 'bf16'?",
+    "amp(objective, compute_dtype='Float16')": "Did you mean 'float16'?",
+    "amp(objective, compute_dtype='float64')": "with x64 enabled. Call `jax.config",
+    "amp(objective, compute_dtype=True)": "such as 'bfloat16', 'float16' or 'float32'",
+    "amp(objective, compute_dtype='')": "but got ''",
+    "amp(objective, compute_dtype=['bfloat16'])": "but got ['bfloat16']",
+    "amp(objective, enabled=False)": "`with disable_amp():` around the code that calls",
+    "amp(objective, opt_level='O1')": "'O1' is `amp_policy='mixed_float16'`",
+    "amp(objective, loss_scale='dynamic')": "`enable_amp(loss, optimizer)`",
+    "amp(objective, optimizer=adam)": "`enable_amp(loss, optimizer)`",
+    "amp(objective, device_type='cuda')": "`amp` rewrites for all of them",
+    "amp(objective, cast_model_outputs=1)": "`Policy(output_dtype=...)`",
+    "amp(objective, x64=True)": "The arguments are fn, compute_dtype, amp_policy",
+    "amp(objective, argnums='w')": "must be an integer or a tuple of integers",
+    "amp(objective, argnums=5)(W, X)": "`argnums` names argument 5, but 'objective' wa",
+    "amp(objective, gather_once='yes')": "`gather_once` must be True or False",
+    # Policies.
+    "amp(objective, amp_policy=of_another)": "write `Policy(compute_dtype='float16', p",
+    "get_policy(of_another)": "`Policy(compute_dtype='float16', param_dtype='float32',",
+    "amp(objective, amp_policy='')": "There is no policy called ''. Known names are",
+    "amp(objective, amp_policy='mixed_float17')": "Did you mean 'mixed_float16'?",
+    "amp(objective, amp_policy=['net'])": 'For example: `default_amp_policy | {"atten',
+    "amp(objective, amp_policy={'net'})": "but got set. For example",
+    "amp(objective, amp_policy={'net': 'float23'})": "Did you mean 'float32'?",
+    "amp(objective, amp_policy={'net': None})": "must be a rule such as `use_compute_p",
+    "amp(objective, amp_policy={'net': 32})": "a dtype such as 'float32'",
+    "amp(objective, amp_policy={'net': Policy('float32')})": "`PolicyMap` gives whole",
+    "amp(objective, amp_policy={'net': float8})": "write `float8()`",
+    "amp(objective, amp_policy={'net': int8})": "write `int8()`",
+    "amp(objective, amp_policy={'net': lambda x: x})(W, X)": "in scope 'net'",
+    "amp(objective, amp_policy={3: 'float32'})": "A key of `amp_policy` must be a prim",
+    "amp(objective, amp_policy={eqx.nn.Linear: 'float32'})": "`scope_modules(model)` n",
+    "amp(objective, amp_policy={linen.Dense: 'float32'})": "names, such as 'Dense_0'",
+    "amp(objective, amp_policy={jax.lax.dot_general: 'float32'})": "dot_general_p`.",
+    "amp(objective, amp_policy={jax.lax.tanh_p: int8()})": "is a rule for contractions",
+    "amp(attending, amp_policy=policy | {'attn': 'float32'}, strict=True)(X[0])": (
+        "are scopes where it is called as `scope_modules(model)(x)`"
+    ),
+    "amp(objective, amp_policy=policy | {'Net': 'float32'}, strict=True)(W, X)": (
+        "Did you mean 'net' ("
+    ),
+    "amp(objective, amp_policy=policy | {'net.*': 'float32'}, strict=True)(W, X)": (
+        "an expression is compiled: `re.compile('net.*')`"
+    ),
+    "amp(objective, amp_policy='int8')": "'int8_from_mixed_bfloat16'",
+    "amp(objective, amp_policy='fp8_from_bf16')": "are called by 'int8' or 'float8'",
+    "amp(objective, amp_policy='float8_from_mixed_bfloat17')": "Did you mean 'mixed_bf",
+    "Policy('mixed_bfloat16')": "A policy is made of its name by `get_policy`",
+    "Policy(dtype='bfloat16')": "Did you mean `compute_dtype`?",
+    "Policy('int8')": "`amp_policy='float8_from_mixed_bfloat16'`",
+    "Policy('bfloat16', param_dtype='mixed')": "`param_dtype` must be a floating dtype",
+    "Policy(rules=['net'])": "must be a dict that maps primitives or scope names",
+    "PolicyMap()": "Write `PolicyMap('mixed_bfloat16', {path: policy})`",
+    "PolicyMap('mixed_bfloat16', ['net'])": "must be a dict of paths or regular expr",
+    "PolicyMap('mixed_bfloat16', {'[': 'float32'})": "escape it: `re.escape('[')`",
+    "PolicyMap('mixed_bfloat16', {jax.lax.exp_p: 'float32'})": "must be a path of sco",
+    "PolicyMap('mixed_bfloat16', {'a': use_compute_precision})": "In `policy_map['a']`",
+    "get_policy()": "Write `get_policy('mixed_bfloat16')`",
+    "get_policy(3)": "as a name such as 'mixed_bfloat16' or as a string such as 'p=f32",
+    "get_policy('p=f32,c=bf17')": "Did you mean 'bf16'?",
+    "get_policy('compute=bf16;output=f32')": "malformed at position 8",
+    "get_policy('mixed_bfloat16', amax_history_length=8)": "or leave it out",
+    "set_global_policy('bf17')": "Did you mean 'bf16'?",
+    "set_global_policy(policy)": "Rules alone say no dtype: `Policy('bfloat16', rules=",
+    "within(using_policy('bf17'))": "Did you mean 'bf16'?",
+    "disable_amp(objective)": "Write `with disable_amp():`",
+    # enable_amp and its optimizer.
+    "enable_amp(objective, adam, W)": "Write `enable_amp(loss_fn, optimizer, compute_d",
+    "enable_amp(objective(W, X), adam)": "`loss_fn` must be a function",
+    "enable_amp(objective, adam, scaler='static')": '"dynamic", a number, a state or',
+    "enable_amp(objective, adam, scaler=-1.0)": "must be finite and above 0",
+    "enable_amp(objective, adam, scaler={'a': scaler})": "are for `dynamic_scale_grad`",
+    "enable_amp(objective, optimizer)": "Wrap the outermost optimizer only, and once",
+    "optimizer.init()": "Write `tx.init(params)`",
+    "optimizer.init(W, X)": "Write `tx.init(params)`",
+    "optimizer.update(grads)": "missing a required argument: 'state'. Write `tx.update",
+    "optimizer.update(grads, W)": "`updates, opt_state = tx.update(grads, opt_state, p",
+    "optimizer.update(grads, attending)": "but it was given a Attending.\nWrite `updat",
+    "optimizer.update(grads, W, state)": "The parameters come last: `tx.update(grads,",
+    "optimizer.update(grads, None, W)": "given a NoneType.\nWrite `updates, opt_state",
+    "optimizer.update(None, state, W)": "was given None",
+    "optimizer.update((1.0, grads), state, W)": "a pair.\n`tx.value_and_grad(loss_fn, ",
+    "optimizer.update(((X[0, 0], 3), grads), state, W)": "give the gradients alone",
+    "optimizer.update(jax.grad(objective)(W, X), state, W)": "Take them from `tx.value",
+    "optimizer.step(grads)": "Write `updates, opt_state = tx.update(grads, opt_state, ",
+    "optimizer.scale(X)": "Write `loss, grads = tx.value_and_grad(loss_fn, opt_state)",
+    "optimizer.minimize(objective)": "Write `loss, grads = tx.value_and_grad(loss_fn, ",
+    "optimizer.value_and_grad(objective, W)": "must hold one loss scale, but holds 0",
+    "optimizer.value_and_grad(objective, state.scaler)": "or `tx.update` returned",
+    "optimizer.value_and_grad(state, objective)": "have changed places: the loss comes",
+    "optimizer.value_and_grad(objective(W, X), state)": "Give the loss itself, not wha",
+    "optimizer.value_and_grad(objective, state, argnums=1)": "Pass `filter=False`",
+    "optimizer.value_and_grad(objective, state, axis=1)": "keywords that it takes",
+    "optimizer.value_and_grad(vector, state)(W, X)": "for example by `.mean()`",
+    "optimizer.value_and_grad(objective, state, has_aux=True)(W, X)": "`(loss, aux)`",
+    "optimizer.value_and_grad(lambda w: 3, state)(W)": "a floating-point scalar as its",
+    "optimizer.value_and_grad(lambda w: None, state)(W)": "but returned NoneType",
+    # guard_step and dynamic scaling.
+    "guard_step()": "Write `guard_step(step)`",
+    "guard_step(3)": "`@guard_step` above the training step, below `@jax.jit`",
+    "guard_step(adam)": "`step` must be callable, but was given Gradient",
+    "guard_step(lambda s: None)(state)": "return the next state, or a tuple that begin",
+    "guard_step(lambda s: s)(state)": "came out as it went in",
+    "guard_step(lambda s: s)(W)": "Put the `DynamicScalerState`, or the state of",
+    "dynamic_scale_grad(objective)(W, X)": "Begin with `DynamicScalerState()`",
+    "dynamic_scale_grad(objective)(W, X, scaler)": "given by its name: `step(params, ",
+    "dynamic_scale_grad(objective, scaler)": "Write `dynamic_scale_grad(loss_fn)`",
+    "dynamic_scale_grad(objective)(W, X, dynamic_scaler_state=state)": "its `.scaler`",
+    "dynamic_scale_grad(objective)(W, X, dynamic_scaler_state=8.0)": "given a float",
+    "dynamic_scale_grad(objective(W, X))": "Give the loss itself, not what it returns",
+    "dynamic_scale_grad(objective, redo_on_nan=-1)": "must be 0 or more",
+    "dynamic_scale_grad(objective, redo_on_nan=True)": "must be an integer",
+    "dynamic_scale_grad(objective, argnums=(0, 1))": "put what to differentiate by",
+    "dynamic_scale_grad(objective, axis='d')": "unexpected keyword argument 'axis'",
+    "dynamic_scale_tx(adam)": "wrapped by `loss_scale_optimizer(optimizer)`",
+    "dynamic_scale_tx(jax.jit)(objective)": "a transform that is called as `jax.grad`",
+    "dynamic_scale_tx(3)": "Give a transform, such as `jax.grad`",
+    "DynamicScalerState(scaler=0)": "must be finite and above 0, such as 2.0**15",
+    "DynamicScalerState(patience=0)": "must be 1 or more",
+    "DynamicScalerState(adjust_factor=0.5)": "must be a finite number above 1",
+    "DynamicScalerState(min_scaler=8, max_scaler=4)": "no less than `min_scaler`",
+    "DynamicScalerState(scaler=jnp.ones(2))": "must be a scalar, but was given shape",
+    "scaler.update(grads)": "Write `scaler.update(all_finite(grads))`",
+    "scaler.scale(jnp.ones(2))": "Reduce an array to one number",
+    "scaler.unscale(grads)": "are unscaled already",
+    "static_scaler('dynamic')": "Give a Python number or an array of shape ()",
+    "check_scaler(W)": "the state of an optimizer made by `loss_scale_optimizer`",
+    "ScalerLog(3)": "Give a state, a tree of states, or",
+    # Reports, calibration, conversion, certificates.
+    "explain()": "missing a required argument: 'fn'",
+    "trace_numerics(objective)(W, jax.ShapeDtypeStruct((2, 4), 'float32'))": (
+        "`explain` takes shapes"
+    ),
+    "jax.jit(trace_numerics(objective))(W, X)": "Call it outside of `jax.jit`",
+    "calibrate(objective, [(W, X)])": "Write `calibrate(fn, [(params, batch), ...], bu",
+    "calibrate(objective, (W, X), budget=0.01)": "Write `[(params, batch) for batch in",
+    "calibrate(objective, [], budget=0.01)": "`batches` is empty",
+    "calibrate(objective, [(W, X)], budget='small')": "`Budget(loss=0.001, gradients=",
+    "calibrate(amp(objective), [(W, X)], budget=0.1)": "Give the function as it is wri",
+    "calibrate(objective(W, X), [(W, X)], budget=0.1)": "where `fn(*batch)` is the los",
+    "calibrate(objective, [(W, X)], budget=0.1, objective='speed')": "must be one of",
+    "calibrate(objective, [(W, X)], budget=0.1, granularity='layer')": "but got 'layer",
+    "calibrate(objective, [(W, X)], budget=0.1, candidates='bf17')": "or one of 'float",
+    "calibrate(objective, [(W, X * jnp.nan)], budget=0.1)": "leave the batch out",
+    "Budget()": "A `Budget` needs a limit on an error: `Budget(gradients=0.01)`",
+    "convert(objective)": "missing a required argument: 'params'",
+    "convert(W, objective, X)": "first: `convert(fn, params, *example_inputs)`",
+    "convert(objective, W, X, quantise=True)": "The arguments are fn, params",
+    "convert(objective, W, X, excluded_scopes='net')": "such as ['decoder/head']",
+    "convert(objective, W, X, excluded_scopes=['nett'])": "Did you mean 'net'?",
+    "convert(objective, W, X, target_ops=['matmul'])": "Did you mean 'mul' or",
+    "convert(objective, W, X, keep_inputs=['b'])": "There are 1: a",
+    "load('/nowhere')": "Give the folder that `Converted.save` wrote",
+    "certify(objective(W, X))": "Write `certify(step, x)`, not `certify(step(x))`",
+    "certify(objective, W, X, compute_dtype='float16')": "Write `certify(amp(step, com",
+    "certify(objective, W, X, lock='/nowhere/lock')": "`certificate.save(path)`",
+    # 8 bits, rules and scopes.
+    "float8('e4m3')": "Its arguments are `grad_dtype`, `weight_gradient`",
+    "float8(where='big')": "such as `worth_eight_bits(side=512)`",
+    "float8(amax_history_length=8)": "Give `delayed=True` too",
+    "int8(8)": "Its arguments are `weight_only`",
+    "int8(bits=4)": "unexpected keyword argument 'bits'. Its arguments are",
+    "use_precision_by_pass(forwards='float32')": "Its arguments are `forward`",
+    "quantised('int8')": "a rule that quantises, such as `float8()` or `int8()`",
+    "amp_with_state(objective)(W, X)": "Write `out, state = step(state, *args)`",
+    "init_amp_state(amp(objective), W, X)": "Write `step = amp_with_state(",
+    "scope_modules(objective)": "around other code put `jax.named_scope`",
+    "send_low()": "write it without `()`",
+    "not_divisible_by(0)": "must be a positive integer, but got 0",
+    "use_dot_algorithm('BF16')": "Did you mean 'BF16_BF16_BF16'?",
+    "pytorch_autocast('bfloat16')": "`device_type` must be 'cuda' or 'cpu'",
+    "amp_stop('net')": "Use `@amp_stop` or `with amp_stop():`",
+    "amp_stop(objective, 'float32')": "Write `amp_stop(fn)`",
+    "amp_stop()(X)": "Use `@amp_stop` or `with amp_stop():`",
+}
+
+
+@pytest.mark.parametrize("code", ANSWERS)
+def test_what_is_written_is_answered(code):
+    errors = TypeError, ValueError, AmpError, AttributeError, OSError, ArtifactError
+    with pytest.raises(errors) as raised:
+        eval(code, KNOWN)
+    assert ANSWERS[code] in str(raised.value)
+
+
+def test_there_are_many_answers():
+    assert len(ANSWERS) >= 150
+
+
+def test_layers_of_keras_are_no_policies(monkeypatch):
+    """Though they have a compute dtype."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    layer = keras.layers.Dense(2)
+    layer.build((None, 4))
+    assert amp(layer, compute_dtype="bfloat16")(X).shape == (2, 2)
+
+
+def test_a_pair_of_gradients_is_a_tree_of_gradients():
+    tx = loss_scale_optimizer(optax.sgd(0.5))
+    params = jnp.array([3]), jnp.ones(2)  # the derivative by integers is None
+    opt_state = tx.init(params)
+    grads = tx.grad(lambda p: jnp.sum(p[1]) * p[0][0], opt_state)(params)
+    assert grads[0] is None
+    updates, _ = tx.update(grads, opt_state, params)
+    np.testing.assert_array_equal(updates[1], [-1.5, -1.5])
+    both = jnp.ones(2), jnp.ones(2)
+    opt_state = tx.init(both)
+    grads = tx.grad(lambda p: jnp.sum(p[1] + p[0]), opt_state)(both)
+    assert len(tx.update(grads, opt_state, both)[0]) == 2
+
+
+def test_models_and_partials_may_be_results():
+    model = amp(lambda m: eqx.tree_at(lambda m: m.bias, m, m.bias + 1))
+    made = model(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    assert isinstance(made, eqx.nn.Linear)
+
+
+def test_integers_that_are_differentiated_are_told():
+    with pytest.raises(TypeError) as raised:
+        amp(jax.grad(objective))({"a": jnp.ones((4, 3), int)}, X)
+    assert "`jnp.asarray(w, jnp.float32)`" in raised.value.__notes__[-1]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._errors import AmpError
+from .._errors import AmpError, showing_call
 from .._reports.versions import versions
 from .._rules.user_rules import is_integer, is_number
 from .budget import Budget
@@ -23,6 +23,7 @@ from .runs import Runs
 from .state import MeasurementStore
 
 
+@showing_call("calibrate(fn, [(params, batch), ...], budget=0.01)")
 def calibrate(
     fn: Callable[..., Any],
     batches: Iterable[tuple[Any, ...]],

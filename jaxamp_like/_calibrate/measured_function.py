@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._amp import compute_dtype_of
 from .._dtypes import is_float
 from .._jax import is_array
 from .._parameters import as_argnums
@@ -128,6 +129,11 @@ def measured_function(
         raise TypeError(
             f"`fn` must be callable, but got {type(fn).__name__}. Write "
             "`calibrate(fn, batches, ...)`, where `fn(*batch)` is the loss."
+        )
+    if compute_dtype_of(fn) is not None:
+        raise TypeError(
+            "`fn` is what `amp` has made: its contractions are low already, and there "
+            "is nothing to decide. Give the function as it is written."
         )
     numbers = as_argnums(argnums)
     if not all(-len(args) <= i < len(args) for i in numbers):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._errors import showing_call
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
@@ -28,6 +29,7 @@ from .stored import Stored, stored
 from .tie import Tied, tie
 
 
+@showing_call("certify(amp(step, compute_dtype='bfloat16'), *arguments)")
 def certify(
     step: Any, *args: Any, device: Any = None, lock: str | Path | None = None
 ) -> Certificate:

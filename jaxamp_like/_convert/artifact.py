@@ -103,10 +103,12 @@ class Artifact:
 
     def __init__(self, opened: Opened, is_trusted: bool):
         manifest = opened.manifest
-        self.digest = opened.digest
+        self.digest: str = opened.digest
         self.platforms: tuple[str, ...] = tuple(printable(manifest["platforms"]))
         self.versions: dict[str, str] = printable(manifest["written_by"])
-        self.summary = summaries.from_dict(printable(manifest["summary"]))
+        self.summary: summaries.Summary = summaries.from_dict(
+            printable(manifest["summary"])
+        )
         self._types = printable(manifest["input_types"])
         self._check_platform()
         code = opened.files["program"]

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._errors import how_to_install
 from .._jax import is_array_or_shape
 
 
@@ -15,8 +16,8 @@ def _checkpointer() -> Any:
         import orbax.checkpoint as ocp
     except ImportError as e:
         raise ImportError(
-            "Parameters are saved by Orbax, which is not installed. Run "
-            "`pip install 'jaxamp_like[checkpoint]'`."
+            "Parameters are saved by Orbax, which is not installed. "
+            + how_to_install("orbax-checkpoint", "checkpoint")
         ) from e
     return ocp.StandardCheckpointer()
 

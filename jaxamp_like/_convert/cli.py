@@ -4,21 +4,22 @@ Its exit status is 0 if all is done, 1 if the model or the artifact is refused (
 reason is on stderr), and 2 if it was called wrongly."""
 
 import contextlib
-import importlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from .extra import INSTALL
+from .._errors import how_to_install
 
 try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 except ImportError as e:
-    sys.exit(f"The command line needs {e.name}, which is not installed. {INSTALL}")
+    package = (e.name or "typer").partition(".")[0]
+    how = how_to_install(package, "convert")
+    sys.exit(f"The command line needs {package}, which is not installed. {how}")
 
 from .._certify.certify import certify
 from .._errors import AmpError
@@ -28,14 +29,38 @@ from .._reports.data.explained import human_bytes
 from . import summary as summaries
 from .artifact import explained, short
 from .convert import convert as convert_fn
+from .factories import WrongTarget, made, users_traceback
 from .folder import open_folder, well_formed
 from .models import take_apart
 from .printable import printable
 from .progress import showing
 
+_FACTORIES = """\b
+MODULE:FACTORY names a function of a Python file, here models.py in this folder:
+  def digits(): return fn, params, x         # for convert and explain
+  def training(): return step, state, batch  # for check
+fn(params, x) and step(state, batch) are what is looked at."""
+_EXAMPLES = {
+    "explain": "models:digits --compute-dtype bfloat16",
+    "convert": "models:digits -o digits --compute-dtype bfloat16",
+    "inspect": "digits",
+    "check": "models:training precision.lock --write",
+}
+
+
+def _example(*commands: str) -> str:
+    """The end of a help text: how commands are called."""
+    lines = [f"  python -m jaxamp_like {name} {_EXAMPLES[name]}" for name in commands]
+    return "\n".join(["\b", f"Example{'s' * (len(lines) > 1)}:", *lines])
+
+
 app = typer.Typer(
-    help="Mixed precision for JAX: convert a trained model once, see what it did.",
-    no_args_is_help=True,
+    help="Mixed precision for JAX, from a shell: see which precision a model or a "
+    "training step runs in, convert a trained model, and fail a build when precision "
+    "changes.",
+    epilog=f"{_FACTORIES}\n\n{_example(*_EXAMPLES)}\n\n"
+    "`python -m jaxamp_like COMMAND --help` tells the options of a command.",
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -89,16 +114,32 @@ Kept = Annotated[
 
 
 def main() -> None:
-    """Runs the command line; refusals end it with a message and without a traceback."""
+    """Runs the command line.
+
+    An error of the user's own code ends it with a traceback of that code alone, and a
+    refusal with its message."""
     try:
         app()
-    except (AmpError, TypeError, ValueError, OSError, ImportError) as e:
-        lines = f"{type(e).__name__}: {e}".split("\n")
+    except Exception as e:
+        told = users_traceback(e)
+        if told is None and not isinstance(e, _REFUSALS):
+            raise  # a fault of this package, of which every frame is wanted
+        told = told or f"{type(e).__name__}: {e}"
+        lines = told.rstrip("\n").split("\n")
         print("\n".join(printable(lines)), file=sys.stderr)
         sys.exit(_REFUSED)
 
 
-@app.command()
+_REFUSALS = AmpError, TypeError, ValueError, OSError, ImportError
+
+
+@app.callback()
+def without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(epilog=_example("convert"))
 def convert(
     model: Target,
     output: Annotated[
@@ -150,7 +191,7 @@ def convert(
     print(f"Saved to {output}, digest {digest}")
 
 
-@app.command()
+@app.command(epilog=_example("explain"))
 def explain(
     model: Annotated[
         str,
@@ -164,7 +205,7 @@ def explain(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Tells the precision of each contraction, without running the model."""
+    """Tells the precision of each contraction; runs nothing."""
     if Path(model).is_dir():
         if compute_dtype is not None or policy is not None:
             _wrong("An artifact has its precision already: leave out the policy.")
@@ -195,7 +236,7 @@ def explain(
         report.print()
 
 
-@app.command()
+@app.command(epilog=_example("inspect"))
 def inspect(
     artifact: Annotated[Path, typer.Argument(help="The folder of an artifact.")],
     digest: Annotated[
@@ -226,7 +267,7 @@ def inspect(
     Console().print(summaries.contraction_table(summary))
 
 
-@app.command()
+@app.command(epilog=_example("check"))
 def check(
     step: Annotated[
         str,
@@ -266,31 +307,10 @@ def check(
 def _made(
     target: str, form: str = "(fn, params, *example_inputs)", least: int = 2
 ) -> tuple[Any, ...]:
-    """The tuple that a factory makes, or that stands in its place.
-
-    Args:
-        target: MODULE:FACTORY.
-        form: what the tuple holds, for the message if it is none.
-        least: how many items it has at least."""
-    module, colon, name = target.partition(":")
-    if not colon or not name:
-        _wrong(f"Write MODULE:FACTORY, such as `models:digits`, but got {target!r}.")
-    sys.path.insert(0, "")
     try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as e:
-        if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise
-        _wrong(f"There is no module {e.name!r}: run from the folder that it is in.")
-    factory = found
-    for part in name.split("."):
-        if not hasattr(factory, part):
-            _wrong(f"The module {module!r} has no {name!r}.")
-        factory = getattr(factory, part)
-    made = factory() if callable(factory) else factory
-    if not isinstance(made, tuple | list) or len(made) < least:
-        _wrong(f"{target} must give {form}, but gave {type(made).__name__}.")
-    return tuple(made)
+        return made(target, form, least)
+    except WrongTarget as e:
+        _wrong(str(e))
 
 
 def _condition(text: str) -> tuple[str, str, list[Any]]:

@@ -3,10 +3,7 @@
 import importlib
 from typing import Any
 
-INSTALL = (
-    "Run `pip install 'jaxamp_like[convert]'`, or `pip install -e '.[convert]'` in a "
-    "clone of the repository."
-)
+from .._errors import how_to_install
 
 
 def needed(module: str) -> Any:
@@ -17,5 +14,5 @@ def needed(module: str) -> Any:
         package = module.partition(".")[0]
         raise ImportError(
             "Artifacts hold parameters as safetensors and programs as flatbuffers, and "
-            f"{package} is not installed. {INSTALL}"
+            f"{package} is not installed. {how_to_install(package, 'convert')}"
         ) from e

@@ -60,7 +60,10 @@ def take_apart(fn: Any, params: Any) -> Model:
     elif hasattr(fn, "init") and callable(getattr(fn, "apply", None)):
         fn = fn.apply  # Linen, Haiku
     elif not callable(fn):
-        raise TypeError(f"`fn` must be callable, but got {type(fn).__name__}.")
+        raise TypeError(
+            f"`fn` must be callable, but got {type(fn).__name__}. The function comes "
+            "first: `convert(fn, params, *example_inputs)`."
+        )
     if nnx_nodes(params):
         return _of_nnx(fn, params, name)
     rebuild = _as_it_is if fn is _call else None

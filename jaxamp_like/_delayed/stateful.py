@@ -8,7 +8,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from .._amp import TracedCall, amp_by, run_by_plan
-from .._errors import place_of, warn_or_raise
+from .._errors import hiding_frames, place_of, warn_or_raise
 from .._jax import to_classic, trace
 from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
@@ -121,6 +121,7 @@ def _stateful(
     def mixed(step: "StatefulCall") -> Callable[..., Any]:
         return amp_by(settings, fn, strict=strict, argnums=argnums, run=step.run)
 
+    @hiding_frames
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
         step = StatefulCall(as_state(state), strict)
         out = mixed(step)(*args, **kwargs)
@@ -136,6 +137,7 @@ def _stateful(
     return _with_signature(fn, wrapped)
 
 
+@hiding_frames
 def init_amp_state(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> State:
     """The state that training with a function of `amp_with_state` begins with.
 

@@ -9,16 +9,26 @@ All of its methods are mixed: a model that is trained by a method of its own, su
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import equinox as eqx
 import jax
 
 from .._amp_mistakes import computes_later
+from .._errors import hiding_frames
 from .._jax import is_array_or_shape
 from .nnx import is_nnx_module, is_node, nnx_options
 from .scopes import methods, new
 
+
+class _NnxModule(Protocol):
+    """What type checkers tell a `nnx.Module` by; Flax need not be installed."""
+
+    def set_attributes(self, *filters: Any, **attributes: Any) -> None: ...
+    def iter_modules(self) -> Any: ...
+
+
+ModuleLike = eqx.Module | _NnxModule
 Mix = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -80,6 +90,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredI
         rewritten = mix.value(body)
 
         @functools.wraps(fn)
+        @hiding_frames
         def method(self, *args, **kwargs):
             plain = self if of_nnx else _as_instance(self, cls)
             out = rewritten(plain, *args, **kwargs)

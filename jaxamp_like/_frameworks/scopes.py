@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from .._errors import hiding_frames
 from .nnx import is_nnx_module, named_submodules, nnx_options
 
 _Model = TypeVar("_Model")
 
 
+@hiding_frames
 def scope_modules(model: _Model) -> _Model:
     """Gives each submodule its path in the model as a `jax.named_scope` when called.
 

@@ -10,9 +10,11 @@ import equinox as eqx
 import jax
 from jax import Array
 
+from .._errors import hiding_frames
 from .._frameworks.nnx import nnx_nodes
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
+from .calls import with_call_hints
 from .groups import merge_groups, split_groups
 from .nodes import NnxCall, of_nodes
 from .packing import ScaledAux, pack, unpack
@@ -20,7 +22,9 @@ from .retry import retry
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
 
 
-def _scale_loss(fun: Callable, scaler: Scaler, has_aux: bool) -> Callable:
+def _scale_loss(
+    fun: Callable[..., Any], scaler: Scaler, has_aux: bool
+) -> Callable[..., Any]:
     name = getattr(fun, "__qualname__", repr(fun))
 
     @functools.wraps(fun, updated=())
@@ -57,9 +61,10 @@ def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
     )
 
 
+@with_call_hints("dynamic_scale_tx(jax.value_and_grad)")
 def dynamic_scale_tx(
-    transform: Callable, redo_on_nan: int = 0, *, axis_name: AxisName = None
-) -> Callable:
+    transform: Callable[..., Any], redo_on_nan: int = 0, *, axis_name: AxisName = None
+) -> Callable[..., Any]:
     r"""Adds dynamic loss scaling to a transform that computes gradients.
 
     For a function with loss `L`, and a state with scale `s`, the gradients are
@@ -108,15 +113,27 @@ def dynamic_scale_tx(
     redo = _check_redo(redo_on_nan)
     differentiate = of_nodes(transform)
 
+    @hiding_frames
     def scaled_transform(
-        fun: Callable, *, has_aux: bool = False, **kwargs: Any
-    ) -> Callable:
+        fun: Callable[..., Any], *, has_aux: bool = False, **kwargs: Any
+    ) -> Callable[..., Any]:
         _check_callable("fun", fun)
         if transform in _FILTERED and kwargs.get("argnums") is not None:
             raise ValueError(_ARGNUMS.format(kwargs["argnums"]))
-        transform(fun, has_aux=True, **kwargs)  # a wrong keyword fails now, not later
+        try:  # a wrong keyword fails now, not later
+            # Equinox hands keywords on to `jax.grad`, and only when it is called.
+            (jax.grad if transform in _FILTERED else transform)(
+                fun, has_aux=True, **kwargs
+            )
+        except TypeError as e:
+            raise TypeError(
+                "`transform(fun, has_aux=True"
+                f"{''.join(f', {name}=...' for name in kwargs)})` fails: {e}.\nGive a "
+                "transform that is called as `jax.grad` is, and keywords that it takes."
+            ) from None
 
         @functools.wraps(fun, updated=())
+        @hiding_frames
         def step(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
@@ -125,8 +142,8 @@ def dynamic_scale_tx(
             if transform in _FILTERED and args:
                 _refuse_without_floats(args[0])
 
-            def backward_pass(state: Scaler) -> tuple[Any, Callable, Any]:
-                def scaled(fun: Callable) -> Callable:
+            def backward_pass(state: Scaler) -> tuple[Any, Callable[..., Any], Any]:
+                def scaled(fun: Callable[..., Any]) -> Callable[..., Any]:
                     scaled = _scale_loss(fun, state, has_aux)
                     return differentiate(scaled, has_aux=True, **kwargs)
 
@@ -162,15 +179,16 @@ def dynamic_scale_tx(
     return scaled_transform
 
 
+@with_call_hints("dynamic_scale_grad(loss_fn)")
 def dynamic_scale_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: AxisName = None,
     **kwargs: Any,
-) -> Callable:
+) -> Callable[..., Any]:
     """Like `jax.grad`, with dynamic loss scaling; `dynamic_scale_tx` says what that is.
 
     Args:
@@ -201,15 +219,16 @@ def dynamic_scale_grad(
     return scaled(fun, has_aux=has_aux, **kwargs)
 
 
+@with_call_hints("dynamic_scale_value_and_grad(loss_fn)")
 def dynamic_scale_value_and_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: AxisName = None,
     **kwargs: Any,
-) -> Callable:
+) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, with dynamic loss scaling; see `dynamic_scale_tx`.
 
     Args:
@@ -265,7 +284,7 @@ def _refuse_without_floats(params: Any) -> None:
     )
 
 
-def _step_signature(fun: Callable) -> inspect.Signature:
+def _step_signature(fun: Callable[..., Any]) -> inspect.Signature:
     """The signature of `fun` with the state, by which `eqx.filter_jit` binds."""
     try:
         signature = inspect.signature(fun)
@@ -277,8 +296,15 @@ def _step_signature(fun: Callable) -> inspect.Signature:
 
 
 def _check_callable(name: str, x: Any) -> None:
-    if not callable(x):
-        raise TypeError(f"`{name}` must be callable, but was given {x!r}.")
+    if callable(x):
+        return
+    if hasattr(x, "init") and hasattr(x, "update"):
+        instead = "An optimizer is wrapped by `loss_scale_optimizer(optimizer)`."
+    elif name == "transform":
+        instead = "Give a transform, such as `jax.grad`."
+    else:
+        instead = "Give the loss itself, not what it returns."
+    raise TypeError(f"`{name}` must be callable, but was given {x!r}.\n{instead}")
 
 
 def _check_redo(redo_on_nan: Any) -> int:
@@ -299,13 +325,17 @@ def _check_state(state: Any) -> Any:
     if state is None:
         raise TypeError(
             "The keyword `dynamic_scaler_state` is missing.\nBegin with "
-            "`DynamicScalerState()`, then pass on the state that each step returns."
+            "`DynamicScalerState()`, then pass on the state that each step returns. It "
+            "is given by its name: `step(params, batch, dynamic_scaler_state=state)`."
         )
     leaves = jax.tree.leaves(state, is_leaf=is_scaler)
     if not leaves or not all(map(is_scaler, leaves)):
         raise TypeError(
             "`dynamic_scaler_state` must be a `DynamicScalerState`, but was given a "
-            f"{type(state).__name__}.\nIf that is all that a step returned, take its "
+            f"{type(state).__name__}.\n"
+            + "It holds one: give its `.scaler`. "
+            * hasattr(state, "inner_state")
+            + "If that is all that a step returned, take its "
             "first part: a step returns `(next_state, results)`. If it comes from a "
             "checkpoint, `restore_scaler` makes a state of it."
         )

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._errors import hiding_frames, showing_call
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
 from .state import DynamicScalerState, NoScaler, is_scaler
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
+@showing_call("guard_step(step)")
 def guard_step(step: _Step) -> _Step:
     """A training step that leaves its state as it was if gradients overflowed.
 
@@ -65,6 +67,7 @@ def guard_step(step: _Step) -> _Step:
         )
 
     @functools.wraps(step, updated=())
+    @hiding_frames
     def guarded(state: Any, *args: Any, **kwargs: Any) -> Any:
         # The state is recorded before the step runs: an `eqx.nn.State` can be read only
         # once, and NNX objects are changed in place.

@@ -173,7 +173,7 @@ class ScalerLog:
 
     def __init__(self, state: Any, capacity: int = 10_000):
         self.events: deque[ScalerEvent] = deque(maxlen=capacity)
-        self.step = 0
+        self.step: int = 0
         self._last = {path: _read(one) for path, one in scalers_in(state).items()}
 
     def record(

@@ -74,7 +74,7 @@ class Unscaled(metaclass=_Explaining):
     """
 
     __slots__ = ("_raw", "_value", "_verdict")
-    __array_priority__ = 1000.0  # NumPy's arrays leave arithmetic to this class
+    __array_priority__: float = 1000.0  # NumPy's arrays leave arithmetic to this class
 
     def __init__(self, value: Any):
         self._value = value
@@ -201,6 +201,24 @@ def _named(grads: Any, are: Callable[[Any], bool]) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_marked)
     paths = [jax.tree_util.keystr(path) for path, g in leaves if are(g)]
     return ", ".join(f"`grads{path}`" for path in paths[:3])
+
+
+def refuse_other_results(grads: Any) -> None:
+    """Raises for the pair that `value_and_grad` returns, or for nothing."""
+    is_pair = type(grads) is tuple and len(grads) == 2 and not _marks(grads[0])
+    values = jax.tree.leaves(grads[0]) if is_pair else []
+    is_pair = any(map(eqx.is_inexact_array_like, values)) and _marks(grads[1])
+    if is_pair or grads is None:
+        raise TypeError(
+            f"`grads`, the first argument of `update`, was given "
+            f"{'a pair' if is_pair else 'None'}.\n`tx.value_and_grad(loss_fn, "
+            "opt_state)(...)` returns `(loss, grads)`: give the gradients alone, "
+            "`tx.update(grads, opt_state, params)`."
+        )
+
+
+def _marks(grads: Any) -> bool:
+    return bool(_named(grads, _is_marked))
 
 
 def refuse_unmarked(grads: Any) -> None:

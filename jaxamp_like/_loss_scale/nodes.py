@@ -41,17 +41,17 @@ class NnxCall:
         args: its positional arguments.
         kwargs: its keyword arguments."""
 
-    def __init__(self, fun: Callable, args: Any, kwargs: Any):
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any):
         self._given = fun, args, kwargs
         self._taken = FunctionalCall(fun, args, kwargs)
         self._before = Snapshot(self._taken.nodes) if self._taken.nodes else None
 
     def run(
-        self, wrap: Callable[[Callable], Callable]
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> tuple[Any, NodeChanges | None]:
         """Calls `wrap(fun)`; returns its result and what it left in NNX objects."""
 
-        def body(fun: Callable, args: Any, kwargs: Any) -> Any:
+        def body(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return wrap(fun)(*args, **kwargs)
 
         with with_nnx_advice():
@@ -69,7 +69,7 @@ class NnxCall:
                 self._before.rewrite(state.accept)
 
 
-def of_nodes(transform: Callable) -> Callable:
+def of_nodes(transform: Callable[..., Any]) -> Callable[..., Any]:
     """`transform`, for functions that may also take NNX objects.
 
     Derivatives are taken by the `nnx.Param`s of an object, as `nnx.grad` does."""
@@ -77,7 +77,7 @@ def of_nodes(transform: Callable) -> Callable:
     if has_value is None:
         return _watched(transform)
 
-    def transformed(fun: Callable, **options: Any) -> Callable:
+    def transformed(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         plain = transform(fun, **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,8 +91,8 @@ def of_nodes(transform: Callable) -> Callable:
 
 
 def _of_arrays(
-    transform: Callable,
-    fun: Callable,
+    transform: Callable[..., Any],
+    fun: Callable[..., Any],
     args: Any,
     kwargs: Any,
     options: dict[str, Any],
@@ -116,7 +116,7 @@ def _of_arrays(
         for i in active:
             jax.tree.map(take, args[i], given[i], is_leaf=is_node)
 
-        def body(fun: Callable, args: Any, kwargs: Any) -> Any:
+        def body(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             args = list(args)
             for i in active:
                 args[i] = jax.tree.map(
@@ -146,10 +146,10 @@ def _of_arrays(
     return results
 
 
-def _watched(transform: Callable) -> Callable:
+def _watched(transform: Callable[..., Any]) -> Callable[..., Any]:
     """`transform`, with an error if it loses what a function changes in NNX objects."""
 
-    def transformed(fun: Callable, **options: Any) -> Callable:
+    def transformed(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         plain = transform(fun, **options)
 
         def call(*args: Any, **kwargs: Any) -> Any:

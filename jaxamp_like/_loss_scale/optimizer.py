@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,14 +13,22 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import warn_or_raise
+from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import with_call_hints
 from .grads import dynamic_scale_tx
 from .initialising import initialised
-from .marks import Verdict, marked, read, refuse_unmarked, refuse_unscaled, unmarked
+from .marks import (
+    Verdict,
+    marked,
+    read,
+    refuse_other_results,
+    refuse_unmarked,
+    refuse_unscaled,
+    unmarked,
+)
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler, static_scaler
 
 
@@ -31,7 +39,9 @@ class LossScaleState(NamedTuple):
         scaler: the state of the loss scale.
         inner_state: the state of the wrapped optimizer."""
 
-    scaler: Scaler
+    # A `Scaler`: `Any`, so that a type checker lets `scaler.scaler` be read, which a
+    # `NoScaler` has not, without a test for that.
+    scaler: Any
     inner_state: Any
 
 
@@ -40,21 +50,38 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     Its `update` only takes gradients of its `value_and_grad` or `grad`."""
 
+    if TYPE_CHECKING:  # the fields of Optax, with the type that the state has here
+
+        def init(self, params: Any) -> LossScaleState: ...  # pyright: ignore
+
+        def update(  # pyright: ignore
+            self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, LossScaleState]: ...
+
     axis_name: AxisName = None
     scales: bool = True
     # Makes a context for each call of a loss, from the loss and its arguments.
-    watch: Callable[[Callable, Any, Any], AbstractContextManager[None]] | None = None
+    watch: (
+        Callable[[Callable[..., Any], Any, Any], AbstractContextManager[None]] | None
+    ) = None
+
+    def __getattr__(self, name: str) -> Any:
+        hint = _ELSEWHERE.get(name)
+        hint = f" Write `{hint}`." if hint else ""
+        raise AttributeError(
+            f"{type(self).__name__!r} has no attribute {name!r}.{hint}"
+        )
 
     @with_call_hints("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
         self,
-        fun: Callable,
+        fun: Callable[..., Any],
         opt_state: Any,
         *,
         has_aux: bool = False,
         filter: bool = True,
         **kwargs: Any,
-    ) -> Callable:
+    ) -> Callable[..., tuple[Any, Any]]:
         """Like `jax.value_and_grad`, with the loss scaled by the scale in `opt_state`.
 
         Value and gradients are true ones: the loss as `fun` computed it, and its
@@ -93,13 +120,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     @with_call_hints("tx.grad(loss_fn, opt_state)(params, batch)")
     def grad(
         self,
-        fun: Callable,
+        fun: Callable[..., Any],
         opt_state: Any,
         *,
         has_aux: bool = False,
         filter: bool = True,
         **kwargs: Any,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """Like `jax.grad`, with the loss scaled; see `value_and_grad`.
 
         Args:
@@ -120,13 +147,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def _scaled(
         self,
-        transform: Callable,
-        fun: Callable,
+        transform: Callable[..., Any],
+        fun: Callable[..., Any],
         opt_state: Any,
         has_aux: bool,
         options: dict[str, Any],
         place: int | None,
-    ) -> Callable:
+    ) -> Callable[..., Any]:
         """`transform(fun, **options)` of the scaled loss, with marked gradients.
 
         The gradients are at index `place` of the results; if `place` is `None`, they
@@ -144,6 +171,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         step = scaled(fun, has_aux=has_aux, **options)
 
         @functools.wraps(fun, updated=())
+        @hiding_frames
         def judged(*args: Any, **kwargs: Any) -> Any:
             watch = self.watch or (lambda *call: nullcontext())
             with _scaling_by(scaler), watch(fun, args, kwargs):
@@ -219,6 +247,7 @@ def loss_scale_optimizer(
         else optimizer
     ).update
 
+    @with_call_hints("tx.init(params)")
     def init(params: Any) -> LossScaleState:
         inner_state = initialised(optimizer, params)
         if _scale_states(inner_state):
@@ -226,10 +255,12 @@ def loss_scale_optimizer(
         # New arrays for each run: a jitted step may have had the last ones donated.
         return LossScaleState(jax.tree.map(jnp.copy, first), inner_state)
 
+    @with_call_hints("tx.update(grads, opt_state, params)")
     def update(
         grads: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
-        scaler, inner_state = _checked_state(state)
+        scaler, inner_state = _checked_state(state, params)
+        refuse_other_results(grads)
         if isinstance(scaler, DynamicScalerState):
             refuse_unmarked(grads)
         grads, finite = read(grads, axis_name)
@@ -260,6 +291,7 @@ def loss_scale_optimizer(
     return wrapped
 
 
+@hiding_frames
 def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     """A loss times the scale that an optimizer's state holds.
 
@@ -298,6 +330,7 @@ def _scaling_by(scaler: Scaler) -> Iterator[None]:
         _scales.reset(token)
 
 
+@hiding_frames
 def unscale_grads(grads: Any, opt_state: Any) -> Any:
     """Unscales gradients of a loss that `scale_loss` has scaled, for `update`.
 
@@ -379,6 +412,19 @@ _NO_LONGER = (
     "float16, take `opt_state._replace(scaler=DynamicScalerState())`; to go on without "
     "a scale, give the optimizer `scaler=None`."
 )
+_UPDATE = "updates, opt_state = tx.update(grads, opt_state, params)"
+_GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
+# What PyTorch's scaler and the optimizers of PyTorch, Flax and Keras have instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), _UPDATE),
+    **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), _GRADIENT),
+}
+_STATE_LAST = "The parameters come last: `tx.update(grads, opt_state, params)`."
+_STATE_SECOND = (
+    f"Write `{_UPDATE}`, where "
+    "`opt_state` begins as `tx.init(params)`. To go on from a checkpoint without a "
+    "scale, take `tx.init(params)._replace(inner_state=...)`."
+)
 _SEVERAL = (
     "A loss has one scale. Put what gives each part of the parameters an optimizer of "
     "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
@@ -429,12 +475,12 @@ def _first_state(scaler: Any) -> Scaler:
     return static_scaler(scaler)
 
 
-def _checked_state(state: Any) -> LossScaleState:
+def _checked_state(state: Any, params: Any) -> LossScaleState:
     if not isinstance(state, LossScaleState):
+        instead = _STATE_LAST if isinstance(params, LossScaleState) else _STATE_SECOND
         raise TypeError(
-            "`update` of a `loss_scale_optimizer` was given a state of type "
-            f"{type(state).__name__}, and needs the `LossScaleState` that its `init` "
-            "or its last `update` returned.\nTo go on from a checkpoint without one, "
-            "take `init(params)._replace(inner_state=...)`."
+            "`state`, the second argument of `update` of a `loss_scale_optimizer`, is "
+            "the `LossScaleState` that its `init` or its last `update` returned, but "
+            f"it was given a {type(state).__name__}.\n{instead}"
         )
     return state

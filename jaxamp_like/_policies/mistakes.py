@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
+import jax
 import jax.extend.core.primitives as jax_primitives
 import jax.numpy as jnp
 
-from .._dtypes import DType, bits
+from .._dtypes import DType, as_compute_dtype, bits
 from .._errors import AmpError, explaining_misfits
-from .._jax import Primitive
+from .._jax import Primitive, is_array
 from .._primitives import FIXED
 from .._rules import (
     Rule,
@@ -46,6 +47,17 @@ _ELSEWHERE = {
 }
 
 
+_SCALED_BY = "Loss scaling comes with an optimizer: `enable_amp(loss, optimizer)`."
+# Arguments that PyTorch's `autocast`, Apex and others have, and `amp` has not.
+_MADE_ELSEWHERE = {
+    "enabled": "`with disable_amp():` around the code that calls `amp` turns it off.",
+    "opt_level": "'O1' is `amp_policy='mixed_float16'`.",
+    "cast_model_outputs": "Results are cast by `Policy(output_dtype=...)`.",
+    "device_type": "A device is not told: `amp` rewrites for all of them.",
+    **dict.fromkeys(("loss_scale", "scaler", "optimizer"), _SCALED_BY),
+}
+
+
 def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, with errors that say what to write if its arguments don't fit."""
     name = function.__qualname__.removesuffix(".__init__")
@@ -55,7 +67,9 @@ def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
     ) -> list[str]:
         taken = [p for p in parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
         known = {k: v for k, v in parameters.items() if k != "self"}
-        places = [_by_place(name, known, x) for x in args[len(taken) :]]
+        takes_more = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
+        more = () if takes_more else args[len(taken) :]
+        places = [_by_place(name, known, x) for x in more]
         names = [_by_name(name, known, given) for given in kwargs]
         return [*dict.fromkeys(filter(None, places + names))]
 
@@ -85,7 +99,9 @@ def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
     if close:
         return f"Did you mean `{close[0]}`?"
     hint = f"The arguments are {', '.join(parameters)}."
-    if "fn" in parameters:
+    if caller == "amp" and name in _MADE_ELSEWHERE:
+        return _MADE_ELSEWHERE[name]
+    if "fn" in parameters and caller != "convert":
         hint += f" Those of the function come after: `{caller}(fn)(..., {name}=...)`."
     return hint
 
@@ -105,6 +121,8 @@ def instead_of_policy(value: Any) -> str:
         return f" To compute in a dtype: `Policy({jnp.dtype(value).name!r})`."
     if isinstance(value, Mapping | Rule):
         return " Rules are a part of a policy: `Policy('bfloat16', rules={...})`."
+    if fields := _fields_of_policy(value):
+        return f" Write it as one of here: `Policy({fields})`."
     return ""
 
 
@@ -118,15 +136,67 @@ def instead_of_amp_policy(value: Any) -> str:
         return f"Call it: `amp_policy={display_name(value)}`."
     if hasattr(policy := getattr(value, "policy", None), "lookup"):
         return f"It holds a {type(policy).__name__}: give its `.policy`."
+    if fields := _fields_of_policy(value):
+        return f"It is a policy of another library: write `Policy({fields})`."
     if callable(value):
         return 'A rule of your own for everything: `{"amp_default": rule}`.'
     return 'For example: `default_amp_policy | {"attention": "float32"}`.'
 
 
+def _fields_of_policy(value: Any) -> str:
+    """The arguments of a `Policy` that means what another library's means, or ""."""
+    fields = ("compute_dtype", "param_dtype", "output_dtype")  # as of jmp and Haiku
+    given = {field: getattr(value, field, None) for field in fields}
+    named = {k: str(jnp.dtype(x)) for k, x in given.items() if is_dtype(x)}
+    if "compute_dtype" not in named:
+        return ""
+    return ", ".join(f"{field}={name!r}" for field, name in named.items())
+
+
 def with_name(value: Any) -> str:
     """The type of a value, and the name that it has."""
     name = getattr(value, "__name__", None)
-    return f"{type(value).__name__}" + (f" {name!r}" if isinstance(name, str) else "")
+    kind = type(value)
+    # Of a class of another library that is called as one of ours, say whose it is.
+    other = f"{kind.__module__.partition('.')[0]}." * (kind.__name__ == "Policy")
+    return f"{other}{kind.__name__}" + (f" {name!r}" if isinstance(name, str) else "")
+
+
+def refuse_what_is_no_function(fn: Any, caller: str) -> None:
+    """Raises for what stands in the place of a function, and says where it belongs."""
+    if callable(fn) and not is_dtype(fn):
+        return
+    got, argument = type(fn).__name__, ""
+    if isinstance(fn, str):
+        got, is_policy = f"str {fn!r}", is_like_policy_name(fn)
+        if is_policy or _names_dtype(fn):
+            argument = f"{'amp_policy' if is_policy else 'compute_dtype'}={fn!r}"
+    elif is_dtype(fn):
+        got, argument = f"the dtype {_show(fn)}", f"compute_dtype={_show(fn)}"
+    elif _is_like_policy(fn):
+        got, argument = "a policy", "amp_policy=..."
+    instead = f"`{caller}(fn)(x)`, not `{caller}(fn(x))`"
+    if argument:
+        instead = f"`{caller}(fn, {argument})`"
+        if caller == "amp":
+            instead += f", or `@amp({argument})` above its definition"
+    raise TypeError(f"`fn` must be callable, but got {got}. Write {instead}.")
+
+
+def _names_dtype(name: str) -> bool:
+    try:
+        as_compute_dtype(name, "fn")
+    except TypeError:
+        return False
+    except (AmpError, ValueError):  # float8, and float64 without x64
+        pass
+    return True
+
+
+def _is_like_policy(value: Any) -> bool:
+    if isinstance(value, Mapping):  # unless it holds parameters
+        return not any(map(is_array, jax.tree.leaves([*value.values()])))
+    return hasattr(value, "compute_dtype")
 
 
 # Rules that make nothing low unless an operand is low already.
@@ -196,7 +266,9 @@ def refuse_bad_key(key: Any, argument: str) -> None:
     is_pattern = isinstance(key, re.Pattern) and isinstance(key.pattern, str)
     if is_scope or is_pattern or isinstance(key, Primitive):
         return
-    hint = _for_function(key) if callable(key) and not isinstance(key, type) else ""
+    hint = ""
+    if callable(key):
+        hint = _FOR_CLASS if isinstance(key, type) else _for_function(key)
     raise TypeError(
         f"A key of `{argument}` must be a primitive (`jax.lax.dot_general_p`), the "
         "name of a `jax.named_scope`, a path of such names joined by '/', a compiled "
@@ -211,6 +283,12 @@ _BINDS = {
     **dict.fromkeys("sum prod max min".split(), "reduce_{}"),
     **{"power": "pow", "arctan2": "atan2", "multiply": "mul", "subtract": "sub"},
 }
+
+
+_FOR_CLASS = (
+    " A class is none: modules of Linen and Haiku have names, such as 'Dense_0', and "
+    "`scope_modules(model)` names those of Equinox and NNX by their fields."
+)
 
 
 def _for_function(key: Any) -> str:

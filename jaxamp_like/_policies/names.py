@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from .._dtypes import NAMES, SHORT_NAMES, bits, did_you_mean, full_name
-from .._errors import AmpError
+from .._errors import AmpError, showing_call
 from .._quantised import FORMATS
 from .._rules.user_rules import short
 from .mistakes import instead_of_policy
@@ -43,6 +43,7 @@ _ELSEWHERE = {
 }
 
 
+@showing_call("get_policy('mixed_bfloat16')")
 def get_policy(
     policy: str | Policy, *, amax_history_length: int | None = None
 ) -> Policy:

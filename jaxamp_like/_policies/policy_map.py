@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._dtypes import DType
-from .._errors import AmpError
+from .._errors import AmpError, showing_call
 from .._jax import Primitive
 from .._rules import Match
 from .._rules.user_rules import short
@@ -56,6 +56,7 @@ class PolicyMap(Mapping[Any, Policy]):
 
     It is modelled on Keras' `DTypePolicyMap`."""
 
+    @showing_call("PolicyMap('mixed_bfloat16', {path: policy})")
     def __init__(
         self,
         default_policy: Policy | str,
@@ -73,7 +74,7 @@ class PolicyMap(Mapping[Any, Policy]):
                 "`PolicyMap('mixed_bfloat16', {path: policy})`. But got "
                 f"{short(default_policy)}."
             )
-        self.default_policy = get_policy(default_policy)
+        self.default_policy: Policy = get_policy(default_policy)
         if not isinstance(policy_map, Mapping | None):
             raise TypeError(
                 "`policy_map` must be a dict of paths or regular expressions to "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, as_compute_dtype
-from .._errors import AmpError
+from .._errors import AmpError, hiding_frames
 from .dictionary import Lookup
 from .frozen import checked_policy
 from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
@@ -41,6 +41,7 @@ def global_policy() -> Policy | PolicyMap:
     return _global if inner is None else inner
 
 
+@hiding_frames
 def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
     """Sets the policy that `amp` uses if it is given none, in all threads.
 

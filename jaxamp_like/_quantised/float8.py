@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, lowered
+from .._errors import listing_arguments
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
 from .._rules import Decision, EightBits, Rule, Site
 from .._rules.bilinear import Bilinear, as_it_is, bilinear
@@ -209,6 +210,7 @@ def _authors(scope: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(n for n in scope if not n.startswith("amp_"))
 
 
+@listing_arguments
 def float8(
     *,
     grad_dtype: DTypeLike = "float8_e5m2",

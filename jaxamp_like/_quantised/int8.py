@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType, cast
+from .._errors import listing_arguments
 from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import Bilinear, as_it_is, bilinear
@@ -223,6 +224,7 @@ class Int8(Quantising):
         return f"{text}; gradients in {low}"
 
 
+@listing_arguments
 def int8(
     *,
     weight_only: bool = False,

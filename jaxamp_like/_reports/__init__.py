@@ -5,5 +5,6 @@
 
 from .explain import explain as explain
 from .history import ScalerHistory as ScalerHistory
+from .metrics import amp_metrics as amp_metrics
 from .numerics import trace_numerics as trace_numerics
 from .report import NumericsReport as NumericsReport, Report as Report

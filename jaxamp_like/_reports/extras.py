@@ -5,6 +5,8 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
+from .._errors import how_to_install
+
 
 def shows_progress(wanted: bool | None) -> bool:
     """Whether to show progress; `None` asks for it if rich and a terminal are there."""
@@ -18,8 +20,9 @@ def need(module: str, package: str | None = None) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:
+        missing = package or module
         raise ImportError(
-            f"This view of a report needs {package or module}, which is not installed. "
-            "Run `pip install 'jaxamp_like[report]'`; the data, `to_json` and "
+            f"This view of a report needs {missing}, which is not installed. "
+            f"{how_to_install(missing, 'report')} The data, `to_json` and "
             "`print(report)` need nothing."
         ) from e

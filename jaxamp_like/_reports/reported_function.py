@@ -7,9 +7,11 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from .._amp import amp
+from .._errors import hiding_frames
 from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
 from .._parameters import after_model, as_argnums, positions_of
+from .._policies.mistakes import refuse_what_is_no_function
 from .._rewrite.record import Recorder
 from .call import FlatCall, flat_call
 
@@ -31,11 +33,7 @@ class ReportedFunction:
         lean: bool,
         argnums: int | Sequence[int] | None,
     ):
-        if not callable(fn):
-            raise TypeError(
-                f"`fn` must be callable, but got {type(fn).__name__}. Write "
-                f"`{reporter}(fn)(x)`, not `{reporter}(fn(x))`."
-            )
+        refuse_what_is_no_function(fn, reporter)
         self.fn = fn
         self.is_given = (
             compute_dtype is not None or amp_policy is not None or strict or lean
@@ -84,7 +82,8 @@ class ReportedFunction:
         """`report`, with the name, the docstring and the signature of the function."""
         names = ("__module__", "__name__", "__qualname__", "__doc__")
         assigned = [n for n in names if isinstance(getattr(self.fn, n, None), str)]
-        return functools.wraps(self.fn, assigned=assigned, updated=())(report)
+        wrapper = functools.wraps(self.fn, assigned=assigned, updated=())
+        return wrapper(hiding_frames(report))
 
 
 def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from .._version import NAME, version as own_version
+
 
 def versions() -> dict[str, str]:
     """The versions of the packages behind a report, as far as they are installed."""
-    return {name: _version(name) for name in ("jaxamp_like", "jax", "jaxlib")}
+    return {NAME: own_version()} | {name: _version(name) for name in ("jax", "jaxlib")}
 
 
 def _version(name: str) -> str:

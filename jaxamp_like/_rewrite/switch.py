@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
+from .._errors import explaining_misfits
+
 _disabled = contextvars.ContextVar("jaxamp_like_disabled", default=False)
 
 
@@ -28,6 +30,7 @@ def tracing_by_amp() -> Iterator[None]:
         _tracing.reset(token)
 
 
+@explaining_misfits("disable_amp", lambda *_: ["Write `with disable_amp():`."])
 @contextlib.contextmanager
 def disable_amp() -> Iterator[None]:
     """Within it, `amp(fn)` returns `fn` as it is; also a decorator.

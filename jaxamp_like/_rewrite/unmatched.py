@@ -154,4 +154,10 @@ def _list(paths: dict[Scope, _Equation]) -> str:
             "the key is for; `scope_modules` names the modules of Equinox and NNX."
         )
     more = ", ..." * (len(known) > _MOST)
-    return f"The scopes of the function are {', '.join(known[:_MOST])}{more}."
+    told = f"The scopes of the function are {', '.join(known[:_MOST])}{more}."
+    if any(name.startswith("'eqx.") for name in known):  # which Equinox opens itself
+        told += (
+            " The fields of an Equinox model are scopes where it is called as "
+            "`scope_modules(model)(x)`."
+        )
+    return told

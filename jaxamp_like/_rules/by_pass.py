@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, as_float_dtype, bits
+from .._errors import listing_arguments
 from .._primitives import CONTRACTIONS
 from . import (
     Decision,
@@ -157,6 +158,7 @@ class UsePrecisionByPass(Rule):
         )
 
 
+@listing_arguments
 def use_precision_by_pass(
     *,
     forward: DTypeLike | PassPrecision | None = None,

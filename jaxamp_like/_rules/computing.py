@@ -138,7 +138,9 @@ class UsePrecision(Rule):
         return decision._replace(out_facts=outs, bind=bind)
 
 
-def wide_contraction(primitive: Any, params: dict[str, Any], wide: Any) -> Callable:
+def wide_contraction(
+    primitive: Any, params: dict[str, Any], wide: Any
+) -> Callable[..., Any]:
     """A contraction of low operands with a wide result and low cotangents.
 
     The transpose of a contraction with a wide result reads a wide cotangent, so the
@@ -216,25 +218,25 @@ class UseWidestPrecision(Rule):
         return Decision(reads, site.params, outs, "the widest of its inputs")
 
 
-use_compute_precision = UsePrecision()
+use_compute_precision: Rule = UsePrecision()
 """Casts float inputs to the compute dtype; results are in it too."""
 
-use_compute_precision_wide_result = UsePrecision(wide_result=True)
+use_compute_precision_wide_result: Rule = UsePrecision(wide_result=True)
 """As `use_compute_precision`, but a contraction's result keeps the author's dtype.
 
 The contractions of its backward pass still read low-precision cotangents."""
 
-use_original_precision = UseOriginalPrecision()
+use_original_precision: Rule = UseOriginalPrecision()
 """Computes in the author's dtypes, and what follows keeps them too."""
 
-use_original_precision_locally = UseOriginalPrecision(local=True)
+use_original_precision_locally: Rule = UseOriginalPrecision(local=True)
 """Computes in the author's dtypes; the result is fit to be read in low precision."""
 
 in_solver = InSolver()
 """As `use_original_precision_locally`, for what stands in a solver; see
 `_rewrite.solvers`."""
 
-use_widest_precision = UseWidestPrecision()
+use_widest_precision: Rule = UseWidestPrecision()
 """Computes in the widest dtype among the inputs as they are now."""
 
 

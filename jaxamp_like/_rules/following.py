@@ -268,7 +268,7 @@ class ConvertAsWritten(Rule):
         return Constants(frozenset({0.0, 1.0})) if is_bool else None
 
 
-follow_inputs = FollowInputs()
+follow_inputs: Rule = FollowInputs()
 """Computes low only between ops that compute low (TensorFlow's *infer* colour).
 
 An op runs in full precision if an input of the result's size must stay in it. Else it
@@ -278,10 +278,10 @@ would overflow, vanish or turn into 1 keeps the op in full precision.
 
 See TensorFlow's graph rewrite, `auto_mixed_precision.cc`."""
 
-keep_inputs = KeepInputs()
+keep_inputs: Rule = KeepInputs()
 """Moves data in whatever precision it has (TensorFlow's *clear* colour)."""
 
-keep_each_input = KeepEachInput()
+keep_each_input: Rule = KeepEachInput()
 """As `keep_inputs`, where each result belongs to one input.
 
 For primitives that make one result of each operand, such as `optimization_barrier`."""

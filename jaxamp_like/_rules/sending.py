@@ -10,7 +10,7 @@ from .._dtypes import DType, cast, has_range, lowered
 from .._jax import Primitive, bind_flat, collective_axes, varying_in
 from .._primitives import PLACING, SUMMED_BACK
 from .._primitives.fences import fenced
-from .base import INPUT_SOURCES, Decision, Demand, Fact, Precision, Site
+from .base import INPUT_SOURCES, Decision, Demand, Fact, Precision, Rule, Site
 from .following import KeepEachInput
 from .storing import compute_in_full
 
@@ -178,7 +178,7 @@ sum_over_devices = SumOverDevices()
 
 In float16 it sums in full unless types tell that the axes are of devices."""
 
-send_low = SendLow()
+send_low: Rule = SendLow()
 """As `keep_each_input`; what only contractions read is rounded before it is sent.
 
 The numbers are those that contractions would round anyway, in half the bytes. In the

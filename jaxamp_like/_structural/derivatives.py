@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import cast, cast_all
-from .._errors import explaining_rules, without_derivative
+from .._errors import explaining_rules, hiding_frames, without_derivative
 from .._jax import (
     Eqn,
     Jaxpr,
@@ -105,7 +105,7 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
 
 def trace_rule(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     """A rule as a program, traced without `jax_default_matmul_precision`."""
-    with without_setting():
+    with hiding_frames, without_setting():
         return trace(rule, avals)
 
 
