@@ -219,6 +219,14 @@ JOBS = {
         (FIGURES, "docs/quantised.md"),
         needs=COMPILER,
     ),
+    "block_scaled": Job(
+        "block_scaled",
+        "",
+        "--sizes 4096 --no-blocks",
+        "block-scaled.json",
+        ("docs/block_scaled.md",),
+        needs=COMPILER,
+    ),
     "reports": Job(
         "reports",
         '--workloads "GPT unrolled" "GPT scanned"',
