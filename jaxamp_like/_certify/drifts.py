@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.numbers import NONE, Numbers, of_dtype
+from .._hlo.numbers import NONE, Numbers, bits_needed, of_dtype
 from .._hlo.text import is_float
 from .operations import Operation
 
@@ -107,7 +107,8 @@ def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
         needed = _stored(one.stored[0]) if one else sent
     else:
         needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
-    if needed.name and needed.are_in(sent) and needed != sent:
+    is_less = needed.are_in(sent) and bits_needed(needed) < bits_needed(sent)
+    if needed.name and is_less:
         yield EMULATED if run.platform == "cpu" else WIDE
 
 
