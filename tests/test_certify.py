@@ -1344,6 +1344,37 @@ def test_gradients_for_described_devices_are_as_decided(name, kind, program):
     assert {one.decided for one in found} == {LOW}
 
 
+def batch(ws, x):
+    y = jnp.einsum("bij,bjk->bik", ws, ws)
+    return jnp.sum(jnp.tanh(jnp.einsum("bij,bjk->bik", y, ws)) ** 2)
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+def test_batches_of_products_are_tied(name, kind):
+    # For TPUs they become convolutions, whose windows lie on holes for the most part.
+    certificate = certify(jax.grad(low(batch)), WS, X, device=name)
+    found = contractions(certificate)
+    assert certificate.is_as_decided, certificate
+    assert len(found) == 6
+    assert {one.work for one in found if one.opcodes} == {2 * 3 * 64**3}
+    lines = [int(one.source.rpartition(":")[2]) for one in found if one.opcodes]
+    assert {*lines} == {batch.__code__.co_firstlineno + i for i in (1, 2)}
+
+
+def test_a_mean_of_one_number_rounds_nothing():
+    def fn(x):
+        return jnp.sum(jnp.mean(rounded(x)[:, None, :], axis=1), 0)
+
+    (one,) = [o for o in certify(fn, X).operations if o.opcodes]
+    assert one.decided == one.compiled[0] == "bfloat16 -> float32"
+
+
+def test_nameless_contractions_are_tied_in_order():
+    decided = in_entry(DECIDED)
+    nameless = decided.replace(f", {ENC}", "").replace(f", {HEAD}", "")
+    assert compared(decided, nameless, name="", device=GPU).is_as_decided
+
+
 @pytest.mark.parametrize(("name", "kind"), DESCRIBED)
 def test_what_described_devices_multiply_float32_in_is_told(name, kind):
     (one,) = contractions(certify(lambda x: jnp.tanh(x @ x), X, device=name))

@@ -96,6 +96,11 @@ class Operation:
         return (self.flops or self.elements or 1) * self.times
 
     @property
+    def results(self) -> int:
+        """How many numbers one run makes."""
+        return self.node.one.shape.elements
+
+    @property
     def op_name(self) -> str:
         return self.node.op_name
 
@@ -231,7 +236,7 @@ def _sent(node: Node, operand: Node) -> Numbers:
 
 def _reduction(node: Node, platform: Platform) -> Operation:
     one = node.one
-    operand, makes = _added(node), of_dtype(one.shape.dtype)
+    operand, makes = _added(node), of_dtype(_dtype_of_sum(node, platform))
     # XLA may compute a sum in several steps, of which the last one stands for all.
     steps: list[Node] = []
     while (step := _before_sum(Value(operand), _REDUCTIONS)) is not None:
@@ -252,6 +257,17 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         makes=makes,
         steps=tuple(steps),
     )
+
+
+def _dtype_of_sum(node: Node, platform: Platform) -> str:
+    """What a reduction adds up in. On TPUs, its result may be rounded by itself."""
+    if platform == "tpu":
+        computations = node.body.module.computations
+        for name in node.one.called("to_apply"):
+            for one in computations[name].values():
+                if one.opcode == "add":
+                    return one.shape.dtype
+    return node.one.shape.dtype
 
 
 def _added(node: Node) -> Node:

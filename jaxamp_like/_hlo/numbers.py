@@ -153,6 +153,8 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
             chosen = (1, 2)
         case "reduce" | "reduce-window" if chooses(node):
             chosen = (0,)
+        case "multiply" | "divide" if _is_one(node.operand(1)):  # a mean of 1 number
+            chosen = (0,)
         case "scatter" if chooses(node):
             chosen = (0, 2)
         case "topk" if not path or path[0] == 0:
@@ -168,6 +170,12 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
         case _:
             return None
     return [Value(node.operand(i)) for i in chosen]
+
+
+def _is_one(node: Node) -> bool:
+    while node.one.opcode in ("bitcast", "broadcast", "convert", "reshape"):
+        node = node.operand(0)
+    return node.one.opcode == "constant" and node.one.literal == "1"
 
 
 def combines_by(node: Node) -> set[str]:
