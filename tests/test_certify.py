@@ -1361,6 +1361,18 @@ def test_batches_of_products_are_tied(name, kind):
     assert {*lines} == {batch.__code__.co_firstlineno + i for i in (1, 2)}
 
 
+@pytest.mark.parametrize("device", (GPU, TPU))
+@pytest.mark.parametrize("reader", ("bf16", "f32"))
+def test_a_sum_may_round_its_result_for_its_readers_on_tpus(device, reader):
+    decided = DECIDED.replace("all-reduce(%s)", "all-reduce(%b)").replace(
+        "  %r = f32[32]", f"  %b = {reader}[32] convert(%s)\n  %r = {reader}[32]"
+    )
+    run = decided.replace("%s = f32[32] reduce", "%s = bf16[32] reduce")
+    certificate = compared(in_entry(decided), in_entry(run), name="", device=device)
+    found = {one.primitive for one in certificate.drifts if REDUCED_LOW in one.drifts}
+    assert ("reduce_sum" in found) is (device is GPU or reader == "f32")
+
+
 def test_a_mean_of_one_number_rounds_nothing():
     def fn(x):
         return jnp.sum(jnp.mean(rounded(x)[:, None, :], axis=1), 0)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.numbers import NONE, Numbers, bits_needed, of_dtype
+from .._hlo.numbers import NONE, Numbers, bits_needed, numbers_read, of_dtype
 from .._hlo.text import is_float
 from .operations import Operation
 
@@ -53,7 +53,8 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         yield from _of_reading(one, run)
         # A collective that only moves data does not round; its readers do.
         computes = one.kind != "collective" or run.opcode in SUMS
-        if computes and run.makes.name and not one.makes.are_in(run.makes):
+        is_low = run.makes.name and not one.makes.are_in(run.makes)
+        if computes and is_low and not _is_rounded_after(one, run):
             yield REDUCED_LOW
         if one.kind == "contraction" and _is_emulated(one, run):
             yield EMULATED
@@ -61,6 +62,15 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
             yield from of_sending(run, one)
     if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
         yield DUPLICATED
+
+
+def _is_rounded_after(one: Operation, run: Operation) -> bool:
+    """Whether a sum for a TPU rounds its own result, and only as its readers would."""
+    return (
+        (one.kind, run.platform) == ("reduction", "tpu")
+        and one.makes.are_in(run.adds_in)
+        and numbers_read(one.node).are_in(run.makes)
+    )
 
 
 def _of_reading(one: Operation, run: Operation) -> Iterator[str]:

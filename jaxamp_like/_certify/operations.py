@@ -6,7 +6,15 @@ from functools import cached_property
 from typing import Literal
 
 from .._hlo.graph import Body, Node, Value, handed_on, is_marker, nodes
-from .._hlo.numbers import Numbers, adds, numbers, numbers_read, of_dtype, rounded
+from .._hlo.numbers import (
+    Numbers,
+    adds,
+    numbers,
+    numbers_read,
+    of_dtype,
+    rounded,
+    union,
+)
 from .._hlo.text import contraction_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
@@ -99,6 +107,15 @@ class Operation:
     def results(self) -> int:
         """How many numbers one run makes."""
         return self.node.one.shape.elements
+
+    @property
+    def adds_in(self) -> Numbers:
+        """The numbers that a sum adds up in, before its result is rounded."""
+        computations = self.node.body.module.computations
+        names = self.node.one.called("to_apply")
+        inner = [one for name in names for one in computations[name].values()]
+        dtypes = (one.shape.dtype for one in inner if one.opcode == "add")
+        return union(map(of_dtype, dtypes))
 
     @property
     def op_name(self) -> str:
@@ -236,7 +253,7 @@ def _sent(node: Node, operand: Node) -> Numbers:
 
 def _reduction(node: Node, platform: Platform) -> Operation:
     one = node.one
-    operand, makes = _added(node), of_dtype(_dtype_of_sum(node, platform))
+    operand, makes = _added(node), of_dtype(one.shape.dtype)
     # XLA may compute a sum in several steps, of which the last one stands for all.
     steps: list[Node] = []
     while (step := _before_sum(Value(operand), _REDUCTIONS)) is not None:
@@ -257,17 +274,6 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         makes=makes,
         steps=tuple(steps),
     )
-
-
-def _dtype_of_sum(node: Node, platform: Platform) -> str:
-    """What a reduction adds up in. On TPUs, its result may be rounded by itself."""
-    if platform == "tpu":
-        computations = node.body.module.computations
-        for name in node.one.called("to_apply"):
-            for one in computations[name].values():
-                if one.opcode == "add":
-                    return one.shape.dtype
-    return node.one.shape.dtype
 
 
 def _added(node: Node) -> Node:

@@ -218,6 +218,13 @@ def rounding_of(node: Node) -> Numbers:
     return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
 
 
+def _keeps_rounding(node: Node) -> bool:
+    """Whether rounding its result is rounding its operands."""
+    one = node.one
+    is_choice = one.opcode in ("reduce", "reduce-window") and chooses(node)
+    return is_choice or (one.opcode in _KEEPS_ROUNDING and bool(one.shapes))
+
+
 def numbers_read(
     node: Node, depth: int = 0, limit: Callable[[Node], Numbers | None] | None = None
 ) -> Numbers:
@@ -236,7 +243,7 @@ def numbers_read(
     for reader in read_by(node):
         if reader.one.opcode in ROUNDS:
             found.append(rounding_of(reader))
-        elif reader.one.opcode in _KEEPS_ROUNDING and reader.one.shapes:
+        elif _keeps_rounding(reader):
             found.append(numbers_read(reader, depth + 1, limit))
         elif limit is not None and (rounding := limit(reader)) is not None:
             found.append(rounding)
