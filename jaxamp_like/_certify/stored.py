@@ -20,7 +20,7 @@ from .._hlo.numbers import (
 )
 from .._hlo.text import contraction_flops
 from .arithmetic import Platform, arithmetic
-from .arrays import LARGE, Array, arrays, inside
+from .arrays import LARGE, Array, arrays
 from .drifts import EMULATED, KEPT_WIDE, REDUCED_LOW, UNDECIDED, WRITTEN_WIDE
 from .places import source_of
 
@@ -67,12 +67,10 @@ def stored(
     """Compares the arrays of two programs that have so many bytes."""
     comparing = _Comparing(decided, platform, large)
     found: list[Stored] = []
-    kernels: dict[Node, None] = {}
     for one in arrays(compiled, large):
         found += comparing.array(one)
-        kernels[one.kernel] = None
-    for kernel in kernels:
-        found += comparing.computed(kernel, large)
+    for node in nodes(compiled):
+        found += comparing.computed(node, large)
     count: dict[str, int] = defaultdict(int)
     for one in comparing.kept.values():
         count[one.shape.dtype] += one.shape.size_in_bytes
@@ -104,25 +102,21 @@ class _Comparing:
             drift = self._drift(array, node, one)
         yield Stored(node, one, shape.dtype, shape.size_in_bytes, is_kept, drift)
 
-    def computed(self, kernel: Node, large: int) -> Iterator[Stored]:
-        """What a kernel computes in fewer bits than any equation of its name."""
-        for node in inside(kernel):
-            shape = node.one.shape
-            # In float32, whatever it is computed in.
-            is_large = shape.is_float and 4 * shape.elements >= large
-            if not is_large or node.one.opcode not in _ELEMENTWISE:
-                continue
-            equations = [
-                each
-                for each in self._named(node, shape.elements)
-                if each.one.opcode in _ELEMENTWISE
-            ]
-            equations = _of_source(equations, node)
-            low = of_dtype(shape.dtype)
-            if equations and not any(self._may_be_in(each, low) for each in equations):
-                one = equations[0]
-                size = shape.size_in_bytes
-                yield Stored(node, one, shape.dtype, size, False, REDUCED_LOW)
+    def computed(self, node: Node, large: int) -> Iterator[Stored]:
+        """What is computed in fewer bits than any equation of its name."""
+        if node.one.opcode not in _ELEMENTWISE:
+            return
+        shape = node.one.shape
+        # In float32, whatever it is computed in.
+        if not shape.is_float or 4 * shape.elements < large:
+            return
+        alike = self._named(node, shape.elements)
+        equations = [one for one in alike if one.one.opcode in _ELEMENTWISE]
+        equations = _of_source(equations, node)
+        low = of_dtype(shape.dtype)
+        if equations and not any(self._may_be_in(each, low) for each in equations):
+            size = shape.size_in_bytes
+            yield Stored(node, equations[0], shape.dtype, size, False, REDUCED_LOW)
 
     def _tied(self, array: Array) -> tuple[Node, Node | None]:
         """An instruction that names an array, and the decided one of that name."""
