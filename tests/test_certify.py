@@ -1361,6 +1361,33 @@ def test_batches_of_products_are_tied(name, kind):
     assert {*lines} == {batch.__code__.co_firstlineno + i for i in (1, 2)}
 
 
+@pytest.mark.parametrize("other", ("%m", "%x"))
+def test_contractions_of_other_numbers_may_become_one(other):
+    mask = (
+        "  %p = pred[32,64] compare(%x, %x), direction=GT\n"
+        "  %m = bf16[32,64] convert(%p)"
+    )
+    two = (
+        f"{mask}\n  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n"
+        f"  %d2 = bf16[32,64] dot(%m, %g), {DIMS}, {of('mask/dot_general')}"
+    )
+    old = f"  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}"
+    assert old in DECIDED
+    decided = in_entry(DECIDED.replace(old, two))
+    merged = in_entry(
+        DECIDED.replace(
+            old,
+            f"{mask}\n  %both = {'f32' if other == '%x' else 'bf16'}[64,64] "
+            f"concatenate(%xb, {other}), dimensions={{0}}\n"
+            f"  %dd = bf16[64,64] dot(%both, %g), {DIMS}, {ENC}\n"
+            "  %d = bf16[32,64] slice(%dd), slice={[0:32], [0:64]}",
+        )
+    )
+    certificate = compared(decided, merged, name="step", device=GPU)
+    assert certificate.is_as_decided is (other == "%m")
+    assert not [one for one in contractions(certificate) if not one.opcodes]
+
+
 @pytest.mark.parametrize("device", (GPU, TPU))
 @pytest.mark.parametrize("reader", ("bf16", "f32"))
 def test_a_sum_may_round_its_result_for_its_readers_on_tpus(device, reader):

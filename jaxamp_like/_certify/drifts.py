@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.numbers import NONE, Numbers, bits_needed, numbers_read, of_dtype
+from .._hlo.numbers import (
+    NONE,
+    Numbers,
+    bits_needed,
+    numbers_read,
+    of_dtype,
+    union,
+)
 from .._hlo.text import is_float
 from .operations import Operation
 
@@ -62,6 +69,25 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
             yield from of_sending(run, one)
     if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
         yield DUPLICATED
+
+
+def together(one: Operation, others: Sequence[Operation]) -> Operation:
+    """An operation, as if it read what others read as well that became one with it."""
+    holds, reads = one.holds, one.reads
+    for other in others:
+        ways = [
+            tuple(union(pair) for pair in zip(holds, other.holds[::step], strict=False))
+            for step in (1, -1)
+        ]
+        step = 1 if _size(ways[0]) <= _size(ways[1]) else -1
+        holds = ways[0] if step == 1 else ways[1]
+        pairs = zip(reads, other.reads[::step], strict=False)
+        reads = tuple(union(pair) for pair in pairs)
+    return replace(one, holds=holds, reads=reads)
+
+
+def _size(sets: Sequence[Numbers]) -> int:
+    return sum(each.exponent + each.mantissa for each in sets)
 
 
 def _is_rounded_after(one: Operation, run: Operation) -> bool:
