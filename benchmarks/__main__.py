@@ -160,6 +160,14 @@ JOBS = {
         ("docs/certify.md",),
         needs=f"{COMPILER}; {TPU_COMPILER}",
     ),
+    "certificates-toy": Job(
+        "certificates",
+        TOY,
+        f"--models MLP CNN LSTM {TOY}",
+        "certificates-toy.json",
+        ("docs/certify.md",),
+        needs=f"{COMPILER}; {TPU_COMPILER}",
+    ),
     "collectives": Job(
         "collectives",
         "--depth 2",

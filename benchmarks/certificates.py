@@ -12,6 +12,7 @@ pieces."""
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -58,9 +59,13 @@ class Figures:
         others: how many sums, roundings and other kinds of operations were decided.
         told: how often each difference is, those that are no drifts included.
         drifts: each of them, in words.
+        arrays: how many large arrays the compiled program writes.
+        kept: bytes that it keeps in them for the backward pass, by dtype.
+        kept_decided: the same of the decided program.
         options: of XLA's, if it couldn't compile without them.
         compile_seconds: what compiling took of the processors.
-        certify_seconds: what printing, reading and comparing both programs took."""
+        certify_seconds: what reading and comparing both programs took, once XLA had
+            printed them."""
 
     contractions: int
     share_tied: float
@@ -68,6 +73,9 @@ class Figures:
     others: dict[str, int]
     told: dict[str, int]
     drifts: list[str]
+    arrays: int
+    kept: dict[str, int]
+    kept_decided: dict[str, int]
     options: dict[str, bool]
     compile_seconds: float
     certify_seconds: float
@@ -103,32 +111,40 @@ def certified(
     lowered = lower_step(loss, model.shapes(size), device)
     (compiled, options), compile_seconds = timed(partial(compiled_with, lowered))
 
-    def compare() -> tuple[Certificate, str, str]:
-        before = lowered.as_text(dialect="hlo", debug_info=True)
-        after = compiled.as_text()
-        return compared(before, after, name=model.name, device=device), before, after
-
-    (certificate, *texts), certify_seconds = timed(compare)
+    before = lowered.as_text(dialect="hlo", debug_info=True)
+    after = compiled.as_text()
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
-        for text, stage in zip(texts, ("decided", "compiled"), strict=True):
+        for text, stage in ((before, "decided"), (after, "compiled")):
             file = f"{model.name} {stage}.hlo".replace(" ", "_")
             (hlo / file).write_text(text)
-    operations = certificate.operations
+    compare = partial(compared, before, after, name=model.name, device=device)
+    certificate, certify_seconds = timed(compare)
+    return figures(certificate, options, compile_seconds, certify_seconds)
+
+
+def figures(
+    certificate: Certificate, options: dict[str, bool], *seconds: float
+) -> Figures:
+    operations, arrays = certificate.operations, certificate.arrays
     kinds = Counter(one.kind for one in operations)
-    contractions = kinds.pop("contraction", 0)
+    contractions = [one.decided for one in operations if one.kind == "contraction"]
+    told = [drift for one in operations for drift in one.drifts]
+    told += [one.drift for one in arrays if one.drift]
+    wrong = [one for one in (*operations, *arrays) if not one.is_as_decided]
     return Figures(
-        contractions=contractions,
+        contractions=kinds.pop("contraction", 0),
         share_tied=certificate.share_tied,
-        decided=dict(
-            Counter(one.decided for one in operations if one.kind == "contraction")
-        ),
+        decided=dict(Counter(contractions)),
         others=dict(kinds),
-        told=dict(Counter(drift for one in operations for drift in one.drifts)),
-        drifts=[str(one) for one in certificate.drifts],
+        told=dict(Counter(told)),
+        drifts=[re.sub(r"\(/\S*/", "(", str(one)) for one in wrong],
+        arrays=len(arrays),
+        kept=certificate.kept_compiled,
+        kept_decided=dict(certificate.kept),
         options=options,
-        compile_seconds=compile_seconds,
-        certify_seconds=certify_seconds,
+        compile_seconds=seconds[0],
+        certify_seconds=seconds[1],
     )
 
 
@@ -136,8 +152,10 @@ COLUMNS = (
     "contractions",
     "tied, %",
     "others",
+    "arrays",
     "drifts",
-    "gone",
+    "kept\nMB",
+    "decided\nMB",
     "compile\ns",
     "certify\ns",
 )
@@ -148,8 +166,10 @@ def row(one: Figures) -> list[str]:
         f"{one.contractions}",
         f"{100 * one.share_tied:.1f}",
         f"{sum(one.others.values())}",
+        f"{one.arrays}",
         f"{len(one.drifts)}",
-        f"{one.told.get('gone', 0)}",
+        f"{sum(one.kept.values()) / 1e6:.0f}",
+        f"{sum(one.kept_decided.values()) / 1e6:.0f}",
         f"{one.compile_seconds:.1f}",
         f"{one.certify_seconds:.1f}",
     ]

@@ -1,8 +1,12 @@
 """Certificates: what is compiled is tied to what was decided, and drifts are told."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -32,8 +36,11 @@ from jaxamp_like._certify.drifts import (
     WRITTEN_WIDE,
 )
 from jaxamp_like._certify.places import named
+from jaxamp_like._hlo import graph
+from jaxamp_like._hlo.text import parse
 from jaxamp_like.rules import use_original_precision
 
+ROOT = Path(__file__).parents[1]
 LOW = "bfloat16 x bfloat16 -> bfloat16"
 FULL = "float32 x float32 -> float32"
 
@@ -414,6 +421,16 @@ EDITS = {
         },
         {("dot_general", ADDED)},
     ),
+    "operand rounded to float16 on its way": (
+        {
+            "dot(%xb, %g)": "dot(%x2, %g)",
+            "  %d = ": (
+                "  %xh = f16[32,64] convert(%xb)\n"
+                "  %x2 = bf16[32,64] convert(%xh)\n  %d = "
+            ),
+        },
+        {("dot_general", ADDED)},
+    ),
     "operand rounded in place": (
         {
             "dot(%xb, %g)": "dot(%x8, %g)",
@@ -756,6 +773,39 @@ def test_sums_into_an_array_of_the_same_size_are_compared(line, primitive):
     assert compared(in_entry(text), in_entry(text), name="", device=GPU).is_as_decided
 
 
+def test_sums_of_one_name_that_run_in_steps_are_as_decided():
+    low_sum = (
+        "  %h = bf16[32,64] convert(%e)\n  %e2 = f32[32,64] convert(%h)\n"
+        f"  %s2 = f32[32] reduce(%e2, %zero), dimensions={{1}}, to_apply=%add, {SUM}\n"
+    )
+    decided = DECIDED + low_sum
+    steps = decided
+    for name, operand in (("s2", "e2"), ("s", "e")):
+        whole = f"%{name} = f32[32] reduce(%{operand}, %zero)"
+        assert whole in steps
+        steps = steps.replace(
+            f"  {whole}, dimensions={{1}}",
+            f"  %{name}v = f32[32,8,8] bitcast(%{operand})\n"
+            f"  %{name}p = f32[32,8] reduce(%{name}v, %zero), dimensions={{2}}, "
+            f"to_apply=%add, {SUM}\n"
+            f"  %{name} = f32[32] reduce(%{name}p, %zero), dimensions={{1}}",
+        )
+    certificate = compared(in_entry(decided), in_entry(steps), name="step", device=GPU)
+    assert certificate.is_as_decided
+    sums = [one for one in certificate.operations if one.kind == "reduction"]
+    assert [one.compiled for one in sums] == [(one.decided,) for one in sums]
+
+
+def test_names_in_loops_of_called_functions_are_whole():
+    lowered = jax.jit(lambda ws, x: jnp.sin(jax.jit(scanned)(ws, x))).lower(WS, X)
+    text = lowered.as_text(dialect="hlo", debug_info=True)
+    names = {node.op_name for node in graph.nodes(graph.program(parse(text)))}
+    (product,) = (name for name in names if name.endswith("/dot_general"))
+    assert product.count("while") == 1
+    (one,) = contractions(certify(lowered))
+    assert one.compiled == (FULL,)
+
+
 def test_contractions_that_became_one_are_tied():
     q = f"  %k = bf16[32,64] dot(%xb, %g), {DIMS}, {of('k/dot_general')}\n"
     decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")
@@ -843,6 +893,42 @@ def test_a_changed_scope_shows_as_its_own_lines(lock):
 def test_a_lock_of_other_shapes_is_told(lock):
     with pytest.raises(ValueError, match=r"lock of another program.*64,64.*32,64"):
         certify(jax.grad(full_in()), WS, X[:32], lock=lock)
+
+
+ITS_STEP = """
+import jax, jax.numpy as jnp
+from jaxamp_like import amp, certify
+
+def loss(params, x):
+    for name in ("encoder", "middle", "head"):
+        with jax.named_scope(name):
+            x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(params[name], x)
+    with jax.named_scope("loss"):
+        return jnp.mean(jax.nn.softmax(x, axis=-1) ** 2)
+
+params = {name: jnp.ones((32, 32)) for name in {"head", "encoder", "middle"}}
+step = jax.grad(amp(loss, compute_dtype="bfloat16"))
+print(certify(step, params, jnp.ones((8, 32))).save("its.lock"))
+"""
+
+
+def test_a_lock_is_the_same_from_two_processes_in_two_folders(tmp_path):
+    # Hashes of strings differ, and so does the order of sets.
+    written = set()
+    for seed in ("1", "22"):
+        folder = tmp_path / seed / ("deeper" * int(seed))
+        folder.mkdir(parents=True)
+        (folder / "its_step.py").write_text(ITS_STEP)
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "its_step.py"],
+            cwd=folder,
+            env=os.environ | environment,
+            check=True,
+        )
+        written.add((folder / "its.lock").read_text())
+    (text,) = written
+    assert "encoder: forward dot_general" in text
 
 
 @pytest.mark.parametrize("text", ("", "precision lock, format 9\n"))
@@ -1258,6 +1344,76 @@ def test_gradients_for_described_devices_are_as_decided(name, kind, program):
     assert {one.decided for one in found} == {LOW}
 
 
+def batch(ws, x):
+    y = jnp.einsum("bij,bjk->bik", ws, ws)
+    return jnp.sum(jnp.tanh(jnp.einsum("bij,bjk->bik", y, ws)) ** 2)
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+def test_batches_of_products_are_tied(name, kind):
+    # For TPUs they become convolutions, whose windows lie on holes for the most part.
+    certificate = certify(jax.grad(low(batch)), WS, X, device=name)
+    found = contractions(certificate)
+    assert certificate.is_as_decided, certificate
+    assert len(found) == 6
+    assert {one.work for one in found if one.opcodes} == {2 * 3 * 64**3}
+    lines = [int(one.source.rpartition(":")[2]) for one in found if one.opcodes]
+    assert {*lines} == {batch.__code__.co_firstlineno + i for i in (1, 2)}
+
+
+@pytest.mark.parametrize("other", ("%m", "%x"))
+def test_contractions_of_other_numbers_may_become_one(other):
+    mask = (
+        "  %p = pred[32,64] compare(%x, %x), direction=GT\n"
+        "  %m = bf16[32,64] convert(%p)"
+    )
+    two = (
+        f"{mask}\n  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n"
+        f"  %d2 = bf16[32,64] dot(%m, %g), {DIMS}, {of('mask/dot_general')}"
+    )
+    old = f"  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}"
+    assert old in DECIDED
+    decided = in_entry(DECIDED.replace(old, two))
+    merged = in_entry(
+        DECIDED.replace(
+            old,
+            f"{mask}\n  %both = {'f32' if other == '%x' else 'bf16'}[64,64] "
+            f"concatenate(%xb, {other}), dimensions={{0}}\n"
+            f"  %dd = bf16[64,64] dot(%both, %g), {DIMS}, {ENC}\n"
+            "  %d = bf16[32,64] slice(%dd), slice={[0:32], [0:64]}",
+        )
+    )
+    certificate = compared(decided, merged, name="step", device=GPU)
+    assert certificate.is_as_decided is (other == "%m")
+    assert not [one for one in contractions(certificate) if not one.opcodes]
+
+
+@pytest.mark.parametrize("device", (GPU, TPU))
+@pytest.mark.parametrize("reader", ("bf16", "f32"))
+def test_a_sum_may_round_its_result_for_its_readers_on_tpus(device, reader):
+    decided = DECIDED.replace("all-reduce(%s)", "all-reduce(%b)").replace(
+        "  %r = f32[32]", f"  %b = {reader}[32] convert(%s)\n  %r = {reader}[32]"
+    )
+    run = decided.replace("%s = f32[32] reduce", "%s = bf16[32] reduce")
+    certificate = compared(in_entry(decided), in_entry(run), name="", device=device)
+    found = {one.primitive for one in certificate.drifts if REDUCED_LOW in one.drifts}
+    assert ("reduce_sum" in found) is (device is GPU or reader == "f32")
+
+
+def test_a_mean_of_one_number_rounds_nothing():
+    def fn(x):
+        return jnp.sum(jnp.mean(rounded(x)[:, None, :], axis=1), 0)
+
+    (one,) = [o for o in certify(fn, X).operations if o.opcodes]
+    assert one.decided == one.compiled[0] == "bfloat16 -> float32"
+
+
+def test_nameless_contractions_are_tied_in_order():
+    decided = in_entry(DECIDED)
+    nameless = decided.replace(f", {ENC}", "").replace(f", {HEAD}", "")
+    assert compared(decided, nameless, name="", device=GPU).is_as_decided
+
+
 @pytest.mark.parametrize(("name", "kind"), DESCRIBED)
 def test_what_described_devices_multiply_float32_in_is_told(name, kind):
     (one,) = contractions(certify(lambda x: jnp.tanh(x @ x), X, device=name))
@@ -1329,6 +1485,48 @@ def test_arrays_that_are_stored_otherwise_are_told(name, around):
     assert found == expected
     assert certificate.is_as_decided is (expected <= {("sine", UNDECIDED)})
     assert certificate.kept == {"bfloat16": 2 * 32 * 64, "float32": 4 * 32 * 64}
+
+
+TWINS = f"""
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %t = f32[32,64] tanh(%x), {of("jvp(enc)/tanh")}
+  %t1 = f32[32,64] sine(%x), {of("jvp(enc)/sin")}
+  %k = bf16[32,64] convert(%t), {of("jvp(enc)/stacked")}
+  %s = f32[32,64] copy(%t1), {of("jvp(enc)/stacked")}
+  %s0 = f32[32,64] exponential(%t1), {of("jvp(enc)/stacked")}
+  %u = f32[32,64] sine(%k), {of("transpose(jvp(enc))/sin")}
+  %r = f32[32,64] multiply(%u, %s0), {of("transpose(jvp(enc))/mul")}
+"""
+
+
+def test_two_kept_arrays_of_one_name_are_told_apart():
+    text = in_entry(TWINS).replace("%w, %x, %wq, %r", "%x, %r")
+    wide = text.replace("%k = bf16[32,64] convert(%t)", "%k = f32[32,64] sine(%t)")
+    certificate = compared(text, wide, name="step", device=GPU, large=1)
+    found = {(one.primitive, one.drift) for one in certificate.arrays if one.drift}
+    assert found == {("stacked", KEPT_WIDE)}
+    assert compared(text, text, name="", device=GPU, large=1).is_as_decided
+
+
+@pytest.mark.parametrize("operand", ("x", "y"))
+def test_what_is_rounded_before_it_is_put_together_may_be_as_decided(operand):
+    text = f"""
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %h = bf16[32,64] convert(%x)
+  %y = f32[32,64] convert(%h)
+  %one = f32[32,64] subtract(%{operand}, %{operand}), {of("sub")}
+  %two = f32[32,64] add(%{operand}, %{operand}), {of("add")}
+  %c = f32[64,64] concatenate(%one, %two), dimensions={{0}}, {of("concatenate")}
+  %r = bf16[64,64] convert(%c), {of("convert_element_type")}
+"""
+    text = in_entry(text).replace("%w, %x, %wq, %r", "%x, %r")
+    early = text.replace("convert(%c)", "copy(%c)")
+    for name in ("%one", "%two", "%c"):
+        early = early.replace(f"{name} = f32", f"{name} = bf16")
+    certificate = compared(text, early, name="step", device=GPU, large=1)
+    told = {one.primitive for one in certificate.arrays if one.drift == REDUCED_LOW}
+    # Of rounded operands, a sum in bfloat16 is the rounded sum.
+    assert told == ({"sub", "add"} if operand == "x" else set())
 
 
 def test_small_arrays_are_not_compared():

@@ -34,9 +34,7 @@ _WRITES_NOTHING = VIEWS | {
     "tuple",
 }
 # What these make is the data of their operand, rounded or elsewhere.
-_PASSES = frozenset(
-    "bitcast convert copy pad reduce-precision reshape slice transpose".split()
-)
+_PASSES = VIEWS | {"convert", "pad", "reduce-precision", "slice", "transpose"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +75,11 @@ class Array:
                 before = [Value(node.operand(0))]
             elif before is None and node.one.opcode == "dynamic-update-slice":
                 before = [Value(node.operand(1))]
-            if before is None or len(before) != 1:
+            # Parts of one array may come one by one, and it is followed by the first.
+            is_parted = node.one.target == "ConcatBitcast"
+            if before is None or (len(before) != 1 and not is_parted):
                 return found
-            (value,) = before
+            value = before[0]
 
     @property
     def is_data(self) -> bool:

@@ -1,6 +1,7 @@
 """`certify`: compiles a function and compares the result with what was decided."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,15 @@ from .._structural import Step
 from .arrays import LARGE
 from .certificate import Certificate
 from .devices import NAMES, described
-from .drifts import GONE, REDUCED_LOW, SUMS, UNDECIDED, found, of_sending
+from .drifts import (
+    GONE,
+    REDUCED_LOW,
+    SUMS,
+    UNDECIDED,
+    found,
+    of_sending,
+    together,
+)
 from .operations import Operation, Platform, operations
 from .places import named, source_of
 from .records import Certified, StoredArray
@@ -222,8 +231,13 @@ def _arguments(module: Module) -> tuple[str, ...]:
 
 
 def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
+    became: dict[Operation, list[Operation]] = defaultdict(list)
     for one, runs in tied.pairs:
-        yield _record(one, one, runs, found(one, runs), steps)
+        became[runs[0]].append(one)
+    for one, runs in tied.pairs:
+        others = [each for each in became[runs[0]] if each is not one]
+        drifts = found(together(one, others), runs)
+        yield _record(one, one, runs, drifts, steps)
     for one in tied.gone:
         yield _record(one, one, [], (GONE,), steps)
     decided = [*tied.gone, *(one for one, _ in tied.pairs)]

@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.numbers import NONE, Numbers, of_dtype
+from .._hlo.numbers import (
+    NONE,
+    Numbers,
+    bits_needed,
+    numbers_read,
+    of_dtype,
+    union,
+)
 from .._hlo.text import is_float
 from .operations import Operation
 
@@ -53,7 +60,8 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         yield from _of_reading(one, run)
         # A collective that only moves data does not round; its readers do.
         computes = one.kind != "collective" or run.opcode in SUMS
-        if computes and run.makes.name and not one.makes.are_in(run.makes):
+        is_low = run.makes.name and not one.makes.are_in(run.makes)
+        if computes and is_low and not _is_rounded_after(one, run):
             yield REDUCED_LOW
         if one.kind == "contraction" and _is_emulated(one, run):
             yield EMULATED
@@ -61,6 +69,34 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
             yield from of_sending(run, one)
     if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
         yield DUPLICATED
+
+
+def together(one: Operation, others: Sequence[Operation]) -> Operation:
+    """An operation, as if it read what others read as well that became one with it."""
+    holds, reads = one.holds, one.reads
+    for other in others:
+        ways = [
+            tuple(union(pair) for pair in zip(holds, other.holds[::step], strict=False))
+            for step in (1, -1)
+        ]
+        step = 1 if _size(ways[0]) <= _size(ways[1]) else -1
+        holds = ways[0] if step == 1 else ways[1]
+        pairs = zip(reads, other.reads[::step], strict=False)
+        reads = tuple(union(pair) for pair in pairs)
+    return replace(one, holds=holds, reads=reads)
+
+
+def _size(sets: Sequence[Numbers]) -> int:
+    return sum(each.exponent + each.mantissa for each in sets)
+
+
+def _is_rounded_after(one: Operation, run: Operation) -> bool:
+    """Whether a sum for a TPU rounds its own result, and only as its readers would."""
+    return (
+        (one.kind, run.platform) == ("reduction", "tpu")
+        and one.makes.are_in(run.adds_in)
+        and numbers_read(one.node).are_in(run.makes)
+    )
 
 
 def _of_reading(one: Operation, run: Operation) -> Iterator[str]:
@@ -107,7 +143,8 @@ def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
         needed = _stored(one.stored[0]) if one else sent
     else:
         needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
-    if needed.name and needed.are_in(sent) and needed != sent:
+    is_less = needed.are_in(sent) and bits_needed(needed) < bits_needed(sent)
+    if needed.name and is_less:
         yield EMULATED if run.platform == "cpu" else WIDE
 
 

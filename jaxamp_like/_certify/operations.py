@@ -6,7 +6,15 @@ from functools import cached_property
 from typing import Literal
 
 from .._hlo.graph import Body, Node, Value, handed_on, is_marker, nodes
-from .._hlo.numbers import Numbers, adds, numbers, numbers_read, of_dtype, rounded
+from .._hlo.numbers import (
+    Numbers,
+    adds,
+    numbers,
+    numbers_read,
+    of_dtype,
+    rounded,
+    union,
+)
 from .._hlo.text import contraction_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
@@ -94,6 +102,20 @@ class Operation:
     def work(self) -> int:
         """What it costs: FLOPs or elements of all its runs, or how many these are."""
         return (self.flops or self.elements or 1) * self.times
+
+    @property
+    def results(self) -> int:
+        """How many numbers one run makes."""
+        return self.node.one.shape.elements
+
+    @property
+    def adds_in(self) -> Numbers:
+        """The numbers that a sum adds up in, before its result is rounded."""
+        computations = self.node.body.module.computations
+        names = self.node.one.called("to_apply")
+        inner = [one for name in names for one in computations[name].values()]
+        dtypes = (one.shape.dtype for one in inner if one.opcode == "add")
+        return union(map(of_dtype, dtypes))
 
     @property
     def op_name(self) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from .._reports.data.columns import Column
 from .._reports.data.records import Phase
-from .drifts import EMULATED, NOT_DRIFTS, UNDECIDED, WIDE
+from .drifts import EMULATED, KEPT_WIDE, NOT_DRIFTS, UNDECIDED, WIDE
 from .operations import Kind
 
 
@@ -128,4 +128,6 @@ class StoredArray:
         text = f"{self.drift or 'as decided'}: array of {self.primitive}{where}, "
         text += f"{self.phase}{line}: "
         text += f"decided {self.decided}, " if self.decided else ""
-        return f"{text}compiled {self.stored}, {self.size / 1e6:.1f} MB"
+        text += f"compiled {self.stored}, {self.size / 1e6:.1f} MB"
+        is_before = self.drift == KEPT_WIDE and self.decided == self.stored
+        return text + (", kept before it is rounded" if is_before else "")

@@ -11,6 +11,8 @@ from .._hlo.graph import Body, Node, Value, nodes, read_by
 from .._hlo.numbers import (
     ROUNDS,
     Numbers,
+    bits_needed,
+    numbers,
     numbers_read,
     of_dtype,
     rounding_of,
@@ -18,7 +20,7 @@ from .._hlo.numbers import (
 )
 from .._hlo.text import contraction_flops
 from .arithmetic import Platform, arithmetic
-from .arrays import LARGE, Array, arrays, inside
+from .arrays import LARGE, Array, arrays
 from .drifts import EMULATED, KEPT_WIDE, REDUCED_LOW, UNDECIDED, WRITTEN_WIDE
 from .places import source_of
 
@@ -65,12 +67,10 @@ def stored(
     """Compares the arrays of two programs that have so many bytes."""
     comparing = _Comparing(decided, platform, large)
     found: list[Stored] = []
-    kernels: dict[Node, None] = {}
     for one in arrays(compiled, large):
         found += comparing.array(one)
-        kernels[one.kernel] = None
-    for kernel in kernels:
-        found += comparing.computed(kernel, large)
+    for node in nodes(compiled):
+        found += comparing.computed(node, large)
     count: dict[str, int] = defaultdict(int)
     for one in comparing.kept.values():
         count[one.shape.dtype] += one.shape.size_in_bytes
@@ -87,6 +87,7 @@ class _Comparing:
             if 8 * shape.elements >= large and shape.is_float and node.op_name:
                 self.named[node.op_name].append(node)
         self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
+        self.untied = {*self.kept}
 
     def array(self, array: Array) -> Iterator[Stored]:
         node, one = self._tied(array)
@@ -101,46 +102,52 @@ class _Comparing:
             drift = self._drift(array, node, one)
         yield Stored(node, one, shape.dtype, shape.size_in_bytes, is_kept, drift)
 
-    def computed(self, kernel: Node, large: int) -> Iterator[Stored]:
-        """What a kernel computes in fewer bits than any equation of its name."""
-        for node in inside(kernel):
-            shape = node.one.shape
-            # In float32, whatever it is computed in.
-            is_large = shape.is_float and 4 * shape.elements >= large
-            if not is_large or node.one.opcode not in _ELEMENTWISE:
-                continue
-            equations = [
-                each
-                for each in self.named.get(node.op_name, ())
-                if each.one.opcode in _ELEMENTWISE
-            ]
-            numbers = of_dtype(shape.dtype)
-            if equations and not any(self._fits(each, numbers) for each in equations):
-                one = equations[0]
-                size = shape.size_in_bytes
-                yield Stored(node, one, shape.dtype, size, False, REDUCED_LOW)
+    def computed(self, node: Node, large: int) -> Iterator[Stored]:
+        """What is computed in fewer bits than any equation of its name."""
+        if node.one.opcode not in _ELEMENTWISE:
+            return
+        shape = node.one.shape
+        # In float32, whatever it is computed in.
+        if not shape.is_float or 4 * shape.elements < large:
+            return
+        alike = self._named(node, shape.elements)
+        equations = [one for one in alike if one.one.opcode in _ELEMENTWISE]
+        equations = _of_source(equations, node)
+        low = of_dtype(shape.dtype)
+        if equations and not any(self._may_be_in(each, low) for each in equations):
+            size = shape.size_in_bytes
+            yield Stored(node, equations[0], shape.dtype, size, False, REDUCED_LOW)
 
     def _tied(self, array: Array) -> tuple[Node, Node | None]:
         """An instruction that names an array, and the decided one of that name."""
         for is_exact in (True, False):
             for node in array.origins:
-                alike = [
-                    one
-                    for one in self.named.get(node.op_name, ())
-                    if not is_exact or one.one.shape.elements == array.shape.elements
-                ]
+                elements = array.shape.elements if is_exact else None
+                alike = self._named(node, elements)
                 if alike:
                     return node, self._closest(alike, node, array)
         return array.origins[-1], None
 
+    def _named(self, node: Node, elements: int | None) -> list[Node]:
+        """The decided instructions of a name that make so many elements."""
+        alike = self.named.get(node.op_name, [])
+        if elements is None:
+            return alike
+        return [one for one in alike if one.one.shape.elements == elements]
+
     def _closest(self, alike: list[Node], node: Node, array: Array) -> Node:
-        if len({one.one.shape.dtype for one in alike}) > 1:
-            source = source_of(node)
-            alike = [one for one in alike if source_of(one) == source] or alike
-        numbers = of_dtype(array.shape.dtype)
+        alike = _of_source(alike, node)
         same = [one for one in alike if one.one.shape.dtype == array.shape.dtype]
-        fitting = same or [one for one in alike if self._fits(one, numbers)] or alike
-        return next((one for one in fitting if one in self.kept), fitting[0])
+        if array.is_kept:
+            # Each that is kept is tied once: stacks of a loop differ in nothing else.
+            kept = [one for one in alike if one in self.untied]
+            ours = [one for one in same if one in kept]
+            if ours or any(one in self.kept for one in same):
+                chosen = (ours or kept or same)[0]
+                self.untied.discard(chosen)
+                return chosen
+        now = of_dtype(array.shape.dtype)
+        return (same or [one for one in alike if self._fits(one, now)] or alike)[0]
 
     def _drift(self, array: Array, node: Node, one: Node) -> str:
         decided, now = (
@@ -155,22 +162,32 @@ class _Comparing:
         if decided == now and array.is_kept and one not in self.kept:
             # XLA keeps it in place of what was made of it.
             needed = self._needed(array.late_readers)
-            is_wide = needed.are_in(now) and needed != now
+            is_wide = needed.are_in(now) and bits_needed(needed) < bits_needed(now)
         if not is_wide:
             return ""
         if self.platform == "cpu":
             return EMULATED
         return KEPT_WIDE if array.is_kept else WRITTEN_WIDE
 
-    def _fits(self, one: Node, numbers: Numbers) -> bool:
+    def _fits(self, one: Node, now: Numbers) -> bool:
         """Whether numbers are those of an equation, or what its readers read."""
         own = of_dtype(one.one.shape.dtype)
-        return own.are_in(numbers) or self._read(one).are_in(numbers)
+        return own.are_in(now) or self._read(one).are_in(now)
 
-    def _is_rounded_to(self, one: Node, numbers: Numbers) -> bool:
+    def _may_be_in(self, one: Node, low: Numbers) -> bool:
+        """Whether an equation may be computed in a dtype with such numbers.
+
+        In a wider one, of such operands and then rounded, it gives the same."""
+        operands = (Value(one.operand(i)) for i in range(len(one.one.operands)))
+        return of_dtype(one.one.shape.dtype).are_in(low) or (
+            self._read(one).are_in(low)
+            and all(numbers(operand).are_in(low) for operand in operands)
+        )
+
+    def _is_rounded_to(self, one: Node, now: Numbers) -> bool:
         """Whether any reader of an equation rounds what it reads to such numbers."""
-        return self._fits(one, numbers) or any(
-            rounding_of(reader).are_in(numbers)
+        return self._fits(one, now) or any(
+            rounding_of(reader).are_in(now)
             for reader in read_by(one)
             if reader.one.opcode in ROUNDS
         )
@@ -195,6 +212,14 @@ class _Comparing:
                 if node.one.opcode == "parameter" and int(node.one.literal) == i:
                     return self._read(node)
         return of_dtype(reader.operand(i).one.shape.dtype)
+
+
+def _of_source(alike: list[Node], node: Node) -> list[Node]:
+    """Those of the same line as an instruction, if any are and they differ in dtype."""
+    if len({one.one.shape.dtype for one in alike}) < 2:
+        return alike
+    source = source_of(node)
+    return [one for one in alike if source_of(one) == source] or alike
 
 
 def _is_product(array: Array) -> bool:

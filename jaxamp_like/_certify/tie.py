@@ -41,8 +41,7 @@ def tie(decided: Iterable[Operation], compiled: Iterable[Operation]) -> Tied:
     for key in _LIKELY:
         after = found.by_key(key, after)
     found.by_key(_by_name, products)
-    after = [one for one in after if not found.by_elimination(one)]
-    others = found.again(after)
+    others = found.again(found.by_elimination(after))
     return Tied(list(found.pairs.items()), list(found.left), others)
 
 
@@ -86,16 +85,22 @@ class _Found:
                 return True
         return False
 
-    def by_elimination(self, one: Operation) -> bool:
-        """Ties a contraction without a name, if only one can be meant."""
-        if one.op_name or one.kind != "contraction":
-            return False
-        alike = [
-            c for c in self.left if c.kind == one.kind and _is_conv(c) == _is_conv(one)
-        ]
-        if len(alike) == 1:
-            self._tie(alike[0], one)
-        return len(alike) == 1
+    def by_elimination(self, compiled: list[Operation]) -> list[Operation]:
+        """Ties contractions without a name, in order, if as many are left.
+
+        Returns:
+            The others."""
+        tied: set[Operation] = set()
+        for is_conv in (True, False):
+            nameless, alike = (
+                [c for c in some if c.kind == "contraction" and _is_conv(c) is is_conv]
+                for some in ((one for one in compiled if not one.op_name), self.left)
+            )
+            if len(nameless) == len(alike):
+                for decided, one in zip(alike, nameless, strict=True):
+                    self._tie(decided, one)
+                    tied.add(one)
+        return [one for one in compiled if one not in tied]
 
     def again(self, compiled: list[Operation]) -> list[Operation]:
         """Ties what runs a second time, and contractions in a kernel that XLA expanded.
@@ -171,6 +176,9 @@ _LIKELY: tuple[Key, ...] = (
     _by_name,
     lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
     lambda one: (one.kind, one.source, one.work) if one.flops else None,
+    lambda one: (
+        (one.kind, one.work, one.node.one.shape.elements) if one.flops else None
+    ),
     lambda one: (one.kind, one.work) if one.flops else None,
     # Partitioned, a contraction has fewer FLOPs; transposed, it has another name.
     lambda one: (one.kind, _parent(one), _is_conv(one)) if one.flops else None,

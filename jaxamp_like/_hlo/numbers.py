@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .graph import Node, Value, handed_on, read_by
-from .text import full_name
+from .text import Shape, full_name
 
 # Bits of the exponent, and of the mantissa behind the leading one.
 _BITS = {
@@ -63,6 +63,12 @@ def of_dtype(dtype: str) -> Numbers:
     return Numbers(exponent, mantissa, full_name(dtype))
 
 
+def bits_needed(numbers: Numbers) -> int:
+    """The bits of the smallest dtype that holds some numbers."""
+    held = (Shape(d).bits for d in _ROUNDINGS if numbers.are_in(of_dtype(d)))
+    return min(held, default=64)
+
+
 def union(sets: Iterable[Numbers]) -> Numbers:
     """The largest of some sets; float32 if none of them contains the others."""
     found = NONE
@@ -75,7 +81,14 @@ def union(sets: Iterable[Numbers]) -> Numbers:
 
 
 def rounded(numbers: Numbers, to: Numbers) -> Numbers:
-    return numbers if numbers.are_in(to) else to
+    """What numbers become by rounding; float16's in bfloat16 are those of both."""
+    if numbers.are_in(to):
+        return numbers
+    if to.are_in(numbers):
+        return to
+    exponent = min(numbers.exponent, to.exponent)
+    mantissa = min(numbers.mantissa, to.mantissa)
+    return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
 
 
 ROUNDS = frozenset({"convert", "reduce-precision"})
@@ -89,6 +102,8 @@ _MOVES = frozenset(
     "slice-start".split()
 )
 _CHOICES = frozenset("concatenate maximum minimum clamp sort".split())
+# Rounded before or after these, numbers are the same.
+_KEEPS_ROUNDING = _MOVES | _CHOICES | {"pad", "select"}
 
 
 def numbers(value: Value, constants: bool = True) -> Numbers:
@@ -138,6 +153,8 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
             chosen = (1, 2)
         case "reduce" | "reduce-window" if chooses(node):
             chosen = (0,)
+        case "multiply" | "divide" if _is_one(node.operand(1)):  # a mean of 1 number
+            chosen = (0,)
         case "scatter" if chooses(node):
             chosen = (0, 2)
         case "topk" if not path or path[0] == 0:
@@ -153,6 +170,12 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
         case _:
             return None
     return [Value(node.operand(i)) for i in chosen]
+
+
+def _is_one(node: Node) -> bool:
+    while node.one.opcode in ("bitcast", "broadcast", "convert", "reshape"):
+        node = node.operand(0)
+    return node.one.opcode == "constant" and node.one.literal == "1"
 
 
 def combines_by(node: Node) -> set[str]:
@@ -195,6 +218,13 @@ def rounding_of(node: Node) -> Numbers:
     return Numbers(exponent, mantissa, f"e{exponent}m{mantissa}")
 
 
+def _keeps_rounding(node: Node) -> bool:
+    """Whether rounding its result is rounding its operands."""
+    one = node.one
+    is_choice = one.opcode in ("reduce", "reduce-window") and chooses(node)
+    return is_choice or (one.opcode in _KEEPS_ROUNDING and bool(one.shapes))
+
+
 def numbers_read(
     node: Node, depth: int = 0, limit: Callable[[Node], Numbers | None] | None = None
 ) -> Numbers:
@@ -213,7 +243,7 @@ def numbers_read(
     for reader in read_by(node):
         if reader.one.opcode in ROUNDS:
             found.append(rounding_of(reader))
-        elif reader.one.opcode in _MOVES and reader.one.shapes:
+        elif _keeps_rounding(reader):
             found.append(numbers_read(reader, depth + 1, limit))
         elif limit is not None and (rounding := limit(reader)) is not None:
             found.append(rounding)

@@ -350,6 +350,43 @@ def conv_flops(kernel: Shape, out: Shape, attributes: str) -> int:
     return 2 * out.elements * kernel.elements // max(features, 1)
 
 
+def product_flops(one: Instruction, lhs: Shape, rhs: Shape) -> int:
+    """FLOPs of a matrix product that is written as a convolution, as for TPUs.
+
+    Axes of a batch become axes of a window, most of which lies on padding and holes."""
+    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes)
+    if found is None:
+        raise ValueError(f"no dim_labels in HLO: {one.attributes}")
+    of_lhs, of_rhs, of_out = found.groups()
+    window = re.search(r"window={([^}]*)}", one.attributes)
+    fields = dict(each.split("=") for each in window[1].split()) if window else {}
+    count = one.shape.elements * rhs.dims[of_rhs.index("i")]
+    for axis in filter(str.isdigit, of_out):
+        sizes = {
+            key: fields[key].split("x")[int(axis)] if key in fields else default
+            for key, default in _WINDOW.items()
+        }
+        before = int(sizes.pop("pad").split("_")[0])
+        size, stride, lhs_dilate, rhs_dilate = map(int, sizes.values())
+        end = (lhs.dims[of_lhs.index(axis)] - 1) * lhs_dilate + 1
+        length = one.shape.dims[of_out.index(axis)]
+        places = (
+            out * stride + tap * rhs_dilate - before
+            for out in range(length)
+            for tap in range(size)
+        )
+        hits = sum(0 <= at < end and at % lhs_dilate == 0 for at in places)
+        count = count * hits // length
+    return 2 * count
+
+
+_WINDOW = {
+    "pad": "0_0",
+    "size": "1",
+    "stride": "1",
+    "lhs_dilate": "1",
+    "rhs_dilate": "1",
+}
 _CONTRACTIONS = frozenset({"dot", "ragged-dot", "convolution", "custom-call"})
 _LIBRARY = re.compile(r"__(\w+)\$(\w*)")
 _BLOCK_SCALED = frozenset({"blockScaledDot", "block_scaled_dot"})
@@ -380,4 +417,6 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
         return conv_flops(rhs, lhs, one.attributes)
     if routine.startswith("convBackwardFilter"):
         return conv_flops(one.shape, rhs, one.attributes)
+    if one.op_name.endswith("/dot_general"):
+        return product_flops(one, lhs, rhs)
     return conv_flops(rhs, one.shape, one.attributes)
