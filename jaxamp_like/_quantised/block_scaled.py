@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
-
 from .._dtypes import DType, lowered
 from .._jax import is_explicitly_sharded
 from .._primitives.contractions import dot_numbers, exceeds_one, free_axes, summed_axes
@@ -127,9 +125,6 @@ class BlockScaled(Quantising):
         return self.rounding(
             "cotangent", Axes(summed, kept, batch), i == weight_side(site)
         )
-
-    def product_dtype(self, dtype: DType) -> DType:
-        return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
 
     def quantise(self, site: Site) -> Decision:
         # A weight is rounded along two axes, and in the compute dtype is read faster.

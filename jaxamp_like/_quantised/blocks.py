@@ -165,6 +165,8 @@ class TensorScaledBlocks(NamedTuple):
             blocks, axes = _in_blocks(rows, axes, self.size)
         else:
             blocks, axes = _in_blocks(x, self.axes, self.size)
+        if blocks.dtype != jnp.bfloat16:
+            blocks = blocks.astype(_FLOAT32)  # float16 would overflow in a rotation
         if self.signs is not None:
             blocks = rotated(blocks, axes.summed[1], self.signs)
         blocks = blocks.astype(_FLOAT32)
@@ -196,8 +198,11 @@ _E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the form
 def _largest_of_rows(amax: Any, size: int) -> Any:
     """The largest magnitudes of blocks of `size` rows, for each row."""
     batch, rows, blocks, _ = amax.shape
-    amax = jnp.pad(amax, [(0, 0), (0, -rows % size), (0, 0), (0, 0)])
-    amax = amax.reshape(batch, -1, size, blocks, 1).max(axis=2)
+    # Lengths are given in full: one may be 0, or a symbol.
+    squares = -(-rows // size)
+    padding = squares * size - rows
+    amax = jnp.pad(amax, [(0, 0), (0, padding), (0, 0), (0, 0)])
+    amax = amax.reshape(batch, squares, size, blocks, 1).max(axis=2)
     return jnp.repeat(amax, size, axis=1)[:, :rows]
 
 
@@ -218,11 +223,12 @@ def _chances(x: Any, seed: int) -> Any:
 
     It needs no key, and is the same however an array is laid over devices."""
     word = lax.bitcast_convert_type(x, _UINT32) + np.uint32(seed % 2**32)
-    stride = 0x9E3779B1  # an odd number: each place then adds another one
+    # Powers of an odd number are strides that need no lengths, which may be symbols.
+    stride = 1
     for axis in reversed(range(x.ndim)):
+        stride = stride * 0x9E3779B1 % 2**32
         place = lax.broadcasted_iota(_UINT32, x.shape, axis)
         word = word + place * np.uint32(stride)
-        stride = stride * x.shape[axis] % 2**32
     # The finalizer of MurmurHash3, by which each bit depends on all bits.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         word = (word ^ (word >> np.uint32(shift))) * np.uint32(factor)
