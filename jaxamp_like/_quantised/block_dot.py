@@ -58,11 +58,15 @@ def contraction_of_blocks(
         dimension_numbers=_ROWS,
     )
     (lhs, _, left), (rhs, _, right) = both
-    batch = [lhs.shape[axis] for axis in left.batch]
-    free = [
-        x.shape[axis] for x, one in ((lhs, left), (rhs, right)) for axis in one.free
-    ]
-    return made.reshape(*batch, *free)
+    # From the last to the first, one at a time: see `to_rows`.
+    for place, x, some in (
+        (2, rhs, right.free),
+        (1, lhs, left.free),
+        (0, lhs, left.batch),
+    ):
+        lengths = [x.shape[axis] for axis in some]
+        made = made.reshape(*made.shape[:place], *lengths, *made.shape[place + 1 :])
+    return made
 
 
 def _run(

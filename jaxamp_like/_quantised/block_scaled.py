@@ -1,5 +1,6 @@
 """What rules for block-scaled formats have in common."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -106,7 +107,8 @@ class BlockScaled(Quantising):
             self.rounding("cotangent", axes, of_weight),
             self.rounding(side, axes, of_weight),
         )
-        return self.rounded(site, i, both)
+        made = self.rounded(site, i, both)
+        return dataclasses.replace(made, rounds_sharded=False)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """Of the result's cotangent, as the gradient of the left operand reads it."""

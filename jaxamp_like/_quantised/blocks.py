@@ -241,11 +241,18 @@ def _chances(x: Any, seed: int) -> Any:
 
 def to_rows(x: Any, axes: Axes) -> Any:
     """An array as `(batch, rows, summed)`."""
-    shape = [
-        prod(x.shape[axis] for axis in some)
-        for some in (axes.batch, axes.free, axes.summed)
-    ]
-    return x.transpose((*axes.batch, *axes.free, *axes.summed)).reshape(shape)
+    x = x.transpose((*axes.batch, *axes.free, *axes.summed))
+    # One at a time: JAX then knows how examples of `vmap` stay sharded.
+    for place, some in enumerate((axes.batch, axes.free, axes.summed)):
+        x = _as_one(x, place, len(some))
+    return x
+
+
+def _as_one(x: Any, first: int, number: int) -> Any:
+    """An array of which `number` axes, from the `first` one on, are one."""
+    last = first + number
+    length = prod(x.shape[first:last])
+    return x.reshape(*x.shape[:first], length, *x.shape[last:])
 
 
 def _from_rows(rows: Any, shape: Sequence[int], axes: Axes) -> Any:
@@ -268,8 +275,8 @@ def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
     if axes.summed != tuple(range(first, first + number)):
         return _in_blocks(to_rows(x, axes), _ROWS, size)
     before, after = x.shape[:first], x.shape[first + number :]
-    length = prod(x.shape[first : first + number])
-    x = x.reshape(*before, length, *after)
+    x = _as_one(x, first, number)
+    length = x.shape[first]
     x = jnp.pad(
         x, [(0, -length % size if axis == first else 0) for axis in range(x.ndim)]
     )
