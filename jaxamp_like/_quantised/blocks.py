@@ -221,7 +221,7 @@ def _to_float4(x: Any, chances: Any) -> Any:
 def _chances(x: Any, seed: int) -> Any:
     """Numbers from 0 to 1, evenly distributed: a hash of numbers and their places.
 
-    It needs no key, and is the same however an array is laid over devices."""
+    It needs no key, and is the same however `jit` lays an array over devices."""
     word = lax.bitcast_convert_type(x, _UINT32) + np.uint32(seed % 2**32)
     # Powers of an odd number are strides that need no lengths, which may be symbols.
     stride = 1
