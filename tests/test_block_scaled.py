@@ -14,6 +14,7 @@ from jax import lax
 from jaxamp_like import Policy, amp, calibrate, explain, get_policy, trace_numerics
 from jaxamp_like._quantised.axes import Axes
 from jaxamp_like._quantised.blocks import PowerOfTwoBlocks, TensorScaledBlocks
+from jaxamp_like._quantised.nvfp4 import _SIGNS
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import mxfp8, nvfp4
 from tests import blocks_in_numpy as reference
@@ -405,6 +406,96 @@ def test_zeros_and_nothing(rule):
     out, grad = fn(values(40, 8), jnp.zeros((0, 40)))
     assert out == 0
     assert grad.shape == (40, 8)
+
+
+@both_formats
+def test_no_examples(rule):
+    w, x = values(40, 24), values(6, 40)
+    gradient = jax.grad(low(lambda w, x: jnp.sum((x @ w) ** 2), rule, argnums=0))
+    for in_axes in ((0, None), (None, 0), (0, 0)):
+        args = [
+            one if axis is None else jnp.zeros((0, *one.shape))
+            for one, axis in zip((w, x), in_axes, strict=True)
+        ]
+        assert jax.vmap(gradient, in_axes)(*args).shape == (0, 40, 24)
+    batch = low(
+        jax.grad(lambda w, x: jnp.sum(jnp.einsum("emk,ekn->emn", x, w) ** 2)), rule
+    )
+    assert batch(jnp.zeros((0, 40, 24)), jnp.zeros((0, 6, 40))).shape == (0, 40, 24)
+
+
+@both_formats
+@pytest.mark.parametrize(
+    "w_shape, x_shape, spec",
+    (
+        ("40, 24", "40, b", "km,kn->nm"),
+        ("40, 24", "b, s, 40", "bsk,kn->bsn"),
+        ("40, n", "6, 40", "mk,kn->mn"),
+        ("e, 40, 24", "e, m, 40", "emk,ekn->emn"),
+    ),
+)
+def test_symbolic_lengths(w_shape, x_shape, spec, rule):
+    """Any axis but those that are summed over may have them."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.einsum(spec, x, w) / 6) ** 2)
+
+    fn = jax.jit(jax.grad(low(loss, rule, argnums=0), (0, 1)))
+    scope = jax.export.SymbolicScope()
+    shapes = [jax.export.symbolic_shape(one, scope=scope) for one in (w_shape, x_shape)]
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    exported = jax.export.export(fn)(*avals)
+    lengths = {"b": 6, "s": 2, "n": 24, "e": 2, "m": 6}
+    w, x = (
+        values(*(lengths.get(str(length), length) for length in shape), seed=i)
+        for i, shape in enumerate(shapes)
+    )
+    for one, other in zip(
+        exported.call(w, x), jax.grad(loss, (0, 1))(w, x), strict=True
+    ):
+        assert error(one, other) < (0.12 if rule is MX else 0.4)
+
+
+def test_a_rotation_in_float16_does_not_overflow():
+    x = 6e4 * jnp.asarray(_SIGNS, jnp.float16)[None]
+    made = TensorScaledBlocks(ROWS, signs=_SIGNS)(x).restored()
+    assert error(made, x) < 1e-3
+
+
+@both_formats
+def test_float16_elsewhere_has_the_precision_of_float16(rule):
+    w, x = values(64, 32), values(16, 64)
+    plain = type(rule)(where=None)
+    made = low(jnp.matmul, plain, "float16")(x, w)
+    np.testing.assert_array_equal(made, amp(jnp.matmul, compute_dtype="float16")(x, w))
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX has no `set_mesh`")
+@both_formats
+def test_examples_over_an_explicit_axis(rule):
+    """`vmap` hides such an axis from what it maps."""
+    P = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    w, x = values(64, 24) / 8, values(4, 6, 64)
+    loss = low(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), rule, argnums=0)
+
+    def summed(w, x):
+        return jnp.sum(jax.vmap(loss, (None, 0))(w, x))
+
+    one_by_one = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+    together = jax.grad(summed, (0, 1))
+    expected = jax.jit(one_by_one)(w, x)
+    with jax.set_mesh(mesh):
+        args = [
+            jax.device_put(one, jax.sharding.NamedSharding(mesh, spec))
+            for one, spec in ((w, P()), (x, P("data")))
+        ]
+        made, sums = (jax.jit(fn)(*args) for fn in (one_by_one, together))
+    for one, other in zip(made, expected, strict=True):
+        assert error(one, other) < 0.02
+    exact = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), (0, 1))(w, x)
+    for one, other in zip(sums, exact, strict=True):
+        assert error(one, other) < (0.08 if rule is MX else 0.35)
 
 
 def test_devices_of_a_mesh():

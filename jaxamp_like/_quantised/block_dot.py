@@ -58,11 +58,15 @@ def contraction_of_blocks(
         dimension_numbers=_ROWS,
     )
     (lhs, _, left), (rhs, _, right) = both
-    batch = [lhs.shape[axis] for axis in left.batch]
-    free = [
-        x.shape[axis] for x, one in ((lhs, left), (rhs, right)) for axis in one.free
-    ]
-    return made.reshape(*batch, *free)
+    # From the last to the first, one at a time: see `to_rows`.
+    for place, x, some in (
+        (2, rhs, right.free),
+        (1, lhs, left.free),
+        (0, lhs, left.batch),
+    ):
+        lengths = [x.shape[axis] for axis in some]
+        made = made.reshape(*made.shape[:place], *lengths, *made.shape[place + 1 :])
+    return made
 
 
 def _run(
@@ -85,17 +89,17 @@ def _run(
 def _run_on_cuda(lhs: Any, rhs: Any, *blocks: Any, dtype: DType, **_: Any) -> Any:
     del lhs, rhs
     left, left_scales, right, right_scales, *more = blocks
+    # What is still to be multiplied by a scale leaves the range of float16.
+    product = jnp.dtype("bfloat16" if dtype.itemsize <= 2 else "float32")
     made = jax.nn.scaled_matmul(
-        left, right, left_scales, right_scales, preferred_element_type=dtype
+        left, right, left_scales, right_scales, preferred_element_type=product
     )
-    return _times(made, more)
+    return _times(made, more).astype(dtype)
 
 
 def _times(made: Any, scales: Sequence[Any]) -> Any:
     """`made`, multiplied in float32 by the scale of both tensors, if they have one."""
-    if not scales:
-        return made
-    return (made.astype(scales[0].dtype) * scales[0]).astype(made.dtype)
+    return made.astype(scales[0].dtype) * scales[0] if scales else made
 
 
 def _aval(*avals: Any, **params: Any) -> Any:
@@ -109,22 +113,21 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     mapped = [any(dims[i] is not None for i in side) for side in sides]
     to = 0 if all(mapped) else 1
     out_axis = 0 if all(mapped) else 1 + mapped.index(True)
-    args = [
-        x if d is None else jnp.moveaxis(x, d, 0)
+    many = [
+        _repeated(x, size) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(args, dims, strict=True)
     ]
+    length = many[mapped.index(True)].shape[1 + to]  # of one example
     for side, is_mapped in zip(sides, mapped, strict=True):
-        for i in side if is_mapped else ():
-            x = args[i] if dims[i] is not None else _repeated(args[i], size)
-            args[i] = _merged(x, to)
+        for i in side:
+            many[i] = _merged(many[i], to) if is_mapped else args[i]
     for i in range(6, len(args)):  # the scale of both tensors
-        x = args[i] if dims[i] is not None else _repeated(args[i], size)
-        shape = list(x.shape)
-        shape[1 + out_axis] = args[mapped.index(True)].shape[to] // size
-        args[i] = _merged(jnp.broadcast_to(x, shape), out_axis)
-    made = BLOCK_DOT.bind(*args, **params)
+        shape = list(many[i].shape)
+        shape[1 + out_axis] = length
+        many[i] = _merged(jnp.broadcast_to(many[i], shape), out_axis)
+    made = BLOCK_DOT.bind(*many, **params)
     shape = list(made.shape)
-    shape[out_axis : out_axis + 1] = [size, shape[out_axis] // size]
+    shape[out_axis : out_axis + 1] = [size, length]
     return made.reshape(shape), out_axis
 
 

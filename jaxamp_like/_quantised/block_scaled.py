@@ -1,10 +1,9 @@
 """What rules for block-scaled formats have in common."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
-
-import jax.numpy as jnp
 
 from .._dtypes import DType, lowered
 from .._jax import is_explicitly_sharded
@@ -108,7 +107,8 @@ class BlockScaled(Quantising):
             self.rounding("cotangent", axes, of_weight),
             self.rounding(side, axes, of_weight),
         )
-        return self.rounded(site, i, both)
+        made = self.rounded(site, i, both)
+        return dataclasses.replace(made, rounds_sharded=False)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """Of the result's cotangent, as the gradient of the left operand reads it."""
@@ -127,9 +127,6 @@ class BlockScaled(Quantising):
         return self.rounding(
             "cotangent", Axes(summed, kept, batch), i == weight_side(site)
         )
-
-    def product_dtype(self, dtype: DType) -> DType:
-        return dtype if dtype == jnp.float32 else jnp.dtype("bfloat16")
 
     def quantise(self, site: Site) -> Decision:
         # A weight is rounded along two axes, and in the compute dtype is read faster.

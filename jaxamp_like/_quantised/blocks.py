@@ -165,6 +165,8 @@ class TensorScaledBlocks(NamedTuple):
             blocks, axes = _in_blocks(rows, axes, self.size)
         else:
             blocks, axes = _in_blocks(x, self.axes, self.size)
+        if blocks.dtype != jnp.bfloat16:
+            blocks = blocks.astype(_FLOAT32)  # float16 would overflow in a rotation
         if self.signs is not None:
             blocks = rotated(blocks, axes.summed[1], self.signs)
         blocks = blocks.astype(_FLOAT32)
@@ -196,8 +198,11 @@ _E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the form
 def _largest_of_rows(amax: Any, size: int) -> Any:
     """The largest magnitudes of blocks of `size` rows, for each row."""
     batch, rows, blocks, _ = amax.shape
-    amax = jnp.pad(amax, [(0, 0), (0, -rows % size), (0, 0), (0, 0)])
-    amax = amax.reshape(batch, -1, size, blocks, 1).max(axis=2)
+    # Lengths are given in full: one may be 0, or a symbol.
+    squares = -(-rows // size)
+    padding = squares * size - rows
+    amax = jnp.pad(amax, [(0, 0), (0, padding), (0, 0), (0, 0)])
+    amax = amax.reshape(batch, squares, size, blocks, 1).max(axis=2)
     return jnp.repeat(amax, size, axis=1)[:, :rows]
 
 
@@ -216,13 +221,14 @@ def _to_float4(x: Any, chances: Any) -> Any:
 def _chances(x: Any, seed: int) -> Any:
     """Numbers from 0 to 1, evenly distributed: a hash of numbers and their places.
 
-    It needs no key, and is the same however an array is laid over devices."""
+    It needs no key, and is the same however `jit` lays an array over devices."""
     word = lax.bitcast_convert_type(x, _UINT32) + np.uint32(seed % 2**32)
-    stride = 0x9E3779B1  # an odd number: each place then adds another one
+    # Powers of an odd number are strides that need no lengths, which may be symbols.
+    stride = 1
     for axis in reversed(range(x.ndim)):
+        stride = stride * 0x9E3779B1 % 2**32
         place = lax.broadcasted_iota(_UINT32, x.shape, axis)
         word = word + place * np.uint32(stride)
-        stride = stride * x.shape[axis] % 2**32
     # The finalizer of MurmurHash3, by which each bit depends on all bits.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         word = (word ^ (word >> np.uint32(shift))) * np.uint32(factor)
@@ -235,11 +241,18 @@ def _chances(x: Any, seed: int) -> Any:
 
 def to_rows(x: Any, axes: Axes) -> Any:
     """An array as `(batch, rows, summed)`."""
-    shape = [
-        prod(x.shape[axis] for axis in some)
-        for some in (axes.batch, axes.free, axes.summed)
-    ]
-    return x.transpose((*axes.batch, *axes.free, *axes.summed)).reshape(shape)
+    x = x.transpose((*axes.batch, *axes.free, *axes.summed))
+    # One at a time: JAX then knows how examples of `vmap` stay sharded.
+    for place, some in enumerate((axes.batch, axes.free, axes.summed)):
+        x = _as_one(x, place, len(some))
+    return x
+
+
+def _as_one(x: Any, first: int, number: int) -> Any:
+    """An array of which `number` axes, from the `first` one on, are one."""
+    last = first + number
+    length = prod(x.shape[first:last])
+    return x.reshape(*x.shape[:first], length, *x.shape[last:])
 
 
 def _from_rows(rows: Any, shape: Sequence[int], axes: Axes) -> Any:
@@ -262,8 +275,8 @@ def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
     if axes.summed != tuple(range(first, first + number)):
         return _in_blocks(to_rows(x, axes), _ROWS, size)
     before, after = x.shape[:first], x.shape[first + number :]
-    length = prod(x.shape[first : first + number])
-    x = x.reshape(*before, length, *after)
+    x = _as_one(x, first, number)
+    length = x.shape[first]
     x = jnp.pad(
         x, [(0, -length % size if axis == first else 0) for axis in range(x.ndim)]
     )

@@ -87,7 +87,8 @@ def nvfp4(
             mean, rather than to the nearest number, which would lose what is small.
         seed: what chances depend on, beside a number and its place. They are a hash of
             these, so that there is no key to hand in, and results are the same in each
-            run and on any number of devices.
+            run and on any number of devices over which `jit` divides an array. In
+            `shard_map` places are counted on each device, in `vmap` in each example.
         weight_gradient: as for `mxfp8`.
         emulate: as for `mxfp8`.
         where: as for `float8`.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._dtypes import DType
 from .._errors import AmpError
-from .._jax import is_jet_tracer
+from .._jax import is_explicitly_sharded, is_jet_tracer
 from .._rules.bilinear import (
     Bilinear,
     as_it_is,
@@ -65,15 +65,23 @@ class RoundingPass(Pass):
 
     Args:
         roundings: of the moving operand, and of the other.
-        product: computes the contraction from both, rounded."""
+        product: computes the contraction from both, rounded.
+        rounds_sharded: whether operands are rounded that are sharded along `Explicit`
+            axes of a mesh. `decide` doesn't see those over which examples of a `vmap`
+            lie, and the gradient of what the examples share sums over them."""
 
     roundings: tuple[Rounding, Rounding]
     product: Product
+    rounds_sharded: bool = True
 
     def __call__(self, moving: Any, *others: Any) -> Any:
         return self.fn(moving, others[0], self._hook)
 
     def _hook(self, primitive: Any, params: Any, operands: Any, moving: int) -> Any:
+        is_sharded = any(is_explicitly_sharded(jax.typeof(x)) for x in operands)
+        if is_sharded and not self.rounds_sharded:
+            hook = by_casts((self.low, self.low), self.low)
+            return hook(primitive, params, operands, moving)
         axes = operand_axes(params, (operands[0].ndim, operands[1].ndim))
         fn, both, numbers = bilinear(primitive, params, moving=0), [], []
         for i, one in enumerate(axes):

@@ -184,7 +184,9 @@ class Quantising(Rule):
         """How each gradient is made; the passes `compute` only cast operands."""
         return compute
 
-    def rounded(self, site: Site, i: int, both: tuple[Rounding, Rounding]) -> Pass:
+    def rounded(
+        self, site: Site, i: int, both: tuple[Rounding, Rounding]
+    ) -> RoundingPass:
         """The pass for the gradient of operand `i`, which rounds what it reads."""
         fn, low = bilinear(site.primitive, site.params, moving=i), low_of(site)
         product = functools.partial(self.product, dtype=self.product_dtype(low))
