@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from jax import lax
 
-from jaxamp_like import Policy, amp, calibrate, explain, get_policy, trace_numerics
+from jaxamp_like import (
+    AmpWarning,
+    Policy,
+    amp,
+    calibrate,
+    explain,
+    get_policy,
+    trace_numerics,
+)
 from jaxamp_like._quantised.axes import Axes
 from jaxamp_like._quantised.blocks import PowerOfTwoBlocks, TensorScaledBlocks
 from jaxamp_like._quantised.nvfp4 import _SIGNS
@@ -265,10 +273,11 @@ def weights():
 
 @both_formats
 def test_elsewhere_the_compute_dtype_is_taken(rule):
-    """Without `emulate`, a CPU computes what the default policy would."""
+    """Without `emulate`, a CPU computes what the default policy would, and says so."""
     plain = type(rule)(where=None)
     w, x = weights(), values(16, 48)
-    made = jax.jit(jax.grad(low(network, plain)))(w, x)
+    with pytest.warns(AmpWarning, match=r"runs on a CPU, where the 2 contractions"):
+        made = jax.jit(jax.grad(low(network, plain)))(w, x)
     expected = jax.jit(jax.grad(amp(network, compute_dtype="bfloat16")))(w, x)
     for one, other in zip(made, expected, strict=True):
         assert error(one, other) < 2**-7
@@ -462,6 +471,7 @@ def test_a_rotation_in_float16_does_not_overflow():
     assert error(made, x) < 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:JAX runs on a CPU")
 @both_formats
 def test_float16_elsewhere_has_the_precision_of_float16(rule):
     w, x = values(64, 32), values(16, 64)

@@ -14,9 +14,14 @@ from jaxamp_like._hlo import text as hlo
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import mxfp8, nvfp4
 
-pytestmark = pytest.mark.skipif(
-    not roofline.has_plugin(), reason="XLA's compiler for NVIDIA GPUs is not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not roofline.has_plugin(),
+        reason="XLA's compiler for NVIDIA GPUs is not installed",
+    ),
+    # JAX itself runs on a CPU here.
+    pytest.mark.filterwarnings("ignore:JAX runs on a CPU"),
+]
 both_formats = pytest.mark.parametrize("make", (mxfp8, nvfp4))
 NATIVE = "__cudnn$blockScaledDot"
 

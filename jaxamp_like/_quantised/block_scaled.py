@@ -157,7 +157,8 @@ class BlockScaled(Quantising):
             "native on Blackwell GPUs; restored to 16 bits by XLA on older ones, which "
             f"saves no time; {elsewhere} on other devices"
         )
-        return EightBits(f"blocks of {self.size} x blocks of {self.size}", runs)
+        scales = f"blocks of {self.size} x blocks of {self.size}"
+        return EightBits(scales, runs, backend=None if self.emulate else "gpu")
 
     def why(self, site: Site) -> str:
         low, kinds = low_of(site).name, self._kinds(site)

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import jax
+
 from .._errors import AmpError
 from .._jax import source_line
 from .._quantised.delayed import NO_STATE
@@ -10,6 +12,7 @@ from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
 from .._rules import Origin, Rule
 from .._structural import Plan, Step
 from .facts import fact_of
+from .record import is_recorded
 from .unmatched import without_amp_scopes
 
 _MOST = 8  # reasons to list
@@ -22,6 +25,7 @@ def reports_of_quantising(plan: Plan, steps: list[Step]) -> Iterator[str | None]
         yield _of_nothing_quantised(steps)
         yield _of_few_quantised(steps)
         yield _of_weights_closed_over(plan)
+        yield _of_another_backend(steps)
 
 
 def _of_nothing_quantised(steps: list[Step]) -> str | None:
@@ -57,6 +61,28 @@ def _of_few_quantised(steps: list[Step]) -> str | None:
         f"would quantise {verb}, but of {len(left)} {NOT_OF_PARAMETERS}, the first in "
         f"{source_line(left[0].eqn)}. {_WHICH} {_IN_LOOPS}"
     )
+
+
+def _of_another_backend(steps: list[Step]) -> str | None:
+    """What to say where a format has kernels on another backend than JAX's own alone.
+
+    A report tells it of each contraction, and may be of a program for another machine.
+    """
+    made = [step for step in steps if _backend_of(step)]
+    here = jax.default_backend()
+    if not made or here == _backend_of(made[0]) or is_recorded():
+        return None
+    return (
+        f"JAX runs on a {here.upper()}, where the {len(made)} contractions that "
+        f"{_rules_of(made)} would quantise run in the compute dtype: only NVIDIA's "
+        "GPUs have them. `emulate=True` computes with the rounded numbers here, in "
+        "float32. A program that is compiled for such a GPU is as it should be."
+    )
+
+
+def _backend_of(step: Step) -> str | None:
+    made = step.decision.eight_bits
+    return made and made.backend
 
 
 def _of_weights_closed_over(plan: Plan) -> str | None:

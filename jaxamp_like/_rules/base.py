@@ -226,6 +226,7 @@ class EightBits(NamedTuple):
     runs: str  # where there are kernels of it, and what runs elsewhere
     needs_state: bool = False  # whether scales follow from what was seen before
     kept: str | None = None  # the name of scales that checkpoints are to keep
+    backend: str | None = None  # JAX's name of the only one that quantises at all
 
 
 class Decision(NamedTuple):
