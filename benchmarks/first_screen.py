@@ -131,19 +131,18 @@ def sentence(results: dict[str, Rows]) -> str:
         ours = mean(results, OURS, "error", "contractions")
         return f"{mean(results, name, 'error', 'contractions') / ours:.1f}"
 
+    left_out = without(results, "hand lean").replace("without", "not made for the")
     return (
         f"In bfloat16, `amp` needs {needs(results, OURS, 'saved_bytes')} of float32's "
         "memory for saved activations and an estimated "
         f"{needs(results, OURS, 'step_seconds')} of its step time. Everything cast to "
         f"bfloat16, as by jmp, needs {needs(results, 'jmp', 'saved_bytes')} and "
-        f"{needs(results, 'jmp', 'step_seconds')}, at {errs(results, 'jmp')} times the "
-        "gradient error. Casts and `jax.checkpoint` placed by hand"
-        f"{without(results, 'hand lean').replace('without', 'means without the')} need "
-        f"{needs(same, 'hand lean', 'saved_bytes')} and "
+        f"{needs(results, 'jmp', 'step_seconds')}, and its gradients err "
+        f"{errs(results, 'jmp')} times as much. With casts and `jax.checkpoint` placed "
+        f"by hand{left_out} it is {needs(same, 'hand lean', 'saved_bytes')} and "
         f"{needs(same, 'hand lean', 'step_seconds')}, where `amp` needs "
-        f"{needs(same, OURS, 'saved_bytes')} and "
-        f"{needs(same, OURS, 'step_seconds')}, at "
-        f"{errs(same, 'hand lean')} times its error."
+        f"{needs(same, OURS, 'saved_bytes')} and {needs(same, OURS, 'step_seconds')}; "
+        f"gradients of code by hand err {errs(same, 'hand lean')} times as much."
     )
 
 
