@@ -285,7 +285,7 @@ def test_a_module_that_cannot_be_imported(code, told, run, tmp_path, monkeypatch
 
 
 def test_a_fault_of_the_package_keeps_its_frames(run, monkeypatch):
-    def faulty(*_):
+    def faulty(*_, **__):
         raise KeyError("of the package")
 
     faulty.__code__ = faulty.__code__.replace(co_filename=cli.__file__)

@@ -677,7 +677,7 @@ ANSWERS = {
         "an expression is compiled: `re.compile('net.*')`"
     ),
     "amp(objective, amp_policy='int8')": "'int8_from_mixed_bfloat16'",
-    "amp(objective, amp_policy='fp8_from_bf16')": "are called by 'int8' or 'float8'",
+    "amp(objective, amp_policy='fp8_from_bf16')": "are called by 'int8', 'float8', 'm",
     "amp(objective, amp_policy='float8_from_mixed_bfloat17')": "Did you mean 'mixed_bf",
     "Policy('mixed_bfloat16')": "A policy is made of its name by `get_policy`",
     "Policy(dtype='bfloat16')": "Did you mean `compute_dtype`?",
