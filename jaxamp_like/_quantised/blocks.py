@@ -211,10 +211,12 @@ def _to_float4(x: Any, chances: Any) -> Any:
 
     XLA's own cast may round to float16 first, and numbers near a half then wrongly."""
     magnitude = jnp.abs(x)
+    if chances is None:
+        # Steps are a half below 1, and one bit of mantissa from there on.
+        halves = lax.round(2 * x, lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(0.5)
+        return jnp.where(magnitude < 1, halves, lax.reduce_precision(x, 8, 1))
     step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
     step = step.astype(_FLOAT32)
-    if chances is None:
-        return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
     return jnp.sign(x) * jnp.floor(magnitude / step + chances) * step
 
 
