@@ -96,9 +96,10 @@ except ImportError:  # JAX 0.6
         use_abstract_mesh as _use_abstract_mesh,
     )
 
-# Primitives whose lowering asks on which devices a program will run.
 # A regular expression: what it matches of the name of a source file is left out.
 from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
+
+# Primitives whose lowering asks on which devices a program will run.
 from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
 
 Atom = Any  # a variable or a literal
@@ -406,8 +407,8 @@ def new_primitive(
 
     On a platform that is a key of `on`, such as "tpu", the function there does; it
     `needs_devices` if it calls one of JAX's that partitions itself. Its Taylor series
-    is that of `series`, or else of `compute`. For what no composition of
-    JAX's own primitives can express; `jax.interpreters` is where JAX's guide to writing
+    is that of `series`, or else of `compute`. For what no composition of JAX's own
+    primitives can express; `jax.interpreters` is where JAX's guide to writing
     primitives sends one."""
     primitive = jex.Primitive(name)
     primitive.def_impl(compute)

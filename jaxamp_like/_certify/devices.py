@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.experimental import topologies
 
+from .._errors import how_to_install
+
 _GPU = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
  shared_memory_per_block: 49152 shared_memory_per_core: 233472
  threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
@@ -86,6 +88,6 @@ def tpus(topology_name: str) -> Sequence[Any]:
 def _need(extra: str, of: str, *packages: str) -> None:
     if not any(map(find_spec, packages)):
         raise ImportError(
-            f"XLA's compiler for {of} is not installed. Run "
-            f"`pip install 'jaxamp_like[{extra}]'`; no such device is needed."
+            f"XLA's compiler for {of} is not installed, which needs no such device. "
+            f"{how_to_install(packages[0].replace('_', '-'), extra)}"
         )

@@ -7,7 +7,7 @@ reports which format it computes in, which the dtypes of its operands do not."""
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +15,34 @@ from jax import lax
 
 from .._dtypes import DType, bits, cast
 from .._jax import new_primitive, raw, trace
-from .axes import Axes
-from .blocks import Blocks, restored_rows, to_rows
-from .constant import no_series
+from .blocks import restored_rows, to_rows
+from .constant import no_derivative, no_series
+from .passes import RoundedContraction
 
 _ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands
 
 
 def contraction_of_blocks(
-    operands: Sequence[Any],
-    numbers: Sequence[Blocks],
-    axes: Sequence[Axes],
-    *,
-    dtype: DType,
-    format: str,
-    emulate: bool,
+    made: RoundedContraction, *, dtype: DType, format: str, emulate: bool
 ) -> Any:
-    """A `dot_general` of rounded operands.
+    """A `dot_general` of operands in blocks.
 
     Args:
-        operands: both before they were rounded, at least one in the compute dtype.
-        numbers: both as they were rounded.
-        axes: those of both.
+        made: the contraction; before they were rounded, at least one of its operands
+            was in the compute dtype.
         dtype: that of the result.
         format: the name of the format, for reports.
         emulate: whether platforms without a native contraction compute with the
-            numbers that the blocks stand for. Else they do with `operands`."""
-    both = list(zip(operands, numbers, axes, strict=True))
+            numbers that the blocks stand for. Else they do with the operands as they
+            were."""
+    both = list(zip(made.operands, made.numbers, made.axes, strict=True))
     # In an author's derivative rule, one may come as it is, in float32.
-    low = min((x.dtype for x in operands), key=bits)
+    low = min((x.dtype for x in made.operands), key=bits)
     rows = [to_rows(cast(x, low), one) for x, _, one in both]
     blocks = [part for _, x, _ in both for part in (x.values, x.scales)]
     scales = [x.tensor_scale for _, x, _ in both if x.tensor_scale is not None]
     more = [prod(scales[1:], start=scales[0])] if scales else []
-    made = BLOCK_DOT.bind(
+    out = BLOCK_DOT.bind(
         *rows,
         *blocks,
         *more,
@@ -65,8 +59,8 @@ def contraction_of_blocks(
         (0, lhs, left.batch),
     ):
         lengths = [x.shape[axis] for axis in some]
-        made = made.reshape(*made.shape[:place], *lengths, *made.shape[place + 1 :])
-    return made
+        out = out.reshape(*out.shape[:place], *lengths, *out.shape[place + 1 :])
+    return out
 
 
 def _run(
@@ -143,16 +137,12 @@ def _merged(x: Any, axis: int) -> Any:
     return x.reshape(shape)
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("No derivative is taken of rounded numbers: see `constant`.")
-
-
 BLOCK_DOT = new_primitive(
     "amp_block_scaled_dot",
     compute=_run,
     aval=_aval,
-    jvp=_refuse,
-    transpose=_refuse,
+    jvp=no_derivative,
+    transpose=no_derivative,
     batch=_batch,
     series=no_series,
     on={"cuda": _run_on_cuda},

@@ -7,15 +7,14 @@ from typing import Any, ClassVar, Literal
 
 from .._dtypes import DType, lowered
 from .._jax import is_explicitly_sharded
-from .._primitives.contractions import dot_numbers, exceeds_one, free_axes, summed_axes
+from .._primitives.contractions import exceeds_one, summed_axes
 from .._rules import Decision, EightBits, Site
-from .._rules.bilinear import Bilinear
 from .._rules.passes import CastPass, Pass
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .axes import Axes, site_axes
 from .block_dot import contraction_of_blocks
-from .passes import Rounding
-from .rule import Quantising, low_of
+from .passes import RoundedContraction, Rounding
+from .rule import Quantising, gradient_sums, low_of, why_no_weight_gradient
 
 Side = Literal["operand", "weight", "cotangent"]
 """What an operand of a contraction is."""
@@ -52,10 +51,9 @@ class BlockScaled(Quantising):
     def why_not(self, site: Site) -> str | None:
         if site.primitive.name != "dot_general":
             return f"there are no kernels of {site.primitive.name} in {self.name}"
-        of = gradient_of(site) if self.weight_gradient == "compute" else None
-        if of in ("weight", "either"):
-            perhaps = "perhaps " * (of == "either")
-            return f"{perhaps}a weight gradient, by the option `weight_gradient`"
+        why = why_no_weight_gradient(site)
+        if self.weight_gradient == "compute" and why is not None:
+            return why
         if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
             return "sums of a length that is not known can't be cut into blocks"
         if any(map(is_explicitly_sharded, site.avals)):
@@ -87,12 +85,9 @@ class BlockScaled(Quantising):
 
     def _kinds(self, site: Site) -> list[Literal["blocks", "compute"]]:
         """How the gradients of both operands are made."""
-        shapes = [aval.shape for aval in site.avals]
-        free = free_axes(dot_numbers(site.params), shapes)
         kinds: list[Literal["blocks", "compute"]] = [
-            # The gradient of one operand sums over the free axes of the other.
-            "blocks" if exceeds_one(axes) and has_lengths(axes) else "compute"
-            for axes in reversed(free)
+            "blocks" if exceeds_one(summed) and has_lengths(summed) else "compute"
+            for summed in gradient_sums(site)
         ]
         if self.weight_gradient == "compute":
             kinds[weight_side(site)] = "compute"
@@ -111,44 +106,33 @@ class BlockScaled(Quantising):
         return dataclasses.replace(made, rounds_sharded=False)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
-        """Of the result's cotangent, as the gradient of the left operand reads it."""
+        """Of the result's cotangent, as the first gradient reads it that is quantised.
+
+        The other gradient sums over other axes, and so reads another rounding."""
         kinds = self._kinds(site)
         if kinds == ["compute", "compute"]:
             return None
-        lhs, rhs = site_axes(site)
-        to = dict(lhs.kept), dict(rhs.kept)
         i = kinds.index("blocks")
-        summed, free = (
-            tuple(to[j][axis] for axis in one.free)
-            for j, one in ((1 - i, (lhs, rhs)[1 - i]), (i, (lhs, rhs)[i]))
+        axes = site_axes(site)
+        to = dict(axes[0].kept)
+        batch = tuple(to[axis] for axis in axes[0].batch)
+        # The gradient keeps the axes of its own operand, and sums over the other's.
+        free, summed = (
+            tuple(there for axis, there in one.kept if axis in one.free)
+            for one in (axes[i], axes[1 - i])
         )
-        batch = tuple(to[0][axis] for axis in lhs.batch)
         kept = tuple((axis, n) for n, axis in enumerate((*batch, *free)))
-        return self.rounding(
-            "cotangent", Axes(summed, kept, batch), i == weight_side(site)
-        )
+        of_weight = i == weight_side(site)
+        return self.rounding("cotangent", Axes(summed, kept, batch), of_weight)
 
     def quantise(self, site: Site) -> Decision:
         # A weight is rounded along two axes, and in the compute dtype is read faster.
         reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
         return super().quantise(site)._replace(reads=reads)
 
-    def product(
-        self,
-        fn: Bilinear,
-        operands: Sequence[Any],
-        numbers: Sequence[Any],
-        axes: Sequence[Axes],
-        dtype: DType,
-    ) -> Any:
-        del fn
+    def product(self, made: RoundedContraction, dtype: DType) -> Any:
         return contraction_of_blocks(
-            operands,
-            numbers,
-            axes,
-            dtype=dtype,
-            format=self.name,
-            emulate=self.emulate,
+            made, dtype=dtype, format=self.name, emulate=self.emulate
         )
 
     def eight_bits(self, site: Site) -> EightBits:

@@ -17,7 +17,7 @@ from jax import lax
 
 from .._dtypes import DType
 from .axes import Axes
-from .rotation import rotated, rotated_back
+from .rotation import Signs, rotated, rotated_back
 from .scaled import largest_of
 
 _FLOAT32, _UINT32 = jnp.dtype("float32"), jnp.dtype("uint32")
@@ -46,7 +46,7 @@ class Blocks:
     tensor_scale: Any
     shape: tuple[int, ...]
     axes: Axes
-    signs: tuple[int, ...] | None = None
+    signs: Signs | None = None
 
     def restored(self) -> Any:
         """The numbers that they stand for, in the shape of the array, in float32."""
@@ -92,18 +92,15 @@ class PowerOfTwoBlocks(NamedTuple):
 
     def __call__(self, x: Any) -> Blocks:
         blocks, axes = _in_blocks(x, self.axes, self.size)
-        # Powers of two scale bfloat16 as exactly as float32, for half of the bytes.
-        dtype = blocks.dtype if blocks.dtype == jnp.bfloat16 else _FLOAT32
-        blocks = blocks.astype(dtype)
         largest = np.float32(jnp.finfo(self.dtype).max)
         amax = largest_of(blocks, axes.summed[1:])
         exponents = _exponents(amax, largest, self.rounds_up)
-        # Both are powers of two within the normal numbers, and so exact.
-        inverse = _power_of_two(2 * _BIAS - exponents).astype(dtype)
-        bound = dtype.type(largest)
+        # A power of two of normal size: bfloat16 is scaled as exactly as float32.
+        inverse = _power_of_two(2 * _BIAS - exponents).astype(blocks.dtype)
+        bound = blocks.dtype.type(largest)
         values = lax.clamp(-bound, blocks * inverse, bound).astype(self.dtype)
         is_finite = lax.is_finite(amax)
-        # The scale of a block with an inf or a NaN is NaN, which is all of its bits.
+        # A block with an inf or a NaN gets the scale NaN, of which all bits are set.
         bits = lax.select(is_finite, exponents, lax.full_like(exponents, 255))
         scales = lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e8m0fnu)
         rows = to_rows(values, axes), to_rows(scales, axes)
@@ -148,7 +145,7 @@ class TensorScaledBlocks(NamedTuple):
 
     axes: Axes
     is_square: bool = False
-    signs: tuple[int, ...] | None = None
+    signs: Signs | None = None
     seed: int | None = None
     size: int = 16
 
@@ -161,12 +158,9 @@ class TensorScaledBlocks(NamedTuple):
 
     def __call__(self, x: Any) -> Blocks:
         if self.is_square:
-            rows, axes = to_rows(x, self.axes), _ROWS
-            blocks, axes = _in_blocks(rows, axes, self.size)
+            blocks, axes = _in_blocks(to_rows(x, self.axes), _ROWS, self.size)
         else:
             blocks, axes = _in_blocks(x, self.axes, self.size)
-        if blocks.dtype != jnp.bfloat16:
-            blocks = blocks.astype(_FLOAT32)  # float16 would overflow in a rotation
         if self.signs is not None:
             blocks = rotated(blocks, axes.summed[1], self.signs)
         blocks = blocks.astype(_FLOAT32)
@@ -175,8 +169,9 @@ class TensorScaledBlocks(NamedTuple):
             amax = _largest_of_rows(amax, self.size)
         is_finite = lax.is_finite(amax)
         largest = largest_of(lax.select(is_finite, amax, lax.full_like(amax, 0)))
-        # No scale below 2^-112: see `scaled`. There are products by reciprocals of one
-        # number, since XLA orders other products and quotients as it likes.
+        # As in `scaled`, no scale is below 2^-112. Each is one product with one
+        # reciprocal: XLA reorders longer chains of products and quotients, and the
+        # numbers would depend on what a program is compiled together with.
         tensor = lax.max(largest * (1 / (_E4M3 * _E2M1)), np.float32(2.0**-112))
         scales = amax * (1 / (tensor * _E2M1))
         scales = lax.min(scales, lax.full_like(amax, _E4M3)).astype(jnp.float8_e4m3fn)
@@ -238,9 +233,6 @@ def _chances(x: Any, seed: int) -> Any:
     return (word >> np.uint32(8)).astype(_FLOAT32) * np.float32(2.0**-24)
 
 
-# Layouts.
-
-
 def to_rows(x: Any, axes: Axes) -> Any:
     """An array as `(batch, rows, summed)`."""
     x = x.transpose((*axes.batch, *axes.free, *axes.summed))
@@ -268,8 +260,9 @@ _ROWS = Axes((2,), ((0, 0), (1, 1)), (0,))
 
 
 def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
-    """An array of which the summed axes are those of blocks and in blocks.
+    """An array in which two axes stand for the summed ones: of blocks, and within them.
 
+    It is bfloat16 if it was, else float32, whose range any rotation or scale needs.
     What is summed over is padded by zeros to whole blocks. All other axes stay where
     they are, if those that are summed over are neighbours: numbers are moved about only
     when they have few bits."""
@@ -277,6 +270,7 @@ def _in_blocks(x: Any, axes: Axes, size: int) -> tuple[Any, Axes]:
     if axes.summed != tuple(range(first, first + number)):
         return _in_blocks(to_rows(x, axes), _ROWS, size)
     before, after = x.shape[:first], x.shape[first + number :]
+    x = x if x.dtype == jnp.bfloat16 else x.astype(_FLOAT32)
     x = _as_one(x, first, number)
     length = x.shape[first]
     x = jnp.pad(

@@ -24,6 +24,11 @@ def tied(scale: Any, operand: Any) -> Any:
     return _TIED.bind(scale, operand)
 
 
+def no_derivative(*_: Any, **__: Any) -> NoReturn:
+    """The derivative and the transpose of what reads values of `constant` alone."""
+    raise AssertionError("No derivative is taken of rounded numbers: see `constant`.")
+
+
 def no_series(*_: Any, **__: Any) -> NoReturn:
     """Refuses the Taylor series of what is rounded to 8 bits."""
     raise AmpError(

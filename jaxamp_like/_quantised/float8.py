@@ -9,16 +9,24 @@ from jax.typing import DTypeLike
 
 from .._dtypes import DType, lowered
 from .._errors import listing_arguments
-from .._primitives.contractions import dot_numbers, exceeds_one, free_axes
+from .._primitives.contractions import exceeds_one
 from .._rules import Decision, EightBits, Rule, Site
-from .._rules.bilinear import Bilinear, as_it_is, bilinear
+from .._rules.bilinear import as_it_is, bilinear
 from .._rules.passes import CastPass, Pass
-from .._rules.weights import gradient_of, weight_side
+from .._rules.weights import weight_side
 from .arguments import float8_dtype
-from .axes import Axes, scale_onto_result, site_axes
+from .axes import scale_onto_result, site_axes
 from .delayed import ScaleRequest, contraction_by_delayed_scales
-from .passes import Rounding, SavedRoundedPass
-from .rule import NO_HEADS, Quantising, decided, low_of, result_of
+from .passes import RoundedContraction, Rounding, SavedRoundedPass
+from .rule import (
+    NO_HEADS,
+    Quantising,
+    decided,
+    gradient_sums,
+    low_of,
+    result_of,
+    why_no_weight_gradient,
+)
 from .scaled import SCALE_NAME, AsFloat8, rescaled
 from .worth import WORTH_IT
 
@@ -71,10 +79,9 @@ class Float8(Quantising):
             )
 
     def why_not(self, site: Site) -> str | None:
-        of = gradient_of(site) if self.weight_gradient == "compute" else None
-        if of == "weight" or of == "either":
-            perhaps = "perhaps " * (of == "either")
-            return f"{perhaps}a weight gradient, by the option `weight_gradient`"
+        why = why_no_weight_gradient(site)
+        if self.weight_gradient == "compute" and why is not None:
+            return why
         if site.primitive.name != "dot_general" and any(site.cotangents):
             return "the gradient of a convolution"
         return super().why_not(site)
@@ -113,20 +120,12 @@ class Float8(Quantising):
         lhs, rhs = (fmt.along(one) for fmt, one in pairs)
         return lhs, rhs
 
-    def product(
-        self,
-        fn: Bilinear,
-        operands: Sequence[Any],
-        numbers: Sequence[Any],
-        axes: Sequence[Axes],
-        dtype: DType,
-    ) -> Any:
-        del operands
-        lhs, rhs = numbers
-        made = fn(lhs.values, rhs.values, as_it_is(dtype))
-        pairs = zip((lhs.scale, rhs.scale), axes, strict=True)
+    def product(self, made: RoundedContraction, dtype: DType) -> Any:
+        lhs, rhs = made.numbers
+        out = made.fn(lhs.values, rhs.values, as_it_is(dtype))
+        pairs = zip((lhs.scale, rhs.scale), made.axes, strict=True)
         return rescaled(
-            made, *(scale_onto_result(scale, one, made) for scale, one in pairs)
+            out, *(scale_onto_result(scale, one, out) for scale, one in pairs)
         )
 
     def gradients(self, site: Site, compute: Sequence[CastPass]) -> Sequence[Pass]:
@@ -179,11 +178,9 @@ class Float8(Quantising):
         kinds: list[Kind] = ["kept" if self.keeps_rounded else "again"] * 2
         if self.weight_gradient == "compute":
             kinds[weight_side(site)] = "compute"
-        shapes = [aval.shape for aval in site.avals]
-        free = free_axes(dot_numbers(site.params), shapes)
         return [
             kind if exceeds_one(summed) else "compute"
-            for kind, summed in zip(kinds, reversed(free), strict=True)
+            for kind, summed in zip(kinds, gradient_sums(site), strict=True)
         ]
 
     def eight_bits(self, site: Site) -> EightBits:

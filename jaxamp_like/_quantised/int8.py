@@ -1,6 +1,6 @@
 """`int8`: contractions of int8 operands, with gradients in the compute dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -13,11 +13,12 @@ from .._dtypes import DType, cast
 from .._errors import listing_arguments
 from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
-from .._rules.bilinear import Bilinear, as_it_is, bilinear
+from .._rules.bilinear import as_it_is, bilinear
 from .._rules.weights import weight_side
 from .arguments import number
 from .axes import Axes, scale_onto_result, site_axes
 from .migration import migrated, pairs_of
+from .passes import RoundedContraction
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .scaled import largest_of
 from .worth import WORTH_IT
@@ -156,19 +157,11 @@ class Int8(Quantising):
     def _migrates(self, site: Site) -> bool:
         return self.migration is not None and pairs_of(site.params) is not None
 
-    def product(
-        self,
-        fn: Bilinear,
-        operands: Sequence[Any],
-        numbers: Sequence[Any],
-        axes: Sequence[Axes],
-        dtype: DType,
-    ) -> Any:
-        del operands
-        sums = fn(*(x.values for x in numbers), as_it_is(_INT32))
+    def product(self, made: RoundedContraction, dtype: DType) -> Any:
+        sums = made.fn(*(x.values for x in made.numbers), as_it_is(_INT32))
         left, right = (
             scale_onto_result(x.multiplier, one, sums)
-            for x, one in zip(numbers, axes, strict=True)
+            for x, one in zip(made.numbers, made.axes, strict=True)
         )
         # To float32 first: of integers as such, a GPU has no convolution.
         return cast(sums.astype(_FLOAT32) / (right * left), dtype)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._dtypes import DType
+from .._errors import listing_arguments
 from .._rules import Rule, Site
 from .arguments import float8_dtype
 from .axes import Axes
@@ -45,9 +47,10 @@ class Mxfp8(BlockScaled):
         return PowerOfTwoBlocks(dtype, axes, self.scale_rounding == "up", self.size)
 
 
+@listing_arguments
 def mxfp8(
     *,
-    grad_dtype: DType | str = E4M3,
+    grad_dtype: DTypeLike = "float8_e4m3fn",
     scale_rounding: Literal["up", "down"] = "up",
     weight_gradient: Literal["blocks", "compute"] = "blocks",
     emulate: bool = False,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from .._errors import listing_arguments
 from .._rules import Rule, Site
 from .axes import Axes
 from .block_scaled import BlockScaled, Side
@@ -52,6 +53,7 @@ class Nvfp4(BlockScaled):
         )
 
 
+@listing_arguments
 def nvfp4(
     *,
     square_weights: bool = True,

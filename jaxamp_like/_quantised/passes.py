@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,23 @@ class Rounding(Protocol):
         ...
 
 
-Product = Callable[[Bilinear, Sequence[Any], Sequence[Any], Sequence[Axes]], Any]
-"""Computes a contraction (a function of both operands and a hook) from its operands,
-from both as they were rounded, and from the axes of both."""
+class RoundedContraction(NamedTuple):
+    """A contraction, and both of its operands as they are rounded.
+
+    Args:
+        fn: the contraction, a function of two arrays and of a hook (`as_it_is`).
+        operands: both as they were before, for devices that have no such format.
+        numbers: both as they were rounded.
+        axes: of both, by which scales are laid along the result."""
+
+    fn: Bilinear
+    operands: Sequence[Any]
+    numbers: Sequence[Any]
+    axes: Sequence[Axes]
+
+
+Product = Callable[[RoundedContraction], Any]
+"""Computes a contraction of rounded operands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +101,7 @@ class RoundingPass(Pass):
         for i, one in enumerate(axes):
             both.append(constant(operands[i]))
             numbers.append(self.roundings[i != moving].along(one)(both[i]))
-        return self.product(fn, both, numbers, axes)
+        return self.product(RoundedContraction(fn, both, numbers, axes))
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
         fn = _transposed(self, [moving, *others])

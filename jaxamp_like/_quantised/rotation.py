@@ -3,14 +3,14 @@
 The matrix is orthogonal: where both operands of a contraction are multiplied by it
 along the sum, their product stays as it was."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._jax import new_primitive
-from .constant import no_series
+from .constant import no_derivative, no_series
 
 Signs = tuple[int, ...]
 """The signs of the rows of a Hadamard matrix, which make it a random one."""
@@ -53,16 +53,12 @@ def _batch(args: Any, dims: Any, *, axis: int, signs: Signs, back: bool) -> Any:
     return _ROTATION.bind(blocks, axis=axis + 1, signs=signs, back=back), 0
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("No derivative is taken of rounded numbers: see `constant`.")
-
-
 _ROTATION = new_primitive(
     "amp_rotation",
     compute=_run,
     aval=lambda blocks, **_: blocks,
-    jvp=_refuse,
-    transpose=_refuse,
+    jvp=no_derivative,
+    transpose=no_derivative,
     batch=_batch,
     series=no_series,
 )

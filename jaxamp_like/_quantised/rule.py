@@ -15,7 +15,7 @@ from .._dtypes import DType, bits, cast, lowered
 from .._errors import AmpError
 from .._jax import is_pending_sum
 from .._primitives import CONTRACTIONS, is_contraction
-from .._primitives.contractions import dot_numbers
+from .._primitives.contractions import Shape, dot_numbers, free_axes
 from .._rules import (
     Decision,
     Demand,
@@ -30,15 +30,20 @@ from .._rules import (
     use_original_precision,
     why_as_written,
 )
-from .._rules.bilinear import Bilinear, bilinear
+from .._rules.bilinear import bilinear
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import evaluate_predicate, name_of
 from .._rules.passes import CastPass, Pass, in_compute_dtype
-from .._rules.weights import is_parameter, weight_side
+from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
-from .axes import Axes, matmul_sizes, site_axes
+from .axes import matmul_sizes, site_axes
 from .constant import constant
-from .passes import Rounding, RoundingPass, rounded_contraction
+from .passes import (
+    RoundedContraction,
+    Rounding,
+    RoundingPass,
+    rounded_contraction,
+)
 from .worth import WORTH_IT
 
 QUANTISING = ("dot_general", "conv_general_dilated")
@@ -151,22 +156,10 @@ class Quantising(Rule):
         """The same of each operand that is rounded without a look at the other."""
         return self.roundings(site)
 
-    def product(
-        self,
-        fn: Bilinear,
-        operands: Sequence[Any],
-        numbers: Sequence[Any],
-        axes: Sequence[Axes],
-        dtype: DType,
-    ) -> Any:
-        """What a contraction `fn` makes of two rounded operands, in a dtype.
+    def product(self, made: RoundedContraction, dtype: DType) -> Any:
+        """What a contraction makes of its rounded operands.
 
-        Args:
-            fn: a function of two arrays and of a hook (`as_it_is`).
-            operands: both as they were before, for devices that have no such format.
-            numbers: both as they were rounded.
-            axes: of the operands, by which scales are laid along the result.
-            dtype: as `product_dtype` has it."""
+        It is in `dtype`, which is what `product_dtype` has."""
         raise NotImplementedError
 
     def forward(self, site: Site) -> Callable[..., Any]:
@@ -175,8 +168,8 @@ class Quantising(Rule):
         axes, out = site_axes(site), result_of(site)
 
         def forward(lhs, rhs, *numbers):
-            dtype = self.product_dtype(out)
-            return cast(self.product(fn, (lhs, rhs), numbers, axes, dtype), out)
+            made = RoundedContraction(fn, (lhs, rhs), numbers, axes)
+            return cast(self.product(made, self.product_dtype(out)), out)
 
         return forward
 
@@ -283,6 +276,24 @@ def _excluded_name(scope: tuple[str, ...], leave: tuple[str, ...]) -> str | None
         if any(re.fullmatch(one, plain.lower()) for one in patterns):
             return name
     return None
+
+
+def gradient_sums(site: Site) -> tuple[Shape, Shape]:
+    """The lengths that the gradients of a `dot_general`'s operands sum over.
+
+    They are those of the free axes of the other operand."""
+    shapes = [aval.shape for aval in site.avals]
+    lhs, rhs = free_axes(dot_numbers(site.params), shapes)
+    return rhs, lhs
+
+
+def why_no_weight_gradient(site: Site) -> str | None:
+    """Why a contraction is left where the gradients of weights are to be."""
+    of = gradient_of(site)
+    if of not in ("weight", "either"):
+        return None
+    perhaps = "perhaps " * (of == "either")
+    return f"{perhaps}a weight gradient, by the option `weight_gradient`"
 
 
 def low_of(site: Site) -> DType:

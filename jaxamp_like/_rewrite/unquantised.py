@@ -69,8 +69,10 @@ def _of_another_backend(steps: list[Step]) -> str | None:
     A report tells it of each contraction, and may be of a program for another machine.
     """
     made = [step for step in steps if _backend_of(step)]
-    here = jax.default_backend()
-    if not made or here == _backend_of(made[0]) or is_recorded():
+    if not made or is_recorded():
+        return None
+    here = jax.default_backend()  # which may begin to look for devices
+    if here == _backend_of(made[0]):
         return None
     return (
         f"JAX runs on a {here.upper()}, where the {len(made)} contractions that "
