@@ -1,7 +1,7 @@
 """Automatic mixed precision for JAX.
 
 The names here are those that most programs need. The others live in `rules`, `presets`,
-`scaling`, `reports` and `inference`; each of them can be imported from here too."""
+`scaling`, `storage`, `reports` and `inference`; each can be imported from here too."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -12,6 +12,7 @@ from . import (
     reports as reports,
     rules as rules,
     scaling as scaling,
+    storage as storage,
 )
 from ._amp import amp as amp, amp_stop as amp_stop
 from ._calibrate import Budget as Budget, calibrate as calibrate
@@ -46,6 +47,7 @@ from .scaling import (
     guard_step as guard_step,
     loss_scale_optimizer as loss_scale_optimizer,
 )
+from .storage import low_bit_state as low_bit_state
 
 __all__ = [
     "AmpError",
@@ -74,6 +76,7 @@ __all__ = [
     "init_amp_state",
     "load",
     "loss_scale_optimizer",
+    "low_bit_state",
     "scope_modules",
     "set_global_policy",
     "trace_numerics",
@@ -102,7 +105,7 @@ _ELSEWHERE = {
 
 
 __version__: str  # read when it is asked for
-_HOMES = rules, presets, scaling, reports, inference
+_HOMES = rules, presets, scaling, storage, reports, inference
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType
+from .._random_rounding import chances
 from .axes import Axes
 from .rotation import Signs, rotated, rotated_back
 from .scaled import largest_of
@@ -179,12 +180,18 @@ class TensorScaledBlocks(NamedTuple):
         # Of a block that is too small for a scale of its own, nothing is left.
         numbers = blocks * lax.select(steps > 0, 1 / steps, lax.full_like(steps, 0))
         numbers = lax.clamp(-_E2M1, numbers, _E2M1)
-        chances = None if self.seed is None else _chances(numbers, self.seed)
-        values = _to_float4(numbers, chances).astype(jnp.float4_e2m1fn)
+        values = _to_float4(numbers, self._chances(numbers)).astype(jnp.float4_e2m1fn)
         nan = lax.full_like(scales, jnp.nan)
         scales = lax.select(is_finite, scales, nan)
         rows = to_rows(values, axes), to_rows(scales, axes)
         return Blocks(*rows, tensor.reshape(1, 1, 1), x.shape, self.axes, self.signs)
+
+    def _chances(self, numbers: Any) -> Any:
+        """Of rounding up, if it is by chance; without a key, so by the numbers too."""
+        if self.seed is None:
+            return None
+        words = lax.bitcast_convert_type(numbers, _UINT32)
+        return chances(numbers.shape, words + np.uint32(self.seed % 2**32))
 
 
 _E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the formats
@@ -213,24 +220,6 @@ def _to_float4(x: Any, chances: Any) -> Any:
     step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
     step = step.astype(_FLOAT32)
     return jnp.sign(x) * jnp.floor(magnitude / step + chances) * step
-
-
-def _chances(x: Any, seed: int) -> Any:
-    """Numbers from 0 to 1, evenly distributed: a hash of numbers and their places.
-
-    It needs no key, and is the same however `jit` lays an array over devices."""
-    word = lax.bitcast_convert_type(x, _UINT32) + np.uint32(seed % 2**32)
-    # Powers of an odd number are strides that need no lengths, which may be symbols.
-    stride = 1
-    for axis in reversed(range(x.ndim)):
-        stride = stride * 0x9E3779B1 % 2**32
-        place = lax.broadcasted_iota(_UINT32, x.shape, axis)
-        word = word + place * np.uint32(stride)
-    # The finalizer of MurmurHash3, by which each bit depends on all bits.
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        word = (word ^ (word >> np.uint32(shift))) * np.uint32(factor)
-    word = word ^ (word >> np.uint32(16))
-    return (word >> np.uint32(8)).astype(_FLOAT32) * np.float32(2.0**-24)
 
 
 def to_rows(x: Any, axes: Axes) -> Any:

@@ -1,0 +1,300 @@
+"""Training curves with optimizer states in few bits, and without float32 parameters.
+
+    python -m benchmarks.curves_low_bits [--steps 2000] [--seeds 3] [--out results]
+
+Three models in float32: the digits and the characters of `benchmarks.curves`, and a
+generative adversarial network whose two losses have one optimizer, AdamW. A seed sets
+the initial weights and the order of the data, the same for every way to store. Fails
+where the mean final loss is higher than with float32 states by more than the spread
+over seeds; rounding parameters to the nearest is there to compare with, and may.
+
+Needs the extras `benchmarks` and `examples`."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from jaxamp_like.storage import (
+    apply_updates,
+    low_bit_state,
+    to_full_state,
+    update_in_float32,
+)
+
+from .curves import (
+    TASKS,
+    Figures,
+    Run,
+    Task,
+    at_least_one,
+    figures,
+    make_optimiser,
+    smooth,
+)
+from .rewrite import add_section, machine, make_table, versions
+from .workloads import normal
+
+# ------------------------------------------------------------------------------- a GAN
+
+NOISE, HIDDEN, POINTS, MODES = 16, 128, 256, 8
+
+
+def init_gan(key: Any) -> Any:
+    def network(key: Any, sizes: Sequence[int]) -> list[Any]:
+        pairs = zip(jr.split(key, len(sizes) - 1), sizes[:-1], sizes[1:], strict=True)
+        return [(normal(k, m, n), jnp.zeros(n)) for k, m, n in pairs]
+
+    generator, critic = jr.split(key)
+    return {
+        "generator": network(generator, (NOISE, HIDDEN, HIDDEN, 2)),
+        "discriminator": network(critic, (2, HIDDEN, HIDDEN, 1)),
+    }
+
+
+def ring_batch(rng: np.random.Generator) -> Any:
+    """Noise, and points of eight normal distributions around a circle."""
+    angles = 2 * np.pi * rng.integers(MODES, size=POINTS) / MODES
+    centres = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    real = centres + 0.05 * rng.normal(size=centres.shape)
+    noise = rng.normal(size=(POINTS, NOISE))
+    return noise.astype(np.float32), real.astype(np.float32)
+
+
+def gan_loss(params: Any, batch: Any) -> Any:
+    """The sum of both losses, each with the other's network held."""
+    noise, real = batch
+
+    def run(layers: Any, x: Any) -> Any:
+        for i, (w, b) in enumerate(layers):
+            x = x @ w + b
+            x = jax.nn.leaky_relu(x, 0.2) if i < len(layers) - 1 else x
+        return x
+
+    held = jax.lax.stop_gradient(params)
+    fake = run(params["generator"], noise)
+    judged = run(params["discriminator"], jax.lax.stop_gradient(fake))
+    discriminator = jax.nn.softplus(judged).mean()
+    discriminator += jax.nn.softplus(-run(params["discriminator"], real)).mean()
+    generator = jax.nn.softplus(-run(held["discriminator"], fake)).mean()
+    return discriminator + generator
+
+
+MODELS = (*TASKS, Task("GAN", gan_loss, init_gan, ring_batch))
+
+# ----------------------------------------------------------------------- ways to store
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run stores what it keeps from step to step.
+
+    Args:
+        wrap: of the optimizer.
+        rounding: of bfloat16 parameters; `None` keeps float32 ones.
+        may_miss: whether it is there to compare with."""
+
+    wrap: Callable[[Any], Any]
+    rounding: Any = None
+    may_miss: bool = False
+
+
+PLAIN = "float32"
+WAYS = {
+    PLAIN: Way(lambda tx: tx),
+    "int8 states": Way(lambda tx: low_bit_state(tx, "int8")),
+    "float8 states": Way(lambda tx: low_bit_state(tx, "float8")),
+    "int4 states": Way(lambda tx: low_bit_state(tx, "int4", block=128)),
+    "bfloat16 parameters, by chance": Way(update_in_float32, "stochastic"),
+    "the same, int8 states": Way(
+        lambda tx: low_bit_state(update_in_float32(tx)), "stochastic"
+    ),
+    "bfloat16 parameters, to the nearest": Way(update_in_float32, "nearest", True),
+}
+
+
+def training(task: Task, way: Way, steps: int) -> tuple[Any, Any]:
+    """What begins a training from a key, and a step of it."""
+    tx = way.wrap(make_optimiser(steps))
+
+    def begin(key: Any) -> Any:
+        params = task.init(key)
+        if way.rounding is not None:
+            params = jax.tree.map(
+                lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x,
+                params,
+            )
+        opt_state = tx.init(eqx.filter(params, eqx.is_inexact_array))
+        return params, opt_state, jr.fold_in(key, 1)
+
+    def step(state: Any, batch: Any) -> Any:
+        model, opt_state, key = state
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+
+        def loss(params: Any) -> Any:
+            full = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+            return task.loss(eqx.combine(full, static), batch)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        if way.rounding is None:
+            params = optax.apply_updates(params, updates)
+        else:
+            key, now = jr.split(key)
+            params = apply_updates(params, updates, rounding=way.rounding, key=now)
+        return (eqx.combine(params, static), opt_state, key), value
+
+    return begin, step
+
+
+def train(
+    task: Task, way: Way, steps: int, seeds: int, advance: Callable[[], None]
+) -> tuple[list[Run], float]:
+    """A run for each seed, all at once, and bytes of state for each parameter."""
+    begin, step = training(task, way, steps)
+    keys = jax.vmap(jr.key)(jnp.arange(seeds))
+    state = eqx.filter_jit(eqx.filter_vmap(begin))(keys)
+    step = eqx.filter_jit(eqx.filter_vmap(step), donate="all")
+    losses = []
+    for batch in _batches(task, steps, seeds):
+        state, loss = step(state, batch)
+        losses.append(np.asarray(loss))
+        advance()
+    skipped = optax.tree_utils.tree_get(to_full_state(state[1]), "total_notfinite")
+    by_seed = zip(np.stack(losses, axis=1), np.asarray(skipped), strict=True)
+    params = eqx.filter(state[0], eqx.is_inexact_array)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    kept = sum(x.nbytes for x in jax.tree.leaves((params, state[1])))
+    return [Run(row, int(n), 1.0) for row, n in by_seed], kept / size
+
+
+def _batches(task: Task, steps: int, seeds: int) -> Iterator[Any]:
+    generators = [np.random.default_rng(seed) for seed in range(seeds)]
+    for _ in range(steps):
+        batches = [task.batch(rng) for rng in generators]
+        yield jax.tree.map(lambda *xs: np.stack(xs), *batches)
+
+
+Results = dict[str, dict[str, Figures]]
+
+
+def misses(results: Results) -> Iterator[str]:
+    """What ends above float32 by more than one seed is from another."""
+    for task, by_way in results.items():
+        for name, one in by_way.items():
+            is_far = one.of_spread is not None and one.of_spread > 1
+            if is_far and one.difference > 0 and not WAYS[name].may_miss:
+                yield (
+                    f"{task}, {name}: the final loss is {one.difference:.4f} above "
+                    f"{PLAIN}'s, {one.of_spread:.2f} times the spread over seeds"
+                )
+
+
+def plot(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
+    figure = Figure(figsize=(5.5 * len(runs), 4.8), layout="constrained")
+    for axes, (task, by_way) in zip(
+        np.ravel(figure.subplots(1, len(runs))), runs.items(), strict=True
+    ):
+        plain = smooth(np.stack([run.losses for run in by_way[PLAIN]]))
+        for name, rows in by_way.items():
+            curves = smooth(np.stack([run.losses for run in rows]))
+            steps = np.arange(curves.shape[-1]) + 1
+            is_plain = name == PLAIN
+            if is_plain:
+                low, high = (f(plain, 0) - plain.mean(0) for f in (np.min, np.max))
+                axes.fill_between(steps, low, high, color="#999999", alpha=0.3)
+            axes.plot(steps, curves.mean(0) - plain.mean(0), label=name)
+        axes.set_title(task)
+        axes.set_xlabel("training step")
+        axes.set_ylabel(f"loss above that with {PLAIN} states")
+        tail = smooth(plain)[..., -1].std() * 8 + 1e-6
+        axes.set_ylim(-tail, tail)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
+    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(argv)
+    console = Console(width=max(Console().width, 120))
+    began = time.perf_counter()
+    columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
+    runs: dict[str, dict[str, list[Run]]] = {}
+    kept: dict[str, dict[str, float]] = {}
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=len(MODELS) * len(WAYS) * options.steps)
+        for task in MODELS:
+            runs[task.name], kept[task.name] = {}, {}
+            for name, way in WAYS.items():
+                progress.update(bar, description=f"{task.name}, {name}")
+                runs[task.name][name], kept[task.name][name] = train(
+                    task,
+                    way,
+                    options.steps,
+                    options.seeds,
+                    lambda: progress.advance(bar),
+                )
+    results = {
+        task: {name: figures(rows, by_way[PLAIN]) for name, rows in by_way.items()}
+        for task, by_way in runs.items()
+    }
+    title = f"States in few bits (steps: {options.steps}, seeds: {options.seeds})"
+    table = make_table(
+        title, ("final loss", "spread", "difference", "in spreads", "bytes / parameter")
+    )
+    for task, by_way in results.items():
+        cells = {
+            name: [
+                f"{one.mean:.5f}",
+                "-" if one.spread is None else f"{one.spread:.5f}",
+                f"{one.difference:+.5f}",
+                "-" if one.of_spread is None else f"{one.of_spread:.2f}",
+                f"{kept[task][name]:.2f}",
+            ]
+            for name, one in by_way.items()
+        }
+        add_section(table, task, cells)
+    console.print(table)
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot(runs, options.out / "curves_low_bits.png")
+    record = {
+        "versions": versions(),
+        "machine": machine(),
+        "seconds": round(time.perf_counter() - began),
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "results": {
+            task: {
+                name: vars(one) | {"bytes_per_parameter": kept[task][name]}
+                for name, one in by_way.items()
+            }
+            for task, by_way in results.items()
+        },
+    }
+    file = options.out / "curves_low_bits.json"
+    file.write_text(json.dumps(record, indent=2) + "\n")
+    missed = list(misses(results))
+    console.print(*(f"MISSED {miss}" for miss in missed), sep="\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

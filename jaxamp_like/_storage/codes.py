@@ -1,0 +1,113 @@
+"""An array that is stored as codes of few bits, with a scale for each of its blocks."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._dtypes import DType
+from .._random_rounding import chances
+from .formats import FORMATS
+from .tiles import Tile, largest_in_tiles, over_tiles
+
+
+class Layout(NamedTuple):
+    """How an array is stored.
+
+    Args:
+        format: the name of one.
+        dtype: of the array.
+        tile: lengths of its blocks, along each axis.
+        pairs: of codes of 4 bits, the axis along which two are one uint8, counted from
+            the last one; and whether the last of these has one code alone."""
+
+    format: str
+    dtype: DType
+    tile: Tile
+    pairs: tuple[int, bool] | None
+
+
+def layout_of(x: Any, format: str, tile: Tile) -> Layout:
+    pairs = _pairs(x.shape) if FORMATS[format].bits == 4 else None
+    return Layout(format, jnp.dtype(x.dtype), tile, pairs)
+
+
+def _pairs(shape: tuple[int, ...]) -> tuple[int, bool]:
+    even = [axis for axis, length in enumerate(shape) if length and length % 2 == 0]
+    axis = even[-1] if even else max(range(len(shape)), key=lambda axis: shape[axis])
+    return axis - len(shape), bool(shape[axis] % 2)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["layout"],
+)
+@dataclass(frozen=True)
+class LowBitArray:
+    """An array in few bits: a pytree of two arrays.
+
+    Args:
+        codes: of the numbers, shaped as the array. An axis is half as long in "int4".
+        scales: of the blocks; `None` if the format has none.
+        layout: how the numbers are stored."""
+
+    codes: Any
+    scales: Any
+    layout: Layout
+
+    def decoded(self) -> Any:
+        """The array, in its dtype."""
+        format = FORMATS[self.layout.format]
+        codes = self.codes
+        if self.layout.pairs is not None:
+            codes = _apart(codes, *self.layout.pairs)
+        scales = self.scales
+        if scales is not None:
+            scales = over_tiles(scales, self.layout.tile, codes.shape)
+        return format.decoded(codes, scales).astype(self.layout.dtype)
+
+
+def encoded(x: Any, layout: Layout, seed: Any) -> LowBitArray:
+    """An array in few bits.
+
+    Args:
+        x: a floating-point array.
+        layout: how it is to be stored.
+        seed: of rounding by chance, a uint32; `None` rounds to the nearest. A block
+            with an inf or a NaN is NaN as a whole."""
+    format = FORMATS[layout.format]
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    chance = 0.5 if seed is None else chances(x.shape, seed)
+    scales = spread = None
+    if format.has_scales:
+        largest, is_signed = largest_in_tiles(x, layout.tile)
+        largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+        scales = jnp.where(is_signed, largest, -largest)
+        spread = over_tiles(scales, layout.tile, x.shape)
+    codes = format.encoded(x, spread, chance)
+    if layout.pairs is not None:
+        codes = _in_pairs(codes, *layout.pairs)
+    return LowBitArray(codes, scales, layout)
+
+
+def _in_pairs(codes: Any, axis: int, is_odd: bool) -> Any:
+    if is_odd:
+        padding = [(0, 0)] * codes.ndim
+        padding[axis] = (0, 1)
+        codes = jnp.pad(codes, padding)
+    axis %= codes.ndim
+    shape = codes.shape
+    codes = codes.reshape(*shape[:axis], shape[axis] // 2, 2, *shape[axis + 1 :])
+    low, high = (jnp.take(codes, i, axis + 1) for i in range(2))
+    return low | (high << 4)
+
+
+def _apart(pairs: Any, axis: int, is_odd: bool) -> Any:
+    axis %= pairs.ndim
+    codes = jnp.stack([pairs & 15, pairs >> 4], axis + 1)
+    shape = pairs.shape
+    codes = codes.reshape(*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+    return jnp.delete(codes, -1, axis) if is_odd else codes

@@ -1,0 +1,285 @@
+"""An optimizer whose state is stored in few bits."""
+
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._dtypes import did_you_mean
+from .._errors import hiding_frames, warn_or_raise
+from .._loss_scale.calls import with_call_hints
+from .._random_rounding import mixed
+from .codes import Layout, LowBitArray, encoded, layout_of
+from .formats import FORMATS
+from .moments import Where, stored_low
+from .tiles import tile_of
+
+Rounding = Literal["stochastic", "nearest"]
+
+
+class LowBitState(NamedTuple):
+    """The state of an optimizer that `low_bit_state` wrapped.
+
+    Args:
+        inner_state: the state of the wrapped optimizer, with a `LowBitArray` in the
+            place of each array that is stored in few bits.
+        seed: of the rounding of the next step, a uint32; it changes at each step. It
+            is `None` where numbers are rounded to the nearest."""
+
+    inner_state: Any
+    seed: Any
+
+
+@with_call_hints("low_bit_state(optax.adam(1e-3), 'int8')", {})
+def low_bit_state(
+    optimizer: optax.GradientTransformation,
+    format: str = "int8",
+    *,
+    block: int = 256,
+    where: Where | None = None,
+    min_size: int = 4096,
+    rounding: Rounding = "stochastic",
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer so that its state takes a quarter of the memory, or an eighth.
+
+    An update decodes the state, runs the optimizer in float32, and encodes its new
+    state. Stored in few bits is what is large, has the shape of a parameter and begins
+    as one number everywhere: the moments of Adam and its kin, momentum, sums of
+    squares. Copies of parameters (schedule-free, Prodigy), settings
+    (`optax.inject_hyperparams`), the gradients that `optax.MultiSteps` adds up, factors
+    of matrices and small arrays stay as they are.
+
+    A block of numbers shares a scale, and an inf or a NaN makes the block NaN. Numbers
+    are rounded by chance, so that a moment which changes by less than a step moves in
+    the mean: rounded to the nearest, squares that decay by 0.999 would stand still.
+
+    Args:
+        optimizer: any Optax optimizer; extra arguments of `update` are handed on.
+        format: "int8" (codes closer to each other near zero), "int4" (the same in 4
+            bits), "float8" (float8_e4m3fn) or "bfloat16" (no scales).
+        block: how many numbers share a scale, at most. They are neighbours along the
+            last axis, and along those before it where the last is shorter. A block
+            doesn't cross from one device to another if the sharding of the parameters
+            is known to `init`: of arrays that lie on devices, and in `jit` along axes
+            of explicit sharding.
+        where: from the path and the value of each floating-point leaf of the state,
+            whether it is stored in few bits; `None` leaves it to the rule above.
+        min_size: arrays of fewer numbers are left as they are.
+        rounding: "stochastic", or "nearest".
+        seed: of the stochastic rounding. Runs with equal seeds are equal, however
+            `jit` lays the state over devices.
+    Returns:
+        An optimizer whose state is a `LowBitState`.
+    Raises:
+        TypeError: `optimizer` is none, `where` returns something else than `True`,
+            `False` and `None`, or `update` gets another state.
+        ValueError: an argument is out of its range; or, by `init`, the rule can't tell
+            an array of the state; or, by `update`, the state has another format.
+
+    >>> tx = low_bit_state(optax.adam(1e-3))
+    >>> params = jnp.ones((128, 256))
+    >>> state = tx.init(params)
+    >>> state.inner_state[0].mu.codes.dtype, state.inner_state[0].mu.codes.shape
+    (dtype('uint8'), (128, 256))
+    >>> updates, state = tx.update(jnp.ones_like(params), state, params)
+    >>> round(float(updates[0, 0]), 5)
+    -0.001
+
+    8-bit states are those of Dettmers et al. (arXiv:2110.02861), 4-bit states those of
+    Li et al. (arXiv:2309.01507), as in bitsandbytes and torchao, which store the same
+    arrays; the codes differ."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
+            f"was given {optimizer!r}.\nWrite `low_bit_state(optax.adam(1e-3))`."
+        )
+    _check(format, block, min_size, rounding, seed)
+    inner = optax.with_extra_args_support(optimizer)
+
+    @hiding_frames
+    def init(params: Any) -> LowBitState:
+        state = inner.init(params)
+        first = jnp.uint32(seed % 2**32) if rounding == "stochastic" else None
+        leaves, structure = jax.tree.flatten(state)
+        is_low = stored_low(inner.init, params, min_size, where)
+        if not any(is_low):
+            warn_or_raise(
+                "`low_bit_state` stores nothing in few bits: no array of the state has "
+                f"the shape of a parameter of at least `min_size={min_size}` numbers "
+                "and begins as one number everywhere. Lower `min_size`, name arrays by "
+                "`where`, or leave `low_bit_state` out.",
+                strict=False,
+            )
+        # What is one number everywhere, as moments are at first, needs no chance.
+        low = [
+            _encode(x, layout_of(x, format, tile_of(x, block)), None) if this else x
+            for x, this in zip(leaves, is_low, strict=True)
+        ]
+        return LowBitState(jax.tree.unflatten(structure, low), first)
+
+    @hiding_frames
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LowBitState]:
+        _check_state(state, format, block)
+        full = decoded_tree(state.inner_state)
+        updates, new = inner.update(updates, full, params, **extra_args)
+        return updates, _like(state, new)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
+
+
+def to_full_state(state: Any) -> Any:
+    """The state that the optimizer would have without `low_bit_state`.
+
+    It is for checkpoints that are to be read without it, and to look at moments.
+
+    Args:
+        state: a `LowBitState`, or any tree that holds some.
+    Returns:
+        The tree, with the state of the wrapped optimizer, in its own dtypes, in the
+        place of each `LowBitState`.
+
+    >>> tx = low_bit_state(optax.sgd(0.1, momentum=0.9))
+    >>> full = to_full_state(tx.init(jnp.ones((64, 64))))
+    >>> full[0].trace.dtype.name
+    'float32'
+    """
+
+    def full(x: Any) -> Any:
+        return to_full_state(decoded_tree(x.inner_state)) if _is_state(x) else x
+
+    return jax.tree.map(full, state, is_leaf=_is_state)
+
+
+def to_low_bit_state(full: Any, like: Any) -> Any:
+    """A state of an optimizer without `low_bit_state`, for the optimizer with it.
+
+    Args:
+        full: a state of the optimizer without `low_bit_state`, such as one that was
+            read from a checkpoint.
+        like: what `init` of the optimizer with `low_bit_state` returns. It says what is
+            stored in few bits, and how.
+    Returns:
+        The numbers of `full` in a tree as `like`.
+    Raises:
+        ValueError: the trees, or the shapes of arrays, differ.
+
+    >>> tx = optax.sgd(0.1, momentum=0.9)
+    >>> full = tx.init(params := jnp.ones((64, 64)))
+    >>> type(to_low_bit_state(full, like=low_bit_state(tx).init(params))).__name__
+    'LowBitState'
+    """
+
+    def low(x: Any, part: Any) -> Any:
+        return _like(x, part) if _is_state(x) else part
+
+    return jax.tree.map(low, like, full, is_leaf=_is_state)
+
+
+_encode = jax.jit(encoded, static_argnums=1)
+
+
+def decoded_tree(tree: Any) -> Any:
+    """`tree` with each `LowBitArray` in full, but those of a wrapper further inside."""
+    return jax.tree.map(
+        lambda x: x.decoded() if _is_low(x) else x, tree, is_leaf=_is_stored
+    )
+
+
+def _like(state: LowBitState, full: Any) -> LowBitState:
+    """A full state, stored as `state`, with the seed of the step after it."""
+    seeds = iter(range(1, 2**31))
+
+    def stored(path: Any, old: Any, new: Any) -> Any:
+        if _is_state(old):  # that of a wrapper further inside, which has updated it
+            return new if _is_state(new) else _like(old, new)
+        if not _is_low(old):
+            return new
+        expected = jax.eval_shape(old.decoded)
+        if jnp.shape(new) != expected.shape:
+            raise ValueError(
+                f"`state{jax.tree_util.keystr(path)}` is to be stored in few bits as "
+                f"an array of the shape {expected.shape}, but has the shape "
+                f"{jnp.shape(new)}.\nTake the `like` of the same parameters, or a "
+                "`low_bit_state` whose `where` leaves this array as it is."
+            )
+        seed = None if state.seed is None else state.seed + np.uint32(next(seeds))
+        return _encode(new, old.layout, None if seed is None else mixed(seed))
+
+    inner = _mapped(stored, state.inner_state, full)
+    seed = None if state.seed is None else mixed(state.seed + np.uint32(0x9E3779B9))
+    return LowBitState(inner, seed)
+
+
+def _mapped(fn: Any, like: Any, full: Any) -> Any:
+    """`fn` of paths, leaves of `like`, and what `full` has in their places."""
+    try:
+        return jax.tree_util.tree_map_with_path(fn, like, full, is_leaf=_is_stored)
+    except ValueError as e:
+        if "state" in str(e).split("\n")[0]:
+            raise
+        raise ValueError(
+            "The state is another tree than it was when the optimizer was initialised: "
+            f"{e}\n`full` is the state of the same optimizer without `low_bit_state`, "
+            "and `like` that of `init` with it."
+        ) from e
+
+
+def _is_low(x: Any) -> bool:
+    return isinstance(x, LowBitArray)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, LowBitState)
+
+
+def _is_stored(x: Any) -> bool:
+    return _is_low(x) or _is_state(x)
+
+
+def _check(format: Any, block: Any, min_size: Any, rounding: Any, seed: Any) -> None:
+    if format not in FORMATS:
+        known = ", ".join(f'"{name}"' for name in FORMATS)
+        raise ValueError(
+            f"`format` must be one of {known}, but was given {format!r}."
+            + did_you_mean(format, FORMATS)
+        )
+    least = {"block": (block, 16), "min_size": (min_size, 0), "seed": (seed, 0)}
+    for name, (value, minimum) in least.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(
+                f"`{name}` must be an integer of at least {minimum}, but was given "
+                f"{value!r}."
+            )
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(
+            f'`rounding` must be "stochastic" or "nearest", but was given {rounding!r}.'
+        )
+
+
+def _check_state(state: Any, format: str, block: int) -> None:
+    if not _is_state(state):
+        raise TypeError(
+            "`state`, the second argument of `update` of a `low_bit_state`, is the "
+            "`LowBitState` that its `init` or its last `update` returned, but it was "
+            f"given a {type(state).__name__}.\nA state of the optimizer without "
+            "`low_bit_state`, as from a checkpoint, becomes one by "
+            "`to_low_bit_state(state, like=tx.init(params))`."
+        )
+    for x in jax.tree.leaves(state.inner_state, is_leaf=_is_stored):
+        if not _is_low(x):
+            continue
+        layout: Layout = x.layout
+        if layout.format != format or prod(layout.tile) > block:
+            raise ValueError(
+                f"The state is stored as {layout.format!r} in blocks of "
+                f"{prod(layout.tile)}, but this optimizer stores {format!r} in blocks "
+                f"of {block}.\nGive `low_bit_state` the `format` and `block` that the "
+                "state was made with, or convert it by `to_low_bit_state("
+                "to_full_state(state), like=tx.init(params))`."
+            )

@@ -1,0 +1,26 @@
+"""Numbers in few bits between the steps of a training run.
+
+`low_bit_state` stores an optimizer's moments in 8 or 4 bits. `apply_updates` trains
+bfloat16 parameters that have no float32 copy."""
+
+from ._storage.codes import LowBitArray as LowBitArray
+from ._storage.optimizer import (
+    LowBitState as LowBitState,
+    low_bit_state as low_bit_state,
+    to_full_state as to_full_state,
+    to_low_bit_state as to_low_bit_state,
+)
+from ._storage.updates import (
+    apply_updates as apply_updates,
+    update_in_float32 as update_in_float32,
+)
+
+__all__ = [
+    "LowBitArray",
+    "LowBitState",
+    "apply_updates",
+    "low_bit_state",
+    "to_full_state",
+    "to_low_bit_state",
+    "update_in_float32",
+]
