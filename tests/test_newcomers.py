@@ -477,7 +477,50 @@ def test_moments_in_float16_are_told():
     low = {"in": w["in"].astype(jnp.float16)}
     with pytest.warns(AmpWarning, match=r"\.mu\['in'\].*`param_dtype` alone"):
         tx.init(low)
-    loss_scale_optimizer(optax.sgd(0.1)).init(low)  # keeps no moments
+
+
+def holding_float32(optimizer):
+    """An optimizer that keeps a float32 copy of parameters, and updates that."""
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params):
+        return wide(params), optimizer.init(wide(params))
+
+    def update(grads, state, params):
+        copy, inner = state
+        updates, inner = optimizer.update(wide(grads), inner, copy)
+        copy = optax.apply_updates(copy, updates)
+        return jax.tree.map(jnp.subtract, copy, wide(params)), (copy, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit), ids=("eager", "jitted"))
+def test_parameters_that_are_updated_in_16_bits_are_told(dtype, wrap):
+    low = {"in": jnp.ones((4, 2), dtype), "out": jnp.ones(3)}
+    share = 256 if dtype == jnp.bfloat16 else 2048
+    updated = rf"{jnp.dtype(dtype)} parameters \(`params\['in'\]`.* 1/{share} .*float32"
+    with pytest.warns(AmpWarning, match=updated):
+        wrap(loss_scale_optimizer(optax.sgd(0.1)).init)(low)
+    wrap(loss_scale_optimizer(optax.sgd(0.1)).init)(low)  # told once
+    with pytest.warns(AmpWarning, match="`param_dtype` alone"):
+        wrap(enable_amp(loss, optax.lion(0.1))[1].init)({"other": low["in"]})
+
+
+def test_parameters_in_16_bits_that_lose_no_update_are_not_told():
+    low = {"in": jnp.ones((4, 2), jnp.bfloat16), "out": jnp.ones(3)}
+    step = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    frozen = optax.partition(
+        {"train": step, "freeze": optax.set_to_zero()}, {"in": "freeze", "out": "train"}
+    )
+    for optimizer in (frozen, holding_float32(adam)):
+        loss_scale_optimizer(optimizer).init(low)
+        jax.jit(loss_scale_optimizer(optimizer).init)(low)
+    with pytest.warns(AmpWarning, match="holds no float32 copy"):  # a moment is none
+        loss_scale_optimizer(optax.adam(1e-3, mu_dtype=jnp.float32)).init(low)
 
 
 def test_a_state_without_a_scale_in_an_optimizer_that_scales_is_told():

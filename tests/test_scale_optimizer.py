@@ -269,7 +269,7 @@ def test_all_finite_reads_what_the_optimizer_reads():
     """A gradient that fits scaled, and not unscaled, is not finite."""
     tx = loss_scale_optimizer(optax.sgd(0.1), 2**-4)
     w = jnp.array(1.0, jnp.float16)
-    opt_state = tx.init(w)
+    opt_state = tx.init(w.astype(jnp.float32))  # of float16, it warns
     grads = unscale_grads(jnp.array(6e4, jnp.float16), opt_state)
     updates, opt_state = tx.update(grads, opt_state, w)
     assert updates == 0 and opt_state.scaler.overflows == 1
