@@ -15,7 +15,6 @@ from ._amp_mistakes import (
     Decorator,
     explaining_tracing,
     is_lazy,
-    refuse_initialising,
     refuse_lazy_results,
     refuse_results_of_later,
     refuse_unbound,
@@ -26,6 +25,12 @@ from ._amp_mistakes import (
 )
 from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
+from ._frameworks.linen import (
+    are_initialising,
+    bound_modules,
+    refusing_to_write,
+    taking_over_compact,
+)
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._jax import (
@@ -226,7 +231,6 @@ def amp(
             argnums=argnums,
         )
     refuse_unbound(fn)
-    refuse_initialising(fn)
     refuse_what_is_no_function(fn, "amp")
     inner = compute_dtype_of(fn)
     is_said = compute_dtype is not None or amp_policy is not None
@@ -328,9 +332,13 @@ def amp_by(
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        is_off = amp_is_off()
-        out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
-        return out if is_off else returned(out)
+        modules = bound_modules(fn, args, kwargs)
+        # Of `init`, the parameters that it makes are wanted, which a trace would keep.
+        is_off = amp_is_off() or are_initialising(modules)
+        if is_off:
+            return call_with_nodes(_as_it_is, fn, args, kwargs)
+        with refusing_to_write(modules):
+            return returned(call_with_nodes(rewritten, fn, args, kwargs))
 
     def returned(out):
         if settings.output.output_dtype is None:
@@ -339,7 +347,7 @@ def amp_by(
         return settings.output.cast_to_output(out)
 
     _COMPUTE_DTYPES[wrapped] = settings.compute_dtype
-    return wrapped
+    return taking_over_compact(fn, wrapped)
 
 
 def _as_it_is(fn: _F) -> _F:

@@ -554,24 +554,67 @@ def test_bound_modules_of_linen_are_functions():
     assert (inside == bound).all()
 
 
-class Unwary(linen.Module):
+class Inside(linen.Module):
     @linen.compact
     def __call__(self, x):
         return amp(linen.Dense(2))(x)
 
 
-class Wary(linen.Module):
+class Closing(linen.Module):
     @linen.compact
     def __call__(self, x):
         layer = linen.Dense(2)
-        return (layer if self.is_initializing() else amp(layer))(x)
+        return amp(lambda x: layer(x))(x)
 
 
-def test_a_module_that_is_being_initialised_is_refused():
-    with pytest.raises(TypeError, match=r"inside of `init`.*self.is_initializing\(\)"):
-        Unwary().init(jax.random.key(0), x)
-    variables = Wary().init(jax.random.key(0), x)
-    assert (Wary().apply(variables, x) == Unwary().apply(variables, x)).all()
+class Below(linen.Module):
+    @linen.compact
+    @amp
+    def __call__(self, x):
+        return linen.Dense(2)(x)
+
+
+class Above(linen.Module):
+    @amp
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(x)
+
+
+class WithSetup(linen.Module):
+    def setup(self):
+        self.layer = linen.Dense(2, name="Dense_0")
+
+    @amp
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", (Inside, Closing, Below, Above, WithSetup))
+def test_amp_in_a_module_that_is_being_initialised(kind):
+    """Parameters that were made in the trace of `amp` would be of no use outside."""
+    variables = kind().init(jax.random.key(0), x)
+    inner = {"params": variables["params"]["Dense_0"]}
+    out = kind().apply(variables, x)
+    assert (out == amp(dense.apply)(inner, x)).all()
+    report = explain(lambda v, x: kind().apply(v, x))(variables, x)
+    assert report.now.totals.flops_by_dtype.keys() == {"float16"}
+
+
+class Counting(linen.Module):
+    @linen.compact
+    @amp
+    def __call__(self, x):
+        return linen.BatchNorm(use_running_average=False)(linen.Dense(2)(x))
+
+
+def test_a_module_that_writes_its_variables_inside_of_amp_is_refused():
+    variables = Counting().init(jax.random.key(0), x)
+    lost = r"A Counting writes its variables \('batch_stats'\) .*wrap the loss"
+    with pytest.raises(TypeError, match=lost):
+        Counting().apply(variables, x, mutable=["batch_stats"])
+    with pytest.raises(TypeError, match=r"\('params'\)"):
+        Counting().apply({}, x, mutable=True, rngs={"params": jax.random.key(0)})
 
 
 @pytest.mark.parametrize("jitted", [False, True])
