@@ -25,7 +25,11 @@ class AmpWarning(UserWarning):
     """Something was left in the author's dtypes that the user may expect to be low."""
 
 
-_OURS, _JAX = (f"{Path(str(file)).parent}{os.sep}" for file in (__file__, jax.__file__))
+def _folder(file: str | None) -> str:
+    return f"{Path(str(file)).parent}{os.sep}"
+
+
+_OURS, _JAX = _folder(__file__), _folder(jax.__file__)
 # The folders that neither hold the user's own code nor that of other libraries.
 OURS_AND_JAX = _OURS, _JAX
 
@@ -96,6 +100,19 @@ def _stack_level() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(OURS_AND_JAX):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def calling_library(*libraries: types.ModuleType) -> str | None:
+    """Which of some libraries calls into the module that asks.
+
+    `None` if other code does: the user's, or that of another library."""
+    frame = sys._getframe(1)
+    inner = frame.f_code.co_filename, __file__  # where `hiding_frames` stands around it
+    while frame is not None and frame.f_code.co_filename in inner:
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame is not None else ""
+    names = (x.__name__ for x in libraries if file.startswith(_folder(x.__file__)))
+    return next(names, None)
 
 
 def how_to_install(package: str, extra: str) -> str:

@@ -1,5 +1,6 @@
 """Calls as other libraries have them are answered by what to write here."""
 
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -434,6 +435,51 @@ def test_a_step_of_a_batch_and_nnx_objects_begins_with_the_objects():
 
     with pytest.raises(TypeError, match=r"it was float32\[3, 4\].*\n.*begin with one"):
         step(x, model, optimizer)
+
+
+def nnx_step():
+    mixed, tx = enable_amp(lambda m, x: jnp.mean(m(x) ** 2), adam)
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def step(model, optimizer, x):
+        value, grads = tx.value_and_grad(mixed, optimizer)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param), step
+
+
+@pytest.mark.parametrize("jit", (jax.jit, eqx.filter_jit))
+def test_a_guarded_step_of_nnx_objects_under_another_jit(jit):
+    """It would train copies of the objects, and nobody would see that."""
+    model, optimizer, step = nnx_step()
+    lost = r"NNX objects \(Linear, Optimizer\) under a transform(.|\n)*`@nnx.jit` above"
+    with pytest.raises(TypeError, match=lost):
+        jit(guard_step(step))(model, optimizer, x)
+
+
+def test_a_guarded_step_of_nnx_objects_whose_changes_are_kept():
+    model, optimizer, step = nnx_step()
+    guarded = guard_step(step)
+    explain(guarded)(model, optimizer, x)
+
+    @jax.jit
+    @guard_step
+    def returning(model, optimizer, x):
+        return model, optimizer, step(model, optimizer, x)
+
+    @jax.jit
+    def of_states(states, x):
+        objects = nnx.merge(graph, states)
+        value = guarded(*objects, x)
+        return nnx.state(objects), value
+
+    values = [guarded(model, optimizer, x), nnx.jit(guarded)(model, optimizer, x)]
+    *objects, value = returning(model, optimizer, x)
+    graph, states = nnx.split(tuple(objects))
+    states, last = of_states(states, x)
+    values += [value, last, guarded(*nnx.merge(graph, states), x)]
+    assert all(b < a for a, b in itertools.pairwise(values))  # each step was kept
 
 
 def test_variables_of_keras_are_given_by_their_values(monkeypatch):
