@@ -482,6 +482,41 @@ def test_a_guarded_step_of_nnx_objects_whose_changes_are_kept():
     assert all(b < a for a, b in itertools.pairwise(values))  # each step was kept
 
 
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.base = nnx.Linear(4, 2, rngs=rngs)
+        self.adapter = nnx.LoRA(2, 2, 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.base(x)
+        return x + self.adapter(x)
+
+
+@pytest.mark.parametrize("filter", (True, False))
+def test_variables_that_an_nnx_diff_state_names(filter):
+    model = Adapted(nnx.Rngs(0))
+    mixed, tx = enable_amp(lambda m, x: jnp.mean(m(x) ** 2), adam)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    wanted = nnx.DiffState(0, nnx.LoRAParam)
+    of_optimizer = tx.grad(mixed, optimizer, argnums=wanted, filter=filter)(model, x)
+    scaled = dynamic_scale_grad(mixed, argnums=wanted, filter=filter)
+    _, plain = scaled(model, x, dynamic_scaler_state=scaler)
+    true = nnx.grad(mixed, argnums=wanted)(model, x)
+    assert {path[0] for path, _ in nnx.to_flat_state(plain)} == {"adapter"}
+    # Of a scale that is a power of two, gradients have the same bits.
+    for found in (plain, jax.tree.map(jnp.asarray, of_optimizer, is_leaf=is_unscaled)):
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found, true))
+    optimizer.update(model, of_optimizer)
+    with pytest.raises(ValueError, match="argument 0, a Adapted, which holds none"):
+        tx.grad(mixed, optimizer, argnums=nnx.DiffState(0, nnx.BatchStat))(model, x)
+    with pytest.raises(ValueError, match="Pass `filter=False`"):
+        tx.grad(mixed, optimizer, argnums=nnx.DiffState(1, nnx.LoRAParam))
+
+
+def is_unscaled(x):
+    return isinstance(x, Unscaled)
+
+
 def test_variables_of_keras_are_given_by_their_values(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
     import keras

@@ -108,8 +108,9 @@ def _refuse_lost_changes(nodes: list[Any], before: Snapshot, out: Any) -> None:
         kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in lost))
         raise TypeError(
             f"A guarded step changes NNX objects ({kinds}) under a transform of "
-            f"{around}, such as `jit`, which gives it copies and drops what it does not "
-            "return: nothing would be trained.\nWrite `@nnx.jit` above `@guard_step`."
+            f"{around}, such as `jit`, which gives it copies and drops what the step "
+            "does not return: nothing would be trained.\nWrite `@nnx.jit` above "
+            "`@guard_step`."
         )
 
 

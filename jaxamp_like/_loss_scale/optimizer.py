@@ -98,11 +98,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             filter: use `equinox.filter_value_and_grad`, which differentiates by every
                 floating-point array in the first argument, whatever else that holds.
             kwargs: for `jax.value_and_grad`: `holomorphic`, `allow_int`; `argnums` if
-                not `filter`.
+                not `filter`, or an `nnx.DiffState` of the first argument.
         Returns:
             A function of the arguments of `fun` that returns `(value, grads)`, or
             `((value, aux), grads)`. Each gradient is an `Unscaled`, as `update` takes
-            it; the derivative by an NNX object is a state of its `nnx.Param`s.
+            it; the derivative by an NNX object is a state of its `nnx.Param`s, or of
+            the variables that `argnums=nnx.DiffState(0, ...)` names.
         Raises:
             TypeError: `fun` is not callable, or its loss no floating-point scalar.
             ValueError: `opt_state` holds no scale, several, or one in the wrong place;
