@@ -64,7 +64,7 @@ from ._policies.settings import (
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Binder
 from ._rewrite.in_float16 import (
-    report_of_float16_by_hand,
+    report_of_16_bits_by_hand,
     report_of_float16_on_tpus,
 )
 from ._rewrite.planner import Planner
@@ -460,7 +460,7 @@ def _report_unused(
         *reports_of_unknown_shapes(planner, steps),
         *reports_of_unmeasured(plan),
         *reports_of_quantising(plan, steps),
-        report_of_float16_by_hand(planner.compute_dtype, steps),
+        report_of_16_bits_by_hand(planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),
     ):
         if report is not None:

@@ -617,7 +617,7 @@ def test_wider_preferred_element_type_wins(rule, w, x):
     """Wider than the operands as written; `jnp.matmul` fills in their dtype itself."""
     fn = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     policy = default_amp_policy | ({lax.dot_general_p: rule} if rule else {})
-    low = amp(fn, amp_policy=policy)
+    low = amp(fn, compute_dtype=BF16, amp_policy=policy)
     eqns = equations(low, x.astype(BF16), w.astype(BF16))
     (eqn,) = (e for e in eqns if e.primitive is lax.dot_general_p)
     assert eqn.outvars[0].aval.dtype == jnp.float32

@@ -506,6 +506,10 @@ def test_variables_that_an_nnx_diff_state_names(filter):
     # Of a scale that is a power of two, gradients have the same bits.
     for found in (plain, jax.tree.map(jnp.asarray, of_optimizer, is_leaf=is_unscaled)):
         assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found, true))
+    a = of_optimizer["adapter"]["lora_a"]
+    assert isinstance(a[...], jax.Array) and (np.asarray(a) == a[...]).all()
+    with pytest.raises(TypeError, match=r"`grads\[...\]` of a variable of NNX"):
+        a * 2
     optimizer.update(model, of_optimizer)
     with pytest.raises(ValueError, match="argument 0, a Adapted, which holds none"):
         tx.grad(mixed, optimizer, argnums=nnx.DiffState(0, nnx.BatchStat))(model, x)
@@ -541,16 +545,32 @@ def test_amp_of_what_amp_has_made_in_another_dtype():
     assert explain(low)(w, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
 
 
-def test_layers_that_are_float16_under_bfloat16():
-    """They stay so: nothing is bfloat16, and nothing scales the loss."""
-    half = linen.Dense(2, dtype=jnp.float16)
+@pytest.mark.parametrize(
+    ("by_hand", "asked", "why"),
+    (
+        ("float16", "bfloat16", "in float16 a loss wants a scale"),
+        ("bfloat16", "float16", "what the author made 16 bits wide stays"),
+    ),
+)
+def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked, why):
+    """They stay so: what is asked for changes nothing."""
+    half = linen.Dense(2, dtype=by_hand)
     params = half.init(jax.random.key(0), x)
-    with pytest.warns(AmpWarning, match=r"float16 as written.*linear.py.*`dtype=`"):
-        amp(half.apply, compute_dtype="bfloat16")(params, x)
-    amp(lambda p, x: half.apply(p, x))(params, x)
-    mixed_by_hand = amp(
-        lambda p, x: half.apply(p, x @ x.T @ x), amp_policy="p=f32,c=bf16"
+    told = (
+        rf"{by_hand} as written.*linear.py.*{asked} changes nothing, .*{why}.*`dtype=`"
     )
+    with pytest.warns(AmpWarning, match=told):
+        amp(half.apply, compute_dtype=asked)(params, x)
+    with pytest.warns(AmpWarning, match=told):
+        mixed, tx = enable_amp(
+            lambda p, x: jnp.mean(half.apply(p, x)), adam, compute_dtype=asked
+        )
+        tx.grad(mixed, tx.init(params))(params, x)
+    low = jax.tree.map(lambda x: x.astype(by_hand), {"in": w["in"], "x": x})
+    with pytest.warns(AmpWarning, match=f"{asked} changes nothing"):
+        amp(lambda p: p["x"] @ p["in"], compute_dtype=asked)(low)
+    amp(lambda p, x: half.apply(p, x), compute_dtype=by_hand)(params, x)
+    mixed_by_hand = amp(lambda p, x: half.apply(p, x @ x.T @ x), compute_dtype=asked)
     mixed_by_hand(params, x)  # that is no mistake
 
 
