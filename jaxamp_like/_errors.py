@@ -94,12 +94,37 @@ def _without_our_frames(error: BaseException) -> types.TracebackType | None:
     return made
 
 
+# Libraries whose frames stand between the user's line and a warning about it.
+_BETWEEN = (
+    "contextlib functools jax equinox optax flax haiku keras diffrax optimistix lineax"
+).split()
+
+
 def _stack_level() -> int:
-    """The stack level of the innermost line that is neither ours nor JAX's."""
-    frame, level = sys._getframe(2), 2
-    while frame is not None and frame.f_code.co_filename.startswith(OURS_AND_JAX):
+    """The stack level of the innermost line that is the user's own.
+
+    Where there is none, of the innermost that is neither ours nor JAX's."""
+    between = (_OURS, *_places(tuple(name for name in _BETWEEN if name in sys.modules)))
+    return _level_outside(between) or _level_outside(OURS_AND_JAX) or 2
+
+
+@functools.cache
+def _places(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The folder of each package, and the file of each module that is none."""
+    modules = [sys.modules[name] for name in names]
+    files = [str(getattr(module, "__file__", None)) for module in modules]
+    return tuple(
+        _folder(file) if hasattr(module, "__path__") else file
+        for module, file in zip(modules, files, strict=True)
+    )
+
+
+def _level_outside(places: tuple[str, ...]) -> int | None:
+    """The level, as of the code that warns, of the first frame outside of `places`."""
+    frame, level = sys._getframe(3), 2
+    while frame is not None and frame.f_code.co_filename.startswith(places):
         frame, level = frame.f_back, level + 1
-    return level
+    return level if frame is not None else None
 
 
 def calling_library(*libraries: types.ModuleType) -> str | None:

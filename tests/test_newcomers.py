@@ -403,6 +403,46 @@ def test_losses_that_are_low_or_on_purpose_in_full_are_not_told_of():
     plain.grad(curved, plain.init(w))(w, x)
 
 
+def curved_of(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+LINEAR = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+HALF = linen.Dense(2, dtype=jnp.float16)
+IN_16_BITS = HALF.init(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize(
+    "warns",
+    (
+        lambda: eqx.filter_grad(amp(curved_of, amp_policy="bfloat16"))(LINEAR, x),
+        lambda: eqx.filter_jit(eqx.filter_grad(amp(curved_of, amp_policy="bfloat16")))(
+            LINEAR, x
+        ),
+        lambda: jax.grad(amp(curved, amp_policy="bfloat16"))(w, x),
+        lambda: jax.jit(jax.grad(amp(HALF.apply, amp_policy="bfloat16")))(
+            IN_16_BITS, x
+        ),
+        lambda: amp(HALF.apply, compute_dtype="bfloat16")(IN_16_BITS, x),
+        lambda: nnx.jit(amp(lambda m, x: m(x), compute_dtype="bfloat16"))(
+            nnx.Linear(4, 2, dtype=jnp.float16, rngs=nnx.Rngs(0)), x
+        ),
+        lambda: enable_amp(curved, adam)[1].grad(curved, tx.init(w))(w, x),
+        lambda: loss_scale_optimizer(optax.chain(optax.sgd(0.1))).init(
+            jax.tree.map(lambda x: x.astype("bfloat16"), w)
+        ),
+    ),
+)
+def test_a_warning_names_a_line_of_the_user(warns):
+    with pytest.warns(AmpWarning) as told:
+        try:
+            warns()
+        except TypeError as e:  # `jax.grad` of what is no scalar, after the warning
+            assert "scalar" in str(e)
+    (one,) = [x for x in told if x.category is AmpWarning]
+    assert one.filename == __file__
+
+
 @pytest.mark.parametrize(
     "policy",
     ("bfloat16", "float16", "p=f32,c=bf16,o=bf16", Policy(output_dtype="bfloat16")),
