@@ -44,6 +44,14 @@ class LossScaleState(NamedTuple):
     scaler: Any
     inner_state: Any
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = _ELSEWHERE_IN_STATE.get(name, _IN_STATE)
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r}. {hint}"
+            )
+
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     """What `loss_scale_optimizer` makes: an Optax optimizer that computes gradients.
@@ -419,6 +427,15 @@ _GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
 _ELSEWHERE = {
     **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), _UPDATE),
     **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), _GRADIENT),
+}
+_IN_STATE = (
+    "The scale is `opt_state.scaler.scaler`, and the state of the wrapped optimizer "
+    "`opt_state.inner_state`."
+)
+# What belongs to the optimizer, which is called `tx` here.
+_ELSEWHERE_IN_STATE = {
+    **dict.fromkeys(("step", "apply_gradients", "update"), f"Write `{_UPDATE}`."),
+    **dict.fromkeys(("backward", "value_and_grad", "grad"), f"Write `{_GRADIENT}`."),
 }
 _STATE_LAST = "The parameters come last: `tx.update(grads, opt_state, params)`."
 _STATE_SECOND = (
