@@ -1,5 +1,6 @@
 """Calls as other libraries have them are answered by what to write here."""
 
+import inspect
 import itertools
 import pickle
 from types import SimpleNamespace
@@ -1052,6 +1053,18 @@ def test_what_is_written_is_answered(code):
     with pytest.raises(errors) as raised:
         eval(code, KNOWN)
     assert ANSWERS[code] in str(raised.value)
+
+
+def test_what_is_no_report_yet_says_so():
+    called = "explain(objective)(w, x)"
+    for fn in (objective, amp(objective), jax.jit(amp(objective))):
+        assert repr(explain(fn)).endswith(f" when it is called: {called}>")
+    with pytest.raises(AttributeError) as raised:
+        explain(objective).save_html("page.html")
+    assert str(raised.value).endswith(called) and "'save_html'" in str(raised.value)
+    numerics = jaxamp_like.trace_numerics(LINEAR)
+    assert "trace_numerics(Linear)(x)" in repr(numerics)
+    assert inspect.signature(explain(objective)) == inspect.signature(objective)
 
 
 def test_there_are_many_answers():
