@@ -7,6 +7,7 @@ from .._dtypes import DType
 from .._jax import source_line
 from .._policies.dictionary import AMP_STOP, REWRITTEN
 from .._primitives import CONTRACTIONS
+from .._rules import UsePrecision
 from .._structural import Step
 
 _DECIDED = {*AMP_STOP, REWRITTEN}
@@ -26,7 +27,7 @@ def report_of_16_bits_by_hand(compute_dtype: DType, steps: list[Step]) -> str | 
     ]
     if other is None or not contractions:
         return None
-    if not all(_stays_in(other, step) for step in contractions):
+    if not all(_stays_in(other, step, compute_dtype) for step in contractions):
         return None
     why = (
         ", and in float16 a loss wants a scale"
@@ -53,11 +54,13 @@ def report_of_float16_on_tpus(steps: list[Step]) -> str | None:
     )
 
 
-def _stays_in(dtype: DType, step: Step) -> bool:
-    """Whether a contraction that is to be lowered reads `dtype` and keeps it."""
-    pairs = zip(step.eqn.invars[:2], step.decision.reads, strict=False)
-    stays = all(atom.aval.dtype == dtype == (read or dtype) for atom, read in pairs)
-    return step.is_compute and step.decision.eight_bits is None and stays
+def _stays_in(dtype: DType, step: Step, asked: DType) -> bool:
+    """Whether a contraction that is to run in the dtype `asked` stays in `dtype`."""
+    avals = [atom.aval for atom in step.eqn.invars]
+    rule = step.match.rule.for_equation(step.eqn.params, avals)
+    is_to = isinstance(rule, UsePrecision) and rule.dtype is None
+    is_asked = is_to and step.match.compute_dtype in (None, asked)
+    return is_asked and all(aval.dtype == dtype for aval in avals[:2])
 
 
 def _is_lowered(step: Step) -> bool:
