@@ -1067,6 +1067,42 @@ def test_what_is_no_report_yet_says_so():
     assert inspect.signature(explain(objective)) == inspect.signature(objective)
 
 
+LARGE = {"a": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    (
+        ("float32", "net: 'float32'"),
+        ("mxfp8_from_mixed_bfloat16", "net: 'mxfp8_from_mixed_bfloat16'"),
+        (
+            Policy("bfloat16", rules=jaxamp_like.default_amp_policy | {"a": "float32"}),
+            "net: Policy(compute_dtype='bfloat16', rules=...), a: use_precision('f",
+        ),
+        (
+            Policy("bfloat16").excluding("a"),
+            "net: Policy(compute_dtype='bfloat16', limit=...), a: excluding",
+        ),
+    ),
+    ids=("named", "quantised", "rules", "limited"),
+)
+@pytest.mark.filterwarnings("ignore:The key 'a' of")
+def test_the_head_of_a_report_shows_policies_in_a_few_words(policy, shown):
+    by_scope = jaxamp_like.PolicyMap("mixed_bfloat16", {"net": policy})
+    head = str(explain(objective, amp_policy=by_scope)(LARGE, LARGE["a"]))
+    assert shown in head.partition("\n")[0]
+
+
+def test_a_report_of_a_format_says_what_runs_where_it_is_not_native():
+    low = amp(objective, amp_policy="mxfp8_from_mixed_bfloat16")
+    shown = str(explain(low)(LARGE, LARGE["a"]))
+    assert "100.0 % mxfp8" in shown
+    assert "mxfp8: native on Blackwell GPUs; " in shown
+    assert "bfloat16 on other devices\n" in shown
+    plain = str(explain(objective, compute_dtype="bfloat16")(LARGE, LARGE["a"]))
+    assert len(plain.splitlines()) == 4
+
+
 def test_there_are_many_answers():
     assert len(ANSWERS) >= 190
 

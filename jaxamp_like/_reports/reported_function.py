@@ -83,7 +83,7 @@ class ReportedFunction:
 
     def wraps(self, report: Callable[..., _Report]) -> Callable[..., _Report]:
         """`report`, with the name, the docstring and the signature of the function."""
-        return _NotYetAReport(hiding_frames(report), self.fn, self.name, self.reporter)
+        return _NotYetAReport(report, self.fn, self.name, self.reporter)
 
 
 class _NotYetAReport(Generic[_Report]):
@@ -109,6 +109,7 @@ class _NotYetAReport(Generic[_Report]):
         made = f"{reporter}({name})"
         self._hint = f"{made} makes a report when it is called: {made}({arguments})"
 
+    @hiding_frames
     def __call__(self, *args: Any, **kwargs: Any) -> _Report:
         return self._report(*args, **kwargs)
 
