@@ -63,16 +63,16 @@ from ._policies.settings import (
 )
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Binder
-from ._rewrite.in_float16 import (
-    report_of_16_bits_by_hand,
-    report_of_float16_on_tpus,
-)
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
+from ._rewrite.unlowered import (
+    report_of_float16_on_tpus,
+    report_of_nothing_lowered,
+)
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
@@ -460,7 +460,7 @@ def _report_unused(
         *reports_of_unknown_shapes(planner, steps),
         *reports_of_unmeasured(plan),
         *reports_of_quantising(plan, steps),
-        report_of_16_bits_by_hand(planner.compute_dtype, steps),
+        report_of_nothing_lowered(planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),
     ):
         if report is not None:

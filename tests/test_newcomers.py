@@ -587,18 +587,15 @@ def test_amp_of_what_amp_has_made_in_another_dtype():
 
 
 @pytest.mark.parametrize(
-    ("by_hand", "asked", "why"),
-    (
-        ("float16", "bfloat16", "in float16 a loss wants a scale"),
-        ("bfloat16", "float16", "what the author made 16 bits wide stays"),
-    ),
+    ("by_hand", "asked"), (("float16", "bfloat16"), ("bfloat16", "float16"))
 )
-def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked, why):
+def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked):
     """They stay so: what is asked for changes nothing."""
     half = linen.Dense(2, dtype=by_hand)
     params = half.init(jax.random.key(0), x)
+    scale = r".*In float16, a loss wants a scale" if by_hand == "float16" else ""
     told = (
-        rf"{by_hand} as written.*linear.py.*{asked} changes nothing, .*{why}.*`dtype=`"
+        rf"{asked} changes nothing.*linear.py.* {by_hand} as written.*`dtype=`{scale}"
     )
     with pytest.warns(AmpWarning, match=told):
         amp(half.apply, compute_dtype=asked)(params, x)
@@ -613,6 +610,36 @@ def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked, why):
     amp(lambda p, x: half.apply(p, x), compute_dtype=by_hand)(params, x)
     mixed_by_hand = amp(lambda p, x: half.apply(p, x @ x.T @ x), compute_dtype=asked)
     mixed_by_hand(params, x)  # that is no mistake
+
+
+def test_functions_of_float64_alone_are_told():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        wide = {"in": jnp.ones((4, 2))}
+        with pytest.warns(AmpWarning, match="bfloat16 changes nothing.* is float64 as"):
+            amp(curved, compute_dtype="bfloat16")(wide, jnp.ones((3, 4)))
+        amp(curved, compute_dtype="bfloat16")(w, x)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_a_precision_that_all_layers_ask_for_is_told():
+    exact = linen.Dense(2, precision="highest")
+    params = exact.init(jax.random.key(0), x)
+    asks = (
+        r"bfloat16 changes nothing.*linear.py.*`precision=`.*{scope: use_compute_prec"
+    )
+    with pytest.warns(AmpWarning, match=asks):
+        amp(exact.apply, compute_dtype="bfloat16")(params, x)
+    low = amp(
+        exact.apply,
+        compute_dtype="bfloat16",
+        amp_policy=jaxamp_like.default_amp_policy
+        | {"Dense": rules.use_compute_precision},
+    )
+    assert explain(low)(params, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
+    with jax.default_matmul_precision("highest"):  # of the whole program: not of amp
+        amp(dense.apply, compute_dtype="bfloat16")(params, x)
 
 
 def test_moments_in_float16_are_told():
