@@ -25,14 +25,9 @@ from ._amp_mistakes import (
 )
 from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
-from ._frameworks.linen import (
-    are_initialising,
-    bound_modules,
-    refusing_to_write,
-    taking_over_compact,
-)
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
+from ._frameworks.written import holders, refusing_to_write, taking_over_compact
 from ._jax import (
     are_partly_mapped,
     consts,
@@ -332,12 +327,12 @@ def amp_by(
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        modules = bound_modules(fn, args, kwargs)
+        held = holders(fn, args, kwargs)
         # Of `init`, the parameters that it makes are wanted, which a trace would keep.
-        is_off = amp_is_off() or are_initialising(modules)
+        is_off = amp_is_off() or any(holder.is_initialising for holder in held)
         if is_off:
             return call_with_nodes(_as_it_is, fn, args, kwargs)
-        with refusing_to_write(modules):
+        with refusing_to_write(held):
             return returned(call_with_nodes(rewritten, fn, args, kwargs))
 
     def returned(out):

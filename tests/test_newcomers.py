@@ -779,11 +779,45 @@ class Counting(linen.Module):
 
 def test_a_module_that_writes_its_variables_inside_of_amp_is_refused():
     variables = Counting().init(jax.random.key(0), x)
-    lost = r"A Counting writes its variables \('batch_stats'\) .*wrap the loss"
+    lost = r"A Counting writes its variables \(batch_stats\) .*wrap the loss"
     with pytest.raises(TypeError, match=lost):
         Counting().apply(variables, x, mutable=["batch_stats"])
-    with pytest.raises(TypeError, match=r"\('params'\)"):
+    with pytest.raises(TypeError, match=r"\(params\)"):
         Counting().apply({}, x, mutable=True, rngs={"params": jax.random.key(0)})
+
+
+def test_amp_within_a_function_of_haiku():
+    def net(x):
+        return amp(hk.Linear(2))(x)
+
+    model = hk.transform(net)
+    params = model.init(jax.random.key(0), x)
+    plain = hk.transform(lambda x: hk.Linear(2)(x))
+    assert jax.tree.structure(params) == jax.tree.structure(
+        plain.init(jax.random.key(0), x)
+    )
+    out = model.apply(params, None, x)
+    assert (out == amp(plain.apply)(params, None, x)).all()
+
+
+def test_what_a_function_of_haiku_writes_inside_of_amp_is_refused():
+    """The state would be of tracers, and the next key one, too."""
+
+    @hk.transform_with_state
+    def normalised(x):
+        return amp(hk.BatchNorm(True, True, 0.9))(x, is_training=True)
+
+    params, state = normalised.init(jax.random.key(0), x)
+    with pytest.raises(
+        TypeError, match=r"\(batch_norm/~/mean_ema\).*`amp\(model.apply"
+    ):
+        normalised.apply(params, state, None, x)
+    random = hk.transform(amp(lambda x: x + jax.random.normal(hk.next_rng_key())))
+    random.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match=r"the keys of `hk\.next_rng_key`"):
+        random.apply({}, jax.random.key(0), x)
+    noisy = hk.transform(lambda x: x + jax.random.normal(hk.next_rng_key()))
+    assert amp(noisy.apply)({}, jax.random.key(0), x).shape == x.shape
 
 
 @pytest.mark.parametrize("jitted", [False, True])
