@@ -820,6 +820,38 @@ def test_what_a_function_of_haiku_writes_inside_of_amp_is_refused():
     assert amp(noisy.apply)({}, jax.random.key(0), x).shape == x.shape
 
 
+def test_what_a_model_of_keras_writes_inside_of_amp_is_refused(monkeypatch):
+    """And the model stays usable, which would otherwise hold tracers for good."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    layers = keras.layers.Dense(2), keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    lost = r"A Sequential of Keras .*moving_mean.*`model\.stateless_call`"
+    closing = amp(lambda x: model(x, training=True))
+    for mixed in (amp(model), closing):
+        with pytest.raises(TypeError, match=lost):
+            mixed(x, training=True) if mixed is not closing else mixed(x)
+        assert jnp.isfinite(model(x)).all()
+    assert amp(model)(x).shape == (3, 2)  # writes nothing
+    with pytest.raises(TypeError, match="Call the model once before"):
+        amp(keras.layers.Dense(2))(x)
+
+    class Mixed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        @amp
+        def call(self, x):
+            return self.dense(x)
+
+    trained = Mixed()
+    trained.compile("sgd", "mse")
+    trained.fit(np.ones((3, 4)), np.ones((3, 2)), verbose=0)
+    assert trained(x).shape == (3, 2)
+
+
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_loss_is_not_scaled_twice(jitted, mixed):

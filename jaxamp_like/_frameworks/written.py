@@ -1,8 +1,8 @@
-"""Linen and Haiku: functions that write their variables somewhere else as they run.
+"""Linen, Haiku and Keras: functions that write variables elsewhere as they run.
 
 What is written while `amp` traces a function belongs to that trace: what holds the
 variables would keep tracers, which fail later, in code that has nothing to do with it.
-Neither library is imported unless the user has done so."""
+None of them is imported unless the user has done so."""
 
 import functools
 import inspect
@@ -25,18 +25,27 @@ class Holder(NamedTuple):
         name: what it is.
         is_initialising: whether the call makes parameters, and little else is wanted.
         variables: reads them, as trees by the names of their collections.
-        instead: what to write where `amp` stands around such a call."""
+        instead: what to write where `amp` stands around such a call.
+        put_back: writes what `variables` has read, if what holds them lives on."""
 
     name: str
     is_initialising: bool
     variables: Callable[[], dict[str, Any]]
     instead: str
+    put_back: Callable[[dict[str, Any]], None] = lambda _: None
 
 
 def holders(fn: Any, args: Any, kwargs: Any) -> list[Holder]:
     """What holds variables that a call of `fn` may write."""
-    modules = _bound_modules(fn, args, kwargs)
-    return [*map(_of_linen, modules), *_of_haiku()]
+    linen, keras = (sys.modules.get(name) for name in ("flax.linen", "keras"))
+    reached = _reached(fn, args, kwargs) if linen or keras else []
+    modules = _instances(reached, linen and linen.Module)
+    layers = _instances(reached, keras and keras.Layer)
+    return [
+        *(_of_linen(module) for module in modules if module.scope is not None),
+        *_of_haiku(),
+        *map(_of_keras, layers),
+    ]
 
 
 def _of_linen(module: Any) -> Holder:
@@ -66,21 +75,42 @@ def _of_haiku() -> list[Holder]:
     return [Holder("A function of Haiku", is_initialising, variables, instead)]
 
 
-def _bound_modules(fn: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Linen's modules with a scope that a call is given, or that `fn` closes over."""
-    linen = sys.modules.get("flax.linen")
-    if linen is None:
-        return []
+def _of_keras(layer: Any) -> Holder:
+    def variables() -> dict[str, Any]:
+        # What is yet to be built has another value each time that it is read.
+        return {v.path: v.value for v in layer.variables if v.value is v.value}
+
+    def put_back(values: dict[str, Any]) -> None:
+        for variable in layer.variables:
+            if variable.path in values:
+                variable.assign(values[variable.path])
+
+    instead = (
+        "Call the model once before, so that it is built. To train it, wrap a loss "
+        "that calls `model.stateless_call`, which returns what it writes."
+    )
+    name = f"A {type(layer).__name__} of Keras"
+    return Holder(name, False, variables, instead, put_back)
+
+
+def _reached(fn: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What a call is given, what it is a method of, and what `fn` closes over."""
     while isinstance(fn, functools.partial):
         args, kwargs, fn = (args, fn.args), (kwargs, fn.keywords), fn.func
-    inner = inspect.unwrap(fn)
-    given = fn, getattr(fn, "__self__", None), *_closed_over(inner)
-    leaves = [*given, *jax.tree.leaves((args, kwargs))]
-    modules = {id(x): x for x in leaves if isinstance(x, linen.Module)}
-    return [module for module in modules.values() if module.scope is not None]
+    given = fn, getattr(fn, "__self__", None), *_closed_over(inspect.unwrap(fn))
+    return [*given, *jax.tree.leaves((args, kwargs))]
+
+
+def _instances(reached: list[Any], cls: type | None) -> list[Any]:
+    found = [x for x in reached if cls is not None and isinstance(x, cls)]
+    return list({id(x): x for x in found}.values())
 
 
 def _closed_over(fn: Callable[..., Any]) -> Iterator[Any]:
+    """What the variables hold that a function reads from outside, globals too."""
+    known = getattr(fn, "__globals__", {})
+    names = getattr(getattr(fn, "__code__", None), "co_names", ())
+    yield from (known[name] for name in names if name in known)
     for cell in getattr(fn, "__closure__", None) or ():
         with suppress(ValueError):  # of a variable that has no value yet
             yield cell.cell_contents
@@ -98,17 +128,14 @@ def taking_over_compact(fn: Any, wrapper: _F) -> _F:
 @contextmanager
 def refusing_to_write(held: Sequence[Holder]) -> Iterator[None]:
     """Raises an error if a call has left values of its own trace in variables."""
-    before = {id(x) for holder in held for _, x in _leaves(holder)}
+    before = [holder.variables() for holder in held]
+    known = {id(x) for variables in before for x in jax.tree.leaves(variables)}
     yield
-    for holder in held:
-        for collection, x in _leaves(holder):
-            if is_tracer(x) and id(x) not in before:
+    for holder, old in zip(held, before, strict=True):
+        for collection, now in holder.variables().items():
+            if any(is_tracer(x) and id(x) not in known for x in jax.tree.leaves(now)):
+                holder.put_back(old)
                 raise TypeError(
                     f"{holder.name} writes its variables ({collection}) inside of "
                     f"`amp`, in whose trace they are lost. {holder.instead}"
                 )
-
-
-def _leaves(holder: Holder) -> list[tuple[str, Any]]:
-    variables = holder.variables()
-    return [(name, x) for name in variables for x in jax.tree.leaves(variables[name])]
