@@ -53,6 +53,7 @@ from ._policies.settings import (
     PolicyLike,
     Settings,
     global_policy,
+    note_wrapped,
     settings_of,
     using_policy,
 )
@@ -241,7 +242,10 @@ def amp(
     if not is_model(fn):
         if holds_arrays(fn):
             warn_or_raise(report_of_hidden_parameters(fn), strict)
-        return options.mix(fn)
+        made = options.mix(fn)
+        if not is_said:
+            note_wrapped(made, fn)
+        return made
     refuse_what_cannot_be_rewritten(fn)
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
     # The same object for equal policies, also after they were pickled.

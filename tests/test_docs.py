@@ -139,6 +139,7 @@ def test_there_is_a_table_for_each_system():
 
 
 @pytest.mark.parametrize("heading", TABLES)
+@pytest.mark.filterwarnings("ignore:`set_global_policy` comes after")  # other rows
 def test_each_row_of_the_migration_tables(heading, tmp_path, monkeypatch):
     """In order, since a row may go on from the one above it."""
     monkeypatch.chdir(tmp_path)  # where rows save

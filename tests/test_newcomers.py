@@ -1196,6 +1196,28 @@ def test_a_report_of_a_format_says_what_runs_where_it_is_not_native():
     assert len(plain.splitlines()) == 4
 
 
+def test_a_global_policy_that_comes_too_late_is_told():
+    def early(w, x):
+        return objective(w, x)
+
+    low = amp(early)
+    explain(early)(W, X)  # wraps nothing
+    try:
+        with pytest.warns(AmpWarning, match="has wrapped `early` .*in float16. Call"):
+            jaxamp_like.set_global_policy("mixed_bfloat16")
+        jaxamp_like.set_global_policy("float32")  # told once
+        assert explain(low)(W, X).now.totals.flops_by_dtype.keys() == {"float16"}
+        jaxamp_like.set_global_policy(None)
+        said = amp(early, amp_policy="mixed_bfloat16"), amp(early, compute_dtype="f16")
+        with jaxamp_like.using_policy("mixed_bfloat16"):
+            said += (amp(early),)
+        amp(early)  # is gone by now
+        jaxamp_like.set_global_policy("mixed_bfloat16")
+        assert len(said) == 3
+    finally:
+        jaxamp_like.set_global_policy(None)
+
+
 def test_there_are_many_answers():
     assert len(ANSWERS) >= 190
 

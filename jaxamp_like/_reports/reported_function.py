@@ -55,6 +55,8 @@ class ReportedFunction:
             lean=lean,
             argnums=argnums,
         )
+        if not self.is_given:  # the arguments have been checked, and no more is wanted
+            self.mixed = fn
 
     @property
     def name(self) -> str:
