@@ -77,8 +77,8 @@ def _of_haiku() -> list[Holder]:
 
 def _of_keras(layer: Any) -> Holder:
     def variables() -> dict[str, Any]:
-        # What is yet to be built has another value each time that it is read.
-        return {v.path: v.value for v in layer.variables if v.value is v.value}
+        values = {v.path: _value_in_keras(v) for v in layer.variables}
+        return {path: x for path, x in values.items() if x is not None}
 
     def put_back(values: dict[str, Any]) -> None:
         for variable in layer.variables:
@@ -91,6 +91,16 @@ def _of_keras(layer: Any) -> Holder:
     )
     name = f"A {type(layer).__name__} of Keras"
     return Holder(name, False, variables, instead, put_back)
+
+
+def _value_in_keras(variable: Any) -> Any:
+    """What a variable of Keras holds; `None` if it holds nothing at present."""
+    try:
+        value = variable.value
+    except TypeError:  # `fit` has freed it, and keeps its value elsewhere
+        return None
+    # What is yet to be built has another value each time that it is read.
+    return value if variable.value is value else None
 
 
 def _reached(fn: Any, args: Any, kwargs: Any) -> list[Any]:
