@@ -705,6 +705,24 @@ def test_an_error_of_a_call_that_fits_is_its_own():
         DynamicScalerState(scaler="large")
 
 
+def test_a_loss_in_float16_that_nothing_scales_is_told():
+    half = amp(lambda w, x: curved(w, x), compute_dtype="float16")
+    _, tx = enable_amp(curved, adam, compute_dtype="bfloat16")
+    with pytest.warns(
+        AmpWarning, match="without a loss scale.*compute_dtype='float16'"
+    ):
+        tx.grad(half, tx.init(w))(w, x)
+    tx.grad(half, tx.init(w))(w, x)  # told once
+    for scale in ("auto", 1024.0):
+        mixed, tx = enable_amp(curved, adam, compute_dtype="float16", scaler=scale)
+        tx.grad(mixed, tx.init(w))(w, x)
+    mixed, tx = enable_amp(curved, adam, compute_dtype="bfloat16", scaler="dynamic")
+    tx.grad(half, tx.init(w))(w, x)
+    with pytest.warns(AmpWarning, match="Loss scaling is off"):  # and no more
+        mixed, tx = enable_amp(curved, adam, compute_dtype="float16", scaler=None)
+    tx.grad(mixed, tx.init(w))(w, x)
+
+
 def test_what_is_elsewhere_is_suggested_only_where_it_is_here():
     for name in jaxamp_like._ELSEWHERE.values():
         assert hasattr(jaxamp_like, name)
