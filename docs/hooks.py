@@ -54,6 +54,8 @@ BOTH = re.compile(
     r'<picture><source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*'
     r'<img src="([^"]+)"[^>]* alt="([^"]+)"></picture>'
 )
+# A page in the repository links to a script; on the site its code follows.
+CODE = re.compile(r"^<!-- code: (\S+\.py) -->$", re.M)
 CORNER = re.compile(r"<th([^>]*)></th>")
 
 
@@ -67,6 +69,15 @@ def pages() -> dict[str, str]:
 
 def version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def with_code(markdown: str) -> str:
+    """A page with the code of the scripts that it names in comments."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"```python\n{(ROOT / match[1]).read_text()}```"
+
+    return CODE.sub(block, markdown)
 
 
 def on_config(config: Any) -> Any:
@@ -152,7 +163,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         markdown = f"{title}\n\nVersion {version()} ([changes]({changes}))\n{rest}"
     # Here the reader may choose other colours than those of the system.
     markdown = BOTH.sub(r"![\3](\2#only-light)\n![\3](\1#only-dark)", markdown)
-    pieces = FENCE.split(markdown)
+    pieces = FENCE.split(with_code(markdown))
     return "".join(
         piece if FENCE.match(piece) else LINK.sub(lead, piece) for piece in pieces
     )

@@ -15,7 +15,6 @@ from ._amp_mistakes import (
     Decorator,
     explaining_tracing,
     is_lazy,
-    refuse_initialising,
     refuse_lazy_results,
     refuse_results_of_later,
     refuse_unbound,
@@ -28,6 +27,7 @@ from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
+from ._frameworks.written import holders, refusing_to_write, taking_over_compact
 from ._jax import (
     are_partly_mapped,
     consts,
@@ -53,21 +53,22 @@ from ._policies.settings import (
     PolicyLike,
     Settings,
     global_policy,
+    note_wrapped,
     settings_of,
     using_policy,
 )
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Binder
-from ._rewrite.in_float16 import (
-    report_of_float16_by_hand,
-    report_of_float16_on_tpus,
-)
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import is_amp_disabled, tracing_by_amp
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
+from ._rewrite.unlowered import (
+    report_of_float16_on_tpus,
+    report_of_nothing_lowered,
+)
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
@@ -226,7 +227,6 @@ def amp(
             argnums=argnums,
         )
     refuse_unbound(fn)
-    refuse_initialising(fn)
     refuse_what_is_no_function(fn, "amp")
     inner = compute_dtype_of(fn)
     is_said = compute_dtype is not None or amp_policy is not None
@@ -242,7 +242,10 @@ def amp(
     if not is_model(fn):
         if holds_arrays(fn):
             warn_or_raise(report_of_hidden_parameters(fn), strict)
-        return options.mix(fn)
+        made = options.mix(fn)
+        if not is_said:
+            note_wrapped(made, fn)
+        return made
     refuse_what_cannot_be_rewritten(fn)
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
     # The same object for equal policies, also after they were pickled.
@@ -328,9 +331,13 @@ def amp_by(
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        is_off = amp_is_off()
-        out = call_with_nodes(_as_it_is if is_off else rewritten, fn, args, kwargs)
-        return out if is_off else returned(out)
+        held = holders(fn, args, kwargs)
+        # Of `init`, the parameters that it makes are wanted, which a trace would keep.
+        is_off = amp_is_off() or any(holder.is_initialising for holder in held)
+        if is_off:
+            return call_with_nodes(_as_it_is, fn, args, kwargs)
+        with refusing_to_write(held):
+            return returned(call_with_nodes(rewritten, fn, args, kwargs))
 
     def returned(out):
         if settings.output.output_dtype is None:
@@ -339,7 +346,7 @@ def amp_by(
         return settings.output.cast_to_output(out)
 
     _COMPUTE_DTYPES[wrapped] = settings.compute_dtype
-    return wrapped
+    return taking_over_compact(fn, wrapped)
 
 
 def _as_it_is(fn: _F) -> _F:
@@ -452,7 +459,7 @@ def _report_unused(
         *reports_of_unknown_shapes(planner, steps),
         *reports_of_unmeasured(plan),
         *reports_of_quantising(plan, steps),
-        report_of_float16_by_hand(planner.compute_dtype, steps),
+        report_of_nothing_lowered(planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),
     ):
         if report is not None:

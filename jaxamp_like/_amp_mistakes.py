@@ -59,18 +59,6 @@ def refuse_unbound(fn: Any) -> None:
         )
 
 
-def refuse_initialising(fn: Any) -> None:
-    """Raises for modules of Linen that would make their parameters under `amp`."""
-    scope = getattr(fn, "scope", None)
-    is_mutable = getattr(scope, "is_mutable_collection", None)
-    if hasattr(fn, "apply") and is_mutable is not None and is_mutable("params"):
-        raise TypeError(
-            f"`fn` is a {type(fn).__name__} inside of `init`, which makes parameters: "
-            "they would not outlive the trace of `amp`. Wrap the loss that calls "
-            "`model.apply`, or write `dense if self.is_initializing() else amp(dense)`."
-        )
-
-
 class Decorator(functools.partial):
     """A decorator that raises if it is used as a context manager, as autocast is."""
 

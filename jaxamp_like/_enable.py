@@ -90,7 +90,7 @@ def enable_amp(
         )
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
     if not is_amp_disabled():
-        wrapped.watch = Watch()
+        wrapped.watch = Watch(expects_float16=narrow or wrapped.scales)
     mixed = amp(
         loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
     )

@@ -25,7 +25,11 @@ class AmpWarning(UserWarning):
     """Something was left in the author's dtypes that the user may expect to be low."""
 
 
-_OURS, _JAX = (f"{Path(str(file)).parent}{os.sep}" for file in (__file__, jax.__file__))
+def _folder(file: str | None) -> str:
+    return f"{Path(str(file)).parent}{os.sep}"
+
+
+_OURS, _JAX = _folder(__file__), _folder(jax.__file__)
 # The folders that neither hold the user's own code nor that of other libraries.
 OURS_AND_JAX = _OURS, _JAX
 
@@ -90,12 +94,50 @@ def _without_our_frames(error: BaseException) -> types.TracebackType | None:
     return made
 
 
+# Libraries whose frames stand between the user's line and a warning about it.
+_BETWEEN = (
+    "contextlib functools jax equinox optax flax haiku keras diffrax optimistix lineax"
+).split()
+
+
 def _stack_level() -> int:
-    """The stack level of the innermost line that is neither ours nor JAX's."""
-    frame, level = sys._getframe(2), 2
-    while frame is not None and frame.f_code.co_filename.startswith(OURS_AND_JAX):
+    """The stack level of the innermost line that is the user's own.
+
+    Where there is none, of the innermost that is neither ours nor JAX's."""
+    between = (_OURS, *_places(tuple(name for name in _BETWEEN if name in sys.modules)))
+    return _level_outside(between) or _level_outside(OURS_AND_JAX) or 2
+
+
+@functools.cache
+def _places(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The folder of each package, and the file of each module that is none."""
+    modules = [sys.modules[name] for name in names]
+    files = [str(getattr(module, "__file__", None)) for module in modules]
+    return tuple(
+        _folder(file) if hasattr(module, "__path__") else file
+        for module, file in zip(modules, files, strict=True)
+    )
+
+
+def _level_outside(places: tuple[str, ...]) -> int | None:
+    """The level, as of the code that warns, of the first frame outside of `places`."""
+    frame, level = sys._getframe(3), 2
+    while frame is not None and frame.f_code.co_filename.startswith(places):
         frame, level = frame.f_back, level + 1
-    return level
+    return level if frame is not None else None
+
+
+def calling_library(*libraries: types.ModuleType) -> str | None:
+    """Which of some libraries calls into the module that asks.
+
+    `None` if other code does: the user's, or that of another library."""
+    frame = sys._getframe(1)
+    inner = frame.f_code.co_filename, __file__  # where `hiding_frames` stands around it
+    while frame is not None and frame.f_code.co_filename in inner:
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame is not None else ""
+    names = (x.__name__ for x in libraries if file.startswith(_folder(x.__file__)))
+    return next(names, None)
 
 
 def how_to_install(package: str, extra: str) -> str:

@@ -1,4 +1,4 @@
-"""Warns if `enable_amp` made a loss low, and another loss is differentiated."""
+"""Warns if another loss is differentiated than the one that `enable_amp` made low."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from ._dtypes import bits, is_float
 from ._errors import place_of, warn_or_raise
 from ._reports import walk
 from ._reports.call import flat_call
-from ._rewrite.record import Recorder, amp_is_off, plans_made
+from ._rewrite.record import Recorder, amp_is_off, plans_in_float16, plans_made
 from ._rewrite.switch import is_amp_disabled, is_traced_by_amp
 
 
@@ -17,17 +17,31 @@ class Watch:
     """Looks at the losses that an optimizer of `enable_amp` is given.
 
     The first loss in which no `amp` is seen at work is traced once more: it may have
-    been compiled before with `amp` in it, or its author may have lowered it by hand."""
+    been compiled before with `amp` in it, or its author may have lowered it by hand.
 
-    def __init__(self) -> None:
+    Args:
+        expects_float16: whether a loss in float16 is no surprise, as where it is
+            scaled."""
+
+    def __init__(self, expects_float16: bool) -> None:
         self.has_looked = False
+        self.expects_float16 = expects_float16
 
     @contextmanager
     def __call__(
         self, fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Iterator[None]:
-        before = plans_made()
+        before, in_float16 = plans_made(), plans_in_float16()
         yield
+        if plans_in_float16() > in_float16 and not self.expects_float16:
+            warn_or_raise(
+                "A loss in float16 is differentiated by an optimizer that `enable_amp` "
+                "made for another dtype, and so without a loss scale: gradients below "
+                "6e-8 become zero. Take the loss and the optimizer from one call, "
+                "`mixed, tx = enable_amp(loss_fn, optimizer, compute_dtype='float16')`."
+                f" This is of {place_of(fun)}.",
+                strict=False,
+            )
         is_on_purpose = is_amp_disabled() or amp_is_off() or is_traced_by_amp()
         if self.has_looked or plans_made() > before or is_on_purpose:
             return

@@ -10,6 +10,7 @@ import itertools
 import resource
 from collections import Counter
 from pathlib import Path
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import hypothesis
@@ -18,6 +19,7 @@ import jax.random as jr
 import pytest
 
 from jaxamp_like import _errors
+from jaxamp_like._policies import settings
 
 # Programs for tests to start, not to look for doctests in.
 collect_ignore = ["two_processes.py", "sharded_process.py"]
@@ -50,6 +52,7 @@ def getkey():
 def warn_afresh(monkeypatch):
     """A warning is given once in a process, and so once in each test."""
     monkeypatch.setattr(_errors, "_seen", set())
+    monkeypatch.setattr(settings, "_wrapped_before", WeakKeyDictionary())
 
 
 @pytest.fixture(autouse=True, scope="module")

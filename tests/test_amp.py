@@ -248,6 +248,7 @@ def draw(key):
     ),
     ids=("int", "bool", "complex", "float16", "float64", "casts", "mask", "key"),
 )
+@pytest.mark.filterwarnings("ignore:float16 changes nothing")  # as tested here
 def test_dtypes_that_are_never_lowered(fn, make, x64):
     x = make()
     assert text(amp(fn), x) == text(fn, x)
@@ -375,7 +376,7 @@ class TestNNX:
 # No more bits than the author wrote.
 
 
-@pytest.mark.filterwarnings("ignore:.*are float16 as written")  # as tested here
+@pytest.mark.filterwarnings("ignore:.*16 changes nothing")  # as tested here
 @pytest.mark.parametrize(
     "half, compute_dtype",
     (("float16", BF16), (BF16, "float16"), (BF16, BF16), (BF16, "float32")),
@@ -617,7 +618,7 @@ def test_wider_preferred_element_type_wins(rule, w, x):
     """Wider than the operands as written; `jnp.matmul` fills in their dtype itself."""
     fn = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     policy = default_amp_policy | ({lax.dot_general_p: rule} if rule else {})
-    low = amp(fn, amp_policy=policy)
+    low = amp(fn, compute_dtype=BF16, amp_policy=policy)
     eqns = equations(low, x.astype(BF16), w.astype(BF16))
     (eqn,) = (e for e in eqns if e.primitive is lax.dot_general_p)
     assert eqn.outvars[0].aval.dtype == jnp.float32

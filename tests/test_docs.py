@@ -17,14 +17,14 @@ MIGRATION = (DOCS / "migration.md").read_text()
 SPAN = re.compile(r"`([^`]+)`")
 
 
-SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.M)
+CODE = re.compile(r"^<!-- code: (\S+) -->$", re.M)
 
 
 def blocks(text):
-    """The Python of a page, with the files that it includes."""
+    """The Python of a page, with that of the scripts which it names in comments."""
+    text = CODE.sub(lambda at: f"```python\n{(ROOT / at[1]).read_text()}```", text)
     found = re.findall(r"^( *)```python\n(.*?)^\1```", text, re.M | re.S)
-    included = lambda match: (ROOT / match[1]).read_text()  # noqa: E731
-    return [SNIPPET.sub(included, textwrap.dedent(block)) for _, block in found]
+    return [textwrap.dedent(block) for _, block in found]
 
 
 GUIDES = [page for page in sorted(DOCS.rglob("*.md")) if blocks(page.read_text())]
@@ -47,6 +47,17 @@ def tables(text):
 
 
 TABLES = dict(tables(MIGRATION))
+
+
+def test_a_page_that_shows_a_script_on_the_site_links_to_it():
+    """In the repository only the link is seen."""
+    pages = [page for page in GUIDES if CODE.search(page.read_text())]
+    assert len(pages) == 6
+    for page in pages:
+        text = page.read_text()
+        for script in CODE.findall(text):
+            assert f"[{script}](../../{script})" in text
+            assert (ROOT / script).read_text() in blocks(text)
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +139,7 @@ def test_there_is_a_table_for_each_system():
 
 
 @pytest.mark.parametrize("heading", TABLES)
+@pytest.mark.filterwarnings("ignore:`set_global_policy` comes after")  # other rows
 def test_each_row_of_the_migration_tables(heading, tmp_path, monkeypatch):
     """In order, since a row may go on from the one above it."""
     monkeypatch.chdir(tmp_path)  # where rows save

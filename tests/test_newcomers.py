@@ -1,5 +1,7 @@
 """Calls as other libraries have them are answered by what to write here."""
 
+import inspect
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -402,6 +404,46 @@ def test_losses_that_are_low_or_on_purpose_in_full_are_not_told_of():
     plain.grad(curved, plain.init(w))(w, x)
 
 
+def curved_of(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+LINEAR = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+HALF = linen.Dense(2, dtype=jnp.float16)
+IN_16_BITS = HALF.init(jax.random.key(0), x)
+
+
+@pytest.mark.parametrize(
+    "warns",
+    (
+        lambda: eqx.filter_grad(amp(curved_of, amp_policy="bfloat16"))(LINEAR, x),
+        lambda: eqx.filter_jit(eqx.filter_grad(amp(curved_of, amp_policy="bfloat16")))(
+            LINEAR, x
+        ),
+        lambda: jax.grad(amp(curved, amp_policy="bfloat16"))(w, x),
+        lambda: jax.jit(jax.grad(amp(HALF.apply, amp_policy="bfloat16")))(
+            IN_16_BITS, x
+        ),
+        lambda: amp(HALF.apply, compute_dtype="bfloat16")(IN_16_BITS, x),
+        lambda: nnx.jit(amp(lambda m, x: m(x), compute_dtype="bfloat16"))(
+            nnx.Linear(4, 2, dtype=jnp.float16, rngs=nnx.Rngs(0)), x
+        ),
+        lambda: enable_amp(curved, adam)[1].grad(curved, tx.init(w))(w, x),
+        lambda: loss_scale_optimizer(optax.chain(optax.sgd(0.1))).init(
+            jax.tree.map(lambda x: x.astype("bfloat16"), w)
+        ),
+    ),
+)
+def test_a_warning_names_a_line_of_the_user(warns):
+    with pytest.warns(AmpWarning) as told:
+        try:
+            warns()
+        except TypeError as e:  # `jax.grad` of what is no scalar, after the warning
+            assert "scalar" in str(e)
+    (one,) = [x for x in told if x.category is AmpWarning]
+    assert one.filename == __file__
+
+
 @pytest.mark.parametrize(
     "policy",
     ("bfloat16", "float16", "p=f32,c=bf16,o=bf16", Policy(output_dtype="bfloat16")),
@@ -436,6 +478,90 @@ def test_a_step_of_a_batch_and_nnx_objects_begins_with_the_objects():
         step(x, model, optimizer)
 
 
+def nnx_step():
+    mixed, tx = enable_amp(lambda m, x: jnp.mean(m(x) ** 2), adam)
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+    def step(model, optimizer, x):
+        value, grads = tx.value_and_grad(mixed, optimizer)(model, x)
+        optimizer.update(model, grads)
+        return value
+
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param), step
+
+
+@pytest.mark.parametrize("jit", (jax.jit, eqx.filter_jit))
+def test_a_guarded_step_of_nnx_objects_under_another_jit(jit):
+    """It would train copies of the objects, and nobody would see that."""
+    model, optimizer, step = nnx_step()
+    lost = r"NNX objects \(Linear, Optimizer\) under a transform(.|\n)*`@nnx.jit` above"
+    with pytest.raises(TypeError, match=lost):
+        jit(guard_step(step))(model, optimizer, x)
+
+
+def test_a_guarded_step_of_nnx_objects_whose_changes_are_kept():
+    model, optimizer, step = nnx_step()
+    guarded = guard_step(step)
+    explain(guarded)(model, optimizer, x)
+
+    @jax.jit
+    @guard_step
+    def returning(model, optimizer, x):
+        return model, optimizer, step(model, optimizer, x)
+
+    @jax.jit
+    def of_states(states, x):
+        objects = nnx.merge(graph, states)
+        value = guarded(*objects, x)
+        return nnx.state(objects), value
+
+    values = [guarded(model, optimizer, x), nnx.jit(guarded)(model, optimizer, x)]
+    *objects, value = returning(model, optimizer, x)
+    graph, states = nnx.split(tuple(objects))
+    states, last = of_states(states, x)
+    values += [value, last, guarded(*nnx.merge(graph, states), x)]
+    assert all(b < a for a, b in itertools.pairwise(values))  # each step was kept
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.base = nnx.Linear(4, 2, rngs=rngs)
+        self.adapter = nnx.LoRA(2, 2, 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.base(x)
+        return x + self.adapter(x)
+
+
+@pytest.mark.parametrize("filter", (True, False))
+def test_variables_that_an_nnx_diff_state_names(filter):
+    model = Adapted(nnx.Rngs(0))
+    mixed, tx = enable_amp(lambda m, x: jnp.mean(m(x) ** 2), adam)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    wanted = nnx.DiffState(0, nnx.LoRAParam)
+    of_optimizer = tx.grad(mixed, optimizer, argnums=wanted, filter=filter)(model, x)
+    scaled = dynamic_scale_grad(mixed, argnums=wanted, filter=filter)
+    _, plain = scaled(model, x, dynamic_scaler_state=scaler)
+    true = nnx.grad(mixed, argnums=wanted)(model, x)
+    assert {path[0] for path, _ in nnx.to_flat_state(plain)} == {"adapter"}
+    # Of a scale that is a power of two, gradients have the same bits.
+    for found in (plain, jax.tree.map(jnp.asarray, of_optimizer, is_leaf=is_unscaled)):
+        assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found, true))
+    a = of_optimizer["adapter"]["lora_a"]
+    assert isinstance(a[...], jax.Array) and (np.asarray(a) == a[...]).all()
+    with pytest.raises(TypeError, match=r"`grads\[...\]` of a variable of NNX"):
+        a * 2
+    optimizer.update(model, of_optimizer)
+    with pytest.raises(ValueError, match="argument 0, a Adapted, which holds none"):
+        tx.grad(mixed, optimizer, argnums=nnx.DiffState(0, nnx.BatchStat))(model, x)
+    with pytest.raises(ValueError, match="Pass `filter=False`"):
+        tx.grad(mixed, optimizer, argnums=nnx.DiffState(1, nnx.LoRAParam))
+
+
+def is_unscaled(x):
+    return isinstance(x, Unscaled)
+
+
 def test_variables_of_keras_are_given_by_their_values(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
     import keras
@@ -460,24 +586,110 @@ def test_amp_of_what_amp_has_made_in_another_dtype():
     assert explain(low)(w, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
 
 
-def test_layers_that_are_float16_under_bfloat16():
-    """They stay so: nothing is bfloat16, and nothing scales the loss."""
-    half = linen.Dense(2, dtype=jnp.float16)
+@pytest.mark.parametrize(
+    ("by_hand", "asked"), (("float16", "bfloat16"), ("bfloat16", "float16"))
+)
+def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked):
+    """They stay so: what is asked for changes nothing."""
+    half = linen.Dense(2, dtype=by_hand)
     params = half.init(jax.random.key(0), x)
-    with pytest.warns(AmpWarning, match=r"float16 as written.*linear.py.*`dtype=`"):
-        amp(half.apply, compute_dtype="bfloat16")(params, x)
-    amp(lambda p, x: half.apply(p, x))(params, x)
-    mixed_by_hand = amp(
-        lambda p, x: half.apply(p, x @ x.T @ x), amp_policy="p=f32,c=bf16"
+    scale = r".*In float16, a loss wants a scale" if by_hand == "float16" else ""
+    told = (
+        rf"{asked} changes nothing.*linear.py.* {by_hand} as written.*`dtype=`{scale}"
     )
+    with pytest.warns(AmpWarning, match=told):
+        amp(half.apply, compute_dtype=asked)(params, x)
+    with pytest.warns(AmpWarning, match=told):
+        mixed, tx = enable_amp(
+            lambda p, x: jnp.mean(half.apply(p, x)), adam, compute_dtype=asked
+        )
+        tx.grad(mixed, tx.init(params))(params, x)
+    low = jax.tree.map(lambda x: x.astype(by_hand), {"in": w["in"], "x": x})
+    with pytest.warns(AmpWarning, match=f"{asked} changes nothing"):
+        amp(lambda p: p["x"] @ p["in"], compute_dtype=asked)(low)
+    amp(lambda p, x: half.apply(p, x), compute_dtype=by_hand)(params, x)
+    mixed_by_hand = amp(lambda p, x: half.apply(p, x @ x.T @ x), compute_dtype=asked)
     mixed_by_hand(params, x)  # that is no mistake
+
+
+def test_functions_of_float64_alone_are_told():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        wide = {"in": jnp.ones((4, 2))}
+        with pytest.warns(AmpWarning, match="bfloat16 changes nothing.* is float64 as"):
+            amp(curved, compute_dtype="bfloat16")(wide, jnp.ones((3, 4)))
+        amp(curved, compute_dtype="bfloat16")(w, x)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_a_precision_that_all_layers_ask_for_is_told():
+    exact = linen.Dense(2, precision="highest")
+    params = exact.init(jax.random.key(0), x)
+    asks = (
+        r"bfloat16 changes nothing.*linear.py.*`precision=`.*{scope: use_compute_prec"
+    )
+    with pytest.warns(AmpWarning, match=asks):
+        amp(exact.apply, compute_dtype="bfloat16")(params, x)
+    low = amp(
+        exact.apply,
+        compute_dtype="bfloat16",
+        amp_policy=jaxamp_like.default_amp_policy
+        | {"Dense": rules.use_compute_precision},
+    )
+    assert explain(low)(params, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
+    with jax.default_matmul_precision("highest"):  # of the whole program: not of amp
+        amp(dense.apply, compute_dtype="bfloat16")(params, x)
 
 
 def test_moments_in_float16_are_told():
     low = {"in": w["in"].astype(jnp.float16)}
     with pytest.warns(AmpWarning, match=r"\.mu\['in'\].*`param_dtype` alone"):
         tx.init(low)
-    loss_scale_optimizer(optax.sgd(0.1)).init(low)  # keeps no moments
+
+
+def holding_float32(optimizer):
+    """An optimizer that keeps a float32 copy of parameters, and updates that."""
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params):
+        return wide(params), optimizer.init(wide(params))
+
+    def update(grads, state, params):
+        copy, inner = state
+        updates, inner = optimizer.update(wide(grads), inner, copy)
+        copy = optax.apply_updates(copy, updates)
+        return jax.tree.map(jnp.subtract, copy, wide(params)), (copy, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize("wrap", (lambda fn: fn, jax.jit), ids=("eager", "jitted"))
+def test_parameters_that_are_updated_in_16_bits_are_told(dtype, wrap):
+    low = {"in": jnp.ones((4, 2), dtype), "out": jnp.ones(3)}
+    share = 256 if dtype == jnp.bfloat16 else 2048
+    updated = rf"{jnp.dtype(dtype)} parameters \(`params\['in'\]`.* 1/{share} .*float32"
+    with pytest.warns(AmpWarning, match=updated):
+        wrap(loss_scale_optimizer(optax.sgd(0.1)).init)(low)
+    wrap(loss_scale_optimizer(optax.sgd(0.1)).init)(low)  # told once
+    with pytest.warns(AmpWarning, match="`param_dtype` alone"):
+        wrap(enable_amp(loss, optax.lion(0.1))[1].init)({"other": low["in"]})
+
+
+def test_parameters_in_16_bits_that_lose_no_update_are_not_told():
+    low = {"in": jnp.ones((4, 2), jnp.bfloat16), "out": jnp.ones(3)}
+    step = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    frozen = optax.partition(
+        {"train": step, "freeze": optax.set_to_zero()}, {"in": "freeze", "out": "train"}
+    )
+    for optimizer in (frozen, holding_float32(adam)):
+        loss_scale_optimizer(optimizer).init(low)
+        jax.jit(loss_scale_optimizer(optimizer).init)(low)
+    with pytest.warns(AmpWarning, match="holds no float32 copy"):  # a moment is none
+        loss_scale_optimizer(optax.adam(1e-3, mu_dtype=jnp.float32)).init(low)
 
 
 def test_a_state_without_a_scale_in_an_optimizer_that_scales_is_told():
@@ -491,6 +703,24 @@ def test_an_error_of_a_call_that_fits_is_its_own():
     """A setting of the wrong kind is not told as a call of the wrong form."""
     with pytest.raises(TypeError, match="must be a real scalar"):
         DynamicScalerState(scaler="large")
+
+
+def test_a_loss_in_float16_that_nothing_scales_is_told():
+    half = amp(lambda w, x: curved(w, x), compute_dtype="float16")
+    _, tx = enable_amp(curved, adam, compute_dtype="bfloat16")
+    with pytest.warns(
+        AmpWarning, match="without a loss scale.*compute_dtype='float16'"
+    ):
+        tx.grad(half, tx.init(w))(w, x)
+    tx.grad(half, tx.init(w))(w, x)  # told once
+    for scale in ("auto", 1024.0):
+        mixed, tx = enable_amp(curved, adam, compute_dtype="float16", scaler=scale)
+        tx.grad(mixed, tx.init(w))(w, x)
+    mixed, tx = enable_amp(curved, adam, compute_dtype="bfloat16", scaler="dynamic")
+    tx.grad(half, tx.init(w))(w, x)
+    with pytest.warns(AmpWarning, match="Loss scaling is off"):  # and no more
+        mixed, tx = enable_amp(curved, adam, compute_dtype="float16", scaler=None)
+    tx.grad(mixed, tx.init(w))(w, x)
 
 
 def test_what_is_elsewhere_is_suggested_only_where_it_is_here():
@@ -511,24 +741,133 @@ def test_bound_modules_of_linen_are_functions():
     assert (inside == bound).all()
 
 
-class Unwary(linen.Module):
+class Inside(linen.Module):
     @linen.compact
     def __call__(self, x):
         return amp(linen.Dense(2))(x)
 
 
-class Wary(linen.Module):
+class Closing(linen.Module):
     @linen.compact
     def __call__(self, x):
         layer = linen.Dense(2)
-        return (layer if self.is_initializing() else amp(layer))(x)
+        return amp(lambda x: layer(x))(x)
 
 
-def test_a_module_that_is_being_initialised_is_refused():
-    with pytest.raises(TypeError, match=r"inside of `init`.*self.is_initializing\(\)"):
-        Unwary().init(jax.random.key(0), x)
-    variables = Wary().init(jax.random.key(0), x)
-    assert (Wary().apply(variables, x) == Unwary().apply(variables, x)).all()
+class Below(linen.Module):
+    @linen.compact
+    @amp
+    def __call__(self, x):
+        return linen.Dense(2)(x)
+
+
+class Above(linen.Module):
+    @amp
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(x)
+
+
+class WithSetup(linen.Module):
+    def setup(self):
+        self.layer = linen.Dense(2, name="Dense_0")
+
+    @amp
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", (Inside, Closing, Below, Above, WithSetup))
+def test_amp_in_a_module_that_is_being_initialised(kind):
+    """Parameters that were made in the trace of `amp` would be of no use outside."""
+    variables = kind().init(jax.random.key(0), x)
+    inner = {"params": variables["params"]["Dense_0"]}
+    out = kind().apply(variables, x)
+    assert (out == amp(dense.apply)(inner, x)).all()
+    report = explain(lambda v, x: kind().apply(v, x))(variables, x)
+    assert report.now.totals.flops_by_dtype.keys() == {"float16"}
+
+
+class Counting(linen.Module):
+    @linen.compact
+    @amp
+    def __call__(self, x):
+        return linen.BatchNorm(use_running_average=False)(linen.Dense(2)(x))
+
+
+def test_a_module_that_writes_its_variables_inside_of_amp_is_refused():
+    variables = Counting().init(jax.random.key(0), x)
+    lost = r"A Counting writes its variables \(batch_stats\) .*wrap the loss"
+    with pytest.raises(TypeError, match=lost):
+        Counting().apply(variables, x, mutable=["batch_stats"])
+    with pytest.raises(TypeError, match=r"\(params\)"):
+        Counting().apply({}, x, mutable=True, rngs={"params": jax.random.key(0)})
+
+
+def test_amp_within_a_function_of_haiku():
+    def net(x):
+        return amp(hk.Linear(2))(x)
+
+    model = hk.transform(net)
+    params = model.init(jax.random.key(0), x)
+    plain = hk.transform(lambda x: hk.Linear(2)(x))
+    assert jax.tree.structure(params) == jax.tree.structure(
+        plain.init(jax.random.key(0), x)
+    )
+    out = model.apply(params, None, x)
+    assert (out == amp(plain.apply)(params, None, x)).all()
+
+
+def test_what_a_function_of_haiku_writes_inside_of_amp_is_refused():
+    """The state would be of tracers, and the next key one, too."""
+
+    @hk.transform_with_state
+    def normalised(x):
+        return amp(hk.BatchNorm(True, True, 0.9))(x, is_training=True)
+
+    params, state = normalised.init(jax.random.key(0), x)
+    with pytest.raises(
+        TypeError, match=r"\(batch_norm/~/mean_ema\).*`amp\(model.apply"
+    ):
+        normalised.apply(params, state, None, x)
+    random = hk.transform(amp(lambda x: x + jax.random.normal(hk.next_rng_key())))
+    random.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match=r"the keys of `hk\.next_rng_key`"):
+        random.apply({}, jax.random.key(0), x)
+    noisy = hk.transform(lambda x: x + jax.random.normal(hk.next_rng_key()))
+    assert amp(noisy.apply)({}, jax.random.key(0), x).shape == x.shape
+
+
+def test_what_a_model_of_keras_writes_inside_of_amp_is_refused(monkeypatch):
+    """And the model stays usable, which would otherwise hold tracers for good."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    layers = keras.layers.Dense(2), keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    lost = r"A Sequential of Keras .*moving_mean.*`model\.stateless_call`"
+    closing = amp(lambda x: model(x, training=True))
+    for mixed in (amp(model), closing):
+        with pytest.raises(TypeError, match=lost):
+            mixed(x, training=True) if mixed is not closing else mixed(x)
+        assert jnp.isfinite(model(x)).all()
+    assert amp(model)(x).shape == (3, 2)  # writes nothing
+    with pytest.raises(TypeError, match="Call the model once before"):
+        amp(keras.layers.Dense(2))(x)
+
+    class Mixed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        @amp
+        def call(self, x):
+            return self.dense(x)
+
+    trained = Mixed()
+    trained.compile("sgd", "mse")
+    trained.fit(np.ones((3, 4)), np.ones((3, 2)), verbose=0)
+    assert trained(x).shape == (3, 2)
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -729,6 +1068,16 @@ ANSWERS = {
     "optimizer.value_and_grad(objective, state, has_aux=True)(W, X)": "`(loss, aux)`",
     "optimizer.value_and_grad(lambda w: 3, state)(W)": "a floating-point scalar as its",
     "optimizer.value_and_grad(lambda w: None, state)(W)": "but returned NoneType",
+    "state.scale": "The scale is `opt_state.scaler.scaler`, and the state of the wrap",
+    "state.loss_scale": "The scale is `opt_state.scaler.scaler`",
+    "state.hyperparams": "the state of the wrapped optimizer `opt_state.inner_state`",
+    "state.mu": "'LossScaleState' has no attribute 'mu'. The scale",
+    "state.update(grads)": "Write `updates, opt_state = tx.update(grads, opt_state, pa",
+    "state.value_and_grad(objective)": "`loss, grads = tx.value_and_grad(loss_fn, opt_",
+    "state.scaler.loss_scale": "Did you mean `scaler`?",
+    "state.scaler.growth_interval": "Did you mean `patience`?",
+    "NoScaler().scaler": "`amp_metrics(opt_state)` reads what there is, with a scale",
+    "NoScaler().skipped": "Loss scaling is off, as `enable_amp` leaves it in bfloat16",
     # guard_step and dynamic scaling.
     "guard_step()": "Write `guard_step(step)`",
     "guard_step(3)": "`@guard_step` above the training step, below `@jax.jit`",
@@ -817,8 +1166,78 @@ def test_what_is_written_is_answered(code):
     assert ANSWERS[code] in str(raised.value)
 
 
+def test_what_is_no_report_yet_says_so():
+    called = "explain(objective)(w, x)"
+    for fn in (objective, amp(objective), jax.jit(amp(objective))):
+        assert repr(explain(fn)).endswith(f" when it is called: {called}>")
+    with pytest.raises(AttributeError) as raised:
+        explain(objective).save_html("page.html")
+    assert str(raised.value).endswith(called) and "'save_html'" in str(raised.value)
+    numerics = jaxamp_like.trace_numerics(LINEAR)
+    assert "trace_numerics(Linear)(x)" in repr(numerics)
+    assert inspect.signature(explain(objective)) == inspect.signature(objective)
+
+
+LARGE = {"a": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"),
+    (
+        ("float32", "net: 'float32'"),
+        ("mxfp8_from_mixed_bfloat16", "net: 'mxfp8_from_mixed_bfloat16'"),
+        (
+            Policy("bfloat16", rules=jaxamp_like.default_amp_policy | {"a": "float32"}),
+            "net: Policy(compute_dtype='bfloat16', rules=...), a: use_precision('f",
+        ),
+        (
+            Policy("bfloat16").excluding("a"),
+            "net: Policy(compute_dtype='bfloat16', limit=...), a: excluding",
+        ),
+    ),
+    ids=("named", "quantised", "rules", "limited"),
+)
+@pytest.mark.filterwarnings("ignore:The key 'a' of")
+def test_the_head_of_a_report_shows_policies_in_a_few_words(policy, shown):
+    by_scope = jaxamp_like.PolicyMap("mixed_bfloat16", {"net": policy})
+    head = str(explain(objective, amp_policy=by_scope)(LARGE, LARGE["a"]))
+    assert shown in head.partition("\n")[0]
+
+
+def test_a_report_of_a_format_says_what_runs_where_it_is_not_native():
+    low = amp(objective, amp_policy="mxfp8_from_mixed_bfloat16")
+    shown = str(explain(low)(LARGE, LARGE["a"]))
+    assert "100.0 % mxfp8" in shown
+    assert "mxfp8: native on Blackwell GPUs; " in shown
+    assert "bfloat16 on other devices\n" in shown
+    plain = str(explain(objective, compute_dtype="bfloat16")(LARGE, LARGE["a"]))
+    assert len(plain.splitlines()) == 4
+
+
+def test_a_global_policy_that_comes_too_late_is_told():
+    def early(w, x):
+        return objective(w, x)
+
+    low = amp(early)
+    explain(early)(W, X)  # wraps nothing
+    try:
+        with pytest.warns(AmpWarning, match="has wrapped `early` .*in float16. Call"):
+            jaxamp_like.set_global_policy("mixed_bfloat16")
+        jaxamp_like.set_global_policy("float32")  # told once
+        assert explain(low)(W, X).now.totals.flops_by_dtype.keys() == {"float16"}
+        jaxamp_like.set_global_policy(None)
+        said = amp(early, amp_policy="mixed_bfloat16"), amp(early, compute_dtype="f16")
+        with jaxamp_like.using_policy("mixed_bfloat16"):
+            said += (amp(early),)
+        amp(early)  # is gone by now
+        jaxamp_like.set_global_policy("mixed_bfloat16")
+        assert len(said) == 3
+    finally:
+        jaxamp_like.set_global_policy(None)
+
+
 def test_there_are_many_answers():
-    assert len(ANSWERS) >= 150
+    assert len(ANSWERS) >= 190
 
 
 def test_layers_of_keras_are_no_policies(monkeypatch):

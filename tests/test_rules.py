@@ -152,6 +152,7 @@ def test_follow_inputs_keeps_constants_alive(constant, dtype, w):
 
 
 @pytest.mark.parametrize("author", (F32, BF16))
+@pytest.mark.filterwarnings("ignore:float16 changes nothing")
 def test_float8_contractions(author, w):
     """On CPUs these run by way of wider dtypes: slow, but the numbers are float8's."""
     w = w.astype(author)

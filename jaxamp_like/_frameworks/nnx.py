@@ -86,6 +86,20 @@ def raw_value(x: Any) -> Any:
     return x.get_raw_value() if hasattr(x, "get_raw_value") else x.raw_value
 
 
+def without_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
+    """`argnums` as JAX takes them, and the filters in them, by position.
+
+    An `nnx.DiffState` names an argument and a filter of its variables."""
+    nnx = _nnx()
+    if nnx is None:
+        return argnums, {}
+    is_several = isinstance(argnums, tuple | list)
+    given = argnums if is_several else (argnums,)
+    filters = {x.argnum: x.filter for x in given if isinstance(x, nnx.DiffState)}
+    plain = tuple(x.argnum if isinstance(x, nnx.DiffState) else x for x in given)
+    return (plain if is_several else plain[0]), filters
+
+
 def named_submodules(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The modules inside of a module, each once, with the path to it."""
     nnx = _nnx()
@@ -197,17 +211,20 @@ class FunctionalCall:
             *(one for one, is_place in pairs if not is_place),
         ]
 
-    def parameters(self, node: Any) -> Any:
-        """What derivatives are taken by: a variable itself, or the `nnx.Param`s of a
-        node as a state."""
+    def parameters(self, node: Any, wanted: Any = None) -> Any:
+        """What derivatives are taken by: a variable itself, or some of a node's.
+
+        These come as a state: the variables for which a filter `wanted` of NNX holds,
+        by default `nnx.Param`s."""
         nnx, number = _nnx(), self._numbers[id(node)]
+        holds = nnx.filterlib.to_predicate(nnx.Param if wanted is None else wanted)
         if isinstance(node, nnx.Variable):
             return node
         return nnx.from_flat_state(
             [
                 (path[1:], x)
                 for path, x in self.by_path.items()
-                if path[0] == number and isinstance(x, nnx.Param)
+                if path[0] == number and holds(path[1:], x)
             ]
         )
 

@@ -11,12 +11,12 @@ import jax
 from jax import Array
 
 from .._errors import hiding_frames
-from .._frameworks.nnx import nnx_nodes
+from .._frameworks.nnx import nnx_nodes, without_filters
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
 from .calls import with_call_hints
 from .groups import merge_groups, split_groups
-from .nodes import NnxCall, of_nodes
+from .nodes import Filters, NnxCall, is_of_arrays, of_nodes
 from .packing import ScaledAux, pack, unpack
 from .retry import retry
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
@@ -80,7 +80,8 @@ def dynamic_scale_tx(
             returns `(grads, aux)`, like `jax.grad` and `jax.jacrev`, or
             `((value, aux), grads)`, like `jax.value_and_grad`. For functions of NNX
             objects, it is `nnx.grad` or `nnx.value_and_grad`, or one of JAX or Equinox,
-            which then differentiates by an object's `nnx.Param`s.
+            which then differentiates by an object's `nnx.Param`s, or by the variables
+            that an `nnx.DiffState` in `argnums` names.
         redo_on_nan: how many times a step with non-finite gradients is repeated with a
             smaller scale. If none of them helps, the last results are returned and the
             scale falls by one step only. The gradient code is compiled once; callbacks,
@@ -111,13 +112,20 @@ def dynamic_scale_tx(
     See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
     _check_callable("transform", transform)
     redo = _check_redo(redo_on_nan)
-    differentiate = of_nodes(transform)
 
     @hiding_frames
     def scaled_transform(
         fun: Callable[..., Any], *, has_aux: bool = False, **kwargs: Any
     ) -> Callable[..., Any]:
         _check_callable("fun", fun)
+        filters: Filters = {}
+        if is_of_arrays(transform) and "argnums" in kwargs:
+            argnums, filters = without_filters(kwargs["argnums"])
+            if transform in _FILTERED and [*filters] == [argnums] == [0]:
+                del kwargs["argnums"]  # they differentiate by the first one anyway
+            elif transform not in _FILTERED:
+                kwargs["argnums"] = argnums
+        differentiate = of_nodes(transform, filters)
         if transform in _FILTERED and kwargs.get("argnums") is not None:
             raise ValueError(_ARGNUMS.format(kwargs["argnums"]))
         try:  # a wrong keyword fails now, not later
@@ -199,7 +207,8 @@ def dynamic_scale_grad(
             array in the first argument, whatever else that holds. The derivative by an
             NNX object is a state of its `nnx.Param`s, either way.
         axis_name: the axes of `shard_map` or `pmap` over which devices agree.
-        kwargs: for `jax.grad`: `holomorphic`, `allow_int`; `argnums` if not `filter`.
+        kwargs: for `jax.grad`: `holomorphic`, `allow_int`; `argnums` if not `filter`,
+            or an `nnx.DiffState` of the first argument.
     Returns:
         A function of the arguments of `fun` and the keyword `dynamic_scaler_state`. It
         returns `(next_state, grads)`, or `(next_state, (grads, aux))` if `has_aux`.

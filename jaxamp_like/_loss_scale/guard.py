@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._errors import hiding_frames, showing_call
+from .._errors import calling_library, hiding_frames, showing_call
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
 from .state import DynamicScalerState, NoScaler, is_scaler
 
@@ -44,7 +44,8 @@ def guard_step(step: _Step) -> _Step:
     Raises:
         TypeError: `step` is not callable; when it is called, there is no loss scale, or
             it comes out as it went in, or the next state has another structure, shape
-            or dtype than the state.
+            or dtype than the state, or `jax.jit` would lose what it changes in NNX
+            objects.
 
     >>> from jaxamp_like import DynamicScalerState, dynamic_scale_grad
     >>> @jax.jit
@@ -77,6 +78,7 @@ def guard_step(step: _Step) -> _Step:
         before = Snapshot(nodes, but=jax.tree.leaves(inner, is_leaf=is_node))
         were = [x for _, x in old if is_scaler(x)] + as_arrays(inner)
         out = step(state, *args, **kwargs)
+        _refuse_lost_changes(nodes, before, out)
         if all(is_node(x) for _, x in old):
             old, new, rebuild = [], [], lambda _: out
         else:
@@ -90,6 +92,26 @@ def guard_step(step: _Step) -> _Step:
         return rebuild([_keep(p, skipped, now, then) for (p, then), now in pairs])
 
     return guarded  # pyright: ignore[reportReturnType]
+
+
+def _refuse_lost_changes(nodes: list[Any], before: Snapshot, out: Any) -> None:
+    """Raises if a transform that knows no NNX objects runs a step which changes some.
+
+    To such a transform they are pytrees: the step is given copies, and what it changes
+    in these is only seen if it returns them."""
+    around = calling_library(jax, eqx)
+    if not nodes or around is None:
+        return
+    returned = {id(node) for node in nnx_nodes(out)}
+    changed = {id(nodes[path[0]]): nodes[path[0]] for path, *_ in before.changed()}
+    if lost := [x for key, x in changed.items() if key not in returned]:
+        kinds = ", ".join(dict.fromkeys(type(x).__name__ for x in lost))
+        raise TypeError(
+            f"A guarded step changes NNX objects ({kinds}) under a transform of "
+            f"{around}, such as `jit`, which gives it copies and drops what the step "
+            "does not return: nothing would be trained.\nWrite `@nnx.jit` above "
+            "`@guard_step`."
+        )
 
 
 def _is_complete(x: Any) -> bool:

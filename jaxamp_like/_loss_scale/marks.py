@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 _INSTEAD = (
     "Write `jax.tree.map(lambda g: ..., grads)`, which keeps the mark for `update`, or "
-    "read the array: `grads.value`."
+    "read the array: `grads.value`, or `grads[...]` of a variable of NNX."
 )
 
 
@@ -98,6 +98,10 @@ class Unscaled(metaclass=_Explaining):
         hint = f" {_INSTEAD}" * hasattr(jax.Array, name)
         raise AttributeError(f"'Unscaled' object has no attribute {name!r}.{hint}")
 
+    def __getitem__(self, index: Any) -> Any:
+        # `variable[...]` reads what a variable of NNX holds.
+        return self.value if index is Ellipsis else _refuse(self)
+
     def __repr__(self) -> str:
         return f"Unscaled({self.value})"
 
@@ -120,7 +124,7 @@ for _name in "add sub mul truediv floordiv mod divmod pow matmul".split():
     setattr(Unscaled, f"__{_name}__", _refuse)
     setattr(Unscaled, f"__r{_name}__", _refuse)
 for _name in (
-    "neg pos abs getitem len iter eq ne lt le gt ge bool int float complex format"
+    "neg pos abs len iter eq ne lt le gt ge bool int float complex format"
 ).split():
     setattr(Unscaled, f"__{_name}__", _refuse)
 

@@ -33,6 +33,10 @@ _OF_ARRAYS = (
 )
 
 
+Filters = dict[int, Any]
+"""By the positions of arguments, filters of NNX, as an `nnx.DiffState` holds one."""
+
+
 class NnxCall:
     """A call that may be run several times, and changes NNX objects once.
 
@@ -69,10 +73,17 @@ class NnxCall:
                 self._before.rewrite(state.accept)
 
 
-def of_nodes(transform: Callable[..., Any]) -> Callable[..., Any]:
+def is_of_arrays(transform: Callable[..., Any]) -> bool:
+    return any(transform is one for one, _ in _OF_ARRAYS)
+
+
+def of_nodes(
+    transform: Callable[..., Any], filters: Filters | None = None
+) -> Callable[..., Any]:
     """`transform`, for functions that may also take NNX objects.
 
-    Derivatives are taken by the `nnx.Param`s of an object, as `nnx.grad` does."""
+    Derivatives are taken by the `nnx.Param`s of an object, as `nnx.grad` does, or by
+    the variables that a filter of `filters` names for its argument."""
     has_value = next((v for t, v in _OF_ARRAYS if t is transform), None)
     if has_value is None:
         return _watched(transform)
@@ -83,7 +94,9 @@ def of_nodes(transform: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not nnx_nodes((fun, args, kwargs)):
                 return plain(*args, **kwargs)
-            return _of_arrays(transform, fun, args, kwargs, options, has_value)
+            return _of_arrays(
+                transform, fun, args, kwargs, options, has_value, filters or {}
+            )
 
         return call
 
@@ -97,6 +110,7 @@ def _of_arrays(
     kwargs: Any,
     options: dict[str, Any],
     has_value: bool,
+    filters: Filters,
 ) -> Any:
     """`transform(fun, **options)(*args, **kwargs)`, where `fun` returns a pair."""
     argnums = options.get("argnums", 0)
@@ -130,11 +144,20 @@ def _of_arrays(
         (loss, aux), left = taken.run(body, by_path)
         return loss, (aux, pack(left))
 
+    of_argument = {range(len(args))[i]: wanted for i, wanted in filters.items()}
     given: list[Any] = [None] * len(args)
     for i in active:
+        wanted = of_argument.get(i)
         given[i] = jax.tree.map(
-            lambda x: taken.parameters(x) if is_node(x) else x, args[i], is_leaf=is_node
+            lambda x, wanted=wanted: taken.parameters(x, wanted) if is_node(x) else x,
+            args[i],
+            is_leaf=is_node,
         )
+        if wanted is not None and not jax.tree.leaves(given[i]):
+            raise ValueError(
+                f"`argnums` says to differentiate by the variables {wanted!r} of "
+                f"argument {i}, a {type(args[i]).__name__}, which holds none."
+            )
     results = transform(of_active, **options)(*given)
     if has_value:
         (loss, (aux, left)), grads = results

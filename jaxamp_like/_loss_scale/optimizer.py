@@ -44,6 +44,14 @@ class LossScaleState(NamedTuple):
     scaler: Any
     inner_state: Any
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = _ELSEWHERE_IN_STATE.get(name, _IN_STATE)
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r}. {hint}"
+            )
+
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     """What `loss_scale_optimizer` makes: an Optax optimizer that computes gradients.
@@ -98,11 +106,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             filter: use `equinox.filter_value_and_grad`, which differentiates by every
                 floating-point array in the first argument, whatever else that holds.
             kwargs: for `jax.value_and_grad`: `holomorphic`, `allow_int`; `argnums` if
-                not `filter`.
+                not `filter`, or an `nnx.DiffState` of the first argument.
         Returns:
             A function of the arguments of `fun` that returns `(value, grads)`, or
             `((value, aux), grads)`. Each gradient is an `Unscaled`, as `update` takes
-            it; the derivative by an NNX object is a state of its `nnx.Param`s.
+            it; the derivative by an NNX object is a state of its `nnx.Param`s, or of
+            the variables that `argnums=nnx.DiffState(0, ...)` names.
         Raises:
             TypeError: `fun` is not callable, or its loss no floating-point scalar.
             ValueError: `opt_state` holds no scale, several, or one in the wrong place;
@@ -418,6 +427,15 @@ _GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
 _ELSEWHERE = {
     **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), _UPDATE),
     **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), _GRADIENT),
+}
+_IN_STATE = (
+    "The scale is `opt_state.scaler.scaler`, and the state of the wrapped optimizer "
+    "`opt_state.inner_state`."
+)
+# What belongs to the optimizer, which is called `tx` here.
+_ELSEWHERE_IN_STATE = {
+    **dict.fromkeys(("step", "apply_gradients", "update"), f"Write `{_UPDATE}`."),
+    **dict.fromkeys(("backward", "value_and_grad", "grad"), f"Write `{_GRADIENT}`."),
 }
 _STATE_LAST = "The parameters come last: `tx.update(grads, opt_state, params)`."
 _STATE_SECOND = (

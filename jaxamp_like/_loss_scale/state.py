@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
-from .calls import with_call_hints
+from .calls import SETTINGS, with_call_hints
 from .fields import (
     LARGEST,
     SMALLEST,
@@ -91,6 +91,14 @@ class DynamicScalerState(_Fields):
     is DeepSpeed's."""
 
     __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f" Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r}.{hint}"
+            )
 
     @_looking_for_a_scale
     @with_call_hints("DynamicScalerState(scaler=2.0**15, patience=2000)")
@@ -227,6 +235,12 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+_NOTHING_TO_READ = (
+    "Loss scaling is off, as `enable_amp` leaves it in bfloat16. "
+    "`amp_metrics(opt_state)` reads what there is, with a scale and without."
+)
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class NoScaler:
@@ -235,6 +249,15 @@ class NoScaler:
     >>> NoScaler().scale(jnp.float16(3))
     Array(3., dtype=float16)
     """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            is_field = name in DynamicScalerState._fields or name in SETTINGS
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r}."
+                + f" {_NOTHING_TO_READ}" * is_field
+            )
 
     def scale(self, loss: ArrayLike) -> Array:
         """The loss as it is."""

@@ -116,6 +116,13 @@ def get_policy(
     return _with_dtypes(_NAMES[name])
 
 
+def name_of(policy: Policy) -> str | None:
+    """The name by which `get_policy` makes a policy; `None` if it has none."""
+    plain = [name for name in _NAMES if name != "float64"]  # which needs x64
+    quantised = [f"{mode}_from_{name}" for mode in FORMATS for name in plain]
+    return next((n for n in (*plain, *quantised) if get_policy(n) == policy), None)
+
+
 def _refuse_second_mode(name: str, mode: str, source: str) -> None:
     second, is_quantised, innermost = source.partition("_from_")
     if is_quantised and second in FORMATS:

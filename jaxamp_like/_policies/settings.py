@@ -4,15 +4,16 @@ The global policy is read when a function is wrapped and never when one is calle
 that no program that was traced, compiled or cached before can depend on it."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, as_compute_dtype
-from .._errors import AmpError, hiding_frames
+from .._errors import AmpError, hiding_frames, place_of, warn_or_raise
 from .dictionary import Lookup
 from .frozen import checked_policy
 from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
@@ -25,6 +26,16 @@ PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
 _INITIAL = Policy("float16")
 _global: Policy | PolicyMap = _INITIAL  # of the process
 _block: ContextVar[Policy | PolicyMap | None] = ContextVar("policy", default=None)
+
+
+# Functions that `amp` has wrapped before anything said a policy, and where they are.
+_wrapped_before: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
+
+
+def note_wrapped(made: Callable[..., Any], fn: Callable[..., Any]) -> None:
+    """Notes that `made` has the initial policy, if nobody has set another one yet."""
+    if global_policy() is _INITIAL:
+        _wrapped_before[made] = place_of(fn)
 
 
 def global_policy() -> Policy | PolicyMap:
@@ -45,8 +56,8 @@ def global_policy() -> Policy | PolicyMap:
 def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
     """Sets the policy that `amp` uses if it is given none, in all threads.
 
-    Functions that `amp` has wrapped already keep the policy that they have. A library
-    should not call this; see `using_policy`.
+    Functions that `amp` has wrapped already keep the policy that they have, of which
+    the first call warns. A library should not call this; see `using_policy`.
 
     Args:
         policy: a `Policy`, a `PolicyMap` or a name; `None` restores the initial policy.
@@ -67,6 +78,14 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
             "block ends. Call it outside, or nest another `using_policy`."
         )
     _global = _INITIAL if policy is None else _as_policy(policy)
+    if _global != _INITIAL and (places := [*_wrapped_before.values()]):
+        _wrapped_before.clear()
+        warn_or_raise(
+            f"`set_global_policy` comes after `amp` has wrapped {places[0]} without a "
+            "policy, which goes on in float16. Call it first, before the import of "
+            "modules that use `@amp`, or give the policy to `amp`.",
+            strict=False,
+        )
 
 
 @contextlib.contextmanager

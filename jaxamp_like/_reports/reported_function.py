@@ -1,8 +1,9 @@
 """The subject of a report: a function, or `amp` of it if settings are given."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jax.typing import DTypeLike
 
@@ -14,6 +15,8 @@ from .._parameters import after_model, as_argnums, positions_of
 from .._policies.mistakes import refuse_what_is_no_function
 from .._rewrite.record import Recorder
 from .call import FlatCall, flat_call
+
+_Report = TypeVar("_Report")
 
 
 class ReportedFunction:
@@ -34,7 +37,7 @@ class ReportedFunction:
         argnums: int | Sequence[int] | None,
     ):
         refuse_what_is_no_function(fn, reporter)
-        self.fn = fn
+        self.fn, self.reporter = fn, reporter
         self.is_given = (
             compute_dtype is not None or amp_policy is not None or strict or lean
         )
@@ -52,6 +55,8 @@ class ReportedFunction:
             lean=lean,
             argnums=argnums,
         )
+        if not self.is_given:  # the arguments have been checked, and no more is wanted
+            self.mixed = fn
 
     @property
     def name(self) -> str:
@@ -78,12 +83,44 @@ class ReportedFunction:
         call, recorder = flat_call(fn, args, kwargs, active, self.name), Recorder()
         return call, recorder, call.trace(recorder)
 
-    def wraps(self, report: Callable[..., Any]) -> Callable[..., Any]:
+    def wraps(self, report: Callable[..., _Report]) -> Callable[..., _Report]:
         """`report`, with the name, the docstring and the signature of the function."""
+        return _NotYetAReport(report, self.fn, self.name, self.reporter)
+
+
+class _NotYetAReport(Generic[_Report]):
+    """Makes a report when it is called; printed before, it says so."""
+
+    def __init__(
+        self,
+        report: Callable[..., _Report],
+        fn: Callable[..., Any],
+        name: str,
+        reporter: str,
+    ):
+        self._report = report
         names = ("__module__", "__name__", "__qualname__", "__doc__")
-        assigned = [n for n in names if isinstance(getattr(self.fn, n, None), str)]
-        wrapper = functools.wraps(self.fn, assigned=assigned, updated=())
-        return wrapper(hiding_frames(report))
+        assigned = [n for n in names if isinstance(getattr(fn, n, None), str)]
+        functools.update_wrapper(self, fn, assigned=assigned, updated=())
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+            needed = [p.name for p in parameters if p.default is p.empty]
+            arguments = ", ".join(needed)
+        except (TypeError, ValueError):  # some builtins have none
+            arguments = "..."
+        made = f"{reporter}({name})"
+        self._hint = f"{made} makes a report when it is called: {made}({arguments})"
+
+    @hiding_frames
+    def __call__(self, *args: Any, **kwargs: Any) -> _Report:
+        return self._report(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._hint}>"
+
+    def __getattr__(self, name: str) -> Any:
+        hint = "" if name.startswith("_") else f" {self._hint}"
+        raise AttributeError(f"No report yet that has {name!r}.{hint}")
 
 
 def _apply(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

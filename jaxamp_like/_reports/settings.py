@@ -10,6 +10,8 @@ from .._jax import Primitive
 from .._policies.codec import RULE_NAMES
 from .._policies.dictionary import ByName
 from .._policies.limit import LimitedPolicy
+from .._policies.named import DTYPE_FIELDS, Policy
+from .._policies.names import name_of
 from .._policies.presets.common import ByRange
 from .._rewrite.planner import Planner
 from .._rewrite.record import Recorder
@@ -49,9 +51,23 @@ def rule_name(rule: Any) -> str:
         return RULE_NAMES[rule]
     if isinstance(rule, Callback):
         return getattr(rule.fn, "__name__", repr(rule.fn))
+    if isinstance(rule, Policy):
+        return _policy_name(rule)
     dtype = getattr(rule, "dtype", None)
     if dtype is not None and rule == _rules.use_precision(dtype):
         return f"use_precision({jnp.dtype(dtype).name!r})"
     if isinstance(rule, ByRange):
         return f"{rule_name(rule.narrow)} if float16 else {rule_name(rule.wide)}"
     return "by primitive" if isinstance(rule, ByName) else repr(rule)
+
+
+def _policy_name(policy: Policy) -> str:
+    """A policy in few words: what is long in it, such as its rules, is not shown."""
+    if name := name_of(policy):
+        return repr(name)
+    fields = [
+        f"{name}={x.name!r}" if hasattr(x, "name") else f"{name}=..."
+        for name in (*DTYPE_FIELDS, "rules", "limit", "measured")
+        if (x := getattr(policy, name)) is not None
+    ]
+    return f"Policy({', '.join(fields)})"

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 
 from .._structural import Plan, Step
 from .planner import Planner
@@ -73,6 +74,7 @@ def planner_in_force(planner: Planner) -> Planner:
 
 
 _made: ContextVar[int] = ContextVar("plans made", default=0)
+_in_float16: ContextVar[int] = ContextVar("plans in float16", default=0)
 
 
 def plans_made() -> int:
@@ -80,8 +82,14 @@ def plans_made() -> int:
     return _made.get()
 
 
+def plans_in_float16() -> int:
+    """How many of them compute in float16."""
+    return _in_float16.get()
+
+
 def record_plan(planner: Planner, plan: Plan) -> None:
     _made.set(_made.get() + 1)
+    _in_float16.set(_in_float16.get() + (planner.compute_dtype == jnp.float16))
     recorder = _current.get()
     if recorder is not None:
         recorder.plans.append((planner, plan))

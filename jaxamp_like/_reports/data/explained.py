@@ -78,10 +78,18 @@ def summary(report: ReportData) -> list[str]:
         *lines,
         f"  contractions: {shares(now.flops_by_dtype)}"
         f" (as written: {shares(written.flops_by_dtype)})",
+        *_where_formats_run(report.now),
         f"  casts: {now.casts}, of which {report.now.num_inserted} inserted"
         f" (as written: {written.casts})",
         f"  saved for backward: {saved}",
     ]
+
+
+def _where_formats_run(program: Program) -> list[str]:
+    """A line for each format that not every device has kernels for, and what runs
+    instead: a report may be read on another machine than the one that runs."""
+    found = dict.fromkeys((op.dtype, op.runs) for op in program.ops if op.runs)
+    return [f"    {format}: {runs}" for format, runs in found]
 
 
 def shares(count: Mapping[str, int]) -> str:

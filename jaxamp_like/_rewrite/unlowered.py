@@ -1,0 +1,91 @@
+"""Where the compute dtype changes nothing, or is not what the user wants."""
+
+import jax
+import jax.numpy as jnp
+
+from .._dtypes import DType
+from .._jax import source_line
+from .._policies.dictionary import AMP_STOP, REWRITTEN
+from .._primitives import CONTRACTIONS
+from .._rules import UsePrecision
+from .._rules.computing import asks_for_precision
+from .._structural import Step
+
+_DECIDED = {*AMP_STOP, REWRITTEN}
+
+
+def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | None:
+    """What to say where no contraction can be lowered, for what its author wrote.
+
+    Nothing is said if any can be, or is left alone by the policy: then the author
+    mixed dtypes on purpose."""
+    contractions = [
+        step
+        for step in steps
+        if step.eqn.primitive.name in CONTRACTIONS and _DECIDED.isdisjoint(step.scope)
+    ]
+    if not contractions or compute_dtype not in _OTHER:
+        return None
+    reasons = [_why_not_lowered(compute_dtype, step) for step in contractions]
+    if not all(reasons):
+        return None
+    return (
+        f"{compute_dtype.name} changes nothing: no contraction of the function can be "
+        f"lowered. The first, in {source_line(contractions[0].eqn)}, {reasons[0]}"
+    )
+
+
+_OTHER = {
+    jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.float16),
+    jnp.dtype(jnp.float16): jnp.dtype(jnp.bfloat16),
+}
+_LAYERS = (
+    "as written, and stays so. Leave the dtypes of layers (`dtype=`, `param_dtype=`, "
+    "Keras' policy) at float32, for `amp` to lower."
+)
+
+
+def _why_not_lowered(asked: DType, step: Step) -> str | None:
+    """Why a contraction does not run in the dtype `asked`, though its rule says so."""
+    params, match = step.eqn.params, step.match
+    avals = [atom.aval for atom in step.eqn.invars]
+    rule = match.rule.for_equation(params, avals)
+    if not isinstance(rule, UsePrecision) or rule.dtype is not None:
+        return None
+    if match.compute_dtype not in (None, asked):
+        return None
+    names = {aval.dtype.name for aval in avals[:2]}
+    if names == {_OTHER[asked].name}:
+        scale = " In float16, a loss wants a scale, too." * (names == {"float16"})
+        return f"is {_OTHER[asked].name} {_LAYERS}{scale}"
+    if names == {"float64"}:
+        return (
+            "is float64 as written, which is never lowered. Make parameters and inputs "
+            "float32: with `jax_enable_x64`, new arrays are float64."
+        )
+    if names == {"float32"} and asks_for_precision(params) and not match.by_scope:
+        return (
+            "asks for a precision by `precision=`, which is kept. "
+            "Leave that out, or give the scope of the code a rule, which wins: "
+            "`default_amp_policy | {scope: use_compute_precision}`."
+        )
+    return None
+
+
+def report_of_float16_on_tpus(steps: list[Step]) -> str | None:
+    """What to say where contractions are lowered to float16 and JAX runs on a TPU."""
+    first = next((step for step in steps if _is_lowered(step)), None)
+    if first is None or jax.default_backend() != "tpu":
+        return None
+    return (
+        "JAX runs on a TPU, whose matrix units multiply bfloat16. In float16, as in "
+        f"{source_line(first.eqn)}, contractions are no faster, and a loss wants a "
+        "scale. Ask for `compute_dtype='bfloat16'`."
+    )
+
+
+def _is_lowered(step: Step) -> bool:
+    return step.is_compute and any(
+        read == jnp.float16 != atom.aval.dtype
+        for read, atom in zip(step.decision.reads, step.eqn.invars, strict=True)
+    )
