@@ -281,6 +281,14 @@ JOBS = {
         ("docs/quantised.md", FIGURES),
         more=("curves_float8.png",),
     ),
+    "curves_low_bits": Job(
+        "curves_low_bits",
+        "",
+        "--steps 20 --seeds 1",
+        "curves_low_bits.json",
+        ("docs/low_bit_state.md", FIGURES),
+        more=("curves_low_bits.png",),
+    ),
 }
 
 # Of the same models and products, but timed.

@@ -47,7 +47,6 @@ from .scaling import (
     guard_step as guard_step,
     loss_scale_optimizer as loss_scale_optimizer,
 )
-from .storage import low_bit_state as low_bit_state
 
 __all__ = [
     "AmpError",
@@ -76,7 +75,6 @@ __all__ = [
     "init_amp_state",
     "load",
     "loss_scale_optimizer",
-    "low_bit_state",
     "scope_modules",
     "set_global_policy",
     "trace_numerics",

@@ -5,18 +5,22 @@ bfloat16 parameters that have no float32 copy."""
 
 from ._storage.codes import LowBitArray as LowBitArray
 from ._storage.optimizer import (
+    LowBitOptimizer as LowBitOptimizer,
     LowBitState as LowBitState,
     low_bit_state as low_bit_state,
     to_full_state as to_full_state,
     to_low_bit_state as to_low_bit_state,
 )
 from ._storage.updates import (
+    Float32UpdateState as Float32UpdateState,
     apply_updates as apply_updates,
     update_in_float32 as update_in_float32,
 )
 
 __all__ = [
+    "Float32UpdateState",
     "LowBitArray",
+    "LowBitOptimizer",
     "LowBitState",
     "apply_updates",
     "low_bit_state",

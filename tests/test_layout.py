@@ -59,7 +59,7 @@ def test_public_names():
             assert getattr(home, name).__doc__, name
 
 
-HOMES = rules, presets, scaling, reports, inference
+HOMES = rules, presets, scaling, storage, reports, inference
 
 
 @pytest.mark.parametrize("module", (jaxamp_like, *HOMES), ids=lambda m: m.__name__)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SUBJECTS = ("rules", "presets", "scaling", "reports", "inference")
+SUBJECTS = ("rules", "presets", "scaling", "storage", "reports", "inference")
 
 
 def described(page):

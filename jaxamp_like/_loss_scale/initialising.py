@@ -12,7 +12,9 @@ from jax.tree_util import keystr
 
 from .._dtypes import bits, is_float
 from .._errors import warn_or_raise
+from .._frameworks.nnx import instances_in
 from .._jax import Literal, is_tracer, raw
+from .._storage.updates import Float32UpdateState
 
 
 def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
@@ -34,7 +36,9 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
             f"updates infinite. {_KEEP_FLOAT32}",
             strict=False,
         )
-    elif without_copy := _low_without_copy(params, state):
+    elif not instances_in(state, Float32UpdateState) and (
+        without_copy := _low_without_copy(params, state)
+    ):
         if named := without_copy.keys() & _updated(optimizer, params, state):
             path = next(path for path in without_copy if path in named)
             dtype = jnp.dtype(without_copy[path])
@@ -43,7 +47,9 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
                 f"The optimizer updates {dtype.name} parameters (`params{path}`), and "
                 "its state holds no float32 copy of them: an update below about "
                 f"1/{share} of its parameter is rounded away, and training stands "
-                f"still without an error. {_KEEP_FLOAT32}",
+                f"still without an error. {_KEEP_FLOAT32} Or take "
+                "`update_in_float32` and `apply_updates` of `jaxamp_like.storage`, "
+                "which round by chance.",
                 strict=False,
             )
     return state

@@ -1,7 +1,7 @@
 """An optimizer whose state is stored in few bits."""
 
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from .._dtypes import did_you_mean
-from .._errors import hiding_frames, warn_or_raise
-from .._loss_scale.calls import with_call_hints
+from .._errors import hiding_frames, showing_call, warn_or_raise
 from .._random_rounding import mixed
 from .codes import Layout, LowBitArray, encoded, layout_of
 from .formats import FORMATS
@@ -33,7 +32,19 @@ class LowBitState(NamedTuple):
     seed: Any
 
 
-@with_call_hints("low_bit_state(optax.adam(1e-3), 'int8')", {})
+class LowBitOptimizer(optax.GradientTransformationExtraArgs):
+    """What `low_bit_state` makes: an Optax optimizer with a `LowBitState`."""
+
+    if TYPE_CHECKING:  # the fields of Optax, with the type that the state has here
+
+        def init(self, params: Any) -> LowBitState: ...  # pyright: ignore
+
+        def update(  # pyright: ignore
+            self, updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, LowBitState]: ...
+
+
+@showing_call("low_bit_state(optax.adam(1e-3), 'int8')")
 def low_bit_state(
     optimizer: optax.GradientTransformation,
     format: str = "int8",
@@ -43,7 +54,7 @@ def low_bit_state(
     min_size: int = 4096,
     rounding: Rounding = "stochastic",
     seed: int = 0,
-) -> optax.GradientTransformationExtraArgs:
+) -> LowBitOptimizer:
     """Wraps an optimizer so that its state takes a quarter of the memory, or an eighth.
 
     An update decodes the state, runs the optimizer in float32, and encodes its new
@@ -130,7 +141,7 @@ def low_bit_state(
         updates, new = inner.update(updates, full, params, **extra_args)
         return updates, _like(state, new)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
+    return LowBitOptimizer(init, update)  # pyright: ignore
 
 
 def to_full_state(state: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jax import is_tracer
+
 Tile = tuple[int, ...]  # a length for each axis
 
 
@@ -31,9 +33,7 @@ def _shard_shape(x: Any) -> tuple[int, ...]:
     """The shape of the part of an array that one device holds, as far as it is known.
 
     In `jit` it is known where the mesh has axes of explicit sharding."""
-    sharding = getattr(
-        jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None
-    )
+    sharding = getattr(jax.typeof(x) if is_tracer(x) else x, "sharding", None)
     try:
         return sharding.shard_shape(x.shape) if sharding is not None else x.shape
     except (TypeError, ValueError, AttributeError):  # of an abstract mesh

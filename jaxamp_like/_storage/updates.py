@@ -1,6 +1,6 @@
 """Parameters without a float32 copy: updated in float32, and rounded by chance."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,12 @@ from .._errors import hiding_frames
 from .._random_rounding import chances, mixed, rounded_by
 from .moments import is_array
 from .optimizer import Rounding
+
+
+class Float32UpdateState(NamedTuple):
+    """The state of what `update_in_float32` returns: that of the wrapped optimizer."""
+
+    inner_state: Any
 
 
 def update_in_float32(
@@ -33,7 +39,7 @@ def update_in_float32(
         TypeError: `optimizer` is none.
 
     >>> tx = update_in_float32(optax.adam(1e-3))
-    >>> tx.init(jnp.ones(4, jnp.bfloat16))[0].mu.dtype.name
+    >>> tx.init(jnp.ones(4, jnp.bfloat16)).inner_state[0].mu.dtype.name
     'float32'
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -44,13 +50,14 @@ def update_in_float32(
     inner = optax.with_extra_args_support(optimizer)
 
     @hiding_frames
-    def init(params: Any) -> Any:
-        return inner.init(_in_float32(params))
+    def init(params: Any) -> Float32UpdateState:
+        return Float32UpdateState(inner.init(_in_float32(params)))
 
     @hiding_frames
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         updates, params = _in_float32(updates), _in_float32(params)
-        return inner.update(updates, state, params, **extra)
+        updates, new = inner.update(updates, state.inner_state, params, **extra)
+        return updates, Float32UpdateState(new)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
@@ -128,7 +135,7 @@ def apply_updates(
 
 def _seed(key: Any) -> Any:
     is_key = is_array(key) and (
-        jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         or (key.dtype == jnp.uint32 and key.ndim == 1)
     )
     if not is_key:
