@@ -3,12 +3,12 @@
     python -m benchmarks.inference
 
 needs what `benchmarks.roofline` needs, and no GPU: the GPT-like model is compiled for
-the described device, one step of decoding with a cache and the logits of a batch. Six
+the described device, one step of decoding with a cache and the logits of a batch. Seven
 versions: float32 as written; `amp`, which casts the parameters at each call; what
 `convert` makes; the same where the caller keeps the cache low, for it is an input, and
 those keep the dtype that they come in; *hand*, code with casts by hand, a low cache,
 and a tree of which everything was cast; and `convert` with weights in int8, which are
-cast where they are multiplied, and a low cache."""
+cast where they are multiplied, or in int4 by groups of 32, and a low cache."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ from rich.progress import track
 
 from jaxamp_like import amp, convert
 from jaxamp_like.presets import quantised
-from jaxamp_like.rules import int8
+from jaxamp_like.rules import int4, int8
 
 from .rewrite import make_table, ratio
 from .roofline import figures, run_command
@@ -130,6 +130,7 @@ def decode(
 
 # Of all sizes: one text is one row, but its step reads all weights.
 EIGHT_BITS = quantised(int8(weight_only=True, where=None))
+FOUR_BITS = quantised(int4())
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,10 @@ def contenders(
     plain, full = styled(task, FLOAT32), task.inputs("float32")
     low = task.inputs(dtype)
     converted = convert(plain, params, *full, compute_dtype=dtype)
-    eight = convert(plain, params, *low, compute_dtype=dtype, amp_policy=EIGHT_BITS)
+    eight, four = (
+        convert(plain, params, *low, compute_dtype=dtype, amp_policy=policy)
+        for policy in (EIGHT_BITS, FOUR_BITS)
+    )
     cast = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), params)
     found = {
         "float32": (plain, params, full),
@@ -185,6 +189,7 @@ def contenders(
     return found | {
         "hand": (styled(task, Style(jnp.dtype(dtype))), cast, low),
         "convert, int8 weights": (eight.apply, eight.params, low),
+        "convert, int4 weights": (four.apply, four.params, low),
     }
 
 

@@ -7,6 +7,7 @@ A dtype stands for `use_precision(dtype)`, and any function
 
 from ._quantised import (
     float8 as float8,
+    int4 as int4,
     int8 as int8,
     mxfp8 as mxfp8,
     nvfp4 as nvfp4,
@@ -45,6 +46,7 @@ __all__ = [
     "Site",
     "float8",
     "follow_inputs",
+    "int4",
     "int8",
     "keep_each_input",
     "keep_inputs",

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from benchmarks import roofline
-from jaxamp_like import amp
+from jaxamp_like import amp, certify
 from jaxamp_like._certify.devices import described, gpus
 from jaxamp_like._hlo import text as hlo
 from jaxamp_like.presets import quantised
@@ -129,3 +129,66 @@ def test_parts_on_several_devices_are_native(make):
     grads = jax.grad(low(dense, rule))
     found = compiled(grads, None, ws, put(P("data"), 4, 128, 256))
     assert found == {{"mxfp8": "f8e4m3fn", "nvfp4": "f4e2m1fn"}[rule.name]: 5}
+
+
+# ---------------------------------------------------------------------- certificates
+
+
+def layers(ws, x):
+    for i, w in enumerate(ws):
+        with jax.named_scope(f"layer{i}"):
+            x = x + jax.nn.gelu(x @ w)
+    return jnp.mean(x**2)
+
+
+def on_one_line(ws, x):
+    return jnp.mean(jnp.tanh(jax.nn.gelu(x @ ws[0]) @ ws[1]) ** 2)
+
+
+def scoped_scan(ws, x):
+    def block(x, w):
+        with jax.named_scope("block"):
+            return x + jax.nn.gelu(x @ w), None
+
+    return jnp.mean(lax.scan(block, x, ws)[0])
+
+
+def calls(ws, x):
+    layer = jax.jit(lambda w, x: jax.nn.gelu(x @ w))
+    for name, w in zip("ab", ws, strict=True):
+        with jax.named_scope(name):
+            x = layer(w, x)
+    return jnp.mean(x**2)
+
+
+CERTIFIED = {
+    "scopes": (layers, ((256, 256),) * 3, (256, 256), ["layer0", "layer1", "layer2"]),
+    # XLA pads rows to multiples of 128, so the contractions get more FLOPs.
+    "padded": (on_one_line, ((64, 64),) * 2, (64, 64), ["", ""]),
+    "scan": (scoped_scan, (3, 256, 256), (2, 128, 256), ["block"]),
+    "calls": (calls, ((256, 256),) * 2, (256, 256), ["a", "b"]),
+}
+"""By name, a program, the shapes of its arguments and the scopes of its products."""
+
+
+@both_formats
+@pytest.mark.parametrize("name", CERTIFIED)
+@pytest.mark.usefixtures("device")
+def test_small_programs_are_as_decided(name, make):
+    fn, ws, x, scopes = CERTIFIED[name]
+    ws = shape(*ws) if isinstance(ws[0], int) else [shape(*one) for one in ws]
+    rule = make(where=None)
+    step = jax.grad(low(fn, rule), argnums=(0, 1))
+    certificate = certify(step, ws, shape(*x), device="b200")
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
+    native = [
+        one
+        for one in certificate.operations
+        if one.kind == "contraction" and NATIVE in one.opcodes
+    ]
+    assert all(len(one.compiled) == 1 for one in native)
+    for phase, times in (("forward", 1), ("backward", 2)):
+        found = [one.scope for one in native if one.phase == phase]
+        assert sorted(found) == sorted(scopes * times)
+    assert all(f"computes in {rule.name}" in one.why for one in native)

@@ -806,6 +806,30 @@ def test_names_in_loops_of_called_functions_are_whole():
     assert one.compiled == (FULL,)
 
 
+def test_names_in_calls_within_calls_have_the_scopes_around_all_of_them():
+    @jax.jit
+    def inner(w, x):
+        with jax.named_scope("inner"):
+            return x @ w
+
+    @jax.jit
+    def outer(w, x):
+        with jax.named_scope("outer"):
+            return inner(w, x)
+
+    def step(w, x):
+        with jax.named_scope("step"):
+            return outer(w, x)
+
+    text = jax.jit(step).lower(WS[0], X).as_text(dialect="hlo", debug_info=True)
+    names = {node.op_name for node in graph.nodes(graph.program(parse(text)))}
+    (product,) = (name for name in names if name.endswith("/dot_general"))
+    assert named(product).inner == ("step", "outer", "inner")
+    assert product.startswith("jit(step)/")
+    (one,) = contractions(certify(step, WS[0], X))
+    assert (one.scope, one.compiled) == ("step/outer/inner", (FULL,))
+
+
 def test_contractions_that_became_one_are_tied():
     q = f"  %k = bf16[32,64] dot(%xb, %g), {DIMS}, {of('k/dot_general')}\n"
     decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")

@@ -53,6 +53,14 @@ def test_weights_of_the_int8_rule_are_stored_in_8_bits_anywhere(case):
     assert "int8" in {x.dtype.name for x in low.params}
 
 
+def test_a_derivative_by_inputs_is_refused():
+    """Also where nothing but quantised products read them, whose derivative is lost."""
+    p, x = randoms((64, 64), (4, 64))
+    low = convert(ONE["plain"], p, x, amp_policy=EIGHT, **BF16)
+    with pytest.raises(AmpError, match="can't be differentiated"):
+        jax.grad(lambda x: low(x).sum())(x)
+
+
 def steered(p, x):
     """Parameters say whether, how often and from where on; one of them is a result."""
 

@@ -113,9 +113,9 @@ def test_names_and_strings(spec, compute, param, output):
         ("mixed_flaot16", ValueError, "Did you mean 'mixed_float16'.*Known names are"),
         ("int8", ValueError, "no policy called 'int8'.*'int8_from_mixed_bfloat16'"),
         (
-            "int4_from_float32",
+            "int2_from_float32",
             ValueError,
-            "by 'int8', 'float8', 'mxfp8', 'nvfp4' and the policy",
+            "by 'int8', 'float8', 'mxfp8', 'nvfp4', 'int4' and the policy",
         ),
         ("", ValueError, "no policy called ''"),
         ("p=f32,c", ValueError, r"position 6: expected `key=dtype`[^\n]*\n.*\n {8}\^$"),

@@ -95,7 +95,7 @@ def _known(one: Any) -> str | DType:
         hint = did_you_mean(one, _NAMES) if is_unknown else ""
         raise (ValueError if is_unknown else TypeError)(
             "Each of `candidates` must be a floating dtype of 16 bits, 'bfloat16' or "
-            f"'float16', or one of {' and '.join(map(repr, EIGHT_BITS))}, but got "
+            f"'float16', or one of {', '.join(map(repr, EIGHT_BITS))}, but got "
             f"{one!r}.{hint}"
         )
     if dtype.itemsize > 2:

@@ -15,7 +15,7 @@ from .._hlo.numbers import (
     rounded,
     union,
 )
-from .._hlo.text import contraction_flops
+from .._hlo.text import contraction_flops, is_block_scaled, tiled_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
 from .places import source_of
@@ -99,9 +99,19 @@ class Operation:
         return self.node.one.opcode == "multiply"
 
     @property
+    def is_block_scaled(self) -> bool:
+        """Whether it contracts operands in blocks, each with its own scale."""
+        return is_block_scaled(self.node.one)
+
+    @cached_property
+    def tiled_flops(self) -> int:
+        """FLOPs of one run with all padding, by which both programs are compared."""
+        return tiled_flops(self.node.one, self.flops)
+
+    @property
     def work(self) -> int:
         """What it costs: FLOPs or elements of all its runs, or how many these are."""
-        return (self.flops or self.elements or 1) * self.times
+        return (self.tiled_flops or self.elements or 1) * self.times
 
     @property
     def results(self) -> int:

@@ -72,8 +72,12 @@ class _Found:
         """Ties a contraction to those whose FLOPs add up to its own.
 
         At most four are tried together. One of them shares its name, scopes or line,
-        and the others stand near that one."""
-        alike = [c for c in self.left if c.flops and c.times == one.times]
+        and the others stand near that one. Block-scaled contractions stay apart: XLA
+        calls a library for each."""
+        if one.is_block_scaled:
+            return False
+        candidates = (c for c in self.left if c.flops and not c.is_block_scaled)
+        alike = [c for c in candidates if c.times == one.times]
         near = next((i for i, c in enumerate(alike) if _is_near(c, one)), None)
         if near is None or any(c.flops == one.flops for c in alike if _is_near(c, one)):
             return False
@@ -166,7 +170,7 @@ def _by_name(one: Operation) -> Hashable:
 
 _SURE: tuple[Key, ...] = (
     lambda one: (
-        (one.kind, one.op_name, one.source, one.flops, one.elements, one.times)
+        (one.kind, one.op_name, one.source, one.tiled_flops, one.elements, one.times)
         if one.op_name
         else None
     ),

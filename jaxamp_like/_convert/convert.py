@@ -191,7 +191,9 @@ def _stored(
             row = row._replace(bytes_before=0, bytes_now=0, why=why)
         if origin is not None:
             is_first = i == 0 or origins[i - 1] is not origin
-            why = f"made of {origin.name}, which nothing else reads"
+            holds = {use.holds for use in uses[first[i]]} - {""}
+            made_of = f"made of {origin.name}, which nothing else reads"
+            why = ", ".join([*sorted(holds), made_of])
             row = row._replace(
                 before=origin.before,
                 bytes_before=origin.bytes_before if is_first else 0,

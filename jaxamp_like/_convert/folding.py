@@ -177,7 +177,10 @@ def folded(
             )
             if is_array_or_shape(author)
         ]
-        given = enumerate((*leaves, *parameters_in(inputs)))
+        # What quantised products read has no derivative, so that results alone, made
+        # of nothing else, would not tell that one is taken.
+        arrays = _not_differentiated(parameters_in(inputs))
+        given = enumerate((*leaves, *arrays))
         args = [None if i in which else x for i, x in given]
         rest = split(program.jaxpr, owners_of(len(args), which))
         parts = [iter(leaf if i in which else ()) for i, leaf in enumerate(leaves)]

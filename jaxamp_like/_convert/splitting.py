@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .._jax import Eqn, Jaxpr, Literal, raw, scan_arity
 from .._primitives import VIEWS
+from .._quantised.stored import STORED
 from .rewriting import BOUND_CALLS
 from .uses import bodies
 
@@ -142,6 +143,11 @@ def _bytes(var: Any) -> int:
 
 
 def _split_eqn(made: Split, eqn: Eqn) -> None:
+    if eqn.primitive is STORED:
+        # What is made of this value is larger, and left to the rest.
+        made.owners[eqn.outvars[0]] = INPUT
+        _need(made, eqn.invars)
+        return
     together = frozenset().union(*map(made.of, eqn.invars))
     is_sliced = any(map(made.is_slice, eqn.invars))
     # What depends on two parameters is left to the rest, which makes it at each call.

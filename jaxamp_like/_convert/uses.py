@@ -12,6 +12,7 @@ from .._dtypes import bits, is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line, without_folders
 from .._policies.dictionary import REWRITTEN
 from .._primitives import EACH_ALONE, MOVES
+from .._quantised.stored import STORED
 from .._structural import SOLVER, STRUCTURAL, Body
 
 Scope = tuple[str, ...]
@@ -28,12 +29,14 @@ class Use(NamedTuple):
         by: the primitive that reads it, or what else becomes of it.
         scope: the named scopes around the reader, joined by "/".
         line: the file, line and function where the author wrote the reader. Folders are
-            left out, since the text is shipped with the model."""
+            left out, since the text is shipped with the model.
+        holds: what the value is, if the rule that made it says so."""
 
     dtype: str | None
     by: str
     scope: str = ""
     line: str = ""
+    holds: str = ""
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.scope and f"in {self.scope}", self.line)))
@@ -136,4 +139,5 @@ def _through_programs(eqn: Eqn, outs: list[Uses], scope: Scope) -> list[Uses]:
 def _use(eqn: Eqn, scope: Scope, dtype: str | None = None) -> Use:
     names = (x for x in scope if x not in (REWRITTEN, SOLVER))
     line = without_folders(source_line(eqn))
-    return Use(dtype, eqn.primitive.name, "/".join(names), line)
+    holds = eqn.params["holds"] if eqn.primitive is STORED else ""
+    return Use(dtype, eqn.primitive.name, "/".join(names), line, holds)

@@ -71,6 +71,17 @@ class Body:
         return found
 
 
+def _is_whole(name: str, prefix: str) -> bool:
+    """Whether a name begins at the program's own function, as `prefix` does.
+
+    A name that begins at another function, `jit(inner)/dot_general`, is that of a call
+    within a call, and lacks the prefix as all names do that JAX gives in a call."""
+    function = name.partition("/")[0]
+    return function.startswith(("jit(", "pjit(")) and (
+        function == prefix.partition("/")[0]
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """An instruction, in one call of the computation that holds it."""
@@ -84,10 +95,10 @@ class Node:
     @cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, with those of the calls around it."""
-        own = self.one.op_name
-        prefix = self.body.prefix
-        is_whole = not prefix or own.startswith(("jit(", "pjit(")) or not own
-        return own if is_whole else f"{prefix}/{own}"
+        own, prefix = self.one.op_name, self.body.prefix
+        if not prefix or not own or _is_whole(own, prefix):
+            return own
+        return f"{prefix}/{own}"
 
     @property
     def bodies(self) -> list[Body]:

@@ -390,6 +390,7 @@ _WINDOW = {
 _CONTRACTIONS = frozenset({"dot", "ragged-dot", "convolution", "custom-call"})
 _LIBRARY = re.compile(r"__(\w+)\$(\w*)")
 _BLOCK_SCALED = frozenset({"blockScaledDot", "block_scaled_dot"})
+_TILE = 128  # rows of a block-scaled operand that the library takes at once
 
 
 def contraction_flops(one: Instruction, scope: Computation) -> int:
@@ -402,7 +403,7 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
         return 0
     target = _LIBRARY.match(one.target)
     library, routine = target.groups() if target else ("", "")
-    is_product = routine in _BLOCK_SCALED or (library, routine) == ("onednn", "matmul")
+    is_product = is_block_scaled(one) or (library, routine) == ("onednn", "matmul")
     is_call = library == "cublas" and routine.startswith(("gemm", "lt"))
     is_dot = one.opcode in ("dot", "ragged-dot") or is_call
     is_conv = one.opcode == "convolution" or routine.startswith("conv")
@@ -420,3 +421,19 @@ def contraction_flops(one: Instruction, scope: Computation) -> int:
     if one.op_name.endswith("/dot_general"):
         return product_flops(one, lhs, rhs)
     return conv_flops(rhs, one.shape, one.attributes)
+
+
+def is_block_scaled(one: Instruction) -> bool:
+    """Whether it is a contraction of operands in blocks, each with its own scale."""
+    target = _LIBRARY.match(one.target)
+    return target is not None and target[2] in _BLOCK_SCALED
+
+
+def tiled_flops(one: Instruction, flops: int) -> int:
+    """The FLOPs of a contraction after XLA has padded its operands for a library.
+
+    Rows of block-scaled operands are padded to whole tiles, those of others are not."""
+    if not is_block_scaled(one):
+        return flops
+    rows = one.shape.dims[1:]  # of both operands; the first axis is the batch
+    return flops * prod(-(-n // _TILE) * _TILE for n in rows) // prod(rows)

@@ -58,8 +58,9 @@ def get_policy(
       is float32, "half" is bfloat16 on a TPU and float16 elsewhere;
     - "int8_from_mixed_bfloat16", "float8_from_float32" and the like: the policy named
       after "from", with contractions by the rule of that name: `int8()`, `float8()`,
-      `mxfp8()` or `nvfp4()`. This rule does not quantise heads, embeddings, attention's
-      scores, and contractions that are too small to gain from it.
+      `mxfp8()`, `nvfp4()` or `int4()`. This rule does not quantise heads, embeddings,
+      attention's scores, and (but for `int4()`, which rounds weights alone)
+      contractions that are too small to gain from it.
 
     Args:
         policy: the name or string; a `Policy` is returned as it is.

@@ -59,7 +59,7 @@ class Blocks:
             blocks = rows.reshape(*rows.shape[:2], -1, size)
             rows = rotated_back(blocks, 3, self.signs).reshape(rows.shape)
         length = prod(self.shape[axis] for axis in self.axes.summed)
-        return _from_rows(rows[..., :length], self.shape, self.axes)
+        return from_rows(rows[..., :length], self.shape, self.axes)
 
 
 def restored_rows(values: Any, scales: Any) -> Any:
@@ -238,7 +238,7 @@ def _as_one(x: Any, first: int, number: int) -> Any:
     return x.reshape(*x.shape[:first], length, *x.shape[last:])
 
 
-def _from_rows(rows: Any, shape: Sequence[int], axes: Axes) -> Any:
+def from_rows(rows: Any, shape: Sequence[int], axes: Axes) -> Any:
     order = (*axes.batch, *axes.free, *axes.summed)
     there = rows.reshape([shape[axis] for axis in order])
     return there.transpose([order.index(axis) for axis in range(len(shape))])

@@ -67,14 +67,15 @@ def _nothing_batch(args: Any, dims: Any) -> Any:
 def first_operand(name: str, jvp: Callable[..., Any]) -> Primitive:
     """A primitive that returns its first operand, and gives no operand a cotangent.
 
-    A transposed loop hands back 0 for its constants, but no symbol of it."""
+    It may have parameters, which change nothing. A transposed loop hands back 0 for its
+    constants, but no symbol of it."""
     primitive = new_primitive(
         name,
-        compute=lambda x, *_: x,
-        aval=lambda x, *_: x,
+        compute=lambda x, *_, **__: x,
+        aval=lambda x, *_, **__: x,
         jvp=jvp,
-        transpose=lambda ct, *operands: [Zero(x.aval) for x in operands],
-        batch=lambda args, dims: (primitive.bind(*args), dims[0]),
+        transpose=lambda ct, *operands, **_: [Zero(x.aval) for x in operands],
+        batch=lambda args, dims, **params: (primitive.bind(*args, **params), dims[0]),
         series=no_series,
     )
     return primitive

@@ -25,6 +25,7 @@ from .._jax import (
 )
 from .._rules.passes import CastPass, pulled_back
 from .constant import no_series
+from .stored import ROUNDED
 
 
 def transposable(
@@ -44,14 +45,16 @@ def transposable(
 
 
 def without_transposes(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` without `RESULT_OF`, which only a program that is transposed needs."""
+    """`jaxpr` without `RESULT_OF`, which only a program that is transposed needs.
+
+    `ROUNDED`, which only reports need, is left out too: it reads weights in full."""
     inner, eqns, same = raw(jaxpr), [], {}
 
     def now(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
     for eqn in inner.eqns:
-        if eqn.primitive is RESULT_OF:
+        if eqn.primitive in (RESULT_OF, ROUNDED):
             same[eqn.outvars[0]] = now(eqn.invars[0])
             continue
         new = {id(one): without_transposes(one) for one in subjaxprs(eqn.params)}

@@ -148,8 +148,8 @@ class Quantising(Rule):
 
     # What a format says of a contraction that is quantised.
 
-    def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
-        """How both operands are rounded."""
+    def roundings(self, site: Site) -> Sequence[Rounding | None]:
+        """How each operand is rounded; `None` if it is only read in low precision."""
         raise NotImplementedError
 
     def quantisers(self, site: Site) -> Sequence[Rounding | None]:

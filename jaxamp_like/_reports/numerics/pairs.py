@@ -18,6 +18,7 @@ from jax import lax
 from ..._dtypes import DType, bits, cast, holds, is_float
 from ..._jax import Eqn, Literal, bind_flat, eqn_context, has_effect, rebind, subjaxprs
 from ..._quantised import FORMATS
+from ..._quantised.stored import ROUNDED
 from .. import walk
 
 
@@ -88,6 +89,8 @@ class Role:
 
 def role_of(eqn: Eqn, at: walk.ReportContext) -> Role:
     name = eqn.primitive.name
+    if eqn.primitive is ROUNDED:
+        return Role(inserted=1)
     if (rounded := rounded_operand(eqn, at)) is not None:
         return Role(inserted=rounded)
     # Scales that are known before a training step belong to no step of the plan.
@@ -156,7 +159,7 @@ def as_written(atom: Any, at: walk.ReportContext) -> float | None:
 _MOVES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims copy copy_p rev name "
     "stop_gradient optimization_barrier sharding_constraint device_put pvary "
-    "pcast amp_constant amp_tied "
+    "pcast amp_constant amp_tied amp_stored "
     "amp_last_derivative".split()
 )
 
