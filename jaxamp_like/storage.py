@@ -5,7 +5,6 @@ bfloat16 parameters that have no float32 copy."""
 
 from ._storage.codes import LowBitArray as LowBitArray
 from ._storage.optimizer import (
-    LowBitOptimizer as LowBitOptimizer,
     LowBitState as LowBitState,
     low_bit_state as low_bit_state,
     to_full_state as to_full_state,
@@ -20,7 +19,6 @@ from ._storage.updates import (
 __all__ = [
     "Float32UpdateState",
     "LowBitArray",
-    "LowBitOptimizer",
     "LowBitState",
     "apply_updates",
     "low_bit_state",

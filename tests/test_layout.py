@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxamp_like
-from jaxamp_like import _version, inference, presets, reports, rules, scaling
+from jaxamp_like import _version, inference, presets, reports, rules, scaling, storage
 
 from . import layout
 
@@ -50,9 +50,9 @@ def test_two_doors_to_private_jax():
 
 
 def test_public_names():
-    """Few at the top; the others in five modules, and within reach from the top."""
+    """Few at the top; the others in six modules, and within reach from the top."""
     assert len(jaxamp_like.__all__) <= 30
-    for home in (rules, presets, scaling, reports, inference):
+    for home in HOMES:
         assert home.__doc__
         for name in home.__all__:
             assert getattr(jaxamp_like, name) is getattr(home, name)
