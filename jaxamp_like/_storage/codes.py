@@ -70,24 +70,30 @@ class LowBitArray:
         return format.decoded(codes, scales).astype(self.layout.dtype)
 
 
+def _scales(x: Any, layout: Layout) -> Any:
+    """The scales of the blocks of an array; `None` if the format has none.
+
+    Each is the largest magnitude of its block, negative if no number of the block is.
+    That of a block with an inf or a NaN is NaN, as then is the block."""
+    if not FORMATS[layout.format].has_scales:
+        return None
+    largest, is_signed = largest_in_tiles(x, layout.tile)
+    largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+    return jnp.where(is_signed, largest, -largest)
+
+
 def encoded(x: Any, layout: Layout, seed: Any) -> LowBitArray:
     """An array in few bits.
 
     Args:
         x: a floating-point array.
         layout: how it is to be stored.
-        seed: of rounding by chance, a uint32; `None` rounds to the nearest. A block
-            with an inf or a NaN is NaN as a whole."""
-    format = FORMATS[layout.format]
+        seed: of rounding by chance, a uint32; `None` rounds to the nearest."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scales = _scales(x, layout)
     chance = 0.5 if seed is None else chances(x.shape, seed)
-    scales = spread = None
-    if format.has_scales:
-        largest, is_signed = largest_in_tiles(x, layout.tile)
-        largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
-        scales = jnp.where(is_signed, largest, -largest)
-        spread = over_tiles(scales, layout.tile, x.shape)
-    codes = format.encoded(x, spread, chance)
+    spread = None if scales is None else over_tiles(scales, layout.tile, x.shape)
+    codes = FORMATS[layout.format].encoded(x, spread, chance)
     if layout.pairs is not None:
         codes = _in_pairs(codes, *layout.pairs)
     return LowBitArray(codes, scales, layout)

@@ -61,7 +61,7 @@ class PowerCodes:
     has_scales: bool = True
 
     def encoded(self, x: Any, scale: Any, chance: Any) -> Any:
-        is_signed = scale > 0
+        is_signed = _is_positive(scale)
         magnitude = _over(jnp.abs(x), scale)
 
         def code(power: int, largest: int) -> Any:
@@ -77,8 +77,8 @@ class PowerCodes:
             code(*pair) for pair in zip(self.powers, self._largest, strict=True)
         )
         zero = 1 << (self.bits - 1)
-        signed = jnp.where(x < 0, zero - signed, zero + signed)
-        unsigned = jnp.where(x > 0, jnp.maximum(unsigned, 1), unsigned)
+        signed = jnp.where(_is_positive(-x), zero - signed, zero + signed)
+        unsigned = jnp.where(_is_positive(x), jnp.maximum(unsigned, 1), unsigned)
         return jnp.where(is_signed, signed, unsigned).astype(jnp.uint8)
 
     def decoded(self, codes: Any, scale: Any) -> Any:
@@ -91,7 +91,7 @@ class PowerCodes:
             )
         )
         signed = jnp.copysign(signed, offset.astype(scale.dtype))
-        return jnp.where(scale > 0, signed, unsigned) * jnp.abs(scale)
+        return jnp.where(_is_positive(scale), signed, unsigned) * jnp.abs(scale)
 
     @property
     def _largest(self) -> tuple[int, int]:
@@ -118,7 +118,7 @@ class FloatCodes:
             for name in ("max", "smallest_subnormal")
         )
         scaled = (_over(x, scale) * largest).astype(jnp.float32)
-        is_kept = (scale < 0) & (x > 0)
+        is_kept = _is_positive(-scale) & _is_positive(x)
         scaled = jnp.where(is_kept, jnp.maximum(scaled, least), scaled)
         return rounded_by(scaled, self.dtype, chance)
 
@@ -145,10 +145,17 @@ class PlainCodes:
 
 
 def _over(x: Any, scale: Any) -> Any:
-    """Numbers over their scales; 0 where all of a block is 0, or so small that for XLA
-    it is."""
+    """Numbers over their scales; 0 where a scale is 0 or NaN."""
     scale = jnp.abs(scale)
-    return jnp.where(scale > 0, x / scale, 0)
+    return x / jnp.where(_is_positive(scale), scale, jnp.inf)
+
+
+def _is_positive(x: Any) -> Any:
+    """Whether numbers are above zero, as which XLA takes those that are not normal.
+
+    They are not compared with zero, of which there would be an array: XLA keeps it if
+    there is one already, such as that in which a loop adds up a gradient."""
+    return x >= jnp.finfo(x.dtype).tiny
 
 
 FORMATS: Mapping[str, Format] = {

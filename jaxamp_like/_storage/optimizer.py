@@ -1,5 +1,6 @@
 """An optimizer whose state is stored in few bits."""
 
+import itertools
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -127,7 +128,7 @@ def low_bit_state(
             )
         # What is one number everywhere, as moments are at first, needs no chance.
         low = [
-            _encode(x, layout_of(x, format, tile_of(x, block)), None) if this else x
+            _first(x, layout_of(x, format, tile_of(x, block))) if this else x
             for x, this in zip(leaves, is_low, strict=True)
         ]
         return LowBitState(jax.tree.unflatten(structure, low), first)
@@ -192,7 +193,7 @@ def to_low_bit_state(full: Any, like: Any) -> Any:
     return jax.tree.map(low, like, full, is_leaf=_is_state)
 
 
-_encode = jax.jit(encoded, static_argnums=1)
+_first = jax.jit(lambda x, layout: encoded(x, layout, None), static_argnums=1)
 
 
 def decoded_tree(tree: Any) -> Any:
@@ -204,7 +205,7 @@ def decoded_tree(tree: Any) -> Any:
 
 def _like(state: LowBitState, full: Any) -> LowBitState:
     """A full state, stored as `state`, with the seed of the step after it."""
-    seeds = iter(range(1, 2**31))
+    numbers = itertools.count(1)
 
     def stored(path: Any, old: Any, new: Any) -> Any:
         if _is_state(old):  # that of a wrapper further inside, which has updated it
@@ -219,8 +220,10 @@ def _like(state: LowBitState, full: Any) -> LowBitState:
                 f"{jnp.shape(new)}.\nTake the `like` of the same parameters, or a "
                 "`low_bit_state` whose `where` leaves this array as it is."
             )
-        seed = None if state.seed is None else state.seed + np.uint32(next(seeds))
-        return _encode(new, old.layout, None if seed is None else mixed(seed))
+        seed = state.seed
+        if seed is not None:
+            seed = mixed(seed + np.uint32(next(numbers)))
+        return encoded(new, old.layout, seed)
 
     inner = _mapped(stored, state.inner_state, full)
     seed = None if state.seed is None else mixed(state.seed + np.uint32(0x9E3779B9))

@@ -67,7 +67,8 @@ def largest_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
             shape.append(t)
     tiles = x.reshape(shape)
     axes = tuple(inner)
-    return jnp.abs(tiles).max(axes), (tiles < 0).any(axes)
+    least, most = tiles.min(axes), tiles.max(axes)
+    return jnp.maximum(jnp.abs(least), jnp.abs(most)), least < 0
 
 
 def over_tiles(grid: Any, tile: Tile, shape: Sequence[int]) -> Any:
