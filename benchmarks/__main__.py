@@ -283,11 +283,27 @@ JOBS = {
     ),
     "curves_low_bits": Job(
         "curves_low_bits",
-        "",
+        "--steps 600",
         "--steps 20 --seeds 1",
         "curves_low_bits.json",
         ("docs/low_bit_state.md", FIGURES),
         more=("curves_low_bits.png",),
+    ),
+    "curves_low_bits-gan": Job(
+        "curves_low_bits",
+        "--steps 600 --seeds 12 --tasks GAN --name curves_low_bits-gan",
+        "--steps 20 --seeds 2 --tasks GAN --name curves_low_bits-gan",
+        "curves_low_bits-gan.json",
+        ("docs/low_bit_state.md", FIGURES),
+        more=("curves_low_bits-gan.png",),
+    ),
+    "step_memory": Job(
+        "step_memory",
+        "",
+        "--depth 2 --dim 256 --vocabulary 1024 --length 128",
+        "step-memory.json",
+        ("docs/low_bit_state.md", FIGURES),
+        needs=COMPILER,
     ),
 }
 

@@ -1,6 +1,6 @@
 """Training curves with optimizer states in few bits, and without float32 parameters.
 
-    python -m benchmarks.curves_low_bits [--steps 2000] [--seeds 3] [--out results]
+    python -m benchmarks.curves_low_bits [--steps 2000] [--seeds 3] [--tasks GAN]
 
 Three models in float32: the digits and the characters of `benchmarks.curves`, and a
 generative adversarial network whose two losses have one optimizer, AdamW. A seed sets
@@ -206,9 +206,8 @@ def misses(results: Results) -> Iterator[str]:
 
 def plot(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
     figure = Figure(figsize=(5.5 * len(runs), 4.8), layout="constrained")
-    for axes, (task, by_way) in zip(
-        np.ravel(figure.subplots(1, len(runs))), runs.items(), strict=True
-    ):
+    several = np.ravel(figure.subplots(1, len(runs)))
+    for axes, (task, by_way) in zip(several, runs.items(), strict=True):
         plain = smooth(np.stack([run.losses for run in by_way[PLAIN]]))
         for name, rows in by_way.items():
             curves = smooth(np.stack([run.losses for run in rows]))
@@ -224,7 +223,7 @@ def plot(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
         tail = smooth(plain)[..., -1].std() * 8 + 1e-6
         axes.set_ylim(-tail, tail)
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
+    figure.axes[0].legend(fontsize="small", loc="upper right")
     figure.savefig(path, dpi=110)
 
 
@@ -232,16 +231,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
     parser.add_argument("--seeds", type=at_least_one, default=3)
+    names = [task.name for task in MODELS]
+    parser.add_argument("--tasks", nargs="+", choices=names, default=names)
+    parser.add_argument("--name", default="curves_low_bits", help="of the record")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     console = Console(width=max(Console().width, 120))
     began = time.perf_counter()
+    models = [task for task in MODELS if task.name in options.tasks]
     columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
     runs: dict[str, dict[str, list[Run]]] = {}
     kept: dict[str, dict[str, float]] = {}
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=len(MODELS) * len(WAYS) * options.steps)
-        for task in MODELS:
+        bar = progress.add_task("", total=len(models) * len(WAYS) * options.steps)
+        for task in models:
             runs[task.name], kept[task.name] = {}, {}
             for name, way in WAYS.items():
                 progress.update(bar, description=f"{task.name}, {name}")
@@ -274,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         add_section(table, task, cells)
     console.print(table)
     options.out.mkdir(parents=True, exist_ok=True)
-    plot(runs, options.out / "curves_low_bits.png")
+    plot(runs, options.out / f"{options.name}.png")
     record = {
         "versions": versions(),
         "machine": machine(),
@@ -289,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             for task, by_way in results.items()
         },
     }
-    file = options.out / "curves_low_bits.json"
+    file = options.out / f"{options.name}.json"
     file.write_text(json.dumps(record, indent=2) + "\n")
     missed = list(misses(results))
     console.print(*(f"MISSED {miss}" for miss in missed), sep="\n")

@@ -50,6 +50,14 @@ class Way:
 
 _plain = partial(gpt, FLOAT32)
 _mixed = amp(_plain, compute_dtype="bfloat16")
+
+
+@partial(amp, compute_dtype="bfloat16")
+def _of_low(params: Any, tokens: Any) -> Any:
+    """The loss as float32 code, whatever the dtype of the parameters."""
+    return _plain(jax.tree.map(lambda p: p.astype(jnp.float32), params), tokens)
+
+
 WAYS = {
     "float32": Way(_plain, lambda tx: tx),
     "by hand": Way(WORKLOADS["GPT scanned"].hand(jnp.bfloat16), lambda tx: tx),
@@ -57,7 +65,7 @@ WAYS = {
     "amp, int8 states": Way(_mixed, low_bit_state),
     "amp, int4 states": Way(_mixed, lambda tx: low_bit_state(tx, "int4")),
     "amp, int8 states, bfloat16 parameters": Way(
-        _mixed, lambda tx: low_bit_state(update_in_float32(tx)), is_low=True
+        _of_low, lambda tx: low_bit_state(update_in_float32(tx)), is_low=True
     ),
 }
 
