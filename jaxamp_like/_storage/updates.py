@@ -121,9 +121,11 @@ def apply_updates(
             )
         number = next(numbers)
         dtype = jnp.asarray(p).dtype
-        if seed is None or not (is_float(dtype) and dtype.itemsize < 4):
+        if not (is_float(dtype) and dtype.itemsize < 4):
             return jnp.asarray(p + u).astype(dtype)
         total = p.astype(jnp.float32) + jnp.asarray(u).astype(jnp.float32)
+        if seed is None:
+            return total.astype(dtype)
         chance = chances(total.shape, mixed(seed + np.uint32(number)))
         return rounded_by(total, dtype, chance)
 
