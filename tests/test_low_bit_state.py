@@ -760,13 +760,19 @@ def test_other_mistakes_say_what_to_do(getkey):
         low_bit_state(optax.adam(1e-3), "int4").update(grads, tx.init(params), params)
     with pytest.raises(ValueError, match=r"blocks of 256.*blocks of 64"):
         low_bit_state(optax.adam(1e-3), block=64).update(grads, tx.init(params), params)
+    with pytest.raises(ValueError, match="made with `rounding='stochastic'`"):
+        low_bit_state(optax.adam(1e-3), rounding="nearest").update(
+            grads, tx.init(params), params
+        )
     with pytest.raises(TypeError, match="`where`"):
         low_bit_state(
             optax.adam(1e-3),
             where=lambda path, x: "mu",  # pyright: ignore
         ).init(params)
-    with pytest.raises(TypeError, match="`key` must be a PRNG key"):
+    with pytest.raises(TypeError, match="`key` must be a single PRNG key"):
         apply_updates(params, grads)
+    with pytest.raises(TypeError, match="`key` must be a single PRNG key"):
+        apply_updates(params, grads, key=jr.split(getkey()))
     with pytest.raises(ValueError, match=r"updates\['v'\]"):
         apply_updates(params, grads | {"v": jnp.ones(3)}, key=getkey())
     other = optax.adam(1e-3).init({"w": jnp.ones((64, 64)), "v": params["v"]})

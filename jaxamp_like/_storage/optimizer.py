@@ -94,7 +94,8 @@ def low_bit_state(
         TypeError: `optimizer` is none, `where` returns something else than `True`,
             `False` and `None`, or `update` gets another state.
         ValueError: an argument is out of its range; or, by `init`, the rule can't tell
-            an array of the state; or, by `update`, the state has another format.
+            an array of the state; or, by `update`, the state has another format or
+            rounding.
 
     >>> tx = low_bit_state(optax.adam(1e-3))
     >>> params = jnp.ones((128, 256))
@@ -144,7 +145,7 @@ def low_bit_state(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LowBitState]:
-        _check_state(state, format, block)
+        _check_state(state, format, block, rounding)
         full = decoded_tree(state.inner_state)
         updates, new = inner.update(updates, full, params, **extra_args)
         return updates, _like(state, new)
@@ -295,7 +296,7 @@ def _check(format: Any, block: Any, min_size: Any, rounding: Any, seed: Any) -> 
         )
 
 
-def _check_state(state: Any, format: str, block: int) -> None:
+def _check_state(state: Any, format: str, block: int, rounding: Rounding) -> None:
     if not _is_state(state):
         raise TypeError(
             "`state`, the second argument of `update` of a `low_bit_state`, is the "
@@ -303,6 +304,16 @@ def _check_state(state: Any, format: str, block: int) -> None:
             f"given a {type(state).__name__}.\nA state of the optimizer without "
             "`low_bit_state`, as from a checkpoint, becomes one by "
             "`to_low_bit_state(state, like=tx.init(params))`."
+        )
+    convert = (
+        "convert it by `to_low_bit_state(to_full_state(state), like=tx.init(params))`."
+    )
+    if (state.seed is None) != (rounding == "nearest"):
+        made = "nearest" if state.seed is None else "stochastic"
+        raise ValueError(
+            f"The state was made with `rounding={made!r}`, but this optimizer has "
+            f"`rounding={rounding!r}`.\nGive `low_bit_state` that of the state, or "
+            + convert
         )
     for x in jax.tree.leaves(state.inner_state, is_leaf=_is_stored):
         if not _is_low(x):
@@ -313,6 +324,5 @@ def _check_state(state: Any, format: str, block: int) -> None:
                 f"The state is stored as {layout.format!r} in blocks of "
                 f"{prod(layout.tile)}, but this optimizer stores {format!r} in blocks "
                 f"of {block}.\nGive `low_bit_state` the `format` and `block` that the "
-                "state was made with, or convert it by `to_low_bit_state("
-                "to_full_state(state), like=tx.init(params))`."
+                "state was made with, or " + convert
             )
