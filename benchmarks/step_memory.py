@@ -108,7 +108,7 @@ def measured(way: Way, options: argparse.Namespace, device: Any) -> dict[str, in
     jitted = jax.jit(
         step, in_shardings=sharding, out_shardings=sharding, donate_argnums=0
     )
-    memory = jitted.lower(state, tokens, key).compile().memory_analysis()
+    memory: Any = jitted.lower(state, tokens, key).compile().memory_analysis()
     return {
         "parameters": sum(x.size for x in jax.tree.leaves(state[0])),
         "kept_bytes": memory.argument_size_in_bytes,

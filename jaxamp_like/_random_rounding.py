@@ -1,8 +1,10 @@
 """Rounding by chance: up or down, so that the mean of many results is the number."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -43,10 +45,12 @@ def mixed(word: Any) -> Any:
     return word ^ (word >> np.uint32(16))
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded_by(x: Any, dtype: DType, chance: Any) -> Any:
     """`x` in `dtype`, rounded up in magnitude where `chance` is below its remainder.
 
     What is beyond the range of `dtype` is its largest number, unless `x` is not finite.
+    The derivative is that of `astype`, for steps have none.
 
     Args:
         x: a float32 array.
@@ -61,8 +65,14 @@ def rounded_by(x: Any, dtype: DType, chance: Any) -> Any:
     # and chance would be rounded itself.
     whole = jnp.floor(magnitude / step)
     is_up = chance < magnitude / step - whole
-    rounded = jnp.minimum((whole + is_up) * step, largest)
+    rounded = jnp.minimum((whole + is_up.astype(_FLOAT32)) * step, largest)
     return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x).astype(dtype)
+
+
+@rounded_by.defjvp
+def _(dtype: DType, primals: Any, tangents: Any) -> Any:
+    x, chance = primals
+    return rounded_by(x, dtype, chance), tangents[0].astype(dtype)
 
 
 def step_at(magnitude: Any, mantissa: int, least_exponent: int) -> Any:

@@ -153,11 +153,9 @@ def test_tiny_and_huge_numbers_keep_their_size(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (5, 7), (4097, 1), (3, 3, 5, 9)])
+@pytest.mark.parametrize("shape", [(1,), (0, 3), (5, 7), (4097, 1), (3, 3, 5, 9)])
 def test_any_shape_is_stored(format, shape, getkey):
     x = jr.normal(getkey(), shape)
-    if shape == ():
-        x = x.reshape(1)
     got = stored(x, format, 32).decoded()
     assert got.shape == x.shape and got.dtype == x.dtype
     assert np.allclose(got, x, atol=0.3 * float(jnp.abs(x).max(initial=0)))
@@ -256,6 +254,46 @@ def test_moments_that_are_subtracted_from_each_other_stay(getkey):
     tx = optax.chain(optax.scale_by_stddev(), optax.trace(0.9))
     variance, momentum = low_bit_state(tx).init(params_of(getkey())).inner_state
     assert low_arrays(momentum) and not low_arrays(variance)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.rmsprop(1e-3, centered=True, bias_correction=True),
+        optax.lbfgs(),
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(3)),
+        optax.contrib.cocob(),
+        optax.contrib.madgrad(1e-3),
+    ],
+    ids="centered lbfgs search cocob madgrad".split(),
+)
+def test_numbers_that_must_be_exact_stay(tx, getkey):
+    with pytest.warns(AmpWarning, match="stores nothing in few bits"):
+        state = low_bit_state(tx).init(params_of(getkey()))
+    assert not low_arrays(state)
+
+
+def test_scalars_stay_and_what_begins_as_a_product_does_not():
+    params = {"w": jnp.ones((64, 64)), "scale": jnp.ones(())}
+    state = low_bit_state(optax.adam(1e-3), "int4", min_size=0).init(params)
+    assert isinstance(state.inner_state[0].mu["w"], LowBitArray)
+    assert state.inner_state[0].mu["scale"].dtype == jnp.float32
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.ones_like(p) * 1e-3, params)
+
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    assert len(low_arrays(low_bit_state(tx).init(params))) == 1
+
+
+def test_without_parameters_there_is_nothing_to_warn_of():
+    tx = low_bit_state(optax.adam(1e-3))
+    state = tx.init({"w": jnp.ones((64, 64))})
+    assert not low_arrays(tx.init({}))
+    same = optax.tree_map_params(
+        tx, lambda x: x, state
+    )  # it calls `init` with no array
+    assert jax.tree.structure(same) == jax.tree.structure(state)
 
 
 def test_settings_and_sums_of_gradients_stay(getkey):
@@ -442,6 +480,76 @@ def test_it_composes_with_wrappers_of_optax(wrap, getkey):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_float64_and_strict_promotion(format, getkey):
+    with jax.enable_x64(True):
+        x = jnp.linspace(0.5, 1, 512, dtype=jnp.float64)
+        got = stored(x, format, seed=jnp.uint32(1)).decoded()
+        assert got.dtype == jnp.float64 and np.allclose(got, x, rtol=0.3)
+    with jax.numpy_dtype_promotion("strict"):
+        low = x.astype(jnp.bfloat16)
+        got = stored(low, format, seed=jnp.uint32(1)).decoded()
+        assert got.dtype == jnp.bfloat16
+        for rounding in ("nearest", "stochastic"):
+            new = apply_updates(low, jnp.ones(512), rounding=rounding, key=getkey())
+            assert new.dtype == jnp.bfloat16
+
+
+def test_no_derivative_passes_through_the_state(getkey):
+    def second_update(tx: Any, params: Any) -> Any:
+        _, state = tx.update(params, tx.init(params), params)
+        updates, _ = tx.update(params, state, params)
+        return updates.sum()
+
+    tx = low_bit_state(optax.sgd(1.0, momentum=0.9))
+    x = jr.normal(getkey(), (64, 64))
+    # The momentum would add 0.9 of the first gradient.
+    assert np.array_equal(jax.grad(partial(second_update, tx))(x), -jnp.ones((64, 64)))
+
+    def new_sum(updates: Any) -> Any:
+        new = apply_updates(x.astype(jnp.bfloat16), updates, key=jr.key(0))
+        return new.astype(jnp.float32).sum()
+
+    assert np.array_equal(jax.grad(new_sum)(x), jnp.ones((64, 64)))
+
+
+def test_seeds_of_numpy_wrap_around_in_silence(getkey):
+    tx, params = low_bit_state(optax.adam(1e-3)), small(getkey())
+    _, expected = tx.update(params, tx.init(params), params)
+    state = jax.tree.map(np.asarray, tx.init(params))
+    _, got = tx.update(params, state, params)
+    assert got.seed == expected.seed
+    tx.update(params, jax.tree.map(np.asarray, got), params)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nnx_optimizers_and_states(format):
+    nnx = pytest.importorskip("flax.nnx")
+    plain = optax.sgd(0.1, momentum=0.9)
+    losses = []
+    for tx in (plain, low_bit_state(plain, format, rounding="nearest")):
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> Any:
+            loss, grads = nnx.value_and_grad(
+                lambda m: jnp.mean((m(jnp.ones((2, 64))) - 1) ** 2)
+            )(model)
+            optimizer.update(model, grads)
+            return loss
+
+        losses.append([step(model, optimizer) for _ in range(3)])
+    assert np.allclose(*losses, rtol=0.05)
+    # Without `nnx.Optimizer`: trees of variables.
+    params = nnx.state(model, nnx.Param)
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    expected, full = plain.update(params, plain.init(params), params)
+    assert jax.tree.structure(to_full_state(state)) == jax.tree.structure(full)
+    assert jax.tree.structure(updates) == jax.tree.structure(expected)
+
+
 # --------------------------------------------------------------------- many devices
 
 
@@ -481,6 +589,34 @@ def test_a_block_crosses_no_border_of_devices():
     assert tile_of(x, 256) == (2, 96)
     x = jax.device_put(jnp.zeros((64, 1376 * 8)), NamedSharding(mesh, P(None, "x")))
     assert tile_of(x, 256) == (1, 172)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "shape, spec",
+    [((4 * 257,), P("x")), ((4 * 9, 5), P("x", None)), ((64, 4 * 17), P(None, "x"))],
+)
+def test_explicit_sharding_of_odd_parts(format, shape, spec, getkey):
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("x",), explicit, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jr.normal(getkey(), shape), NamedSharding(mesh, spec))
+        got = stored(x, format, 256).decoded()
+    assert got.sharding.shard_shape(shape) == x.sharding.shard_shape(shape)
+    assert np.allclose(got, x, atol=0.3 * float(jnp.abs(x).max()))
+
+
+def test_each_device_of_shard_map_has_a_state():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("x",), auto, devices=jax.devices()[:4])
+    tx = low_bit_state(optax.adam(1e-3), "int4")
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    def update(params: Any) -> Any:
+        return tx.update(params, tx.init(params), params)[0]
+
+    assert np.allclose(update(jnp.ones((64, 512))), -1e-3)
 
 
 # ----------------------------------------------------------------------- checkpoints
@@ -624,13 +760,19 @@ def test_other_mistakes_say_what_to_do(getkey):
         low_bit_state(optax.adam(1e-3), "int4").update(grads, tx.init(params), params)
     with pytest.raises(ValueError, match=r"blocks of 256.*blocks of 64"):
         low_bit_state(optax.adam(1e-3), block=64).update(grads, tx.init(params), params)
+    with pytest.raises(ValueError, match="made with `rounding='stochastic'`"):
+        low_bit_state(optax.adam(1e-3), rounding="nearest").update(
+            grads, tx.init(params), params
+        )
     with pytest.raises(TypeError, match="`where`"):
         low_bit_state(
             optax.adam(1e-3),
             where=lambda path, x: "mu",  # pyright: ignore
         ).init(params)
-    with pytest.raises(TypeError, match="`key` must be a PRNG key"):
+    with pytest.raises(TypeError, match="`key` must be a single PRNG key"):
         apply_updates(params, grads)
+    with pytest.raises(TypeError, match="`key` must be a single PRNG key"):
+        apply_updates(params, grads, key=jr.split(getkey()))
     with pytest.raises(ValueError, match=r"updates\['v'\]"):
         apply_updates(params, grads | {"v": jnp.ones(3)}, key=getkey())
     other = optax.adam(1e-3).init({"w": jnp.ones((64, 64)), "v": params["v"]})

@@ -86,6 +86,16 @@ def raw_value(x: Any) -> Any:
     return x.get_raw_value() if hasattr(x, "get_raw_value") else x.raw_value
 
 
+def is_variable(x: Any) -> bool:
+    nnx = _nnx()
+    return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def in_variable_like(x: Any, value: Any) -> Any:
+    """`value` in a copy of the variable `x`; alone if `x` is none."""
+    return x.replace(value) if is_variable(x) else value
+
+
 def without_filters(argnums: Any) -> tuple[Any, dict[int, Any]]:
     """`argnums` as JAX takes them, and the filters in them, by position.
 

@@ -1,16 +1,19 @@
 """An array that is stored as codes of few bits, with a scale for each of its blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._dtypes import DType
+from .._frameworks.nnx import as_arrays
 from .._random_rounding import chances
 from .formats import FORMATS
-from .tiles import Tile, largest_in_tiles, over_tiles
+from .tiles import Tile, largest_in_tiles, over_tiles, shard_shape
 
 
 class Layout(NamedTuple):
@@ -21,7 +24,8 @@ class Layout(NamedTuple):
         dtype: of the array.
         tile: lengths of its blocks, along each axis.
         pairs: of codes of 4 bits, the axis along which two are one uint8, counted from
-            the last one; and whether the last of these has one code alone."""
+            the last one; and whether the last of these has one code alone. `None` if
+            each code is a uint8, as where a pair would cross a border of shards."""
 
     format: str
     dtype: DType
@@ -30,13 +34,17 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: Any, format: str, tile: Tile) -> Layout:
-    pairs = _pairs(x.shape) if FORMATS[format].bits == 4 else None
+    pairs = _pairs(x.shape, shard_shape(x)) if FORMATS[format].bits == 4 else None
     return Layout(format, jnp.dtype(x.dtype), tile, pairs)
 
 
-def _pairs(shape: tuple[int, ...]) -> tuple[int, bool]:
-    even = [axis for axis, length in enumerate(shape) if length and length % 2 == 0]
-    axis = even[-1] if even else max(range(len(shape)), key=lambda axis: shape[axis])
+def _pairs(shape: Sequence[int], shards: Sequence[int]) -> tuple[int, bool] | None:
+    axes = range(len(shape))
+    even = [axis for axis in axes if shards[axis] and shards[axis] % 2 == 0]
+    whole = [axis for axis in axes if shards[axis] == shape[axis]]
+    if not (even or whole):
+        return None
+    axis = even[-1] if even else max(whole, key=lambda axis: shape[axis])
     return axis - len(shape), bool(shape[axis] % 2)
 
 
@@ -48,6 +56,8 @@ def _pairs(shape: tuple[int, ...]) -> tuple[int, bool]:
 @dataclass(frozen=True)
 class LowBitArray:
     """An array in few bits: a pytree of two arrays.
+
+    Where the array was in an NNX variable, each of the two is in one.
 
     Args:
         codes: of the numbers, shaped as the array. An axis is half as long in "int4".
@@ -61,10 +71,9 @@ class LowBitArray:
     def decoded(self) -> Any:
         """The array, in its dtype."""
         format = FORMATS[self.layout.format]
-        codes = self.codes
+        codes, scales = as_arrays((self.codes, self.scales))
         if self.layout.pairs is not None:
             codes = _apart(codes, *self.layout.pairs)
-        scales = self.scales
         if scales is not None:
             scales = over_tiles(scales, self.layout.tile, codes.shape)
         return format.decoded(codes, scales).astype(self.layout.dtype)
@@ -83,13 +92,14 @@ def _scales(x: Any, layout: Layout) -> Any:
 
 
 def encoded(x: Any, layout: Layout, seed: Any) -> LowBitArray:
-    """An array in few bits.
+    """An array in few bits. Its derivative is zero, as codes have none.
 
     Args:
         x: a floating-point array.
         layout: how it is to be stored.
         seed: of rounding by chance, a uint32; `None` rounds to the nearest."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # Without this, a derivative would come through the scales alone.
+    x = lax.stop_gradient(x if x.dtype.itemsize > 4 else x.astype(jnp.float32))
     scales = _scales(x, layout)
     chance = 0.5 if seed is None else chances(x.shape, seed)
     spread = None if scales is None else over_tiles(scales, layout.tile, x.shape)

@@ -54,7 +54,7 @@ class PowerCodes:
 
     Args:
         bits: of a code.
-        power: of signed codes, and of codes of blocks without a negative number."""
+        powers: of signed codes, and of codes of blocks without a negative number."""
 
     bits: int
     powers: tuple[int, int]
@@ -71,7 +71,8 @@ class PowerCodes:
             lower = jnp.floor(root * largest)
             below, above = (self._number(c, power, largest) for c in (lower, lower + 1))
             is_up = chance < (magnitude - below) / (above - below)
-            return jnp.minimum(lower + is_up, largest).astype(jnp.int32)
+            code = lower.astype(jnp.int32) + is_up.astype(jnp.int32)
+            return jnp.minimum(code, largest)
 
         signed, unsigned = (
             code(*pair) for pair in zip(self.powers, self._largest, strict=True)
@@ -137,7 +138,7 @@ class PlainCodes:
 
     def encoded(self, x: Any, scale: Any, chance: Any) -> Any:
         del scale
-        return rounded_by(x, self.dtype, chance)
+        return rounded_by(x.astype(jnp.float32), self.dtype, chance)
 
     def decoded(self, codes: Any, scale: Any) -> Any:
         del scale

@@ -5,11 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import optax
 from jax.extend.core import Literal
 
 from .._dtypes import is_float
-from .._frameworks.nnx import instances_in
+from .._frameworks.nnx import as_arrays, is_variable
 from .._primitives.table import those
 from .._programs import Jaxpr, raw
 
@@ -19,6 +18,12 @@ Where = Callable[[str, Any], bool | None]
 
 def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def leaves_with_path(state: Any) -> list[tuple[Any, Any]]:
+    """The leaves of a state, of which an NNX variable is one, by what it holds."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
+    return [(path, as_arrays(x)) for path, x in leaves]
 
 
 def stored_low(
@@ -31,16 +36,17 @@ def stored_low(
     parameters' values is a copy of them, which 8 bits are too few for. What begins as
     different numbers of another origin may be anything, and is asked about."""
     state = init(params)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = leaves_with_path(state)
     origins = iter(_origins(init, params))
-    kept = {id(x) for x in jax.tree.leaves(instances_in(state, _DIFFERENCES))}
+    exact = jax.tree.leaves(state, is_leaf=_is_exact)
+    kept = {id(x) for part in exact if _is_exact(part) for x in jax.tree.leaves(part)}
     shapes = {x.shape for x in jax.tree.leaves(params) if is_array(x)}
 
     def is_low(path: Any, x: Any) -> bool:
         if not is_array(x):
             return False
         is_fill, is_of_params = next(origins)
-        if not (is_float(x.dtype) and x.dtype.itemsize > 1):
+        if not (x.ndim and is_float(x.dtype) and x.dtype.itemsize > 1):
             return False
         name = jax.tree_util.keystr(path)
         said = None if where is None else where(name, x)
@@ -72,9 +78,23 @@ def stored_low(
     return [is_low(path, x) for path, x in leaves]
 
 
-# Of what is divided by the root of a variance that is a difference of two moments, and
-# below zero where they are rounded: `optax.rmsprop(centered=True)`.
-_DIFFERENCES = optax.ScaleByRStdDevState
+# States of Optax whose arrays must not be rounded, by name, as some are not public.
+_EXACT = {
+    # Two moments whose difference is a variance: rounded, it may be negative.
+    "ScaleByRStdDevState",
+    "ScaleByRStdDevWithCountState",
+    # The parameters and gradients of the last step, which are subtracted from the next.
+    "ScaleByLBFGSState",
+    "ScaleByZoomLinesearchState",
+    "ScaleByBacktrackingLinesearchState",
+    # Sums of gradients, from which the parameters are computed anew at each step.
+    "COCOBState",
+    "MadgradState",
+}
+
+
+def _is_exact(x: Any) -> bool:
+    return type(x).__name__ in _EXACT
 
 
 def _is_no_moment(path: Any) -> bool:
@@ -91,7 +111,7 @@ def _origins(init: Callable[[Any], Any], params: Any) -> Iterator[tuple[bool, bo
 
     def arrays(dynamic: Any) -> list[Any]:
         state = init(eqx.combine(dynamic, static))
-        return [x for x in jax.tree.leaves(state) if is_array(x)]
+        return [x for _, x in leaves_with_path(state) if is_array(x)]
 
     closed = jax.make_jaxpr(arrays)(dynamic)
     number = len(raw(closed).invars)
@@ -104,11 +124,11 @@ def _origins(init: Callable[[Any], Any], params: Any) -> Iterator[tuple[bool, bo
     )
 
 
-_REARRANGE = those(lambda row: row.view or row.identity)
+_KEEP_FILLS = those(lambda row: row.view or row.identity or row.broadcasts)
 
 
 def _keeps_fills(eqn: Any, ins: Sequence[bool]) -> bool:
-    return eqn.primitive.name in _REARRANGE and all(ins)
+    return eqn.primitive.name in _KEEP_FILLS and all(ins)
 
 
 def _reached(

@@ -1,6 +1,7 @@
 """An optimizer whose state is stored in few bits."""
 
 import itertools
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -11,10 +12,11 @@ import optax
 
 from .._dtypes import did_you_mean
 from .._errors import hiding_frames, showing_call, warn_or_raise
+from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
 from .._random_rounding import mixed
 from .codes import Layout, LowBitArray, encoded, layout_of
 from .formats import FORMATS
-from .moments import Where, stored_low
+from .moments import Where, is_array, stored_low
 from .tiles import tile_of
 
 Rounding = Literal["stochastic", "nearest"]
@@ -63,11 +65,14 @@ def low_bit_state(
     as one number everywhere: the moments of Adam and its kin, momentum, sums of
     squares. Copies of parameters (schedule-free, Prodigy), settings
     (`optax.inject_hyperparams`), the gradients that `optax.MultiSteps` adds up, factors
-    of matrices and small arrays stay as they are.
+    of matrices and small arrays stay as they are. So do states whose numbers are
+    subtracted from each other (`optax.lbfgs`, line searches, centered RMSProp) or make
+    the parameters anew at each step (MADGRAD, COCOB).
 
     A block of numbers shares a scale, and an inf or a NaN makes the block NaN. Numbers
     are rounded by chance, so that a moment which changes by less than a step moves in
-    the mean: rounded to the nearest, squares that decay by 0.999 would stand still.
+    the mean: rounded to the nearest, squares that decay by 0.999 would stand still. No
+    derivative passes through what is stored in few bits, as through `stop_gradient`.
 
     Args:
         optimizer: any Optax optimizer; extra arguments of `update` are handed on.
@@ -90,7 +95,8 @@ def low_bit_state(
         TypeError: `optimizer` is none, `where` returns something else than `True`,
             `False` and `None`, or `update` gets another state.
         ValueError: an argument is out of its range; or, by `init`, the rule can't tell
-            an array of the state; or, by `update`, the state has another format.
+            an array of the state; or, by `update`, the state has another format or
+            rounding.
 
     >>> tx = low_bit_state(optax.adam(1e-3))
     >>> params = jnp.ones((128, 256))
@@ -116,9 +122,10 @@ def low_bit_state(
     def init(params: Any) -> LowBitState:
         state = inner.init(params)
         first = jnp.uint32(seed % 2**32) if rounding == "stochastic" else None
-        leaves, structure = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
         is_low = stored_low(inner.init, params, min_size, where)
-        if not any(is_low):
+        # Without an array there is nothing to store: so `optax.tree_map_params` calls.
+        if any(map(is_array, jax.tree.leaves(params))) and not any(is_low):
             warn_or_raise(
                 "`low_bit_state` stores nothing in few bits: no array of the state has "
                 f"the shape of a parameter of at least `min_size={min_size}` numbers "
@@ -126,18 +133,20 @@ def low_bit_state(
                 "`where`, or leave `low_bit_state` out.",
                 strict=False,
             )
+
         # What is one number everywhere, as moments are at first, needs no chance.
-        low = [
-            _first(x, layout_of(x, format, tile_of(x, block))) if this else x
-            for x, this in zip(leaves, is_low, strict=True)
-        ]
+        def low_of(x: Any) -> LowBitArray:
+            array = as_arrays(x)
+            return _stored(x, layout_of(array, format, tile_of(array, block)), None)
+
+        low = [low_of(x) if this else x for x, this in zip(leaves, is_low, strict=True)]
         return LowBitState(jax.tree.unflatten(structure, low), first)
 
     @hiding_frames
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LowBitState]:
-        _check_state(state, format, block)
+        _check_state(state, format, block, rounding)
         full = decoded_tree(state.inner_state)
         updates, new = inner.update(updates, full, params, **extra_args)
         return updates, _like(state, new)
@@ -193,18 +202,31 @@ def to_low_bit_state(full: Any, like: Any) -> Any:
     return jax.tree.map(low, like, full, is_leaf=_is_state)
 
 
-_first = jax.jit(lambda x, layout: encoded(x, layout, None), static_argnums=1)
+_encode = jax.jit(encoded, static_argnums=1)
+
+
+def _stored(x: Any, layout: Layout, seed: Any) -> LowBitArray:
+    """An array, or an NNX variable that holds one, in few bits.
+
+    Codes and scales are in a variable each, and not both in one: `nnx.Optimizer` makes
+    variables of single arrays."""
+    low = _encode(as_arrays(x), layout, seed)
+    return jax.tree.map(partial(in_variable_like, x), low)
 
 
 def decoded_tree(tree: Any) -> Any:
     """`tree` with each `LowBitArray` in full, but those of a wrapper further inside."""
-    return jax.tree.map(
-        lambda x: x.decoded() if _is_low(x) else x, tree, is_leaf=_is_stored
-    )
+
+    def full(x: Any) -> Any:
+        return in_variable_like(x.codes, x.decoded()) if _is_low(x) else x
+
+    return jax.tree.map(full, tree, is_leaf=_is_stored)
 
 
 def _like(state: LowBitState, full: Any) -> LowBitState:
     """A full state, stored as `state`, with the seed of the step after it."""
+    # A seed of NumPy's, as from a checkpoint, would warn where it wraps around.
+    first = None if state.seed is None else jnp.asarray(state.seed)
     numbers = itertools.count(1)
 
     def stored(path: Any, old: Any, new: Any) -> Any:
@@ -213,20 +235,19 @@ def _like(state: LowBitState, full: Any) -> LowBitState:
         if not _is_low(old):
             return new
         expected = jax.eval_shape(old.decoded)
-        if jnp.shape(new) != expected.shape:
+        shape = jnp.shape(as_arrays(new))
+        if shape != expected.shape:
             raise ValueError(
                 f"`state{jax.tree_util.keystr(path)}` is to be stored in few bits as "
                 f"an array of the shape {expected.shape}, but has the shape "
-                f"{jnp.shape(new)}.\nTake the `like` of the same parameters, or a "
+                f"{shape}.\nTake the `like` of the same parameters, or a "
                 "`low_bit_state` whose `where` leaves this array as it is."
             )
-        seed = state.seed
-        if seed is not None:
-            seed = mixed(seed + np.uint32(next(numbers)))
-        return encoded(new, old.layout, seed)
+        seed = None if first is None else mixed(first + np.uint32(next(numbers)))
+        return _stored(new, old.layout, seed)
 
     inner = _mapped(stored, state.inner_state, full)
-    seed = None if state.seed is None else mixed(state.seed + np.uint32(0x9E3779B9))
+    seed = None if first is None else mixed(first + np.uint32(0x9E3779B9))
     return LowBitState(inner, seed)
 
 
@@ -276,7 +297,7 @@ def _check(format: Any, block: Any, min_size: Any, rounding: Any, seed: Any) -> 
         )
 
 
-def _check_state(state: Any, format: str, block: int) -> None:
+def _check_state(state: Any, format: str, block: int, rounding: Rounding) -> None:
     if not _is_state(state):
         raise TypeError(
             "`state`, the second argument of `update` of a `low_bit_state`, is the "
@@ -284,6 +305,16 @@ def _check_state(state: Any, format: str, block: int) -> None:
             f"given a {type(state).__name__}.\nA state of the optimizer without "
             "`low_bit_state`, as from a checkpoint, becomes one by "
             "`to_low_bit_state(state, like=tx.init(params))`."
+        )
+    convert = (
+        "convert it by `to_low_bit_state(to_full_state(state), like=tx.init(params))`."
+    )
+    if (state.seed is None) != (rounding == "nearest"):
+        made = "nearest" if state.seed is None else "stochastic"
+        raise ValueError(
+            f"The state was made with `rounding={made!r}`, but this optimizer has "
+            f"`rounding={rounding!r}`.\nGive `low_bit_state` that of the state, or "
+            + convert
         )
     for x in jax.tree.leaves(state.inner_state, is_leaf=_is_stored):
         if not _is_low(x):
@@ -294,6 +325,5 @@ def _check_state(state: Any, format: str, block: int) -> None:
                 f"The state is stored as {layout.format!r} in blocks of "
                 f"{prod(layout.tile)}, but this optimizer stores {format!r} in blocks "
                 f"of {block}.\nGive `low_bit_state` the `format` and `block` that the "
-                "state was made with, or convert it by `to_low_bit_state("
-                "to_full_state(state), like=tx.init(params))`."
+                "state was made with, or " + convert
             )

@@ -19,9 +19,10 @@ def tile_of(x: Any, size: int) -> Tile:
     """A tile of at most `size` numbers of `x`, which crosses no border of its shards.
 
     Where borders leave too little to share a scale, as between shards of a prime
-    length, they are not heeded."""
-    tile = _tile(x.shape, _shard_shape(x), size)
-    if prod(tile) < min(_WORTH_A_SCALE, size, x.size):
+    length, they are not heeded, unless they are explicit: JAX then refuses to."""
+    tile = _tile(x.shape, shard_shape(x), size)
+    is_small = prod(tile) < min(_WORTH_A_SCALE, size, x.size)
+    if is_small and _part_of(x.shape, jax.typeof(x)) == x.shape:
         tile = _tile(x.shape, x.shape, size)
     return tile
 
@@ -29,15 +30,21 @@ def tile_of(x: Any, size: int) -> Tile:
 _WORTH_A_SCALE = 32  # numbers, of which each then pays one bit for the scale
 
 
-def _shard_shape(x: Any) -> tuple[int, ...]:
+def shard_shape(x: Any) -> tuple[int, ...]:
     """The shape of the part of an array that one device holds, as far as it is known.
 
-    In `jit` it is known where the mesh has axes of explicit sharding."""
-    sharding = getattr(jax.typeof(x) if is_tracer(x) else x, "sharding", None)
+    In `jit` it is known where the mesh has axes of explicit sharding. In `shard_map`
+    an array is such a part itself."""
+    return _part_of(x.shape, jax.typeof(x) if is_tracer(x) else x)
+
+
+def _part_of(shape: tuple[int, ...], placed: Any) -> tuple[int, ...]:
+    sharding = getattr(placed, "sharding", None)
     try:
-        return sharding.shard_shape(x.shape) if sharding is not None else x.shape
-    except (TypeError, ValueError, AttributeError):  # of an abstract mesh
-        return x.shape
+        return sharding.shard_shape(shape) if sharding is not None else shape
+    # Of an abstract mesh, or, as an AssertionError, of one with manual axes.
+    except (TypeError, ValueError, AttributeError, AssertionError):
+        return shape
 
 
 def _tile(shape: Sequence[int], shards: Sequence[int], size: int) -> Tile:
@@ -58,27 +65,28 @@ def largest_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
     # Leading axes that `tile` has no length for are those of `vmap`.
     tile = (1,) * (x.ndim - len(tile)) + tile
     x = jnp.pad(x, [(0, -n % t) for n, t in zip(x.shape, tile, strict=True)])
-    shape: list[int] = []
     inner: list[int] = []
-    for n, t in zip(x.shape, tile, strict=True):
-        shape.append(n // t)
-        if t > 1:
-            inner.append(len(shape))
-            shape.append(t)
-    tiles = x.reshape(shape)
+    # One axis at a time, and the last first: where axes are sharded explicitly, JAX
+    # splits no two at once.
+    for axis in reversed(range(len(tile))):
+        if tile[axis] > 1:
+            shape = x.shape
+            length = shape[axis] // tile[axis]
+            x = x.reshape(*shape[:axis], length, tile[axis], *shape[axis + 1 :])
+            inner = [axis + 1, *(a + 1 for a in inner)]
     axes = tuple(inner)
-    least, most = tiles.min(axes), tiles.max(axes)
+    least, most = x.min(axes), x.max(axes)
     return jnp.maximum(jnp.abs(least), jnp.abs(most)), least < 0
 
 
 def over_tiles(grid: Any, tile: Tile, shape: Sequence[int]) -> Any:
     """What each tile has, for each number of an array of `shape`."""
     tile = (1,) * (len(shape) - len(tile)) + tile
-    split: list[int] = []
-    whole: list[int] = []
-    for n, t in zip(grid.shape, tile, strict=True):
-        split += [n, 1] if t > 1 else [n]
-        whole += [n, t] if t > 1 else [n]
-    padded = [n * t for n, t in zip(grid.shape, tile, strict=True)]
-    spread = jnp.broadcast_to(grid.reshape(split), whole).reshape(padded)
-    return spread[tuple(slice(n) for n in shape)]
+    for axis, t in enumerate(tile):
+        if t > 1:
+            before, (n, *after) = grid.shape[:axis], grid.shape[axis:]
+            spread = jnp.broadcast_to(
+                jnp.expand_dims(grid, axis + 1), (*before, n, t, *after)
+            )
+            grid = spread.reshape(*before, n * t, *after)
+    return grid[tuple(slice(n) for n in shape)]

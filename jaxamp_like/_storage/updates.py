@@ -121,9 +121,11 @@ def apply_updates(
             )
         number = next(numbers)
         dtype = jnp.asarray(p).dtype
-        if seed is None or not (is_float(dtype) and dtype.itemsize < 4):
+        if not (is_float(dtype) and dtype.itemsize < 4):
             return jnp.asarray(p + u).astype(dtype)
         total = p.astype(jnp.float32) + jnp.asarray(u).astype(jnp.float32)
+        if seed is None:
+            return total.astype(dtype)
         chance = chances(total.shape, mixed(seed + np.uint32(number)))
         return rounded_by(total, dtype, chance)
 
@@ -135,12 +137,13 @@ def apply_updates(
 
 def _seed(key: Any) -> Any:
     is_key = is_array(key) and (
-        jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        or (key.dtype == jnp.uint32 and key.ndim == 1)
+        key.ndim == 0
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        else key.dtype == jnp.uint32 and key.ndim == 1
     )
     if not is_key:
         raise TypeError(
-            "`key` must be a PRNG key, a new one for each step, but was given "
+            "`key` must be a single PRNG key, a new one for each step, but was given "
             f"{key!r}.\nWrite `key=jax.random.fold_in(key, step)`, or "
             '`rounding="nearest"`.'
         )
