@@ -31,6 +31,8 @@ from jaxamp_like.storage import (
     update_in_float32,
 )
 
+pytestmark = pytest.mark.sample(3)
+
 FORMATS = "int8", "int4", "float8", "bfloat16"
 BITS = {"int8": 8, "int4": 4, "float8": 8, "bfloat16": 16}
 
