@@ -289,14 +289,6 @@ JOBS = {
         ("docs/low_bit_state.md", FIGURES),
         more=("curves_low_bits.png",),
     ),
-    "curves_low_bits-gan": Job(
-        "curves_low_bits",
-        "--steps 600 --seeds 12 --tasks GAN --name curves_low_bits-gan",
-        "--steps 20 --seeds 2 --tasks GAN --name curves_low_bits-gan",
-        "curves_low_bits-gan.json",
-        ("docs/low_bit_state.md", FIGURES),
-        more=("curves_low_bits-gan.png",),
-    ),
     "step_memory": Job(
         "step_memory",
         "",
