@@ -111,7 +111,9 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What was imported stays: the garbage collector need not look at it again.
 
-    Nor often at what JAX's caches hold, which is most of what tests make."""
+    Nor often at what JAX's caches hold, which is most of what tests make. What modules
+    of tests have wrapped is no user's, of whom `set_global_policy` would warn."""
+    settings._wrapped_before.clear()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 50)

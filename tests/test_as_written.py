@@ -130,6 +130,8 @@ def test_beside_a_wide_operand(wide, dtype, policy, lean, x, w):
         assert np.array_equal(jax.jit(low)(x, w), jax.jit(fn)(x, w))
 
 
+# Where no contraction can be lowered, as here, `amp` says so.
+@pytest.mark.filterwarnings("ignore:.*16 changes nothing")
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("name", ["GPT scanned", "LSTM", "CNN", "ViT"])
 def test_a_model_that_asks_for_precision_throughout(name, lean):
