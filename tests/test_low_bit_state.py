@@ -795,3 +795,10 @@ def test_state_is_a_pytree_of_arrays(getkey):
     shapes = jax.eval_shape(tx.init, small(getkey()))
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+
+
+def test_compiling_init_computes_no_codes(getkey):
+    """XLA would fold the maxima of an array of zeros for minutes, number by number."""
+    tx = low_bit_state(optax.adam(1e-3))
+    program = str(jax.make_jaxpr(tx.init)(small(getkey())))
+    assert program.count("optimization_barrier") == 4  # two moments of two parameters

@@ -137,6 +137,8 @@ def low_bit_state(
         # What is one number everywhere, as moments are at first, needs no chance.
         def low_of(x: Any) -> LowBitArray:
             array = as_arrays(x)
+            # XLA would compute the codes of zeros, one by one, when it compiles `init`.
+            x = jax.lax.optimization_barrier(x)
             return _stored(x, layout_of(array, format, tile_of(array, block)), None)
 
         low = [low_of(x) if this else x for x, this in zip(leaves, is_low, strict=True)]
