@@ -212,15 +212,14 @@ def plot(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
         for name, rows in by_way.items():
             curves = smooth(np.stack([run.losses for run in rows]))
             steps = np.arange(curves.shape[-1]) + 1
-            is_plain = name == PLAIN
-            if is_plain:
+            if name == PLAIN:
                 low, high = (f(plain, 0) - plain.mean(0) for f in (np.min, np.max))
                 axes.fill_between(steps, low, high, color="#999999", alpha=0.3)
             axes.plot(steps, curves.mean(0) - plain.mean(0), label=name)
         axes.set_title(task)
         axes.set_xlabel("training step")
         axes.set_ylabel(f"loss above that with {PLAIN} states")
-        tail = smooth(plain)[..., -1].std() * 8 + 1e-6
+        tail = plain[..., -1].std() * 8 + 1e-6
         axes.set_ylim(-tail, tail)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small", loc="upper right")

@@ -89,5 +89,5 @@ def step_at(magnitude: Any, mantissa: int, least_exponent: int) -> Any:
     exponents = lax.max(exponents, jnp.int32(least_exponent + 127)) - mantissa
     exponents = lax.clamp(np.int32(1), exponents, np.int32(254))
     return lax.bitcast_convert_type(
-        exponents.astype(_UINT32) << np.uint32(23), _FLOAT32
+        exponents.astype(_UINT32) << np.uint32(_MANTISSA), _FLOAT32
     )

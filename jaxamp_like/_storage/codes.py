@@ -68,6 +68,15 @@ class LowBitArray:
     scales: Any
     layout: Layout
 
+    @property
+    def decoded_shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        shape = list(as_arrays(self.codes).shape)
+        if self.layout.pairs is not None:
+            axis, is_odd = self.layout.pairs
+            shape[axis] = 2 * shape[axis] - is_odd
+        return tuple(shape)
+
     def decoded(self) -> Any:
         """The array, in its dtype."""
         format = FORMATS[self.layout.format]

@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 
 from .._dtypes import is_float
 from .._frameworks.nnx import as_arrays, is_variable
+from .._jax import is_array_or_shape
 from .._primitives.table import those
 from .._programs import Jaxpr, raw
 
@@ -16,34 +17,33 @@ Where = Callable[[str, Any], bool | None]
 """Of a leaf's path and the leaf: whether it is stored in few bits; `None`, as usual."""
 
 
-def is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def leaves_with_path(state: Any) -> list[tuple[Any, Any]]:
+def _leaves_with_path(state: Any) -> list[tuple[Any, Any]]:
     """The leaves of a state, of which an NNX variable is one, by what it holds."""
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable)
     return [(path, as_arrays(x)) for path, x in leaves]
 
 
 def stored_low(
-    init: Callable[[Any], Any], params: Any, min_size: int, where: Where | None
+    state: Any,
+    init: Callable[[Any], Any],
+    params: Any,
+    min_size: int,
+    where: Where | None,
 ) -> list[bool]:
-    """For each leaf of `init(params)`, whether it is to be stored in few bits.
+    """For each leaf of `state`, which is `init(params)`, whether few bits store it.
 
     By default that is what is large, has the shape of a parameter and begins as one
     number everywhere, as the moments of all optimizers do. What is made of the
     parameters' values is a copy of them, which 8 bits are too few for. What begins as
     different numbers of another origin may be anything, and is asked about."""
-    state = init(params)
-    leaves = leaves_with_path(state)
+    leaves = _leaves_with_path(state)
     origins = iter(_origins(init, params))
     exact = jax.tree.leaves(state, is_leaf=_is_exact)
     kept = {id(x) for part in exact if _is_exact(part) for x in jax.tree.leaves(part)}
-    shapes = {x.shape for x in jax.tree.leaves(params) if is_array(x)}
+    shapes = {x.shape for x in jax.tree.leaves(params) if is_array_or_shape(x)}
 
     def is_low(path: Any, x: Any) -> bool:
-        if not is_array(x):
+        if not is_array_or_shape(x):
             return False
         is_fill, is_of_params = next(origins)
         if not (x.ndim and is_float(x.dtype) and x.dtype.itemsize > 1):
@@ -107,11 +107,11 @@ def _is_no_moment(path: Any) -> bool:
 
 def _origins(init: Callable[[Any], Any], params: Any) -> Iterator[tuple[bool, bool]]:
     """Of each array of `init(params)`: is it one number, is it made of `params`?"""
-    dynamic, static = eqx.partition(params, is_array)
+    dynamic, static = eqx.partition(params, is_array_or_shape)
 
     def arrays(dynamic: Any) -> list[Any]:
         state = init(eqx.combine(dynamic, static))
-        return [x for _, x in leaves_with_path(state) if is_array(x)]
+        return [x for _, x in _leaves_with_path(state) if is_array_or_shape(x)]
 
     closed = jax.make_jaxpr(arrays)(dynamic)
     number = len(raw(closed).invars)

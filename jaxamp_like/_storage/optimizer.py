@@ -13,10 +13,11 @@ import optax
 from .._dtypes import did_you_mean
 from .._errors import hiding_frames, showing_call, warn_or_raise
 from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
+from .._jax import is_array_or_shape
 from .._random_rounding import mixed
 from .codes import Layout, LowBitArray, encoded, layout_of
 from .formats import FORMATS
-from .moments import Where, is_array, stored_low
+from .moments import Where, stored_low
 from .tiles import tile_of
 
 Rounding = Literal["stochastic", "nearest"]
@@ -110,22 +111,18 @@ def low_bit_state(
     8-bit states are those of Dettmers et al. (arXiv:2110.02861), 4-bit states those of
     Li et al. (arXiv:2309.01507), as in bitsandbytes and torchao, which store the same
     arrays; the codes differ."""
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
-            f"was given {optimizer!r}.\nWrite `low_bit_state(optax.adam(1e-3))`."
-        )
-    _check(format, block, min_size, rounding, seed)
-    inner = optax.with_extra_args_support(optimizer)
+    inner = checked_optimizer(optimizer, "low_bit_state")
+    _check(format, block, min_size, seed)
+    check_rounding(rounding)
 
     @hiding_frames
     def init(params: Any) -> LowBitState:
         state = inner.init(params)
         first = jnp.uint32(seed % 2**32) if rounding == "stochastic" else None
         leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
-        is_low = stored_low(inner.init, params, min_size, where)
+        is_low = stored_low(state, inner.init, params, min_size, where)
         # Without an array there is nothing to store: so `optax.tree_map_params` calls.
-        if any(map(is_array, jax.tree.leaves(params))) and not any(is_low):
+        if any(map(is_array_or_shape, jax.tree.leaves(params))) and not any(is_low):
             warn_or_raise(
                 "`low_bit_state` stores nothing in few bits: no array of the state has "
                 f"the shape of a parameter of at least `min_size={min_size}` numbers "
@@ -149,7 +146,7 @@ def low_bit_state(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LowBitState]:
         _check_state(state, format, block, rounding)
-        full = decoded_tree(state.inner_state)
+        full = _decoded(state.inner_state)
         updates, new = inner.update(updates, full, params, **extra_args)
         return updates, _like(state, new)
 
@@ -174,7 +171,7 @@ def to_full_state(state: Any) -> Any:
     """
 
     def full(x: Any) -> Any:
-        return to_full_state(decoded_tree(x.inner_state)) if _is_state(x) else x
+        return to_full_state(_decoded(x.inner_state)) if _is_state(x) else x
 
     return jax.tree.map(full, state, is_leaf=_is_state)
 
@@ -216,7 +213,7 @@ def _stored(x: Any, layout: Layout, seed: Any) -> LowBitArray:
     return jax.tree.map(partial(in_variable_like, x), low)
 
 
-def decoded_tree(tree: Any) -> Any:
+def _decoded(tree: Any) -> Any:
     """`tree` with each `LowBitArray` in full, but those of a wrapper further inside."""
 
     def full(x: Any) -> Any:
@@ -236,12 +233,11 @@ def _like(state: LowBitState, full: Any) -> LowBitState:
             return new if _is_state(new) else _like(old, new)
         if not _is_low(old):
             return new
-        expected = jax.eval_shape(old.decoded)
-        shape = jnp.shape(as_arrays(new))
-        if shape != expected.shape:
+        expected, shape = old.decoded_shape, jnp.shape(as_arrays(new))
+        if shape != expected:
             raise ValueError(
                 f"`state{jax.tree_util.keystr(path)}` is to be stored in few bits as "
-                f"an array of the shape {expected.shape}, but has the shape "
+                f"an array of the shape {expected}, but has the shape "
                 f"{shape}.\nTake the `like` of the same parameters, or a "
                 "`low_bit_state` whose `where` leaves this array as it is."
             )
@@ -279,7 +275,7 @@ def _is_stored(x: Any) -> bool:
     return _is_low(x) or _is_state(x)
 
 
-def _check(format: Any, block: Any, min_size: Any, rounding: Any, seed: Any) -> None:
+def _check(format: Any, block: Any, min_size: Any, seed: Any) -> None:
     if format not in FORMATS:
         known = ", ".join(f'"{name}"' for name in FORMATS)
         raise ValueError(
@@ -293,10 +289,23 @@ def _check(format: Any, block: Any, min_size: Any, rounding: Any, seed: Any) -> 
                 f"`{name}` must be an integer of at least {minimum}, but was given "
                 f"{value!r}."
             )
+
+
+def check_rounding(rounding: Any) -> None:
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(
             f'`rounding` must be "stochastic" or "nearest", but was given {rounding!r}.'
         )
+
+
+def checked_optimizer(optimizer: Any, wrapper: str) -> Any:
+    """An optimizer whose `update` takes extra arguments, or an error of `wrapper`."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
+            f"was given {optimizer!r}.\nWrite `{wrapper}(optax.adam(1e-3))`."
+        )
+    return optax.with_extra_args_support(optimizer)
 
 
 def _check_state(state: Any, format: str, block: int, rounding: Rounding) -> None:

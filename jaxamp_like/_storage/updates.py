@@ -1,5 +1,6 @@
 """Parameters without a float32 copy: updated in float32, and rounded by chance."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,9 @@ from jax import Array
 
 from .._dtypes import is_float
 from .._errors import hiding_frames
+from .._jax import is_array_or_shape
 from .._random_rounding import chances, mixed, rounded_by
-from .moments import is_array
-from .optimizer import Rounding
+from .optimizer import Rounding, check_rounding, checked_optimizer
 
 
 class Float32UpdateState(NamedTuple):
@@ -42,12 +43,7 @@ def update_in_float32(
     >>> tx.init(jnp.ones(4, jnp.bfloat16)).inner_state[0].mu.dtype.name
     'float32'
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
-            f"was given {optimizer!r}.\nWrite `update_in_float32(optax.adam(1e-3))`."
-        )
-    inner = optax.with_extra_args_support(optimizer)
+    inner = checked_optimizer(optimizer, "update_in_float32")
 
     @hiding_frames
     def init(params: Any) -> Float32UpdateState:
@@ -102,12 +98,9 @@ def apply_updates(
 
     Stochastic rounding of bfloat16 parameters is that of Zamirai et al.
     (arXiv:2010.06192)."""
-    if rounding not in ("stochastic", "nearest"):
-        raise ValueError(
-            f'`rounding` must be "stochastic" or "nearest", but was given {rounding!r}.'
-        )
+    check_rounding(rounding)
     seed = _seed(key) if rounding == "stochastic" else None
-    numbers = iter(range(2**31))
+    numbers = itertools.count()
 
     def new(path: Any, p: Any, u: Any) -> Any:
         if p is None or u is None:
@@ -136,7 +129,7 @@ def apply_updates(
 
 
 def _seed(key: Any) -> Any:
-    is_key = is_array(key) and (
+    is_key = is_array_or_shape(key) and (
         key.ndim == 0
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         else key.dtype == jnp.uint32 and key.ndim == 1
@@ -152,7 +145,7 @@ def _seed(key: Any) -> Any:
 
 def _in_float32(tree: Any) -> Any:
     def wide(x: Any) -> Any:
-        is_low = is_array(x) and is_float(x.dtype) and x.dtype.itemsize < 4
+        is_low = is_array_or_shape(x) and is_float(x.dtype) and x.dtype.itemsize < 4
         return x.astype(jnp.float32) if is_low else x
 
     return jax.tree.map(wide, tree)
