@@ -14,7 +14,6 @@ from jax import lax
 from .._dtypes import cast
 from .._errors import listing_arguments
 from .._jax import is_explicitly_sharded, new_primitive, raw, trace
-from .._nibbles import apart, in_pairs
 from .._primitives.contractions import dot_numbers, summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
@@ -30,7 +29,7 @@ SIZES = (32, 64, 128)
 """How many numbers a group may have. A scale has 16 bits: in smaller groups, scales
 would take more than a ninth of all bytes."""
 
-_FLOAT32 = jnp.dtype("float32")
+_FLOAT32, _UINT8 = jnp.dtype("float32"), jnp.dtype("uint8")
 _LARGEST = 15  # of the 16 codes of a number
 _MIDDLE = 8  # the code of 0 where groups have no zero point
 _LEAST = np.float32(2.0**-126)  # of a scale: XLA takes smaller numbers for zeros
@@ -73,13 +72,13 @@ class Groups:
         """The same as `(batch, rows, summed)`.
 
         Each number is exact: a code has 4 bits, and a scale 8."""
-        codes = apart(stored(self.codes, "two int4 numbers to a byte"))
+        codes = _unpacked(stored(self.codes, "two int4 numbers to a byte"))
         scales = stored(self.scales, "scales of int4 numbers")
         groups = codes.reshape(*scales.shape, self.size).astype(_FLOAT32)
         if self.zero_points is None:
             groups = groups - _MIDDLE
         else:
-            zeros = apart(stored(self.zero_points, "zero points of int4 numbers"))
+            zeros = _unpacked(stored(self.zero_points, "zero points of int4 numbers"))
             zeros = zeros[..., : scales.shape[-1]]
             groups = groups - zeros.astype(_FLOAT32)[..., None]
         rows = groups * scales.astype(_FLOAT32)[..., None]
@@ -119,9 +118,9 @@ class AsInt4(NamedTuple):
         codes = fitted[..., : self.size].reshape(batch, number, groups * self.size)
         scales, zeros = fitted[..., self.size], fitted[..., self.size + 1]
         return Groups(
-            in_pairs(codes),
+            _packed(codes),
             scales.astype(jnp.bfloat16),
-            in_pairs(zeros) if self.zero_point else None,
+            _packed(zeros) if self.zero_point else None,
             x.shape,
             self.axes,
             self.size,
@@ -229,6 +228,22 @@ _FITTED = new_primitive(
     series=no_series,
 )
 """`_fit`, as one equation: reports are to show what it makes, and not its search."""
+
+
+def _packed(codes: Any) -> Any:
+    """Codes in bytes, two each, along the last axis, which is padded if it is odd."""
+    codes = codes.astype(_UINT8)
+    length = codes.shape[-1]
+    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, length % 2)])
+    pairs = codes.reshape(*codes.shape[:-1], -(-length // 2), 2)
+    return pairs[..., 0] | (pairs[..., 1] << _UINT8.type(4))
+
+
+def _unpacked(packed: Any) -> Any:
+    # Two shifts side by side would be a concatenation, which XLA gives its own kernel.
+    shifts = lax.iota(_UINT8, 2) * _UINT8.type(4)
+    pairs = (packed[..., None] >> shifts) & _UINT8.type(_LARGEST)
+    return pairs.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 @dataclass(frozen=True, repr=False)

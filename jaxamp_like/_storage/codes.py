@@ -11,7 +11,6 @@ from jax import lax
 
 from .._dtypes import DType
 from .._frameworks.nnx import as_arrays
-from .._nibbles import apart, in_pairs
 from .._random_rounding import chances
 from .formats import FORMATS
 from .tiles import Tile, largest_in_tiles, over_tiles, shard_shape
@@ -83,10 +82,7 @@ class LowBitArray:
         format = FORMATS[self.layout.format]
         codes, scales = as_arrays((self.codes, self.scales))
         if self.layout.pairs is not None:
-            axis, is_odd = self.layout.pairs
-            codes = apart(codes, axis)
-            if is_odd:
-                codes = lax.slice_in_dim(codes, 0, -1, axis=axis)
+            codes = _apart(codes, *self.layout.pairs)
         if scales is not None:
             scales = over_tiles(scales, self.layout.tile, codes.shape)
         return format.decoded(codes, scales).astype(self.layout.dtype)
@@ -118,6 +114,25 @@ def encoded(x: Any, layout: Layout, seed: Any) -> LowBitArray:
     spread = None if scales is None else over_tiles(scales, layout.tile, x.shape)
     codes = FORMATS[layout.format].encoded(x, spread, chance)
     if layout.pairs is not None:
-        axis, _ = layout.pairs
-        codes = in_pairs(codes, axis)
+        codes = _in_pairs(codes, *layout.pairs)
     return LowBitArray(codes, scales, layout)
+
+
+def _in_pairs(codes: Any, axis: int, is_odd: bool) -> Any:
+    if is_odd:
+        padding = [(0, 0)] * codes.ndim
+        padding[axis] = (0, 1)
+        codes = jnp.pad(codes, padding)
+    axis %= codes.ndim
+    shape = codes.shape
+    codes = codes.reshape(*shape[:axis], shape[axis] // 2, 2, *shape[axis + 1 :])
+    low, high = (jnp.take(codes, i, axis + 1) for i in range(2))
+    return low | (high << 4)
+
+
+def _apart(pairs: Any, axis: int, is_odd: bool) -> Any:
+    axis %= pairs.ndim
+    codes = jnp.stack([pairs & 15, pairs >> 4], axis + 1)
+    shape = pairs.shape
+    codes = codes.reshape(*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+    return jnp.delete(codes, -1, axis) if is_odd else codes
