@@ -140,6 +140,12 @@ def calling_library(*libraries: types.ModuleType) -> str | None:
     return next(names, None)
 
 
+def no_attribute(owner: Any, name: str, hint: str = "") -> AttributeError:
+    """The error of an attribute that `owner` has not, with what to write instead."""
+    said = f"{type(owner).__name__!r} has no attribute {name!r}."
+    return AttributeError(" ".join(filter(None, (said, hint))))
+
+
 def how_to_install(package: str, extra: str) -> str:
     """What to run where a package of an extra is missing, on an index or in a clone."""
     return (

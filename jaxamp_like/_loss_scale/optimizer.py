@@ -13,7 +13,7 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import hiding_frames, warn_or_raise
+from .._errors import hiding_frames, no_attribute, warn_or_raise
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
@@ -47,10 +47,7 @@ class LossScaleState(NamedTuple):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = _ELSEWHERE_IN_STATE.get(name, _IN_STATE)
-            raise AttributeError(
-                f"{type(self).__name__!r} has no attribute {name!r}. {hint}"
-            )
+            raise no_attribute(self, name, _ELSEWHERE_IN_STATE.get(name, _IN_STATE))
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
@@ -75,10 +72,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def __getattr__(self, name: str) -> Any:
         hint = _ELSEWHERE.get(name)
-        hint = f" Write `{hint}`." if hint else ""
-        raise AttributeError(
-            f"{type(self).__name__!r} has no attribute {name!r}.{hint}"
-        )
+        raise no_attribute(self, name, f"Write `{hint}`." if hint else "")
 
     @with_call_hints("tx.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(

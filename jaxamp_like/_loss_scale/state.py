@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
+from .._errors import no_attribute
 from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
 from .calls import SETTINGS, with_call_hints
 from .fields import (
@@ -95,10 +96,8 @@ class DynamicScalerState(_Fields):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = f" Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
-            raise AttributeError(
-                f"{type(self).__name__!r} has no attribute {name!r}.{hint}"
-            )
+            hint = f"Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
+            raise no_attribute(self, name, hint)
 
     @_looking_for_a_scale
     @with_call_hints("DynamicScalerState(scaler=2.0**15, patience=2000)")
@@ -254,10 +253,7 @@ class NoScaler:
 
         def __getattr__(self, name: str) -> Any:
             is_field = name in DynamicScalerState._fields or name in SETTINGS
-            raise AttributeError(
-                f"{type(self).__name__!r} has no attribute {name!r}."
-                + f" {_NOTHING_TO_READ}" * is_field
-            )
+            raise no_attribute(self, name, _NOTHING_TO_READ * is_field)
 
     def scale(self, loss: ArrayLike) -> Array:
         """The loss as it is."""
