@@ -273,13 +273,13 @@ JOBS = {
         (COMPARISON, FIGURES),
         more=("curves-long.md", "curves-long.png"),
     ),
-    "curves_float8": Job(
-        "curves_float8",
+    "curves_quantised": Job(
+        "curves_quantised",
         "",
         "--steps 20 --seeds 1",
-        "curves_float8.json",
+        "curves_quantised.json",
         ("docs/quantised.md", FIGURES),
-        more=("curves_float8.png",),
+        more=("curves_quantised.png",),
     ),
     "curves_low_bits": Job(
         "curves_low_bits",

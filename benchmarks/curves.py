@@ -378,9 +378,9 @@ def as_markdown(results: Results, title: str, name: str) -> str:
     )
 
 
-def smooth(losses: np.ndarray) -> np.ndarray:
+def smooth(losses: np.ndarray, window: int = TAIL) -> np.ndarray:
     """Means over a sliding window along the last axis."""
-    window = min(TAIL, losses.shape[-1])
+    window = min(window, losses.shape[-1])
     return np.lib.stride_tricks.sliding_window_view(losses, window, axis=-1).mean(-1)
 
 

@@ -11,7 +11,6 @@ over seeds; rounding parameters to the nearest is there to compare with, and may
 Needs the extras `benchmarks` and `examples`."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +26,10 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from jaxamp_like.storage import (
     apply_updates,
     low_bit_state,
-    to_full_state,
     update_in_float32,
 )
 
@@ -46,7 +43,8 @@ from .curves import (
     make_optimiser,
     smooth,
 )
-from .rewrite import add_section, machine, make_table, versions
+from .rewrite import add_section, make_table
+from .seeds import Training, train_all, write_record
 from .workloads import normal
 
 # ------------------------------------------------------------------------------- a GAN
@@ -127,11 +125,11 @@ WAYS = {
 }
 
 
-def training(task: Task, way: Way, steps: int) -> tuple[Any, Any]:
-    """What begins a training from a key, and a step of it."""
+def training(task: Task, way: Way, steps: int) -> Training:
     tx = way.wrap(make_optimiser(steps))
 
-    def begin(key: Any) -> Any:
+    def begin(key: Any, batch: Any) -> Any:
+        del batch
         params = task.init(key)
         if way.rounding is not None:
             params = jax.tree.map(
@@ -158,35 +156,7 @@ def training(task: Task, way: Way, steps: int) -> tuple[Any, Any]:
             params = apply_updates(params, updates, rounding=way.rounding, key=now)
         return (eqx.combine(params, static), opt_state, key), value
 
-    return begin, step
-
-
-def train(
-    task: Task, way: Way, steps: int, seeds: int, advance: Callable[[], None]
-) -> tuple[list[Run], float]:
-    """A run for each seed, all at once, and bytes of state for each parameter."""
-    begin, step = training(task, way, steps)
-    keys = jax.vmap(jr.key)(jnp.arange(seeds))
-    state = eqx.filter_jit(eqx.filter_vmap(begin))(keys)
-    step = eqx.filter_jit(eqx.filter_vmap(step), donate="all")
-    losses = []
-    for batch in _batches(task, steps, seeds):
-        state, loss = step(state, batch)
-        losses.append(np.asarray(loss))
-        advance()
-    skipped = optax.tree_utils.tree_get(to_full_state(state[1]), "total_notfinite")
-    by_seed = zip(np.stack(losses, axis=1), np.asarray(skipped), strict=True)
-    params = eqx.filter(state[0], eqx.is_inexact_array)
-    size = sum(x.size for x in jax.tree.leaves(params))
-    kept = sum(x.nbytes for x in jax.tree.leaves((params, state[1])))
-    return [Run(row, int(n), 1.0) for row, n in by_seed], kept / size
-
-
-def _batches(task: Task, steps: int, seeds: int) -> Iterator[Any]:
-    generators = [np.random.default_rng(seed) for seed in range(seeds)]
-    for _ in range(steps):
-        batches = [task.batch(rng) for rng in generators]
-        yield jax.tree.map(lambda *xs: np.stack(xs), *batches)
+    return Training(task, begin, step)
 
 
 Results = dict[str, dict[str, Figures]]
@@ -230,6 +200,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
     parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument(
+        "--workers", type=at_least_one, default=1, help="trainings at a time"
+    )
     names = [task.name for task in MODELS]
     parser.add_argument("--tasks", nargs="+", choices=names, default=names)
     parser.add_argument("--name", default="curves_low_bits", help="of the record")
@@ -238,22 +211,29 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=max(Console().width, 120))
     began = time.perf_counter()
     models = [task for task in MODELS if task.name in options.tasks]
-    columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
-    runs: dict[str, dict[str, list[Run]]] = {}
-    kept: dict[str, dict[str, float]] = {}
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=len(models) * len(WAYS) * options.steps)
-        for task in models:
-            runs[task.name], kept[task.name] = {}, {}
-            for name, way in WAYS.items():
-                progress.update(bar, description=f"{task.name}, {name}")
-                runs[task.name][name], kept[task.name][name] = train(
-                    task,
-                    way,
-                    options.steps,
-                    options.seeds,
-                    lambda: progress.advance(bar),
-                )
+    trained = train_all(
+        {
+            f"{task.name}, {name}": training(task, way, options.steps)
+            for task in models
+            for name, way in WAYS.items()
+        },
+        options.steps,
+        options.seeds,
+        options.workers,
+        console,
+    )
+    by_task = {
+        task.name: {
+            name: one
+            for name in WAYS
+            if (one := trained.get(f"{task.name}, {name}")) is not None
+        }
+        for task in models
+    }
+    runs = {
+        task: {name: one.runs for name, one in by_way.items()}
+        for task, by_way in by_task.items()
+    }
     results = {
         task: {name: figures(rows, by_way[PLAIN]) for name, rows in by_way.items()}
         for task, by_way in runs.items()
@@ -269,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
                 "-" if one.spread is None else f"{one.spread:.5f}",
                 f"{one.difference:+.5f}",
                 "-" if one.of_spread is None else f"{one.of_spread:.2f}",
-                f"{kept[task][name]:.2f}",
+                f"{by_task[task][name].bytes_per_parameter:.2f}",
             ]
             for name, one in by_way.items()
         }
@@ -277,25 +257,19 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table)
     options.out.mkdir(parents=True, exist_ok=True)
     plot(runs, options.out / f"{options.name}.png")
-    record = {
-        "versions": versions(),
-        "machine": machine(),
-        "seconds": round(time.perf_counter() - began),
-        "steps": options.steps,
-        "seeds": options.seeds,
-        "results": {
-            task: {
-                name: vars(one) | {"bytes_per_parameter": kept[task][name]}
-                for name, one in by_way.items()
-            }
-            for task, by_way in results.items()
-        },
+    recorded = {
+        task: {
+            name: vars(one)
+            | {"bytes_per_parameter": by_task[task][name].bytes_per_parameter}
+            for name, one in by_way.items()
+        }
+        for task, by_way in results.items()
     }
     file = options.out / f"{options.name}.json"
-    file.write_text(json.dumps(record, indent=2) + "\n")
+    write_record(file, began, options.steps, options.seeds, recorded)
     missed = list(misses(results))
     console.print(*(f"MISSED {miss}" for miss in missed), sep="\n")
-    return 1 if missed else 0
+    return 1 if missed or len(trained) < len(models) * len(WAYS) else 0
 
 
 if __name__ == "__main__":

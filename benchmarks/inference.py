@@ -3,17 +3,20 @@
     python -m benchmarks.inference
 
 needs what `benchmarks.roofline` needs, and no GPU: the GPT-like model is compiled for
-the described device, one step of decoding with a cache and the logits of a batch. Seven
-versions: float32 as written; `amp`, which casts the parameters at each call; what
-`convert` makes; the same where the caller keeps the cache low, for it is an input, and
-those keep the dtype that they come in; *hand*, code with casts by hand, a low cache,
-and a tree of which everything was cast; and `convert` with weights in int8, which are
-cast where they are multiplied, or in int4 by groups of 32, and a low cache."""
+the described device, one step of decoding with a cache and the logits of a batch.
+`--run` times the same on the device that is here. Seven versions: float32 as written;
+`amp`, which casts the parameters at each call; what `convert` makes; the same where the
+caller keeps the cache low, for it is an input, and those keep the dtype that they come
+in; *hand*, code with casts by hand, a low cache, and a tree of which everything was
+cast; and `convert` with a low cache and weights in int8, which are cast where they are
+multiplied, or in int4 by groups of 32."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,9 @@ from jaxamp_like import amp, convert
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import int4, int8
 
-from .rewrite import make_table, ratio
+from .rewrite import machine, make_table, ratio, versions
 from .roofline import figures, run_command
+from .timing import side_by_side, step_seconds
 from .workloads import (
     FLOAT32,
     HEADS,
@@ -178,7 +182,7 @@ def contenders(
         convert(plain, params, *low, compute_dtype=dtype, amp_policy=policy)
         for policy in (EIGHT_BITS, FOUR_BITS)
     )
-    cast = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(dtype)), params)
+    cast = jax.tree.map(lambda x: cast_leaf(x, jnp.dtype(dtype)), params)
     found = {
         "float32": (plain, params, full),
         "amp": (amp(plain, compute_dtype=dtype), params, full),
@@ -193,20 +197,25 @@ def contenders(
     }
 
 
+def cast_leaf(leaf: Any, dtype: Any) -> Any:
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return leaf.update(dtype=dtype) if is_shape else leaf.astype(dtype)
+
+
 @dataclass(frozen=True)
 class Row:
     """What is read off a compiled version.
 
     Args:
         parameter_bytes: what the parameters take.
+        seconds: the roofline time, or the median of those that were taken.
         moved_bytes: sum over all kernels, loops as often as they run.
-        seconds: the roofline time.
         convert_kernels: those that do nothing but cast."""
 
     parameter_bytes: int
-    moved_bytes: float
     seconds: float
-    convert_kernels: int
+    moved_bytes: float | None = None
+    convert_kernels: int | None = None
 
 
 def measure(fn: Any, params: Any, inputs: tuple[Any, ...], device: Any) -> Row:
@@ -218,17 +227,53 @@ def measure(fn: Any, params: Any, inputs: tuple[Any, ...], device: Any) -> Row:
     )
     found = figures(compiled.as_text() or "", 0)
     return Row(
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)),
-        found.moved_bytes,
+        size_in_bytes(params),
         found.step_seconds,
+        found.moved_bytes,
         found.convert_kernels,
     )
+
+
+def size_in_bytes(params: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+def drawn(inputs: Any, below: int) -> Any:
+    """Arrays of these shapes, integers below a bound."""
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> Array:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jr.randint(jr.key(1), leaf.shape, below // 2, below, leaf.dtype)
+        return jr.normal(jr.key(2), leaf.shape, leaf.dtype)
+
+    return jax.tree.map(draw, inputs)
+
+
+def timed(versions_of: dict[str, Any], below: int, rounds: int) -> dict[str, Row]:
+    """The times of all versions of a task on the device that is here."""
+
+    def compile_one(fn: Any, params: Any, inputs: Any) -> Any:
+        arrays = drawn(inputs, below)
+        step = jax.jit(fn).lower(params, *arrays).compile()
+        return partial(step, params, *arrays)
+
+    steps = side_by_side(
+        {name: partial(compile_one, *one) for name, one in versions_of.items()}
+    )
+    for step in steps.values():
+        if isinstance(step, Exception):
+            raise step
+    seconds = step_seconds(steps, rounds)
+    return {
+        name: Row(size_in_bytes(versions_of[name][1]), seconds[name])
+        for name in versions_of
+    }
 
 
 COLUMNS = (
     "parameters\nMB",
     "moved\nMB",
-    "roofline\nµs",
+    "time\nµs",
     "speed\n/ f32",
     "time\n/ hand",
 )
@@ -238,11 +283,11 @@ COLUMNS += ("convert\nkernels",)
 def cells(row: Row, plain: Row, hand: Row) -> list[str]:
     return [
         f"{row.parameter_bytes / 1e6:.0f}",
-        f"{row.moved_bytes / 1e6:.0f}",
+        "-" if row.moved_bytes is None else f"{row.moved_bytes / 1e6:.0f}",
         f"{1e6 * row.seconds:.1f}",
         ratio(plain.seconds, row.seconds),
         ratio(row.seconds, hand.seconds),
-        str(row.convert_kernels),
+        "-" if row.convert_kernels is None else str(row.convert_kernels),
     ]
 
 
@@ -254,19 +299,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--size", default="real", choices=SIZES)
+    parser.add_argument("--run", action="store_true", help="time it on the device here")
+    parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
     parser.add_argument("--json", type=Path, help="where to write the record")
     return parser.parse_args(argv)
 
 
 def compare(args: argparse.Namespace, device: Any) -> dict[str, Any]:
+    """Of a described device, or where there is none, of the one that is here."""
     console = Console(width=110)
     c = SIZES[args.size]
-    params = jax.eval_shape(lambda key: init(key, c), jr.key(0))
+    make = partial(init, c=c)
+    params = (jax.eval_shape if device else lambda f, key: f(key))(make, jr.key(0))
     rows: dict[str, dict[str, Row]] = {}
     for name, task in track(list(tasks(c).items()), "Compiling", console=console):
         versions_of = contenders(task, params, args.dtype)
-        rows[name] = {k: measure(*v, device) for k, v in versions_of.items()}
-    table = make_table(f"{args.dtype}, {args.size} size, {device.device_kind}", COLUMNS)
+        rows[name] = (
+            {k: measure(*v, device) for k, v in versions_of.items()}
+            if device
+            else timed(versions_of, c["context"], args.rounds)
+        )
+    where = f"{device.device_kind}, roofline" if device else f"{machine()}, timed"
+    table = make_table(f"{args.dtype}, {args.size} size, {where}", COLUMNS)
     for name, found in rows.items():
         label = name
         for version, row in found.items():
@@ -277,8 +331,18 @@ def compare(args: argparse.Namespace, device: Any) -> dict[str, Any]:
     return {"tasks": {k: {n: asdict(r) for n, r in v.items()} for k, v in rows.items()}}
 
 
+def run_here(args: argparse.Namespace) -> int:
+    found = compare(args, None)
+    if args.json is not None:
+        about = {"machine": machine(), "dtype": args.dtype, "size": args.size}
+        record = {"versions": versions()} | about | {"rounds": args.rounds}
+        args.json.write_text(json.dumps(record | found, indent=2) + "\n")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    return run_command(parse_args(argv), compare)
+    args = parse_args(argv)
+    return run_here(args) if args.run else run_command(args, compare)
 
 
 if __name__ == "__main__":

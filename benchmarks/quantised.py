@@ -15,9 +15,7 @@ import argparse
 import functools
 import json
 import math
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +34,7 @@ from jaxamp_like.rules import float8, int8
 
 from .rewrite import machine, make_table, versions
 from .roofline import described_device, figures, plugin_versions
+from .timing import side_by_side, step_seconds
 
 TOKENS, WIDTH, LAYERS = 8192, 4096, 4
 SIZES = (1024, 2048, 4096, 8192, 16384)
@@ -211,20 +210,32 @@ def described(fn: Callable[..., Any], args: Any, triton: bool) -> dict[str, Any]
     return vars(figures(compiled.as_text(), temp))
 
 
-def timed(fn: Callable[..., Any], shapes: Any) -> dict[str, Any]:
-    """The median time of such a step on the device that is here."""
+def timed(
+    losses: dict[str, Callable[..., Any]], shapes: Any, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """The median times of such steps on the device that is here."""
     args = jax.tree.map(
         lambda x: jax.random.normal(jax.random.key(0), x.shape, x.dtype), shapes
     )
-    step: Any = compiled_step(fn, args, {})
-    jax.block_until_ready(step(*args))
-    seconds = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        jax.block_until_ready(step(*args))
-        seconds.append(time.perf_counter() - start)
-    temp = step.memory_analysis().temp_size_in_bytes
-    return {"step_seconds": statistics.median(seconds), "temp_bytes": temp}
+    steps = side_by_side(
+        {
+            name: functools.partial(compiled_step, fn, args, {})
+            for name, fn in losses.items()
+        }
+    )
+    for step in steps.values():
+        if isinstance(step, Exception):
+            raise step
+    seconds = step_seconds(
+        {name: functools.partial(step, *args) for name, step in steps.items()}, rounds
+    )
+    return {
+        name: {
+            "step_seconds": seconds[name],
+            "temp_bytes": step.memory_analysis().temp_size_in_bytes,
+        }
+        for name, step in steps.items()
+    }
 
 
 def compiled_step(fn: Callable[..., Any], args: Any, options: Any) -> Any:
@@ -291,15 +302,22 @@ def main(argv: list[str] | None = None) -> int:
     # That nothing is quantised of small products is what is to be seen here.
     warnings.simplefilter("ignore", AmpWarning)
     for name, (fn, args) in work.items():
-        record[name] = {
-            who: timed(CONTENDERS[who](fn), args)
-            if options.run
-            else described(CONTENDERS[who](fn), args, options.triton)
+        losses = {
+            who: CONTENDERS[who](fn)
             for who in options.contenders
             if fn is blocks or who != OF_BLOCKS
         }
+        record[name] = (
+            timed(losses, args, RUNS)
+            if options.run
+            else {
+                who: described(loss, args, options.triton)
+                for who, loss in losses.items()
+            }
+        )
     where = f"{machine()}, timed" if options.run else "a described H200, by roofline"
-    Console().print(as_table(record, f"Forward and backward on {where}"))
+    console = Console(width=max(Console().width, 100))
+    console.print(as_table(record, f"Forward and backward on {where}"))
     missed = list(misses(record))
     for miss in missed:
         print(f"MISSED {miss}")

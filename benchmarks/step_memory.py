@@ -5,13 +5,16 @@
 The step is compiled for a GPU that need not be there, and XLA's own account of its
 memory is told: what is kept from step to step (parameters and the state of AdamW), and
 what is needed on top at the peak (gradients, residuals, temporaries). The blocks run in
-a scan; the state is donated. `--depth`, `--dim` and the like make another model.
+a scan; the state is donated. `--depth`, `--dim` and the like make another model, and
+`--run` compiles for the device that is here, and times the steps on it.
 
 Needs the extra `gpu-compile`."""
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +30,9 @@ from rich.console import Console
 from jaxamp_like import amp
 from jaxamp_like.storage import apply_updates, low_bit_state, update_in_float32
 
-from .rewrite import make_table, ratio, versions
+from .rewrite import machine, make_table, ratio, versions
 from .roofline import described_device, plugin_versions
+from .timing import side_by_side
 from .workloads import FLOAT32, WORKLOADS, gpt, init_blocks, init_norm, normal
 
 Loss = Callable[..., Any]
@@ -83,8 +87,16 @@ def init(options: argparse.Namespace, is_low: bool, key: Any) -> Any:
     return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params) if is_low else params
 
 
-def measured(way: Way, options: argparse.Namespace, device: Any) -> dict[str, int]:
-    """Bytes kept from step to step, and those needed on top at the peak."""
+@dataclass(frozen=True)
+class Training:
+    """A compiled step, with what it begins with."""
+
+    begin: Callable[[Any], Any]
+    step: Any
+    state: Any  # its shapes
+
+
+def compiled(way: Way, options: argparse.Namespace, device: Any) -> Training:
     tx = way.wrap(optax.adamw(1e-4))
 
     def step(state: Any, tokens: Any, key: Any) -> Any:
@@ -108,9 +120,14 @@ def measured(way: Way, options: argparse.Namespace, device: Any) -> dict[str, in
     jitted = jax.jit(
         step, in_shardings=sharding, out_shardings=sharding, donate_argnums=0
     )
-    memory: Any = jitted.lower(state, tokens, key).compile().memory_analysis()
+    return Training(begin, jitted.lower(state, tokens, key).compile(), state)
+
+
+def measured(training: Training) -> dict[str, Any]:
+    """Bytes kept from step to step, and those needed on top at the peak."""
+    memory = training.step.memory_analysis()
     return {
-        "parameters": sum(x.size for x in jax.tree.leaves(state[0])),
+        "parameters": sum(x.size for x in jax.tree.leaves(training.state[0])),
         "kept_bytes": memory.argument_size_in_bytes,
         "peak_bytes": memory.temp_size_in_bytes
         + memory.output_size_in_bytes
@@ -118,17 +135,51 @@ def measured(way: Way, options: argparse.Namespace, device: Any) -> dict[str, in
     }
 
 
-def show(console: Console, found: dict[str, dict[str, int]]) -> None:
-    table = make_table("Memory of a step, GB", ("kept", "on top", "all", "/ float32"))
+def timed(training: Training, options: argparse.Namespace) -> float:
+    """Median seconds of a step on the device that is here."""
+    state = jax.jit(training.begin)(jr.key(0))
+    shape = options.batch, options.length + 1
+    tokens = jr.randint(jr.key(1), shape, 0, options.vocabulary, jnp.int32)
+    seconds = []
+    for i in range(options.rounds + 1):
+        key = jax.block_until_ready(jr.fold_in(jr.key(2), i))
+        start = time.perf_counter()
+        state, loss = jax.block_until_ready(training.step(state, tokens, key))
+        seconds.append(time.perf_counter() - start)
+    assert jnp.isfinite(loss)
+    return statistics.median(seconds[1:])  # the first warms up
 
-    def total(one: dict[str, int]) -> int:
+
+def all_ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    device = jax.devices()[0] if options.run else described_device()
+    trainings = side_by_side(
+        {name: partial(compiled, way, options, device) for name, way in WAYS.items()},
+        workers=len(WAYS) if options.run else 1,
+    )
+    found = {}
+    for name, training in trainings.items():
+        if isinstance(training, Exception):
+            raise training
+        found[name] = measured(training)
+        if options.run:
+            found[name]["step_seconds"] = timed(training, options)
+    return found
+
+
+def show(console: Console, found: dict[str, dict[str, Any]], where: str) -> None:
+    columns = ("kept", "on top", "all", "/ float32", "step / ms")
+    table = make_table(f"Memory of a step, GB ({where})", columns)
+
+    def total(one: dict[str, Any]) -> int:
         return one["kept_bytes"] + one["peak_bytes"]
 
     for name, one in found.items():
         sizes = one["kept_bytes"], one["peak_bytes"], total(one)
         cells = [f"{size / 1e9:.2f}" for size in sizes]
         plain = total(found["float32"]) if "float32" in found else None
-        table.add_row("GPT", name, *cells, ratio(total(one), plain))
+        seconds = one.get("step_seconds")
+        told = "-" if seconds is None else f"{1e3 * seconds:.1f}"
+        table.add_row("GPT", name, *cells, ratio(total(one), plain), told)
     console.print(table)
 
 
@@ -137,15 +188,18 @@ def main(argv: list[str] | None = None) -> int:
     sizes = dict(depth=24, dim=2048, vocabulary=32768, length=1024, batch=4)
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--run", action="store_true", help="on the device that is here")
+    parser.add_argument("--rounds", type=int, default=10, help="of timed steps")
     parser.add_argument("--json", type=Path, help="where to write the record")
     options = parser.parse_args(argv)
     console = Console(width=max(Console().width, 100))
-    device = described_device()
-    found = {name: measured(way, options, device) for name, way in WAYS.items()}
-    show(console, found)
+    found = all_ways(options)
+    where = f"{machine()}, timed" if options.run else "a described H200"
+    show(console, found, where)
     if options.json:
         record = {
-            "versions": versions() | plugin_versions(),
+            "versions": versions() | ({} if options.run else plugin_versions()),
+            "device": where,
             "sizes": {name: getattr(options, name) for name in sizes},
             "results": found,
         }

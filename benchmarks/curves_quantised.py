@@ -1,0 +1,229 @@
+"""Training curves of a GPT of characters in float8, MXFP8 and NVFP4.
+
+    python -m benchmarks.curves_quantised [--steps 2000] [--seeds 3] [--out results]
+
+The model, its data and its optimiser are those of `benchmarks.curves`. Its contractions
+with weights read 8 or 4 bits but for the head's, small as they are: this is about
+numbers, not about speed. A seed sets the initial weights and the order of the data, the
+same in every precision. Fails where a mean final loss differs from that in bfloat16 by
+more than the spread over seeds, or is above it by more than 1.5 % in NVFP4 with its
+recipe. The recipe's parts are left out one by one to compare with, and float8's varied.
+
+Needs the extras `benchmarks` and `examples`."""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from jaxamp_like import Policy, amp, amp_with_state, get_policy, init_amp_state
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import Rule, float8, mxfp8, nvfp4
+
+from .curves import (
+    TASKS,
+    VOCABULARY,
+    Figures,
+    Run,
+    at_least_one,
+    figures,
+    make_optimiser,
+    smooth,
+)
+from .rewrite import make_table
+from .seeds import Training, train_all, write_record
+
+(GPT,) = (task for task in TASKS if task.name == "character GPT")
+HISTORY = 16  # steps that delayed scaling remembers
+BASE = "bfloat16"
+WINDOW = 100  # steps whose mean is drawn
+
+
+def in_blocks(site: Any) -> bool:
+    """Whether a contraction is none of the head's, which has no scope to tell by."""
+    return all(VOCABULARY not in aval.shape for aval in site.avals[:2])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A precision.
+
+    Args:
+        policy: of it.
+        bound: by how much it may end above bfloat16, as a share of that loss; `None`
+            is the spread over seeds, either way; infinity is for what only compares."""
+
+    policy: Policy
+    bound: float | None = None
+
+
+def _kind(rule: Rule, bound: float | None = None) -> Kind:
+    return Kind(Policy(BASE, rules=quantised(rule)), bound)
+
+
+def _float8(bound: float | None = None, **options: Any) -> Kind:
+    return _kind(float8(where=in_blocks, **options), bound)
+
+
+def _nvfp4(bound: float | None = math.inf, **options: Any) -> Kind:
+    return _kind(nvfp4(where=in_blocks, emulate=True, **options), bound)
+
+
+DELAYED = "float8, delayed"
+KINDS = {
+    BASE: Kind(get_policy("mixed_bfloat16")),
+    "float8, current": _float8(),
+    DELAYED: _float8(delayed=True, amax_history_length=HISTORY),
+    "float8, weight gradients in bfloat16": _float8(
+        math.inf, weight_gradient="compute"
+    ),
+    "float8, cotangents in e4m3": _float8(math.inf, grad_dtype="float8_e4m3fn"),
+    "float8, scales by row": _float8(math.inf, granularity="row"),
+    "MXFP8": _kind(mxfp8(where=in_blocks, emulate=True)),
+    "NVFP4": _nvfp4(0.015),
+    "NVFP4, cotangents to the nearest": _nvfp4(stochastic=False),
+    "NVFP4, not rotated": _nvfp4(rotate=False),
+    "NVFP4, weights in rows": _nvfp4(square_weights=False),
+    "NVFP4, none of these": _nvfp4(
+        stochastic=False, rotate=False, square_weights=False
+    ),
+}
+
+
+def training(name: str, steps: int) -> Training:
+    tx, policy = make_optimiser(steps), KINDS[name].policy
+    if name == DELAYED:
+        gradient = amp_with_state(jax.value_and_grad(GPT.loss), amp_policy=policy)
+    else:
+        gradient = jax.value_and_grad(amp(GPT.loss, amp_policy=policy))
+
+    def begin(key: Any, batch: Any) -> Any:
+        params = GPT.init(key)
+        state = init_amp_state(gradient, params, batch) if name == DELAYED else {}
+        return params, tx.init(params), state
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, amp_state = state
+        if name == DELAYED:
+            (loss, grads), amp_state = gradient(amp_state, params, batch)
+        else:
+            loss, grads = gradient(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, amp_state), loss
+
+    return Training(GPT, begin, step)
+
+
+def misses(results: dict[str, Figures]) -> Iterator[str]:
+    """What ends farther from bfloat16 than it may."""
+    for name, one in results.items():
+        bound = KINDS[name].bound
+        if one.of_spread is None:
+            continue
+        share = one.difference / results[BASE].mean
+        if one.of_spread > 1 if bound is None else share > bound:
+            yield (
+                f"{name}: the final loss differs by {one.difference:+.4f} from "
+                f"{BASE}'s, {one.of_spread:.2f} times the spread over seeds, "
+                f"{share:+.1%}"
+            )
+
+
+def as_table(results: dict[str, Figures], title: str) -> Any:
+    columns = ("final loss", "spread", "difference", "± of the mean", "in spreads")
+    table = make_table(title, (*columns, "skipped"))
+    for name, one in results.items():
+        spread, ratio, error = one.spread, one.of_spread, paired_error(one, results)
+        table.add_row(
+            GPT.name,
+            name,
+            f"{one.mean:.5f}",
+            "-" if spread is None else f"{spread:.5f}",
+            f"{one.difference:+.5f}",
+            "-" if error is None else f"{error:.5f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+            str(sum(one.skipped)),
+        )
+    return table
+
+
+def paired_error(one: Figures, results: dict[str, Figures]) -> float | None:
+    """The standard error of the mean difference, seed by seed."""
+    differences = np.subtract(one.finals, results[BASE].finals)
+    if len(differences) < 2:
+        return None
+    return float(differences.std(ddof=1) / math.sqrt(len(differences)))
+
+
+def plot(runs: dict[str, list[Run]], path: Path) -> None:
+    """How far each kind is above bfloat16, seed by seed, in the mean."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+
+    def curves(name: str) -> np.ndarray:
+        return smooth(np.stack([run.losses for run in runs[name]]), WINDOW)
+
+    base = curves(BASE)
+    steps = np.arange(base.shape[-1]) + 1
+    spread = base.std(0)
+    axes.fill_between(steps, -spread, spread, color="#999999", alpha=0.3)
+    for i, name in enumerate(runs):
+        above = (curves(name) - base).mean(0)
+        axes.plot(steps, above, "--" if i >= 10 else "-", label=name)
+    last = 3 * max(abs((curves(name) - base).mean(0)[-1]) for name in runs) + 1e-6
+    axes.set_ylim(-last, last)
+    axes.set_title(GPT.name)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(f"cross entropy above {BASE}'s (band: its spread over seeds)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
+    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=[*KINDS], help=f"{BASE} among them"
+    )
+    parser.add_argument(
+        "--workers", type=at_least_one, default=1, help="trainings at a time"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(argv)
+    console = Console(width=max(Console().width, 120))
+    began = time.perf_counter()
+    trained = train_all(
+        {name: training(name, options.steps) for name in options.kinds},
+        options.steps,
+        options.seeds,
+        options.workers,
+        console,
+    )
+    runs = {name: one.runs for name, one in trained.items()}
+    results = {name: figures(rows, runs[BASE]) for name, rows in runs.items()}
+    title = f"Beside {BASE} (steps: {options.steps}, seeds: {options.seeds})"
+    console.print(as_table(results, title))
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot(runs, options.out / "curves_quantised.png")
+    recorded = {name: vars(one) for name, one in results.items()}
+    file = options.out / "curves_quantised.json"
+    write_record(file, began, options.steps, options.seeds, recorded)
+    missed = list(misses(results))
+    console.print(*(f"MISSED {miss}" for miss in missed), sep="\n")
+    return 1 if missed or len(trained) < len(options.kinds) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

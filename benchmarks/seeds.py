@@ -1,0 +1,131 @@
+"""Trains a model from several seeds at once, several trainings beside each other."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from jaxamp_like.storage import to_full_state
+
+from .curves import EXACT, Run, Task
+from .rewrite import machine, versions
+from .timing import side_by_side
+
+
+@dataclass(frozen=True)
+class Training:
+    """A way to train a model.
+
+    Args:
+        task: the model with its data.
+        begin: `begin(key, batch)` gives parameters, optimizer state, and what else a
+            step carries on.
+        step: `step(state, batch)` gives the next state and the loss."""
+
+    task: Task
+    begin: Callable[[Any, Any], Any]
+    step: Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training.
+
+    Args:
+        runs: one for each seed.
+        bytes_per_parameter: of parameters and optimizer state, from step to step."""
+
+    runs: list[Run]
+    bytes_per_parameter: float
+
+
+def train(
+    training: Training, steps: int, seeds: int, advance: Callable[[], None]
+) -> Trained:
+    """Trains from all seeds at once: `vmap` makes one program of them."""
+    batches = _batches(training.task, steps, seeds)
+    first = next(batches)
+    keys = jax.vmap(jr.key)(jnp.arange(seeds))
+    state = eqx.filter_jit(eqx.filter_vmap(training.begin))(keys, first)
+    # Equinox hands options on to JAX, but its types don't tell.
+    step = eqx.filter_jit(  # pyright: ignore
+        eqx.filter_vmap(training.step), donate="all", compiler_options=EXACT
+    )
+    losses = []
+    for batch in (first, *batches):
+        state, loss = step(state, batch)
+        losses.append(np.asarray(loss))
+        advance()
+    skipped = optax.tree_utils.tree_get(to_full_state(state[1]), "total_notfinite")
+    by_seed = zip(np.stack(losses, axis=1), np.asarray(skipped), strict=True)
+    params = eqx.filter(state[0], eqx.is_inexact_array)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    kept = sum(x.nbytes for x in jax.tree.leaves((params, state[1])))
+    return Trained([Run(row, int(n), 1.0) for row, n in by_seed], kept / size)
+
+
+def _batches(task: Task, steps: int, seeds: int) -> Iterator[Any]:
+    generators = [np.random.default_rng(seed) for seed in range(seeds)]
+    for _ in range(steps):
+        batches = [task.batch(rng) for rng in generators]
+        yield jax.tree.map(lambda *xs: np.stack(xs), *batches)
+
+
+def train_all(
+    trainings: Mapping[str, Training],
+    steps: int,
+    seeds: int,
+    workers: int,
+    console: Console,
+) -> dict[str, Trained]:
+    """Trains all of them, as many beside each other as there are workers.
+
+    One that fails is told of, and is not in what is returned."""
+    columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=len(trainings) * steps)
+        found = side_by_side(
+            {
+                name: partial(train, one, steps, seeds, partial(progress.advance, bar))
+                for name, one in trainings.items()
+            },
+            workers,
+        )
+    for name, one in found.items():
+        if isinstance(one, Exception):
+            console.print(f"FAILED {name}: {type(one).__name__}: {one}", markup=False)
+    return {k: one for k, one in found.items() if isinstance(one, Trained)}
+
+
+def write_record(
+    path: Path, began: float, steps: int, seeds: int, results: Mapping[str, Any]
+) -> None:
+    """Writes results, with what they were measured by.
+
+    Args:
+        path: of the file.
+        began: when, by `time.perf_counter()`.
+        steps: of each run.
+        seeds: of each training.
+        results: what is to be kept."""
+    record = {
+        "versions": versions(),
+        "machine": machine(),
+        "seconds": round(time.perf_counter() - began),
+        "steps": steps,
+        "seeds": seeds,
+        "results": results,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
