@@ -89,7 +89,7 @@ FLAX_NAMES = {
 
 
 def train_by_flax(dtype, batches, params):
-    """Each step: loss, gradients, scales and histories, by Flax's own layers."""
+    """Each step by Flax's own layers: parameters, loss, gradients, and the state."""
     dense = functools.partial(
         nn.Dense,
         use_bias=False,
@@ -123,11 +123,12 @@ def train_by_flax(dtype, batches, params):
                     held[f"{theirs}_{what}"] for what in ("scale", "amax_history")
                 )
                 state[layer, ours] = scale[0], history
-        yield value, grads, state
+        yield params, (value, grads, state)
         params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
 
 
-def train_with_state(dtype, batches, params):
+def steps_with_state(dtype, batches, trained):
+    """The same of ours, from the parameters of each step."""
     model = MLP(functools.partial(nn.Dense, use_bias=False))
 
     def loss(params, x, y):
@@ -138,16 +139,15 @@ def train_with_state(dtype, batches, params):
     step = jax.jit(step, compiler_options=AS_ROUNDED)
     state = {
         key: tensor._replace(history=tensor.history.at[0].set(1.0))
-        for key, tensor in init_amp_state(step, params, *batches[0]).items()
+        for key, tensor in init_amp_state(step, trained[0], *batches[0]).items()
     }
-    for x, y in batches:
+    for params, (x, y) in zip(trained, batches, strict=True):
         (value, grads), state = step(state, params, x, y)
         found = {}
         for key, tensor in state.items():
             *_, scope, _, role = key.split("/")
             found[scope.partition(".")[0], role] = tuple(tensor)
         yield value, grads, found
-        params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
 
 
 @pytest.mark.sample(2)
@@ -162,14 +162,21 @@ def test_agrees_with_flax_step_by_step(dtype):
         "up": {"kernel": values(12, 16) / 4},
         "down": {"kernel": values(16, 4, seed=1) / 4},
     }
-    flax, ours = (
-        train(dtype, batches, params) for train in (train_by_flax, train_with_state)
-    )
-    steps = list(zip(flax, ours, strict=True))
-    assert len(steps) == 20
-    for i, (step, own) in enumerate(steps):
-        same = jax.tree.map(lambda x, y: bool(np.all(x == y)), step, own)
+    trained, flax = zip(*train_by_flax(dtype, batches, params), strict=True)
+    ours = list(steps_with_state(dtype, batches, trained))
+    assert len(ours) == 20
+    for i, ((value, grads, state), own) in enumerate(zip(flax, ours, strict=True)):
+        same = jax.tree.map(
+            lambda x, y: bool(np.all(x == y)), (value, state), (own[0], own[2])
+        )
         assert all(jax.tree.leaves(same)), (i, same)
+        # XLA multiplies a sum by its two scales in the order that it likes, with three
+        # roundings: on JAX 0.6 one number of these gradients differs by two last bits.
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=2**-22, atol=0),
+            grads,
+            own[1],
+        )
 
 
 # Structure: one tensor has one history, whatever is around the contractions.
