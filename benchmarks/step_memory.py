@@ -140,7 +140,7 @@ def timed(training: Training, options: argparse.Namespace) -> float:
     state = jax.jit(training.begin)(jr.key(0))
     shape = options.batch, options.length + 1
     tokens = jr.randint(jr.key(1), shape, 0, options.vocabulary, jnp.int32)
-    seconds = []
+    seconds, loss = [], jnp.nan
     for i in range(options.rounds + 1):
         key = jax.block_until_ready(jr.fold_in(jr.key(2), i))
         start = time.perf_counter()

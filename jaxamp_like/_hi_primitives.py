@@ -29,7 +29,7 @@ import jax.extend.core as jex
 from jax.extend.core import primitives
 
 from ._name_stacks import HI_PRIMITIVE, classic_name_stacks, is_recomputed
-from ._programs import Eqn, Jaxpr, raw, with_eqns, with_jaxprs
+from ._programs import Eqn, Jaxpr, closed, raw, with_eqns, with_jaxprs
 
 CALL = "call_hi_primitive"
 
@@ -279,7 +279,7 @@ def _rebuild_remat(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> 
 
 
 def _closed(jaxpr: Jaxpr) -> Jaxpr:
-    return jaxpr if raw(jaxpr) is not jaxpr else jex.ClosedJaxpr(jaxpr, [])
+    return jaxpr if raw(jaxpr) is not jaxpr else closed(jaxpr, [])
 
 
 def _rebuild_name(hi: Any, params: dict[str, Any], operands: Sequence[Any]) -> Any:

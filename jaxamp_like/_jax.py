@@ -82,6 +82,7 @@ from ._name_stacks import (
 from ._programs import (
     Eqn,
     Jaxpr,
+    closed,
     is_jaxpr,
     jaxprs_in,
     raw,
@@ -112,6 +113,7 @@ __all__ = [
     "Zero",
     "as_recomputed",
     "bind",
+    "closed",
     "describe",
     "in_scope",
     "is_hi_type",
@@ -363,11 +365,6 @@ def evaluate(
         outs = bind(eqn, list(map(read, eqn.invars)))
         env |= zip(eqn.outvars, outs, strict=True)
     return list(map(read, inner.outvars))
-
-
-def closed(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
-    """A jaxpr with its constants."""
-    return jex.ClosedJaxpr(jaxpr, values)
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
 
@@ -10,6 +12,12 @@ Eqn = Any
 def raw(jaxpr: Jaxpr) -> Jaxpr:
     """The open jaxpr of an open or closed one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def closed(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
+    """An open jaxpr with its constants."""
+    # Since JAX 0.12 it is another name of `Jaxpr`, which types don't see as public.
+    return jex.ClosedJaxpr(jaxpr, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_jaxpr(value: Any) -> bool:

@@ -61,6 +61,22 @@ def test_a_derivative_by_inputs_is_refused():
         jax.grad(lambda x: low(x).sum())(x)
 
 
+def test_one_row_and_many_read_the_same_numbers():
+    """A prompt and then a token at a time: the weight is stored once."""
+    p, x = randoms((256, 48), (4, 256))
+
+    def fn(p, x):
+        return x @ p, x[:1] @ p, x[0] @ p, jnp.tensordot(p, x[0], (0, 0))
+
+    low = check(fn, p, x, amp_policy=EIGHT, share=0.27)
+    many, *ones = low(x)
+    for one in ones:
+        # Of the same sums in float32, in another order.
+        np.testing.assert_allclose(one.ravel(), many[0], rtol=2**-7, atol=1e-5)
+    batch = jax.vmap(lambda x: low(x)[2])(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(batch, jnp.stack([ones[1], 2 * ones[1]]), rtol=2**-7)
+
+
 def steered(p, x):
     """Parameters say whether, how often and from where on; one of them is a result."""
 

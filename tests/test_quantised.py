@@ -353,8 +353,8 @@ def test_which_operand_is_the_weight(case):
     model = low(fn, int8(where=None, weight_only=True))
     jaxpr = jax.make_jaxpr(model)(jnp.ones((8, 6)), jnp.ones(shape))
     made = [v.aval for one in programs(jaxpr) for e in one.eqns for v in e.outvars]
-    rounded = {tuple(sorted(aval.shape)) for aval in made if aval.dtype == jnp.int8}
-    assert rounded == {(6, 8)}
+    int8s = [aval.shape for aval in made if aval.dtype == jnp.int8]
+    assert {tuple(sorted(d for d in shape if d > 1)) for shape in int8s} == {(6, 8)}
 
 
 HELD = {

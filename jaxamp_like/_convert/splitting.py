@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._jax import Eqn, Jaxpr, Literal, raw, scan_arity
+from .._jax import Eqn, Jaxpr, Literal, jaxprs_in, raw, scan_arity
 from .._primitives import VIEWS
 from .._quantised.stored import STORED
 from .rewriting import BOUND_CALLS
@@ -151,7 +151,8 @@ def _split_eqn(made: Split, eqn: Eqn) -> None:
     together = frozenset().union(*map(made.of, eqn.invars))
     is_sliced = any(map(made.is_slice, eqn.invars))
     # What depends on two parameters is left to the rest, which makes it at each call.
-    if -1 not in together and len(together) <= 1 and not eqn.effects:
+    is_whole = -1 not in together and len(together) <= 1 and not eqn.effects
+    if is_whole and not (_can_be_split(eqn, is_sliced) and _says_what_to_store(eqn)):
         made.owners |= dict.fromkeys(eqn.outvars, together)
         made.sliced |= set(eqn.outvars) if is_sliced else set()
         return
@@ -160,6 +161,14 @@ def _split_eqn(made: Split, eqn: Eqn) -> None:
         _split_programs(made, eqn)
     else:
         _need(made, eqn.invars)
+
+
+def _says_what_to_store(eqn: Eqn) -> bool:
+    return any(
+        one.primitive is STORED or _says_what_to_store(one)
+        for program in jaxprs_in(eqn.params.values())
+        for one in raw(program).eqns
+    )
 
 
 def _can_be_split(eqn: Eqn, is_sliced: bool) -> bool:

@@ -14,14 +14,15 @@ from jax import lax
 from .._dtypes import cast
 from .._errors import listing_arguments
 from .._jax import is_explicitly_sharded, new_primitive, raw, trace
-from .._primitives.contractions import dot_numbers, summed_axes
+from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
 from .._rules.weights import weight_side
-from .axes import Axes, matmul_sizes, site_axes
+from .axes import Axes, site_axes
 from .block_scaled import has_lengths
 from .blocks import from_rows, to_rows
 from .constant import no_derivative, no_series
+from .one_row import product_with_row, rows_of_weight
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .stored import rounded, stored
 
@@ -298,8 +299,7 @@ class Int4(Quantising):
     def forward(self, site: Site) -> Callable[..., Any]:
         fn = bilinear(site.primitive, site.params, moving=0)
         low, out, weight = low_of(site), result_of(site), weight_side(site)
-        own, others = (site_axes(site)[i] for i in (weight, 1 - weight))
-        parts = _parts(site)
+        own, parts = site_axes(site)[weight], _parts(site)
 
         def of_weight(lhs: Any, rhs: Any, *numbers: Any) -> Any:
             operands = [lhs, rhs]
@@ -307,16 +307,9 @@ class Int4(Quantising):
             return fn(*(cast(x, low) for x in operands), as_it_is(out))
 
         def of_weight_in_parts(lhs: Any, rhs: Any, *numbers: Any) -> Any:
-            row = to_rows(cast((lhs, rhs)[1 - weight], low), others)
             whole = to_rows((lhs, rhs)[weight], own)
             rows = cast(rounded(numbers[weight].restored_rows(), whole), low)
-            made = lax.dot_general(
-                jnp.broadcast_to(row, (parts, *row.shape[1:])),
-                rows.reshape(parts, -1, rows.shape[-1]),
-                _ROWS,
-                preferred_element_type=out,
-            )
-            return made.reshape(site.out_avals[0].shape)
+            return product_with_row(site, (lhs, rhs), rows, out, parts)
 
         return of_weight if parts == 1 else of_weight_in_parts
 
@@ -334,7 +327,6 @@ class Int4(Quantising):
         )
 
 
-_ROWS = (((2,), (2,)), ((0,), (0,)))  # `(batch, rows, summed)` of both operands
 _MOST_PRODUCTS = 10_000_000
 """A product with a single row that has more multiplications than this, XLA for GPUs
 makes by a kernel for matrices. That kernel reads the weight multiplied out, in 16 bits,
@@ -348,18 +340,9 @@ def _parts(site: Site) -> int:
 
     It is one if the product is small enough, has more rows or axes of a batch, or can't
     be divided."""
-    shapes = [aval.shape for aval in site.avals]
-    numbers = dot_numbers(site.params)
-    if numbers is None or numbers[1][0]:
+    if (number := rows_of_weight(site)) is None:
         return 1
-    sizes = matmul_sizes(site.params, shapes)
-    if sizes is None:
-        return 1
-    *sides, summed = sizes
-    weight = weight_side(site)
-    number, rows = sides[weight], sides[1 - weight]
-    if rows != 1:
-        return 1
+    summed = prod(summed_axes(site.params, [aval.shape for aval in site.avals]))
     few_enough = (
         parts
         for parts in range(1, _MOST_PARTS + 1)

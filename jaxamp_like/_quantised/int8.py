@@ -11,16 +11,20 @@ from jax import lax
 
 from .._dtypes import DType, cast
 from .._errors import listing_arguments
-from .._primitives.contractions import summed_axes
+from .._jax import is_explicitly_sharded
+from .._primitives.contractions import dot_numbers, summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
 from .._rules.weights import weight_side
 from .arguments import number
 from .axes import Axes, scale_onto_result, site_axes
+from .blocks import to_rows
 from .migration import migrated, pairs_of
+from .one_row import product_with_row, rows_of_weight
 from .passes import RoundedContraction
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .scaled import largest_of
+from .stored import stored
 from .worth import WORTH_IT
 
 LARGEST = 127  # as many below zero as above
@@ -50,19 +54,25 @@ class AsInt8(NamedTuple):
         axes: along which rows extend.
         epsilon: is added to each maximum.
         largest: the largest magnitude, if it is known.
-        is_weight: whether the multiplier may be stored."""
+        is_weight: whether the multiplier may be stored.
+        order: of the axes, in which integers are stored; `None` is as they are."""
 
     axes: tuple[int, ...]
     epsilon: float
     largest: float | None = None
     is_weight: bool = False
+    order: tuple[int, ...] | None = None
 
     def along(self, axes: Axes) -> "AsInt8":
-        return self._replace(axes=axes.summed)
+        return self._replace(axes=axes.summed, order=None)
 
     def batched(self, ndim: int) -> "AsInt8":
         del ndim
-        return self._replace(axes=tuple(axis + 1 for axis in self.axes))
+        axes, order = self.axes, self.order
+        return self._replace(
+            axes=tuple(axis + 1 for axis in axes),
+            order=None if order is None else (0, *(axis + 1 for axis in order)),
+        )
 
     def __call__(self, x: Any) -> Integers:
         """`x` as int8.
@@ -83,6 +93,9 @@ class AsInt8(NamedTuple):
         values = lax.select(lax.is_finite(values), values, lax.full_like(values, 0))
         bound = np.float32(LARGEST)
         values = lax.clamp(-bound, values, bound).astype(jnp.int8)
+        if self.order is not None:
+            there = stored(values.transpose(self.order), "int8 numbers")
+            values = there.transpose(np.argsort(self.order))
         nan = lax.full_like(multiplier, jnp.nan)
         return Integers(values, lax.select(is_finite, multiplier, nan))
 
@@ -142,6 +155,7 @@ class Int8(Quantising):
                 self.epsilon,
                 None if i == weight else self.activation_max,
                 is_weight=i == weight,
+                order=_in_rows(site) if self.weight_only and i == weight else None,
             )
             for i in (0, 1)
         )
@@ -182,16 +196,22 @@ class Int8(Quantising):
         fn = bilinear(site.primitive, site.params, moving=0)
         low, out, axes = low_of(site), result_of(site), site_axes(site)
 
-        def of_weights(lhs, rhs, *numbers):
-            made = numbers[weight]
-            values = [cast(lhs, low), cast(rhs, low)]
-            values[weight] = made.values.astype(low)
-            sums = fn(values[0], values[1], as_it_is(_FLOAT32))
-            return cast(
-                sums / scale_onto_result(made.multiplier, axes[weight], sums), out
-            )
+        own = axes[weight]
 
-        return of_weights
+        def of_weights(lhs, rhs, *numbers):
+            operands = [cast(lhs, low), cast(rhs, low)]
+            operands[weight] = numbers[weight].values.astype(low)
+            return scaled(fn(*operands, as_it_is(_FLOAT32)), numbers)
+
+        def with_row(lhs, rhs, *numbers):
+            rows = to_rows(numbers[weight].values, own).astype(low)
+            return scaled(product_with_row(site, (lhs, rhs), rows, _FLOAT32), numbers)
+
+        def scaled(sums, numbers):
+            multiplier = numbers[weight].multiplier
+            return cast(sums / scale_onto_result(multiplier, own, sums), out)
+
+        return of_weights if rows_of_weight(site) is None else with_row
 
     def eight_bits(self, site: Site) -> EightBits:
         if self.weight_only:
@@ -215,6 +235,17 @@ class Int8(Quantising):
             has_pairs = pairs_of(site.params) is not None
             text += ", scales migrated" if has_pairs else ", no migration in groups"
         return f"{text}; gradients in {low}"
+
+
+def _in_rows(site: Site) -> tuple[int, ...] | None:
+    """The order of a weight's axes in which what one sum reads lies side by side.
+
+    A product with a single row is best made so. `None` if a mesh has laid them out."""
+    weight = weight_side(site)
+    if dot_numbers(site.params) is None or is_explicitly_sharded(site.avals[weight]):
+        return None
+    axes = site_axes(site)[weight]
+    return *axes.batch, *axes.free, *axes.summed
 
 
 @listing_arguments

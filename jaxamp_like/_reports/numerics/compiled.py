@@ -183,7 +183,8 @@ class Compiled:
         avals = [outvars[i].aval for i in self.computed]
         self.wanted = [aval for aval in avals if _is_large(aval)]
         # An operand is only written over if all arrays but scalars have one shape.
-        shapes = {v.aval.shape for v in (*invars, *outvars)} - {()}
+        variables: list[Any] = [*invars, *outvars]
+        shapes = {v.aval.shape for v in variables} - {()}
         self.is_in_place = len(shapes) == 1
         self.code = functools.lru_cache(self._code)
 
