@@ -301,7 +301,30 @@ JOBS = {
 
 # Of the same models and products, but timed.
 GPU = {
-    "steps": Job("steps", "", f"{TOY} --rounds 3", "steps-gpu.json", (), needs="a GPU"),
+    "steps": Job(
+        "steps",
+        "",
+        f"{TOY} --rounds 3",
+        "steps-gpu.json",
+        (FIGURES,),
+        needs="a GPU",
+    ),
+    "inference": Job(
+        "inference",
+        "--run",
+        f"--run --rounds 3 {TOY}",
+        "inference-gpu.json",
+        ("docs/inference.md",),
+        needs="a GPU",
+    ),
+    "step_memory": Job(
+        "step_memory",
+        "--run",
+        "--run --depth 2 --dim 256 --vocabulary 1024 --length 128 --rounds 2",
+        "step-memory-gpu.json",
+        (),
+        needs="a GPU",
+    ),
     "quantised": Job(
         "quantised",
         "--run",

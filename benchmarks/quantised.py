@@ -298,6 +298,10 @@ def main(argv: list[str] | None = None) -> int:
     }
     if not options.no_blocks:
         work[BLOCKS] = blocks, shapes_of_blocks(struct)
+    where = f"{machine()}, timed" if options.run else "a described H200, by roofline"
+    about = {"device": where, "triton": options.triton, "versions": versions()}
+    if not options.run:
+        about["versions"] |= plugin_versions()
     record: Record = {}
     # That nothing is quantised of small products is what is to be seen here.
     warnings.simplefilter("ignore", AmpWarning)
@@ -315,17 +319,13 @@ def main(argv: list[str] | None = None) -> int:
                 for who, loss in losses.items()
             }
         )
-    where = f"{machine()}, timed" if options.run else "a described H200, by roofline"
+        if options.json:  # after each, for compiling takes long
+            options.json.write_text(json.dumps(about | {"work": record}, indent=1))
     console = Console(width=max(Console().width, 100))
     console.print(as_table(record, f"Forward and backward on {where}"))
     missed = list(misses(record))
     for miss in missed:
         print(f"MISSED {miss}")
-    if options.json:
-        whole = {"device": where, "triton": options.triton, "versions": versions()}
-        if not options.run:
-            whole["versions"] |= plugin_versions()
-        options.json.write_text(json.dumps(whole | {"work": record}, indent=1))
     return 1 if missed else 0
 
 

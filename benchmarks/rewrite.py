@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import jaxamp_like
 from jaxamp_like import amp
 
 from . import measure
@@ -54,7 +55,7 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 # Random numbers take long to compile, and less to draw.
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
-PACKAGES = ("jax", "jaxlib", "numpy", "jaxamp_like")
+PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ def compare(
 
 
 def versions(others: Iterable[str] = ()) -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    ours = {"jaxamp_like": jaxamp_like.__version__}  # also where it is not installed
+    found = {"python": platform.python_version()} | ours
     for package in (*PACKAGES, *others):
         try:
             found[package] = importlib.metadata.version(package)

@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from jaxamp_like.storage import apply_updates, low_bit_state, update_in_float32
 
 from .rewrite import machine, make_table, ratio, versions
 from .roofline import described_device, plugin_versions
-from .timing import side_by_side
 from .workloads import FLOAT32, WORKLOADS, gpt, init_blocks, init_norm, normal
 
 Loss = Callable[..., Any]
@@ -150,20 +149,17 @@ def timed(training: Training, options: argparse.Namespace) -> float:
     return statistics.median(seconds[1:])  # the first warms up
 
 
-def all_ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def all_ways(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One after the other: of a step that runs, the state fills the device."""
     device = jax.devices()[0] if options.run else described_device()
-    trainings = side_by_side(
-        {name: partial(compiled, way, options, device) for name, way in WAYS.items()},
-        workers=len(WAYS) if options.run else 1,
-    )
-    found = {}
-    for name, training in trainings.items():
-        if isinstance(training, Exception):
-            raise training
-        found[name] = measured(training)
+    for name, way in WAYS.items():
+        training = compiled(way, options, device)
+        found = measured(training)
         if options.run:
-            found[name]["step_seconds"] = timed(training, options)
-    return found
+            found["step_seconds"] = timed(training, options)
+        yield name, found
 
 
 def show(console: Console, found: dict[str, dict[str, Any]], where: str) -> None:
@@ -193,17 +189,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write the record")
     options = parser.parse_args(argv)
     console = Console(width=max(Console().width, 100))
-    found = all_ways(options)
     where = f"{machine()}, timed" if options.run else "a described H200"
-    show(console, found, where)
-    if options.json:
-        record = {
-            "versions": versions() | ({} if options.run else plugin_versions()),
-            "device": where,
-            "sizes": {name: getattr(options, name) for name in sizes},
-            "results": found,
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    record: dict[str, Any] = {
+        "versions": versions() | ({} if options.run else plugin_versions()),
+        "device": where,
+        "sizes": {name: getattr(options, name) for name in sizes},
+        "results": {},
+    }
+    for name, found in all_ways(options):
+        record["results"][name] = found
+        if options.json:  # after each, for compiling takes long
+            options.json.write_text(json.dumps(record, indent=2) + "\n")
+    show(console, record["results"], where)
     return 0
 
 
