@@ -22,7 +22,7 @@ from jaxamp_like import _errors
 from jaxamp_like._policies import settings
 
 # Programs for tests to start, not to look for doctests in.
-collect_ignore = ["two_processes.py", "sharded_process.py"]
+collect_ignore = ["nan_process.py", "two_processes.py", "sharded_process.py"]
 
 pytest.register_assert_rewrite("tests.programs")
 

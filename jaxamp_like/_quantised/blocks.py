@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType
+from .._magnitudes import largest_magnitude
 from .._random_rounding import chances
 from .axes import Axes
 from .rotation import Signs, rotated, rotated_back
@@ -94,7 +95,8 @@ class PowerOfTwoBlocks(NamedTuple):
     def __call__(self, x: Any) -> Blocks:
         blocks, axes = _in_blocks(x, self.axes, self.size)
         largest = np.float32(jnp.finfo(self.dtype).max)
-        amax = largest_of(blocks, axes.summed[1:])
+        amax = largest_magnitude(blocks, axes.summed[1:], keepdims=True)
+        amax = amax.astype(_FLOAT32)
         exponents = _exponents(amax, largest, self.rounds_up)
         # A power of two of normal size: bfloat16 is scaled as exactly as float32.
         inverse = _power_of_two(2 * _BIAS - exponents).astype(blocks.dtype)
@@ -165,7 +167,7 @@ class TensorScaledBlocks(NamedTuple):
         if self.signs is not None:
             blocks = rotated(blocks, axes.summed[1], self.signs)
         blocks = blocks.astype(_FLOAT32)
-        amax = largest_of(blocks, axes.summed[1:])
+        amax = largest_magnitude(blocks, axes.summed[1:], keepdims=True)
         if self.is_square:
             amax = _largest_of_rows(amax, self.size)
         is_finite = lax.is_finite(amax)
@@ -204,7 +206,8 @@ def _largest_of_rows(amax: Any, size: int) -> Any:
     squares = -(-rows // size)
     padding = squares * size - rows
     amax = jnp.pad(amax, [(0, 0), (0, padding), (0, 0), (0, 0)])
-    amax = amax.reshape(batch, squares, size, blocks, 1).max(axis=2)
+    amax = amax.reshape(batch, squares, size, blocks, 1)
+    amax = largest_magnitude(amax, (2,))
     return jnp.repeat(amax, size, axis=1)[:, :rows]
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from .._dtypes import DType, cast
 from .._errors import listing_arguments
 from .._jax import is_explicitly_sharded
+from .._magnitudes import largest_magnitude
 from .._primitives.contractions import dot_numbers, summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
@@ -23,7 +24,6 @@ from .migration import migrated, pairs_of
 from .one_row import product_with_row, rows_of_weight
 from .passes import RoundedContraction
 from .rule import NO_HEADS, Quantising, low_of, result_of
-from .scaled import largest_of
 from .stored import stored
 from .worth import WORTH_IT
 
@@ -80,8 +80,8 @@ class AsInt8(NamedTuple):
         Integers hold no NaN, so the multiplier of a row with an inf or NaN is NaN. XLA
         would rewrite a division by this quotient, and give other bits than a division
         by a stored number. A barrier prevents it for weights, which may be stored."""
+        amax = largest_magnitude(x, self.axes, keepdims=True).astype(_FLOAT32)
         x = x.astype(_FLOAT32)
-        amax = largest_of(x, self.axes)
         is_finite = lax.is_finite(amax)
         top = amax if self.largest is None else lax.full_like(amax, self.largest)
         top = lax.max(top + self.epsilon, lax.full_like(top, _LEAST))

@@ -88,7 +88,10 @@ class AsFloat8(NamedTuple):
 
 
 def largest_of(x: Any, axes: tuple[int, ...] | None = None) -> Any:
-    """The largest magnitude, in float32; 0 of an empty array, NaN if it holds one."""
+    """The largest magnitude, in float32; 0 of an empty array.
+
+    XLA may lose a NaN here (see `_magnitudes`). Of numbers that have a NaN themselves,
+    as those of float8, it is not lost, and their scale matters no more."""
     least = 0 if 0 in x.shape else None
     keep = axes is not None
     amax = jnp.max(jnp.abs(x), axis=axes, keepdims=keep, initial=least)

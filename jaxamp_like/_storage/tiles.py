@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import is_tracer
+from .._magnitudes import largest_magnitude, words
 
 Tile = tuple[int, ...]  # a length for each axis
 
@@ -59,7 +60,7 @@ def _tile(shape: Sequence[int], shards: Sequence[int], size: int) -> Tile:
 
 
 def largest_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
-    """Of each tile, the largest magnitude, and whether any of its numbers is negative.
+    """Of each tile, the largest magnitude, and whether any of its numbers has a sign.
 
     Both are shaped as the grid of tiles. A NaN of a tile is its largest magnitude."""
     # Leading axes that `tile` has no length for are those of `vmap`.
@@ -75,8 +76,7 @@ def largest_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
             x = x.reshape(*shape[:axis], length, tile[axis], *shape[axis + 1 :])
             inner = [axis + 1, *(a + 1 for a in inner)]
     axes = tuple(inner)
-    least, most = x.min(axes), x.max(axes)
-    return jnp.maximum(jnp.abs(least), jnp.abs(most)), least < 0
+    return largest_magnitude(x, axes), words(x).min(axes) < 0
 
 
 def over_tiles(grid: Any, tile: Tile, shape: Sequence[int]) -> Any:
