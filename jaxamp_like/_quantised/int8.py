@@ -65,15 +65,20 @@ class AsInt8(NamedTuple):
         return self._replace(axes=tuple(axis + 1 for axis in self.axes))
 
     def __call__(self, x: Any) -> Integers:
-        """`x` as int8.
+        return self.by_maxima(x, self.maxima(x))
+
+    def maxima(self, x: Any) -> Any:
+        return largest_of(x.astype(_FLOAT32), self.axes)
+
+    def by_maxima(self, x: Any, maxima: Any) -> Integers:
+        """`x` as int8, by the largest magnitudes of its rows.
 
         Integers hold no NaN, so the multiplier of a row with an inf or NaN is NaN. XLA
         would rewrite a division by this quotient, and give other bits than a division
         by a stored number. A barrier prevents it for weights, which may be stored."""
         x = x.astype(_FLOAT32)
-        amax = largest_of(x, self.axes)
-        is_finite = lax.is_finite(amax)
-        top = amax if self.largest is None else lax.full_like(amax, self.largest)
+        is_finite = lax.is_finite(maxima)
+        top = maxima if self.largest is None else lax.full_like(maxima, self.largest)
         top = lax.max(top + self.epsilon, lax.full_like(top, _LEAST))
         multiplier = LARGEST / lax.select(is_finite, top, lax.full_like(top, LARGEST))
         if self.is_weight:

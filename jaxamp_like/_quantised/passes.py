@@ -27,6 +27,7 @@ from .._rules.bilinear import (
 from .._rules.passes import CastPass, Pass, straight_through, with_passes
 from .axes import Axes, operand_axes
 from .constant import constant, first_operand, no_series, tied
+from .gathered import for_derivative, forward_numbers
 from .linear import transposable
 from .scaled import rescaled, round_up_to_power_of_two
 
@@ -235,12 +236,13 @@ def rounded_contraction(
         ]
 
     def read(lhs, rhs, *quantised):
+        quantised = for_derivative(quantised)
         return (lhs, rhs), completed((lhs, rhs), quantised) if keeps else quantised
 
     def forward_of(lhs, rhs, *quantised):
         # `jet` meets these first, also in a `jit`, and they refuse a Taylor series.
         both = constant(lhs), constant(rhs)
-        return forward(*both, *completed(both, quantised))
+        return forward(*both, *completed(both, forward_numbers(quantised)))
 
     linear = transposable(forward_of, in_compute_dtype)
     contraction = with_passes(linear, gradients, read)

@@ -42,6 +42,7 @@ from .passes import (
     RoundedContraction,
     Rounding,
     RoundingPass,
+    SavedRoundedPass,
     rounded_contraction,
 )
 from .worth import WORTH_IT
@@ -144,7 +145,12 @@ class Quantising(Rule):
         )
         gradients = self.gradients(site, compute)
         bind = rounded_contraction(self.forward(site), gradients, compute, quantisers)
-        return decided(site, self.why(site), bind, self.eight_bits(site), quantisers)
+        # The gradient of one operand reads the other one.
+        only = tuple(isinstance(one, SavedRoundedPass) for one in reversed(gradients))
+        decision = decided(
+            site, self.why(site), bind, self.eight_bits(site), quantisers
+        )
+        return decision._replace(is_only_rounded=only)
 
     # What a format says of a contraction that is quantised.
 

@@ -65,8 +65,14 @@ class AsFloat8(NamedTuple):
 
     def __call__(self, x: Any) -> Scaled:
         """Rounds `x` by scales from its own maxima."""
-        amax = largest_of(x, self.axes)
-        scale = scale_of(amax, self.largest, self.power_of_two)
+        return self.by_maxima(x, self.maxima(x))
+
+    def maxima(self, x: Any) -> Any:
+        return largest_of(x, self.axes)
+
+    def by_maxima(self, x: Any, maxima: Any) -> Scaled:
+        """Rounds `x` by scales from maxima that are known."""
+        scale = scale_of(maxima, self.largest, self.power_of_two)
         if scale.ndim == 0:
             scale = checkpoint_name(scale, SCALE_NAME)
         return Scaled(self.divided(x, scale), scale)

@@ -1,0 +1,129 @@
+"""Values that are gathered from several devices as numbers of 8 bits.
+
+Where contractions that quantise are the only readers of a value that is gathered, each
+device rounds its own part before, by scales that all of them agree on. What is sent are
+the rounded numbers, of which there is half as much. Where a contraction's derivative
+reads the value itself, that would have to be sent as well: then the numbers are for a
+forward pass of which no derivative is taken."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._jax import Literal
+from .._quantised.gathered import (
+    GatheredNumbers,
+    is_gather,
+    is_whole_view,
+    numbers_read,
+)
+from .._rules.weights import is_parameter
+from .._structural import Plan, Step
+from .memo import Memo
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """What is gathered as rounded numbers in a program.
+
+    Args:
+        movers: gathers, and views of what they make, by the variables that they make.
+        made: by these variables, the numbers that are read of them.
+        read: by step and operand, the numbers that a contraction reads.
+        only_rounded: the variables that nothing reads but as such numbers, in a
+            derivative neither.
+        held_in_full: gathers of parameters, which are rounded as they come."""
+
+    movers: Mapping[Any, Step] = field(default_factory=dict)
+    made: Mapping[Any, tuple[GatheredNumbers, ...]] = field(default_factory=dict)
+    read: Mapping[tuple[Step, int], GatheredNumbers] = field(default_factory=dict)
+    only_rounded: frozenset[Any] = frozenset()
+    held_in_full: frozenset[Any] = frozenset()
+
+
+@dataclass
+class _Reads:
+    """How the result of a mover is read: as which numbers, and whether as it is."""
+
+    numbers: dict[GatheredNumbers, None] = field(default_factory=dict)
+    whole: bool = False
+    by_derivative: bool = False
+
+
+_gathers = Memo()
+
+
+def gathers_of(plan: Plan) -> Gathers:
+    """What is gathered as rounded numbers in the program of a plan."""
+    return _gathers(plan, None, lambda: _found(plan))
+
+
+def _found(plan: Plan) -> Gathers:
+    movers = _movers(plan)
+    reads = _how_read(plan, movers) if movers else {}
+    made: dict[Any, tuple[GatheredNumbers, ...]] = {}
+    only_rounded: set[Any] = set()
+    for var, step in movers.items():
+        operand = step.eqn.invars[0]
+        if reads[var].whole or not (is_gather(step.eqn) or operand in made):
+            continue
+        made[var] = tuple(reads[var].numbers)
+        is_kept = operand in made and operand not in only_rounded
+        if not is_kept and not reads[var].by_derivative:
+            only_rounded.add(var)
+    read = {
+        (step, i): numbers
+        for step in plan.steps
+        for i, atom in enumerate(step.eqn.invars)
+        if not isinstance(atom, Literal) and atom in made
+        if (numbers := numbers_read(step.decision, i)) is not None
+    }
+    facts = ((v, plan.facts[step.eqn.invars[0]]) for v, step in movers.items())
+    held = {v for v, fact in facts if is_parameter(fact) and fact.remat_source}
+    return Gathers(movers, made, read, frozenset(only_rounded), frozenset(held))
+
+
+def _movers(plan: Plan) -> dict[Any, Step]:
+    """Gathers, and whole views of what these make, by their results."""
+    movers: dict[Any, Step] = {}
+    for step in plan.steps:
+        eqn = step.eqn
+        if (
+            step.handler is not None
+            or step.opaque
+            or isinstance(eqn.invars[0], Literal)
+        ):
+            continue
+        if is_gather(eqn) or (is_whole_view(eqn) and eqn.invars[0] in movers):
+            movers[eqn.outvars[0]] = step
+    return movers
+
+
+def _how_read(plan: Plan, movers: Mapping[Any, Step]) -> Mapping[Any, _Reads]:
+    """How the results of movers are read, known from the end backwards."""
+    reads: dict[Any, _Reads] = defaultdict(_Reads)
+    for atom in plan.outvars:
+        if not isinstance(atom, Literal):
+            reads[atom].whole = True
+    for step in reversed(plan.steps):
+        atoms, outs = step.eqn.invars, step.eqn.outvars
+        if outs and movers.get(outs[0]) is step:
+            of_result, of_operand = reads[outs[0]], reads[atoms[0]]
+            before = [one.before(step.eqn) for one in of_result.numbers]
+            if None in before or not before:
+                of_result.whole = True
+            of_operand.whole |= of_result.whole
+            of_operand.by_derivative |= of_result.by_derivative
+            of_operand.numbers |= dict.fromkeys(one for one in before if one)
+            continue
+        for i, atom in enumerate(atoms):
+            if isinstance(atom, Literal) or atom not in movers:
+                continue
+            numbers = numbers_read(step.decision, i)
+            if numbers is None:
+                reads[atom].whole = True
+            else:
+                reads[atom].numbers[numbers] = None
+                reads[atom].by_derivative |= not step.decision.is_only_rounded[i]
+    return reads
