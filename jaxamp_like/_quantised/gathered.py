@@ -5,7 +5,8 @@ take the scale of the whole array: its largest magnitude is the largest one of t
 parts. So 8 bits are sent, and not 16."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
@@ -14,10 +15,37 @@ from jax import lax
 from .._jax import Eqn, bind_flat
 from .._primitives import GATHERING, PLACING, WHOLE_VIEWS
 from .._rules import Decision
+from .axes import Axes
+from .blocks import Blocks, PowerOfTwoBlocks
 from .constant import constant
 
 # Views that repeat numbers are left out: of those, more would be moved than is read.
 _WHOLE = WHOLE_VIEWS - {"broadcast_in_dim", "tile"} | {"pvary"}
+
+
+class GatheredNumbers(Protocol):
+    """Numbers that are to be made of a value before it is gathered: a named tuple.
+
+    Attributes:
+        rounds_parameters_in_full: whether a parameter is rounded as it comes, and not
+            cast to the compute dtype before."""
+
+    @property
+    def rounds_parameters_in_full(self) -> bool: ...
+
+    def before(self, eqn: Eqn) -> "GatheredNumbers | None":
+        """What to make of the operand of `eqn`, so that moving it gives these numbers.
+
+        It is `None` where no numbers of the operand do."""
+        ...
+
+    def made(self, x: Any) -> Any:
+        """These numbers of a value at hand."""
+        ...
+
+    def moved(self, eqn: Eqn, numbers: Any) -> Any:
+        """These numbers, from those that `before` says of the operand of `eqn`."""
+        ...
 
 
 @runtime_checkable
@@ -42,8 +70,8 @@ class ByMaxima(Protocol):
     def _replace(self, *, axes: tuple[int, ...]) -> Self: ...
 
 
-class GatheredNumbers(NamedTuple):
-    """Numbers that are to be made of a value, wherever it comes from.
+class ScaledNumbers(NamedTuple):
+    """Numbers whose scales follow from the maxima of all devices that share them.
 
     Args:
         how: their rounding.
@@ -53,10 +81,11 @@ class GatheredNumbers(NamedTuple):
     how: ByMaxima
     names: tuple[str, ...] = ()
 
-    def before(self, eqn: Eqn) -> "GatheredNumbers | None":
-        """What to make of the operand of `eqn`, so that moving it gives these numbers.
+    @property
+    def rounds_parameters_in_full(self) -> bool:
+        return True
 
-        It is `None` where that can't be told, or is not to be had."""
+    def before(self, eqn: Eqn) -> "ScaledNumbers | None":
         name, axes = eqn.primitive.name, self.how.axes
         if name in GATHERING:
             return self._before_gather(eqn)
@@ -64,25 +93,21 @@ class GatheredNumbers(NamedTuple):
             return self
         if name != "transpose":
             return None
-        axes = sorted(eqn.params["permutation"][axis] for axis in axes)
-        return self._replace(how=self.how._replace(axes=tuple(axes)))
+        return self._along([eqn.params["permutation"][axis] for axis in axes])
 
-    def _before_gather(self, eqn: Eqn) -> "GatheredNumbers | None":
-        names = eqn.params["axis_name"]
-        names = names if isinstance(names, tuple) else (names,)
-        in_groups = eqn.params.get("axis_index_groups") is not None
-        if in_groups or not all(isinstance(name, str) for name in names):
+    def _before_gather(self, eqn: Eqn) -> "ScaledNumbers | None":
+        if (names := _device_axes(eqn)) is None:
             return None  # there is no maximum over some devices of an axis
-        how, axes = self.how, self.how.axes
         if self._spans(eqn):
             names = tuple(dict.fromkeys((*self.names, *names)))
+            numbers = self._replace(names=names)
         else:
-            names = self.names
-        if axes is not None and not eqn.params["tiled"]:
-            new = eqn.params["all_gather_dimension"]
-            axes = tuple(axis - (axis > new) for axis in axes if axis != new)
-            how = how._replace(axes=axes)
-        return GatheredNumbers(how, names)
+            numbers = self
+        axes = self.how.axes
+        return numbers if axes is None else numbers._along(_before_new(eqn, axes))
+
+    def _along(self, axes: Iterable[int]) -> "ScaledNumbers":
+        return self._replace(how=self.how._replace(axes=tuple(sorted(axes))))
 
     def _spans(self, eqn: Eqn) -> bool:
         """Whether numbers from several devices of a gather share a scale."""
@@ -90,17 +115,12 @@ class GatheredNumbers(NamedTuple):
         return axes is None or eqn.params["all_gather_dimension"] in axes
 
     def made(self, x: Any) -> Any:
-        """These numbers of a value at hand."""
-        return jax.tree.map(constant, _made(constant(x), self))
+        return jax.tree.map(constant, _rounded(constant(x), self.how, self.names))
 
     def moved(self, eqn: Eqn, numbers: Any) -> Any:
-        """These numbers, from those that `before` says of the operand of `eqn`."""
         values, *scales = numbers
-        if eqn.primitive.name == "sharding_constraint":
-            # XLA would else lay the rounding out as its result, and gather before it.
-            values = lax.optimization_barrier(values)
-        (values,) = bind_flat(eqn.primitive, [values], eqn.params)
-        return type(numbers)(values, *(self._moved_scale(eqn, x) for x in scales))
+        scales = [self._moved_scale(eqn, scale) for scale in scales]
+        return type(numbers)(gathered(eqn, values), *scales)
 
     def _moved_scale(self, eqn: Eqn, scale: Any) -> Any:
         name = eqn.primitive.name
@@ -109,23 +129,104 @@ class GatheredNumbers(NamedTuple):
         if name in GATHERING and self._spans(eqn):
             tiled, new = eqn.params["tiled"], eqn.params["all_gather_dimension"]
             return scale if tiled else lax.expand_dims(scale, [new])
-        (scale,) = bind_flat(eqn.primitive, [scale], eqn.params)
-        return scale
+        return gathered(eqn, scale)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _rounded(x: Any, how: ByMaxima, names: tuple[str, ...]) -> Any:
+    maxima = how.maxima(x)
+    return how.by_maxima(x, lax.pmax(maxima, names) if names else maxima)
+
+
+class BlockNumbers(NamedTuple):
+    """Numbers in blocks that each have a scale, of which no two devices share one.
+
+    They are laid out as `(batch, rows, summed)`, whatever the order of the array's own
+    axes: one that is transposed has the same numbers."""
+
+    how: PowerOfTwoBlocks
+
+    @property
+    def rounds_parameters_in_full(self) -> bool:
+        return False
+
+    def before(self, eqn: Eqn) -> "BlockNumbers | None":
+        name, axes = eqn.primitive.name, self.how.axes
+        if name == "pvary":
+            return self
+        if name == "transpose":
+            order = eqn.params["permutation"]
+            return self._with_axes(*([order[x] for x in some] for some in axes.groups))
+        if name not in GATHERING or _device_axes(eqn) is None:
+            return None
+        new, place = eqn.params["all_gather_dimension"], self._place(eqn)
+        if axes.groups[place][0] != new:
+            return None  # parts of rows lie between each other
+        groups = [_before_new(eqn, some) for some in axes.groups]
+        shape = eqn.invars[0].aval.shape
+        summed = prod(shape[axis] for axis in groups[2])
+        if place == 2 and summed % self.how.size != 0:
+            return None  # a block of numbers from several devices
+        return self._with_axes(*groups)
+
+    def _with_axes(self, batch: Any, free: Any, summed: Any) -> "BlockNumbers":
+        kept = tuple((axis, to) for to, axis in enumerate((*batch, *free)))
+        return BlockNumbers(self.how.along(Axes(tuple(summed), kept, tuple(batch))))
+
+    def _place(self, eqn: Eqn) -> int:
+        """Along which of batch, rows and sums a gather puts its parts together."""
+        new = eqn.params["all_gather_dimension"]
+        return next(i for i, some in enumerate(self.how.axes.groups) if new in some)
+
+    def made(self, x: Any) -> Any:
+        return jax.tree.map(constant, _in_blocks(constant(x), self.how))
+
+    def moved(self, eqn: Eqn, numbers: Any) -> Any:
+        parts = numbers.values, numbers.scales
+        if eqn.primitive.name in GATHERING:
+            params = {"all_gather_dimension": self._place(eqn), "tiled": True}
+            bind, params = eqn.primitive.bind, eqn.params | params
+            parts = [bind(part, **params) for part in parts]
+        return Blocks(*parts, None, eqn.outvars[0].aval.shape, self.how.axes)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _made(x: Any, numbers: GatheredNumbers) -> Any:
-    maxima = numbers.how.maxima(x)
-    if numbers.names:
-        maxima = lax.pmax(maxima, numbers.names)
-    return numbers.how.by_maxima(x, maxima)
+def _in_blocks(x: Any, how: PowerOfTwoBlocks) -> Blocks:
+    return how(x)
+
+
+def _device_axes(eqn: Eqn) -> tuple[str, ...] | None:
+    """The axes of devices that a gather is over; `None` of some devices of an axis."""
+    names = eqn.params["axis_name"]
+    names = names if isinstance(names, tuple) else (names,)
+    in_groups = eqn.params.get("axis_index_groups") is not None
+    return None if in_groups or any(not isinstance(x, str) for x in names) else names
+
+
+def _before_new(eqn: Eqn, axes: Iterable[int]) -> list[int]:
+    """Axes of what a gather makes as axes of its operand, which may lack a new one."""
+    if eqn.params["tiled"]:
+        return [*axes]
+    new = eqn.params["all_gather_dimension"]
+    return [axis - (axis > new) for axis in axes if axis != new]
+
+
+def gathered(eqn: Eqn, x: Any) -> Any:
+    """What an equation makes of one value of few bits in place of its operand."""
+    if eqn.primitive.name == "sharding_constraint":
+        # XLA would else lay the rounding out as its result, and gather before it.
+        x = lax.optimization_barrier(x)
+    (out,) = bind_flat(eqn.primitive, [x], eqn.params)
+    return out
 
 
 def numbers_read(decision: Decision, i: int) -> GatheredNumbers | None:
     """The numbers of operand `i` that a contraction reads, if they can be gathered."""
     quantisers = decision.quantisers
     how = getattr(quantisers[i], "how", None) if i < len(quantisers) else None
-    return GatheredNumbers(how) if isinstance(how, ByMaxima) else None
+    if isinstance(how, PowerOfTwoBlocks):
+        return BlockNumbers(how)
+    return ScaledNumbers(how) if isinstance(how, ByMaxima) else None
 
 
 def is_gather(eqn: Eqn) -> bool:

@@ -13,7 +13,6 @@ from .._jax import (
     Jaxpr,
     Literal,
     as_array,
-    bind_flat,
     consts,
     eqn_context,
     rebind,
@@ -27,7 +26,7 @@ from .._primitives.matmul_precision import (
     without_setting,
 )
 from .._quantised.constant import constant
-from .._quantised.gathered import GatheredNumbers, OnlyForward, is_gather
+from .._quantised.gathered import GatheredNumbers, OnlyForward, gathered, is_gather
 from .._rules import Demand, RematSource, Sent, author_dtype, saved_on_tpus
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
@@ -392,13 +391,14 @@ class Binder:
         """Rounds what a step gathers, and gathers the numbers."""
         eqn = step.eqn
         (var,), (atom, *_) = eqn.outvars, eqn.invars
-        is_full = var in self.gathers.held_in_full
+        is_parameter = var in self.gathers.of_parameters
         for numbers in self.gathers.made[var]:
             before = numbers.before(eqn)
             assert before is not None
             if atom in self.gathers.made:  # it was gathered itself
                 made = self._gathered(atom, before)
             else:
+                is_full = is_parameter and numbers.rounds_parameters_in_full
                 made = before.made(self.env[atom] if is_full else self.operand(step, 0))
             self.gathered_numbers[var, numbers] = numbers.moved(eqn, made)
 
@@ -429,8 +429,7 @@ class Binder:
         back = decision.bind.back if isinstance(decision.bind, Sent) else low
 
         def sent(x: Any, dtype: DType) -> Any:
-            (out,) = bind_flat(step.eqn.primitive, [cast(x, dtype)], step.eqn.params)
-            return cast(out, fact.dtype)
+            return cast(gathered(step.eqn, cast(x, dtype)), fact.dtype)
 
         operand = self.operand(step, 0)
         if is_only_rounded:

@@ -33,13 +33,13 @@ class Gathers:
         read: by step and operand, the numbers that a contraction reads.
         only_rounded: the variables that nothing reads but as such numbers, in a
             derivative neither.
-        held_in_full: gathers of parameters, which are rounded as they come."""
+        of_parameters: those that are gathered of parameters."""
 
     movers: Mapping[Any, Step] = field(default_factory=dict)
     made: Mapping[Any, tuple[GatheredNumbers, ...]] = field(default_factory=dict)
     read: Mapping[tuple[Step, int], GatheredNumbers] = field(default_factory=dict)
     only_rounded: frozenset[Any] = frozenset()
-    held_in_full: frozenset[Any] = frozenset()
+    of_parameters: frozenset[Any] = frozenset()
 
 
 @dataclass
@@ -80,8 +80,8 @@ def _found(plan: Plan) -> Gathers:
         if (numbers := numbers_read(step.decision, i)) is not None
     }
     facts = ((v, plan.facts[step.eqn.invars[0]]) for v, step in movers.items())
-    held = {v for v, fact in facts if is_parameter(fact) and fact.remat_source}
-    return Gathers(movers, made, read, frozenset(only_rounded), frozenset(held))
+    parameters = {v for v, fact in facts if is_parameter(fact) and fact.remat_source}
+    return Gathers(movers, made, read, frozenset(only_rounded), frozenset(parameters))
 
 
 def _movers(plan: Plan) -> dict[Any, Step]:
