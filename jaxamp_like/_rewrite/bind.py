@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from .._dtypes import DType, bits, cast, cast_all, has_range, lowered
+from .._dtypes import DType, bits, cast, cast_all, has_range
 from .._jax import (
     Atom,
     Jaxpr,
@@ -25,9 +25,7 @@ from .._primitives.matmul_precision import (
     with_setting,
     without_setting,
 )
-from .._quantised.constant import constant
-from .._quantised.gathered import GatheredNumbers, OnlyForward, gathered, is_gather
-from .._rules import Demand, RematSource, Sent, author_dtype, saved_on_tpus
+from .._rules import Demand, RematSource, author_dtype, saved_on_tpus
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
 from .._structural.saved import mark_saved
@@ -40,6 +38,7 @@ from .casts import (
     with_full_gradient,
 )
 from .deduplication import Deduplicated
+from .gathering import Gathering
 from .gathers import Gathers, gathers_of
 from .hoisting import HoistedWeights, entries_under, hoist_weights
 from .planner import Planner
@@ -78,8 +77,7 @@ class Binder:
         self.hoisted_weights: HoistedWeights = {}  # weights rounded before a loop
         self.shared_quantised: frozenset[Any] = frozenset()  # see `Plan`
         self.quantised_operands: dict[Any, Any] = {}  # once for all that read it so
-        self.gathers = Gathers()  # what is gathered as rounded numbers
-        self.gathered_numbers: dict[Any, Any] = {}  # what was, by variable and rounding
+        self.gathering = Gathering(Gathers())  # of rounded numbers
         self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         # A binder for other values, which holds on to nothing of this one.
@@ -106,7 +104,7 @@ class Binder:
         schedule = schedule_of(plan, self.has_regions)
         units, unit_drops, cotangents, binder.shared = schedule
         binder.shared_quantised = plan.shared_quantised
-        binder.gathers = gathers_of(plan)
+        binder.gathering = Gathering(gathers_of(plan))
         # In a loop there are few sums to compute again.
         if self.remat_mode != RematMode.REGIONS:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
@@ -302,6 +300,7 @@ class Binder:
             else:
                 return self.apply(step)
         if step.handler is not None:
+            self.gathering.hand_on(self, step)
             outs = step.handler.bind(self, step, operands)
         else:
             outs = rebind(with_setting(eqn, self.planner.strict), operands)
@@ -316,17 +315,14 @@ class Binder:
     def apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
         """Casts the operands, but those that are `given`, and binds the primitive."""
         eqn, decision, given = step.eqn, step.decision, given or {}
-        if any(v in self.gathers.made for v in eqn.outvars) and is_gather(eqn):
-            self._gather_numbers(step)
-            is_only_rounded = eqn.outvars[0] in self.gathers.only_rounded
-            if is_only_rounded or eqn.primitive.name in PLACING:
-                return [self._gathered_value(step, is_only_rounded)]
+        low = step.match.compute_dtype or self.planner.compute_dtype
+        if (outs := self.gathering.bind(self, step, low)) is not None:
+            return outs
         operands = [
             given[i] if i in given else self.operand(step, i)
             for i in range(len(eqn.invars))
         ]
         self.views.remember(step)
-        low = step.match.compute_dtype or self.planner.compute_dtype
         rounded_cotangents = [
             self.rounded_cotangents[v]
             for v in eqn.outvars
@@ -365,6 +361,7 @@ class Binder:
         """Operands that are rounded for several readers, as a rule's `bind` takes them.
 
         Readers are the iterations of a loop, or steps of this program."""
+        self.gathering.hand_on(self, step)
         pairs = enumerate(zip(step.decision.quantisers, operands, strict=False))
         quantised = tuple(
             self._quantised_operand(step, i, how, x) for i, (how, x) in pairs
@@ -376,68 +373,12 @@ class Binder:
     ) -> Any:
         if (step, i) in self.hoisted_weights:
             return self.hoisted_weights[step, i]
-        if (step, i) in self.gathers.read:
-            atom = step.eqn.invars[i]
-            made = self._gathered(atom, self.gathers.read[step, i])
-            return made if atom in self.gathers.only_rounded else OnlyForward(made)
         key = step.quantised_operand_key(i)
         if how is None or key not in self.shared_quantised:
             return None
         if key not in self.quantised_operands:
             self.quantised_operands[key] = how(operand)
         return self.quantised_operands[key]
-
-    def _gather_numbers(self, step: Step) -> None:
-        """Rounds what a step gathers, and gathers the numbers."""
-        eqn = step.eqn
-        (var,), (atom, *_) = eqn.outvars, eqn.invars
-        is_parameter = var in self.gathers.of_parameters
-        for numbers in self.gathers.made[var]:
-            before = numbers.before(eqn)
-            assert before is not None
-            if atom in self.gathers.made:  # it was gathered itself
-                made = self._gathered(atom, before)
-            else:
-                is_full = is_parameter and numbers.rounds_parameters_in_full
-                made = before.made(self.env[atom] if is_full else self.operand(step, 0))
-            self.gathered_numbers[var, numbers] = numbers.moved(eqn, made)
-
-    def _gathered(self, var: Any, numbers: GatheredNumbers) -> Any:
-        """The numbers of a value that was gathered, or of a view of one."""
-        if (var, numbers) not in self.gathered_numbers:
-            view = self.gathers.movers[var].eqn
-            before = numbers.before(view)
-            assert before is not None
-            made = numbers.moved(view, self._gathered(view.invars[0], before))
-            self.gathered_numbers[var, numbers] = made
-        return self.gathered_numbers[var, numbers]
-
-    def _gathered_value(self, step: Step, is_only_rounded: bool) -> Any:
-        """What a step gathers, sent in few bits there and back.
-
-        Where the value is only read as rounded numbers, what these stand for is in its
-        place, which sends nothing more. Else it is sent in the compute dtype."""
-        decision, (fact,), (var,) = (
-            step.decision,
-            step.decision.out_facts,
-            step.eqn.outvars,
-        )
-        assert fact is not None
-        low = lowered(
-            fact.dtype, step.match.compute_dtype or self.planner.compute_dtype
-        )
-        back = decision.bind.back if isinstance(decision.bind, Sent) else low
-
-        def sent(x: Any, dtype: DType) -> Any:
-            return cast(gathered(step.eqn, cast(x, dtype)), fact.dtype)
-
-        operand = self.operand(step, 0)
-        if is_only_rounded:
-            numbers = self.gathered_numbers[var, self.gathers.made[var][0]]
-            value = cast(numbers.restored(), fact.dtype)
-        else:
-            value = sent(constant(operand), low)
-        return moved_with_full_gradient(operand, value, lambda t: sent(t, back))
 
     def operand(self, step: Step, i: int) -> Any:
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]

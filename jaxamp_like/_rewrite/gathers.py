@@ -7,11 +7,11 @@ reads the value itself, that would have to be sent as well: then the numbers are
 forward pass of which no derivative is taken."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._jax import Literal
+from .._jax import Literal, scan_arity
 from .._quantised.gathered import (
     GatheredNumbers,
     is_gather,
@@ -20,6 +20,7 @@ from .._quantised.gathered import (
 )
 from .._rules.weights import is_parameter
 from .._structural import Plan, Step
+from .hoisting import Path, passes_hoisted_weights
 from .memo import Memo
 
 
@@ -30,14 +31,17 @@ class Gathers:
     Args:
         movers: gathers, and views of what they make, by the variables that they make.
         made: by these variables, the numbers that are read of them.
-        read: by step and operand, the numbers that a contraction reads.
+        read: what contractions in a step read: for each the way to it, the variable,
+            and which numbers of it.
         only_rounded: the variables that nothing reads but as such numbers, in a
             derivative neither.
         of_parameters: those that are gathered of parameters."""
 
     movers: Mapping[Any, Step] = field(default_factory=dict)
     made: Mapping[Any, tuple[GatheredNumbers, ...]] = field(default_factory=dict)
-    read: Mapping[tuple[Step, int], GatheredNumbers] = field(default_factory=dict)
+    read: Mapping[Step, list[tuple[Path, Any, GatheredNumbers]]] = field(
+        default_factory=dict
+    )
     only_rounded: frozenset[Any] = frozenset()
     of_parameters: frozenset[Any] = frozenset()
 
@@ -62,6 +66,7 @@ def gathers_of(plan: Plan) -> Gathers:
 def _found(plan: Plan) -> Gathers:
     movers = _movers(plan)
     reads = _how_read(plan, movers) if movers else {}
+    moving = set(movers.values())
     made: dict[Any, tuple[GatheredNumbers, ...]] = {}
     only_rounded: set[Any] = set()
     for var, step in movers.items():
@@ -72,13 +77,12 @@ def _found(plan: Plan) -> Gathers:
         is_kept = operand in made and operand not in only_rounded
         if not is_kept and not reads[var].by_derivative:
             only_rounded.add(var)
-    read = {
-        (step, i): numbers
-        for step in plan.steps
-        for i, atom in enumerate(step.eqn.invars)
-        if not isinstance(atom, Literal) and atom in made
-        if (numbers := numbers_read(step.decision, i)) is not None
-    }
+    read: dict[Step, list[tuple[Path, Any, GatheredNumbers]]] = defaultdict(list)
+    for step in plan.steps:
+        for i, atom in enumerate(step.eqn.invars):
+            if isinstance(atom, Literal) or atom not in made or step in moving:
+                continue
+            read[step] += [(x.path, atom, x.numbers) for x in _readers(step, i) if x]
     facts = ((v, plan.facts[step.eqn.invars[0]]) for v, step in movers.items())
     parameters = {v for v, fact in facts if is_parameter(fact) and fact.remat_source}
     return Gathers(movers, made, read, frozenset(only_rounded), frozenset(parameters))
@@ -120,10 +124,60 @@ def _how_read(plan: Plan, movers: Mapping[Any, Step]) -> Mapping[Any, _Reads]:
         for i, atom in enumerate(atoms):
             if isinstance(atom, Literal) or atom not in movers:
                 continue
-            numbers = numbers_read(step.decision, i)
-            if numbers is None:
-                reads[atom].whole = True
-            else:
-                reads[atom].numbers[numbers] = None
-                reads[atom].by_derivative |= not step.decision.is_only_rounded[i]
+            for one in _readers(step, i):
+                if one is None:
+                    reads[atom].whole = True
+                else:
+                    reads[atom].numbers[one.numbers] = None
+                    reads[atom].by_derivative |= not one.is_only_rounded
     return reads
+
+
+class _Reader(NamedTuple):
+    """A contraction that reads a value as rounded numbers.
+
+    Args:
+        path: the way to it, as that to a weight that was rounded before a loop.
+        numbers: what it reads.
+        is_only_rounded: whether its derivative reads nothing else."""
+
+    path: Path
+    numbers: GatheredNumbers
+    is_only_rounded: bool
+
+
+def _readers(step: Step, i: int) -> Iterator[_Reader | None]:
+    """What reads operand `i` of a step, in a program that it holds too.
+
+    A reader that is `None` reads it as it is."""
+    if step.handler is None:
+        numbers = numbers_read(step.decision, i)
+        only = step.decision.is_only_rounded
+        yield numbers and _Reader((step, i), numbers, bool(only and only[i]))
+        return
+    if not passes_hoisted_weights(step):
+        yield None
+        return
+    *others, body = step.handler.bodies(step.eqn)
+    plan, is_loop = step.inner[-1], not step.handler.is_call
+    is_slice = step.eqn.primitive.name == "scan" and i >= sum(scan_arity(step.eqn))
+    carried = {place for _, place in body.carries}
+    for place, operand in enumerate(body.ins):
+        if operand != i:
+            continue
+        if is_slice or place in carried or any(i in other.ins for other in others):
+            yield None
+            continue
+        for one in _readers_of(plan, plan.invars[place]):
+            way = (step, False) if is_loop else (step,)
+            yield one and one._replace(path=(*way, *one.path))
+
+
+def _readers_of(plan: Plan, var: Any) -> Iterator[_Reader | None]:
+    """What reads an input of a program."""
+    if any(atom is var for atom in plan.outvars):
+        yield None
+    for step in plan.steps:
+        for i, atom in enumerate(step.eqn.invars):
+            if atom is var:
+                yield from _readers(step, i)
