@@ -205,6 +205,20 @@ def test_numbers_are_those_of_one_device(rule, way):
     np.testing.assert_allclose(results, np.full(N, one), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "way", ("plain", "as_new_axes", "in_checkpoint", "before_loop")
+)
+def test_gradients_by_blocks_are_those_of_one_device(way):
+    """Weights are rounded twice: along the sums of either pass."""
+    fn, alone = BY_HAND[way]
+    step, args = (
+        jax.value_and_grad(under(RULES["mxfp8"], over_devices(fn, mesh()))),
+        drawn(),
+    )
+    one = jax.jit(jax.value_and_grad(under(RULES["mxfp8"], alone)))(*args)
+    assert error(jax.jit(step)(*args), one) < 4e-3  # sums over devices are bfloat16
+
+
 @pytest.mark.parametrize("kind", ("constraint", "types"))
 def test_what_is_placed_whole_is_sent_in_float8(kind):
     is_explicit = kind == "types"
@@ -313,21 +327,50 @@ def test_it_runs_under_vmap():
     np.testing.assert_allclose(many, each, rtol=1e-3)
 
 
-@pytest.mark.skipif(
-    not roofline.has_plugin(), reason="XLA's compiler for NVIDIA GPUs is not installed"
-)
-@pytest.mark.parametrize("rule", RULES)
-def test_forward_alone_gathers_8_bits_on_gpus(rule):
+def sent_on_gpus(fn):
+    """What is gathered by code for GPUs, in bytes for each number of the weights."""
     where = mesh(devices=collectives.described_devices(N))
-    mixed = under(RULES[rule], over_devices(gathered, where))
     at = jax.tree.map(lambda spec: NamedSharding(where, spec), SPECS)
     args = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), drawn(), at
     )
-    text = jax.jit(mixed).lower(*args).compile().as_text()
-    found = collectives.collectives(hlo.parse(text), N)
-    sent = {one.dtype: one.sent for one in found if one.kind == "all-gather"}
-    numbers = "s8" if rule == "int8" else "f8e4m3fn"
-    assert sent.pop(numbers) == 2 * DIM * HIDDEN * (N - 1) / N
-    # Scales: one for each output or for each 32 numbers, if any.
-    assert sum(sent.values()) <= 4 * HIDDEN + 2 * DIM * HIDDEN / 32
+    text = jax.jit(fn(where)).lower(*args).compile().as_text()
+    sent = {}
+    for one in collectives.collectives(hlo.parse(text), N):
+        if one.kind == "all-gather":
+            sent[one.dtype] = sent.get(one.dtype, 0) + one.sent * one.times
+    whole = 2 * DIM * HIDDEN * (N - 1) / N
+    return {dtype: sent / whole for dtype, sent in sent.items()}
+
+
+on_gpus = pytest.mark.skipif(
+    not roofline.has_plugin(), reason="XLA's compiler for NVIDIA GPUs is not installed"
+)
+
+
+@on_gpus
+@pytest.mark.parametrize("rule", RULES)
+def test_forward_alone_gathers_8_bits_on_gpus(rule):
+    sent = sent_on_gpus(lambda on: under(RULES[rule], over_devices(gathered, on)))
+    assert sent.pop("s8" if rule == "int8" else "f8e4m3fn") == 1
+    assert sum(sent.values()) < 0.05  # scales
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    "rule, way, numbers",
+    [
+        ("float8", "plain", 1),
+        ("float8", "in_checkpoint", 2),
+        ("mxfp8", "plain", 1.5),  # of two weights, one is read by the backward pass
+        ("mxfp8", "in_checkpoint", 2.5),
+    ],
+)
+def test_training_gathers_8_bits_on_gpus(rule, way, numbers):
+    def step(on):
+        fn = over_devices(BY_HAND[way][0], on)
+        return jax.value_and_grad(under(RULES[rule], fn))
+
+    sent = sent_on_gpus(step)
+    assert sent.pop("f8e4m3fn") == numbers
+    assert sum(sent.values()) < 0.1  # scales

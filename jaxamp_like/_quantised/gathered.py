@@ -220,13 +220,15 @@ def gathered(eqn: Eqn, x: Any) -> Any:
     return out
 
 
-def numbers_read(decision: Decision, i: int) -> GatheredNumbers | None:
-    """The numbers of operand `i` that a contraction reads, if they can be gathered."""
-    quantisers = decision.quantisers
-    how = getattr(quantisers[i], "how", None) if i < len(quantisers) else None
+def numbers_read(decision: Decision, i: int) -> list[GatheredNumbers]:
+    """The numbers of operand `i` that a contraction reads, if they can be gathered.
+
+    The second, if there are two, are those that a gradient reads."""
+    quantiser = decision.quantisers[i] if i < len(decision.quantisers) else None
+    how, again = (getattr(quantiser, x, None) for x in ("how", "for_gradient"))
     if isinstance(how, PowerOfTwoBlocks):
-        return BlockNumbers(how)
-    return ScaledNumbers(how) if isinstance(how, ByMaxima) else None
+        return [BlockNumbers(one) for one in (how, again) if one is not None]
+    return [ScaledNumbers(how)] if isinstance(how, ByMaxima) else []
 
 
 def is_gather(eqn: Eqn) -> bool:
@@ -248,6 +250,13 @@ class OnlyForward(NamedTuple):
     numbers: Any
 
 
+class ForEachPass(NamedTuple):
+    """Numbers of an operand that the forward pass reads, and others for a gradient."""
+
+    forward: Any
+    gradient: Any
+
+
 def for_derivative(quantised: Sequence[Any]) -> list[Any]:
     """Of operands that were rounded already, what a derivative may read."""
     return [None if isinstance(one, OnlyForward) else one for one in quantised]
@@ -255,4 +264,11 @@ def for_derivative(quantised: Sequence[Any]) -> list[Any]:
 
 def forward_numbers(quantised: Sequence[Any]) -> list[Any]:
     """Of operands that were rounded already, what the forward pass reads."""
-    return [one.numbers if isinstance(one, OnlyForward) else one for one in quantised]
+    return [
+        one.numbers
+        if isinstance(one, OnlyForward)
+        else one.forward
+        if isinstance(one, ForEachPass)
+        else one
+        for one in quantised
+    ]

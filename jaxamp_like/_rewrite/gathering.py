@@ -5,7 +5,13 @@ from typing import Any
 from .._dtypes import DType, cast, lowered
 from .._primitives import PLACING
 from .._quantised.constant import constant
-from .._quantised.gathered import GatheredNumbers, OnlyForward, gathered, is_gather
+from .._quantised.gathered import (
+    ForEachPass,
+    GatheredNumbers,
+    OnlyForward,
+    gathered,
+    is_gather,
+)
 from .._rules import Sent
 from .._structural import Step
 from .casts import moved_with_full_gradient
@@ -38,10 +44,14 @@ class Gathering:
         """Lets the contractions in a step read numbers that were gathered before it."""
         for path, var, numbers in self.gathers.read.get(step, ()):
             if path not in binder.hoisted_weights:
-                made = self._numbers(var, numbers)
-                is_only_rounded = var in self.gathers.only_rounded
-                made = made if is_only_rounded else OnlyForward(made)
-                binder.hoisted_weights = {**binder.hoisted_weights, path: made}
+                made = [self._numbers(var, one) for one in numbers]
+                if len(made) == 2:
+                    one = ForEachPass(*made)
+                elif var in self.gathers.only_rounded:
+                    (one,) = made
+                else:
+                    one = OnlyForward(*made)
+                binder.hoisted_weights = {**binder.hoisted_weights, path: one}
 
     def _gather(self, binder: StepBinder, step: Step) -> None:
         (var,), (atom, *_) = step.eqn.outvars, step.eqn.invars

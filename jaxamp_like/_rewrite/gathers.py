@@ -23,6 +23,11 @@ from .._structural import Plan, Step
 from .hoisting import Path, passes_hoisted_weights
 from .memo import Memo
 
+Read = tuple[Path, Any, tuple[GatheredNumbers, ...]]
+"""A contraction that reads numbers: the way to it, the variable, which numbers of it.
+
+The second of the numbers, if there are two, are for a gradient."""
+
 
 @dataclass(frozen=True)
 class Gathers:
@@ -39,9 +44,7 @@ class Gathers:
 
     movers: Mapping[Any, Step] = field(default_factory=dict)
     made: Mapping[Any, tuple[GatheredNumbers, ...]] = field(default_factory=dict)
-    read: Mapping[Step, list[tuple[Path, Any, GatheredNumbers]]] = field(
-        default_factory=dict
-    )
+    read: Mapping[Step, list[Read]] = field(default_factory=dict)
     only_rounded: frozenset[Any] = frozenset()
     of_parameters: frozenset[Any] = frozenset()
 
@@ -77,7 +80,7 @@ def _found(plan: Plan) -> Gathers:
         is_kept = operand in made and operand not in only_rounded
         if not is_kept and not reads[var].by_derivative:
             only_rounded.add(var)
-    read: dict[Step, list[tuple[Path, Any, GatheredNumbers]]] = defaultdict(list)
+    read: dict[Step, list[Read]] = defaultdict(list)
     for step in plan.steps:
         for i, atom in enumerate(step.eqn.invars):
             if isinstance(atom, Literal) or atom not in made or step in moving:
@@ -128,7 +131,7 @@ def _how_read(plan: Plan, movers: Mapping[Any, Step]) -> Mapping[Any, _Reads]:
                 if one is None:
                     reads[atom].whole = True
                 else:
-                    reads[atom].numbers[one.numbers] = None
+                    reads[atom].numbers |= dict.fromkeys(one.numbers)
                     reads[atom].by_derivative |= not one.is_only_rounded
     return reads
 
@@ -138,11 +141,11 @@ class _Reader(NamedTuple):
 
     Args:
         path: the way to it, as that to a weight that was rounded before a loop.
-        numbers: what it reads.
+        numbers: what it reads; the second, if there are two, for a gradient.
         is_only_rounded: whether its derivative reads nothing else."""
 
     path: Path
-    numbers: GatheredNumbers
+    numbers: tuple[GatheredNumbers, ...]
     is_only_rounded: bool
 
 
@@ -153,7 +156,8 @@ def _readers(step: Step, i: int) -> Iterator[_Reader | None]:
     if step.handler is None:
         numbers = numbers_read(step.decision, i)
         only = step.decision.is_only_rounded
-        yield numbers and _Reader((step, i), numbers, bool(only and only[i]))
+        is_only_rounded = bool(only and only[i])
+        yield _Reader((step, i), tuple(numbers), is_only_rounded) if numbers else None
         return
     if not passes_hoisted_weights(step):
         yield None
