@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import jax
 from jax import lax
 
+from .._dtypes import DType
 from .._jax import Eqn, bind_flat
 from .._primitives import GATHERING, PLACING, WHOLE_VIEWS
 from .._rules import Decision
@@ -27,8 +28,12 @@ class GatheredNumbers(Protocol):
     """Numbers that are to be made of a value before it is gathered: a named tuple.
 
     Attributes:
+        dtype: that of the numbers.
         rounds_parameters_in_full: whether a parameter is rounded as it comes, and not
             cast to the compute dtype before."""
+
+    @property
+    def dtype(self) -> DType: ...
 
     @property
     def rounds_parameters_in_full(self) -> bool: ...
@@ -53,6 +58,9 @@ class ByMaxima(Protocol):
     """A rounding by scales that follow from the largest magnitudes of an array.
 
     What it makes is a named tuple: the numbers, and after them their scales."""
+
+    @property
+    def dtype(self) -> DType: ...
 
     @property
     def axes(self) -> tuple[int, ...] | None:
@@ -80,6 +88,10 @@ class ScaledNumbers(NamedTuple):
 
     how: ByMaxima
     names: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> DType:
+        return self.how.dtype
 
     @property
     def rounds_parameters_in_full(self) -> bool:
@@ -145,6 +157,10 @@ class BlockNumbers(NamedTuple):
     axes: one that is transposed has the same numbers."""
 
     how: PowerOfTwoBlocks
+
+    @property
+    def dtype(self) -> DType:
+        return self.how.dtype
 
     @property
     def rounds_parameters_in_full(self) -> bool:

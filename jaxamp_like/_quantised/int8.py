@@ -26,7 +26,7 @@ from .worth import WORTH_IT
 LARGEST = 127  # as many below zero as above
 MOST_TERMS = (2**31 - 1) // LARGEST**2  # of a sum that int32 holds in any case
 _LEAST = 2.0**-119  # the least maximum, so that its multiplier is finite
-_INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
+_INT8, _INT32, _FLOAT32 = map(jnp.dtype, ("int8", "int32", "float32"))
 
 
 class Integers(NamedTuple):
@@ -56,6 +56,10 @@ class AsInt8(NamedTuple):
     epsilon: float
     largest: float | None = None
     is_weight: bool = False
+
+    @property
+    def dtype(self) -> DType:
+        return _INT8
 
     def along(self, axes: Axes) -> "AsInt8":
         return self._replace(axes=axes.summed)

@@ -285,7 +285,7 @@ class Binder:
         return self.casts[var, dtype]
 
     def bind(self, step: Step) -> list[Any]:
-        with in_step_scope(step):
+        with in_step_scope(self.gathering.gathers.told.get(step, step)):
             return self._bind(step)
 
     def _bind(self, step: Step) -> list[Any]:

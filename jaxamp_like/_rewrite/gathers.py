@@ -8,7 +8,7 @@ forward pass of which no derivative is taken."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .._jax import Literal, scan_arity
@@ -40,13 +40,15 @@ class Gathers:
             and which numbers of it.
         only_rounded: the variables that nothing reads but as such numbers, in a
             derivative neither.
-        of_parameters: those that are gathered of parameters."""
+        of_parameters: those that are gathered of parameters.
+        told: gathers, each as a step whose decision tells a report what it sends."""
 
     movers: Mapping[Any, Step] = field(default_factory=dict)
     made: Mapping[Any, tuple[GatheredNumbers, ...]] = field(default_factory=dict)
     read: Mapping[Step, list[Read]] = field(default_factory=dict)
     only_rounded: frozenset[Any] = frozenset()
     of_parameters: frozenset[Any] = frozenset()
+    told: Mapping[Step, Step] = field(default_factory=dict)
 
 
 @dataclass
@@ -88,7 +90,24 @@ def _found(plan: Plan) -> Gathers:
             read[step] += [(x.path, atom, x.numbers) for x in _readers(step, i) if x]
     facts = ((v, plan.facts[step.eqn.invars[0]]) for v, step in movers.items())
     parameters = {v for v, fact in facts if is_parameter(fact) and fact.remat_source}
-    return Gathers(movers, made, read, frozenset(only_rounded), frozenset(parameters))
+    told = {
+        step: _told(step, made[v], not reads[v].by_derivative)
+        for v, step in movers.items()
+        if v in made and is_gather(step.eqn)
+    }
+    return Gathers(
+        movers, made, read, frozenset(only_rounded), frozenset(parameters), told
+    )
+
+
+def _told(
+    step: Step, numbers: tuple[GatheredNumbers, ...], is_for_gradients: bool
+) -> Step:
+    names = " and ".join(dict.fromkeys(one.dtype.name for one in numbers))
+    why = f"sends {names}, which each device rounds by the scales of all"
+    if not is_for_gradients:
+        why = f"{why}; where a derivative is taken, {step.decision.why}"
+    return replace(step, decision=step.decision._replace(why=why))
 
 
 def _movers(plan: Plan) -> dict[Any, Step]:
