@@ -1,6 +1,7 @@
 """Weights that are gathered under rules that quantise: in 8 bits, the same numbers."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -334,9 +335,9 @@ def sent_on_gpus(fn):
     args = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), drawn(), at
     )
-    text = jax.jit(fn(where)).lower(*args).compile().as_text()
+    compiled: Any = jax.jit(fn(where)).lower(*args).compile()
     sent = {}
-    for one in collectives.collectives(hlo.parse(text), N):
+    for one in collectives.collectives(hlo.parse(compiled.as_text()), N):
         if one.kind == "all-gather":
             sent[one.dtype] = sent.get(one.dtype, 0) + one.sent * one.times
     whole = 2 * DIM * HIDDEN * (N - 1) / N

@@ -127,7 +127,8 @@ class RoundingPass(Pass):
         for i, one in enumerate(axes):
             both.append(constant(operands[i]))
             if given and i != moving:
-                numbers.append(Blocks(*given, None, operands[i].shape, one))
+                values, scales = given
+                numbers.append(Blocks(values, scales, None, operands[i].shape, one))
             else:
                 numbers.append(self.roundings[i != moving].along(one)(both[i]))
         return self.product(RoundedContraction(fn, both, numbers, axes))

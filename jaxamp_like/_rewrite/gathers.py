@@ -89,7 +89,9 @@ def _found(plan: Plan) -> Gathers:
                 continue
             read[step] += [(x.path, atom, x.numbers) for x in _readers(step, i) if x]
     facts = ((v, plan.facts[step.eqn.invars[0]]) for v, step in movers.items())
-    parameters = {v for v, fact in facts if is_parameter(fact) and fact.remat_source}
+    parameters = {
+        v for v, fact in facts if fact and is_parameter(fact) and fact.remat_source
+    }
     told = {
         step: _told(step, made[v], not reads[v].by_derivative)
         for v, step in movers.items()
