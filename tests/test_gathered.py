@@ -328,17 +328,18 @@ def test_it_runs_under_vmap():
     np.testing.assert_allclose(many, each, rtol=1e-3)
 
 
-def sent_on_gpus(fn):
-    """What is gathered by code for GPUs, in bytes for each number of the weights."""
-    where = mesh(devices=collectives.described_devices(N))
+def sent_on_gpus(fn, kind="all-gather", axis=AxisType.Auto):
+    """What code for GPUs sends by one kind, in bytes for each number of the weights."""
+    where = mesh(axis, collectives.described_devices(N))
     at = jax.tree.map(lambda spec: NamedSharding(where, spec), SPECS)
     args = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), drawn(), at
     )
-    compiled: Any = jax.jit(fn(where)).lower(*args).compile()
+    with on(where):
+        compiled: Any = jax.jit(fn(where)).lower(*args).compile()
     sent = {}
     for one in collectives.collectives(hlo.parse(compiled.as_text()), N):
-        if one.kind == "all-gather":
+        if one.kind == kind:
             sent[one.dtype] = sent.get(one.dtype, 0) + one.sent * one.times
     whole = 2 * DIM * HIDDEN * (N - 1) / N
     return {dtype: sent / whole for dtype, sent in sent.items()}
@@ -375,3 +376,26 @@ def test_training_gathers_8_bits_on_gpus(rule, way, numbers):
     sent = sent_on_gpus(step)
     assert sent.pop("f8e4m3fn") == numbers
     assert sum(sent.values()) < 0.1  # scales
+
+
+@on_gpus
+@pytest.mark.parametrize("kind", ("constraint", "types"))
+def test_gradients_of_what_is_placed_whole_are_scattered(kind):
+    """Scales multiply them after they were summed over devices, which XLA then merges."""
+    make, axis = {
+        "constraint": (constrained, AxisType.Auto),
+        "types": (by_types, AxisType.Explicit),
+    }[kind]
+
+    def step(on):
+        def sharded(w, x):
+            value, grads = jax.value_and_grad(under(FLOAT8, make(on)))(w, x)
+            at = jax.tree.map(lambda spec: NamedSharding(on, spec), SPLIT)
+            if kind == "constraint":
+                grads = jax.tree.map(lax.with_sharding_constraint, grads, at)
+            return value, grads
+
+        return sharded
+
+    assert sent_on_gpus(step, "all-gather", axis)["f8e4m3fn"] == 1
+    assert sent_on_gpus(step, "reduce-scatter", axis) == {"bf16": 2}

@@ -247,6 +247,17 @@ In the backward pass of a loop or a branch, JAX may differentiate the code insid
 """
 
 
+def _gathering(made: Pass, gather: Callable[[Any], Any] | None) -> Pass:
+    """A pass that gathers its moving operand."""
+    if gather is None:
+        return made
+
+    def fn(moving, other, hook, *rest):
+        return made.fn(gather(moving), other, hook, *rest)
+
+    return dataclasses.replace(made, fn=fn)
+
+
 def rounded_contraction(
     forward: Callable[..., Any],
     gradients: Sequence[Pass],
@@ -263,8 +274,10 @@ def rounded_contraction(
         roundings: of each operand, if it is rounded without a look at the other. What
             they make is kept for the backward pass, if a gradient reads it.
     Returns:
-        A function of `operands` and `quantised`, which holds for each operand what it
-        was rounded to already, or `None`."""
+        A function of `operands` and of two keywords. `quantised` holds for each operand
+        what it was rounded to already, or `None`. `gathers` holds for each `None`, or a
+        function that gathers it: then the operand is given as it was before, since only
+        its gradient depends on it, and scales multiply a gradient after it was sent."""
     keeps = any(isinstance(made, SavedRoundedPass) for made in gradients)
 
     def completed(operands, quantised):
@@ -285,9 +298,13 @@ def rounded_contraction(
     linear = transposable(forward_of, in_compute_dtype)
     contraction = with_passes(linear, gradients, read)
 
-    def bind(*operands, quantised=(None, None)):
+    def bind(*operands, quantised=(None, None), gathers=(None, None)):
         if any(map(is_jet_tracer, operands)):
             no_series()
-        return contraction(*map(jnp.asarray, operands), *quantised)
+        made = contraction
+        if any(gathers):
+            pairs = zip(gradients, gathers, strict=True)
+            made = with_passes(linear, [_gathering(*pair) for pair in pairs], read)
+        return made(*map(jnp.asarray, operands), *quantised)
 
     return bind

@@ -330,7 +330,9 @@ class Binder:
         ]
         branch = next(iter(rounded_cotangents), None)
         if decision.bind is not None:
-            outs = decision.bind(*operands, **self._quantised_operands(step, operands))
+            quantised = self._quantised_operands(step, operands)
+            operands, gathers = self.gathering.before_gathers(step, operands)
+            outs = decision.bind(*operands, **quantised, **gathers)
         elif branch is not None:
             outs = residual_add(operands[1 - branch], operands[branch], low)
         else:

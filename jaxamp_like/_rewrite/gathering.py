@@ -1,5 +1,7 @@
 """Binding what is gathered as rounded numbers; `gathers` says what is."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from .._dtypes import DType, cast, lowered
@@ -25,6 +27,7 @@ class Gathering:
     def __init__(self, gathers: Gathers):
         self.gathers = gathers
         self.numbers: dict[tuple[Any, GatheredNumbers], Any] = {}
+        self.parts: dict[Step, Any] = {}  # what gathers read
 
     def bind(self, binder: StepBinder, step: Step, low: DType) -> list[Any] | None:
         """Gathers the numbers that are read of a step's result, if it is a gather.
@@ -52,6 +55,21 @@ class Gathering:
                 else:
                     one = OnlyForward(*made)
                 binder.hoisted_weights = {**binder.hoisted_weights, path: one}
+
+    def before_gathers(
+        self, step: Step, operands: Sequence[Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Operands of a contraction, or what is gathered to make them, and how.
+
+        A rule's `bind` takes both, see `rounded_contraction`."""
+        operands = [*operands]
+        gathers: list[Any] = [None] * len(operands)
+        for i in range(len(operands)):
+            gather = self.gathers.gathered_by_gradient.get((step, i))
+            if gather is not None and gather in self.parts:
+                operands[i] = cast(self.parts[gather], operands[i].dtype)
+                gathers[i] = functools.partial(gathered, gather.eqn)
+        return operands, {"gathers": tuple(gathers)} if any(gathers) else {}
 
     def _gather(self, binder: StepBinder, step: Step) -> None:
         (var,), (atom, *_) = step.eqn.outvars, step.eqn.invars
@@ -93,7 +111,7 @@ class Gathering:
         def sent(x: Any, dtype: DType) -> Any:
             return cast(gathered(step.eqn, cast(x, dtype)), fact.dtype)
 
-        operand = binder.operand(step, 0)
+        operand = self.parts[step] = binder.operand(step, 0)
         if is_only_rounded:
             numbers = self.numbers[var, self.gathers.made[var][0]]
             value = cast(numbers.restored(), fact.dtype)

@@ -7,11 +7,12 @@ reads the value itself, that would have to be sent as well: then the numbers are
 forward pass of which no derivative is taken."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .._jax import Literal, scan_arity
+from .._primitives import PLACING
 from .._quantised.gathered import (
     GatheredNumbers,
     is_gather,
@@ -41,6 +42,8 @@ class Gathers:
         only_rounded: the variables that nothing reads but as such numbers, in a
             derivative neither.
         of_parameters: those that are gathered of parameters.
+        gathered_by_gradient: by step and operand, what is read by that contraction
+            alone, and may be gathered in the passes that make its gradient.
         told: gathers, each as a step whose decision tells a report what it sends."""
 
     movers: Mapping[Any, Step] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class Gathers:
     read: Mapping[Step, list[Read]] = field(default_factory=dict)
     only_rounded: frozenset[Any] = frozenset()
     of_parameters: frozenset[Any] = frozenset()
+    gathered_by_gradient: Mapping[tuple[Step, int], Step] = field(default_factory=dict)
     told: Mapping[Step, Step] = field(default_factory=dict)
 
 
@@ -98,8 +102,37 @@ def _found(plan: Plan) -> Gathers:
         if v in made and is_gather(step.eqn)
     }
     return Gathers(
-        movers, made, read, frozenset(only_rounded), frozenset(parameters), told
+        movers,
+        made,
+        read,
+        frozenset(only_rounded),
+        frozenset(parameters),
+        _gathered_by_gradient(plan, movers, only_rounded),
+        told,
     )
+
+
+def _gathered_by_gradient(
+    plan: Plan, movers: Mapping[Any, Step], only_rounded: Set[Any]
+) -> Mapping[tuple[Step, int], Step]:
+    """Operands whose only reader is a contraction, and which XLA gathers.
+
+    Their gradients would else be multiplied by a scale between a sum over devices and
+    taking a part of it, which XLA then does not merge."""
+    readers: dict[Any, list[tuple[Step, int]]] = defaultdict(list)
+    for step in plan.steps:
+        for i, atom in enumerate(step.eqn.invars):
+            if not isinstance(atom, Literal) and atom in only_rounded:
+                readers[atom].append((step, i))
+    return {
+        some[0]: movers[var]
+        for var, some in readers.items()
+        if len(some) == 1
+        and some[0][0].handler is None
+        and some[0][0] not in movers.values()
+        and movers[var].eqn.primitive.name in PLACING
+        and movers[var].eqn.invars[0] not in only_rounded
+    }
 
 
 def _told(
