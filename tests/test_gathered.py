@@ -381,7 +381,7 @@ def test_training_gathers_8_bits_on_gpus(rule, way, numbers):
 @on_gpus
 @pytest.mark.parametrize("kind", ("constraint", "types"))
 def test_gradients_of_what_is_placed_whole_are_scattered(kind):
-    """Scales multiply them after they were summed over devices, which XLA then merges."""
+    """Scales multiply them after: XLA merges the sum with taking a part of it."""
     make, axis = {
         "constraint": (constrained, AxisType.Auto),
         "types": (by_types, AxisType.Explicit),
