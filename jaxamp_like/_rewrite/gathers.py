@@ -74,8 +74,9 @@ def gathers_of(plan: Plan) -> Gathers:
 
 def _found(plan: Plan) -> Gathers:
     movers = _movers(plan)
-    reads = _how_read(plan, movers) if movers else {}
-    moving = set(movers.values())
+    if not movers:
+        return Gathers()
+    reads, moving = _how_read(plan, movers), set(movers.values())
     made: dict[Any, tuple[GatheredNumbers, ...]] = {}
     only_rounded: set[Any] = set()
     for var, step in movers.items():
@@ -107,13 +108,13 @@ def _found(plan: Plan) -> Gathers:
         read,
         frozenset(only_rounded),
         frozenset(parameters),
-        _gathered_by_gradient(plan, movers, only_rounded),
+        _gathered_by_gradient(plan, movers, moving, only_rounded),
         told,
     )
 
 
 def _gathered_by_gradient(
-    plan: Plan, movers: Mapping[Any, Step], only_rounded: Set[Any]
+    plan: Plan, movers: Mapping[Any, Step], moving: Set[Step], only_rounded: Set[Any]
 ) -> Mapping[tuple[Step, int], Step]:
     """Operands whose only reader is a contraction, and which XLA gathers.
 
@@ -129,7 +130,7 @@ def _gathered_by_gradient(
         for var, some in readers.items()
         if len(some) == 1
         and some[0][0].handler is None
-        and some[0][0] not in movers.values()
+        and some[0][0] not in moving
         and movers[var].eqn.primitive.name in PLACING
         and movers[var].eqn.invars[0] not in only_rounded
     }
