@@ -103,6 +103,7 @@ FRONT = (
 ON_TPUS = "--devices v5e --contenders float32 hand default pytorch_autocast jmp"
 SOME = '--workloads MLP LSTM "GPT-2 (Equinox)"'
 SPLITS = '--splits "fully sharded, by types" "fully sharded, shard_map"'
+EIGHT_BITS = "amp float8 mxfp8 int8"
 
 JOBS = {
     "front": Job(
@@ -182,6 +183,31 @@ JOBS = {
         f"--dtype float16 --models --contenders hand amp {SPLITS} {TOY}",
         "collectives-float16.json",
         (FIGURES,),
+        needs=COMPILER,
+    ),
+    "collectives-8-bits": Job(
+        "collectives",
+        f'--depth 2 --ways "fully sharded" {SPLITS} --contenders {EIGHT_BITS}',
+        f"--models {SPLITS} --contenders {EIGHT_BITS} {TOY}",
+        "collectives-8-bits.json",
+        ("docs/many_devices.md",),
+        needs=COMPILER,
+    ),
+    "collectives-8-bits-forward": Job(
+        "collectives",
+        f'--forward --depth 2 --ways "fully sharded" {SPLITS} '
+        f"--contenders {EIGHT_BITS}",
+        f"--forward --models {SPLITS} --contenders {EIGHT_BITS} {TOY}",
+        "collectives-8-bits-forward.json",
+        ("docs/many_devices.md",),
+        needs=COMPILER,
+    ),
+    "collectives-8-bits-64": Job(
+        "collectives",
+        f"--devices 64 --models {SPLITS} --contenders amp float8 mxfp8",
+        f"--devices 16 --models {SPLITS} --contenders amp float8 mxfp8 {TOY}",
+        "collectives-8-bits-64.json",
+        ("docs/many_devices.md",),
         needs=COMPILER,
     ),
     "collectives-64": Job(

@@ -1,6 +1,7 @@
 """What a training step sends from device to device, read off the code compiled for it.
 
     python -m benchmarks.collectives [--machine v5e] [--models ...] [--ways ...]
+        [--contenders amp float8] [--forward]
 
 The step (value and gradient of the loss) of each model is compiled for several
 described H200s or TPUs, with its parameters and its batch split in the usual ways, by
@@ -9,14 +10,15 @@ of the machines is needed, see `benchmarks/roofline.py` and `benchmarks/tpu.py`.
 collective is counted as often as it runs, with the bytes that a device sends in a ring:
 of n devices, (n - 1)/n of what is gathered, scattered or exchanged, and twice that of
 what is summed for all. What is sent takes at least its bytes over the bandwidth of the
-link; nothing is taken to overlap."""
+link; nothing is taken to overlap. The contenders float8, mxfp8 and int8 are `amp` with
+every weight in 8 bits; `--forward` compiles the loss alone."""
 
 import argparse
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,6 +35,8 @@ from rich.table import Table
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._certify.devices import gpus, tpus
 from jaxamp_like._hlo.text import Instruction, Module, Shape, parse
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import float8, int8, mxfp8
 
 from . import tpu
 from .rewrite import CONTENDERS, make_table, ratio, versions
@@ -144,6 +148,41 @@ def collective(
     n = group_size(one, devices)
     for dtype, left in sizes.items():
         yield Collective(kind, dtype, sent_by(kind, left, n), times)
+
+
+def gathered_weights(module: Module, devices: int, weights: Set[Any]) -> float:
+    """Bytes of weights that a device sends to gather them, in 16 bits or fewer.
+
+    An array of a gather is a weight if it has its sizes, in any order."""
+
+    def leaf(one: Instruction, scope: Any, times: int) -> Iterator[Collective]:
+        if one.opcode.removesuffix("-start") != "all-gather":
+            return
+        n = group_size(one, devices)
+        for shape in results(one, "all-gather"):
+            if shape.bits <= 16 and sizes(shape.dims) in weights:
+                sent = sent_by("all-gather", shape.size_in_bytes, n)
+                yield Collective("all-gather", shape.dtype, sent, times)
+
+    return total_sent(walk(module, leaf, total_sent))
+
+
+def sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(n for n in shape if n != 1))
+
+
+NO_WEIGHTS = ("embed", "position")
+
+
+def weight_sizes(params: Any) -> Set[tuple[int, ...]]:
+    """The sizes of the weights that contractions read; of a stack, those of a layer."""
+    found: set[tuple[int, ...]] = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        is_stacked = "['blocks']['" in name
+        if x.ndim - is_stacked == 2 and not any(one in name for one in NO_WEIGHTS):
+            found.add(sizes(x.shape[is_stacked:]))
+    return found
 
 
 def total_sent(found: Iterable[Collective]) -> float:
@@ -291,7 +330,8 @@ class Row:
         counts: how many collectives of each kind run in a step.
         link_seconds: at least, for what is sent.
         step_seconds: at least, for the kernels.
-        temp_bytes: memory beside arguments and results, of a device."""
+        temp_bytes: memory beside arguments and results, of a device.
+        weights: of `sent`, what gathers of weights send in 16 bits or fewer."""
 
     sent: float
     link_seconds: float
@@ -299,6 +339,7 @@ class Row:
     temp_bytes: int
     by_kind: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    weights: float = 0
 
 
 def placed(shapes: Any, way: Way, mesh: Mesh) -> Any:
@@ -325,16 +366,19 @@ def on(mesh: Mesh) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh) if has_set else jax.sharding.use_mesh(mesh)  # pyright: ignore
 
 
-def compile_step(loss: Any, args: Any, mesh: Mesh) -> Any:
-    """The step, whose gradients lie as the parameters do."""
+def compile_step(loss: Any, args: Any, mesh: Mesh, forward: bool = False) -> Any:
+    """The step, whose gradients lie as the parameters do; or its loss alone."""
     where = jax.tree.map(lambda x: x.sharding, args[0])
-    outs = NamedSharding(mesh, P()), where
+    whole = NamedSharding(mesh, P())
+    outs = whole if forward else (whole, where)
     with on(mesh):
-        step = jax.jit(jax.value_and_grad(loss), out_shardings=outs)
+        step = jax.jit(
+            loss if forward else jax.value_and_grad(loss), out_shardings=outs
+        )
         return step.lower(*args).compile()
 
 
-def read_off(compiled: Any, devices: int, machine: Machine) -> Row:
+def read_off(compiled: Any, devices: int, machine: Machine, params: Any = None) -> Row:
     text = compiled.as_text()
     by_kind: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -345,11 +389,27 @@ def read_off(compiled: Any, devices: int, machine: Machine) -> Row:
     sent = sum(by_kind.values())
     temp = compiled.memory_analysis().temp_size_in_bytes
     step = machine.step_seconds(text, temp)
-    return Row(sent, sent / machine.link, step, temp, by_kind, counts)
+    weights = gathered_weights(parse(text), devices, weight_sizes(params))
+    return Row(sent, sent / machine.link, step, temp, by_kind, counts, weights)
 
 
 def again(loss: Any, dtype: str) -> Any:
     return amp(loss, compute_dtype=dtype, gather_once=False)
+
+
+EIGHT_BITS = {
+    "float8": float8(where=None),
+    "mxfp8": mxfp8(where=None),
+    "int8": int8(where=None),
+}
+
+
+def in_eight_bits(loss: Any, dtype: str) -> dict[str, Any]:
+    """`amp` by rules that quantise, also what is too small to gain time by that."""
+    return {
+        name: amp(loss, compute_dtype=dtype, amp_policy=quantised(rule))
+        for name, rule in EIGHT_BITS.items()
+    }
 
 
 def of_workload(
@@ -358,6 +418,7 @@ def of_workload(
     """The arguments of a step, and the losses to compare."""
     made = {name: make(workload, dtype) for name, make in CONTENDERS.items()}
     made["amp again"] = again(workload.loss, dtype)
+    made |= in_eight_bits(workload.loss, dtype)
     return placed(workload.shapes(size), way, mesh), made
 
 
@@ -371,6 +432,7 @@ def of_split(split: Split, dtype: str, mesh: Mesh) -> tuple[Any, Mapping[str, An
         "lean": in_style(split, dtype, True, mesh),
         "amp": mixed(),
         "amp again": mixed(gather_once=False),
+        **in_eight_bits(plain, dtype),
     }
     return split.arguments(mesh, mesh.size), made
 
@@ -381,11 +443,14 @@ def compare(
     mesh: Mesh,
     contenders: Sequence[str],
     machine: Machine,
+    forward: bool = False,
 ) -> dict[str, Row]:
+    def row(loss: Any) -> Row:
+        compiled = compile_step(loss, args, mesh, forward)
+        return read_off(compiled, mesh.size, machine, args[0])
+
     return {
-        name: read_off(compile_step(losses[name], args, mesh), mesh.size, machine)
-        for name in contenders
-        if losses.get(name) is not None
+        name: row(losses[name]) for name in contenders if losses.get(name) is not None
     }
 
 
@@ -398,6 +463,7 @@ HEADINGS = (
     "step + link\n/ hand",
     "sent\nMB",
     "temp\nMB",
+    "weights\nMB",
     "what is sent, MB",
 )
 
@@ -415,6 +481,7 @@ def cells(row: Row, hand: Row | None) -> list[str]:
         over(lambda r: r.step_seconds + r.link_seconds),
         f"{row.sent / 1e6:.1f}",
         f"{row.temp_bytes / 1e6:.1f}",
+        f"{row.weights / 1e6:.1f}",
         ", ".join(f"{kind} {sent / 1e6:.1f}" for kind, sent in kinds),
     ]
 
@@ -438,7 +505,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--splits", nargs="*", choices=SPLITS, default=list(SPLITS))
-    parser.add_argument("--contenders", nargs="+", choices=COMPARED, default=COMPARED)
+    contenders = [*COMPARED, *EIGHT_BITS]
+    parser.add_argument("--contenders", nargs="+", choices=contenders, default=COMPARED)
+    parser.add_argument("--forward", action="store_true", help="the loss alone")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--size", choices=("toy", "real"), default="real")
     parser.add_argument("--depth", type=int, help="layers of the GPTs, if not all")
@@ -476,6 +545,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes["layers of the GPTs"] = GPT_SIZES[args.size]["depth"]
     machine, is_gpu = MACHINES[args.machine], args.machine == "H200"
     compiler = versions() | plugin_versions() if is_gpu else versions(["libtpu"])
+    if args.forward:
+        sizes["forward"] = True
     record = {"versions": compiler, "device": args.machine} | sizes
     jax.config.update("jax_platforms", "cpu")  # what is described, not what is here
     console = Console(width=max(Console().width, 170))
@@ -483,7 +554,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = list(jobs(args, machine.devices(args.devices)))
     for title, make in track(work, "compiling", console=Console(stderr=True)):
         step_args, losses, mesh = make()
-        rows = compare(step_args, losses, mesh, args.contenders, machine)
+        rows = compare(step_args, losses, mesh, args.contenders, machine, args.forward)
         console.print(table(f"{title}, {args.dtype}, {args.devices} devices", rows))
         found[title] = {name: asdict(row) for name, row in rows.items()}
         if args.json:

@@ -30,3 +30,9 @@ def largest_magnitude(
     unsigned = bits & bits.dtype.type(jnp.iinfo(bits.dtype).max)
     most = jnp.max(unsigned, axis=axes, keepdims=keepdims, initial=0)
     return lax.bitcast_convert_type(most, x.dtype)
+
+
+def largest_over_devices(magnitudes: Any, names: tuple[str, ...]) -> Any:
+    """The largest of what devices along axes of a mesh hold, NaN if one holds it."""
+    bits = lax.pmax(words(magnitudes), names)
+    return lax.bitcast_convert_type(bits, magnitudes.dtype)

@@ -67,6 +67,9 @@ PLACING = those(lambda row: row.places)
 SUMMED_BACK = those(lambda row: row.summed_back)
 """Primitives that hand the same numbers to several devices."""
 
+GATHERING = those(lambda row: row.gathers)
+"""Primitives that make an array whole of which each device has a part."""
+
 LOCAL = those(lambda row: row.local)
 """Primitives that name an axis of devices, and make no device wait for another."""
 

@@ -59,6 +59,7 @@ class Row:
         places: it says on which devices its operand lies.
         summed_back: it hands the same numbers to several devices, and their cotangents
             are added up over these.
+        gathers: it makes an array whole of which each device has a part.
         local: it names an axis of devices, and none of them waits for another."""
 
     kind: Kind
@@ -81,6 +82,7 @@ class Row:
     asks_sign: bool = False
     places: bool = False
     summed_back: bool = False
+    gathers: bool = False
     local: bool = False
 
 
@@ -196,8 +198,9 @@ def _devices() -> Iterator[tuple[str, Row]]:
     yield "unreduced_pmax unreduced_pmin all_gather_reduced", several()
     yield "sharding_constraint", sending(whole=True, places=True)
     yield "reshard", sending(places=True)
-    yield "all_gather", sending(summed_back=True)
-    yield "all_gather_invariant ppermute all_to_all", sending()
+    yield "all_gather", sending(summed_back=True, gathers=True)
+    yield "all_gather_invariant", sending(gathers=True)
+    yield "ppermute all_to_all", sending()
     yield (  # nothing is sent; the sum of the cotangents is made once, there or here
         "pvary",
         sending(cheap=True, whole=True, identity=True, summed_back=True, local=True),

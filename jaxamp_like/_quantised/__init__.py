@@ -4,7 +4,8 @@ A format of numbers is a file with one rule, in `FORMATS`: how operands are roun
 scaled, which of the three contractions reads what, where it is native, and what a user
 may choose. `rule` is what formats have in common, `passes` how the three contractions
 of rounded operands are made, `linear` how such a contraction is transposed, `axes`
-which scales can be carried past its sums, `delayed` how scales follow from steps
+which scales can be carried past its sums, `gathered` what is rounded before devices
+gather it, `delayed` how scales follow from steps
 before. The package stands above `_rules` and below `_policies`."""
 
 from collections.abc import Mapping

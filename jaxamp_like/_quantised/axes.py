@@ -30,6 +30,20 @@ class Axes(NamedTuple):
         """The kept axes that this operand alone has."""
         return tuple(axis for axis, _ in self.kept if axis not in self.batch)
 
+    @property
+    def groups(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The batch axes, the free ones and the summed ones."""
+        return self.batch, self.free, self.summed
+
+    @property
+    def of_gradient(self) -> "Axes":
+        """The axes as the contraction has them that makes the other operand's gradient.
+
+        It sums over those that this operand alone has, and keeps those summed now."""
+        kept = (*self.batch, *sorted(self.summed))
+        places = tuple((axis, to) for to, axis in enumerate(kept))
+        return Axes(tuple(sorted(self.free)), places, self.batch)
+
     def batched(self) -> "Axes":
         """The axes of a batch of such operands, which lies along a first axis."""
         summed, batch = ([axis + 1 for axis in some] for some in (self[0], self[2]))

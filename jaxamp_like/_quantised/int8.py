@@ -30,7 +30,7 @@ from .worth import WORTH_IT
 LARGEST = 127  # as many below zero as above
 MOST_TERMS = (2**31 - 1) // LARGEST**2  # of a sum that int32 holds in any case
 _LEAST = 2.0**-119  # the least maximum, so that its multiplier is finite
-_INT32, _FLOAT32 = jnp.dtype("int32"), jnp.dtype("float32")
+_INT8, _INT32, _FLOAT32 = map(jnp.dtype, ("int8", "int32", "float32"))
 
 
 class Integers(NamedTuple):
@@ -63,8 +63,15 @@ class AsInt8(NamedTuple):
     is_weight: bool = False
     order: tuple[int, ...] | None = None
 
+    @property
+    def dtype(self) -> DType:
+        return _INT8
+
     def along(self, axes: Axes) -> "AsInt8":
-        return self._replace(axes=axes.summed, order=None)
+        return self.with_axes(axes.summed)
+
+    def with_axes(self, axes: tuple[int, ...]) -> "AsInt8":
+        return self._replace(axes=axes, order=None)
 
     def batched(self, ndim: int) -> "AsInt8":
         del ndim
@@ -75,15 +82,20 @@ class AsInt8(NamedTuple):
         )
 
     def __call__(self, x: Any) -> Integers:
-        """`x` as int8.
+        return self.by_maxima(x, self.maxima(x))
+
+    def maxima(self, x: Any) -> Any:
+        return largest_magnitude(x, self.axes, keepdims=True).astype(_FLOAT32)
+
+    def by_maxima(self, x: Any, maxima: Any) -> Integers:
+        """`x` as int8, by the largest magnitudes of its rows.
 
         Integers hold no NaN, so the multiplier of a row with an inf or NaN is NaN. XLA
         would rewrite a division by this quotient, and give other bits than a division
         by a stored number. A barrier prevents it for weights, which may be stored."""
-        amax = largest_magnitude(x, self.axes, keepdims=True).astype(_FLOAT32)
         x = x.astype(_FLOAT32)
-        is_finite = lax.is_finite(amax)
-        top = amax if self.largest is None else lax.full_like(amax, self.largest)
+        is_finite = lax.is_finite(maxima)
+        top = maxima if self.largest is None else lax.full_like(maxima, self.largest)
         top = lax.max(top + self.epsilon, lax.full_like(top, _LEAST))
         multiplier = LARGEST / lax.select(is_finite, top, lax.full_like(top, LARGEST))
         if self.is_weight:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,9 @@ from .._rules.bilinear import (
 )
 from .._rules.passes import CastPass, Pass, straight_through, with_passes
 from .axes import Axes, operand_axes
+from .blocks import Blocks
 from .constant import constant, first_operand, no_series, tied
+from .gathered import ForEachPass, for_derivative, forward_numbers
 from .linear import transposable
 from .scaled import rescaled, round_up_to_power_of_two
 
@@ -75,23 +77,47 @@ Product = Callable[[RoundedContraction], Any]
 class RoundingPass(Pass):
     """A contraction that rounds its operands itself, whenever it is computed.
 
-    What is kept for it is not rounded.
+    What is kept for it is not rounded, unless its numbers are given for gradients.
 
     Args:
         roundings: of the moving operand, and of the other.
         product: computes the contraction from both, rounded.
         rounds_sharded: whether operands are rounded that are sharded along `Explicit`
             axes of a mesh. `decide` doesn't see those over which examples of a `vmap`
-            lie, and the gradient of what the examples share sums over them."""
+            lie, and the gradient of what the examples share sums over them.
+        given_for: which contraction the values and scales of the other operand are laid
+            out for, if they are given beside it: this one or its transpose."""
 
     roundings: tuple[Rounding, Rounding]
     product: Product
     rounds_sharded: bool = True
+    given_for: Literal["itself", "transpose", "neither"] = "transpose"
+
+    def residuals(
+        self, operands: Sequence[Any], numbers: Sequence[Any]
+    ) -> Sequence[Any]:
+        given = numbers[1 - self.moving] if numbers else None
+        if not isinstance(given, ForEachPass):
+            return super().residuals(operands, numbers)
+        return [operands[1 - self.moving], given.gradient.values, given.gradient.scales]
 
     def __call__(self, moving: Any, *others: Any) -> Any:
-        return self.fn(moving, others[0], self._hook)
+        other, *given = others
+        given = given if self.given_for == "itself" else []
+        return self.fn(moving, other, functools.partial(self._hook, given))
 
-    def _hook(self, primitive: Any, params: Any, operands: Any, moving: int) -> Any:
+    @property
+    def swapped(self) -> Pass:
+        return dataclasses.replace(super().swapped, given_for="neither")
+
+    def mapped(
+        self, args: Sequence[Any], axes: Sequence[int | None]
+    ) -> tuple[Pass, Sequence[Any]]:
+        return super().mapped(args[:2], axes[:2])
+
+    def _hook(
+        self, given: Any, primitive: Any, params: Any, operands: Any, moving: int
+    ) -> Any:
         is_sharded = any(is_explicitly_sharded(jax.typeof(x)) for x in operands)
         if is_sharded and not self.rounds_sharded:
             hook = by_casts((self.low, self.low), self.low)
@@ -100,12 +126,25 @@ class RoundingPass(Pass):
         fn, both, numbers = bilinear(primitive, params, moving=0), [], []
         for i, one in enumerate(axes):
             both.append(constant(operands[i]))
-            numbers.append(self.roundings[i != moving].along(one)(both[i]))
+            if given and i != moving:
+                values, scales = given
+                numbers.append(Blocks(values, scales, None, operands[i].shape, one))
+            else:
+                numbers.append(self.roundings[i != moving].along(one)(both[i]))
         return self.product(RoundedContraction(fn, both, numbers, axes))
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
-        fn = _transposed(self, [moving, *others])
-        return straight_through(dataclasses.replace(self, fn=fn))
+        fn = _transposed(self, [moving, others[0]])
+        given_for = _GIVEN_FOR_TRANSPOSE[self.given_for]
+        made = dataclasses.replace(self, fn=fn, given_for=given_for)
+        return straight_through(made)
+
+
+_GIVEN_FOR_TRANSPOSE: Any = {
+    "itself": "transpose",
+    "transpose": "itself",
+    "neither": "neither",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +247,17 @@ In the backward pass of a loop or a branch, JAX may differentiate the code insid
 """
 
 
+def _gathering(made: Pass, gather: Callable[[Any], Any] | None) -> Pass:
+    """A pass that gathers its moving operand."""
+    if gather is None:
+        return made
+
+    def fn(moving, other, hook, *rest):
+        return made.fn(gather(moving), other, hook, *rest)
+
+    return dataclasses.replace(made, fn=fn)
+
+
 def rounded_contraction(
     forward: Callable[..., Any],
     gradients: Sequence[Pass],
@@ -224,8 +274,10 @@ def rounded_contraction(
         roundings: of each operand, if it is rounded without a look at the other. What
             they make is kept for the backward pass, if a gradient reads it.
     Returns:
-        A function of `operands` and `quantised`, which holds for each operand what it
-        was rounded to already, or `None`."""
+        A function of `operands` and of two keywords. `quantised` holds for each operand
+        what it was rounded to already, or `None`. `gathers` holds for each `None`, or a
+        function that gathers it: then the operand is given as it was before, since only
+        its gradient depends on it, and scales multiply a gradient after it was sent."""
     keeps = any(isinstance(made, SavedRoundedPass) for made in gradients)
 
     def completed(operands, quantised):
@@ -235,19 +287,24 @@ def rounded_contraction(
         ]
 
     def read(lhs, rhs, *quantised):
+        quantised = for_derivative(quantised)
         return (lhs, rhs), completed((lhs, rhs), quantised) if keeps else quantised
 
     def forward_of(lhs, rhs, *quantised):
         # `jet` meets these first, also in a `jit`, and they refuse a Taylor series.
         both = constant(lhs), constant(rhs)
-        return forward(*both, *completed(both, quantised))
+        return forward(*both, *completed(both, forward_numbers(quantised)))
 
     linear = transposable(forward_of, in_compute_dtype)
     contraction = with_passes(linear, gradients, read)
 
-    def bind(*operands, quantised=(None, None)):
+    def bind(*operands, quantised=(None, None), gathers=(None, None)):
         if any(map(is_jet_tracer, operands)):
             no_series()
-        return contraction(*map(jnp.asarray, operands), *quantised)
+        made = contraction
+        if any(gathers):
+            pairs = zip(gradients, gathers, strict=True)
+            made = with_passes(linear, [_gathering(*pair) for pair in pairs], read)
+        return made(*map(jnp.asarray, operands), *quantised)
 
     return bind

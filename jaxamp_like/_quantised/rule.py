@@ -42,6 +42,7 @@ from .passes import (
     RoundedContraction,
     Rounding,
     RoundingPass,
+    SavedRoundedPass,
     rounded_contraction,
 )
 from .worth import WORTH_IT
@@ -144,7 +145,19 @@ class Quantising(Rule):
         )
         gradients = self.gradients(site, compute)
         bind = rounded_contraction(self.forward(site), gradients, compute, quantisers)
-        return decided(site, self.why(site), bind, self.eight_bits(site), quantisers)
+        # The gradient of one operand reads the other one.
+        passes = list(reversed(gradients))
+        only = tuple(isinstance(one, SavedRoundedPass) for one in passes)
+        backward = [
+            one.roundings[1].along(axes.of_gradient)
+            if isinstance(one, RoundingPass)
+            else None
+            for one, axes in zip(passes, site_axes(site), strict=True)
+        ]
+        decision = decided(
+            site, self.why(site), bind, self.eight_bits(site), quantisers, backward
+        )
+        return decision._replace(is_only_rounded=only)
 
     # What a format says of a contraction that is quantised.
 
@@ -324,9 +337,15 @@ def reads_of(site: Site) -> tuple[DType | None, ...]:
 
 
 class Prequantise(NamedTuple):
-    """Rounds a value before its readers, which have derivatives of their own."""
+    """Rounds a value before its readers, which have derivatives of their own.
+
+    Args:
+        how: its rounding.
+        for_gradient: how the gradient of the other operand rounds it again, if it
+            does."""
 
     how: Any
+    for_gradient: Any = None
 
     def __call__(self, x: Any) -> Any:
         return jax.tree.map(constant, _made(constant(x), self.how))
@@ -343,6 +362,7 @@ def decided(
     bind: Callable[..., Any],
     eight_bits: EightBits,
     roundings: Sequence[Rounding | None] = (None, None),
+    for_gradients: Sequence[Rounding | None] = (None, None),
 ) -> Decision:
     """The decision for a contraction that `bind` makes, with its quantisers."""
     outs = out_facts_of(site, result_of(site), Precision.LOW)
@@ -355,7 +375,8 @@ def decided(
         recomputes_casts=False,
         eight_bits=eight_bits,
         quantisers=tuple(
-            None if how is None else Prequantise(how) for how in roundings
+            None if how is None else Prequantise(how, again)
+            for how, again in zip(roundings, for_gradients, strict=True)
         ),
     )
 

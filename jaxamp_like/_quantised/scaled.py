@@ -53,7 +53,10 @@ class AsFloat8(NamedTuple):
     power_of_two: bool = True
 
     def along(self, axes: Axes) -> "AsFloat8":
-        return self if self.axes is None else self._replace(axes=axes.summed)
+        return self if self.axes is None else self.with_axes(axes.summed)
+
+    def with_axes(self, axes: tuple[int, ...]) -> "AsFloat8":
+        return self._replace(axes=axes)
 
     def batched(self, ndim: int) -> "AsFloat8":
         axes = range(ndim) if self.axes is None else self.axes
@@ -65,8 +68,14 @@ class AsFloat8(NamedTuple):
 
     def __call__(self, x: Any) -> Scaled:
         """Rounds `x` by scales from its own maxima."""
-        amax = largest_of(x, self.axes)
-        scale = scale_of(amax, self.largest, self.power_of_two)
+        return self.by_maxima(x, self.maxima(x))
+
+    def maxima(self, x: Any) -> Any:
+        return largest_of(x, self.axes)
+
+    def by_maxima(self, x: Any, maxima: Any) -> Scaled:
+        """Rounds `x` by scales from maxima that are known."""
+        scale = scale_of(maxima, self.largest, self.power_of_two)
         if scale.ndim == 0:
             scale = checkpoint_name(scale, SCALE_NAME)
         return Scaled(self.divided(x, scale), scale)

@@ -38,6 +38,8 @@ from .casts import (
     with_full_gradient,
 )
 from .deduplication import Deduplicated
+from .gathering import Gathering
+from .gathers import Gathers, gathers_of
 from .hoisting import HoistedWeights, entries_under, hoist_weights
 from .planner import Planner
 from .recompute import bind_recomputing_casts, bind_region, recomputed_casts
@@ -75,6 +77,7 @@ class Binder:
         self.hoisted_weights: HoistedWeights = {}  # weights rounded before a loop
         self.shared_quantised: frozenset[Any] = frozenset()  # see `Plan`
         self.quantised_operands: dict[Any, Any] = {}  # once for all that read it so
+        self.gathering = Gathering(Gathers())  # of rounded numbers
         self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         # A binder for other values, which holds on to nothing of this one.
@@ -101,6 +104,7 @@ class Binder:
         schedule = schedule_of(plan, self.has_regions)
         units, unit_drops, cotangents, binder.shared = schedule
         binder.shared_quantised = plan.shared_quantised
+        binder.gathering = Gathering(gathers_of(plan))
         # In a loop there are few sums to compute again.
         if self.remat_mode != RematMode.REGIONS:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
@@ -281,7 +285,7 @@ class Binder:
         return self.casts[var, dtype]
 
     def bind(self, step: Step) -> list[Any]:
-        with in_step_scope(step):
+        with in_step_scope(self.gathering.gathers.told.get(step, step)):
             return self._bind(step)
 
     def _bind(self, step: Step) -> list[Any]:
@@ -296,6 +300,7 @@ class Binder:
             else:
                 return self.apply(step)
         if step.handler is not None:
+            self.gathering.hand_on(self, step)
             outs = step.handler.bind(self, step, operands)
         else:
             outs = rebind(with_setting(eqn, self.planner.strict), operands)
@@ -310,12 +315,14 @@ class Binder:
     def apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
         """Casts the operands, but those that are `given`, and binds the primitive."""
         eqn, decision, given = step.eqn, step.decision, given or {}
+        low = step.match.compute_dtype or self.planner.compute_dtype
+        if (outs := self.gathering.bind(self, step, low)) is not None:
+            return outs
         operands = [
             given[i] if i in given else self.operand(step, i)
             for i in range(len(eqn.invars))
         ]
         self.views.remember(step)
-        low = step.match.compute_dtype or self.planner.compute_dtype
         rounded_cotangents = [
             self.rounded_cotangents[v]
             for v in eqn.outvars
@@ -323,7 +330,9 @@ class Binder:
         ]
         branch = next(iter(rounded_cotangents), None)
         if decision.bind is not None:
-            outs = decision.bind(*operands, **self._quantised_operands(step, operands))
+            quantised = self._quantised_operands(step, operands)
+            operands, gathers = self.gathering.before_gathers(step, operands)
+            outs = decision.bind(*operands, **quantised, **gathers)
         elif branch is not None:
             outs = residual_add(operands[1 - branch], operands[branch], low)
         else:
@@ -354,6 +363,7 @@ class Binder:
         """Operands that are rounded for several readers, as a rule's `bind` takes them.
 
         Readers are the iterations of a loop, or steps of this program."""
+        self.gathering.hand_on(self, step)
         pairs = enumerate(zip(step.decision.quantisers, operands, strict=False))
         quantised = tuple(
             self._quantised_operand(step, i, how, x) for i, (how, x) in pairs

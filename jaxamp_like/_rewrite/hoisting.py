@@ -93,7 +93,7 @@ def _hoist_from_program(
                 with in_step_scope(step), eqn_context(step.eqn):
                     once[atom, how] = how(values.read(step, i))
             made[step, i] = once[atom, how]
-        if _passes_hoisted_weights(step):
+        if passes_hoisted_weights(step):
             inner = _hoist_from_step(binder, step, values, entries_under(done, step))
             made |= {(step, *path): x for path, x in inner.items()}
     return made
@@ -195,10 +195,11 @@ def _makes_views(step: Step) -> bool:
     """Whether a step may make views of operands: it moves one, or it is a call."""
     if step.handler is None:
         return step.eqn.primitive.name in _MOVES
-    return _passes_hoisted_weights(step) and step.handler.is_call
+    return passes_hoisted_weights(step) and step.handler.is_call
 
 
-def _passes_hoisted_weights(step: Step) -> bool:
+def passes_hoisted_weights(step: Step) -> bool:
+    """Whether the program that a step holds may read weights rounded outside of it."""
     is_known = step.handler is not None and step.handler.passes_hoisted_weights
     return is_known and not step.eqn.effects
 

@@ -57,6 +57,7 @@ from .remat_barriers import (
 )
 from .sending import (
     FULL_SUMS as FULL_SUMS,
+    Sent as Sent,
     send_low as send_low,
     sum_over_devices as sum_over_devices,
     summed_once as summed_once,

@@ -246,6 +246,8 @@ class Decision(NamedTuple):
     sums_low: bool | None = None
     # How `bind` rounds each operand, if it does and needs no other operand for it.
     quantisers: tuple[Callable[[Any], Any] | None, ...] = ()
+    # Of each operand, whether also its derivative reads only what it is rounded to.
+    is_only_rounded: tuple[bool, ...] = ()
 
 
 def author_dtype(aval: Any) -> DType | None:

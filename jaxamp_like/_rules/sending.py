@@ -105,7 +105,7 @@ def _sent_in(site: Site) -> DType | None:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """Binds an equation of one operand that sends one dtype, and gets another back.
 
     Two that do the same are equal, so that equal layers are recognised as such.
@@ -141,8 +141,8 @@ class _Sent:
         return sent(x)
 
 
-def _sent(site: Site, there: DType, back: DType, held: DType) -> _Sent:
-    return _Sent(site.primitive, tuple(site.params.items()), there, back, held)
+def _sent(site: Site, there: DType, back: DType, held: DType) -> Sent:
+    return Sent(site.primitive, tuple(site.params.items()), there, back, held)
 
 
 def summed_once(site: Site, decision: Decision) -> Decision:
