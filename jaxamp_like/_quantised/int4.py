@@ -21,7 +21,7 @@ from .._rules.weights import weight_side
 from .axes import Axes, matmul_sizes, site_axes
 from .block_scaled import has_lengths
 from .blocks import from_rows, to_rows
-from .constant import no_derivative, no_series
+from .._rules.constant import no_derivative, no_series
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .stored import rounded, stored
 

@@ -24,7 +24,7 @@ from .._jax import (
     subjaxprs,
 )
 from .._rules.passes import CastPass, pulled_back
-from .constant import no_series
+from .._rules.constant import no_series
 from .stored import ROUNDED
 
 

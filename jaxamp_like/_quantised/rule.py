@@ -37,7 +37,7 @@ from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
-from .constant import constant
+from .._rules.constant import constant
 from .passes import (
     RoundedContraction,
     Rounding,

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from .._primitives.matmul_precision import (
     without_setting,
 )
 from .._rules import Demand, RematSource, author_dtype, saved_on_tpus
+from .._rules.low_bits import LowBits, copy_of
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
 from .._structural.saved import mark_saved
@@ -40,9 +42,14 @@ from .casts import (
 from .deduplication import Deduplicated
 from .hoisting import HoistedWeights, entries_under, hoist_weights
 from .planner import Planner
-from .recompute import bind_recomputing_casts, bind_region, recomputed_casts
+from .recompute import (
+    bind_recomputing_casts,
+    bind_region,
+    operands_in_8_bits,
+    recomputed_casts,
+)
 from .record import in_step_scope
-from .remat import Region, as_region
+from .remat import Region, as_region, kept_whole
 from .remat_mode import RematMode
 from .schedules import schedule_of
 from .views import Views, contraction_input_casts, rebind_view
@@ -77,6 +84,8 @@ class Binder:
         self.quantised_operands: dict[Any, Any] = {}  # once for all that read it so
         self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
+        self.copies: dict[Any, Any] = {}  # in 8 bits, once for all that read them so
+        self.kept_whole: frozenset[Any] = frozenset()  # by regions, and not in 8 bits
         # A binder for other values, which holds on to nothing of this one.
         self.with_env = functools.partial(Binder, planner)
 
@@ -105,6 +114,7 @@ class Binder:
         if self.remat_mode != RematMode.REGIONS:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
+        binder.kept_whole = kept_whole(units, plan.facts)
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
                 unit = as_region(unit)
@@ -255,13 +265,29 @@ class Binder:
         return self.env[var] if author is None else self._in_dtype(var, author)
 
     def low_copies(
-        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+        self,
+        variables: Iterable[Any],
+        dtypes: Iterable[DType | None],
+        bits: Mapping[Any, LowBits] = MappingProxyType({}),
     ) -> list[Any]:
-        """Low copies for the backward pass; `None` where no dtype is given."""
-        pairs = zip(variables, dtypes, strict=True)
-        return [
-            None if dtype is None else self._in_dtype(v, dtype) for v, dtype in pairs
-        ]
+        """Low copies for the backward pass; `None` where no dtype is given.
+
+        Those of variables in `bits` are in 8 bits."""
+
+        def copy(v: Any, dtype: DType | None) -> Any:
+            if v in bits:
+                return self.copy_in_8_bits(v, dtype, bits[v])
+            return None if dtype is None else self._in_dtype(v, dtype)
+
+        return list(map(copy, variables, dtypes))
+
+    def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any:
+        """A copy of `var`, as it is read in `dtype`: one for all that read it so."""
+        value = self.env[var] if dtype is None else self._in_dtype(var, dtype)
+        key = var, value.dtype, how
+        if key not in self.copies:
+            self.copies[key] = copy_of(value, how)
+        return self.copies[key]
 
     def shared_low_dtype(self, var: Any) -> DType | None:
         """The dtype of a low value that is read more than once, else `None`."""
@@ -291,15 +317,19 @@ class Binder:
             if step.opaque or step.handler is not None:
                 pairs = zip(eqn.invars, decision.reads, strict=True)
                 operands = [self.read(atom, dtype) for atom, dtype in pairs]
-            elif again := recomputed_casts(self, step):
-                return bind_recomputing_casts(self, step, again)
             else:
-                return self.apply(step)
+                return self._bind_leaf(step)
         if step.handler is not None:
             outs = step.handler.bind(self, step, operands)
         else:
             outs = rebind(with_setting(eqn, self.planner.strict), operands)
         return _as_decided(step, outs)
+
+    def _bind_leaf(self, step: Step) -> list[Any]:
+        again, bits = recomputed_casts(self, step), operands_in_8_bits(self, step)
+        if again or bits:
+            return bind_recomputing_casts(self, step, again, bits)
+        return self.apply(step)
 
     def _mark_saved(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, marked to be kept where they would be made again."""

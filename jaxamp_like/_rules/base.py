@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from .._dtypes import DType, bits, cast_all, exact_in, is_float, lowered, survives
 from .._jax import is_array_aval, typeof
 from .fields import check_fields
+from .low_bits import LowBits
 
 
 class Precision(enum.IntEnum):
@@ -239,6 +240,8 @@ class Decision(NamedTuple):
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
     # The dtypes that operands are kept in for the backward pass, if not as read.
     residual_dtypes: tuple[DType | None, ...] = ()
+    # How operands are kept in 8 bits for the backward pass, if they are.
+    residual_bits: tuple[LowBits | None, ...] = ()
     # Whether the backward pass casts inputs again, rather than keep the casts.
     recomputes_casts: bool = True
     eight_bits: EightBits | None = None  # of a contraction that is quantised

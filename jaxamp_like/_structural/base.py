@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from .._dtypes import DType
 from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
+from .._rules.low_bits import LowBits
 
 Facts = tuple[Fact | None, ...]
 Scope = tuple[str, ...]
@@ -131,7 +132,7 @@ class Plan:
     out_facts: Facts
     steps: tuple[Step, ...]
     facts: dict[Any, Fact | None]  # of all variables
-    lean: bool
+    saves: LowBits | None  # how what contractions make and read is kept
     policy_keys: frozenset[Any]  # keys of the policy that an equation was found under
     # The rewritten jaxprs.
     closed_jaxprs: dict[Any, Jaxpr] = field(default_factory=dict)
@@ -196,7 +197,12 @@ class Planner(Protocol):
     """What plans the programs that an equation holds; its class is in `_rewrite`."""
 
     @property
-    def lean(self) -> bool: ...
+    def lean(self) -> bool | str: ...
+
+    @property
+    def saves(self) -> LowBits | None:
+        """How what is kept for the backward pass is kept in 8 bits, if it may be."""
+        ...
 
     @property
     def demands(self) -> Demands: ...

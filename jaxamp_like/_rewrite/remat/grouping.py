@@ -7,6 +7,7 @@ from ..._dtypes import DType, has_range
 from ..._jax import variables, varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, RematSource
+from ..._rules.low_bits import LowBits
 from ..shared import shared
 from .cost import (
     Step,
@@ -23,6 +24,7 @@ from .cost import (
     saved_bytes_for,
     variables_read,
 )
+from .eight_bits import is_contracted
 
 # Linear in all that they read: the backward pass keeps none of it.
 _NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
@@ -45,8 +47,10 @@ class Grouping:
         steps: Sequence[Step],
         facts: dict[Any, Fact | None],
         outvars: Iterable[Any],
+        saves: LowBits | None = None,
     ):
         self.facts = facts
+        self._saves = saves
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
@@ -129,6 +133,21 @@ class Grouping:
             fact = self.facts[v]
             self._saved_dtypes[v] = (fact and fact.saved_dtype) or self._gate_dtype(v)
         return self._saved_dtypes[v]
+
+    def saved_bits(self, v: Any, group: Iterable[Step]) -> LowBits | None:
+        """How a region of some steps keeps an input in 8 bits, if it does.
+
+        A user's rule holds for all that its steps read, the option `lean` only for
+        what contractions made."""
+        asked = (s.match.saves for s in group if v in variables_read(s))
+        asked = next(filter(None, asked), None)
+        how, fact = asked or self._saves, self.facts[v]
+        dtype = self.saved_dtype(v) or fact_dtype(fact)
+        if how is None or dtype is None or not how.pays_for(v.aval, dtype):
+            return None
+        if asked is None and not is_contracted(v, self.maker, self.facts):
+            return None
+        return how
 
     def _gate_dtype(self, v: Any) -> DType | None:
         """The dtype of a low copy of `v`, a sum of two products that only gates read.

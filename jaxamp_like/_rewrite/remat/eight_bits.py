@@ -1,0 +1,98 @@
+"""Which values the backward pass may read as copies in 8 bits.
+
+What it runs again from a rounded value errs by that rounding, which is large where the
+value is small beside what it is the sum of. So a value is kept in 8 bits only if a
+contraction reads it, which is linear in it, or if contractions made it and all summands
+of its size: these are rounded anyway."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..._jax import Literal
+from ..._primitives import CONTRACTIONS, VIEWS
+from ..._rules import INPUT_SOURCES, Fact, RematSource
+from ..._structural import Step
+from .cost import num_elements
+from .schedule import Region
+
+_MOVING = VIEWS | {"convert_element_type", "copy", "reduce_precision", "neg"}
+
+
+def is_kept_anyway(fact: Fact | None) -> bool:
+    """Whether a value is live in the backward pass, or is no float at all.
+
+    What lies on several devices is kept as it was gathered."""
+    return fact is None or fact.remat_source != RematSource.NONE
+
+
+def is_contracted(
+    atom: Any, maker: Mapping[Any, Step], facts: Mapping[Any, Fact | None]
+) -> bool:
+    """Whether contractions made a value: all its summands but smaller ones, as biases.
+
+    `maker` has the step of this program that makes each variable."""
+    if isinstance(atom, Literal) or atom not in maker:
+        return False
+    step = maker[atom]
+    name, operands = step.eqn.primitive.name, step.eqn.invars
+    if step.handler is not None:
+        return step.handler.is_call and _is_contracted_inside(atom, step, maker, facts)
+    if name in CONTRACTIONS:
+        return step.is_compute
+    if name in _MOVING:
+        return all(is_contracted(v, maker, facts) for v in operands)
+    if name not in ("add", "sub", "mul", "div"):
+        return False
+    if name in ("mul", "div"):
+        size = num_elements(atom.aval)
+        some = [v for v in operands if num_elements(v.aval) == size]
+        rest = [v for v in operands if v not in some]
+        is_scaled = len(some) == 1 and all(_is_constant(v, facts) for v in rest)
+        is_quotient = name == "div" and some == operands[1:]
+        return is_scaled and not is_quotient and is_contracted(some[0], maker, facts)
+    made = [v for v in operands if is_contracted(v, maker, facts)]
+    # A constant is no bias but perhaps a mask, beside which all else is small.
+    return bool(made) and all(v in made or _is_bias(v, atom, facts) for v in operands)
+
+
+def _is_contracted_inside(
+    atom: Any, step: Step, maker: Mapping[Any, Step], facts: Mapping[Any, Fact | None]
+) -> bool:
+    """The same of a result of a call; one that is handed through is what came in."""
+    (plan,) = step.inner
+    inside = plan.outvars[step.eqn.outvars.index(atom)]
+    if inside in plan.invars:
+        operand = step.eqn.invars[list(plan.invars).index(inside)]
+        return is_contracted(operand, maker, facts)
+    made = {v: inner for inner in plan.steps for v in inner.eqn.outvars}
+    return is_contracted(inside, made, plan.facts)
+
+
+def _is_constant(atom: Any, facts: Mapping[Any, Fact | None]) -> bool:
+    if isinstance(atom, Literal):
+        return True
+    fact = facts.get(atom)
+    return fact is not None and fact.remat_source == RematSource.CONSTANT
+
+
+def _is_bias(atom: Any, total: Any, facts: Mapping[Any, Fact | None]) -> bool:
+    """Whether a summand is a parameter that is smaller than the sum."""
+    if isinstance(atom, Literal):
+        return False
+    fact = facts.get(atom)
+    is_small = num_elements(atom.aval) < num_elements(total.aval)
+    is_small |= fact is not None and fact.is_broadcast
+    return is_small and fact is not None and fact.remat_source in INPUT_SOURCES
+
+
+def kept_whole(
+    units: Iterable[Step | Region], facts: Mapping[Any, Fact | None]
+) -> frozenset[Any]:
+    """The variables that a region keeps, and not in 8 bits."""
+    return frozenset(
+        v
+        for unit in units
+        if isinstance(unit, Region)
+        for v in unit.ins.keys() - unit.in_8_bits.keys()
+        if not is_kept_anyway(facts[v])
+    )
