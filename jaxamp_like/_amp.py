@@ -182,7 +182,7 @@ def amp(
             policy does: what stands between contractions (norm, softmax, activation,
             gate) is run again there, whatever its rule. "int8", "float8" (which is
             "float8_e4m3fn") and "float8_e5m2" also keep in 8 bits, with a scale for
-            every 64 neighbours, what contractions read and what contractions made and
+            every 32 neighbours, what contractions read and what contractions made and
             a softmax, activation or gate is run again from; sums, as residual streams
             are, stay as they are. `saving_low` does so for single scopes, and for all
             that they read.

@@ -19,14 +19,14 @@ from .._jax import (
     rebind,
     trace,
 )
-from .._primitives import BROADCASTING, PLACING, is_cheap, is_statistic
+from .._primitives import BROADCASTING, PLACING, REDUCTIONS, is_cheap, is_statistic
 from .._primitives.matmul_precision import (
     setting,
     settled_bind,
     with_setting,
     without_setting,
 )
-from .._rules import Demand, RematSource, author_dtype, saved_on_tpus
+from .._rules import Demand, RematSource, author_dtype, saved, saved_on_tpus
 from .._rules.low_bits import LowBits, copy_of
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
@@ -366,6 +366,9 @@ class Binder:
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.remat_mode == RematMode.SAVE_STATISTICS and is_statistic(eqn):
             outs = list(map(saved_on_tpus, outs))
+        if self.remat_mode == RematMode.SAVE_REDUCTIONS:
+            if eqn.primitive.name in REDUCTIONS:
+                outs = list(map(saved, outs))
         if step.is_compute:
             outs = list(
                 map(rounded_for_all_readers, outs, (v.aval for v in eqn.outvars))
@@ -497,7 +500,7 @@ class InnerProgram(NamedTuple):
         ):
             is_region = isinstance(unit, Region)
             both = (
-                (RematMode.RECOMPUTED, RematMode.SAVE_STATISTICS)
+                (RematMode.RECOMPUTED, unit.recomputed_mode)
                 if is_region
                 else (self.remat_mode,)
             )

@@ -31,6 +31,7 @@ def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     ins = {v: (low, v in region.sharded, bits.get(v)) for v, low in kept.items()}
     code = (
         region.ends_in_loss,
+        region.keeps_reductions,
         code_of(region.steps, ins, region.outs, outer.rounded_cotangents),
     )
     run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
@@ -66,10 +67,10 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
 
     def recompute(*values):
         if not is_apart:
-            return run(RematMode.SAVE_STATISTICS, values)
+            return run(region.recomputed_mode, values)
         pairs = zip(region.ins, values, strict=True)
         values = [x if v in stays else behind_barrier(x) for v, x in pairs]
-        return list(map(with_cotangent_barrier, run(RematMode.SAVE_STATISTICS, values)))
+        return list(map(with_cotangent_barrier, run(region.recomputed_mode, values)))
 
     stays = {*region.sharded, *region.in_8_bits}
     makers = {v: step for step in region.steps for v in step.eqn.outvars}

@@ -28,8 +28,10 @@ FORMATS: Mapping[str, float] = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int
 
 SHORT_FORMATS = {"float8": "float8_e4m3fn"}
 
-BLOCK = 64
-"""How many numbers share a scale, which then adds a quarter of a bit to each."""
+_UNSIGNED = 255  # the largest code of int8, if none stands for a negative number
+
+BLOCK = 32
+"""How many numbers share a scale, which then adds half a bit to each."""
 
 
 class LowBits(NamedTuple):
@@ -160,35 +162,51 @@ def _scales(x: Any, how: LowBits) -> Any:
     """The scales of blocks: powers of two for float8, which then loses no exact number.
 
     No scale is so small that a product with it, or the reciprocal of it, leaves the
-    range of normal numbers. It is rounded up, so that no number gets too large."""
+    range of normal numbers. It is rounded up, so that no number gets too large. For
+    int8 it is negative if no number of the block is: all codes then stand for positive
+    numbers, as of a softmax, and steps are half as large."""
     if x.size == 0:
         return jnp.ones((*x.shape[:-1], 0), _BFLOAT16)
-    amax, _ = largest_in_tiles(x, _tile(x, how.block))
+    amax, has_negative = largest_in_tiles(x, _tile(x, how.block))
     amax = amax.astype(_FLOAT32)
-    scale = lax.max(amax * np.float32(1 / FORMATS[how.format]), np.float32(2.0**-100))
-    mantissa = np.uint32(0xFFFF if how.format == "int8" else 0x7FFFFF)
+    is_int = how.format == "int8"
+    is_positive = ~has_negative if is_int else jnp.zeros_like(has_negative)
+    largest = jnp.where(is_positive, np.float32(_UNSIGNED), FORMATS[how.format])
+    scale = lax.max(amax / largest, np.float32(2.0**-100))
+    mantissa = np.uint32(0xFFFF if is_int else 0x7FFFFF)
     words = (lax.bitcast_convert_type(scale, jnp.uint32) + mantissa) & ~mantissa
     scale = lax.bitcast_convert_type(words, _FLOAT32)
+    scale = jnp.where(is_positive, -scale, scale)
     is_finite = lax.is_finite(amax)
     return lax.select(is_finite, scale, lax.full_like(scale, np.nan)).astype(_BFLOAT16)
 
 
 def _codes(x: Any, scales: Any, how: LowBits) -> Any:
-    inverse = _spread(1 / scales.astype(_FLOAT32), x, how)
+    scale = _spread(scales.astype(_FLOAT32), x, how)
     largest = np.float32(FORMATS[how.format])
-    scaled = lax.clamp(-largest, x.astype(_FLOAT32) * inverse, largest)
+    scaled = x.astype(_FLOAT32) * (1 / jnp.abs(scale))
     if how.format == "int8":
-        return lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
+        scaled = scaled - _offset(scale)
+        rounded = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
+        return lax.clamp(-largest - 1, rounded, largest).astype(jnp.int8)
+    scaled = lax.clamp(-largest, scaled, largest)
     return lax.bitcast_convert_type(scaled.astype(how.format), jnp.uint8)
+
+
+def _offset(scale: Any) -> Any:
+    """What stands for code 0: a negative scale is of a block of positive numbers."""
+    return jnp.where(scale < 0, np.float32(128), np.float32(0))
 
 
 def _decoded(codes: Any, scales: Any, how: LowBits, dtype: DType, is_apart: bool):
     if is_apart:
         codes, scales = lax.optimization_barrier((codes, scales))
-    if how.format != "int8":
-        codes = lax.bitcast_convert_type(codes, jnp.dtype(how.format))
-    wide = codes.astype(_FLOAT32) * _spread(scales.astype(_FLOAT32), codes, how)
-    return wide.astype(dtype)
+    scale = _spread(scales.astype(_FLOAT32), codes, how)
+    if how.format == "int8":
+        numbers = codes.astype(_FLOAT32) + _offset(scale)
+    else:
+        numbers = lax.bitcast_convert_type(codes, jnp.dtype(how.format)).astype(_FLOAT32)
+    return (numbers * jnp.abs(scale)).astype(dtype)
 
 
 def _spread(scales: Any, x: Any, how: LowBits) -> Any:

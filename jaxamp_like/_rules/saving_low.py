@@ -94,7 +94,7 @@ def saving_low(rule: Any, block: int | None = None) -> Rule:
     Args:
         rule: "int8", "float8_e4m3fn" (or "float8") or "float8_e5m2"; or a rule or a
             dtype, as in a policy.
-        block: with a format, how many numbers share a scale, by default 64. Where an
+        block: with a format, how many numbers share a scale, by default 32. Where an
             axis is no multiple, a divisor near it is taken.
     Returns:
         A rule to put in a policy.

@@ -2,8 +2,9 @@
 
 What it runs again from a rounded value errs by that rounding, which is large where the
 value is small beside what it is the sum of. So a value is kept in 8 bits only if a
-contraction reads it, which is linear in it, or if contractions made it and all summands
-of its size: these are rounded anyway."""
+contraction reads it, which is linear in it, or if a contraction made it, perhaps with a
+bias: that rounds what it makes anyway. (Where only gates read it, it may be the sum of
+two contractions' results; see `Grouping.saved_dtype`.)"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ def is_kept_anyway(fact: Fact | None) -> bool:
 def is_contracted(
     atom: Any, maker: Mapping[Any, Step], facts: Mapping[Any, Fact | None]
 ) -> bool:
-    """Whether contractions made a value: all its summands but smaller ones, as biases.
+    """Whether a contraction made a value, but for smaller summands, as biases.
 
     `maker` has the step of this program that makes each variable."""
     if isinstance(atom, Literal) or atom not in maker:
@@ -50,9 +51,10 @@ def is_contracted(
         is_scaled = len(some) == 1 and all(_is_constant(v, facts) for v in rest)
         is_quotient = name == "div" and some == operands[1:]
         return is_scaled and not is_quotient and is_contracted(some[0], maker, facts)
-    made = [v for v in operands if is_contracted(v, maker, facts)]
-    # A constant is no bias but perhaps a mask, beside which all else is small.
-    return bool(made) and all(v in made or _is_bias(v, atom, facts) for v in operands)
+    rest = [v for v in operands if not _is_bias(v, atom, facts)]
+    # Several summands may be a residual stream, and a constant be a mask, beside which
+    # all else is small.
+    return len(rest) == 1 and is_contracted(rest[0], maker, facts)
 
 
 def _is_contracted_inside(

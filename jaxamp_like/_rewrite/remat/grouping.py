@@ -134,6 +134,11 @@ class Grouping:
             self._saved_dtypes[v] = (fact and fact.saved_dtype) or self._gate_dtype(v)
         return self._saved_dtypes[v]
 
+    @property
+    def keeps_reductions(self) -> bool:
+        """Whether sums across rows are kept, so that the rest may be made again."""
+        return self._saves is not None
+
     def saved_bits(self, v: Any, group: Iterable[Step]) -> LowBits | None:
         """How a region of some steps keeps an input in 8 bits, if it does.
 
@@ -145,7 +150,9 @@ class Grouping:
         dtype = self.saved_dtype(v) or fact_dtype(fact)
         if how is None or dtype is None or not how.pays_for(v.aval, dtype):
             return None
-        if asked is None and not is_contracted(v, self.maker, self.facts):
+        is_gate_sum = self._gate_dtype(v) is not None
+        is_rounded = is_gate_sum or is_contracted(v, self.maker, self.facts)
+        if asked is None and not is_rounded:
             return None
         return how
 

@@ -91,7 +91,10 @@ def _region(
     is_last: Callable[..., bool],
 ) -> Region | None:
     """The region of a group of steps, if less is kept with it than without."""
-    if group[0] not in grouping.depth_of or _mixes_rows(group):
+    if group[0] not in grouping.depth_of:
+        return None
+    mixes_rows = _mixes_rows(group)
+    if mixes_rows and not grouping.keeps_reductions:
         return None
     outs = {
         v: _border(v, readers[v], grouping)
@@ -122,7 +125,7 @@ def _region(
     if gain <= 0:
         return None
     ends = is_last(group, outs, paid)
-    return Region(tuple(steps), ins, outs, sharded, ends, in_8_bits)
+    return Region(tuple(steps), ins, outs, sharded, ends, in_8_bits, mixes_rows)
 
 
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
