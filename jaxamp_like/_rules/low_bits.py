@@ -28,8 +28,6 @@ FORMATS: Mapping[str, float] = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int
 
 SHORT_FORMATS = {"float8": "float8_e4m3fn"}
 
-_UNSIGNED = 255  # the largest code of int8, if none stands for a negative number
-
 BLOCK = 32
 """How many numbers share a scale, which then adds half a bit to each."""
 
@@ -54,9 +52,8 @@ class LowBits(NamedTuple):
         shape = aval.shape
         if not shape or not all(isinstance(n, int) for n in shape):
             return False
-        return aval.size >= self.block and self.num_bytes(aval) < aval.size * (
-            bits(dtype) // 8
-        )
+        is_large = aval.size >= min(self.block, BLOCK)
+        return is_large and self.num_bytes(aval) < aval.size * (bits(dtype) // 8)
 
     def num_bytes(self, aval: Any) -> int:
         """The size of codes and scales of an array."""
@@ -125,20 +122,12 @@ def copy_of(x: Any, how: LowBits) -> Copy:
     return Copy(_CODES.bind(x, scales, how=how), scales, how)
 
 
-def stand_in(x: Any, copy: Copy, is_apart: bool) -> Any:
+def stand_in(x: Any, copy: Copy) -> Any:
     """`x`; where JAX keeps residuals for a backward pass, it keeps the copy instead.
 
     So it is in code inside of a `jax.checkpoint`: what that runs again reads the
-    numbers of the copy. In forward mode `x` itself is read.
-
-    Args:
-        x: a value.
-        copy: of it.
-        is_apart: whether XLA must be kept from seeing through the copy. In the
-            backward pass of a loop it can't."""
-    return _STAND_IN.bind(
-        x, copy.codes, copy.scales, how=copy.how, dtype=x.dtype, is_apart=is_apart
-    )
+    numbers of the copy. In forward mode `x` itself is read."""
+    return _STAND_IN.bind(x, copy.codes, copy.scales, how=copy.how, dtype=x.dtype)
 
 
 # Rounding, and back.
@@ -162,51 +151,40 @@ def _scales(x: Any, how: LowBits) -> Any:
     """The scales of blocks: powers of two for float8, which then loses no exact number.
 
     No scale is so small that a product with it, or the reciprocal of it, leaves the
-    range of normal numbers. It is rounded up, so that no number gets too large. For
-    int8 it is negative if no number of the block is: all codes then stand for positive
-    numbers, as of a softmax, and steps are half as large."""
+    range of normal numbers. It is rounded up, so that no number gets too large."""
     if x.size == 0:
         return jnp.ones((*x.shape[:-1], 0), _BFLOAT16)
-    amax, has_negative = largest_in_tiles(x, _tile(x, how.block))
-    amax = amax.astype(_FLOAT32)
-    is_int = how.format == "int8"
-    is_positive = ~has_negative if is_int else jnp.zeros_like(has_negative)
-    largest = jnp.where(is_positive, np.float32(_UNSIGNED), FORMATS[how.format])
-    scale = lax.max(amax / largest, np.float32(2.0**-100))
-    mantissa = np.uint32(0xFFFF if is_int else 0x7FFFFF)
+    amax = largest_in_tiles(_as_stored(x), _tile(x, how.block)).astype(_FLOAT32)
+    scale = lax.max(amax * np.float32(1 / FORMATS[how.format]), np.float32(2.0**-100))
+    mantissa = np.uint32(0xFFFF if how.format == "int8" else 0x7FFFFF)
     words = (lax.bitcast_convert_type(scale, jnp.uint32) + mantissa) & ~mantissa
     scale = lax.bitcast_convert_type(words, _FLOAT32)
-    scale = jnp.where(is_positive, -scale, scale)
     is_finite = lax.is_finite(amax)
     return lax.select(is_finite, scale, lax.full_like(scale, np.nan)).astype(_BFLOAT16)
 
 
 def _codes(x: Any, scales: Any, how: LowBits) -> Any:
-    scale = _spread(scales.astype(_FLOAT32), x, how)
+    inverse = _spread(1 / scales.astype(_FLOAT32), x, how)
     largest = np.float32(FORMATS[how.format])
-    scaled = x.astype(_FLOAT32) * (1 / jnp.abs(scale))
-    if how.format == "int8":
-        scaled = scaled - _offset(scale)
-        rounded = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
-        return lax.clamp(-largest - 1, rounded, largest).astype(jnp.int8)
+    scaled = _as_stored(x).astype(_FLOAT32) * inverse
     scaled = lax.clamp(-largest, scaled, largest)
+    if how.format == "int8":
+        return lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
     return lax.bitcast_convert_type(scaled.astype(how.format), jnp.uint8)
 
 
-def _offset(scale: Any) -> Any:
-    """What stands for code 0: a negative scale is of a block of positive numbers."""
-    return jnp.where(scale < 0, np.float32(128), np.float32(0))
+def _as_stored(x: Any) -> Any:
+    """`x`, as the forward pass reads it.
+
+    XLA would read it as it is before it was rounded to 16 bits, and store it so, too."""
+    return lax.optimization_barrier(x)
 
 
-def _decoded(codes: Any, scales: Any, how: LowBits, dtype: DType, is_apart: bool):
-    if is_apart:
-        codes, scales = lax.optimization_barrier((codes, scales))
-    scale = _spread(scales.astype(_FLOAT32), codes, how)
-    if how.format == "int8":
-        numbers = codes.astype(_FLOAT32) + _offset(scale)
-    else:
-        numbers = lax.bitcast_convert_type(codes, jnp.dtype(how.format)).astype(_FLOAT32)
-    return (numbers * jnp.abs(scale)).astype(dtype)
+def _decoded(codes: Any, scales: Any, how: LowBits, dtype: DType) -> Any:
+    if how.format != "int8":
+        codes = lax.bitcast_convert_type(codes, jnp.dtype(how.format))
+    wide = codes.astype(_FLOAT32) * _spread(scales.astype(_FLOAT32), codes, how)
+    return wide.astype(dtype)
 
 
 def _spread(scales: Any, x: Any, how: LowBits) -> Any:

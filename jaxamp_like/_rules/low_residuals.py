@@ -23,7 +23,8 @@ def with_low_residuals(
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """`forward` as a function of operands and of their copies, `None` where none is.
 
-    A copy is of a lower dtype, or a `Copy` in 8 bits; `is_apart` is for `stand_in`.
+    A copy is of a lower dtype, or a `Copy` in 8 bits; one that `is_apart` is decoded
+    only when the backward pass gets there.
     For the backward pass a copy is kept where there is one, and else the operand;
     `mark_saved` then marks each for the policy of a checkpoint. The backward pass
     recomputes all else by `recompute`, which computes what `forward` does, except what
@@ -40,16 +41,23 @@ def with_low_residuals(
         return forward(*operands)
 
     @functools.cache  # one function, which JAX traces once
-    def derivative(active: tuple[int, ...], dtypes: tuple[DType | None, ...]):
-        # With `prevent_cse` XLA can't use what the forward pass has in full.
-        @functools.partial(checkpoint, prevent_cse=prevent_cse, policy=policy)
+    def derivative(
+        active: tuple[int, ...],
+        dtypes: tuple[DType | None, ...],
+        copied: tuple[bool, ...],
+    ):
         def linear(residuals, tangents):
-            read = [stand_in(*x, is_apart) if _is_pair(x) else x for x in residuals]
+            read = [stand_in(*x) if _is_pair(x) else x for x in residuals]
             at = cast_all(read, dtypes)
             fn = of_some(recompute, active, at)
             return jax.jvp(fn, tuple(at[i] for i in active), tangents)[1]
 
-        return linear
+        # With `prevent_cse` XLA can't use what the forward pass has in full. A copy is
+        # decoded together with the cotangent: XLA would do so ahead, and keep the wide
+        # numbers until they are read.
+        barriers = [in_8_bits and is_apart or prevent_cse for in_8_bits in copied]
+        each = (barriers, is_apart or prevent_cse) if any(copied) else prevent_cse
+        return checkpoint(linear, prevent_cse=each, policy=policy)
 
     @functools.cache
     def differentiated_once():
@@ -68,7 +76,7 @@ def with_low_residuals(
         pairs = zip(operands, copies, strict=True)
         residuals = [_residual(x, copy, mark_saved or _as_it_is) for x, copy in pairs]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
-        linear = derivative(tuple(ts), dtypes)
+        linear = derivative(tuple(ts), dtypes, tuple(map(_is_pair, residuals)))
         value = differentiated_once()(operands, copies)
         return value, linear(residuals, tuple(ts.values()))
 

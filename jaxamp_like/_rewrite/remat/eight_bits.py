@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..._jax import Literal
-from ..._primitives import CONTRACTIONS, VIEWS
+from ..._primitives import CONTRACTIONS, REDUCTIONS, VIEWS
 from ..._rules import INPUT_SOURCES, Fact, RematSource
 from ..._structural import Step
 from .cost import num_elements
@@ -85,6 +85,14 @@ def _is_bias(atom: Any, total: Any, facts: Mapping[Any, Fact | None]) -> bool:
     is_small = num_elements(atom.aval) < num_elements(total.aval)
     is_small |= fact is not None and fact.is_broadcast
     return is_small and fact is not None and fact.remat_source in INPUT_SOURCES
+
+
+def reduces_rows(step: Step) -> bool:
+    """Whether a step reduces an array along its last axis, alone or in a program."""
+    eqn = step.eqn
+    if eqn.primitive.name in REDUCTIONS:
+        return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
+    return any(reduces_rows(inner) for plan in step.inner for inner in plan.steps)
 
 
 def kept_whole(
