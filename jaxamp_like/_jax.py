@@ -552,9 +552,6 @@ def replace_subjaxprs(eqn: Eqn, new: dict[int, Jaxpr]) -> Eqn:
 
 def checkpoint(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`jax.checkpoint` of the classic kind, whichever the user's flags ask for."""
-    # JAX < 0.9 has one answer for all operands.
-    if isinstance(options.get("prevent_cse"), tuple) and jax.__version_info__ < (0, 9):
-        options["prevent_cse"] = any(jax.tree.leaves(options["prevent_cse"]))
     with _without_remat3():  # JAX 0.10 asks for the flag here, JAX 0.12 below
         marked = jax.checkpoint(fn, **options)
 

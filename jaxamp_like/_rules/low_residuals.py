@@ -44,7 +44,7 @@ def with_low_residuals(
     def derivative(
         active: tuple[int, ...],
         dtypes: tuple[DType | None, ...],
-        copied: tuple[bool, ...],
+        has_copies: bool,
     ):
         def linear(residuals, tangents):
             read = [stand_in(*x) if _is_pair(x) else x for x in residuals]
@@ -55,9 +55,8 @@ def with_low_residuals(
         # With `prevent_cse` XLA can't use what the forward pass has in full. A copy is
         # decoded together with the cotangent: XLA would do so ahead, and keep the wide
         # numbers until they are read.
-        barriers = [in_8_bits and is_apart or prevent_cse for in_8_bits in copied]
-        each = (barriers, is_apart or prevent_cse) if any(copied) else prevent_cse
-        return checkpoint(linear, prevent_cse=each, policy=policy)
+        waits = prevent_cse or (is_apart and has_copies)
+        return checkpoint(linear, prevent_cse=waits, policy=policy)
 
     @functools.cache
     def differentiated_once():
@@ -76,7 +75,7 @@ def with_low_residuals(
         pairs = zip(operands, copies, strict=True)
         residuals = [_residual(x, copy, mark_saved or _as_it_is) for x, copy in pairs]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
-        linear = derivative(tuple(ts), dtypes, tuple(map(_is_pair, residuals)))
+        linear = derivative(tuple(ts), dtypes, any(map(_is_pair, residuals)))
         value = differentiated_once()(operands, copies)
         return value, linear(residuals, tuple(ts.values()))
 
