@@ -2,18 +2,17 @@
 
 What it runs again from a rounded value errs by that rounding, which is large where the
 value is small beside what it is the sum of. So a value is kept in 8 bits only if a
-contraction reads it, which is linear in it, or if a contraction made it, perhaps with a
-bias: that rounds what it makes anyway. (Where only gates read it, it may be the sum of
-two contractions' results; see `Grouping.saved_dtype`.)"""
+contraction reads it, which is linear in it, or if a contraction made it, which rounds
+what it makes anyway. (Where only gates read it, it may be the sum of two contractions'
+results; see `Grouping.saved_dtype`.)"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..._jax import Literal
 from ..._primitives import CONTRACTIONS, REDUCTIONS, VIEWS
-from ..._rules import INPUT_SOURCES, Fact, RematSource
+from ..._rules import Fact, RematSource
 from ..._structural import Step
-from .cost import num_elements
 from .schedule import Region
 
 _MOVING = VIEWS | {"convert_element_type", "copy", "reduce_precision", "neg"}
@@ -26,10 +25,8 @@ def is_kept_anyway(fact: Fact | None) -> bool:
     return fact is None or fact.remat_source != RematSource.NONE
 
 
-def is_contracted(
-    atom: Any, maker: Mapping[Any, Step], facts: Mapping[Any, Fact | None]
-) -> bool:
-    """Whether a contraction made a value, but for smaller summands, as biases.
+def is_contracted(atom: Any, maker: Mapping[Any, Step]) -> bool:
+    """Whether a contraction made a value, which was moved about since at most.
 
     `maker` has the step of this program that makes each variable."""
     if isinstance(atom, Literal) or atom not in maker:
@@ -37,54 +34,21 @@ def is_contracted(
     step = maker[atom]
     name, operands = step.eqn.primitive.name, step.eqn.invars
     if step.handler is not None:
-        return step.handler.is_call and _is_contracted_inside(atom, step, maker, facts)
+        return step.handler.is_call and _is_contracted_inside(atom, step, maker)
     if name in CONTRACTIONS:
         return step.is_compute
-    if name in _MOVING:
-        return all(is_contracted(v, maker, facts) for v in operands)
-    if name not in ("add", "sub", "mul", "div"):
-        return False
-    if name in ("mul", "div"):
-        size = num_elements(atom.aval)
-        some = [v for v in operands if num_elements(v.aval) == size]
-        rest = [v for v in operands if v not in some]
-        is_scaled = len(some) == 1 and all(_is_constant(v, facts) for v in rest)
-        is_quotient = name == "div" and some == operands[1:]
-        return is_scaled and not is_quotient and is_contracted(some[0], maker, facts)
-    rest = [v for v in operands if not _is_bias(v, atom, facts)]
-    # Several summands may be a residual stream, and a constant be a mask, beside which
-    # all else is small.
-    return len(rest) == 1 and is_contracted(rest[0], maker, facts)
+    return name in _MOVING and all(is_contracted(v, maker) for v in operands)
 
 
-def _is_contracted_inside(
-    atom: Any, step: Step, maker: Mapping[Any, Step], facts: Mapping[Any, Fact | None]
-) -> bool:
+def _is_contracted_inside(atom: Any, step: Step, maker: Mapping[Any, Step]) -> bool:
     """The same of a result of a call; one that is handed through is what came in."""
     (plan,) = step.inner
     inside = plan.outvars[step.eqn.outvars.index(atom)]
     if inside in plan.invars:
         operand = step.eqn.invars[list(plan.invars).index(inside)]
-        return is_contracted(operand, maker, facts)
+        return is_contracted(operand, maker)
     made = {v: inner for inner in plan.steps for v in inner.eqn.outvars}
-    return is_contracted(inside, made, plan.facts)
-
-
-def _is_constant(atom: Any, facts: Mapping[Any, Fact | None]) -> bool:
-    if isinstance(atom, Literal):
-        return True
-    fact = facts.get(atom)
-    return fact is not None and fact.remat_source == RematSource.CONSTANT
-
-
-def _is_bias(atom: Any, total: Any, facts: Mapping[Any, Fact | None]) -> bool:
-    """Whether a summand is a parameter that is smaller than the sum."""
-    if isinstance(atom, Literal):
-        return False
-    fact = facts.get(atom)
-    is_small = num_elements(atom.aval) < num_elements(total.aval)
-    is_small |= fact is not None and fact.is_broadcast
-    return is_small and fact is not None and fact.remat_source in INPUT_SOURCES
+    return is_contracted(inside, made)
 
 
 def reduces_rows(step: Step) -> bool:

@@ -165,7 +165,7 @@ class Grouping:
         if how is None or dtype is None or not how.pays_for(v.aval, dtype):
             return None
         is_gate_sum = self._gate_dtype(v) is not None
-        is_rounded = is_gate_sum or is_contracted(v, self.maker, self.facts)
+        is_rounded = is_gate_sum or is_contracted(v, self.maker)
         if asked is None and not is_rounded:
             return None
         return how
