@@ -49,7 +49,7 @@ from .recompute import (
     recomputed_casts,
 )
 from .record import in_step_scope
-from .remat import Region, as_region, kept_whole
+from .remat import Region, as_region, is_contracted, is_kept_anyway, kept_whole
 from .remat_mode import RematMode
 from .schedules import schedule_of
 from .views import Views, contraction_input_casts, rebind_view
@@ -86,6 +86,11 @@ class Binder:
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         self.copies: dict[Any, Any] = {}  # in 8 bits, once for all that read them so
         self.kept_whole: frozenset[Any] = frozenset()  # by regions, and not in 8 bits
+        # Of the program that is bound: how it keeps what contractions made, the facts
+        # of its variables, and what makes them.
+        self.saves: LowBits | None = None
+        self.facts: Mapping[Any, Any] = {}
+        self.makers: Mapping[Any, Step] = {}
         # A binder for other values, which holds on to nothing of this one.
         self.with_env = functools.partial(Binder, planner)
 
@@ -115,6 +120,7 @@ class Binder:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
         binder.kept_whole = kept_whole(units, plan.facts)
+        binder.saves, binder.facts, binder.makers = plan.saves, plan.facts, plan.makers
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
                 unit = as_region(unit)
@@ -280,6 +286,28 @@ class Binder:
             return None if dtype is None else self._in_dtype(v, dtype)
 
         return list(map(copy, variables, dtypes))
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether XLA can't tell what is computed from what the backward pass reads."""
+        return self.remat_mode != RematMode.REGIONS
+
+    def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
+        """What a checkpoint of the author's reads and is to keep in 8 bits.
+
+        By a user's rule that is all, else what contractions made."""
+        how = step.match.saves or (self.saves and self.saves._replace(format="int8"))
+        if how is None or not self.has_regions:
+            return {}
+        found: dict[Any, LowBits] = {}
+        for atom, dtype in zip(step.eqn.invars, step.decision.reads, strict=True):
+            if isinstance(atom, Literal) or dtype is None:
+                continue
+            is_ours = step.match.saves is not None or is_contracted(atom, self.makers)
+            is_kept = is_kept_anyway(self.facts[atom]) or atom in self.kept_whole
+            if is_ours and not is_kept and how.pays_for(atom.aval, dtype):
+                found[atom] = how
+        return found
 
     def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any:
         """A copy of `var`, as it is read in `dtype`: one for all that read it so."""

@@ -7,7 +7,7 @@ shardings, unrolling, remat policies and whatever a later JAX adds survive."""
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -136,6 +136,11 @@ class Plan:
     policy_keys: frozenset[Any]  # keys of the policy that an equation was found under
     # The rewritten jaxprs.
     closed_jaxprs: dict[Any, Jaxpr] = field(default_factory=dict)
+
+    @functools.cached_property
+    def makers(self) -> dict[Any, Step]:
+        """The step that makes each variable."""
+        return {v: step for step in self.steps for v in step.eqn.outvars}
 
     @functools.cached_property
     def shared_quantised(self) -> frozenset[Hashable]:
@@ -289,10 +294,24 @@ class ProgramBinder(Protocol):
         """How a rule reads its first `count` inputs; in full, if no rule is known."""
         ...
 
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether XLA can't tell what is computed from what the backward pass reads."""
+        ...
+
+    def inputs_in_8_bits(self, step: Step) -> Mapping[Any, LowBits]:
+        """What a checkpoint of the author's reads and is to keep in 8 bits."""
+        ...
+
     def low_copies(
-        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+        self,
+        variables: Iterable[Any],
+        dtypes: Iterable[DType | None],
+        bits: Mapping[Any, LowBits] = ...,
     ) -> list[Any]:
-        """Copies of values in the dtypes in which the backward pass keeps them."""
+        """Copies of values in the dtypes in which the backward pass keeps them.
+
+        Those of variables in `bits` are in 8 bits."""
         ...
 
     def hoisted_weights_in(self, step: Step) -> HoistedWeights:

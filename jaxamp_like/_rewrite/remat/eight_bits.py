@@ -47,8 +47,7 @@ def _is_contracted_inside(atom: Any, step: Step, maker: Mapping[Any, Step]) -> b
     if inside in plan.invars:
         operand = step.eqn.invars[list(plan.invars).index(inside)]
         return is_contracted(operand, maker)
-    made = {v: inner for inner in plan.steps for v in inner.eqn.outvars}
-    return is_contracted(inside, made)
+    return is_contracted(inside, plan.makers)
 
 
 def reduces_rows(step: Step) -> bool:
