@@ -368,7 +368,11 @@ def _names(fn: Callable[..., Any]) -> list[str]:
 
 @functools.lru_cache(maxsize=128)
 def _planner(
-    policy: Lookup, dtype: DType, strict: bool, lean: bool | str, gather_once: bool | None
+    policy: Lookup,
+    dtype: DType,
+    strict: bool,
+    lean: bool | str,
+    gather_once: bool | None,
 ) -> Planner:
     """One planner for equal settings, since it remembers what it has rewritten."""
     return Planner(policy, dtype, strict, lean, gather_once)

@@ -431,8 +431,8 @@ def recomputed_as(
 ) -> None:
     """Has a `jax.checkpoint` run `other` again where its code holds `primitive`.
 
-    `other` is given the parameters of `primitive` and the `operands` that are named: the
-    rest of them are not kept for it."""
+    `other` is given the parameters of `primitive` and the named ones of its `operands`:
+    the rest of them are not kept for it."""
 
     def rule(saveable, unknown, instantiated, eqn):
         del saveable
@@ -446,7 +446,6 @@ def recomputed_as(
         return eqn, again, [False], [True], variables(kept)
 
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
-
 
 
 def are_partly_mapped(values: Sequence[Any]) -> bool:

@@ -171,7 +171,7 @@ class FrozenRules(Mapping[Key, Rule]):
     ) -> Match | None:
         """The rule for the scope, among the rules that are for such a primitive.
 
-        With `saving` it is one that only says how values are kept, else none of them."""
+        With `saving` it is one that only says how values are kept, else none such."""
 
         def is_for(rule: Rule) -> bool:
             return _saves(rule) == saving and rule.is_for(primitive.name)

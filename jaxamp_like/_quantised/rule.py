@@ -33,11 +33,11 @@ from .._rules import (
 from .._rules.bilinear import bilinear
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import evaluate_predicate, name_of
+from .._rules.constant import constant
 from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
-from .._rules.constant import constant
 from .passes import (
     RoundedContraction,
     Rounding,

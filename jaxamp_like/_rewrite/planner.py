@@ -61,8 +61,8 @@ from .matching import Matching, stays_as_written
 from .memo import Memo
 from .origins import as_number, with_origins
 from .partners import Partners, without_partners
-from .remat import is_kept_anyway
 from .placement import as_asked, of_operands, remat_source_of
+from .remat import is_kept_anyway
 from .shared import shared
 from .solvers import Solvers
 

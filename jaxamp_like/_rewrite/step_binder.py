@@ -2,7 +2,7 @@
 
 The class itself is in `bind`, which imports the modules that ask."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from .._dtypes import DType

@@ -1,7 +1,7 @@
 """Copies in 8 bits that stand for values in the backward pass.
 
-A copy is an array of codes of 8 bits, shaped as the value, and a scale for each block of
-neighbours along the last axis. The forward pass reads the value itself. What the
+A copy is an array of codes of 8 bits, shaped as the value, and a scale for each block
+of neighbours along the last axis. The forward pass reads the value itself. What the
 backward pass runs again reads the numbers that the codes stand for, so that the value
 need not be kept; see `stand_in`."""
 
@@ -28,8 +28,14 @@ FORMATS: Mapping[str, float] = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int
 
 SHORT_FORMATS = {"float8": "float8_e4m3fn"}
 
+COPIES = ("amp_codes", "amp_scales")
+"""The names of the primitives that make a copy, in programs and in reports."""
+
 BLOCK = 32
 """How many numbers share a scale, which then adds half a bit to each."""
+
+
+_LEAST = 32  # numbers; fewer are not worth the two kernels that make a copy
 
 
 class LowBits(NamedTuple):
@@ -48,11 +54,11 @@ class LowBits(NamedTuple):
     def pays_for(self, aval: Any, dtype: DType) -> bool:
         """Whether codes and scales take fewer bytes than an array of `dtype`.
 
-        Arrays of less than a block, and those of unknown sizes, stay as they are."""
+        Small arrays, and those of unknown sizes, stay as they are."""
         shape = aval.shape
         if not shape or not all(isinstance(n, int) for n in shape):
             return False
-        is_large = aval.size >= min(self.block, BLOCK)
+        is_large = aval.size >= _LEAST
         return is_large and self.num_bytes(aval) < aval.size * (bits(dtype) // 8)
 
     def num_bytes(self, aval: Any) -> int:
@@ -176,7 +182,7 @@ def _codes(x: Any, scales: Any, how: LowBits) -> Any:
 def _as_stored(x: Any) -> Any:
     """`x`, as the forward pass reads it.
 
-    XLA would read it as it is before it was rounded to 16 bits, and store it so, too."""
+    XLA would read it as it was before it was rounded to 16 bits, and store that too."""
     return lax.optimization_barrier(x)
 
 
@@ -236,7 +242,7 @@ def _in_front(args: Any, dims: Any) -> list[Any]:
 
 
 _SCALES = new_primitive(
-    "amp_scales",
+    COPIES[1],
     compute=_scales,
     aval=_scales_aval,
     jvp=_scales_jvp,
@@ -246,7 +252,7 @@ _SCALES = new_primitive(
 )
 
 _CODES = new_primitive(
-    "amp_codes",
+    COPIES[0],
     compute=_codes,
     aval=lambda x, scales, how: x.update(
         dtype=jnp.dtype("int8" if how.format == "int8" else "uint8"), weak_type=False

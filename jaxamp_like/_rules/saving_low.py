@@ -64,9 +64,9 @@ class SavingLowBits(Rule):
 
     def decide(self, site: Site) -> Decision:
         raise AmpError(
-            f"`saving_low({self.format!r})` says what is kept for the backward pass, and "
-            "not how an operation computes: it can't be a part of another rule. Put it "
-            "into a policy itself, under the name of a scope or a primitive."
+            f"`saving_low({self.format!r})` says what is kept for the backward pass, "
+            "and not how an operation computes: it can't be a part of another rule. "
+            "Put it into a policy itself, under the name of a scope or a primitive."
         )
 
 
@@ -81,9 +81,9 @@ def saving_low(rule: Any, block: int | None = None) -> Rule:
     the last axis share a scale. int8 errs least, by about 0.6 % of a block's numbers,
     float8_e4m3fn by 2.6 % of each, float8_e5m2 by 5 %. Under the name of a scope it
     also holds for sums, such as a residual stream, which `amp(fn, lean="int8")` leaves
-    alone. Arrays of less than a block stay as they are, and so does what contractions
-    of rules such as `float8` keep in 8 bits already. Only first derivatives in reverse
-    mode can be taken; where `amp` sees that more are, it keeps 16 bits.
+    alone. Arrays of less than 32 numbers stay as they are, and so does what
+    contractions of rules such as `float8` keep in 8 bits already. What is kept so can't
+    be differentiated again: where `amp` sees a second derivative, it keeps 16 bits.
 
     With a rule, it computes by `rule`, and keeps low copies in the compute dtype. The
     value is that of `rule`, to the bit; its derivative is that at inputs which were
@@ -116,8 +116,8 @@ def saving_low(rule: Any, block: int | None = None) -> Rule:
     inner = as_rule(rule, "rule")
     if block is not None:
         raise TypeError(
-            "`block` is given, which only formats of 8 bits have, but `rule` is none of "
-            f"them: {rule!r}. Leave `block` out, or give 'int8' for `rule`."
+            "`block` is given, which only formats of 8 bits have, but `rule` is none "
+            f"of them: {rule!r}. Leave `block` out, or give 'int8' for `rule`."
         )
     return SavingLow(inner)
 
