@@ -465,12 +465,14 @@ def are_partly_mapped(values: Sequence[Any]) -> bool:
 def are_differentiated_again(values: Sequence[Any]) -> bool:
     """Whether derivatives of derivatives are taken of some values, as far as it shows.
 
-    What stands in a `jit` doesn't show what is done to the `jit` itself."""
-    return any(
-        len({_tag(t) for t in _traces(x) if type(t).__name__ in _DIFFERENTIATING}) > 1
-        for x in values
-        if is_tracer(x)
-    )
+    A Taylor series counts as such. What stands in a `jit` doesn't show what is done to
+    the `jit` itself."""
+    for x in filter(is_tracer, values):
+        found = {_tag(t): type(t).__name__ for t in _traces(x)}
+        names = list(found.values())
+        if "JetTrace" in names or sum(map(names.count, _DIFFERENTIATING)) > 1:
+            return True
+    return False
 
 
 _DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")

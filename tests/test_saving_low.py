@@ -10,10 +10,11 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
 
 from benchmarks import measure
 from benchmarks.workloads import WORKLOADS
-from jaxamp_like import AmpError, amp, default_amp_policy, explain
+from jaxamp_like import AmpError, amp, default_amp_policy, explain, trace_numerics
 from jaxamp_like._rules import with_low_residuals
 from jaxamp_like._rules.low_bits import BLOCK, LowBits, copy_of
 from jaxamp_like.presets import quantised
@@ -23,6 +24,7 @@ from jaxamp_like.rules import (
     saving_low,
     use_compute_precision,
     use_original_precision,
+    use_precision_by_pass,
     when,
 )
 
@@ -367,6 +369,19 @@ def test_second_derivatives_keep_16_bits(twice):
     np.testing.assert_allclose(ours, true, atol=1e-5 * float(jnp.abs(true).max()))
 
 
+def test_a_taylor_series_keeps_16_bits():
+    def fn(x):
+        return loss(plain)(W, V, x)
+
+    def terms(lean):
+        return jet.jet(jax.grad(in_8_bits(fn, lean)), (XS,), ((XS, 0 * XS),))[1][0]
+
+    ours, true = terms("int8"), terms(True)
+    np.testing.assert_allclose(ours, true, atol=1e-5 * float(jnp.abs(true).max()))
+    with pytest.raises(AmpError, match="series of what is kept in 8 bits"):
+        jet.jet(jax.jit(in_8_bits(fn)), (XS,), ((XS, 0 * XS),))
+
+
 def test_a_second_derivative_that_does_not_show_is_refused():
     inner = jax.jit(jax.grad(in_8_bits(lambda w: loss(plain)(w, V, XS))))
     with pytest.raises(AmpError, match=r"second derivative.*inside of the `jit`"):
@@ -475,6 +490,33 @@ def test_what_a_quantised_contraction_keeps_is_kept_once(rule):
     assert ours.total() < before.total()
     # Each value of an activation's size: as codes of a contraction, or as a copy.
     assert ours.total() <= 3 * XS.size * (1 + 2 / BLOCK) + W.size * 2 + 1024
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (
+        default_amp_policy | {"full": "float32"},
+        default_amp_policy
+        | {lax.dot_general_p: use_precision_by_pass(weight_gradient="float32")},
+    ),
+    ids=("a scope in float32", "a gradient in float32"),
+)
+def test_what_a_policy_asks_for_in_full_stays_so(policy):
+    def fn(w, v, x):
+        h = jnp.tanh(x @ w)
+        with jax.named_scope("full"):
+            return jnp.sum(jnp.sin(h @ v))
+
+    def sizes(lean):
+        mixed = amp(fn, compute_dtype="bfloat16", amp_policy=policy, lean=lean)
+        return measure.saved_bytes(mixed, W, V, XS, argnums=(0, 1))
+
+    assert sizes("int8")["float32"] == sizes(True)["float32"] > 0
+
+
+def test_numerics_can_be_traced():
+    report = trace_numerics(in_8_bits(loss(plain), dtype="bfloat16"))(W, V, XS)
+    assert report.settings == ("compute_dtype=bfloat16, lean=int8",)
 
 
 def test_small_arrays_and_integers_stay_as_they_are():

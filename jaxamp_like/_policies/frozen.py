@@ -10,7 +10,6 @@ from typing import Any
 from .._errors import AmpError
 from .._jax import Primitive
 from .._rules import Match, Rule, UseOriginalPrecision, use_original_precision
-from .._rules.saving_low import SavingLowBits
 from .._rules.user_rules import as_rule
 from .dictionary import (
     AMP_DEFAULT,
@@ -67,7 +66,7 @@ class FrozenRules(Mapping[Key, Rule]):
             checked.sort(key=lambda item: _order(normal_key(item[0])))
         for key, rule in checked:
             self._add(key, rule)
-            self._saves |= _saves(rule)
+            self._saves |= rule.saves is not None
         paths = {"/".join(parts): rule for parts, rule in self._paths.items()}
         default = {} if self._default is None else {AMP_DEFAULT: self._default}
         self._rules = {**self._primitives, **paths, **self._patterns, **default}
@@ -127,12 +126,12 @@ class FrozenRules(Mapping[Key, Rule]):
         if not self._saves:
             return found
         saving = self._match(primitive, scope, saving=True)
-        if saving is None and self._default is not None and _saves(self._default):
+        if saving is None and self._default is not None:
             saving = Match(AMP_DEFAULT, self._default)
-        if saving is None:
+        if saving is None or saving.rule.saves is None:
             return found
         also = (*found.also, saving.key)
-        return replace(found, also=also, saves=saving.rule.low_bits)
+        return replace(found, also=also, saves=saving.rule.saves)
 
     def _find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         match = self.match(primitive, scope)
@@ -140,7 +139,7 @@ class FrozenRules(Mapping[Key, Rule]):
             if self._default is None:
                 return _UNNAMED
             is_for = self._default.is_for(primitive.name)
-            is_for &= not _saves(self._default)
+            is_for &= self._default.saves is None
             match = Match(AMP_DEFAULT, self._default if is_for else by_class)
         is_table = isinstance(match.rule, ByName) or match.key == AMP_DEFAULT
         if is_table and is_program(primitive):
@@ -162,8 +161,9 @@ class FrozenRules(Mapping[Key, Rule]):
     ) -> Match | None:
         found = self.find_scope(primitive, scope, saving)
         rule = self._primitives.get(primitive)
-        if found is None and rule is not None and _saves(rule) == saving:
-            found = Match(primitive, rule)
+        if found is None and rule is not None:
+            if (rule.saves is not None) == saving:
+                found = Match(primitive, rule)
         return found
 
     def find_scope(
@@ -174,7 +174,8 @@ class FrozenRules(Mapping[Key, Rule]):
         With `saving` it is one that only says how values are kept, else none such."""
 
         def is_for(rule: Rule) -> bool:
-            return _saves(rule) == saving and rule.is_for(primitive.name)
+            says_how_kept = rule.saves is not None
+            return says_how_kept == saving and rule.is_for(primitive.name)
 
         for depth in range(1, len(scope) + 1):
             paths = paths_to(scope[:depth])
@@ -199,11 +200,6 @@ class FrozenRules(Mapping[Key, Rule]):
             p for p, rule in self._primitives.items() if rule != base.rule_of(p.name)
         ]
         return [*own, *map("/".join, self._paths), *self._patterns]
-
-
-def _saves(rule: Rule) -> bool:
-    """Whether a rule only says how values are kept for the backward pass."""
-    return isinstance(rule, SavingLowBits)
 
 
 def checked_policy(policy: Any, argument: str = "amp_policy") -> FrozenRules:

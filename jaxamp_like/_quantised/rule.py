@@ -206,6 +206,10 @@ class Quantising(Rule):
         """Whether operands are kept for the backward pass as they were rounded."""
         return False
 
+    @property
+    def chooses_residuals(self) -> bool:
+        return self.keeps_rounded
+
     @classmethod
     def with_history(cls, length: int) -> "Quantising | None":
         """The rule whose scales follow from `length` steps before, if there is one."""

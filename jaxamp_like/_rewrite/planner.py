@@ -50,7 +50,6 @@ from .._rules import (
     use_original_precision,
 )
 from .._rules.low_bits import LowBits
-from .._rules.saving_low import SavingLowBits
 from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
 from .accumulators import Accumulators
 from .cotangents import Cotangents, Flags
@@ -109,14 +108,15 @@ class Planner:
     def may_keep_in_8_bits(self) -> bool:
         """Whether the option `lean` or a rule asks for it."""
         rules = (rule for _, rule in self.policy.items())
-        is_asked = any(isinstance(rule, SavingLowBits) for rule in rules)
-        return isinstance(self.lean, str) or is_asked
+        is_asked = (isinstance(r, Rule) and r.saves is not None for r in rules)
+        return isinstance(self.lean, str) or any(is_asked)
 
     @property
     def saves(self) -> LowBits | None:
         """How what is kept for the backward pass is kept in 8 bits, if it may be."""
-        is_asked = isinstance(self.lean, str) and not self.differentiated_again
-        return LowBits(self.lean) if is_asked else None
+        if not isinstance(self.lean, str) or self.differentiated_again:
+            return None
+        return LowBits(self.lean)
 
     @functools.cached_property
     def of_second_derivative(self) -> "Planner":
@@ -315,10 +315,11 @@ class Planner:
         that are no linear function of it."""
         name = site.primitive.name
         is_contraction = name in CONTRACTIONS
-        how = match.saves or (self.saves if is_contraction else None)
+        is_ours = is_contraction and match.is_compute
+        how = match.saves or (self.saves if is_ours else None)
         if how is None or opaque or site.backward or site.recomputed:
             return decision
-        if name in LINEAR or getattr(match.rule, "keeps_rounded", False):
+        if name in LINEAR or match.rule.chooses_residuals:
             return decision
         keeps = tuple(
             how

@@ -312,6 +312,16 @@ class Rule:
         return self.is_compute
 
     @property
+    def saves(self) -> LowBits | None:
+        """How what equations read is kept, if that is all that the rule says."""
+        return None
+
+    @property
+    def chooses_residuals(self) -> bool:
+        """Whether the rule says itself in which numbers gradients read operands."""
+        return False
+
+    @property
     def is_run_again(self) -> bool:
         """Whether the backward pass may run the equation again, to keep less."""
         return False

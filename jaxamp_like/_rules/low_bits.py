@@ -8,7 +8,7 @@ need not be kept; see `stand_in`."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from .._dtypes import DType, bits, did_you_mean
 from .._errors import AmpError
 from .._jax import Zero, new_primitive, raw, recomputed_as, trace
 from .._storage.tiles import largest_in_tiles, over_tiles, shard_shape
-from .constant import no_derivative, no_series, tied_zeros
+from .constant import no_derivative, tied_zeros
 
 _FLOAT32, _BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
@@ -54,9 +54,9 @@ class LowBits(NamedTuple):
     def pays_for(self, aval: Any, dtype: DType) -> bool:
         """Whether codes and scales take fewer bytes than an array of `dtype`.
 
-        Small arrays, and those of unknown sizes, stay as they are."""
+        Small arrays, those of unknown sizes and float64 stay as they are."""
         shape = aval.shape
-        if not shape or not all(isinstance(n, int) for n in shape):
+        if not shape or not all(isinstance(n, int) for n in shape) or bits(dtype) > 32:
             return False
         is_large = aval.size >= _LEAST
         return is_large and self.num_bytes(aval) < aval.size * (bits(dtype) // 8)
@@ -241,6 +241,14 @@ def _in_front(args: Any, dims: Any) -> list[Any]:
     ]
 
 
+def _no_series(*_: Any, **__: Any) -> NoReturn:
+    raise AmpError(
+        "`jet` takes the Taylor series of what is kept in 8 bits for a backward pass. "
+        "`amp` sees that only where no `jit` stands between them: take the series "
+        "inside of the `jit`, or say `lean=True`, which keeps 16 bits."
+    )
+
+
 _SCALES = new_primitive(
     COPIES[1],
     compute=_scales,
@@ -248,7 +256,7 @@ _SCALES = new_primitive(
     jvp=_scales_jvp,
     transpose=no_derivative,
     batch=lambda args, dims, how: (_SCALES.bind(*_in_front(args, dims), how=how), 0),
-    series=no_series,
+    series=_no_series,
 )
 
 _CODES = new_primitive(
@@ -260,7 +268,7 @@ _CODES = new_primitive(
     jvp=_codes_jvp,
     transpose=no_derivative,
     batch=lambda args, dims, how: (_CODES.bind(*_in_front(args, dims), how=how), 0),
-    series=no_series,
+    series=_no_series,
 )
 
 _DECODED = new_primitive(

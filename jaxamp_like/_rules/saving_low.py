@@ -59,7 +59,7 @@ class SavingLowBits(Rule):
         as_low_bits(self.format, self.block, "format")
 
     @property
-    def low_bits(self) -> LowBits:
+    def saves(self) -> LowBits:
         return LowBits(self.format, self.block)
 
     def decide(self, site: Site) -> Decision:
