@@ -519,6 +519,26 @@ def test_numerics_can_be_traced():
     assert report.settings == ("compute_dtype=bfloat16, lean=int8",)
 
 
+@pytest.mark.parametrize("axis", (0, 1), ids=("over rows", "of a row"))
+def test_what_a_norm_takes_the_mean_of_stays_as_it_is(axis):
+    def fn(w, v, x):
+        h = (x + 3) @ w
+        deviations = h - jnp.mean(h, axis, keepdims=True)
+        scale = lax.rsqrt(jnp.mean(deviations**2, axis, keepdims=True) + 1e-5)
+        return jnp.sum(jnp.sin(deviations * scale @ v))
+
+    def error(lean):
+        mixed = amp(fn, compute_dtype="bfloat16", lean=lean)
+        pairs = zip(*(jax.grad(f, (0, 1))(W, V, XS) for f in (mixed, fn)), strict=True)
+        sizes = [jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in pairs]
+        return float(max(sizes))
+
+    assert error("int8") < 2.5 * error(True)
+    lean = amp(fn, compute_dtype="bfloat16", lean="int8")
+    # `h` in 16 bits, and what both contractions read or made in 8.
+    assert kept(lean, W, V, XS).count("bfloat16") == 1
+
+
 def test_small_arrays_and_integers_stay_as_they_are():
     def fn(w, x, i):
         return jnp.sum(jnp.sin(x[:1, :3] @ w[:3, :3]) * i)
@@ -584,7 +604,7 @@ def test_reports_tell_what_is_kept_in_8_bits():
 
 
 @pytest.mark.parametrize(
-    "name, most", (("MLP", 0.54), ("GPT scanned", 0.57), ("CNN", 0.2))
+    "name, most", (("MLP", 0.54), ("GPT scanned", 0.57), ("CNN", 0.21))
 )
 def test_workloads_keep_little_more_than_half(name, most):
     workload = WORKLOADS[name]

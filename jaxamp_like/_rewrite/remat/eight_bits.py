@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..._jax import Literal
-from ..._primitives import CONTRACTIONS, REDUCTIONS, VIEWS
+from ..._primitives import CONTRACTIONS, LINEAR, REDUCTIONS, VIEWS
 from ..._rules import Fact, RematSource
 from ..._structural import Step
 from .schedule import Region
 
+_SUMS = frozenset({"reduce_sum", "psum", "psum2", "psum_invariant"})
 _MOVING = VIEWS | {"convert_element_type", "copy", "reduce_precision", "neg"}
 
 
@@ -56,6 +57,59 @@ def reduces_rows(step: Step) -> bool:
     if eqn.primitive.name in REDUCTIONS:
         return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
     return any(reduces_rows(inner) for plan in step.inner for inner in plan.steps)
+
+
+def is_centred(
+    v: Any, readers: Mapping[Any, list[Step]], number: Mapping[Step, int]
+) -> bool:
+    """Whether a mean of `v` is subtracted from it, as a norm does.
+
+    What is left may be small beside the mean. `readers` has the steps of a program that
+    read each variable, and `number` their places."""
+    found: set[Step] = set()
+    pending = [v]
+    while pending:
+        new = [step for step in readers.get(pending.pop(), ()) if step not in found]
+        found |= {*new}
+        pending += [out for s in new if _may_be_linear(s) for out in s.eqn.outvars]
+    return _subtracts_mean({v: _VALUE}, sorted(found, key=number.__getitem__))
+
+
+def _may_be_linear(step: Step) -> bool:
+    name = step.eqn.primitive.name
+    return step.handler is not None or name in LINEAR | _SUMS | {"mul", "div"}
+
+
+_VALUE, _MEAN = "value", "mean"
+
+
+def _subtracts_mean(kinds: dict[Any, str], steps: Iterable[Step]) -> bool:
+    """The same of values of which the kind is known; learns those of others."""
+    for step in steps:
+        name, operands = step.eqn.primitive.name, step.eqn.invars
+        read = [None if isinstance(a, Literal) else kinds.get(a) for a in operands]
+        found = {*read} - {None}
+        if not found:
+            continue
+        if step.handler is not None:
+            if not step.handler.is_call:
+                continue
+            (plan,) = step.inner
+            pairs = zip(plan.invars, read, strict=True)
+            inside = {v: kind for v, kind in pairs if kind is not None}
+            if _subtracts_mean(inside, plan.steps):
+                return True
+            for out, u in zip(step.eqn.outvars, plan.outvars, strict=True):
+                if not isinstance(u, Literal) and u in inside:
+                    kinds[out] = inside[u]
+        elif len(found) == 2:
+            if name in ("add", "sub"):
+                return True
+        elif name in _SUMS:
+            kinds |= dict.fromkeys(step.eqn.outvars, _MEAN)
+        elif name in LINEAR or (name in ("mul", "div") and read[1:] == [None]):
+            kinds |= dict.fromkeys(step.eqn.outvars, *found)
+    return False
 
 
 def kept_whole(

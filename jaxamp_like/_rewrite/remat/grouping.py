@@ -24,7 +24,7 @@ from .cost import (
     saved_bytes_for,
     variables_read,
 )
-from .eight_bits import is_contracted, reduces_rows
+from .eight_bits import is_centred, is_contracted, reduces_rows
 
 # Linear in all that they read: the backward pass keeps none of it.
 _NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
@@ -139,8 +139,13 @@ class Grouping:
 
         On GPUs XLA makes a softmax or a norm of a row in one kernel. That also decodes
         the row if it has one scale, but not if it falls into blocks: the row would be
-        stored in float32 first."""
-        if self._saves is None or not v.aval.ndim:
+        stored in float32 first. What a norm takes the mean of stays as it is: its
+        deviations from the mean may be smaller than a step between codes."""
+        if (
+            self._saves is None
+            or not v.aval.ndim
+            or is_centred(v, self.readers, self.number)
+        ):
             return None
         length = v.aval.shape[-1]
         is_row = any(map(reduces_rows, group)) and isinstance(length, int)
