@@ -323,6 +323,14 @@ JOBS = {
         ("docs/low_bit_state.md", FIGURES),
         needs=COMPILER,
     ),
+    "residuals": Job(
+        "residuals",
+        "",
+        f"{TOY} --seeds 2 --workloads MLP LSTM",
+        "residuals.json",
+        ("docs/howto/save_memory.md", FIGURES),
+        needs=COMPILER,
+    ),
 }
 
 # Of the same models and products, but timed.

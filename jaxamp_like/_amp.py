@@ -29,6 +29,7 @@ from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.nnx import call_with_nodes
 from ._frameworks.written import holders, refusing_to_write, taking_over_compact
 from ._jax import (
+    are_differentiated_again,
     are_partly_mapped,
     consts,
     has_hi_type,
@@ -73,7 +74,7 @@ from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
 from ._rules import Origin
-from ._rules.user_rules import as_bool
+from ._rules.user_rules import as_bool, as_lean
 from ._structural import Plan, Step, steps_of
 
 _P = ParamSpec("_P")
@@ -110,7 +111,7 @@ def amp(
     compute_dtype: DTypeLike | None = ...,
     amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
-    lean: bool = ...,
+    lean: bool | str = ...,
     gather_once: bool | None = ...,
     argnums: int | Sequence[int] | None = ...,
 ) -> _Model: ...
@@ -121,7 +122,7 @@ def amp(
     compute_dtype: DTypeLike | None = ...,
     amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
-    lean: bool = ...,
+    lean: bool | str = ...,
     gather_once: bool | None = ...,
     argnums: int | Sequence[int] | None = ...,
 ) -> Callable[_P, _R]: ...
@@ -132,7 +133,7 @@ def amp(
     compute_dtype: DTypeLike | None = ...,
     amp_policy: PolicyLike | None = ...,
     strict: bool = ...,
-    lean: bool = ...,
+    lean: bool | str = ...,
     gather_once: bool | None = ...,
     argnums: int | Sequence[int] | None = ...,
 ) -> Callable[[_F], _F]: ...
@@ -143,7 +144,7 @@ def amp(
     compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyLike | None = None,
     strict: bool = False,
-    lean: bool = False,
+    lean: bool | str = False,
     gather_once: bool | None = None,
     argnums: int | Sequence[int] | None = None,
 ) -> Any:
@@ -179,7 +180,12 @@ def amp(
             rewrite, or where a key of the policy matches nothing.
         lean: under any policy, keep as little for the backward pass as the default
             policy does: what stands between contractions (norm, softmax, activation,
-            gate) is run again there, whatever its rule.
+            gate) is run again there, whatever its rule. "int8", "float8" (which is
+            "float8_e4m3fn") and "float8_e5m2" also keep in 8 bits, with a scale for
+            every 32 neighbours, what contractions read and what contractions made and
+            a softmax, activation or gate is run again from; sums, as residual streams
+            are, stay as they are. `saving_low` does so for single scopes, and for all
+            that they read.
         gather_once: whether the backward pass keeps the low copy of a parameter that
             the forward pass read, instead of casting it once more, so that what lies on
             several devices is sent once. If not given, it does where types, a sharding
@@ -212,7 +218,7 @@ def amp(
     Casting by op is due to Micikevicius et al., "Mixed Precision Training",
     arXiv:1710.03740."""
     settings = settings_of(amp_policy, compute_dtype)
-    strict, lean = as_bool(strict, "strict"), as_bool(lean, "lean")
+    strict, lean = as_bool(strict, "strict"), as_lean(lean)
     argnums = None if argnums is None else as_argnums(argnums)
     if gather_once is not None:
         gather_once = as_bool(gather_once, "gather_once")
@@ -269,7 +275,7 @@ class _Options(NamedTuple):
 
     settings: Settings
     strict: bool
-    lean: bool
+    lean: bool | str
     gather_once: bool | None
     argnums: Argnums | None
 
@@ -301,7 +307,7 @@ def amp_by(
     fn: Callable[..., Any],
     *,
     strict: bool,
-    lean: bool = False,
+    lean: bool | str = False,
     gather_once: bool | None = None,
     argnums: Argnums | None = None,
     run: Run | None = None,
@@ -362,7 +368,11 @@ def _names(fn: Callable[..., Any]) -> list[str]:
 
 @functools.lru_cache(maxsize=128)
 def _planner(
-    policy: Lookup, dtype: DType, strict: bool, lean: bool, gather_once: bool | None
+    policy: Lookup,
+    dtype: DType,
+    strict: bool,
+    lean: bool | str,
+    gather_once: bool | None,
 ) -> Planner:
     """One planner for equal settings, since it remembers what it has rewritten."""
     return Planner(policy, dtype, strict, lean, gather_once)
@@ -404,6 +414,9 @@ def _rewritten(
             jaxpr = trace(flat, arrays)
         if are_partly_mapped([*arrays, *consts(jaxpr)]):
             in_force = in_force.of_partly_mapped
+        if in_force.may_keep_in_8_bits:
+            if are_differentiated_again([*arrays, *consts(jaxpr)]):
+                in_force = in_force.of_second_derivative
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():

@@ -54,7 +54,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.interpreters.ad import Zero, zeros_like_aval
 from jax.lax import reduce_precision_p
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -423,6 +423,28 @@ def new_primitive(
     return primitive
 
 
+def recomputed_as(
+    primitive: Primitive, other: Primitive, operands: Sequence[int]
+) -> None:
+    """Has a `jax.checkpoint` run `other` again where its code holds `primitive`.
+
+    `other` is given the parameters of `primitive` and the named ones of its `operands`:
+    the rest of them are not kept for it."""
+
+    def rule(saveable, unknown, instantiated, eqn):
+        del saveable
+        atoms = [*zip(eqn.invars, unknown, instantiated, strict=True)]
+        if any(unknown):  # all of it is run in the backward pass alone
+            kept = [v for v, is_unknown, is_there in atoms if not is_there]
+            return None, eqn, [True], [True], variables(kept)
+        some = [atoms[i] for i in operands]
+        again = eqn.replace(primitive=other, invars=[v for v, *_ in some])
+        kept = [v for v, _, is_there in some if not is_there]
+        return eqn, again, [False], [True], variables(kept)
+
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
 def are_partly_mapped(values: Sequence[Any]) -> bool:
     """Whether the examples of a `jax.vmap` share some of the values that it is given.
 
@@ -435,6 +457,22 @@ def are_partly_mapped(values: Sequence[Any]) -> bool:
         for traces, has_cotangents in chains
         for tag in mapped
     )
+
+
+def are_differentiated_again(values: Sequence[Any]) -> bool:
+    """Whether derivatives of derivatives are taken of some values, as far as it shows.
+
+    A Taylor series counts as such. What stands in a `jit` doesn't show what is done to
+    the `jit` itself."""
+    for x in filter(is_tracer, values):
+        found = {_tag(t): type(t).__name__ for t in _traces(x)}
+        names = list(found.values())
+        if "JetTrace" in names or sum(map(names.count, _DIFFERENTIATING)) > 1:
+            return True
+    return False
+
+
+_DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
 
 
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:

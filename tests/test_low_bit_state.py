@@ -20,7 +20,7 @@ from jaxamp_like import (
     loss_scale_optimizer,
 )
 from jaxamp_like._storage.codes import encoded, layout_of
-from jaxamp_like._storage.tiles import tile_of
+from jaxamp_like._tiles import tile_of
 from jaxamp_like.storage import (
     LowBitArray,
     LowBitState,

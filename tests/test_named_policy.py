@@ -586,6 +586,7 @@ RULES = {
     "algorithm": use_dot_algorithm("highest"),
     "wide": use_compute_precision_wide_result,
     "saving": saving_low(F32),
+    "saving bits": saving_low("float8_e5m2", block=16),
     "shapes": ByShapes((("*x16+,16+x4", use_compute_precision),), use_precision(F32)),
 }
 

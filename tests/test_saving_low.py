@@ -1,4 +1,8 @@
-"""`saving_low`: values as without it, derivatives at rounded inputs, less kept."""
+"""`saving_low`: values as without it, derivatives at rounded inputs, less kept.
+
+In 8 bits it is a rule for scopes, and an option of `amp`."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +10,23 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
 
 from benchmarks import measure
-from jaxamp_like import amp, default_amp_policy
-from jaxamp_like.rules import saving_low, use_compute_precision, use_original_precision
+from benchmarks.workloads import WORKLOADS
+from jaxamp_like import AmpError, amp, default_amp_policy, explain, trace_numerics
+from jaxamp_like._rules import with_low_residuals
+from jaxamp_like._rules.low_bits import BLOCK, LowBits, copy_of
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import (
+    float8,
+    int8 as int8_rule,
+    saving_low,
+    use_compute_precision,
+    use_original_precision,
+    use_precision_by_pass,
+    when,
+)
 
 X = jr.normal(jr.key(0), (5, 7))
 FULL = saving_low(use_original_precision)
@@ -80,3 +97,555 @@ def test_nothing_to_store_lower():
 def test_no_rule():
     with pytest.raises(TypeError, match="`rule` must be a rule"):
         saving_low(3)
+
+
+# In 8 bits, with scales by block: the numbers of a copy.
+
+FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
+# Half a step, of the largest number of a block or, for float8, of a number itself.
+HALF_STEP = {"int8": 0.5 / 126, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+formats = pytest.mark.parametrize("form", FORMATS)
+
+
+def decoded(x, form="int8", block=BLOCK):
+    """The numbers of a copy: what a backward pass reads in place of `x`."""
+    reads = with_low_residuals(lambda x: x * x, lambda x: x * x, prevent_cse=False)
+
+    def square(x):
+        return jnp.sum(reads([x], [copy_of(x, LowBits(form, block))]))
+
+    return jax.grad(square)(x) / 2
+
+
+@formats
+@pytest.mark.parametrize("shape, block", [((4, 64), 32), ((3, 7), 4), ((97,), 32)])
+@pytest.mark.parametrize("scale", (1.0, 1e-20, 1e20))
+def test_numbers_of_a_copy(form, shape, block, scale):
+    x = jr.normal(jr.key(1), shape) * scale
+    size = jnp.abs(x).max() if form == "int8" else jnp.abs(x)
+    # A number far below the largest of its block is in the steps around zero.
+    least = 0 if form == "int8" else jnp.abs(x).max() * 2.0**-9
+    error = jnp.abs(decoded(x, form, block) - x)
+    assert bool(jnp.all(error <= HALF_STEP[form] * jnp.maximum(size, least)))
+
+
+def test_blocks_have_scales_of_their_own():
+    x = jnp.concatenate([jnp.linspace(0, 1, 8), jnp.linspace(0, 1e4, 8)])
+    error = jnp.abs(decoded(x, "int8", 8) - x)
+    assert float(error[:8].max()) <= HALF_STEP["int8"]
+
+
+@formats
+@pytest.mark.parametrize("bad", (jnp.nan, jnp.inf, -jnp.inf))
+def test_what_is_not_finite_stays_so(form, bad):
+    x = jnp.arange(16.0).at[3].set(bad)
+    numbers = decoded(x, form, 8)
+    assert not bool(jnp.isfinite(numbers[3]))
+    np.testing.assert_allclose(numbers[8:], x[8:], rtol=0.07 if "3" in form else 0.13)
+
+
+@pytest.mark.parametrize("form", FORMATS[1:])
+def test_numbers_of_float8_are_kept_exactly(form):
+    x = jr.normal(jr.key(2), (8, 64)).astype(form).astype("float32")
+    np.testing.assert_array_equal(decoded(x, form), x)
+    np.testing.assert_array_equal(decoded(16 * x, form), 16 * x)
+
+
+def test_zeros_and_nothing_at_all():
+    np.testing.assert_array_equal(decoded(jnp.zeros((2, 8))), jnp.zeros((2, 8)))
+    assert decoded(jnp.zeros((2, 0))).shape == (2, 0)
+
+
+@formats
+@pytest.mark.parametrize("axis", (0, 1, 2))
+def test_examples_of_vmap_are_rounded_one_by_one(form, axis):
+    xs = jr.normal(jr.key(3), (4, 6, 8))
+    one = jax.vmap(functools.partial(decoded, form=form, block=4), axis, axis)
+    each = [decoded(x, form, 4) for x in jnp.moveaxis(xs, axis, 0)]
+    np.testing.assert_array_equal(one(xs), jnp.stack(each, axis))
+
+
+# Programs, beside an oracle whose backward pass reads decoded values. They compute in
+# float32, so that nothing but what is kept is rounded.
+
+W = jr.normal(jr.key(4), (64, 64)) / 16
+V = jr.normal(jr.key(5), (64, 64)) / 16
+XS = jr.normal(jr.key(6), (32, 64))
+
+
+def reading(fn, *forms, block=BLOCK):
+    """`fn`, whose derivative is that at decoded operands; a form for each operand."""
+
+    def read(x, form):
+        return x if form is None else decoded(x, form, block)
+
+    @jax.custom_vjp
+    def op(*xs):
+        return fn(*xs)
+
+    def forward(*xs):
+        return fn(*xs), [read(*pair) for pair in zip(xs, forms, strict=True)]
+
+    op.defvjp(forward, lambda kept, ct: jax.vjp(fn, *kept)[1](ct))
+    return op
+
+
+class Plain:
+    """The program as its author writes it."""
+
+    @staticmethod
+    def dot(x, w):
+        return x @ w
+
+    first = dot  # of an argument, which is live in the backward pass anyway
+
+    @staticmethod
+    def product(x, y):
+        return x @ y
+
+    tanh = staticmethod(lambda x: jnp.tanh(x * 1.5))
+
+
+def oracle(form, nonlinear="int8"):
+    """The same ops, which keep activations as `lean=form` does, and no weights."""
+    made = type("Oracle", (), {})
+    made.first = Plain.first
+    made.dot = staticmethod(reading(Plain.dot, form, None))
+    made.product = staticmethod(reading(Plain.product, form, form))
+    made.tanh = staticmethod(reading(Plain.tanh, nonlinear))
+    return made
+
+
+def layer(ops, w, v, x):
+    return ops.dot(ops.tanh(ops.dot(x, w)), v)
+
+
+def plain(ops, w, v, x):
+    return ops.dot(ops.tanh(ops.first(x, w)), v)
+
+
+def jitted(ops, w, v, x):
+    return jax.jit(functools.partial(plain, ops))(w, v, x)
+
+
+def attending(ops, w, v, x):
+    return ops.product(ops.first(x, w), ops.first(x, v).T)
+
+
+def scanned(ops, w, v, x):
+    def body(c, _):
+        return layer(ops, w, v, c), jnp.sum(c)
+
+    return lax.scan(body, ops.first(x, w), None, length=3)[0]
+
+
+def in_branch(ops, w, v, x):
+    h = ops.first(x, w)
+    return lax.cond(x[0, 0] < 100, lambda h: layer(ops, w, v, h), lambda h: h, h)
+
+
+def mapped(ops, w, v, x):
+    return jax.vmap(lambda x: plain(ops, w, v, x))(x.reshape(4, 8, 64))
+
+
+def sharded(ops, w, v, x):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    spec, all_of_it = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+    fn = functools.partial(plain, ops)
+    ins = (all_of_it, all_of_it, spec)
+    return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=spec)(w, v, x)
+
+
+def custom(ops, w, v, x):
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    double.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct,))
+    return ops.dot(double(ops.tanh(ops.first(x, w))), v)
+
+
+PROGRAMS = (plain, jitted, attending, scanned, in_branch, mapped, sharded, custom)
+# What ends in a loop, a branch or a `shard_map` is not known to be contracted.
+CONTRACTED = (plain, jitted, attending, mapped, custom)
+programs = pytest.mark.parametrize("program", PROGRAMS, ids=lambda fn: fn.__name__)
+
+
+def loss(program, ops=Plain):
+    return lambda w, v, x: jnp.sum(jnp.sin(program(ops, w, v, x)))
+
+
+def in_8_bits(fn, lean="int8", dtype="float32", **options):
+    return amp(fn, compute_dtype=dtype, lean=lean, **options)
+
+
+@formats
+@programs
+def test_gradients_are_those_at_decoded_values(program, form):
+    ours = jax.jit(jax.grad(in_8_bits(loss(program), form), (0, 1)))(W, V, XS)
+    without = jax.jit(jax.grad(loss(program), (0, 1)))(W, V, XS)
+    # Of what the last contraction made. It is summed with its row, which has one scale.
+    is_kept = program in CONTRACTED
+    sine = reading(jnp.sin, "int8", block=64) if is_kept else jnp.sin
+
+    def by_hand(w, v, x):
+        return jnp.sum(sine(program(oracle(form), w, v, x)))
+
+    hand = jax.jit(jax.grad(by_hand, (0, 1)))(W, V, XS)
+    for one, other, true in zip(ours, hand, without, strict=True):
+        size = float(jnp.linalg.norm(true))
+        gap = float(jnp.linalg.norm(other - true)) / size
+        assert gap > 1e-4  # the oracle's rounding shows
+        assert float(jnp.linalg.norm(one - other)) / size < 0.02 * gap
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:-1], ids=lambda fn: fn.__name__)
+def test_values_and_forward_mode_are_unaffected(program):
+    fn, args, moves = loss(program), (W, V, XS), (V, W, XS)
+
+    def both(fn):
+        return jax.jit(lambda *args: jax.jvp(fn, args, moves))(*args)
+
+    ours, true = both(in_8_bits(fn)), both(in_8_bits(fn, True))
+    np.testing.assert_array_equal(ours[0], true[0])
+    np.testing.assert_allclose(ours[1], true[1], rtol=1e-5)
+    # What `linearize` keeps is what the backward pass keeps.
+    linear = jax.linearize(in_8_bits(fn), *args)[1](*moves)
+    grads = jax.grad(in_8_bits(fn), (0, 1, 2))(*args)
+    products = [jnp.vdot(g, t) for g, t in zip(grads, moves, strict=True)]
+    bound = 1e-4 * sum(map(abs, products))
+    assert abs(linear - sum(products)) < bound
+
+
+@programs
+def test_what_is_kept(program):
+    count = measure.saved_bytes(in_8_bits(loss(program)), W, V, XS, argnums=(0, 1))
+    whole = measure.saved_bytes(
+        in_8_bits(loss(program), True), W, V, XS, argnums=(0, 1)
+    )
+    assert count["int8"] > 0
+    most = 0.5 if program in CONTRACTED else 0.75
+    assert count.total() < most * whole.total()
+
+
+@programs
+def test_retracing_changes_nothing(program):
+    grad = jax.grad(in_8_bits(loss(program)))
+    one, other = (str(jax.make_jaxpr(grad)(W, V, XS)) for _ in range(2))
+    again = jax.grad(in_8_bits(loss(program)))
+    np.testing.assert_array_equal(jax.jit(grad)(W, V, XS), jax.jit(again)(W, V, XS))
+    assert len(one) == len(other)
+
+
+def test_a_while_loop_in_forward_mode():
+    def fn(w):
+        def body(state):
+            i, x = state
+            return i + 1, jnp.tanh(x @ w)
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, XS))[1]
+
+    ours, true = (
+        jax.jvp(in_8_bits(fn, lean), (W,), (V,))[1] for lean in ("int8", True)
+    )
+    np.testing.assert_array_equal(ours, true)
+
+
+@pytest.mark.parametrize(
+    "twice",
+    (
+        lambda fn, w: jax.jvp(jax.grad(fn), (w,), (V,))[1],
+        lambda fn, w: jax.grad(lambda w: jnp.vdot(jax.grad(fn)(w), V))(w),
+        lambda fn, w: jax.jit(lambda w: jax.jvp(jax.grad(fn), (w,), (V,))[1])(w),
+        lambda fn, w: jax.vmap(lambda v: jax.jvp(jax.grad(fn), (w,), (v,))[1])(V[None]),
+    ),
+    ids=("forward over reverse", "reverse over reverse", "jit", "vmap"),
+)
+def test_second_derivatives_keep_16_bits(twice):
+    def fn(w):
+        return loss(plain)(w, V, XS)
+
+    ours, true = (twice(in_8_bits(fn, lean), W) for lean in ("int8", True))
+    np.testing.assert_allclose(ours, true, atol=1e-5 * float(jnp.abs(true).max()))
+
+
+def test_a_taylor_series_keeps_16_bits():
+    def fn(x):
+        return loss(plain)(W, V, x)
+
+    def terms(lean):
+        return jet.jet(jax.grad(in_8_bits(fn, lean)), (XS,), ((XS, 0 * XS),))[1][0]
+
+    ours, true = terms("int8"), terms(True)
+    np.testing.assert_allclose(ours, true, atol=1e-5 * float(jnp.abs(true).max()))
+    with pytest.raises(AmpError, match="series of what is kept in 8 bits"):
+        jet.jet(jax.jit(in_8_bits(fn)), (XS,), ((XS, 0 * XS),))
+
+
+def test_a_second_derivative_that_does_not_show_is_refused():
+    inner = jax.jit(jax.grad(in_8_bits(lambda w: loss(plain)(w, V, XS))))
+    with pytest.raises(AmpError, match=r"second derivative.*inside of the `jit`"):
+        jax.jvp(inner, (W,), (V,))
+
+
+# What is kept in 8 bits, and what is not.
+
+
+def stream(w, v, x):
+    h = x @ w + x
+    for _ in range(3):
+        with jax.named_scope("block"):
+            h = h + jnp.tanh(h * 1.5) @ v
+    return jnp.sum(jnp.sin(h))
+
+
+def kept(fn, *args, argnums=(0, 1)):
+    found = measure.saved(fn, *args, argnums=argnums)
+    return [a.dtype.name for a in found if a.size == XS.size]
+
+
+def named(rule, *scopes):
+    return default_amp_policy | dict.fromkeys(scopes, rule)
+
+
+def test_sums_are_kept_as_they_are_unless_a_user_names_their_scope():
+    lean = amp(stream, compute_dtype="bfloat16", lean="int8")
+    default = amp(stream, compute_dtype="bfloat16")
+    of_stream = [kept(fn, W, V, XS).count("float32") for fn in (default, lean)]
+    assert of_stream[0] == of_stream[1] > 1
+    policy = named(saving_low("int8"), "block")
+    ours = amp(stream, compute_dtype="bfloat16", amp_policy=policy)
+    assert kept(ours, W, V, XS).count("float32") == 1  # of the sine, out of the scope
+    grads, true = (jax.grad(fn)(W, V, XS) for fn in (ours, stream))
+    assert float(jnp.linalg.norm(grads - true) / jnp.linalg.norm(true)) < 0.02
+
+
+@pytest.mark.parametrize("loop", (False, True))
+def test_the_boundaries_of_an_authors_checkpoint(loop):
+    def fn(w, v, x):
+        @jax.checkpoint
+        def block(h):
+            return h + jnp.tanh(h * 1.5) @ v
+
+        h = x @ w + x
+        with jax.named_scope("block"):
+            if loop:
+                h, _ = lax.scan(lambda h, _: (block(h), None), h, None, length=2)
+            else:
+                h = block(block(h))
+        return jnp.sum(h)
+
+    def sizes(**options):
+        mixed = amp(fn, compute_dtype="bfloat16", **options)
+        return measure.saved_bytes(mixed, W, V, XS, argnums=(0, 1))
+
+    assert sizes() == sizes(lean="int8") == {"float32": 4 * 2 * XS.size}
+    ours = sizes(amp_policy=named(saving_low("int8", block=16), "block"))
+    assert ours == {"int8": 2 * XS.size, "bfloat16": 2 * 2 * XS.size // 16}
+
+
+def test_a_checkpoint_reads_what_a_contraction_made():
+    def fn(w, v, x):
+        return jnp.sum(jax.checkpoint(lambda h: jnp.sin(h) @ v)(x @ w))
+
+    mixed = amp(fn, compute_dtype="bfloat16", lean="float8")
+    assert kept(mixed, W, V, XS) == ["int8"]
+
+
+def test_one_copy_for_all_that_read_a_value():
+    def fn(w, v, x):
+        h = jnp.tanh(x @ w)
+        return jnp.sum(jnp.sin((h @ v) + (h @ w) * (h @ v.T)))
+
+    mixed = amp(fn, compute_dtype="bfloat16", lean="int8")
+    # Of `x @ w`, of `h`, and of each product of `h` that is multiplied.
+    assert kept(mixed, W, V, XS).count("int8") <= 5
+    assert "bfloat16" not in kept(mixed, W, V, XS)
+
+
+def test_what_does_not_vary_in_a_loop_is_kept_once():
+    def fn(w, x):
+        h = jnp.tanh(x @ w)
+
+        def body(c, _):
+            return jnp.tanh(h.T @ (h @ c) / 64), None
+
+        return jnp.sum(lax.scan(body, w, None, length=5)[0])
+
+    found = measure.saved(amp(fn, compute_dtype="bfloat16", lean="int8"), W, XS)
+    assert not any(a.shape == (5, *XS.shape) and a.dtype != "int8" for a in found)
+    assert sum(a.shape == (5, *XS.shape) for a in found) == 1  # of `h @ c`
+
+
+@pytest.mark.parametrize("rule", (float8(where=None), int8_rule(where=None)))
+def test_what_a_quantised_contraction_keeps_is_kept_once(rule):
+    def fn(w, v, x):
+        return jnp.sum(jnp.sin(jnp.tanh(x @ w) @ v))
+
+    def sizes(**options):
+        mixed = amp(fn, compute_dtype="bfloat16", amp_policy=quantised(rule), **options)
+        return measure.saved_bytes(mixed, W, V, XS, argnums=(0, 1))
+
+    before, ours = sizes(), sizes(lean="int8")
+    assert ours.total() < before.total()
+    # Each value of an activation's size: as codes of a contraction, or as a copy.
+    assert ours.total() <= 3 * XS.size * (1 + 2 / BLOCK) + W.size * 2 + 1024
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (
+        default_amp_policy | {"full": "float32"},
+        default_amp_policy
+        | {lax.dot_general_p: use_precision_by_pass(weight_gradient="float32")},
+    ),
+    ids=("a scope in float32", "a gradient in float32"),
+)
+def test_what_a_policy_asks_for_in_full_stays_so(policy):
+    def fn(w, v, x):
+        h = jnp.tanh(x @ w)
+        with jax.named_scope("full"):
+            return jnp.sum(jnp.sin(h @ v))
+
+    def sizes(lean):
+        mixed = amp(fn, compute_dtype="bfloat16", amp_policy=policy, lean=lean)
+        return measure.saved_bytes(mixed, W, V, XS, argnums=(0, 1))
+
+    assert sizes("int8")["float32"] == sizes(True)["float32"] > 0
+
+
+def test_numerics_can_be_traced():
+    report = trace_numerics(in_8_bits(loss(plain), dtype="bfloat16"))(W, V, XS)
+    assert report.settings == ("compute_dtype=bfloat16, lean=int8",)
+
+
+@pytest.mark.parametrize("axis", (0, 1), ids=("over rows", "of a row"))
+def test_what_a_norm_takes_the_mean_of_stays_as_it_is(axis):
+    def fn(w, v, x):
+        h = (x + 3) @ w
+        deviations = h - jnp.mean(h, axis, keepdims=True)
+        scale = lax.rsqrt(jnp.mean(deviations**2, axis, keepdims=True) + 1e-5)
+        return jnp.sum(jnp.sin(deviations * scale @ v))
+
+    def error(lean):
+        mixed = amp(fn, compute_dtype="bfloat16", lean=lean)
+        pairs = zip(*(jax.grad(f, (0, 1))(W, V, XS) for f in (mixed, fn)), strict=True)
+        sizes = [jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in pairs]
+        return float(max(sizes))
+
+    assert error("int8") < 2.5 * error(True)
+    lean = amp(fn, compute_dtype="bfloat16", lean="int8")
+    # `h` in 16 bits, and what both contractions read or made in 8.
+    assert kept(lean, W, V, XS).count("bfloat16") == 1
+
+
+def test_small_arrays_and_integers_stay_as_they_are():
+    def fn(w, x, i):
+        return jnp.sum(jnp.sin(x[:1, :3] @ w[:3, :3]) * i)
+
+    before, ours = (
+        measure.saved(amp(fn, compute_dtype="bfloat16", **o), W, XS, 3, argnums=(0,))
+        for o in ({}, {"lean": "int8"})
+    )
+    assert [a.str_short() for a in before] == [a.str_short() for a in ours]
+
+
+def test_a_primitive_as_the_key():
+    def fn(x):
+        return jnp.sum(jnp.sin(jnp.cumsum(x, axis=0)))
+
+    policy = default_amp_policy | {lax.sin_p: saving_low("int8")}
+    ours = amp(fn, compute_dtype="bfloat16", amp_policy=policy)
+    x = jr.normal(jr.key(7), (8, 64))
+    assert set(measure.saved_bytes(ours, x)) == {"int8", "bfloat16"}
+    np.testing.assert_allclose(jax.grad(ours)(x), jax.grad(fn)(x), atol=0.3)
+
+
+def test_other_rules_hold_beside_it():
+    policy = named(saving_low("int8"), "all") | {"all/head": "float32"}
+
+    @jax.named_scope("all")
+    def fn(w, v, x):
+        h = jnp.tanh(x @ w)
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.sin(h @ v))
+
+    jaxpr = jax.make_jaxpr(amp(fn, compute_dtype="bfloat16", amp_policy=policy))(
+        W, V, XS
+    )
+    assert measure.contraction_flops(jaxpr).keys() == {"bfloat16", "float32"}
+    found = kept(amp(fn, compute_dtype="bfloat16", amp_policy=policy), W, V, XS)
+    assert set(found) == {"int8"}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (
+        None,
+        jax.checkpoint_policies.dots_saveable,
+        jax.checkpoint_policies.everything_saveable,
+    ),
+)
+def test_inside_of_a_checkpoint_with_a_policy(policy):
+    fn = loss(plain)
+    around = jax.checkpoint(in_8_bits(fn), policy=policy)
+    ours, true = jax.grad(around)(W, V, XS), jax.grad(fn)(W, V, XS)
+    assert float(jnp.linalg.norm(ours - true) / jnp.linalg.norm(true)) < 0.02
+
+
+def test_reports_tell_what_is_kept_in_8_bits():
+    report = explain(loss(plain), compute_dtype="bfloat16", lean="int8")(W, V, XS)
+    assert "in 8 bits (as written" in str(report)
+    assert report.settings == ("compute_dtype=bfloat16, lean=int8",)
+    whys = [op.why for op in report.now.ops if op.primitive == "dot_general"]
+    assert any("what it reads is kept in int8" in why for why in whys)
+    other = explain(loss(plain), compute_dtype="bfloat16", lean=True)(W, V, XS)
+    assert "8 bits" not in str(other)
+
+
+@pytest.mark.parametrize(
+    "name, most", (("MLP", 0.54), ("GPT scanned", 0.57), ("CNN", 0.21))
+)
+def test_workloads_keep_little_more_than_half(name, most):
+    workload = WORKLOADS[name]
+    default, ours = (
+        measure.saved_bytes(
+            amp(workload.loss, compute_dtype="bfloat16", lean=lean),
+            *workload.shapes("real"),
+            argnums=(0,),
+        ).total()
+        for lean in (False, "float8")
+    )
+    assert ours <= most * default
+
+
+@pytest.mark.parametrize(
+    "error, match, make",
+    (
+        (ValueError, "`rule` is 'int4'.*one of 'float8'", lambda: saving_low("int4")),
+        (ValueError, "Did you mean 'float8", lambda: saving_low("float8_e4m3")),
+        (ValueError, "at least 1, but got 0", lambda: saving_low("int8", block=0)),
+        (ValueError, "at least 1, but got -4", lambda: saving_low("int8", block=-4)),
+        (TypeError, "a positive integer, but got 2.5", lambda: saving_low("int8", 2.5)),
+        (TypeError, "integer, but got True", lambda: saving_low("int8", True)),
+        (TypeError, "only formats of 8 bits have", lambda: saving_low("float32", 32)),
+        (ValueError, "`lean` is 'int4'", lambda: amp(jnp.sin, lean="int4")),
+        (ValueError, "`lean` is 'yes'", lambda: amp(jnp.sin, lean="yes")),
+        (TypeError, "`lean` must be True or False, or", lambda: amp(jnp.sin, lean=3)),
+    ),
+)
+def test_mistakes(error, match, make):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_it_is_no_part_of_another_rule():
+    rule = when(lambda site: True, saving_low("int8"), "float32")
+    policy = default_amp_policy | {lax.sin_p: rule}
+    with pytest.raises(AmpError, match="can't be a part of another rule"):
+        amp(jnp.sin, compute_dtype="bfloat16", amp_policy=policy)(XS)
+
+
+def test_formats_by_their_dtypes_and_short_names():
+    assert saving_low(jnp.float8_e4m3fn) == saving_low("float8")
+    assert saving_low(jnp.int8, block=np.int64(8)) == saving_low("int8", 8)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .._errors import AmpError
@@ -56,6 +57,7 @@ class FrozenRules(Mapping[Key, Rule]):
         self._paths: dict[Scope, Rule] = {}
         self._patterns: dict[re.Pattern[str], Rule] = {}
         self._default: Rule | None = None
+        self._saves = False  # whether any rule says how values are kept
         checked = []
         for key, value in rules.items():
             refuse_bad_key(key, argument)
@@ -64,6 +66,7 @@ class FrozenRules(Mapping[Key, Rule]):
             checked.sort(key=lambda item: _order(normal_key(item[0])))
         for key, rule in checked:
             self._add(key, rule)
+            self._saves |= rule.saves is not None
         paths = {"/".join(parts): rule for parts, rule in self._paths.items()}
         default = {} if self._default is None else {AMP_DEFAULT: self._default}
         self._rules = {**self._primitives, **paths, **self._patterns, **default}
@@ -119,11 +122,24 @@ class FrozenRules(Mapping[Key, Rule]):
         """The rule of an equation: by scope (outermost first), primitive, default."""
         if is_stopped(scope):
             return _STOPPED
+        found = self._find(primitive, scope)
+        if not self._saves:
+            return found
+        saving = self._match(primitive, scope, saving=True)
+        if saving is None and self._default is not None:
+            saving = Match(AMP_DEFAULT, self._default)
+        if saving is None or saving.rule.saves is None:
+            return found
+        also = (*found.also, saving.key)
+        return replace(found, also=also, saves=saving.rule.saves)
+
+    def _find(self, primitive: Primitive, scope: tuple[str, ...]) -> Match:
         match = self.match(primitive, scope)
         if match is None:
             if self._default is None:
                 return _UNNAMED
             is_for = self._default.is_for(primitive.name)
+            is_for &= self._default.saves is None
             match = Match(AMP_DEFAULT, self._default if is_for else by_class)
         is_table = isinstance(match.rule, ByName) or match.key == AMP_DEFAULT
         if is_table and is_program(primitive):
@@ -135,22 +151,40 @@ class FrozenRules(Mapping[Key, Rule]):
         return match
 
     def match(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
-        """The rule for the scope or, if there is none, for the primitive."""
-        found = self.find_scope(primitive, scope)
-        if found is None and primitive in self._primitives:
-            found = Match(primitive, self._primitives[primitive])
+        """The rule for the scope or, if there is none, for the primitive.
+
+        Those that only say how values are kept are left out."""
+        return self._match(primitive, scope, saving=False)
+
+    def _match(
+        self, primitive: Primitive, scope: tuple[str, ...], saving: bool
+    ) -> Match | None:
+        found = self.find_scope(primitive, scope, saving)
+        rule = self._primitives.get(primitive)
+        if found is None and rule is not None:
+            if (rule.saves is not None) == saving:
+                found = Match(primitive, rule)
         return found
 
-    def find_scope(self, primitive: Primitive, scope: tuple[str, ...]) -> Match | None:
-        """The rule for the scope, among the rules that are for such a primitive."""
+    def find_scope(
+        self, primitive: Primitive, scope: tuple[str, ...], saving: bool = False
+    ) -> Match | None:
+        """The rule for the scope, among the rules that are for such a primitive.
+
+        With `saving` it is one that only says how values are kept, else none such."""
+
+        def is_for(rule: Rule) -> bool:
+            says_how_kept = rule.saves is not None
+            return says_how_kept == saving and rule.is_for(primitive.name)
+
         for depth in range(1, len(scope) + 1):
             paths = paths_to(scope[:depth])
             for part in itertools.chain.from_iterable(map(endings, paths)):
                 rule = self._paths.get(part)  # the longest part comes first
-                if rule is not None and rule.is_for(primitive.name):
+                if rule is not None and is_for(rule):
                     return Match("/".join(part), rule, by_scope=True)
             for pattern, rule in self._patterns.items():
-                if rule.is_for(primitive.name) and any(
+                if is_for(rule) and any(
                     pattern.fullmatch("/".join(path)) for path in paths
                 ):
                     return Match(pattern, rule, by_scope=True)

@@ -15,8 +15,8 @@ from jax import lax
 
 from .._dtypes import DType, bits, cast
 from .._jax import new_primitive, raw, trace
+from .._rules.constant import no_derivative, no_series
 from .blocks import restored_rows, to_rows
-from .constant import no_derivative, no_series
 from .passes import RoundedContraction
 
 _ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands

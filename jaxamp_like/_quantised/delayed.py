@@ -14,7 +14,7 @@ from .._dtypes import DType, cast
 from .._errors import AmpError, without_derivative
 from .._jax import empty_aval, new_primitive, raw, trace, varying_in
 from .._rules.bilinear import Bilinear, as_it_is
-from .constant import no_series
+from .._rules.constant import no_series
 from .scaled import (
     AsFloat8,
     largest_of,

@@ -17,9 +17,9 @@ from .._jax import Eqn, bind_flat
 from .._magnitudes import largest_over_devices
 from .._primitives import GATHERING, PLACING, WHOLE_VIEWS
 from .._rules import Decision
+from .._rules.constant import constant
 from .axes import Axes
 from .blocks import Blocks, PowerOfTwoBlocks
-from .constant import constant
 
 # Views that repeat numbers are left out: of those, more would be moved than is read.
 _WHOLE = WHOLE_VIEWS - {"broadcast_in_dim", "tile"} | {"pvary"}

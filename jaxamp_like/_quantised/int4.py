@@ -17,11 +17,11 @@ from .._jax import is_explicitly_sharded, new_primitive, raw, trace
 from .._primitives.contractions import summed_axes
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
+from .._rules.constant import no_derivative, no_series
 from .._rules.weights import weight_side
 from .axes import Axes, site_axes
 from .block_scaled import has_lengths
 from .blocks import from_rows, to_rows
-from .constant import no_derivative, no_series
 from .one_row import product_with_row, rows_of_weight
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .stored import rounded, stored

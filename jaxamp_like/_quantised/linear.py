@@ -23,8 +23,8 @@ from .._jax import (
     replace_subjaxprs,
     subjaxprs,
 )
+from .._rules.constant import no_series
 from .._rules.passes import CastPass, pulled_back
-from .constant import no_series
 from .stored import ROUNDED
 
 

@@ -24,10 +24,10 @@ from .._rules.bilinear import (
     mapped,
     transposed,
 )
+from .._rules.constant import constant, first_operand, no_series, tied
 from .._rules.passes import CastPass, Pass, straight_through, with_passes
 from .axes import Axes, operand_axes
 from .blocks import Blocks
-from .constant import constant, first_operand, no_series, tied
 from .gathered import ForEachPass, for_derivative, forward_numbers
 from .linear import transposable
 from .scaled import rescaled, round_up_to_power_of_two

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._jax import new_primitive
-from .constant import no_derivative, no_series
+from .._rules.constant import no_derivative, no_series
 
 Signs = tuple[int, ...]
 """The signs of the rows of a Hadamard matrix, which make it a random one."""

@@ -33,11 +33,11 @@ from .._rules import (
 from .._rules.bilinear import bilinear
 from .._rules.computing import asks_for_wider_result
 from .._rules.conditions import evaluate_predicate, name_of
+from .._rules.constant import constant
 from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
-from .constant import constant
 from .passes import (
     RoundedContraction,
     Rounding,
@@ -218,6 +218,10 @@ class Quantising(Rule):
     def keeps_rounded(self) -> bool:
         """Whether operands are kept for the backward pass as they were rounded."""
         return False
+
+    @property
+    def chooses_residuals(self) -> bool:
+        return self.keeps_rounded
 
     @classmethod
     def with_history(cls, length: int) -> "Quantising | None":

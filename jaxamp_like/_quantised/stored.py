@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .constant import first_operand, no_derivative
+from .._rules.constant import first_operand, no_derivative
 
 
 def stored(x: Any, holds: str) -> Any:

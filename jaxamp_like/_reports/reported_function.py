@@ -33,7 +33,7 @@ class ReportedFunction:
         compute_dtype: DTypeLike | None,
         amp_policy: Any,
         strict: bool,
-        lean: bool,
+        lean: bool | str,
         argnums: int | Sequence[int] | None,
     ):
         refuse_what_is_no_function(fn, reporter)

@@ -25,7 +25,9 @@ def settings_of(recorder: Recorder) -> tuple[str, ...]:
 
 def _settings(planner: Planner) -> str:
     text = f"compute_dtype={planner.compute_dtype.name}" + ", strict" * planner.strict
-    text += ", lean" * planner.lean
+    if planner.lean:
+        named = isinstance(planner.lean, str)
+        text += f", lean={planner.lean}" if named else ", lean"
     policy = planner.policy
     rules = dict(policy.items())
     own = [f"{key_name(key)}: {rule_name(rules[key])}" for key in policy.own_keys()]

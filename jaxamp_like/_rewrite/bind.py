@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +19,15 @@ from .._jax import (
     rebind,
     trace,
 )
-from .._primitives import BROADCASTING, PLACING, is_cheap, is_statistic
+from .._primitives import BROADCASTING, PLACING, REDUCTIONS, is_cheap, is_statistic
 from .._primitives.matmul_precision import (
     setting,
     settled_bind,
     with_setting,
     without_setting,
 )
-from .._rules import Demand, RematSource, author_dtype, saved_on_tpus
+from .._rules import Demand, RematSource, author_dtype, saved, saved_on_tpus
+from .._rules.low_bits import LowBits, copy_of
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
 from .._structural.saved import mark_saved
@@ -42,9 +44,14 @@ from .gathering import Gathering
 from .gathers import Gathers, gathers_of
 from .hoisting import HoistedWeights, entries_under, hoist_weights
 from .planner import Planner
-from .recompute import bind_recomputing_casts, bind_region, recomputed_casts
+from .recompute import (
+    bind_recomputing_casts,
+    bind_region,
+    operands_in_8_bits,
+    recomputed_casts,
+)
 from .record import in_step_scope
-from .remat import Region, as_region
+from .remat import Region, as_region, is_contracted, is_kept_anyway, kept_whole
 from .remat_mode import RematMode
 from .schedules import schedule_of
 from .views import Views, contraction_input_casts, rebind_view
@@ -80,6 +87,13 @@ class Binder:
         self.gathering = Gathering(Gathers())  # of rounded numbers
         self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
+        self.copies: dict[Any, Any] = {}  # in 8 bits, once for all that read them so
+        self.kept_whole: frozenset[Any] = frozenset()  # by regions, and not in 8 bits
+        # Of the program that is bound: how it keeps what contractions made, the facts
+        # of its variables, and what makes them.
+        self.saves: LowBits | None = None
+        self.facts: Mapping[Any, Any] = {}
+        self.makers: Mapping[Any, Step] = {}
         # A binder for other values, which holds on to nothing of this one.
         self.with_env = functools.partial(Binder, planner)
 
@@ -109,6 +123,8 @@ class Binder:
         if self.remat_mode != RematMode.REGIONS:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
+        binder.kept_whole = kept_whole(units, plan.facts)
+        binder.saves, binder.facts, binder.makers = plan.saves, plan.facts, plan.makers
         for unit, drops in zip(units, unit_drops, strict=True):
             if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
                 unit = as_region(unit)
@@ -259,13 +275,51 @@ class Binder:
         return self.env[var] if author is None else self._in_dtype(var, author)
 
     def low_copies(
-        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+        self,
+        variables: Iterable[Any],
+        dtypes: Iterable[DType | None],
+        bits: Mapping[Any, LowBits] = MappingProxyType({}),
     ) -> list[Any]:
-        """Low copies for the backward pass; `None` where no dtype is given."""
-        pairs = zip(variables, dtypes, strict=True)
-        return [
-            None if dtype is None else self._in_dtype(v, dtype) for v, dtype in pairs
-        ]
+        """Low copies for the backward pass; `None` where no dtype is given.
+
+        Those of variables in `bits` are in 8 bits."""
+
+        def copy(v: Any, dtype: DType | None) -> Any:
+            if v in bits:
+                return self.copy_in_8_bits(v, dtype, bits[v])
+            return None if dtype is None else self._in_dtype(v, dtype)
+
+        return list(map(copy, variables, dtypes))
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether XLA can't tell what is computed from what the backward pass reads."""
+        return self.remat_mode != RematMode.REGIONS
+
+    def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
+        """What a checkpoint of the author's reads and is to keep in 8 bits.
+
+        By a user's rule that is all, else what contractions made."""
+        how = step.match.saves or (self.saves and self.saves._replace(format="int8"))
+        if how is None or not self.has_regions:
+            return {}
+        found: dict[Any, LowBits] = {}
+        for atom, dtype in zip(step.eqn.invars, step.decision.reads, strict=True):
+            if isinstance(atom, Literal) or dtype is None:
+                continue
+            is_ours = step.match.saves is not None or is_contracted(atom, self.makers)
+            is_kept = is_kept_anyway(self.facts[atom]) or atom in self.kept_whole
+            if is_ours and not is_kept and how.pays_for(atom.aval, dtype):
+                found[atom] = how
+        return found
+
+    def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any:
+        """A copy of `var`, as it is read in `dtype`: one for all that read it so."""
+        value = self.env[var] if dtype is None else self._in_dtype(var, dtype)
+        key = var, value.dtype, how
+        if key not in self.copies:
+            self.copies[key] = copy_of(value, how)
+        return self.copies[key]
 
     def shared_low_dtype(self, var: Any) -> DType | None:
         """The dtype of a low value that is read more than once, else `None`."""
@@ -295,16 +349,20 @@ class Binder:
             if step.opaque or step.handler is not None:
                 pairs = zip(eqn.invars, decision.reads, strict=True)
                 operands = [self.read(atom, dtype) for atom, dtype in pairs]
-            elif again := recomputed_casts(self, step):
-                return bind_recomputing_casts(self, step, again)
             else:
-                return self.apply(step)
+                return self._bind_leaf(step)
         if step.handler is not None:
             self.gathering.hand_on(self, step)
             outs = step.handler.bind(self, step, operands)
         else:
             outs = rebind(with_setting(eqn, self.planner.strict), operands)
         return _as_decided(step, outs)
+
+    def _bind_leaf(self, step: Step) -> list[Any]:
+        again, bits = recomputed_casts(self, step), operands_in_8_bits(self, step)
+        if again or bits:
+            return bind_recomputing_casts(self, step, again, bits)
+        return self.apply(step)
 
     def _mark_saved(self, step: Step, outs: list[Any]) -> list[Any]:
         """The results of a step, marked to be kept where they would be made again."""
@@ -345,6 +403,9 @@ class Binder:
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.remat_mode == RematMode.SAVE_STATISTICS and is_statistic(eqn):
             outs = list(map(saved_on_tpus, outs))
+        if self.remat_mode == RematMode.SAVE_REDUCTIONS:
+            if eqn.primitive.name in REDUCTIONS:
+                outs = list(map(saved, outs))
         if step.is_compute:
             outs = list(
                 map(rounded_for_all_readers, outs, (v.aval for v in eqn.outvars))
@@ -477,7 +538,7 @@ class InnerProgram(NamedTuple):
         ):
             is_region = isinstance(unit, Region)
             both = (
-                (RematMode.RECOMPUTED, RematMode.SAVE_STATISTICS)
+                (RematMode.RECOMPUTED, unit.recomputed_mode)
                 if is_region
                 else (self.remat_mode,)
             )

@@ -6,7 +6,6 @@ from typing import Any
 
 from .._dtypes import DType, cast, lowered
 from .._primitives import PLACING
-from .._quantised.constant import constant
 from .._quantised.gathered import (
     ForEachPass,
     GatheredNumbers,
@@ -15,6 +14,7 @@ from .._quantised.gathered import (
     is_gather,
 )
 from .._rules import Sent
+from .._rules.constant import constant
 from .._structural import Step
 from .casts import moved_with_full_gradient
 from .gathers import Gathers

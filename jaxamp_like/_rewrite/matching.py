@@ -18,13 +18,16 @@ class Matching:
     """Asks the policy once for each primitive and scope, and remembers the answer."""
 
     policy: Lookup
+    keeps_in_8_bits: bool = True  # whether rules that ask for it are followed
     _found: dict[Any, Match] = field(default_factory=dict)
 
     def of_primitive(self, primitive: Any, scope: Scope) -> Match:
         """What the policy says of a primitive in a scope."""
         key = (primitive, scope)
         if key not in self._found:
-            self._found[key] = self.policy.find(primitive, scope)
+            found = self.policy.find(primitive, scope)
+            saves = found.saves if self.keeps_in_8_bits else None
+            self._found[key] = replace(found, saves=saves)
         return self._found[key]
 
     def of_equation(self, eqn: Eqn, scope: Scope) -> Match:

@@ -34,9 +34,10 @@ from .._jax import (
 )
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Lookup
-from .._primitives import FIXED, holds_rule
+from .._primitives import CONTRACTIONS, FIXED, LINEAR, holds_rule
 from .._primitives.matmul_precision import setting
 from .._rules import (
+    Decision,
     Demand,
     Fact,
     Match,
@@ -48,6 +49,7 @@ from .._rules import (
     summed_once,
     use_original_precision,
 )
+from .._rules.low_bits import LowBits
 from .._structural import STRUCTURAL, Facts, Plan, Scope, Step
 from .accumulators import Accumulators
 from .cotangents import Cotangents, Flags
@@ -59,6 +61,7 @@ from .memo import Memo
 from .origins import as_number, with_origins
 from .partners import Partners, without_partners
 from .placement import as_asked, of_operands, remat_source_of
+from .remat import is_kept_anyway
 from .shared import shared
 from .solvers import Solvers
 
@@ -73,15 +76,16 @@ class Planner:
     policy: Lookup
     compute_dtype: DType
     strict: bool = False
-    lean: bool = False
+    lean: bool | str = False  # or the format of 8 bits in which values are kept
     # Whether an input that lies on several devices is cast once, and the cast is kept;
     # if `None`, its type and the shardings in the program tell (see `placement`).
     gather_once: bool | None = None
     partly_mapped: bool = False  # whether examples of a `jax.vmap` share some inputs
+    differentiated_again: bool = False  # so that nothing may be kept in 8 bits
     _plans: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
-        self.matching = Matching(self.policy)
+        self.matching = Matching(self.policy, not self.differentiated_again)
         self.accumulators = Accumulators(self.matching.handler, self.matching)
         self.demands = Demands(self.matching, self.accumulators)
         # It marks the solvers of a program before that is planned; see `prepared`.
@@ -97,7 +101,32 @@ class Planner:
     def without_memory(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
         settings = self.policy, self.compute_dtype, self.strict, self.lean
-        return Planner(*settings, self.gather_once, self.partly_mapped)
+        asked = self.gather_once, self.partly_mapped, self.differentiated_again
+        return Planner(*settings, *asked)
+
+    @property
+    def may_keep_in_8_bits(self) -> bool:
+        """Whether the option `lean` or a rule asks for it."""
+        rules = (rule for _, rule in self.policy.items())
+        is_asked = (isinstance(r, Rule) and r.saves is not None for r in rules)
+        return isinstance(self.lean, str) or any(is_asked)
+
+    @property
+    def saves(self) -> LowBits | None:
+        """How what is kept for the backward pass is kept in 8 bits, if it may be."""
+        if not isinstance(self.lean, str) or self.differentiated_again:
+            return None
+        return LowBits(self.lean)
+
+    @functools.cached_property
+    def of_second_derivative(self) -> "Planner":
+        """The same planner, for calls that are differentiated more than once.
+
+        What is kept in 8 bits can't be differentiated again."""
+        if self.differentiated_again:
+            return self
+        settings = self.policy, self.compute_dtype, self.strict, self.lean
+        return Planner(*settings, self.gather_once, self.partly_mapped, True)
 
     @functools.cached_property
     def of_partly_mapped(self) -> "Planner":
@@ -205,7 +234,7 @@ class Planner:
             out_facts=tuple(map(partners.fact_of, inner.outvars)),
             steps=tuple(steps),
             facts=env,
-            lean=self.lean,
+            saves=self.saves,
             policy_keys=frozenset(keys),
         )
 
@@ -256,6 +285,7 @@ class Planner:
             decision = decision._replace(
                 out_facts=upcast_early(site, decision.out_facts)
             )
+        decision = self._with_residual_bits(site, match, decision, opaque)
         cast = {
             i: fact.remat_source
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
@@ -271,10 +301,41 @@ class Planner:
             decision,
             input_casts=cast,
             opaque=opaque,
-            may_recompute=self.lean or match.rule.is_run_again,
+            may_recompute=bool(self.lean) or match.rule.is_run_again,
             out_demands=tuple(wanted),
             backward=site.backward,
         )
+
+    def _with_residual_bits(
+        self, site: Site, match: Match, decision: Decision, opaque: bool
+    ) -> Decision:
+        """The decision, with what the equation is to keep in 8 bits.
+
+        What contractions read is, and by a user's rule for its scope what others read
+        that are no linear function of it."""
+        name = site.primitive.name
+        is_contraction = name in CONTRACTIONS
+        is_ours = is_contraction and match.is_compute
+        how = match.saves or (self.saves if is_ours else None)
+        if how is None or opaque or site.backward or site.recomputed:
+            return decision
+        if name in LINEAR or match.rule.chooses_residuals:
+            return decision
+        keeps = tuple(
+            how
+            if fact is not None
+            and dtype is not None
+            and not is_kept_anyway(fact)
+            and how.pays_for(aval, dtype)
+            else None
+            for fact, dtype, aval in zip(
+                site.facts, decision.reads, site.avals, strict=True
+            )
+        )
+        if not any(keeps):
+            return decision
+        why = f"{decision.why}; what it reads is kept in {how}"
+        return decision._replace(residual_bits=keeps, why=why)
 
     @contextlib.contextmanager
     def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:

@@ -13,6 +13,7 @@ from .._rules import (
     with_cotangent_barrier,
     with_low_residuals,
 )
+from .._rules.low_bits import LowBits
 from .._structural import Step
 from .._structural.saved import mark_saved
 from .casts import with_full_gradient
@@ -26,15 +27,17 @@ def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     """Binds steps so that only what goes into them is kept for the backward pass."""
     # The cotangent of a value that has other readers is not rounded here.
     kept = {v: dtype or outer.shared_low_dtype(v) for v, dtype in region.ins.items()}
-    ins = {v: (dtype, v in region.sharded) for v, dtype in kept.items()}
+    bits = region.in_8_bits
+    ins = {v: (low, v in region.sharded, bits.get(v)) for v, low in kept.items()}
     code = (
         region.ends_in_loss,
+        region.keeps_reductions,
         code_of(region.steps, ins, region.outs, outer.rounded_cotangents),
     )
     run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
         operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
-        outs = run(operands, outer.low_copies(kept, kept.values()))
+        outs = run(operands, outer.low_copies(kept, kept.values(), bits))
     is_marked = outer.remat_mode == RematMode.REGIONS_UNDER_POLICY
     return list(map(mark_saved, outs)) if is_marked else outs
 
@@ -64,16 +67,25 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
 
     def recompute(*values):
         if not is_apart:
-            return run(RematMode.SAVE_STATISTICS, values)
+            return run(region.recomputed_mode, values)
         pairs = zip(region.ins, values, strict=True)
-        values = [x if v in region.sharded else behind_barrier(x) for v, x in pairs]
-        return list(map(with_cotangent_barrier, run(RematMode.SAVE_STATISTICS, values)))
+        values = [x if v in stays else behind_barrier(x) for v, x in pairs]
+        return list(map(with_cotangent_barrier, run(region.recomputed_mode, values)))
 
+    stays = {*region.sharded, *region.in_8_bits}
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
     is_apart = outer.remat_mode == RematMode.REGIONS and not region.ends_in_loss
     mark = mark_saved if outer.remat_mode == RematMode.REGIONS_UNDER_POLICY else None
     rules = any(holds_rule(step.eqn) for step in region.steps)
-    return with_low_residuals(forward, recompute, False, mark, keeps_statistics, rules)
+    return with_low_residuals(
+        forward,
+        recompute,
+        False,
+        mark,
+        keeps_statistics,
+        rules,
+        is_apart=outer.remat_mode == RematMode.REGIONS,
+    )
 
 
 def recomputed_casts(binder: StepBinder, step: Step) -> list[int]:
@@ -110,10 +122,24 @@ def _upcast_operands(binder: StepBinder, step: Step) -> list[int]:
     ]
 
 
+def operands_in_8_bits(binder: StepBinder, step: Step) -> dict[int, LowBits]:
+    """Operands that are kept in 8 bits; none of what a region keeps as it is."""
+    if not binder.remat_mode.has_regions:
+        return {}
+    atoms = step.eqn.invars
+    return {
+        i: how
+        for i, how in enumerate(step.decision.residual_bits)
+        if how is not None and atoms[i] not in binder.kept_whole
+    }
+
+
 def bind_recomputing_casts(
-    binder: StepBinder, step: Step, again: list[int]
+    binder: StepBinder, step: Step, again: list[int], bits: dict[int, LowBits]
 ) -> list[Any]:
     """Binds so that casts of the operands `again` are made again, not kept.
+
+    Those of `bits` are kept in 8 bits.
 
     `prevent_cse` is off: inside a loop there is nothing to merge, and outside of one
     XLA may choose between a second cast and a copy that is kept."""
@@ -127,6 +153,7 @@ def bind_recomputing_casts(
     # The cotangent of a value that has other readers is not rounded here.
     kept = [binder.shared_low_dtype(v) for v in roots]
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
+    is_apart = binder.remat_mode == RematMode.REGIONS
     first_pvary, first_array = len(roots), len(roots) + len(pvaried)
 
     def op(*operands):
@@ -142,19 +169,27 @@ def bind_recomputing_casts(
         read = dict(zip(arrays, operands[first_array:], strict=True))
         return inner.apply(step, static | read)
 
-    code = code_of([*chain, step], ins), tuple(again), tuple(kept)
+    code = code_of([*chain, step], ins), tuple(again), tuple(kept), tuple(bits.items())
     pairs = zip(roots, kept, strict=True)
     values = [binder.in_full(v) if low else binder.read(v, None) for v, low in pairs]
     values += [*pvaried, *arrays.values()]
-    if not any(kept):
+    if not any(kept) and not bits:
         return binder.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
             *values
         )
     run = binder.deduplicated(
-        code, lambda: with_low_residuals(op, op, prevent_cse=False)
+        code,
+        lambda: with_low_residuals(op, op, prevent_cse=False, is_apart=is_apart),
     )
     copies = binder.low_copies(roots, kept)
-    return run(values, [*copies, *[None] * (len(values) - len(copies))])
+    copies += [None] * (len(values) - len(arrays) - len(copies))
+    copies += [
+        binder.copy_in_8_bits(atoms[i], step.decision.reads[i], bits[i])
+        if i in bits
+        else None
+        for i in arrays
+    ]
+    return run(values, copies)
 
 
 def _is_pvary(view: Step) -> bool:

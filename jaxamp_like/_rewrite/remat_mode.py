@@ -12,6 +12,7 @@ class RematMode(enum.Enum):
     REGIONS_UNDER_POLICY = enum.auto()  # in a loop, under the policy `save_marked`
     RECOMPUTED = enum.auto()  # the backward pass recomputes all of it
     SAVE_STATISTICS = enum.auto()  # as `RECOMPUTED`, but TPUs keep large sums
+    SAVE_REDUCTIONS = enum.auto()  # as `RECOMPUTED`, but what reduces an array is kept
 
     @property
     def has_regions(self) -> bool:
@@ -23,7 +24,11 @@ class RematMode(enum.Enum):
 
     @property
     def is_recomputed(self) -> bool:
-        return self in (RematMode.RECOMPUTED, RematMode.SAVE_STATISTICS)
+        return self in (
+            RematMode.RECOMPUTED,
+            RematMode.SAVE_STATISTICS,
+            RematMode.SAVE_REDUCTIONS,
+        )
 
     @property
     def in_loop(self) -> "RematMode":

@@ -30,5 +30,5 @@ def _with_regions(plan: Plan) -> Schedule:
     in it."""
     is_backward = any(step.backward for step in plan.steps)
     if not is_backward and any(step.may_recompute or step.inner for step in plan.steps):
-        return remat_schedule(plan.steps, plan.facts, plan.outvars)
+        return remat_schedule(plan.steps, plan.facts, plan.outvars, plan.saves)
     return schedule_of(plan, False)

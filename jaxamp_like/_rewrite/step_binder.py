@@ -2,11 +2,12 @@
 
 The class itself is in `bind`, which imports the modules that ask."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from .._dtypes import DType
 from .._jax import Atom
+from .._rules.low_bits import LowBits
 from .._structural import HoistedWeights, Step
 from .deduplication import Deduplicated
 from .remat_mode import RematMode
@@ -30,6 +31,7 @@ class StepBinder(Protocol):
     deduplicated: Deduplicated
     hoisted_weights: HoistedWeights
     rounded_cotangents: Mapping[Any, int | None]
+    kept_whole: frozenset[Any]
 
     @property
     def with_env(self) -> NewBinder: ...
@@ -55,9 +57,18 @@ class StepBinder(Protocol):
         ...
 
     def low_copies(
-        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
-    ) -> Sequence[Any]:
-        """Low copies for the backward pass; `None` where no dtype is given."""
+        self,
+        variables: Iterable[Any],
+        dtypes: Iterable[DType | None],
+        bits: Mapping[Any, LowBits] = ...,
+    ) -> list[Any]:
+        """Low copies for the backward pass; `None` where no dtype is given.
+
+        Those of variables in `bits` are in 8 bits."""
+        ...
+
+    def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any:
+        """A copy of `var`, as it is read in `dtype`: one for all that read it so."""
         ...
 
     def shared_low_dtype(self, var: Any) -> DType | None:

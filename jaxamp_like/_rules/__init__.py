@@ -52,6 +52,7 @@ from .match import Match as Match
 from .remat_barriers import (
     behind_barrier as behind_barrier,
     keeps_statistics as keeps_statistics,
+    saved as saved,
     saved_on_tpus as saved_on_tpus,
     with_cotangent_barrier as with_cotangent_barrier,
 )

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from .._dtypes import DType, bits, cast_all, exact_in, is_float, lowered, survives
 from .._jax import is_array_aval, typeof
 from .fields import check_fields
+from .low_bits import LowBits
 
 
 class Precision(enum.IntEnum):
@@ -239,6 +240,8 @@ class Decision(NamedTuple):
     bind: Callable[..., Any] | None = None  # instead of the primitive's own
     # The dtypes that operands are kept in for the backward pass, if not as read.
     residual_dtypes: tuple[DType | None, ...] = ()
+    # How operands are kept in 8 bits for the backward pass, if they are.
+    residual_bits: tuple[LowBits | None, ...] = ()
     # Whether the backward pass casts inputs again, rather than keep the casts.
     recomputes_casts: bool = True
     eight_bits: EightBits | None = None  # of a contraction that is quantised
@@ -309,6 +312,16 @@ class Rule:
         If so, the equation runs as written where `why_written` says why. `makes_low`
         asks all rules but those of contractions, which it knows by their shapes."""
         return self.is_compute
+
+    @property
+    def saves(self) -> LowBits | None:
+        """How what equations read is kept, if that is all that the rule says."""
+        return None
+
+    @property
+    def chooses_residuals(self) -> bool:
+        """Whether the rule says itself in which numbers gradients read operands."""
+        return False
 
     @property
     def is_run_again(self) -> bool:

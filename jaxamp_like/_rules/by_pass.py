@@ -81,6 +81,11 @@ class UsePrecisionByPass(Rule):
     def is_compute(self) -> bool:
         return self.forward.is_low
 
+    @property
+    def chooses_residuals(self) -> bool:
+        gradients = (self.input_gradient, self.weight_gradient)
+        return not all(choice.is_low for choice in gradients)
+
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         if not self.forward.is_low:
             return Demand.FULL

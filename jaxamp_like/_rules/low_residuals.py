@@ -9,6 +9,7 @@ import jax
 from .._dtypes import DType, cast, cast_all
 from .._jax import SymbolicZero, checkpoint, is_inexact
 from .base import author_dtype
+from .low_bits import Copy, stand_in
 
 
 def with_low_residuals(
@@ -18,9 +19,12 @@ def with_low_residuals(
     mark_saved: Callable[[Any], Any] | None = None,
     policy: Callable[..., bool] | None = None,
     holds_rules: bool = False,
+    is_apart: bool = False,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """`forward` as a function of operands and of their copies, `None` where none is.
 
+    A copy is of a lower dtype, or a `Copy` in 8 bits; one that `is_apart` is decoded
+    only when the backward pass gets there.
     For the backward pass a copy is kept where there is one, and else the operand;
     `mark_saved` then marks each for the policy of a checkpoint. The backward pass
     recomputes all else by `recompute`, which computes what `forward` does, except what
@@ -37,22 +41,31 @@ def with_low_residuals(
         return forward(*operands)
 
     @functools.cache  # one function, which JAX traces once
-    def derivative(active: tuple[int, ...], dtypes: tuple[DType | None, ...]):
-        # With `prevent_cse` XLA can't use what the forward pass has in full.
-        @functools.partial(checkpoint, prevent_cse=prevent_cse, policy=policy)
+    def derivative(
+        active: tuple[int, ...],
+        dtypes: tuple[DType | None, ...],
+        has_copies: bool,
+    ):
         def linear(residuals, tangents):
-            at = cast_all(residuals, dtypes)
+            read = [stand_in(*x) if _is_pair(x) else x for x in residuals]
+            at = cast_all(read, dtypes)
             fn = of_some(recompute, active, at)
             return jax.jvp(fn, tuple(at[i] for i in active), tangents)[1]
 
-        return linear
+        # With `prevent_cse` XLA can't use what the forward pass has in full. A copy is
+        # decoded together with the cotangent: XLA would do so ahead, and keep the wide
+        # numbers until they are read.
+        waits = prevent_cse or (is_apart and has_copies)
+        return checkpoint(linear, prevent_cse=waits, policy=policy)
 
     @functools.cache
     def differentiated_once():
         if not holds_rules:
             return op
         fns = by_rules(forward), by_rules(recompute)
-        return with_low_residuals(*fns, prevent_cse, mark_saved, policy, holds_rules)
+        return with_low_residuals(
+            *fns, prevent_cse, mark_saved, policy, holds_rules, is_apart
+        )
 
     def jvp(primals, tangents):
         (operands, copies), (of_operands, _) = primals, tangents
@@ -60,16 +73,29 @@ def with_low_residuals(
             i: t for i, t in enumerate(of_operands) if not isinstance(t, SymbolicZero)
         }
         pairs = zip(operands, copies, strict=True)
-        residuals = [x if copy is None else copy for x, copy in pairs]
-        if mark_saved is not None:
-            residuals = [mark_saved(x) for x in residuals]
+        residuals = [_residual(x, copy, mark_saved or _as_it_is) for x, copy in pairs]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
-        linear = derivative(tuple(ts), dtypes)
+        linear = derivative(tuple(ts), dtypes, any(map(_is_pair, residuals)))
         value = differentiated_once()(operands, copies)
         return value, linear(residuals, tuple(ts.values()))
 
     op.defjvp(jvp, symbolic_zeros=True)
     return op
+
+
+def _residual(x: Any, copy: Any, mark_saved: Callable[[Any], Any]) -> Any:
+    """What is kept of an operand: itself, its copy, or both where `stand_in` reads."""
+    if isinstance(copy, Copy):
+        return x, jax.tree.map(mark_saved, copy)
+    return mark_saved(x if copy is None else copy)
+
+
+def _is_pair(residual: Any) -> bool:
+    return isinstance(residual, tuple)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 def by_rules(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from .._dtypes import DType, bits
 from .base import Demand, Rule, demand_in
+from .low_bits import LowBits
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Match:
     compute_dtype: DType | None = None  # `None`: that of the whole function
     also: tuple[Any, ...] = ()  # other keys that led here: of a map, of a filter
     as_written: bool = False  # the equation runs so, whatever the rule computes
+    saves: LowBits | None = None  # how it is to keep what it reads, if a user said so
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         """How operands are read; see `Rule.demand`."""

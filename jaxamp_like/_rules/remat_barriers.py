@@ -34,6 +34,11 @@ def _is_opaque(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
+def saved(x: Any) -> Any:
+    """`x`, as `keeps_statistics` keeps it."""
+    return _SAVED.bind(x)
+
+
 def saved_on_tpus(x: Any) -> Any:
     """On TPUs `x` as `keeps_statistics` keeps it, elsewhere `x` as it is made again.
 

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._dtypes import lowered
+from .._errors import AmpError
 from .._primitives.matmul_precision import settled_bind
 from . import Decision, Rule, Site
 from .base import DelegatingRule
+from .low_bits import BLOCK, FORMATS, SHORT_FORMATS, LowBits, as_low_bits
 from .low_residuals import low_copies, with_low_residuals
-from .user_rules import as_rule
+from .user_rules import as_rule, is_dtype
 
 
 @dataclass(frozen=True)
@@ -43,26 +45,87 @@ class SavingLow(DelegatingRule):
         return decision._replace(bind=bind, why=why)
 
 
-def saving_low(rule: Any) -> Rule:
-    """Computes by `rule`, and keeps low copies of the inputs for the backward pass.
+@dataclass(frozen=True)
+class SavingLowBits(Rule):
+    """Leaves the decision to the other rules of a policy; see `saving_low`.
 
-    The value is that of `rule`, to the bit; its derivative is that at inputs which were
+    A policy looks these rules up apart from others, so that `decide` is never asked."""
+
+    format: str
+    block: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_low_bits(self.format, self.block, "format")
+
+    @property
+    def saves(self) -> LowBits:
+        return LowBits(self.format, self.block)
+
+    def decide(self, site: Site) -> Decision:
+        raise AmpError(
+            f"`saving_low({self.format!r})` says what is kept for the backward pass, "
+            "and not how an operation computes: it can't be a part of another rule. "
+            "Put it into a policy itself, under the name of a scope or a primitive."
+        )
+
+
+def saving_low(rule: Any, block: int | None = None) -> Rule:
+    """Keeps low copies of what ops read for their backward pass.
+
+    With the name of a format of 8 bits, `saving_low("int8")`, all that ops of a scope
+    keep for their backward pass is kept in 8 bits: what contractions read, and what
+    norms, softmax and activations are run again from. How they compute is as the policy
+    says without the rule, and so are their values and forward-mode derivatives, to the
+    bit; the backward pass reads the rounded values. Blocks of `block` neighbours along
+    the last axis share a scale. int8 errs least, by about 0.6 % of a block's numbers,
+    float8_e4m3fn by 2.6 % of each, float8_e5m2 by 5 %. Under the name of a scope it
+    also holds for sums, such as a residual stream, which `amp(fn, lean="int8")` leaves
+    alone. Arrays of less than 32 numbers stay as they are, and so does what
+    contractions of rules such as `float8` keep in 8 bits already. What is kept so can't
+    be differentiated again: where `amp` sees a second derivative, it keeps 16 bits.
+
+    With a rule, it computes by `rule`, and keeps low copies in the compute dtype. The
+    value is that of `rule`, to the bit; its derivative is that at inputs which were
     rounded to the compute dtype, computed again in the backward pass. It suits ops that
     compute in full and are cheap to run twice. What several ops share is better left to
     `amp(fn, lean=True)`, which keeps one low input for a whole remat region of them.
 
     Args:
-        rule: a rule or a dtype, as in a policy.
+        rule: "int8", "float8_e4m3fn" (or "float8") or "float8_e5m2"; or a rule or a
+            dtype, as in a policy.
+        block: with a format, how many numbers share a scale, by default 32. Where an
+            axis is no multiple, a divisor near it is taken.
     Returns:
         A rule to put in a policy.
     Raises:
-        TypeError: `rule` is no rule.
+        TypeError: `rule` is no rule, or `block` is no integer, or is given with a rule.
+        ValueError: `rule` is no format that there is, or `block` is not positive.
 
     >>> from jax import lax
     >>> from jaxamp_like import default_amp_policy
     >>> from jaxamp_like.rules import use_original_precision
+    >>> policy = default_amp_policy | {"encoder": saving_low("int8", block=32)}
     >>> policy = default_amp_policy | {lax.exp_p: saving_low(use_original_precision)}
 
     Activations stored in few bits are due to Chakrabarti and Moseley, "Backprop with
     Approximate Activations for Memory-efficient Network Training", arXiv:1901.07988."""
-    return SavingLow(as_rule(rule, "rule"))
+    if _is_format(rule):
+        bits = as_low_bits(rule, BLOCK if block is None else block, "rule")
+        return SavingLowBits(*bits)
+    inner = as_rule(rule, "rule")
+    if block is not None:
+        raise TypeError(
+            "`block` is given, which only formats of 8 bits have, but `rule` is none "
+            f"of them: {rule!r}. Leave `block` out, or give 'int8' for `rule`."
+        )
+    return SavingLow(inner)
+
+
+def _is_format(value: Any) -> bool:
+    """Whether a user meant a format of few bits: an unknown one is refused as such."""
+    name = value if isinstance(value, str) else str(getattr(value, "__name__", value))
+    if not isinstance(value, str) and not is_dtype(value):
+        return False
+    few = ("float8", "float4", "int8", "int4", "uint8", "uint4", "fp8", "mxfp8")
+    return name in (*FORMATS, *SHORT_FORMATS) or name.startswith(few)

@@ -12,6 +12,7 @@ from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, did_you_mean
 from .base import Rule
 from .callback import Callback
 from .computing import use_precision
+from .low_bits import as_format
 
 _MAP_HINT = " `PolicyMap` gives whole policies to scopes."
 
@@ -61,6 +62,18 @@ def as_bool(value: Any, argument: str) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"`{argument}` must be True or False, but got {value!r}.")
     return bool(value)
+
+
+def as_lean(value: Any) -> bool | str:
+    """Returns the option `lean`: a bool, or the name of a format of 8 bits."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    if isinstance(value, str) or is_dtype(value):
+        return as_format(value, "lean")
+    raise TypeError(
+        "`lean` must be True or False, or a format in which to keep values for the "
+        f"backward pass, such as 'int8' or 'float8', but got {value!r}."
+    )
 
 
 def is_integer(value: Any) -> bool:

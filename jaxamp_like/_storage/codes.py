@@ -12,8 +12,8 @@ from jax import lax
 from .._dtypes import DType
 from .._frameworks.nnx import as_arrays
 from .._random_rounding import chances
+from .._tiles import Tile, over_tiles, range_in_tiles, shard_shape
 from .formats import FORMATS
-from .tiles import Tile, largest_in_tiles, over_tiles, shard_shape
 
 
 class Layout(NamedTuple):
@@ -95,7 +95,7 @@ def _scales(x: Any, layout: Layout) -> Any:
     That of a block with an inf or a NaN is NaN, as then is the block."""
     if not FORMATS[layout.format].has_scales:
         return None
-    largest, is_signed = largest_in_tiles(x, layout.tile)
+    largest, is_signed = range_in_tiles(x, layout.tile)
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.nan)
     return jnp.where(is_signed, largest, -largest)
 

@@ -15,10 +15,10 @@ from .._errors import hiding_frames, showing_call, warn_or_raise
 from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
 from .._jax import is_array_or_shape
 from .._random_rounding import mixed
+from .._tiles import tile_of
 from .codes import Layout, LowBitArray, encoded, layout_of
 from .formats import FORMATS
 from .moments import Where, stored_low
-from .tiles import tile_of
 
 Rounding = Literal["stochastic", "nearest"]
 

@@ -7,13 +7,14 @@ shardings, unrolling, remat policies and whatever a later JAX adds survive."""
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
 from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
+from .._rules.low_bits import LowBits
 
 Facts = tuple[Fact | None, ...]
 Scope = tuple[str, ...]
@@ -131,10 +132,15 @@ class Plan:
     out_facts: Facts
     steps: tuple[Step, ...]
     facts: dict[Any, Fact | None]  # of all variables
-    lean: bool
+    saves: LowBits | None  # how what contractions make and read is kept
     policy_keys: frozenset[Any]  # keys of the policy that an equation was found under
     # The rewritten jaxprs.
     closed_jaxprs: dict[Any, Jaxpr] = field(default_factory=dict)
+
+    @functools.cached_property
+    def makers(self) -> dict[Any, Step]:
+        """The step that makes each variable."""
+        return {v: step for step in self.steps for v in step.eqn.outvars}
 
     @functools.cached_property
     def shared_quantised(self) -> frozenset[Hashable]:
@@ -196,7 +202,12 @@ class Planner(Protocol):
     """What plans the programs that an equation holds; its class is in `_rewrite`."""
 
     @property
-    def lean(self) -> bool: ...
+    def lean(self) -> bool | str: ...
+
+    @property
+    def saves(self) -> LowBits | None:
+        """How what is kept for the backward pass is kept in 8 bits, if it may be."""
+        ...
 
     @property
     def demands(self) -> Demands: ...
@@ -283,10 +294,24 @@ class ProgramBinder(Protocol):
         """How a rule reads its first `count` inputs; in full, if no rule is known."""
         ...
 
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether XLA can't tell what is computed from what the backward pass reads."""
+        ...
+
+    def inputs_in_8_bits(self, step: Step) -> Mapping[Any, LowBits]:
+        """What a checkpoint of the author's reads and is to keep in 8 bits."""
+        ...
+
     def low_copies(
-        self, variables: Iterable[Any], dtypes: Iterable[DType | None]
+        self,
+        variables: Iterable[Any],
+        dtypes: Iterable[DType | None],
+        bits: Mapping[Any, LowBits] = ...,
     ) -> list[Any]:
-        """Copies of values in the dtypes in which the backward pass keeps them."""
+        """Copies of values in the dtypes in which the backward pass keeps them.
+
+        Those of variables in `bits` are in 8 bits."""
         ...
 
     def hoisted_weights_in(self, step: Step) -> HoistedWeights:

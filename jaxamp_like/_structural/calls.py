@@ -109,8 +109,7 @@ def bind_closed(binder: ProgramBinder, step: Step, operands: list[Any]):
 
 def decide_remat(planner: Planner, eqn: Eqn, site: Site):
     decision, inner = decide_call(planner, eqn, site, source=RematSource.RECOMPUTED)
-    policies = (None, jax.checkpoint_policies.nothing_saveable)
-    if eqn.effects or eqn.params["policy"] not in policies:
+    if not _keeps_inputs_alone(eqn):
         return decision, inner
     keeps = tuple(fact and fact.saved_dtype for fact in inner[0].in_facts)
     if any(keeps):
@@ -119,8 +118,15 @@ def decide_remat(planner: Planner, eqn: Eqn, site: Site):
     return decision, inner
 
 
+def _keeps_inputs_alone(eqn: Eqn) -> bool:
+    """Whether a checkpoint keeps what goes into it, and nothing else."""
+    policies = (None, jax.checkpoint_policies.nothing_saveable)
+    return not eqn.effects and eqn.params["policy"] in policies
+
+
 def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.residual_dtypes
+    bits = binder.inputs_in_8_bits(step) if _keeps_inputs_alone(eqn) else {}
     dtypes = dtypes_of(step.decision.out_facts)
     weights = binder.hoisted_weights_in(step)
     closed = binder.for_recomputation().close(
@@ -134,7 +140,7 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
     if names := _names_kept(inner):
         params["policy"] = SaveNamesToo(names, params["policy"])
     with eqn_context(eqn):
-        if not keeps:
+        if not keeps and not bits:
             return bind(eqn.primitive, [*values, *operands], params)
         # `prevent_cse` is for what is run again alone, not for the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
@@ -146,9 +152,12 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
         def again(*operands):
             return run_jaxpr(body, operands)
 
-        copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps)
-        rules = holds_rule(eqn)
-        call = with_low_residuals(forward, again, prevent_cse, holds_rules=rules)
+        keeps = keeps or (None,) * len(operands)
+        copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps, bits)
+        rules, is_apart = holds_rule(eqn), not binder.is_in_loop
+        call = with_low_residuals(
+            forward, again, prevent_cse, holds_rules=rules, is_apart=is_apart
+        )
         return call([*values, *operands], copies)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..._rules.low_bits import COPIES
 from .heading import heading
 from .records import Program, RuleRecord, ScopeNode, scope_tree
 
@@ -73,6 +74,8 @@ def summary(report: ReportData) -> list[str]:
         saved = f"unknown, there is no derivative: {why}"
     else:
         saved = f"{human_bytes(now.saved_bytes)}"
+        if in_8_bits := bytes_in_8_bits(report.now):
+            saved += f", of which {human_bytes(in_8_bits)} in 8 bits"
         saved += f" (as written: {human_bytes(written.saved_bytes)})"
     return [
         *lines,
@@ -83,6 +86,12 @@ def summary(report: ReportData) -> list[str]:
         f" (as written: {written.casts})",
         f"  saved for backward: {saved}",
     ]
+
+
+def bytes_in_8_bits(program: Program) -> int:
+    """What the rule `saving_low` and the option `lean` keep as codes and scales."""
+    kept = (one for one in program.saved or () if one.primitive in COPIES)
+    return sum(one.num_bytes for one in kept)
 
 
 def _where_formats_run(program: Program) -> list[str]:

@@ -29,7 +29,7 @@ def explain(
     compute_dtype: DTypeLike | None = None,
     amp_policy: Any = None,
     strict: bool = False,
-    lean: bool = False,
+    lean: bool | str = False,
     argnums: int | Sequence[int] | None = None,
 ) -> Callable[..., Report]:
     """Reports the precision of each part of `fn`, without running it.

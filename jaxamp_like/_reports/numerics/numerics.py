@@ -35,7 +35,7 @@ def trace_numerics(
     compute_dtype: DTypeLike | None = None,
     amp_policy: Any = None,
     strict: bool = False,
-    lean: bool = False,
+    lean: bool | str = False,
     argnums: int | Sequence[int] | None = None,
     progress: bool | None = None,
 ) -> Callable[..., NumericsReport]:

@@ -24,6 +24,11 @@ Sublinear Memory Cost", arXiv:1604.06174. The min-cut partitioner of PyTorch's f
 also runs cheap ops again where memory is no concern, since reading costs more than
 computing."""
 
+from .eight_bits import (
+    is_contracted as is_contracted,
+    is_kept_anyway as is_kept_anyway,
+    kept_whole as kept_whole,
+)
 from .regions import (
     as_region as as_region,
     plain_schedule as plain_schedule,

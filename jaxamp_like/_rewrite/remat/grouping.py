@@ -7,6 +7,7 @@ from ..._dtypes import DType, has_range
 from ..._jax import variables, varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, RematSource
+from ..._rules.low_bits import LowBits
 from ..shared import shared
 from .cost import (
     Step,
@@ -23,6 +24,7 @@ from .cost import (
     saved_bytes_for,
     variables_read,
 )
+from .eight_bits import is_centred, is_contracted, reduces_rows
 
 # Linear in all that they read: the backward pass keeps none of it.
 _NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
@@ -45,8 +47,10 @@ class Grouping:
         steps: Sequence[Step],
         facts: dict[Any, Fact | None],
         outvars: Iterable[Any],
+        saves: LowBits | None = None,
     ):
         self.facts = facts
+        self._saves = saves
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
@@ -129,6 +133,47 @@ class Grouping:
             fact = self.facts[v]
             self._saved_dtypes[v] = (fact and fact.saved_dtype) or self._gate_dtype(v)
         return self._saved_dtypes[v]
+
+    def _bits_for(self, v: Any, group: Iterable[Step]) -> LowBits | None:
+        """How `lean` keeps what a region of some steps reads.
+
+        On GPUs XLA makes a softmax or a norm of a row in one kernel. That also decodes
+        the row if it has one scale, but not if it falls into blocks: the row would be
+        stored in float32 first. What a norm takes the mean of stays as it is: its
+        deviations from the mean may be smaller than a step between codes."""
+        if (
+            self._saves is None
+            or not v.aval.ndim
+            or is_centred(v, self.readers, self.number)
+        ):
+            return None
+        length = v.aval.shape[-1]
+        is_row = any(map(reduces_rows, group)) and isinstance(length, int)
+        return LowBits("int8", max(length, 1) if is_row else self._saves.block)
+
+    @property
+    def keeps_reductions(self) -> bool:
+        """Whether sums across rows are kept, so that the rest may be made again."""
+        return self._saves is not None
+
+    def saved_bits(self, v: Any, group: Iterable[Step]) -> LowBits | None:
+        """How a region of some steps keeps an input in 8 bits, if it does.
+
+        A user's rule holds for all that its steps read, the option `lean` only for
+        what contractions made. That is kept in int8 whatever the format for operands
+        of contractions: an exponential of a large number needs an absolute error that
+        is small, and of two formats of 8 bits int8 has the smaller one."""
+        asked = (s.match.saves for s in group if v in variables_read(s))
+        asked = next(filter(None, asked), None)
+        how, fact = asked or self._bits_for(v, group), self.facts[v]
+        dtype = self.saved_dtype(v) or fact_dtype(fact)
+        if how is None or dtype is None or not how.pays_for(v.aval, dtype):
+            return None
+        is_gate_sum = self._gate_dtype(v) is not None
+        is_rounded = is_gate_sum or is_contracted(v, self.maker)
+        if asked is None and not is_rounded:
+            return None
+        return how
 
     def _gate_dtype(self, v: Any) -> DType | None:
         """The dtype of a low copy of `v`, a sum of two products that only gates read.

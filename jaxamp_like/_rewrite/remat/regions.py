@@ -7,6 +7,7 @@ from ..._dtypes import DType
 from ..._jax import Literal, variables
 from ..._primitives import REDUCTIONS
 from ..._rules import Fact, author_dtype
+from ..._rules.low_bits import LowBits
 from .cost import (
     Step,
     fact_dtype,
@@ -42,11 +43,13 @@ def remat_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
+    saves: LowBits | None = None,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, groups of which are put into remat regions.
 
-    `facts` are those of all its variables."""
-    grouping = Grouping(steps, facts, outvars)
+    `facts` are those of all its variables; `saves` says how what contractions made is
+    kept for regions that read it."""
+    grouping = Grouping(steps, facts, outvars, saves)
     # How each variable is read outside of regions: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
 
@@ -88,7 +91,10 @@ def _region(
     is_last: Callable[..., bool],
 ) -> Region | None:
     """The region of a group of steps, if less is kept with it than without."""
-    if group[0] not in grouping.depth_of or _mixes_rows(group):
+    if group[0] not in grouping.depth_of:
+        return None
+    mixes_rows = _mixes_rows(group)
+    if mixes_rows and not grouping.keeps_reductions:
         return None
     outs = {
         v: _border(v, readers[v], grouping)
@@ -105,15 +111,21 @@ def _region(
     )
     paid = [v for v in taken if v in grouping.active and v not in grouping.free_vars]
     keeps = {v: low for v in paid if (low := grouping.saved_dtype(v))}
-    if not any(outs.values()) and not any(map(grouping.is_rounded, taken)):
+    in_8_bits = {v: how for v in paid if (how := grouping.saved_bits(v, steps))}
+    is_rounded = in_8_bits or any(map(grouping.is_rounded, taken))
+    if not any(outs.values()) and not is_rounded:
         return None  # nothing that it reads or gives is rounded
     gain = sum(saved_bytes_for(step, grouping.active) for step in group)
-    gain -= sum(map(grouping.saved_bytes, paid))
+    gain -= sum(
+        in_8_bits[v].num_bytes(v.aval) if v in in_8_bits else grouping.saved_bytes(v)
+        for v in paid
+    )
     ins = {v: keeps.get(v) for v in taken}
     sharded = frozenset(v for v in taken if is_sharded(grouping.facts[v]))
     if gain <= 0:
         return None
-    return Region(tuple(steps), ins, outs, sharded, is_last(group, outs, paid))
+    ends = is_last(group, outs, paid)
+    return Region(tuple(steps), ins, outs, sharded, ends, in_8_bits, mixes_rows)
 
 
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:

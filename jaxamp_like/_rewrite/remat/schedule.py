@@ -2,13 +2,15 @@
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..._dtypes import DType
 from ..._jax import variables
+from ..._rules.low_bits import LowBits
+from ..remat_mode import RematMode
 from ..shared import shared
 from .cost import Step, variables_read
 
@@ -22,13 +24,23 @@ class Region:
     stands for the dtype that they have. `sharded` are those of `ins` that lie on
     several devices: the backward pass uses what was gathered for the forward pass. A
     region that `ends_in_loss` ends in the loss: XLA may use again what the forward pass
-    made."""
+    made. Of `ins`, those of `in_8_bits` are kept so. Where it
+    `keeps_reductions`, statistics of an array are not made again."""
 
     steps: tuple[Step, ...]
     ins: dict[Any, DType | None]
     outs: dict[Any, DType | None]
     sharded: frozenset[Any] = frozenset()
     ends_in_loss: bool = False
+    in_8_bits: dict[Any, LowBits] = field(default_factory=dict)
+    keeps_reductions: bool = False
+
+    @property
+    def recomputed_mode(self) -> RematMode:
+        """How its steps are bound for the backward pass."""
+        if self.keeps_reductions:
+            return RematMode.SAVE_REDUCTIONS
+        return RematMode.SAVE_STATISTICS
 
 
 class Schedule(NamedTuple):

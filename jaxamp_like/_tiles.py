@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jax import is_tracer
-from .._magnitudes import largest_magnitude, words
+from ._jax import is_tracer
+from ._magnitudes import largest_magnitude, words
 
 Tile = tuple[int, ...]  # a length for each axis
 
@@ -59,10 +59,22 @@ def _tile(shape: Sequence[int], shards: Sequence[int], size: int) -> Tile:
     return tuple(tile)
 
 
-def largest_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
+def range_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
     """Of each tile, the largest magnitude, and whether any of its numbers has a sign.
 
     Both are shaped as the grid of tiles. A NaN of a tile is its largest magnitude."""
+    x, axes = _in_tiles(x, tile)
+    return largest_magnitude(x, axes), words(x).min(axes) < 0
+
+
+def largest_in_tiles(x: Any, tile: Tile) -> Any:
+    """The largest magnitude of each tile, shaped as the grid of tiles, or its NaN."""
+    x, axes = _in_tiles(x, tile)
+    return largest_magnitude(x, axes)
+
+
+def _in_tiles(x: Any, tile: Tile) -> tuple[Any, tuple[int, ...]]:
+    """An array whose axes are split by tiles, and the axes within tiles."""
     # Leading axes that `tile` has no length for are those of `vmap`.
     tile = (1,) * (x.ndim - len(tile)) + tile
     x = jnp.pad(x, [(0, -n % t) for n, t in zip(x.shape, tile, strict=True)])
@@ -75,8 +87,7 @@ def largest_in_tiles(x: Any, tile: Tile) -> tuple[Any, Any]:
             length = shape[axis] // tile[axis]
             x = x.reshape(*shape[:axis], length, tile[axis], *shape[axis + 1 :])
             inner = [axis + 1, *(a + 1 for a in inner)]
-    axes = tuple(inner)
-    return largest_magnitude(x, axes), words(x).min(axes) < 0
+    return x, tuple(inner)
 
 
 def over_tiles(grid: Any, tile: Tile, shape: Sequence[int]) -> Any:

@@ -19,6 +19,14 @@ def constant(x: Any) -> Any:
     return _CONSTANT.bind(x)
 
 
+def tied_zeros(tangent: Any, like: Any) -> Any:
+    """Zeros like an array, as a linear function of a tangent, which may be no more.
+
+    Reverse mode would drop a constant 0, since that depends on nothing."""
+    is_none = isinstance(tangent, Zero)
+    return Zero(tangent_aval(like)) if is_none else _NOTHING.bind(tangent, like)
+
+
 def tied(scale: Any, operand: Any) -> Any:
     """`scale`, with a derivative where `operand` has one, so that it can be refused."""
     return _TIED.bind(scale, operand)
@@ -48,8 +56,7 @@ def _constant_jvp(primals: Any, tangents: Any) -> Any:
 def _tied_jvp(primals: Any, tangents: Any) -> Any:
     out = tied(*primals)
     moves = [t for t in tangents if not isinstance(t, Zero)]
-    # Reverse mode would drop a constant 0, since that depends on nothing.
-    return out, _NOTHING.bind(moves[0], out) if moves else Zero(tangent_aval(out))
+    return out, tied_zeros(moves[0] if moves else tangents[0], out)
 
 
 def _nothing_jvp(primals: Any, tangents: Any) -> Any:

@@ -1,0 +1,125 @@
+"""Which values the backward pass may read as copies in 8 bits.
+
+What it runs again from a rounded value errs by that rounding, which is large where the
+value is small beside what it is the sum of. So a value is kept in 8 bits only if a
+contraction reads it, which is linear in it, or if a contraction made it, which rounds
+what it makes anyway. (Where only gates read it, it may be the sum of two contractions'
+results; see `Grouping.saved_dtype`.)"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..._jax import Literal
+from ..._primitives import CONTRACTIONS, LINEAR, REDUCTIONS, VIEWS
+from ..._rules import Fact, RematSource
+from ..._structural import Step
+from .schedule import Region
+
+_SUMS = frozenset({"reduce_sum", "psum", "psum2", "psum_invariant"})
+_MOVING = VIEWS | {"convert_element_type", "copy", "reduce_precision", "neg"}
+
+
+def is_kept_anyway(fact: Fact | None) -> bool:
+    """Whether a value is live in the backward pass, or is no float at all.
+
+    What lies on several devices is kept as it was gathered."""
+    return fact is None or fact.remat_source != RematSource.NONE
+
+
+def is_contracted(atom: Any, maker: Mapping[Any, Step]) -> bool:
+    """Whether a contraction made a value, which was moved about since at most.
+
+    `maker` has the step of this program that makes each variable."""
+    if isinstance(atom, Literal) or atom not in maker:
+        return False
+    step = maker[atom]
+    name, operands = step.eqn.primitive.name, step.eqn.invars
+    if step.handler is not None:
+        return step.handler.is_call and _is_contracted_inside(atom, step, maker)
+    if name in CONTRACTIONS:
+        return step.is_compute
+    return name in _MOVING and all(is_contracted(v, maker) for v in operands)
+
+
+def _is_contracted_inside(atom: Any, step: Step, maker: Mapping[Any, Step]) -> bool:
+    """The same of a result of a call; one that is handed through is what came in."""
+    (plan,) = step.inner
+    inside = plan.outvars[step.eqn.outvars.index(atom)]
+    if inside in plan.invars:
+        operand = step.eqn.invars[list(plan.invars).index(inside)]
+        return is_contracted(operand, maker)
+    return is_contracted(inside, plan.makers)
+
+
+def reduces_rows(step: Step) -> bool:
+    """Whether a step reduces an array along its last axis, alone or in a program."""
+    eqn = step.eqn
+    if eqn.primitive.name in REDUCTIONS:
+        return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
+    return any(reduces_rows(inner) for plan in step.inner for inner in plan.steps)
+
+
+def is_centred(
+    v: Any, readers: Mapping[Any, list[Step]], number: Mapping[Step, int]
+) -> bool:
+    """Whether a mean of `v` is subtracted from it, as a norm does.
+
+    What is left may be small beside the mean. `readers` has the steps of a program that
+    read each variable, and `number` their places."""
+    found: set[Step] = set()
+    pending = [v]
+    while pending:
+        new = [step for step in readers.get(pending.pop(), ()) if step not in found]
+        found |= {*new}
+        pending += [out for s in new if _may_be_linear(s) for out in s.eqn.outvars]
+    return _subtracts_mean({v: _VALUE}, sorted(found, key=number.__getitem__))
+
+
+def _may_be_linear(step: Step) -> bool:
+    name = step.eqn.primitive.name
+    return step.handler is not None or name in LINEAR | _SUMS | {"mul", "div"}
+
+
+_VALUE, _MEAN = "value", "mean"
+
+
+def _subtracts_mean(kinds: dict[Any, str], steps: Iterable[Step]) -> bool:
+    """The same of values of which the kind is known; learns those of others."""
+    for step in steps:
+        name, operands = step.eqn.primitive.name, step.eqn.invars
+        read = [None if isinstance(a, Literal) else kinds.get(a) for a in operands]
+        found = {*read} - {None}
+        if not found:
+            continue
+        if step.handler is not None:
+            if not step.handler.is_call:
+                continue
+            (plan,) = step.inner
+            pairs = zip(plan.invars, read, strict=True)
+            inside = {v: kind for v, kind in pairs if kind is not None}
+            if _subtracts_mean(inside, plan.steps):
+                return True
+            for out, u in zip(step.eqn.outvars, plan.outvars, strict=True):
+                if not isinstance(u, Literal) and u in inside:
+                    kinds[out] = inside[u]
+        elif len(found) == 2:
+            if name in ("add", "sub"):
+                return True
+        elif name in _SUMS:
+            kinds |= dict.fromkeys(step.eqn.outvars, _MEAN)
+        elif name in LINEAR or (name in ("mul", "div") and read[1:] == [None]):
+            kinds |= dict.fromkeys(step.eqn.outvars, *found)
+    return False
+
+
+def kept_whole(
+    units: Iterable[Step | Region], facts: Mapping[Any, Fact | None]
+) -> frozenset[Any]:
+    """The variables that a region keeps, and not in 8 bits."""
+    return frozenset(
+        v
+        for unit in units
+        if isinstance(unit, Region)
+        for v in unit.ins.keys() - unit.in_8_bits.keys()
+        if not is_kept_anyway(facts[v])
+    )
