@@ -320,7 +320,7 @@ JOBS = {
         "",
         "--depth 2 --dim 256 --vocabulary 1024 --length 128",
         "step-memory.json",
-        ("docs/low_bit_state.md", FIGURES),
+        ("README.md", "docs/low_bit_state.md", FIGURES),
         needs=COMPILER,
     ),
     "residuals": Job(

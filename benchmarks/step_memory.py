@@ -53,6 +53,7 @@ class Way:
 
 _plain = partial(gpt, FLOAT32)
 _mixed = amp(_plain, compute_dtype="bfloat16")
+_lean = amp(_plain, compute_dtype="bfloat16", lean="int8")
 
 
 @partial(amp, compute_dtype="bfloat16")
@@ -67,6 +68,7 @@ WAYS = {
     "amp": Way(_mixed, lambda tx: tx),
     "amp, int8 states": Way(_mixed, low_bit_state),
     "amp, int4 states": Way(_mixed, lambda tx: low_bit_state(tx, "int4")),
+    "amp, int8 states and residuals": Way(_lean, low_bit_state),
     "amp, int8 states, bfloat16 parameters": Way(
         _of_low, lambda tx: low_bit_state(update_in_float32(tx)), is_low=True
     ),
