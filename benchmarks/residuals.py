@@ -57,6 +57,20 @@ def show(console: Console, results: Mapping[str, Mapping[str, Figures]]) -> None
     console.print(table)
 
 
+def write_record(
+    options: argparse.Namespace, results: Mapping[str, Mapping[str, Figures]]
+) -> None:
+    record = {
+        "versions": versions() | plugin_versions(),
+        "settings": {"size": options.size, "seeds": options.seeds},
+        "results": {
+            name: {form: asdict(one) for form, one in rows.items()}
+            for name, rows in results.items()
+        },
+    }
+    options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS])
@@ -71,17 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     for name in options.workloads or WORKLOADS:
         losses = contenders(WORKLOADS[name])
         results[name] = dict(measured(WORKLOADS[name], settings, losses, device))
+        if options.json:  # after each, for compiling takes long
+            write_record(options, results)
     show(console, results)
-    if options.json:
-        record = {
-            "versions": versions() | plugin_versions(),
-            "settings": {"size": options.size, "seeds": options.seeds},
-            "results": {
-                name: {form: asdict(one) for form, one in rows.items()}
-                for name, rows in results.items()
-            },
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 
