@@ -30,11 +30,13 @@ from .kinds import (
     REDUCTIONS as REDUCTIONS,
     REPEATING as REPEATING,
     SATURATING as SATURATING,
+    STEEP as STEEP,
     SUMMED_BACK as SUMMED_BACK,
     VIEWS as VIEWS,
     WHOLE_VIEWS as WHOLE_VIEWS,
     is_cheap as is_cheap,
     is_statistic as is_statistic,
     may_repeat as may_repeat,
+    steep_operands as steep_operands,
 )
 from .table import TABLE as TABLE, Kind as Kind, Row as Row, those as those

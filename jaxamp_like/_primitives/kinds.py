@@ -46,6 +46,9 @@ REDUCTIONS = those(lambda row: row.reduces)
 RANKING = those(lambda row: row.ranks)
 """Primitives that choose by size: a rounding may change what they choose."""
 
+STEEP = those(lambda row: row.steep)
+"""Primitives that have poles or jump; see `steep_operands`."""
+
 SATURATING = those(lambda row: row.saturates)
 """Primitives that level off for large operands."""
 
@@ -91,6 +94,18 @@ def may_repeat(name: str, params: dict[str, Any]) -> bool:
     if windows is None or strides is None:
         return True
     return any(size > step for size, step in zip(windows, strides, strict=True))
+
+
+def steep_operands(eqn: Eqn) -> list[int]:
+    """The operands of an equation in which it has a pole, or jumps."""
+    name, operands = eqn.primitive.name, eqn.invars
+    if name not in STEEP or (name == "integer_pow" and eqn.params["y"] > 0):
+        return []
+    if name == "ne" and operands[0] is operands[1]:
+        return []  # asks for NaN
+    if name in ("div", "pow"):
+        return [1] if name == "div" else [0]
+    return [*range(len(operands))]
 
 
 _MANY = 16

@@ -55,6 +55,8 @@ class Row:
         reduces: it makes one number of many.
         saturates: it levels off, so that its derivative vanishes for large operands.
         ranks: it chooses by size; a rounding may change what it chooses.
+        steep: it has a pole or jumps, so that an error which is small beside the other
+            numbers of an array may be large in its result or derivative.
         asks_sign: if one operand is 0, it asks for the sign of the other.
         places: it says on which devices its operand lies.
         summed_back: it hands the same numbers to several devices, and their cotangents
@@ -79,6 +81,7 @@ class Row:
     reduces: bool = False
     saturates: bool = False
     ranks: bool = False
+    steep: bool = False
     asks_sign: bool = False
     places: bool = False
     summed_back: bool = False
@@ -99,7 +102,7 @@ def _functions() -> Iterator[tuple[str, Row]]:
     # error of the input becomes a relative error of the result (5.9 % in bfloat16 at
     # |x| = 20).
     yield "exp exp2 expm1 sinh cosh", row(cheap=True)
-    yield "pow", row(cheap=True, keeps_inputs=True, broadcasts=True)
+    yield "pow", row(cheap=True, keeps_inputs=True, broadcasts=True, steep=True)
     yield "cumlogsumexp", row()
     # Long sums and products: the error grows with the number of terms, and a bfloat16
     # sum stops growing at 256 times its summand.
@@ -111,26 +114,29 @@ def _functions() -> Iterator[tuple[str, Row]]:
     yield "scatter-mul scatter_mul", row(fixed=True)
     # Poles, zeros and phases: the rounding of the input is magnified without bound.
     yield "sin cos", row(cheap=True, keeps_inputs=True)
-    yield "tan acos asin acosh atanh erf_inv", row(cheap=True)
+    yield "tan acos asin acosh atanh erf_inv", row(cheap=True, steep=True)
     yield "one_minus_square polynomial", row(cheap=True)
-    yield "rem", row(cheap=True, broadcasts=True)
-    yield "digamma lgamma polygamma zeta igamma igammac igamma_grad_a", row()
-    yield "random_gamma_grad regularized_incomplete_beta", row()
+    yield "rem", row(cheap=True, broadcasts=True, steep=True)
+    yield "digamma lgamma polygamma zeta igamma igammac", row(steep=True)
+    yield "igamma_grad_a random_gamma_grad", row(steep=True)
+    yield "regularized_incomplete_beta", row(steep=True)
     # Elementwise arithmetic and saturating functions: one rounding, no magnification.
     yield "add sub", row(cheap=True, linear=True, adds=True, broadcasts=True)
     yield "add_any", row(cheap=True, adds=True)
-    yield "mul atan2", row(cheap=True, keeps_inputs=True, broadcasts=True)
+    yield "mul", row(cheap=True, keeps_inputs=True, broadcasts=True)
+    yield "atan2", row(cheap=True, keeps_inputs=True, broadcasts=True, steep=True)
     yield "tanh logistic", row(cheap=True, saturates=True)
     yield "erf erfc", row(cheap=True, keeps_inputs=True)
-    yield "atan asinh cbrt bessel_i0e bessel_i1e", row(cheap=True)
+    yield "atan asinh bessel_i0e bessel_i1e", row(cheap=True)
     # One rounding in bfloat16; in float16 squares overflow above 256 and vanish below
     # 2e-4, and quotients by small numbers overflow.
-    yield "square integer_pow", row(cheap=True, keeps_inputs=True)
-    yield "div", row(cheap=True, keeps_inputs=True, broadcasts=True)
-    yield "sqrt", row(cheap=True)
+    yield "square", row(cheap=True, keeps_inputs=True)
+    yield "integer_pow", row(cheap=True, keeps_inputs=True, steep=True)
+    yield "div", row(cheap=True, keeps_inputs=True, broadcasts=True, steep=True)
+    yield "sqrt cbrt", row(cheap=True, steep=True)
     # The result is small and smooth where the input is not.
-    yield "log log1p", row(cheap=True, keeps_inputs=True)
-    yield "log2 rsqrt", row(cheap=True)
+    yield "log log1p", row(cheap=True, keeps_inputs=True, steep=True)
+    yield "log2 rsqrt", row(cheap=True, steep=True)
     # Exact, in a dtype that is their author's choice.
     yield "iota conj and or xor not", row(cheap=True, fixed=True)
 
@@ -173,12 +179,14 @@ def _selection() -> Iterator[tuple[str, Row]]:
         "reduce_window_max reduce_window_min",
         Row(Kind.EXTREME, fans_out=True, repeats=True),
     )
-    yield "sign ceil floor round is_finite", Row(Kind.CHOICE, cheap=True)
+    yield "sign ceil floor round", Row(Kind.CHOICE, cheap=True, steep=True)
+    yield "is_finite", Row(Kind.CHOICE, cheap=True)
     yield "lt le gt ge", Row(Kind.CHOICE, cheap=True, asks_sign=True)
-    yield "eq ne eq_to lt_to le_to", Row(Kind.CHOICE, cheap=True)
-    yield "argmax argmin", Row(Kind.CHOICE, cheap=True, ranks=True)
-    yield "top_k approx_top_k", Row(Kind.CHOICE, ranks=True)
-    yield "sort", Row(Kind.SORT, ranks=True)
+    yield "eq ne", Row(Kind.CHOICE, cheap=True, steep=True)
+    yield "eq_to lt_to le_to", Row(Kind.CHOICE, cheap=True)
+    yield "argmax argmin", Row(Kind.CHOICE, cheap=True, ranks=True, steep=True)
+    yield "top_k approx_top_k", Row(Kind.CHOICE, ranks=True, steep=True)
+    yield "sort", Row(Kind.SORT, ranks=True, steep=True)
 
 
 def _devices() -> Iterator[tuple[str, Row]]:

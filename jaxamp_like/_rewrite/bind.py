@@ -51,7 +51,15 @@ from .recompute import (
     recomputed_casts,
 )
 from .record import in_step_scope
-from .remat import Region, as_region, is_contracted, is_kept_anyway, kept_whole
+from .remat import (
+    Region,
+    as_region,
+    is_centred,
+    is_contracted,
+    is_kept_anyway,
+    kept_whole,
+    reading_of,
+)
 from .remat_mode import RematMode
 from .schedules import schedule_of
 from .views import Views, contraction_input_casts, rebind_view
@@ -299,7 +307,8 @@ class Binder:
     def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
         """What a checkpoint of the author's reads and is to keep in 8 bits.
 
-        By a user's rule that is all, else what contractions made."""
+        By a user's rule that is all, else what contractions made; none of what a pole
+        or a jump would magnify the rounding of."""
         how = step.match.saves or (self.saves and self.saves._replace(format="int8"))
         if how is None or not self.has_regions:
             return {}
@@ -307,10 +316,15 @@ class Binder:
         for atom, dtype in zip(step.eqn.invars, step.decision.reads, strict=True):
             if isinstance(atom, Literal) or dtype is None:
                 continue
-            is_ours = step.match.saves is not None or is_contracted(atom, self.makers)
+            is_ours = step.match.saves is not None or (
+                is_contracted(atom, self.makers)
+                and not is_centred(atom, {atom: [step]}, {step: 0})
+            )
             is_kept = is_kept_anyway(self.facts[atom]) or atom in self.kept_whole
             if is_ours and not is_kept and how.pays_for(atom.aval, dtype):
-                found[atom] = how
+                reading = reading_of([atom], [step])
+                if not reading.is_steep:
+                    found[atom] = reading.fitting(how, atom.aval.shape[-1])
         return found
 
     def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any:

@@ -34,7 +34,14 @@ from .._jax import (
 )
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Lookup
-from .._primitives import CONTRACTIONS, FIXED, LINEAR, holds_rule
+from .._primitives import (
+    ASKING_SIGNS,
+    CONTRACTIONS,
+    FIXED,
+    LINEAR,
+    holds_rule,
+    steep_operands,
+)
 from .._primitives.matmul_precision import setting
 from .._rules import (
     Decision,
@@ -285,7 +292,7 @@ class Planner:
             decision = decision._replace(
                 out_facts=upcast_early(site, decision.out_facts)
             )
-        decision = self._with_residual_bits(site, match, decision, opaque)
+        decision = self._with_residual_bits(eqn, site, match, decision, opaque)
         cast = {
             i: fact.remat_source
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
@@ -307,12 +314,12 @@ class Planner:
         )
 
     def _with_residual_bits(
-        self, site: Site, match: Match, decision: Decision, opaque: bool
+        self, eqn: Eqn, site: Site, match: Match, decision: Decision, opaque: bool
     ) -> Decision:
         """The decision, with what the equation is to keep in 8 bits.
 
         What contractions read is, and by a user's rule for its scope what others read
-        that are no linear function of it."""
+        that are no linear function of it, nor have a pole or a jump there."""
         name = site.primitive.name
         is_contraction = name in CONTRACTIONS
         is_ours = is_contraction and match.is_compute
@@ -321,15 +328,18 @@ class Planner:
             return decision
         if name in LINEAR or match.rule.chooses_residuals:
             return decision
+        how = how._replace(keeps_signs=name in ASKING_SIGNS or name == "abs")
+        steep = steep_operands(eqn)
         keeps = tuple(
             how
             if fact is not None
             and dtype is not None
             and not is_kept_anyway(fact)
             and how.pays_for(aval, dtype)
+            and i not in steep
             else None
-            for fact, dtype, aval in zip(
-                site.facts, decision.reads, site.avals, strict=True
+            for i, (fact, dtype, aval) in enumerate(
+                zip(site.facts, decision.reads, site.avals, strict=True)
             )
         )
         if not any(keeps):

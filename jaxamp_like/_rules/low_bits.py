@@ -26,6 +26,9 @@ _FLOAT32, _BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 FORMATS: Mapping[str, float] = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "int8": 127}
 """The formats of codes, each with its largest number."""
 
+_SMALLEST = {"float8_e4m3fn": 2.0**-9, "float8_e5m2": 2.0**-16, "int8": 1.0}
+"""The smallest positive number of each format."""
+
 SHORT_FORMATS = {"float8": "float8_e4m3fn"}
 
 COPIES = ("amp_codes", "amp_scales")
@@ -43,10 +46,13 @@ class LowBits(NamedTuple):
 
     Args:
         format: of codes; one of `FORMATS`.
-        block: how many numbers share a scale, at most."""
+        block: how many numbers share a scale, at most.
+        keeps_signs: so that no number but 0 becomes 0, for what asks for signs. Beside
+            a large number all small ones of its block would seem to be 0 otherwise."""
 
     format: str
     block: int = BLOCK
+    keeps_signs: bool = False
 
     def __str__(self) -> str:
         return f"{self.format} (a scale for every {self.block})"
@@ -68,8 +74,10 @@ class LowBits(NamedTuple):
         return aval.size + 2 * (aval.size // max(length, 1)) * blocks
 
 
-def as_format(value: Any, argument: str) -> str:
-    """Returns `value` as the name of a format, or says which `argument` was wrong."""
+def as_format(value: Any, argument: str, also: str = "") -> str:
+    """Returns `value` as the name of a format, or says which `argument` was wrong.
+
+    `also` says what else the argument may be."""
     name = value if isinstance(value, str) else getattr(value, "name", None)
     if not isinstance(name, str):
         try:
@@ -82,6 +90,7 @@ def as_format(value: Any, argument: str) -> str:
         raise ValueError(
             f"`{argument}` is {value!r}, and values are kept in 8 bits as one of "
             f"{known}.{did_you_mean(value, (*SHORT_FORMATS, *FORMATS))}"
+            f"{also and ' ' + also}"
         )
     return name
 
@@ -174,6 +183,10 @@ def _codes(x: Any, scales: Any, how: LowBits) -> Any:
     largest = np.float32(FORMATS[how.format])
     scaled = _as_stored(x).astype(_FLOAT32) * inverse
     scaled = lax.clamp(-largest, scaled, largest)
+    if how.keeps_signs:
+        least = np.float32(_SMALLEST[how.format])
+        is_small = (lax.abs(scaled) < least) & (scaled != 0)
+        scaled = lax.select(is_small, least * lax.sign(scaled), scaled)
     if how.format == "int8":
         return lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
     return lax.bitcast_convert_type(scaled.astype(how.format), jnp.uint8)

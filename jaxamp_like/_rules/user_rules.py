@@ -69,7 +69,7 @@ def as_lean(value: Any) -> bool | str:
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, str) or is_dtype(value):
-        return as_format(value, "lean")
+        return as_format(value, "lean", "Beside these, True and False are accepted.")
     raise TypeError(
         "`lean` must be True or False, or a format in which to keep values for the "
         f"backward pass, such as 'int8' or 'float8', but got {value!r}."

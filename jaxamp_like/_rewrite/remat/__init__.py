@@ -25,9 +25,11 @@ also runs cheap ops again where memory is no concern, since reading costs more t
 computing."""
 
 from .eight_bits import (
+    is_centred as is_centred,
     is_contracted as is_contracted,
     is_kept_anyway as is_kept_anyway,
     kept_whole as kept_whole,
+    reading_of as reading_of,
 )
 from .regions import (
     as_region as as_region,

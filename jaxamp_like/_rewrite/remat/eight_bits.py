@@ -4,14 +4,30 @@ What it runs again from a rounded value errs by that rounding, which is large wh
 value is small beside what it is the sum of. So a value is kept in 8 bits only if a
 contraction reads it, which is linear in it, or if a contraction made it, which rounds
 what it makes anyway. (Where only gates read it, it may be the sum of two contractions'
-results; see `Grouping.saved_dtype`.)"""
+results; see `Grouping.saved_dtype`.)
+
+In 8 bits a number may be off by a part of the largest one of its block. A logarithm, a
+quotient and whatever else has a pole or jumps would magnify that without bound: what
+they read stays in 16 bits. See `reading_of`."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..._jax import Literal
-from ..._primitives import CONTRACTIONS, LINEAR, REDUCTIONS, VIEWS
+from ..._jax import Literal, is_inexact
+from ..._primitives import (
+    ADDING,
+    ASKING_SIGNS,
+    CONTRACTIONS,
+    LINEAR,
+    LOOKUPS,
+    MOVES,
+    REDUCTIONS,
+    VIEWS,
+    steep_operands,
+)
 from ..._rules import Fact, RematSource
+from ..._rules.low_bits import LowBits
 from ..._structural import Step
 from .schedule import Region
 
@@ -57,6 +73,86 @@ def reduces_rows(step: Step) -> bool:
     if eqn.primitive.name in REDUCTIONS:
         return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
     return any(reduces_rows(inner) for plan in step.inner for inner in plan.steps)
+
+
+@dataclass
+class Reading:
+    """What a program makes of a value that it is run again from.
+
+    Args:
+        is_steep: something that has a pole or jumps reads it, or the like of it.
+        asks_signs: something asks for the signs of its numbers, as a ReLU does.
+        rows: the lengths of the rows that are made one number each."""
+
+    is_steep: bool = False
+    asks_signs: bool = False
+    rows: set[Any] = field(default_factory=set[Any])
+
+    def fitting(self, how: LowBits, length: int) -> LowBits:
+        """`how`, with blocks that are no longer than rows, and signs if they count.
+
+        Beside a row with large numbers a block would lose a row with small ones."""
+        rows = (n for n in self.rows if isinstance(n, int) and n > 1)
+        block = min((how.block, *(n for n in rows if length % n == 0)))
+        return how._replace(block=block, keeps_signs=self.asks_signs)
+
+
+def reading_of(variables: Iterable[Any], steps: Iterable[Step]) -> Reading:
+    """What some steps, in the order in which they run, make of values."""
+    reading = Reading()
+    _read(dict.fromkeys(variables, True), steps, reading)
+    return reading
+
+
+_SCALING = MOVES | LINEAR | ADDING | ASKING_SIGNS
+_SCALING |= {"abs", "clamp", "mul", "div", "square", "integer_pow", "cumsum"}
+
+
+def _read(like: dict[Any, bool], steps: Iterable[Step], reading: Reading) -> None:
+    """Adds what `steps` make of values whose size follows that of a row's numbers.
+
+    `like` has these values, and whether their last axis is still that of the rows. The
+    size of an exponential or of a `tanh` does not follow, nor does that of a row's sum:
+    what is small in a row counts little in it. Those of `steps` are learnt."""
+    for step in steps:
+        eqn, name = step.eqn, step.eqn.primitive.name
+        places = {i: a for i, a in enumerate(eqn.invars) if not isinstance(a, Literal)}
+        found = {i: like[a] for i, a in places.items() if a in like}
+        if not found:
+            continue
+        if step.handler is not None:
+            plan = step.inner[0] if len(step.inner) == 1 else None
+            if plan is None or len(plan.invars) != len(eqn.invars):
+                reading.is_steep = True  # it is not known what is made of it
+                continue
+            inside = {plan.invars[i]: rows for i, rows in found.items()}
+            _read(inside, plan.steps, reading)
+            pairs = zip(eqn.outvars, plan.outvars, strict=True)
+            like |= {
+                out: inside[u]
+                for out, u in pairs
+                if not isinstance(u, Literal) and u in inside
+            }
+            continue
+        reading.is_steep |= any(i in found for i in steep_operands(eqn))
+        reading.asks_signs |= name in ASKING_SIGNS or name == "abs"
+        shape = eqn.invars[min(found)].aval.shape
+        rows = all(found.values())
+        if name in REDUCTIONS:
+            axes = eqn.params["axes"]
+            if len(axes) == len(shape):
+                continue
+            if rows and len(shape) - 1 in axes:
+                reading.rows.add(shape[-1])
+                continue
+            rows = False
+        elif name == "transpose":
+            rows = rows and eqn.params["permutation"][-1] == len(shape) - 1
+        elif name in LOOKUPS:
+            rows = False
+        elif name not in _SCALING:
+            continue
+        like |= {v: rows for v in eqn.outvars if is_inexact(v.aval)}
 
 
 def is_centred(

@@ -24,7 +24,7 @@ from .cost import (
     saved_bytes_for,
     variables_read,
 )
-from .eight_bits import is_centred, is_contracted, reduces_rows
+from .eight_bits import is_centred, is_contracted, reading_of, reduces_rows
 
 # Linear in all that they read: the backward pass keeps none of it.
 _NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
@@ -156,13 +156,14 @@ class Grouping:
         """Whether sums across rows are kept, so that the rest may be made again."""
         return self._saves is not None
 
-    def saved_bits(self, v: Any, group: Iterable[Step]) -> LowBits | None:
+    def saved_bits(self, v: Any, group: Sequence[Step]) -> LowBits | None:
         """How a region of some steps keeps an input in 8 bits, if it does.
 
         A user's rule holds for all that its steps read, the option `lean` only for
         what contractions made. That is kept in int8 whatever the format for operands
         of contractions: an exponential of a large number needs an absolute error that
-        is small, and of two formats of 8 bits int8 has the smaller one."""
+        is small, and of two formats of 8 bits int8 has the smaller one. Neither holds
+        where a pole or a jump would magnify the rounding."""
         asked = (s.match.saves for s in group if v in variables_read(s))
         asked = next(filter(None, asked), None)
         how, fact = asked or self._bits_for(v, group), self.facts[v]
@@ -173,7 +174,15 @@ class Grouping:
         is_rounded = is_gate_sum or is_contracted(v, self.maker)
         if asked is None and not is_rounded:
             return None
-        return how
+        reading = reading_of([v], group)
+        if reading.is_steep:
+            return None
+        if not reading.rows:  # a norm of other rows may scale it
+            made = {u for step in group for u in step.eqn.outvars}
+            read = {u for step in group for u in variables_read(step)} - made
+            paid = (read & self.active) - self.free_vars
+            reading.rows = reading_of(paid, group).rows
+        return reading.fitting(how, v.aval.shape[-1])
 
     def _gate_dtype(self, v: Any) -> DType | None:
         """The dtype of a low copy of `v`, a sum of two products that only gates read.
