@@ -18,6 +18,7 @@ from jaxamp_like._jax import raw, subjaxprs, varying_over
 from jaxamp_like.presets import full_sums_over_devices, quantised
 from jaxamp_like.rules import float8, int8, mxfp8
 from tests.programs import error
+from tests.test_many_devices import in_mesh, reshard
 
 N, DIM, HIDDEN, ROWS = 8, 64, 256, 64
 FLOAT8 = float8(where=None)
@@ -141,7 +142,7 @@ def constrained(where):
 
 def by_types(where):
     def fn(w, x):
-        return loss(jax.tree.map(lambda w: jax.sharding.reshard(w, P()), w), x)
+        return loss(jax.tree.map(lambda w: reshard(w, P()), w), x)
 
     return fn
 
@@ -157,7 +158,7 @@ def placed(where, args):
 
 def on(where):
     is_explicit = AxisType.Explicit in where.axis_types
-    return jax.set_mesh(where) if is_explicit else contextlib.nullcontext()
+    return in_mesh(where) if is_explicit else contextlib.nullcontext()
 
 
 def eqns(jaxpr):
