@@ -10,7 +10,6 @@ over seeds; rounding parameters to the nearest is there to compare with, and may
 
 Needs the extras `benchmarks` and `examples`."""
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,13 +37,12 @@ from .curves import (
     Figures,
     Run,
     Task,
-    at_least_one,
     figures,
     make_optimiser,
     smooth,
 )
 from .rewrite import add_section, make_table
-from .seeds import Training, train_all, write_record
+from .seeds import Training, parser_of, train_all, write_record
 from .workloads import normal
 
 # ------------------------------------------------------------------------------- a GAN
@@ -197,16 +195,10 @@ def plot(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
-    parser.add_argument("--seeds", type=at_least_one, default=3)
-    parser.add_argument(
-        "--workers", type=at_least_one, default=1, help="trainings at a time"
-    )
+    parser = parser_of(__doc__)
     names = [task.name for task in MODELS]
     parser.add_argument("--tasks", nargs="+", choices=names, default=names)
     parser.add_argument("--name", default="curves_low_bits", help="of the record")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     console = Console(width=max(Console().width, 120))
     began = time.perf_counter()

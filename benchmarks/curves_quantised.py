@@ -11,7 +11,6 @@ recipe. The recipe's parts are left out one by one to compare with, and float8's
 
 Needs the extras `benchmarks` and `examples`."""
 
-import argparse
 import math
 import sys
 import time
@@ -35,13 +34,12 @@ from .curves import (
     VOCABULARY,
     Figures,
     Run,
-    at_least_one,
     figures,
     make_optimiser,
     smooth,
 )
 from .rewrite import make_table
-from .seeds import Training, train_all, write_record
+from .seeds import Training, parser_of, train_all, write_record
 
 (GPT,) = (task for task in TASKS if task.name == "character GPT")
 HISTORY = 16  # steps that delayed scaling remembers
@@ -191,16 +189,10 @@ def plot(runs: dict[str, list[Run]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
-    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=[*KINDS], help=f"{BASE} among them"
     )
-    parser.add_argument(
-        "--workers", type=at_least_one, default=1, help="trainings at a time"
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     console = Console(width=max(Console().width, 120))
     began = time.perf_counter()

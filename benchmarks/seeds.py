@@ -1,5 +1,6 @@
 """Trains a model from several seeds at once, several trainings beside each other."""
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,9 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from jaxamp_like.storage import to_full_state
 
-from .curves import EXACT, Run, Task
+from .curves import EXACT, Run, Task, at_least_one
 from .rewrite import machine, versions
-from .timing import side_by_side
+from .timing import attempts_side_by_side
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def train_all(
     columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(trainings) * steps)
-        found = side_by_side(
+        found = attempts_side_by_side(
             {
                 name: partial(train, one, steps, seeds, partial(progress.advance, bar))
                 for name, one in trainings.items()
@@ -107,6 +108,19 @@ def train_all(
         if isinstance(one, Exception):
             console.print(f"FAILED {name}: {type(one).__name__}: {one}", markup=False)
     return {k: one for k, one in found.items() if isinstance(one, Trained)}
+
+
+def parser_of(documentation: str | None) -> argparse.ArgumentParser:
+    """A parser of the options that all these commands have."""
+    about = (documentation or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--steps", type=at_least_one, default=2000, help="of each run")
+    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument(
+        "--workers", type=at_least_one, default=1, help="trainings at a time"
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser
 
 
 def write_record(

@@ -28,7 +28,7 @@ from jaxamp_like import amp
 from .checkpointed import CHECKPOINTED
 from .peers import DISTRIBUTIONS, PEERS, reason
 from .rewrite import CONTENDERS, add_section, machine, make_table, ratio, versions
-from .timing import side_by_side, step_seconds
+from .timing import attempts_side_by_side, step_seconds
 from .workloads import WORKLOADS, Loss, Model, Workload
 
 REFERENCE = "highest"
@@ -91,7 +91,7 @@ def compiled(
         work[REFERENCE] = partial(exact_step, model, args)
     steps: dict[str, Any] = {}
     failed: dict[str, str] = {}
-    for name, step in side_by_side(work).items():
+    for name, step in attempts_side_by_side(work).items():
         if isinstance(step, Exception):
             if name not in PEERS:  # whatever theirs raises is what is to be told
                 raise step

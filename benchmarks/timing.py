@@ -14,7 +14,18 @@ MOST_CALLS = 50
 Make = Callable[[], Any]
 
 
-def side_by_side(makers: Mapping[str, Make], workers: int = 8) -> dict[str, Any]:
+def side_by_side(makers: Mapping[str, Make]) -> dict[str, Any]:
+    """As `attempts_side_by_side`, but raises the first exception."""
+    found = attempts_side_by_side(makers)
+    for one in found.values():
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def attempts_side_by_side(
+    makers: Mapping[str, Make], workers: int = 8
+) -> dict[str, Any]:
     """Calls all of them, in threads: XLA's compiler leaves other threads alone.
 
     Args:

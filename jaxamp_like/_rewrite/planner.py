@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax import lax
@@ -107,9 +107,7 @@ class Planner:
 
     def without_memory(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
-        settings = self.policy, self.compute_dtype, self.strict, self.lean
-        asked = self.gather_once, self.partly_mapped, self.differentiated_again
-        return Planner(*settings, *asked)
+        return replace(self, _plans=Memo())
 
     @property
     def may_keep_in_8_bits(self) -> bool:
@@ -132,15 +130,12 @@ class Planner:
         What is kept in 8 bits can't be differentiated again."""
         if self.differentiated_again:
             return self
-        settings = self.policy, self.compute_dtype, self.strict, self.lean
-        return Planner(*settings, self.gather_once, self.partly_mapped, True)
+        return replace(self, differentiated_again=True, _plans=Memo())
 
     @functools.cached_property
     def of_partly_mapped(self) -> "Planner":
         """The same planner, for calls where `jax.vmap` maps only some values."""
-        planner = self.without_memory()
-        planner.partly_mapped = True
-        return planner
+        return replace(self, partly_mapped=True, _plans=Memo())
 
     def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """`jaxpr`, freshly traced, with the scopes that planning reads.
