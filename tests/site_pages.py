@@ -2,8 +2,8 @@
 
     python -m tests.site_pages FOLDER [--all]
 
-Those of KINDS wide and light, and narrow and dark; with `--all`, these in the other two
-looks, too, and each other page in one of the four, in turn. Prints what axe-core finds,
+Those of KINDS wide and light, and narrow and dark; with `--all`, every page in all four
+looks. Prints what axe-core finds,
 what a page says on the console, whether it is too wide, what the keyboard doesn't
 reach and which of NAMES the search doesn't find, and then ends with 1. `.ci/docs` calls
 it."""
@@ -24,8 +24,13 @@ from .browsing import LOOKS, SCHEMES, barriers, chromium, listen, out_of_reach
 # A page of each kind: texts, tables and figures, what doctests and docstrings make.
 KINDS = ("index.html", "reports/index.html", "api/main/index.html")
 
-# Names that stand on pages as part of others, as in `jax.named_scope`.
-NAMES = ("named_scope", "apply_if_finite")
+# What is searched for: our names, and those of others, which may stand on pages as parts
+# of names, as in `jax.named_scope`.
+NAMES = """amp amp_stop enable_amp guard_step explain trace_numerics calibrate certify
+convert low_bit_state saving_low PolicyMap default_amp_policy DynamicScalerState
+dynamic_scale_value_and_grad unscale_grads overflowed_leaves scope_modules
+torch.autocast GradScaler named_scope apply_if_finite filter_jit value_and_grad
+checkpoint BatchNorm float8_e4m3fn nvfp4 stochastic NaN shard_map""".split()
 ANSWERED = """() => {
     const told = document.querySelector(".md-search-result__meta").innerText;
     return told && !/^(Init|Type)/.test(told);
@@ -49,13 +54,12 @@ def served(folder: Path) -> Iterator[str]:
 
 def asked(folder: Path, every: bool) -> list[tuple[str, tuple[int, str]]]:
     """Pages, each with the width and the scheme that it is looked at in."""
-    looks = LOOKS if every else [LOOKS[0], LOOKS[-1]]
-    found = [(page, look) for page in KINDS for look in looks]
-    if every:
-        pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.html")}
-        rest = sorted(pages - {*KINDS})
-        found += [(page, LOOKS[i % len(LOOKS)]) for i, page in enumerate(rest)]
-    return found
+    if not every:
+        return [(page, look) for page in KINDS for look in (LOOKS[0], LOOKS[-1])]
+    pages = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*.html")
+    )
+    return [(page, look) for page in pages for look in LOOKS]
 
 
 def findings(
