@@ -24,8 +24,8 @@ from .browsing import LOOKS, SCHEMES, barriers, chromium, listen, out_of_reach
 # A page of each kind: texts, tables and figures, what doctests and docstrings make.
 KINDS = ("index.html", "reports/index.html", "api/main/index.html")
 
-# What is searched for: our names, and those of others, which may stand on pages as parts
-# of names, as in `jax.named_scope`.
+# What is searched for: our names, and those of others, which may be parts of longer
+# ones, as in `jax.named_scope`.
 NAMES = """amp amp_stop enable_amp guard_step explain trace_numerics calibrate certify
 convert low_bit_state saving_low PolicyMap default_amp_policy DynamicScalerState
 dynamic_scale_value_and_grad unscale_grads overflowed_leaves scope_modules
