@@ -1,8 +1,10 @@
 """`certify`: compiles a function and compares the result with what was decided."""
 
 import functools
+import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,6 +125,22 @@ def certify(
     return certificate
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pauses Python's garbage collector.
+
+    The instructions of two programs are so many objects that it would run again and
+    again, each time over all that JAX holds, too: a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@uncollected()
 def compared(
     decided: str | None,
     compiled: str | None,

@@ -15,6 +15,7 @@ from .._dtypes import (
     DType,
     as_float_dtype,
     bits,
+    has_range,
     lowered,
     widest,
 )
@@ -76,13 +77,21 @@ def asks_for_wider_result(site: Site) -> bool:
     return wide is not None and all(a is None or bits(wide) > bits(a) for a in authors)
 
 
-def _beside_partner(dtype: DType, authors: Sequence[DType | None]) -> DType:
-    """The dtype that float32 is lowered to beside an operand that its author made low.
+def _lowered_together(
+    dtype: DType, authors: Sequence[DType | None]
+) -> tuple[DType, tuple[DType | None, ...]]:
+    """The dtype that float32 is lowered to, and what each operand is read in.
 
-    It is that operand's own: float16 beside bfloat16 would lose the range that the
-    author counted on."""
-    partners = {a for a in authors if a is not None and bits(a) == bits(dtype)}
-    return partners.pop() if len(partners) == 1 else dtype
+    Beside an operand that its author made low, that is the operand's own dtype: float16
+    beside bfloat16 would lose the range that the author counted on. For the same reason
+    float16 is read in the bfloat16 that was asked for if float32 stands beside it."""
+    rivals = {a for a in authors if a is not None and bits(a) == bits(dtype)} - {dtype}
+    partner = rivals.pop() if len(rivals) == 1 and dtype not in authors else dtype
+    if has_range(partner, dtype):
+        return partner, tuple(a and lowered(a, partner) for a in authors)
+    is_mixed = any(a is not None and lowered(a, dtype) != a for a in authors)
+    read = {partner: dtype} if is_mixed else {}
+    return dtype, tuple(a and read.get(a, lowered(a, dtype)) for a in authors)
 
 
 def _as_bound(site: Site, dtype: DType) -> tuple[Any, ...]:
@@ -112,8 +121,8 @@ class UsePrecision(Rule):
     def decide(self, site: Site) -> Decision:
         if why := why_as_written(site):
             return use_original_precision.decide(site)._replace(why=why)
-        dtype = _beside_partner(self.dtype or site.compute_dtype, site.authors)
-        reads = tuple(author and lowered(author, dtype) for author in site.authors)
+        dtype = self.dtype or site.compute_dtype
+        dtype, reads = _lowered_together(dtype, site.authors)
         if reads == site.authors:
             decision = use_original_precision.decide(site)
             return decision._replace(why="the author's dtype is no wider")
