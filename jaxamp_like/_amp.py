@@ -20,9 +20,11 @@ from ._amp_mistakes import (
     refuse_unbound,
     refuse_what_cannot_be_rewritten,
     refuse_what_cannot_be_stopped,
+    report_of_amp_stopped,
     report_of_amp_twice,
     report_of_hidden_parameters,
 )
+from ._blocks import Block
 from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
@@ -41,7 +43,7 @@ from ._jax import (
     trace,
 )
 from ._parameters import Argnums, after_model, argnums_of, as_argnums, origins_of
-from ._policies.dictionary import AMP_STOP, REWRITTEN, Lookup
+from ._policies.dictionary import REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
 from ._policies.mistakes import (
     lowers_nothing,
@@ -64,7 +66,12 @@ from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
-from ._rewrite.switch import is_amp_disabled, tracing_by_amp
+from ._rewrite.switch import (
+    is_amp_disabled,
+    is_in_amp_stop,
+    stopping,
+    tracing_by_amp,
+)
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unlowered import (
     report_of_float16_on_tpus,
@@ -337,6 +344,8 @@ def amp_by(
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
+        if is_in_amp_stop():
+            warn_or_raise(report_of_amp_stopped(fn), strict=False)
         held = holders(fn, args, kwargs)
         # Of `init`, the parameters that it makes are wanted, which a trace would keep.
         is_off = amp_is_off() or any(holder.is_initialising for holder in held)
@@ -510,19 +519,14 @@ def amp_stop(fn: Any = None) -> Any:
     return _Stop() if fn is None else _stopped(fn)
 
 
-class _Stop:
+class _Stop(Block[None]):
     """The scope, for `with`, and to decorate a function."""
 
     def __init__(self) -> None:
-        self._scope = jax.named_scope(AMP_STOP[0])
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._scope.__exit__(*error)
+        super().__init__("amp_stop()", stopping)
 
     def __call__(self, fn: _F) -> _F:
+        self.is_used = True
         return _stopped(fn)
 
 
@@ -532,7 +536,7 @@ def _stopped(fn: Any) -> Any:
     @functools.wraps(fn, assigned=_names(fn))
     def stopped(*args: Any, **kwargs: Any) -> Any:
         with hiding_frames:
-            with jax.named_scope(AMP_STOP[0]):
+            with stopping():
                 out = fn(*args, **kwargs)
             refuse_results_of_later(fn, out)
             return out

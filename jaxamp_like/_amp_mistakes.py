@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import jax
 
 from ._dtypes import DType
-from ._errors import RULE_CLOSES_OVER
+from ._errors import RULE_CLOSES_OVER, place_of
 
 
 def computes_later(fn: Any) -> str | None:
@@ -79,6 +79,15 @@ def report_of_amp_twice(inner: DType, outer: DType) -> str:
         f"{outer.name} changes nothing in it. (A float16 loss also wants a loss scale, "
         "which `enable_amp` gives by the dtype that it is told.) Use `amp` or "
         "`enable_amp` once, on the function as written."
+    )
+
+
+def report_of_amp_stopped(fn: Any) -> str:
+    """The message where a function that `amp` has made is called within `amp_stop`."""
+    return (
+        f"`amp_stop` stands around {place_of(fn)}, which `amp` has wrapped, and does "
+        "not reach into it. Put `amp_stop` inside of that function, around what is to "
+        "be kept as written, or call the function without `amp`."
     )
 
 

@@ -6,12 +6,14 @@ that no program that was traced, compiled or cached before can depend on it."""
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jax.typing import DTypeLike
 
+from .._blocks import Block
 from .._dtypes import DType, as_compute_dtype
 from .._errors import AmpError, hiding_frames, place_of, warn_or_raise
 from .dictionary import Lookup
@@ -25,7 +27,17 @@ PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
 
 _INITIAL = Policy("float16")
 _global: Policy | PolicyMap = _INITIAL  # of the process
-_block: ContextVar[Policy | PolicyMap | None] = ContextVar("policy", default=None)
+
+
+@dataclass(eq=False)
+class _Using:
+    """The policy of a block, and whether `amp` has asked for it."""
+
+    policy: Policy | PolicyMap
+    is_read: bool = False
+
+
+_block: ContextVar[_Using | None] = ContextVar("policy", default=None)
 
 
 # Functions that `amp` has wrapped before anything said a policy, and where they are.
@@ -49,7 +61,10 @@ def global_policy() -> Policy | PolicyMap:
     Policy(compute_dtype='float16')
     """
     inner = _block.get()
-    return _global if inner is None else inner
+    if inner is None:
+        return _global
+    inner.is_read = True
+    return inner.policy
 
 
 @hiding_frames
@@ -88,16 +103,16 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
         )
 
 
-@contextlib.contextmanager
-def using_policy(policy: Policy | PolicyMap | str) -> Iterator[Policy | PolicyMap]:
+def using_policy(policy: Policy | PolicyMap | str) -> Block[Policy | PolicyMap]:
     """Sets the global policy for a block, in this thread or task only.
 
-    What counts is where a function is wrapped, not where it is called.
+    What counts is where a function is wrapped, not where it is called: a block in which
+    nothing is wrapped has no effect, and says so by an `AmpWarning`.
 
     Args:
         policy: a `Policy`, a `PolicyMap` or a name.
     Returns:
-        A context manager, which gives the policy.
+        A context manager, which gives the policy; also a decorator.
     Raises:
         TypeError, ValueError, AmpError: see `get_policy`.
 
@@ -108,12 +123,25 @@ def using_policy(policy: Policy | PolicyMap | str) -> Iterator[Policy | PolicyMa
     >>> float(dot(np.float32([1.001, 0]), np.eye(2, dtype="float32"))[0])
     1.0
     """
-    value = _as_policy(policy)
-    token = _block.set(value)
+    return Block("using_policy(...)", partial(_using, _as_policy(policy)))
+
+
+@contextlib.contextmanager
+def _using(policy: Policy | PolicyMap) -> Iterator[Policy | PolicyMap]:
+    using = _Using(policy)
+    token = _block.set(using)
     try:
-        yield value
+        yield policy
     finally:
         _block.reset(token)
+    if not using.is_read:
+        warn_or_raise(
+            "`using_policy` had no effect: nothing in the block asked for the policy. "
+            "`amp` reads it where it wraps a function, not where that is called, and "
+            "without `amp` nothing is lowered. Write `mixed = amp(fn)` in the block, "
+            "or give `amp` the policy.",
+            strict=False,
+        )
 
 
 def _as_policy(policy: Any) -> Policy | PolicyMap:

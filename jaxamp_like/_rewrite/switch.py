@@ -1,10 +1,14 @@
-"""Turning amp off, for tests and for comparisons."""
+"""Turning amp off: for tests and comparisons, or for a part of a function."""
 
 import contextlib
 import contextvars
 from collections.abc import Iterator
 
+import jax
+
+from .._blocks import Block
 from .._errors import explaining_misfits
+from .._policies.dictionary import AMP_STOP
 
 _disabled = contextvars.ContextVar("jaxamp_like_disabled", default=False)
 
@@ -31,8 +35,7 @@ def tracing_by_amp() -> Iterator[None]:
 
 
 @explaining_misfits("disable_amp", lambda *_: ["Write `with disable_amp():`."])
-@contextlib.contextmanager
-def disable_amp() -> Iterator[None]:
+def disable_amp() -> Block[None]:
     """Within it, `amp(fn)` returns `fn` as it is; also a decorator.
 
     It is asked when `amp` is called to wrap, never later, so that no cache of `jax.jit`
@@ -44,8 +47,31 @@ def disable_amp() -> Iterator[None]:
     ...     amp(abs) is abs
     True
     """
+    return Block("disable_amp()", _disabling)
+
+
+@contextlib.contextmanager
+def _disabling() -> Iterator[None]:
     token = _disabled.set(True)
     try:
         yield
     finally:
         _disabled.reset(token)
+
+
+_stopped = contextvars.ContextVar("jaxamp_like_stopped", default=False)
+
+
+def is_in_amp_stop() -> bool:
+    return _stopped.get()
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """What is traced within it is kept as its author wrote it."""
+    token = _stopped.set(True)
+    try:
+        with jax.named_scope(AMP_STOP[0]):
+            yield
+    finally:
+        _stopped.reset(token)
