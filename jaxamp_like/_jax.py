@@ -475,6 +475,11 @@ def are_differentiated_again(values: Sequence[Any]) -> bool:
 _DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
 
 
+def is_staged(x: Any) -> bool:
+    """Whether a value belongs to a program that is being traced, as by `jax.jit`."""
+    return any(type(trace).__name__ == "DynamicJaxprTrace" for trace in _traces(x))
+
+
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:
     """Whether a value comes from outside of a `vmap`, which does not map it.
 

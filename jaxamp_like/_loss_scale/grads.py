@@ -10,11 +10,13 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from .._errors import hiding_frames
+from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
+from .._jax import is_staged
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
 from .calls import with_call_hints
+from .fields import known
 from .groups import merge_groups, split_groups
 from .nodes import Filters, NnxCall, is_of_arrays, of_nodes
 from .packing import ScaledAux, pack, unpack
@@ -145,6 +147,7 @@ def dynamic_scale_tx(
         def step(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
+            _tell_of_constants(dynamic_scaler_state, args)
             states, structure = split_groups(_check_state(dynamic_scaler_state))
             call = NnxCall(fun, args, fun_kwargs)
             if transform in _FILTERED and args:
@@ -349,6 +352,26 @@ def _check_state(state: Any) -> Any:
             "checkpoint, `restore_scaler` makes a state of it."
         )
     return jax.tree.map(_rebuilt, state, is_leaf=is_scaler)
+
+
+def _tell_of_constants(state: Any, args: Any) -> None:
+    """Warns of a scale that does not change in the program that is being traced."""
+    if not any(map(is_staged, jax.tree.leaves(args))):
+        return
+    for one in jax.tree.leaves(state, is_leaf=is_scaler):
+        if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):
+            least, most = (known(x) for x in (one.min_scaler, one.max_scaler))
+            if known(one.scaler) is not None and (least is None or least != most):
+                warn_or_raise(_CONSTANT, strict=False)
+
+
+_CONSTANT = (
+    "The loss scale is a constant of the program that is being traced: the state was "
+    "made outside of the step, which does not take it as an argument. All calls of the "
+    "program would scale alike, and where gradients overflow all of them would be "
+    "skipped. Give the state to the function that `jax.jit` compiles, and return the "
+    "next one from it."
+)
 
 
 def _rebuilt(state: Scaler) -> Scaler:
