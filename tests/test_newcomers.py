@@ -362,10 +362,10 @@ def curved(w, x):
 def test_an_optimizer_of_enable_amp_that_is_given_another_loss(dtype, wrap):
     _, tx = enable_amp(curved, adam, compute_dtype=dtype)
     opt_state = tx.init(w)
-    forgotten = wrap(lambda w: tx.grad(lambda w: curved(w, x), opt_state)(w))
+    forgotten = wrap(lambda w, state: tx.grad(lambda w: curved(w, x), state)(w))
     with pytest.warns(AmpWarning, match="`amp` never saw.*tx.value_and_grad.mixed"):
-        forgotten(w)
-    forgotten(w)  # told once
+        forgotten(w, opt_state)
+    forgotten(w, opt_state)  # told once
     _, tx = enable_amp(curved, adam, compute_dtype=dtype)
     with pytest.warns(AmpWarning, match="`amp` never saw.*This is of `curved`"):
         tx.value_and_grad(curved, opt_state)(w, x)
@@ -589,8 +589,8 @@ def test_amp_of_what_amp_has_made_in_another_dtype():
 @pytest.mark.parametrize(
     ("by_hand", "asked"), (("float16", "bfloat16"), ("bfloat16", "float16"))
 )
-def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked):
-    """They stay so: what is asked for changes nothing."""
+def test_layers_that_are_in_16_bits_as_written(by_hand, asked):
+    """They stay so: whatever is asked for changes nothing."""
     half = linen.Dense(2, dtype=by_hand)
     params = half.init(jax.random.key(0), x)
     scale = r".*In float16, a loss wants a scale" if by_hand == "float16" else ""
@@ -607,7 +607,8 @@ def test_layers_that_are_in_other_16_bits_than_asked(by_hand, asked):
     low = jax.tree.map(lambda x: x.astype(by_hand), {"in": w["in"], "x": x})
     with pytest.warns(AmpWarning, match=f"{asked} changes nothing"):
         amp(lambda p: p["x"] @ p["in"], compute_dtype=asked)(low)
-    amp(lambda p, x: half.apply(p, x), compute_dtype=by_hand)(params, x)
+    with pytest.warns(AmpWarning, match=f"{by_hand} changes nothing.* {by_hand} as wr"):
+        amp(lambda p, x: half.apply(p, x), compute_dtype=by_hand)(params, x)
     mixed_by_hand = amp(lambda p, x: half.apply(p, x @ x.T @ x), compute_dtype=asked)
     mixed_by_hand(params, x)  # that is no mistake
 

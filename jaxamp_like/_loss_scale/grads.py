@@ -13,6 +13,7 @@ from jax import Array
 from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_staged
+from .._rewrite.switch import is_traced_by_amp
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
 from .calls import with_call_hints
@@ -355,8 +356,10 @@ def _check_state(state: Any) -> Any:
 
 
 def _tell_of_constants(state: Any, args: Any) -> None:
-    """Warns of a scale that does not change in the program that is being traced."""
-    if not any(map(is_staged, jax.tree.leaves(args))):
+    """Warns of a scale that does not change in the program that is being traced.
+
+    `amp` traces at each call; what it closes over may well change from call to call."""
+    if is_traced_by_amp() or not any(map(is_staged, jax.tree.leaves(args))):
         return
     for one in jax.tree.leaves(state, is_leaf=is_scaler):
         if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):

@@ -58,6 +58,8 @@ def _why_not_lowered(asked: DType, step: Step) -> str | None:
     if names == {_OTHER[asked].name}:
         scale = " In float16, a loss wants a scale, too." * (names == {"float16"})
         return f"is {_OTHER[asked].name} {_LAYERS}{scale}"
+    if names == {asked.name}:
+        return f"is {asked.name} {_LAYERS}"
     if names == {"float64"}:
         return (
             "is float64 as written, which is never lowered. Make parameters and inputs "
