@@ -183,6 +183,16 @@ def test_functions_and_stages_are_certified(wrap):
     assert len(contractions(certificate)) >= 8
 
 
+@pytest.mark.parametrize("lowers", (False, True), ids=("function", "lowered"))
+@pytest.mark.parametrize("has_amp", (False, True), ids=("as written", "amp"))
+def test_whether_amp_is_in_it_is_told(has_amp, lowers):
+    step = jax.jit(jax.grad(low(layers) if has_amp else layers))
+    args = [jnp.ones((8, 8))], jnp.ones((4, 8))
+    certificate = certify(step.lower(*args)) if lowers else certify(step, *args)
+    assert certificate.has_amp == has_amp
+    assert ("no `amp` was found in it" in str(certificate)) != has_amp
+
+
 def test_shapes_do_in_place_of_arrays():
     shapes = jax.eval_shape(lambda: (WS, X))
     assert certify(low(layers), *shapes) == certify(low(layers), WS, X)

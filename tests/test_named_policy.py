@@ -461,6 +461,16 @@ maps = st.builds(
 )
 
 
+def test_a_block_in_which_nothing_is_wrapped_is_told():
+    low = amp(jnp.dot)
+    with pytest.warns(AmpWarning, match="had no effect: nothing in the block asked"):
+        with using_policy("mixed_bfloat16"):
+            low(jnp.ones(2), jnp.ones(2))
+    with pytest.raises(ZeroDivisionError):  # an error says enough
+        with using_policy("mixed_bfloat16"):
+            raise ZeroDivisionError
+
+
 @given(policies | maps)
 def test_round_trips(policy):
     names = {"Policy": Policy, "PolicyMap": PolicyMap, "re": re}

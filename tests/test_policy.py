@@ -21,6 +21,8 @@ from jaxamp_like import (
     amp,
     amp_stop,
     default_amp_policy,
+    disable_amp,
+    using_policy,
 )
 from jaxamp_like.rules import (
     use_compute_precision,
@@ -190,6 +192,39 @@ def test_transforms_do_not_hide_scopes(transform, w):
 @amp_stop
 def stopped(w):
     return w @ w
+
+
+@pytest.mark.parametrize("wrap", (jax.jit, lambda fn: fn), ids=("jitted", "eager"))
+def test_amp_stop_around_what_amp_has_made_is_told(wrap):
+    def net(w):
+        return w @ w
+
+    low = wrap(amp(net, compute_dtype=jnp.bfloat16))
+    with pytest.warns(AmpWarning, match="`amp_stop` stands around `net`.*not reach"):
+        amp_stop(low)(jnp.ones((2, 2)))
+    with amp_stop(), warnings.catch_warnings():  # told once
+        warnings.simplefilter("error")
+        low(jnp.ones((3, 3)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    (amp_stop, disable_amp, lambda: using_policy("mixed_bfloat16")),
+    ids=("amp_stop", "disable_amp", "using_policy"),
+)
+def test_a_block_that_is_not_entered_is_told(make):
+    with pytest.warns(AmpWarning, match="by itself does nothing. Write `with "):
+        make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        @make()
+        def decorated():
+            return amp(abs)
+
+        decorated()
+        with make():
+            amp(abs)
 
 
 @amp_stop()

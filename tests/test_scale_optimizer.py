@@ -405,6 +405,21 @@ def test_enable_amp():
         enable_amp(matmul_loss, tx)
 
 
+def test_a_scale_that_is_a_constant_of_the_program_is_told():
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    w, opt_state = jnp.ones(3), tx.init(jnp.ones(3))
+
+    def loss(w):
+        return jnp.sum(w**2)
+
+    tx.grad(loss, opt_state)(w)  # not jitted: each step has its own scale
+    jax.jit(lambda w, state: tx.grad(loss, state)(w))(w, opt_state)
+    static = loss_scale_optimizer(optax.sgd(0.1), 1024.0)
+    jax.jit(static.grad(loss, static.init(w)))(w)  # it never changes
+    with pytest.warns(AmpWarning, match="The loss scale is a constant of the program"):
+        jax.jit(tx.grad(loss, opt_state))(w)
+
+
 def test_disable_amp():
     w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
     before = amp(matmul_loss)

@@ -32,7 +32,9 @@ class Certificate:
             results of contractions only if they are kept for the backward pass.
         kept: how many bytes the decided program keeps for the backward pass in such
             arrays, by dtype. XLA may keep others, and compute them again.
-        versions: of the packages."""
+        versions: of the packages.
+        has_amp: whether `amp` is in the program; without it, what was decided is what
+            the code as written says."""
 
     name: str
     platform: Platform
@@ -42,6 +44,7 @@ class Certificate:
     arrays: tuple[StoredArray, ...]
     kept: Mapping[str, int]
     versions: Mapping[str, str]
+    has_amp: bool = True
 
     @property
     def is_as_decided(self) -> bool:
@@ -133,6 +136,8 @@ class Certificate:
 def _summary(certificate: Certificate) -> Iterator[str]:
     ops = certificate.operations
     yield f"certificate of {certificate.name} on {certificate.device}"
+    if not certificate.has_amp:
+        yield "  no `amp` was found in it: what was decided is the code as written"
     for kind in get_args(Kind):
         mine = [one for one in ops if one.kind == kind and UNDECIDED not in one.drifts]
         if not mine:

@@ -15,6 +15,7 @@ from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
 from .._jax import traced_afresh
+from .._policies.dictionary import REWRITTEN
 from .._reports.call import flat_call
 from .._reports.data.records import Phase
 from .._reports.versions import versions
@@ -172,6 +173,7 @@ def compared(
         arrays=tuple(_array(one, steps) for one in arrays.compiled),
         kept={full_name(dtype): size for dtype, size in arrays.decided.items()},
         versions=versions(),
+        has_amp=REWRITTEN in (decided or ""),
     )
 
 
