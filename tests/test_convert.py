@@ -13,7 +13,7 @@ import pytest
 from flax import nnx, struct
 from jax import export, lax
 
-from jaxamp_like import AmpError, amp, amp_stop, convert, load
+from jaxamp_like import AmpError, AmpWarning, amp, amp_stop, convert, load
 from jaxamp_like._convert.models import take_apart
 from jaxamp_like._jax import Literal, raw, subjaxprs
 from jaxamp_like.presets import mxnet
@@ -178,6 +178,7 @@ def test_a_leaf_that_is_only_cast_is_stored_low(case):
     assert low.params.dtype == jnp.bfloat16
 
 
+@pytest.mark.filterwarnings("ignore:No parameter of")
 def test_slices_of_a_stack_are_uses():
     p, x = randoms((3, 8, 8), (4, 8))
     check(scanned, p, x, share=0.5)
@@ -192,6 +193,16 @@ def test_slices_of_a_stack_are_uses():
     assert low.summary.casts
 
 
+def test_a_training_step_is_told_to_save_nothing():
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.mean((x @ w["a"]) ** 2))(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
+
+    with pytest.warns(AmpWarning, match="No parameter of 'step' is stored in fewer b"):
+        convert(step, {"a": jnp.ones((8, 8))}, jnp.ones((4, 8)))
+
+
+@pytest.mark.filterwarnings("ignore:No parameter of")
 def test_a_leaf_read_in_two_precisions_is_stored_once_in_the_wider():
     def fn(p, x):
         with jax.named_scope("half"):
@@ -266,6 +277,7 @@ class Lookup(eqx.Module):
         return self.table[i] @ self.table.T
 
 
+@pytest.mark.filterwarnings("ignore:No parameter of", "ignore:bfloat16 changes nothing")
 def test_a_module_that_would_compute_something_else_is_refused():
     (table,) = randoms((8, 8))
     low = convert(Lookup(table), None, jnp.arange(3), **BF16)
@@ -414,6 +426,7 @@ def test_what_has_8_bits_is_stored_so(tmp_path):
         jax.grad(lambda x: low(x).sum())(x)
 
 
+@pytest.mark.filterwarnings("ignore:No parameter of")
 def test_8_bits_are_not_stored_where_the_whole_is_kept():
     w, x = randoms((64, 64), (4, 64))
     for options in ({"cast_params": False}, {"keep_inputs": ["w"]}):

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .._amp import amp_by
 from .._dtypes import cast, did_you_mean
-from .._errors import AmpError
+from .._errors import AmpError, warn_or_raise
 from .._jax import is_array_or_shape, to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
@@ -153,14 +153,30 @@ def convert(
         of = [i for i in range(len(leaves)) for _ in parts.get(i, (None,))]
         origins = [stored[i] if i in parts else None for i in of]
         stored = _stored(program, model.params, [kept.get(i) for i in of], origins)
+    summary = _summary(model.name, program, stored, model.params, example_inputs)
+    if cast_params and not kept and _saves_nothing(summary):
+        warn_or_raise(_SAVES_NOTHING.format(model.name), strict=False)
     return Converted(
         model=model,
         mixed=mixed,
         authors=authors,
         params=_cast(model.params, stored),
         example_inputs=example_inputs,
-        summary=_summary(model.name, program, stored, model.params, example_inputs),
+        summary=summary,
     )
+
+
+def _saves_nothing(summary: Summary) -> bool:
+    """Whether contractions are low, and their parameters are stored as before."""
+    are_low = any("float32" not in one.reads for one in summary.contractions)
+    return are_low and bool(summary.parameters) and not summary.changed
+
+
+_SAVES_NOTHING = (
+    "No parameter of {!r} is stored in fewer bits: each is read in full, too, as "
+    "`summary` of what `convert` returns says. A gradient or a training step reads all "
+    "of its parameters so: give the function that computes the model's outputs."
+)
 
 
 def _stored(
