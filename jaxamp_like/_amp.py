@@ -76,6 +76,7 @@ from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unlowered import (
     report_of_float16_on_tpus,
     report_of_nothing_lowered,
+    reports_of_scopes_low_as_written,
 )
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
@@ -473,7 +474,10 @@ def _report_unused(
     fn: Callable[..., Any], planner: Planner, plan: Plan, steps: list[Step]
 ) -> None:
     place = f"This is of {place_of(fn)}."
-    for key, report in reports_of_unmatched_keys(planner, plan, steps):
+    for key, report in (
+        *reports_of_unmatched_keys(planner, plan, steps),
+        *reports_of_scopes_low_as_written(steps),
+    ):
         # Many functions may share a policy: a misspelt key is reported once for all.
         once = ref(planner.policy), key
         warn_or_raise(f"{report} {place}", planner.strict, once)

@@ -194,6 +194,31 @@ def stopped(w):
     return w @ w
 
 
+@pytest.mark.parametrize(
+    "policy",
+    (
+        lambda key: default_amp_policy | {key: "float32"},
+        lambda key: PolicyMap("mixed_bfloat16", {key: "float32"}),
+    ),
+    ids=("rules", "map"),
+)
+def test_float32_for_what_is_low_as_written_is_told(policy):
+    def net(w):
+        with jax.named_scope("low"):
+            x = w.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        with jax.named_scope("full"):
+            return x.astype(jnp.float32) @ w
+
+    def run(key):
+        rules = policy(key)
+        dtype = None if isinstance(rules, PolicyMap) else jnp.bfloat16
+        amp(net, compute_dtype=dtype, amp_policy=rules)(jnp.ones((2, 2)))
+
+    run("full")
+    with pytest.warns(AmpWarning, match="'low' .* float32, but .* bfloat16 as wri"):
+        run("low")
+
+
 @pytest.mark.parametrize("wrap", (jax.jit, lambda fn: fn), ids=("jitted", "eager"))
 def test_amp_stop_around_what_amp_has_made_is_told(wrap):
     def net(w):

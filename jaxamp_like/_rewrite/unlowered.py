@@ -1,11 +1,13 @@
 """Where the compute dtype changes nothing, or is not what the user wants."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 
-from .._dtypes import DType
+from .._dtypes import DType, bits, is_float
 from .._jax import source_line
-from .._policies.dictionary import AMP_STOP, REWRITTEN
+from .._policies.dictionary import AMP_STOP, REWRITTEN, Key, show_key
 from .._primitives import CONTRACTIONS
 from .._rules import UsePrecision
 from .._rules.computing import asks_for_precision
@@ -33,6 +35,41 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
         f"lowered. The first, in {source_line(contractions[0].eqn)}, {reasons[0]}"
     )
+
+
+def reports_of_scopes_low_as_written(
+    steps: list[Step],
+) -> Iterator[tuple[Key, str]]:
+    """Each key that asks for float32 where the author wrote 16 bits, and what to say."""
+    found: dict[Key, list[Step]] = {}
+    for step in steps:
+        if step.eqn.primitive.name in CONTRACTIONS and _asks_for_float32(step):
+            if _DECIDED.isdisjoint(step.scope):
+                # Of a map, its key is the first of those that led to the rule.
+                key, *_ = *step.match.also, step.match.key
+                found.setdefault(key, []).append(step)
+    for key, contractions in found.items():
+        if all(map(_is_low_as_written, contractions)):
+            dtype = contractions[0].eqn.invars[0].aval.dtype.name
+            yield (
+                key,
+                f"The key {show_key(key)} of `amp_policy` asks for float32, but all "
+                f"contractions there are {dtype} as written, and no rule widens what "
+                f"its author wrote. The first is in {source_line(contractions[0].eqn)}."
+                " Leave out the cast, or the `dtype=` of the layer.",
+            )
+
+
+def _asks_for_float32(step: Step) -> bool:
+    rule, dtype = step.match.rule, step.match.compute_dtype
+    if isinstance(rule, UsePrecision) and step.match.by_scope and rule.dtype:
+        dtype = rule.dtype
+    return dtype is not None and bits(dtype) >= 32
+
+
+def _is_low_as_written(step: Step) -> bool:
+    avals = [atom.aval for atom in step.eqn.invars[:2]]
+    return all(is_float(aval.dtype) and bits(aval.dtype) < 32 for aval in avals)
 
 
 _OTHER = {
