@@ -40,7 +40,7 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
 def reports_of_scopes_low_as_written(
     steps: list[Step],
 ) -> Iterator[tuple[Key, str]]:
-    """Each key that asks for float32 where the author wrote 16 bits, and what to say."""
+    """Each key that asks for float32 where 16 bits are written, and what to say."""
     found: dict[Key, list[Step]] = {}
     for step in steps:
         if step.eqn.primitive.name in CONTRACTIONS and _asks_for_float32(step):
