@@ -12,6 +12,8 @@ _NAME = r"%?([A-Za-z_][\w.-]*)"
 _HEADER = re.compile(rf"(ENTRY )?{_NAME} (?:\(.*)?{{$")
 _DEFINITION = re.compile(rf"\s+(ROOT )?{_NAME} = (.*)$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
+# A whole line, if neither the shape nor the operands hold parentheses: most lines.
+_PLAIN = re.compile(rf"\s+(ROOT )?{_NAME} = ([^\s(]+) ([\w-]+)\(([^()]*)\)(.*)$")
 _OPERANDS = re.compile(r"%?[\w.-]+(?:, %?[\w.-]+)*$")  # and nothing else
 _CALLED = re.compile(r"%?[\w.-]+|{[^}]*}")
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
@@ -214,6 +216,25 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def parse_instruction(line: str) -> Instruction | None:
+    found = _PLAIN.match(line)
+    parts = found.groups() if found else _parts(line)
+    if parts is None:
+        return None
+    root, name, shapes, opcode, inner, attributes = parts
+    is_literal = opcode in _LITERALS
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        shapes=parse_shapes(shapes),
+        operands=() if is_literal else _operands(inner),
+        attributes=attributes,
+        is_root=root is not None,
+        literal=inner if is_literal else "",
+    )
+
+
+def _parts(line: str) -> tuple[str | None, ...] | None:
+    """The parts of a line, as `_PLAIN` has them, with parentheses in any of them."""
     found = _DEFINITION.match(line)
     if found is None:
         return None
@@ -224,16 +245,7 @@ def parse_instruction(line: str) -> Instruction | None:
         raise ValueError(f"no opcode in HLO: {line}")
     close = until_closed(text, opcode.end() - 1)
     inner = text[opcode.end() : close - 1]
-    is_literal = opcode[1] in _LITERALS
-    return Instruction(
-        name=name,
-        opcode=opcode[1],
-        shapes=parse_shapes(text[:end]),
-        operands=() if is_literal else _operands(inner),
-        attributes=text[close:],
-        is_root=root is not None,
-        literal=inner if is_literal else "",
-    )
+    return root, name, text[:end], opcode[1], inner, text[close:]
 
 
 def _operands(text: str) -> tuple[str, ...]:
