@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxamp_like import (
+    AmpWarning,
     DynamicScalerState,
     all_finite,
     dynamic_scale_grad,
@@ -202,19 +203,26 @@ def test_unbound_axis(call):
         call()
 
 
-def test_retry_that_would_wait_for_ever_is_refused(mesh):
-    step = dynamic_scale_grad(mean_loss, redo_on_nan=1)
+def untracked(mesh, step):
+    """A step whose `shard_map` does not track which values differ."""
 
     def body(state, w, x):
         return step(w, x, dynamic_scaler_state=state)[0]
 
-    run = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(P(), P("d"), P("d")),
-        out_specs=P(),
-        check_vma=False,
-    )
+    specs = dict(in_specs=(P(), P("d"), P("d")), out_specs=P())
+    run = jax.shard_map(body, mesh=mesh, check_vma=False, **specs)
     w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    return lambda: jax.jit(run)(DynamicScalerState(), w, shards(mesh, np.ones(N)))
+
+
+def test_devices_that_may_not_agree_are_told(mesh):
+    untracked(mesh, dynamic_scale_grad(mean_loss, axis_name="d"))()
+    with pytest.warns(AmpWarning, match="names no `axis_name`.*Pass `axis_name='d'`"):
+        untracked(mesh, dynamic_scale_grad(mean_loss))()
+
+
+@pytest.mark.filterwarnings("ignore:A step with a loss scale")
+def test_retry_that_would_wait_for_ever_is_refused(mesh):
+    run = untracked(mesh, dynamic_scale_grad(mean_loss, redo_on_nan=1))
     with pytest.raises(ValueError, match=r"(?s)axis 'd'.*Pass `axis_name='d'`"):
-        jax.jit(run)(DynamicScalerState(), w, shards(mesh, np.ones(N)))
+        run()

@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._jax import collective_axes, equations, varying_axes
+from .._errors import warn_or_raise
+from .._jax import collective_axes, device_axes, equations, varying_axes
 from .._primitives import LOCAL
 
 AxisName = Hashable | Sequence[Hashable] | None
@@ -50,9 +51,28 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
     if like is not None:
         known = varying_axes(finite) - varying_axes(like)
         axes += tuple(sorted(known - {*axes}, key=str))
+        if untracked := sorted(_untracked() - {*axes}, key=str):
+            warn_or_raise(_UNNAMED.format(*untracked), strict=False)
     if not axes:
         return finite
     return lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
+
+
+def _untracked() -> frozenset[Hashable]:
+    """The axes of a `shard_map` around here that does not track what varies."""
+    return frozenset(
+        axis
+        for axis in device_axes()
+        if (index := _index(axis)) is not None and axis not in varying_axes(index)
+    )
+
+
+_UNNAMED = (
+    "A step with a loss scale runs in `jax.shard_map` with `check_vma=False` and names "
+    "no `axis_name`: if gradients overflow on one device of the axis {0!r}, that one "
+    "alone skips the step and lowers its scale, and from then on devices differ. Pass "
+    "`axis_name={0!r}`, or leave out `check_vma=False`."
+)
 
 
 def check_uniform(program: Any, pred: Array, axis_name: AxisName) -> None:
