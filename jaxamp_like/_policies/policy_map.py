@@ -121,8 +121,8 @@ class PolicyMap(Mapping[Any, Policy]):
                 self._patterns[key] = re.compile(key)
             except re.error as e:
                 raise ValueError(
-                    f"The key {given!r} of `policy_map` is no valid regular "
-                    f"expression: {e}. {instead_of_expression(given)}"
+                    f"The key {key!r} of `policy_map` is no valid regular "
+                    f"expression: {e}. {instead_of_expression(key)}"
                 ) from e
 
     def __getitem__(self, key: Any) -> Policy:
