@@ -57,6 +57,12 @@ def net(x):
         return x @ x
 
 
+@amp_stop
+def stopped(x):
+    with scope("kept"):
+        return x @ x
+
+
 LINE = f"{__file__}:{net.__code__.co_firstlineno + 3}"
 
 
@@ -450,15 +456,20 @@ def test_keys_of_maps_and_limits_that_match_nothing():
         ({"atten.*": "float32"}, "a part of 'net/attention'.*whole path"),
         ({"dot_general": "float32"}, "{jax.lax.dot_general_p: 'float32'}"),
         (
-            {"net/att.*": "float32", "net": "float32"},
-            "'net' comes first: .*ends innermost.*paths win over regular expr",
+            {"net/att.*": "float32", "net/attention": "float32"},
+            "'net/attention' comes first: .*ends innermost.*paths win over regular",
         ),
+        ({"kept": "float32"}, "'amp_stop' comes first: of scopes the outermost wins"),
     ),
-    ids=("part", "primitive", "hidden"),
+    ids=("part", "primitive", "hidden", "stopped"),
 )
 def test_keys_of_maps_say_what_is_true_of_maps(policies, match):
     with pytest.raises(AmpError, match=f"(?s){match}"):
-        amp(net, amp_policy=PolicyMap("mixed_bfloat16", policies), strict=True)(x)
+        amp(
+            lambda x: net(x) + stopped(x),
+            amp_policy=PolicyMap("mixed_bfloat16", policies),
+            strict=True,
+        )(x)
 
 
 def test_a_rule_may_name_the_parameters_of_its_primitive():

@@ -136,10 +136,10 @@ def place_of_step(step: Step) -> str:
 
 
 def _hidden_by(steps: Sequence[_Equation], of_map: bool = False) -> str:
-    if of_map:
-        others = dict.fromkeys(step.match.also[-1] for step in steps if step.match.also)
+    holding = dict.fromkeys(step.match.also[-1] for step in steps if step.match.also)
+    if of_map and holding:  # nothing holds under `amp_stop`
         return (
-            f"It stands only where {', '.join(map(show_key, others))} comes first: "
+            f"It stands only where {', '.join(map(show_key, holding))} comes first: "
             "of paths that match, the one that ends innermost holds, and paths win "
             "over regular expressions."
         )
