@@ -48,6 +48,8 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
 
 def refuse_unbound(fn: Any) -> None:
     """Raises for models of Linen and Haiku that have no parameters yet."""
+    if isinstance(fn, type):  # is refused as a class
+        return
     applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
     is_bound = callable(fn) and not (
         getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None

@@ -29,6 +29,7 @@ class Verdict(NamedTuple):
     axis_name: AxisName
 
 
+_OF_ARRAYS = ("shape", "dtype", "ndim", "size")  # loggers read them; nothing is lost
 _INSTEAD = (
     "Write `jax.tree.map(lambda g: ..., grads)`, which keeps the mark for `update`, or "
     "read the array: `grads.value`, or `grads[...]` of a variable of NNX."
@@ -60,6 +61,7 @@ class Unscaled(metaclass=_Explaining):
     `jax.tree.map(Unscaled, grads)`.
 
     It is a pytree of one leaf; functions of `jax.numpy` and NumPy read it as an array.
+    Of an array's attributes it has `shape`, `dtype`, `ndim` and `size`.
 
     Args:
         value: the gradient. Where `value_and_grad` or `unscale_grads` have made it, it
@@ -95,6 +97,8 @@ class Unscaled(metaclass=_Explaining):
         return np.array(self.value, dtype, copy=copy)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_ARRAYS:
+            return getattr(self.value, name)
         hint = f" {_INSTEAD}" * hasattr(jax.Array, name)
         raise AttributeError(f"'Unscaled' object has no attribute {name!r}.{hint}")
 
@@ -230,14 +234,15 @@ def refuse_unmarked(grads: Any) -> None:
     if named := _named(grads, eqx.is_inexact_array):
         raise TypeError(
             f"`update` of a `loss_scale_optimizer` was given gradients ({named}) "
-            "without a mark that they come from a scaled loss: in float16 they may "
-            "have become zero.\nTake them from `tx.value_and_grad(loss_fn, "
-            "opt_state)(...)` in the place of `jax.value_and_grad(loss_fn)(...)`. By "
-            "hand, scale by `scale_loss(loss, opt_state)` and unscale by "
-            "`unscale_grads(grads, opt_state)`; gradients that you have put together "
-            "yourself, mark by `jax.tree.map(Unscaled, grads)`. If a transform around "
-            "it has lost the marks, as `optax.flatten` does, put that within: "
-            "`loss_scale_optimizer(optax.flatten(...))`."
+            "without a mark that they come from a scaled loss.\nTake them from "
+            "`tx.value_and_grad(loss_fn, opt_state)(...)`: those of "
+            "`jax.value_and_grad(loss_fn)(...)` may have become zero in float16, and "
+            "`dynamic_scale_value_and_grad` has a scale of its own, for an optimizer "
+            "that scales nothing. By hand, scale by `scale_loss(loss, opt_state)` and "
+            "unscale by `unscale_grads(grads, opt_state)`; gradients that you have "
+            "put together yourself, mark by `jax.tree.map(Unscaled, grads)`. If a "
+            "transform around it has lost the marks, as `optax.flatten` does, put "
+            "that within: `loss_scale_optimizer(optax.flatten(...))`."
         )
 
 

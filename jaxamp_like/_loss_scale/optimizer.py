@@ -17,7 +17,7 @@ from .._errors import hiding_frames, no_attribute, warn_or_raise
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
-from .calls import with_call_hints
+from .calls import instead_of_no_scale, of_checkpoint, with_call_hints
 from .grads import dynamic_scale_tx
 from .initialising import initialised
 from .marks import (
@@ -378,7 +378,7 @@ def _scaler_of(opt_state: Any) -> Scaler:
     if len(found) != 1:
         raise ValueError(
             f"`opt_state` must hold one loss scale, but holds {len(found)}.\n"
-            + (_SEVERAL if found else _NO_SCALE)
+            + (_SEVERAL if found else instead_of_no_scale(opt_state))
         )
     for wrapper, name in _OUTSIDE.items():
         if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
@@ -397,12 +397,6 @@ def _scaler_of(opt_state: Any) -> Scaler:
     return as_arrays(found[0].scaler)
 
 
-_NO_SCALE = (
-    "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
-    "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
-    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`; one of this is "
-    "to be read in the types of `tx.init(params)`."
-)
 _SCALED_TWICE = (
     "`scale_loss` was called in a function whose loss `tx.value_and_grad` or `tx.grad` "
     "scales by the same state: gradients would be too large by the scale.\nReturn the "
@@ -476,7 +470,7 @@ def _first_state(scaler: Any) -> Scaler:
             return DynamicScalerState()
         raise ValueError(
             f'`scaler` must be "dynamic", a number, a state or None, but was given '
-            f"{scaler!r}."
+            f'{scaler!r}. (`enable_amp` also takes "auto": a scale in float16 alone.)'
         )
     if isinstance(scaler, dict | list | tuple):
         raise TypeError(
@@ -489,7 +483,8 @@ def _first_state(scaler: Any) -> Scaler:
 
 def _checked_state(state: Any, params: Any) -> LossScaleState:
     if not isinstance(state, LossScaleState):
-        instead = _STATE_LAST if isinstance(params, LossScaleState) else _STATE_SECOND
+        is_last = isinstance(params, LossScaleState)
+        instead = _STATE_LAST if is_last else of_checkpoint(state) or _STATE_SECOND
         raise TypeError(
             "`state`, the second argument of `update` of a `loss_scale_optimizer`, is "
             "the `LossScaleState` that its `init` or its last `update` returned, but "
