@@ -93,6 +93,14 @@ def report_of_amp_stopped(fn: Any) -> str:
     )
 
 
+FLOAT16_BY_DEFAULT = (
+    "`amp` computes in float16, since nothing says a dtype, and is differentiated "
+    "without a loss scale: gradients below 6e-8 become zero. Write `amp(fn, "
+    "compute_dtype='bfloat16')`, which needs no scale, or take `enable_amp`, whose "
+    "optimizer scales the loss. If you scale it by hand, say `compute_dtype='float16'`."
+)
+
+
 def report_of_hidden_parameters(fn: Any) -> str:
     """The message for a callable pytree, which `amp` turns into a plain function."""
     return (

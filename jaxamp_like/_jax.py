@@ -475,6 +475,11 @@ def are_differentiated_again(values: Sequence[Any]) -> bool:
 _DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative by a value is being taken, as far as it shows."""
+    return any(type(trace).__name__ in _DIFFERENTIATING for trace in _traces(x))
+
+
 def is_staged(x: Any) -> bool:
     """Whether a value belongs to a program that is being traced, as by `jax.jit`."""
     return any(type(trace).__name__ == "DynamicJaxprTrace" for trace in _traces(x))

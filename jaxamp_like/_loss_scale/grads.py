@@ -13,7 +13,7 @@ from jax import Array
 from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_staged
-from .._rewrite.switch import is_traced_by_amp
+from .._rewrite.switch import is_traced_by_amp, scaling_loss
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
 from .calls import with_call_hints
@@ -159,7 +159,8 @@ def dynamic_scale_tx(
                     scaled = _scale_loss(fun, state, has_aux)
                     return differentiate(scaled, has_aux=True, **kwargs)
 
-                results, left = call.run(scaled)
+                with scaling_loss():
+                    results, left = call.run(scaled)
                 grads, rebuild = _split(results, has_aux)
                 return state.unscale(grads), rebuild, left
 
