@@ -3,9 +3,10 @@
     python -m benchmarks.first_screen
 
 Nothing is measured: the figures are those of `results/front-bfloat16.json`, which
-`benchmarks.front` wrote. The tables of README and of docs/comparison.md are printed, and
-a test compares them with these pages. The picture is drawn twice, for light pages and
-dark ones, with letters that can be read where it is 360 pixels wide, as on a phone."""
+`benchmarks.front` wrote. The tables of README and of docs/comparison.md are printed,
+and a test compares them with these pages. The picture is drawn twice, for light pages
+and dark ones, with letters that can be read where it is 360 pixels wide, as on a
+phone."""
 
 import json
 import statistics
@@ -129,17 +130,18 @@ def short_table(results: dict[str, Rows]) -> str:
         "| estimated step time (float32: 1) | gradient error (rounded products: 1) |",
         "|---|---|---|---|",
     ]
-    for part, name, note in (
+    shown = (
         (results, OURS, ""),
         (results, "jmp", ""),
         (same, OURS, note),
         (same, "hand lean", note),
-    ):
+    )
+    for part, name, models in shown:
         figures = ("saved_bytes", "step_seconds")
         cells = [mean(part, name, figure, "float32") for figure in figures]
         cells += [mean(part, name, "error", "contractions")]
         row = " | ".join(f"{cell:.2f}" for cell in cells)
-        lines += [f"| {SHOWN[name][0]}{note} | {row} |"]
+        lines += [f"| {SHOWN[name][0]}{models} | {row} |"]
     return "\n".join(lines)
 
 
