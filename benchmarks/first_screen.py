@@ -106,7 +106,7 @@ def table(results: dict[str, Rows]) -> str:
 
     After contenders that some models lack comes `amp` on the models that have them."""
     lines = [
-        "| bfloat16 | gradient error | saved residuals | temp memory | step time |",
+        "| bfloat16 | gradient error | residuals | temp memory | step time |",
         "|---|---|---|---|---|",
         "| float32 | 0 | 1.00 | 1.00 | 1.00 |",
     ]
