@@ -12,7 +12,7 @@ from jax import Array
 
 from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
-from .._jax import is_staged
+from .._jax import is_jitted
 from .._rewrite.switch import is_traced_by_amp, scaling_loss
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
@@ -360,7 +360,7 @@ def _tell_of_constants(state: Any, args: Any) -> None:
     """Warns of a scale that does not change in the program that is being traced.
 
     `amp` traces at each call; what it closes over may well change from call to call."""
-    if is_traced_by_amp() or not any(map(is_staged, jax.tree.leaves(args))):
+    if is_traced_by_amp() or not any(map(is_jitted, jax.tree.leaves(args))):
         return
     for one in jax.tree.leaves(state, is_leaf=is_scaler):
         if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):
