@@ -165,7 +165,7 @@ def test_what_was_found_is_shown_and_saved(tmp_path):
     page = found.save_html(tmp_path / "page.html").read_text()
     assert "saved for the backward pass" in page
     other = calibrate(fn, batches, budget=0.2)
-    assert other.saved is None and "saved for" not in str(other)
+    assert other.saved == {} and "saved for" not in str(other)
 
 
 class Killed(BaseException):

@@ -43,7 +43,7 @@ class Calibration:
             differ in this alone are equal.
         saved: for the objective "memory", the bytes that are kept for the backward pass
             "as written", under the "default" policy (in the first 16-bit candidate) and
-            as "chosen"."""
+            as "chosen"; empty for others."""
 
     policy: Policy | PolicyMap
     budget: Budget
@@ -60,7 +60,7 @@ class Calibration:
     compilations: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
-    saved: Mapping[str, int] | None = None
+    saved: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kept_full(self) -> tuple[Decided, ...]:
@@ -90,7 +90,7 @@ class Calibration:
             f"held out: {found}; {met} {self.budget!r}",
             f"{self.passes} passes, {self.compilations} compilations",
         ]
-        if self.saved is not None:
+        if self.saved:
             sizes = [f"{human_bytes(n)} {how}" for how, n in self.saved.items()]
             rows.insert(1, f"saved for the backward pass: {', '.join(sizes)}")
         if len(self.candidates) > 1:
@@ -189,7 +189,7 @@ class Calibration:
         ]
 
     def _saved_tile(self) -> list[tuple[str, str, str]]:
-        if self.saved is None:
+        if not self.saved:
             return []
         chosen, default, written = (
             human_bytes(self.saved[how]) for how in ("chosen", "default", "as written")

@@ -136,7 +136,7 @@ class Trials:
             compilations=self.runs.compilations,
             versions=versions() | {"device": jax.devices()[0].device_kind},
             seconds=self.runs.seconds,
-            saved=self._saved(policy) if self.objective == "memory" else None,
+            saved=self._saved(policy) if self.objective == "memory" else {},
         )
 
     def _saved(self, policy: Policy | PolicyMap) -> dict[str, int]:
