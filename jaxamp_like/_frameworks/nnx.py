@@ -96,7 +96,7 @@ def variable_kind(x: Any) -> Literal["parameters", "optimizer state", ""]:
     if not is_variable(x):
         return ""
     nnx = _nnx()
-    if isinstance(x, nnx.optimizer.OptState):
+    if isinstance(x, getattr(nnx.optimizer, "OptState", ())):
         return "optimizer state"
     return "parameters" if isinstance(x, nnx.Param) else ""
 

@@ -38,7 +38,9 @@ def compiled_memory(
     found = compiled.memory_analysis()
     if found is None:
         return None
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    # With references among the arguments, JAX can't tell those of the results.
+    shardings = shardings or jax.tree.leaves(compiled.output_shardings)
     devices = {one for each in shardings for one in each.device_set}
     first = min(devices or jax.devices(), key=lambda one: one.id)
     return CompiledMemory(
