@@ -14,7 +14,9 @@ import optax
 import pytest
 from flax import nnx
 
+from benchmarks import roofline
 from jaxamp_like import DynamicScalerState, amp, enable_amp, explain, guard_step
+from jaxamp_like._hlo.devices import described
 from jaxamp_like.storage import apply_updates, low_bit_state, update_in_float32
 
 BF16 = {"compute_dtype": "bfloat16"}
@@ -462,7 +464,15 @@ def test_models_that_are_called_themselves():
     for settings in ({}, BF16):
         found = arguments(explain(model, **settings)(X))
         assert found["the function itself", "parameters"] == 4 * (16 * 8 + 8 + 16)
+        assert found["the function itself", ""] == 4 * 2 * 8  # running statistics
         assert found["x", ""] == X.nbytes
+
+
+def test_what_the_user_says_of_a_module_holds_for_its_parameters():
+    report = explain(lambda model, x: model(x).sum(), argnums=0)(Net(nnx.Rngs(0)), X)
+    found = arguments(report)
+    assert found["model", "parameters"] == 4 * (16 * 8 + 8 + 16)
+    assert found["model", ""] == 4 * 2 * 8
 
 
 # Errors and views.
@@ -482,6 +492,26 @@ def test_a_device_that_is_here():
     assert report.now.compiled.num_devices == 1
     same = explain(jax.grad(mixed_loss), compile=True)(PARAMS, X, Y)
     assert same.now.compiled == report.now.compiled
+
+
+@pytest.mark.skipif(
+    not roofline.has_plugin(), reason="XLA's compiler for NVIDIA GPUs is not installed"
+)
+def test_a_device_that_is_not_there():
+    tx = optax.adamw(1e-3)
+    args = jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS), X, Y))
+    report = explain(step_with(tx), compile="h200")(*args)
+    on_it = jax.sharding.SingleDeviceSharding(described("h200"))
+    for program, of in ((report.now, mixed_loss), (report.written, loss)):
+        options = {"in_shardings": on_it, "out_shardings": on_it}
+        compiled = step_with(tx, of, **options).lower(*args).compile()
+        true = compiled.memory_analysis()
+        assert program.compiled.device == "NVIDIA H200"
+        assert program.compiled.arguments == true.argument_size_in_bytes
+        assert program.compiled.temporaries == true.temp_size_in_bytes
+    # Here, unlike on a CPU, values are stored in bfloat16.
+    assert report.now.compiled.temporaries < report.written.compiled.temporaries
+    assert "compiled for NVIDIA H200" in str(report)
 
 
 def test_views(capsys):

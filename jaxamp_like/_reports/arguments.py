@@ -79,7 +79,8 @@ def argument_records(
     sizes: dict[tuple[str, ArgumentKind], int] = {}
     for (leaf, variable), aval in zip(arrays, avals, strict=True):
         kind = leaf.kind or variable_kind(variable)
-        is_told = leaf.is_told and is_float(getattr(aval, "dtype", None))
+        is_told = leaf.is_told and variable is None  # else its type would say it
+        is_told &= is_float(getattr(aval, "dtype", None))
         if not kind and (is_told or leaf.path in parameters):
             kind = "parameters"
         key = leaf.argument, kind
@@ -127,7 +128,7 @@ def _kinds(tree: Any) -> Iterator[ArgumentKind]:
 
 def _is_state(x: Any) -> bool:
     """Whether it is the state of an optimizer, and holds anything."""
-    package = type(x).__module__.partition(".")[0]
+    package = str(type(x).__module__).partition(".")[0]
     is_one = package == "optax" or isinstance(x, _OWN_STATES)
     return is_one and bool(jax.tree.leaves(x))
 

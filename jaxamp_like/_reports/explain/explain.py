@@ -75,6 +75,8 @@ def explain(
     ({'bfloat16': 48}, 1.0)
     >>> report.now.casts[0].why
     'dot_general reads bfloat16: computes in bfloat16'
+    >>> [(one.name, one.num_bytes) for one in report.arguments]
+    [('w', 48), ('x', 32)]
     """
     device = None
     if not isinstance(compile, bool):
