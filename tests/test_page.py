@@ -110,7 +110,7 @@ def test_it_shows_everything_and_fits(page):
 @pytest.mark.rest
 def test_it_tells_the_memory_of_the_call(page):
     told = page.locator("#memory").inner_text()
-    assert "if it is a training step all of that; compiled for " in told
+    assert "What one call of the function takes; compiled for " in told
     rows = zip(
         column(page, "#memory", "memory of"),
         column(page, "#memory", "now"),

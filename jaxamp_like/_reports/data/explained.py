@@ -124,8 +124,8 @@ def about_memory(report: ReportData) -> str:
     if n > 1:
         where = f"{n} devices ({where}), of which each needs so much"
     return (
-        f"compiled for {where}: all is arguments, results and temporaries; among "
-        "these are gradients, and as much of what is saved as XLA keeps"
+        f"compiled for {where}: in all are arguments, results and temporaries, among "
+        "them gradients and as much of what is saved as XLA keeps"
     )
 
 
