@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import showing_call
+from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
@@ -24,7 +25,6 @@ from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
 from .arrays import LARGE
 from .certificate import Certificate
-from .devices import NAMES, described
 from .drifts import (
     GONE,
     REDUCED_LOW,
@@ -87,13 +87,7 @@ def certify(
     >>> certificate.operations[0].scope, certificate.operations[0].decided
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
-    if isinstance(device, str):
-        device = described(device)
-    if device is not None and not hasattr(device, "device_kind"):
-        raise TypeError(
-            "`device` must be a device, such as `jax.devices('cpu')[0]`, or one of the "
-            f"names {', '.join(NAMES)}, but got {device!r}."
-        )
+    device = None if device is None else as_device(device, "device")
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
         raise TypeError(
@@ -193,21 +187,9 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
         call = flat_call(step, args, {}, (), _name_of(step))
         jitted, args = jax.jit(call.fn), call.arrays
     if device is not None:
-        args = _placed(args, device)
+        args = placed(args, device)
     with recording(recorder), traced_afresh():
         return jitted.lower(*args)
-
-
-def _placed(args: Any, device: Any) -> Any:
-    """The shapes of all arrays, on a device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-
-    def place(x: Any) -> Any:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, args)
 
 
 def _name_of(step: Any) -> str:
