@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import pickle
+import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from jaxamp_like import (
     presets,
     rules,
     scaling,
+    storage,
 )
 from jaxamp_like.inference import ArtifactError
 from jaxamp_like.scaling import (
@@ -106,6 +108,15 @@ def say(make, error, *parts):
             lambda: amp(loss, compute_dtype="float8"),
             TypeError,
             "'float8'. Contractions in 8 bits",
+        ),
+        *(
+            say(
+                lambda name=name: amp(loss, compute_dtype=name),
+                TypeError,
+                f"got '{name}'. It is a format of contractions alone",
+                f"`amp_policy='{name}_from_mixed_bfloat16'`",
+            )
+            for name in ("mxfp8", "nvfp4")
         ),
         say(
             lambda: amp(loss, compute_dtype="fp8"),
@@ -300,7 +311,7 @@ def say(make, error, *parts):
         say(
             lambda: jaxamp_like.autocast,
             AttributeError,
-            "'autocast'. Did you mean 'amp'?",
+            "'autocast'. Did you mean 'amp'? Write `mixed = amp(loss_fn)`.",
         ),
         say(
             lambda: jaxamp_like.GradScaler,
@@ -725,8 +736,77 @@ def test_a_loss_in_float16_that_nothing_scales_is_told():
 
 
 def test_what_is_elsewhere_is_suggested_only_where_it_is_here():
-    for name in jaxamp_like._ELSEWHERE.values():
+    for name in (*jaxamp_like._ELSEWHERE.values(), *jaxamp_like._WRITTEN):
         assert hasattr(jaxamp_like, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    (
+        ("GradScaler", "Did you mean 'enable_amp'? Write `mixed, tx = enable_amp(loss"),
+        ("autocast", "Did you mean 'amp'? Write `mixed = amp(loss_fn)`"),
+        ("LossScaleOptimizer", "Write `tx = loss_scale_optimizer(optimizer)`"),
+        ("expain", "Did you mean 'explain'?"),
+        ("nothing_of_the_kind", "cannot import name 'nothing_of_the_kind'"),
+    ),
+)
+def test_an_import_of_a_name_of_another_library_is_answered(name, told):
+    with pytest.raises(ImportError) as raised:
+        exec(f"from jaxamp_like import {name}")
+    assert told in str(raised.value)
+    assert not hasattr(jaxamp_like, name) and name not in dir(jaxamp_like)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    (adam, optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)),
+    ids=("adam", "adamw", "sgd"),
+)
+def test_a_state_that_is_given_to_the_wrapped_optimizer_is_told(optimizer):
+    _, scaled = enable_amp(loss, optimizer)
+    low = storage.low_bit_state(optimizer, min_size=0)
+    for one in (scaled, low):
+        state = one.init(w)
+        kind = type(state).__name__
+        told = rf"was given a {kind}.*`updates, opt_state = tx\.update\(grads"
+        with pytest.raises(TypeError, match=told):
+            optimizer.update(w, state, w)
+        assert len([*state]) == len(state) == 2  # for everybody else
+        for tree in (state, optax.chain(one).init(w)):
+            optax.tree_utils.tree_map_params(one, lambda x: x + 1, state)
+            assert jax.tree.structure(jax.jit(lambda s: s)(tree)) == (
+                jax.tree.structure(tree)
+            )
+
+
+def in_a_layer(w, x):
+    with jax.named_scope("mlp"), jax.named_scope("layers"), jax.named_scope("0"):
+        return jnp.mean(x @ w["in"])
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    (
+        ("mlp.layers[0]", "Did you mean 'mlp/layers/0' "),
+        ("mlp['layers'].0", "Did you mean 'mlp/layers/0' "),
+        (re.compile("mlp.layers[0]"), "Did you mean 'mlp/layers/0' "),
+        (
+            "matmul",
+            "the primitive that it binds is 'dot_general', `jax.lax.dot_general",
+        ),
+        (
+            "softmax",
+            'give the name of that a rule: `default_amp_policy | {name: "float',
+        ),
+        ("float32", "The scopes of the function are 'mlp', 'mlp/layers', "),
+    ),
+    ids=str,
+)
+def test_a_key_that_matches_nothing_is_answered(key, told):
+    policy = jaxamp_like.default_amp_policy | {key: "float32"}
+    with pytest.raises(AmpError) as raised:
+        amp(in_a_layer, amp_policy=policy, strict=True)(w, x)
+    assert told in str(raised.value)
 
 
 def test_bound_modules_of_linen_are_functions():
@@ -1105,6 +1185,9 @@ ANSWERS = {
     "DynamicScalerState(min_scaler=8, max_scaler=4)": "no less than `min_scaler`",
     "DynamicScalerState(scaler=jnp.ones(2))": "must be a scalar, but was given shape",
     "scaler.update(grads)": "Write `scaler.update(all_finite(grads))`",
+    "scaler.update()": "missing a required argument: 'finite'. Write `scaler.update(",
+    "scaler.step(adam)": "write `updates, opt_state = tx.update(grads, opt_state, par",
+    "scaler.unscale_(grads)": "write `loss, grads = tx.value_and_grad(loss_fn, opt_st",
     "scaler.scale(jnp.ones(2))": "Reduce an array to one number",
     "scaler.unscale(grads)": "are unscaled already",
     "static_scaler('dynamic')": "Give a Python number or an array of shape ()",
@@ -1132,7 +1215,9 @@ ANSWERS = {
     "convert(objective, W, X, quantise=True)": "The arguments are fn, params",
     "convert(objective, W, X, excluded_scopes='net')": "such as ['decoder/head']",
     "convert(objective, W, X, excluded_scopes=['nett'])": "Did you mean 'net'?",
-    "convert(objective, W, X, target_ops=['matmul'])": "Did you mean 'mul' or",
+    "convert(objective, W, X, target_ops=['matmul'])": "binds is 'dot_general'",
+    "convert(objective, W, X, float32_ops=['softmax'])": "binds several primitives",
+    "convert(objective, W, X, widest_ops=['expo'])": "Did you mean 'exp'",
     "convert(objective, W, X, keep_inputs=['b'])": "There are 1: a",
     "load('/nowhere')": "Give the folder that `Converted.save` wrote",
     "certify(objective(W, X))": "Write `certify(step, x)`, not `certify(step(x))`",

@@ -24,6 +24,20 @@ SETTINGS = {
     "min_loss_scale": "min_scaler",
 }
 
+UPDATE = "updates, opt_state = tx.update(grads, opt_state, params)"
+GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
+# What PyTorch's scaler does, which is the optimizer's work here.
+BY_HAND = {
+    name: f"With `mixed, tx = enable_amp(loss_fn, optimizer)`, write `{call}`. By "
+    "hand, write `dynamic_scale_value_and_grad(loss_fn)(params, batch, "
+    "dynamic_scaler_state=scaler)`."
+    for name, call in {
+        "step": UPDATE,
+        "unscale_": GRADIENT,
+        "backward": GRADIENT,
+    }.items()
+}
+
 
 def with_call_hints(
     example: str, elsewhere: Mapping[str, str] = SETTINGS

@@ -293,13 +293,37 @@ _FOR_CLASS = (
 
 def _for_function(key: Any) -> str:
     """What to write instead of a function as a key."""
-    name = getattr(key, "__name__", "")
-    primitive = _BINDS.get(name, name).format(name)
-    if isinstance(getattr(jax_primitives, f"{primitive}_p", None), Primitive):
+    if primitive := _bound_by(getattr(key, "__name__", "")):
         return f" Use the primitive that it binds: `jax.lax.{primitive}_p`."
     return (
         " Put the calls of the function into a `jax.named_scope`, and use its name; or "
         "see by `jax.make_jaxpr` which primitives it binds."
+    )
+
+
+def _bound_by(function: str) -> str | None:
+    """The primitive that a function of `jax.numpy` of this name binds, if it is one."""
+    name = _BINDS.get(function, function).format(function)
+    is_one = isinstance(getattr(jax_primitives, f"{name}_p", None), Primitive)
+    return name if is_one else None
+
+
+def instead_of_function_name(name: str) -> str | None:
+    """What to write instead of a function's name in the place of a primitive's.
+
+    `None` if JAX has no function of this name."""
+    found = (getattr(module, name, None) for module in (jnp, jax.nn, jnp.linalg))
+    if not any(callable(x) and not isinstance(x, type) for x in found):
+        return None
+    if primitive := _bound_by(name):
+        return (
+            f"{name!r} is a function of JAX, and the primitive that it binds is "
+            f"{primitive!r}, `jax.lax.{primitive}_p`."
+        )
+    return (
+        f"{name!r} is a function of JAX, and binds several primitives: put its calls "
+        "into a `jax.named_scope`, and give the name of that a rule: "
+        '`default_amp_policy | {name: "float32"}`.'
     )
 
 

@@ -17,12 +17,14 @@ from .._policies.dictionary import (
     show_key,
 )
 from .._policies.frozen import EXPRESSION
+from .._policies.mistakes import instead_of_function_name
 from .._rules import Match
 from .._structural import Plan, Step, derivative_of
 from .planner import Planner
 from .record import STEP_SCOPE
 
 _MOST = 8  # scopes to list
+_AS_IN_PYTHON = re.compile(r"""\w+([./]\w+|\[(\d+|'\w+'|"\w+")\])*""")
 _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 
@@ -78,7 +80,9 @@ def _hint(key: Key, steps: Sequence[_Equation]) -> str:
     paths = _paths(steps)
     if isinstance(key, re.Pattern):
         hidden = [step for path, step in paths.items() if key.fullmatch("/".join(path))]
-        return _hidden_by(hidden) if hidden else _of_expression(key, paths)
+        if hidden:
+            return _hidden_by(hidden)
+        return _near(key.pattern, _names(paths)) or _of_expression(key, paths)
     names = _names(paths)
     is_exact = isinstance(key, tuple)  # its names are no expressions
     path = "/".join(key if is_exact else filter(None, key.split("/")))
@@ -86,16 +90,29 @@ def _hint(key: Key, steps: Sequence[_Equation]) -> str:
         return _hidden_by([names[path]])
     if path in CLASSES:
         return f"To name the primitive, write `jax.lax.{path}_p` as the key."
+    if near := _near(path, names):
+        return near
     if not is_exact and EXPRESSION.search(path):
         return (
             "In a dict of rules a string is a name, or a path of names; an expression "
             f"is compiled: `re.compile({path!r})`. {_list(paths)}"
         )
     close = get_close_matches(path, [*names, AMP_DEFAULT], 1)
-    if not close:
-        return _list(paths)
-    where = f" ({source_line(names[close[0]].eqn)})" if close[0] in names else ""
-    return f"Did you mean {close[0]!r}{where}?"
+    if close:
+        return _question(close[0], names)
+    function = "" if is_exact else instead_of_function_name(path)
+    return " ".join(filter(None, (function, _list(paths))))
+
+
+def _question(name: str, names: dict[str, _Equation]) -> str:
+    where = f" ({source_line(names[name].eqn)})" if name in names else ""
+    return f"Did you mean {name!r}{where}?"
+
+
+def _near(text: str, names: dict[str, _Equation]) -> str:
+    """The question for a path that is written as in Python: "mlp.layers[0]"."""
+    path = "/".join(re.findall(r"\w+", text)) if _AS_IN_PYTHON.fullmatch(text) else ""
+    return _question(path, names) if path != text and path in names else ""
 
 
 def _paths(steps: Sequence[_Equation]) -> dict[Scope, _Equation]:

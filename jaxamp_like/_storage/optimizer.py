@@ -11,7 +11,13 @@ import numpy as np
 import optax
 
 from .._dtypes import did_you_mean
-from .._errors import hiding_frames, showing_call, warn_or_raise
+from .._errors import (
+    calling_library,
+    hiding_frames,
+    length_of_state,
+    showing_call,
+    warn_or_raise,
+)
 from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
 from .._jax import is_array_or_shape
 from .._random_rounding import mixed
@@ -34,6 +40,11 @@ class LowBitState(NamedTuple):
 
     inner_state: Any
     seed: Any
+
+    if not TYPE_CHECKING:
+
+        def __len__(self) -> int:
+            return length_of_state(self, calling_library(optax), "`low_bit_state`")
 
 
 class LowBitOptimizer(optax.GradientTransformationExtraArgs):
