@@ -480,6 +480,12 @@ def is_staged(x: Any) -> bool:
     return any(type(trace).__name__ == "DynamicJaxprTrace" for trace in _traces(x))
 
 
+def are_differentiated(values: Sequence[Any]) -> bool:
+    """Whether a derivative is taken by some values, as far as it shows."""
+    traces = [t for x in values if is_tracer(x) for t in _traces(x)]
+    return any(type(t).__name__ in _DIFFERENTIATING for t in traces)
+
+
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:
     """Whether a value comes from outside of a `vmap`, which does not map it.
 

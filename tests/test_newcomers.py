@@ -779,6 +779,104 @@ def test_a_state_that_is_given_to_the_wrapped_optimizer_is_told(optimizer):
             )
 
 
+def test_an_optimizer_that_scales_within_one_that_does_not_is_told():
+    with pytest.warns(AmpWarning, match=r"enable_amp\(loss_fn, low_bit_state\(optimi"):
+        storage.low_bit_state(tx)
+
+
+NET = eqx.nn.MLP(4, 2, 4, 1, key=jax.random.key(0))
+
+
+class Scaled(eqx.Module):
+    """A loss that holds an array, which is not trained."""
+
+    factor: jax.Array
+
+    def __call__(self, model, x):
+        return self.factor * jnp.mean(jax.vmap(model)(x))
+
+
+OF_EQUINOX = "ignore:(?s).Possibly assigning a JAX-transformed:UserWarning"
+
+
+@pytest.mark.filterwarnings(OF_EQUINOX)
+@pytest.mark.parametrize("model", (NET, nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+def test_a_model_that_is_given_for_the_loss_is_told(model):
+    mixed, tx = enable_amp(model, adam)
+    params = eqx.filter(model, eqx.is_inexact_array) if model is NET else model
+    opt_state = tx.init(params if model is NET else nnx.state(model))
+    told = "which holds parameters, and .*\n.*`def loss_fn\\(model, x, y\\)`"
+    for args in ((model, x, x), (model,)):
+        with pytest.raises(TypeError, match=told):
+            tx.grad(mixed, opt_state)(*args)
+    with pytest.raises(TypeError, match="If it is the model that is to be trained"):
+        tx.grad(mixed, opt_state)(x[0])
+
+
+@pytest.mark.filterwarnings(OF_EQUINOX)
+def test_a_model_may_be_a_loss():
+    mixed, tx = enable_amp(Scaled(jnp.float32(2)), adam)
+    opt_state = tx.init(params := eqx.filter(NET, eqx.is_inexact_array))
+    grads = tx.grad(mixed, opt_state)(NET, x)
+    tx.update(grads, opt_state, params)
+    with pytest.raises(TypeError, match=r"can't be called so: .*positional"):
+        tx.grad(mixed, opt_state)(NET, x, x)
+
+
+class Counted(eqx.Module):
+    inner: eqx.nn.Linear
+    count: jax.Array
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_a_state_of_other_leaves_than_the_gradients_have_is_told(dtype):
+    model = Counted(LINEAR, jnp.array(0))
+    floats = eqx.filter(model, eqx.is_inexact_array)
+    part = eqx.tree_at(lambda m: m.inner.bias, floats, None)
+    mixed, tx = enable_amp(curved_of, adam, compute_dtype=dtype)
+    grads = tx.grad(mixed, tx.init(floats))(model, x)
+    filtered = r"[^:]*: (.*)\n.*`eqx.filter\(model, eqx.is_inexact_array\)`"
+    for made_of, params, where in (
+        (eqx.filter(model, eqx.is_array), floats, r"`\[0\].mu.count`"),
+        (eqx.filter(model, eqx.is_array), None, r"`\[0\].mu.count`"),
+        (part, part, "`grads` holds .* `params` does not hold: `.inner.bias`"),
+        (part, floats, r"`\[0\].mu.inner.bias`, `\[0\].nu.inner.bias`."),
+    ):
+        with pytest.raises(ValueError, match=where) as raised:
+            tx.update(grads, tx.init(made_of), params)
+        assert re.search(filtered, str(raised.value))
+    scoped = tx.grad(mixed, tx.init(floats))(jaxamp_like.scope_modules(model), x)
+    with pytest.raises(ValueError, match="in objects of other classes"):
+        tx.update(scoped, tx.init(floats), floats)
+    tx.update(grads, tx.init(floats), floats)
+
+
+def test_loops_of_keras_are_refused(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def predict(self, x):  # may be traced, unlike that of Keras
+            return self(x)
+
+    model = Own()
+    model(x)
+    for method in (model.fit, model.evaluate, model.train_on_batch):
+        with pytest.raises(TypeError, match="`compute_loss_and_updates` calls"):
+            amp(method)
+    assert amp(model.predict, compute_dtype="bfloat16")(x).shape == (3, 2)
+
+
 def in_a_layer(w, x):
     with jax.named_scope("mlp"), jax.named_scope("layers"), jax.named_scope("0"):
         return jnp.mean(x @ w["in"])
@@ -1017,6 +1115,9 @@ KNOWN = {
     "policy": jaxamp_like.default_amp_policy,
     "optimizer": loss_scale_optimizer(adam),
     "of_another": PolicyOfAnother(),
+    "low_bit_state": storage.low_bit_state,
+    "optax_adam": optax.adam,
+    "taking": lambda fn: KNOWN["optimizer"].value_and_grad(fn, KNOWN["state"])(W, X),
 }
 for name in (
     "adam W X eqx jax jnp linen objective optax within jaxamp_like rules scaler "
@@ -1135,7 +1236,7 @@ ANSWERS = {
     "optimizer.update(None, state, W)": "was given None",
     "optimizer.update((1.0, grads), state, W)": "a pair.\n`tx.value_and_grad(loss_fn, ",
     "optimizer.update(((X[0, 0], 3), grads), state, W)": "give the gradients alone",
-    "optimizer.update(jax.grad(objective)(W, X), state, W)": "Take them from `tx.value",
+    "optimizer.update(jax.grad(objective)(W, X), state, W)": "Take gradients from `tx.",
     "optimizer.step(grads)": "Write `updates, opt_state = tx.update(grads, opt_state, ",
     "optimizer.scale(X)": "Write `loss, grads = tx.value_and_grad(loss_fn, opt_state)",
     "optimizer.minimize(objective)": "Write `loss, grads = tx.value_and_grad(loss_fn, ",
@@ -1149,6 +1250,15 @@ ANSWERS = {
     "optimizer.value_and_grad(objective, state, has_aux=True)(W, X)": "`(loss, aux)`",
     "optimizer.value_and_grad(lambda w: 3, state)(W)": "a floating-point scalar as its",
     "optimizer.value_and_grad(lambda w: None, state)(W)": "but returned NoneType",
+    "enable_amp(objective, adam)[0].init(W)": "Write `mixed, tx = enable_amp(loss_fn, ",
+    "taking(jax.value_and_grad(objective))": "as `jax.value_and_grad(loss_fn)` returns",
+    "taking(jax.grad(objective))": "a tree like its first argument, as `jax.grad(loss",
+    "taking(lambda w, x: (objective(w, x), x))": "pass `has_aux=True`",
+    "optimizer.value_and_grad(objective, state._asdict())": "from_state_dict(tx.init(",
+    "optimizer.update(grads, state._asdict(), W)": "`restore_scaler(saved['scaler'])`",
+    "optimizer.update(grads, optimizer.init({'b': X}), W)": (
+        "`tx.init(params).inner_state` does not hold: `[0].mu['b']`, `[0].nu['b']`."
+    ),
     "state.scale": "The scale is `opt_state.scaler.scaler`, and the state of the wrap",
     "state.loss_scale": "The scale is `opt_state.scaler.scaler`",
     "state.hyperparams": "the state of the wrapped optimizer `opt_state.inner_state`",
@@ -1165,6 +1275,15 @@ ANSWERS = {
     "guard_step(adam)": "`step` must be callable, but was given Gradient",
     "guard_step(lambda s: None)(state)": "return the next state, or a tuple that begin",
     "guard_step(lambda s: s)(state)": "came out as it went in",
+    "guard_step(lambda w, s: w)(W, state)": "It is in another argument. Put all that",
+    "guard_step(lambda s: (W, s['s']))({'w': W, 's': state})": (
+        "The first argument is a dict of ('w', 's'), but the step returned a tuple of "
+        "(dict, LossScaleState)."
+    ),
+    "guard_step(lambda s: ({}, s[1]))((W, state))": (
+        "The first argument holds arrays that the next state does not hold: `[0]['a']`."
+    ),
+    "guard_step(lambda s: s)((W, adam.init(W)))": "leave out `guard_step`",
     "guard_step(lambda s: s)(W)": "Put the `DynamicScalerState`, or the state of",
     "dynamic_scale_grad(objective)(W, X)": "Begin with `DynamicScalerState()`",
     "dynamic_scale_grad(objective)(W, X, scaler)": "given by its name: `step(params, ",
@@ -1224,6 +1343,15 @@ ANSWERS = {
     "certify(objective, W, X, compute_dtype='float16')": "Write `certify(amp(step, com",
     "certify(objective, W, X, lock='/nowhere/lock')": "`certificate.save(path)`",
     # 8 bits, rules and scopes.
+    "low_bit_state(adam, where=False)": "`where` must be a function of the path and",
+    "low_bit_state(adam).value_and_grad(objective)": "`mixed, tx = enable_amp(loss_fn,",
+    "low_bit_state(adam.init(W))": "was given tuple.\nWrite `low_bit_state(optax.adam(",
+    "low_bit_state(optax_adam)": "was given <function adam",
+    "saving_low('int9')": "Did you mean 'int8'?",
+    "saving_low('flaot32')": "which is no floating dtype",
+    "jax.grad(amp_with_state(objective))(jnp.float32(1), W, X)": (
+        "`amp_with_state(jax.value_and_grad(loss))`"
+    ),
     "float8('e4m3')": "Its arguments are `grad_dtype`, `weight_gradient`",
     "float8(where='big')": "such as `worth_eight_bits(side=512)`",
     "float8(amax_history_length=8)": "Give `delayed=True` too",

@@ -229,14 +229,14 @@ def refuse_unmarked(grads: Any) -> None:
     """Raises for gradients that do not say that they come from a scaled loss."""
     if named := _named(grads, eqx.is_inexact_array):
         raise TypeError(
-            f"`update` of a `loss_scale_optimizer` was given gradients ({named}) "
-            "without a mark that they come from a scaled loss: in float16 they may "
-            "have become zero.\nTake them from `tx.value_and_grad(loss_fn, "
-            "opt_state)(...)` in the place of `jax.value_and_grad(loss_fn)(...)`. By "
+            "Take gradients from `tx.value_and_grad(loss_fn, opt_state)(...)`, in the "
+            "place of `jax.value_and_grad(loss_fn)(...)`: `update` of a "
+            f"`loss_scale_optimizer` was given some ({named}) without a mark that they "
+            "come from a scaled loss: in float16 they may have become zero.\nBy "
             "hand, scale by `scale_loss(loss, opt_state)` and unscale by "
-            "`unscale_grads(grads, opt_state)`; gradients that you have put together "
-            "yourself, mark by `jax.tree.map(Unscaled, grads)`. If a transform around "
-            "it has lost the marks, as `optax.flatten` does, put that within: "
+            "`unscale_grads(grads, opt_state)`. What you have put together yourself, "
+            "mark by `jax.tree.map(Unscaled, grads)`. If a transform around it has "
+            "lost the marks, as `optax.flatten` does, put that within: "
             "`loss_scale_optimizer(optax.flatten(...))`."
         )
 

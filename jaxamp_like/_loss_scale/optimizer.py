@@ -1,7 +1,7 @@
 """Loss scaling as a wrapper around an Optax optimizer."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import GRADIENT, UPDATE, with_call_hints
 from .grads import dynamic_scale_tx
-from .initialising import initialised
+from .initialising import explaining_other_parameters, initialised
 from .marks import (
     Verdict,
     marked,
@@ -279,7 +279,8 @@ def loss_scale_optimizer(
         grads, finite = read(grads, axis_name)
         # A line search is given the gradients a second time, by name.
         extra = unmarked(extra)
-        updates, new_inner = inner_update(grads, inner_state, params, **extra)
+        with explaining_other_parameters(optimizer, grads, inner_state, params):
+            updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
         if finite is None:
@@ -388,7 +389,7 @@ def _scaler_of(opt_state: Any) -> Scaler:
     if len(found) != 1:
         raise ValueError(
             f"`opt_state` must hold one loss scale, but holds {len(found)}.\n"
-            + (_SEVERAL if found else _NO_SCALE)
+            + (_SEVERAL if found else _SAVED if _is_saved(opt_state) else _NO_SCALE)
         )
     for wrapper, name in _OUTSIDE.items():
         if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
@@ -413,6 +414,23 @@ _NO_SCALE = (
     "plain optimizer, take `tx.init(params)._replace(inner_state=...)`; one of this is "
     "to be read in the types of `tx.init(params)`."
 )
+_SAVED = (
+    "It holds a dict of the fields of a state, as checkpoints are read without types. "
+    "Read the checkpoint into a tree of the types of `tx.init(params)`: Orbax takes "
+    "that as the target, and Flax as `flax.serialization.from_state_dict(tx.init("
+    "params), saved)`. `restore_scaler(saved['scaler'])` makes a scale of such a dict."
+)
+
+
+def _is_saved(tree: Any) -> bool:
+    """Whether a tree holds a dict of the fields of a `LossScaleState`."""
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, Mapping) and {*LossScaleState._fields} <= {*x}
+
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
+
+
 _SCALED_TWICE = (
     "`scale_loss` was called in a function whose loss `tx.value_and_grad` or `tx.grad` "
     "scales by the same state: gradients would be too large by the scale.\nReturn the "
@@ -498,6 +516,7 @@ def _first_state(scaler: Any) -> Scaler:
 def _checked_state(state: Any, params: Any) -> LossScaleState:
     if not isinstance(state, LossScaleState):
         instead = _STATE_LAST if isinstance(params, LossScaleState) else _STATE_SECOND
+        instead = _SAVED if _is_saved(state) else instead
         raise TypeError(
             "`state`, the second argument of `update` of a `loss_scale_optimizer`, is "
             "the `LossScaleState` that its `init` or its last `update` returned, but "
