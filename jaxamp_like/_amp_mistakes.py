@@ -11,7 +11,6 @@ import jax
 
 from ._dtypes import DType
 from ._errors import RULE_CLOSES_OVER, place_of
-from ._frameworks.modules import is_keras
 
 
 def computes_later(fn: Any) -> str | None:
@@ -45,26 +44,6 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
             f"`fn` is the class {fn.__name__!r}, which makes objects. Wrap what is "
             "called with arrays: an instance, a method, or the loss that calls it."
         )
-    if _is_loop_of_keras(fn):
-        raise TypeError(
-            f"`fn` is {_named(fn)}, a loop of Keras over batches, which can't be "
-            "traced. To train, rewrite what it differentiates: a subclass of the model "
-            "whose `compute_loss_and_updates` calls `amp(super()."
-            "compute_loss_and_updates)`, as the tutorial on Keras does. To predict, "
-            "`amp(model.stateless_call)`, or `convert(model, None, x)`."
-        )
-
-
-_LOOPS_OF_KERAS = (
-    "fit evaluate predict train_on_batch test_on_batch predict_on_batch"
-).split()
-
-
-def _is_loop_of_keras(fn: Any) -> bool:
-    """Whether `fn` is such a method, as Keras has it: a user's own may be traced."""
-    if not is_keras(getattr(fn, "__self__", None)):
-        return False
-    return fn.__name__ in _LOOPS_OF_KERAS and fn.__module__.startswith("keras.")
 
 
 def refuse_unbound(fn: Any) -> None:

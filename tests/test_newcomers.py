@@ -1116,6 +1116,7 @@ KNOWN = {
     "optimizer": loss_scale_optimizer(adam),
     "of_another": PolicyOfAnother(),
     "low_bit_state": storage.low_bit_state,
+    "inference": jaxamp_like.inference,
     "optax_adam": optax.adam,
     "taking": lambda fn: KNOWN["optimizer"].value_and_grad(fn, KNOWN["state"])(W, X),
 }
@@ -1338,6 +1339,8 @@ ANSWERS = {
     "convert(objective, W, X, float32_ops=['softmax'])": "binds several primitives",
     "convert(objective, W, X, widest_ops=['expo'])": "Did you mean 'exp'",
     "convert(objective, W, X, keep_inputs=['b'])": "There are 1: a",
+    "load('/nowhere', 'abc')": "Write `load(path, digest=digest)`",
+    "inference.export(objective, W, X)": "`convert(fn, params, x).save(path)` exports",
     "load('/nowhere')": "Give the folder that `Converted.save` wrote",
     "certify(objective(W, X))": "Write `certify(step, x)`, not `certify(step(x))`",
     "certify(objective, W, X, compute_dtype='float16')": "Write `certify(amp(step, com",

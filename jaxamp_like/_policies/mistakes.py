@@ -48,14 +48,24 @@ _ELSEWHERE = {
 
 
 _SCALED_BY = "Loss scaling comes with an optimizer: `enable_amp(loss, optimizer)`."
-# Arguments that PyTorch's `autocast`, Apex and others have, and `amp` has not.
-_MADE_ELSEWHERE = {
+# Arguments that PyTorch's `autocast`, Apex and others have instead.
+_OF_AMP = {
     "enabled": "`with disable_amp():` around the code that calls `amp` turns it off.",
     "opt_level": "'O1' is `amp_policy='mixed_float16'`.",
     "cast_model_outputs": "Results are cast by `Policy(output_dtype=...)`.",
     "device_type": "A device is not told: `amp` rewrites for all of them.",
     **dict.fromkeys(("loss_scale", "scaler", "optimizer"), _SCALED_BY),
 }
+# Arguments that converters of other libraries have.
+_NO_CALIBRATION = (
+    "8 bits need no data: activations are scaled by the numbers of each call, or by "
+    "`int8(activation_max=...)`."
+)
+_OF_CONVERT = dict.fromkeys(
+    ("calibration_data", "calibration_dataset", "representative_dataset"),
+    _NO_CALIBRATION,
+)
+_MADE_ELSEWHERE = {"amp": _OF_AMP, "convert": _OF_CONVERT}
 
 
 def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -99,8 +109,8 @@ def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
     if close:
         return f"Did you mean `{close[0]}`?"
     hint = f"The arguments are {', '.join(parameters)}."
-    if caller == "amp" and name in _MADE_ELSEWHERE:
-        return _MADE_ELSEWHERE[name]
+    if instead := _MADE_ELSEWHERE.get(caller, {}).get(name):
+        return instead
     if "fn" in parameters and caller != "convert":
         hint += f" Those of the function come after: `{caller}(fn)(..., {name}=...)`."
     return hint
