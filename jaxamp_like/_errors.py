@@ -238,6 +238,19 @@ def explaining_misfits(
     return decorate
 
 
+def why_not_called(fn: Any, *args: Any) -> str:
+    """Why a function can't be called with these arguments; "" if it can be.
+
+    It is also "" of callables that don't tell their signature."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError as e:
+        return str(e)
+    except ValueError:
+        pass
+    return ""
+
+
 def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: where arguments don't fit, the error shows a call that does."""
     return explaining_misfits(example.split("(")[0], lambda *_: [f"Write `{example}`."])

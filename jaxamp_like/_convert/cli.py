@@ -22,6 +22,7 @@ except ImportError as e:
     sys.exit(f"The command line needs {package}, which is not installed. {how}")
 
 from .._certify.certify import certify
+from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
@@ -54,7 +55,22 @@ def _example(*commands: str) -> str:
     return "\n".join(["\b", f"Example{'s' * (len(lines) > 1)}:", *lines])
 
 
+class _Commands(typer.core.TyperGroup):
+    """The commands; an unknown one is told with those that there are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known:
+            hint = did_you_mean(args[0], known)
+            _wrong(
+                f"There is no command {args[0]!r}.{hint} The commands are "
+                f"{', '.join(known)}: `python -m jaxamp_like --help` shows each."
+            )
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Mixed precision for JAX, from a shell: see which precision a model or a "
     "training step runs in, convert a trained model, and fail a build when precision "
     "changes.",

@@ -1,6 +1,5 @@
 """Example inputs: what can't be one, and what to give instead."""
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 from jax import export
 
+from .._errors import why_not_called
 from .._jax import is_array_or_shape
 
 # What code raises that is given something else than it takes.
@@ -51,19 +51,14 @@ def _misfit(fn: Any, params: Any, inputs: Sequence[Any]) -> str:
     """What to write if `fn` can't be called with so many inputs; "" if it can be."""
     called = getattr(fn, "apply", fn) if hasattr(fn, "init") else fn
     given = () if params is None else (params,)
-    try:
-        inspect.signature(called).bind(*given, *inputs)
-    except TypeError as e:
-        first = "None" if params is None else "params"
-        with_params = f"`params` ({outlined(params)}) and " if given else ""
-        return (
-            f"`fn` can't be called with {with_params}{len(inputs)} example inputs: "
-            f"{e}. Write `convert(fn, {first}, *example_inputs)`, with an example of "
-            "each input of the model."
-        )
-    except ValueError:  # some callables don't tell their signature
-        pass
-    return ""
+    why = why_not_called(called, *given, *inputs)
+    first = "None" if params is None else "params"
+    with_params = f"`params` ({outlined(params)}) and " if given else ""
+    return why and (
+        f"`fn` can't be called with {with_params}{len(inputs)} example inputs: {why}. "
+        f"Write `convert(fn, {first}, *example_inputs)`, with an example of each input "
+        "of the model."
+    )
 
 
 def _instead(inputs: Sequence[Any]) -> str:

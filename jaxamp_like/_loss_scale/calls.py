@@ -1,6 +1,5 @@
 """Calls that don't fit, and what to write instead."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -8,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 
-from .._errors import explaining_misfits
+from .._errors import explaining_misfits, why_not_called
 from .._frameworks.modules import holds_parameters, is_module_with_arrays
 
 _P = ParamSpec("_P")
@@ -99,7 +98,7 @@ def explaining_models(fun: Any, args: tuple[Any, ...]) -> Iterator[None]:
     except Exception as e:
         if not _is_model(fun):
             raise
-        if not _binds(fun, args):
+        if why_not_called(fun, *args):
             why = f"can't be called so: {e}"
         elif args and _is_model(args[0]) and isinstance(fun, type(args[0])):
             why = f"was called with a {type(args[0]).__name__}"
@@ -120,14 +119,6 @@ _OF_A_MODEL = (
 def _is_model(x: Any) -> bool:
     """Whether `x` is a model of a kind that holds its parameters, and holds some."""
     return holds_parameters(x) and is_module_with_arrays(x)
-
-
-def _binds(fun: Any, args: tuple[Any, ...]) -> bool:
-    try:
-        inspect.signature(fun).bind(*args)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def difference(name: str, tree: Any, other_name: str, other: Any) -> str:
