@@ -206,7 +206,8 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
             f"{type(step).__name__}. Write `certify(step, x)`, not "
             f"`certify({'x, step' if is_later else 'step(x)'})`."
         )
-    jitted, given = step, args
+    jitted: Any = step
+    given = args
     if not isinstance(step, _JITTED):  # it may take what is no array
         call = flat_call(step, args, {}, (), _name_of(step))
         jitted, args = jax.jit(call.fn), call.arrays

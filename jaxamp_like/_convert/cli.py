@@ -16,6 +16,7 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from typer.core import TyperGroup
 except ImportError as e:
     package = (e.name or "typer").partition(".")[0]
     how = how_to_install(package, "convert")
@@ -55,7 +56,7 @@ def _example(*commands: str) -> str:
     return "\n".join(["\b", f"Example{'s' * (len(lines) > 1)}:", *lines])
 
 
-class _Commands(typer.core.TyperGroup):
+class _Commands(TyperGroup):
     """The commands; an unknown one is told with those that there are."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

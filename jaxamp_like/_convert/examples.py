@@ -21,14 +21,18 @@ def refuse_bad_shapes(inputs: Sequence[Any]) -> None:
         if not isinstance(x, jax.ShapeDtypeStruct):
             continue
         for size in x.shape:
-            is_size = isinstance(size, Integral) and size >= 0  # pyright: ignore
-            if not (is_size or export.is_symbolic_dim(size)):
+            is_size = isinstance(size, Integral) and int(size) >= 0
+            if not (is_size or is_symbolic(size)):
                 raise ValueError(
                     f"The example input `inputs{jax.tree_util.keystr(path)}` has the "
                     f"shape {x.shape}, but {size!r} is no size of a dimension. Give a "
                     "number, or for one that is open a symbolic dimension: "
                     "`jax.export.symbolic_shape('n, 64')`."
                 )
+
+
+def is_symbolic(size: Any) -> bool:
+    return export.is_symbolic_dim(size)
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def _instead(inputs: Sequence[Any]) -> str:
 def several_scopes(inputs: Sequence[Any]) -> str:
     """What to write if symbolic dimensions were made apart; "" if they were not."""
     dims = [d for x in jax.tree.leaves(tuple(inputs)) for d in getattr(x, "shape", ())]
-    scopes = {id(d.scope) for d in dims if export.is_symbolic_dim(d)}
+    scopes = {id(d.scope) for d in dims if is_symbolic(d)}
     if len(scopes) < 2:
         return ""
     return (

@@ -41,7 +41,7 @@ def made(target: str, form: str, least: int) -> tuple[Any, ...]:
         raise WrongTarget(
             f"There is no module {e.name!r}{_instead_of_module(module)}"
         ) from None
-    factory = found
+    factory: Any = found
     for part in name.split("."):
         if not hasattr(factory, part):
             raise WrongTarget(
