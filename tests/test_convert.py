@@ -526,7 +526,7 @@ MISTAKES = {
     "compute_dtype": {"dtype": "bfloat16"},
     r"scaled by .*`int8\(activation_max=": {"calibration_data": [1.0]},
     "'softmax' is a function of JAX, and binds several": {"float32_ops": ["softmax"]},
-    "binds is 'dot_general'": {"target_ops": ["matmul"]},
+    "that it binds, `jax.lax.dot_general_p`": {"target_ops": ["matmul"]},
 }
 
 

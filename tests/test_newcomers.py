@@ -890,7 +890,7 @@ def in_a_layer(w, x):
         (re.compile("mlp.layers[0]"), "Did you mean 'mlp/layers/0' "),
         (
             "matmul",
-            "the primitive that it binds is 'dot_general', `jax.lax.dot_general",
+            "is a function of JAX: write the primitive that it binds, `jax.lax.dot_g",
         ),
         (
             "softmax",
@@ -1337,7 +1337,7 @@ ANSWERS = {
     "convert(objective, W, X, quantise=True)": "The arguments are fn, params",
     "convert(objective, W, X, excluded_scopes='net')": "such as ['decoder/head']",
     "convert(objective, W, X, excluded_scopes=['nett'])": "Did you mean 'net'?",
-    "convert(objective, W, X, target_ops=['matmul'])": "binds is 'dot_general'",
+    "convert(objective, W, X, target_ops=['matmul'])": "`jax.lax.dot_general_p`",
     "convert(objective, W, X, float32_ops=['softmax'])": "binds several primitives",
     "convert(objective, W, X, widest_ops=['expo'])": "Did you mean 'exp'",
     "convert(objective, W, X, keep_inputs=['b'])": "There are 1: a",

@@ -46,7 +46,7 @@ def explaining_examples(fn: Any, params: Any, inputs: Sequence[Any]) -> Iterator
         if told := _misfit(fn, params, inputs):
             raise TypeError(told) from e
         if told := _instead(inputs):
-            why = str(e).partition("\n")[0]
+            why = str(e).partition("\n")[0].rstrip(".")
             raise TypeError(f"`fn` fails: {why}.\n{told}") from e
         raise
 

@@ -44,9 +44,9 @@ class _Explaining(type):
     def __repr__(cls) -> str:
         return (
             f"<class 'jaxamp_like.scaling.{cls.__name__}'> (a gradient of a "
-            "`loss_scale_optimizer`; a transform that keeps a state of gradients, or "
-            "reads parameters beside them, sees plain arrays within it: put it within "
-            "`loss_scale_optimizer(...)`)"
+            "`loss_scale_optimizer`, for its own `tx.update`; a transform that keeps a "
+            "state of gradients, or reads parameters beside them, sees plain arrays "
+            "within it: put it within `loss_scale_optimizer(...)`)"
         )
 
 

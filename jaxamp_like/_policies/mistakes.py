@@ -327,8 +327,8 @@ def instead_of_function_name(name: str) -> str | None:
         return None
     if primitive := _bound_by(name):
         return (
-            f"{name!r} is a function of JAX, and the primitive that it binds is "
-            f"{primitive!r}, `jax.lax.{primitive}_p`."
+            f"{name!r} is a function of JAX: write the primitive that it binds, "
+            f"`jax.lax.{primitive}_p`."
         )
     return (
         f"{name!r} is a function of JAX, and binds several primitives: put its calls "
