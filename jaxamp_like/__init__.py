@@ -3,6 +3,7 @@
 The names here are those that most programs need. The others live in `rules`, `presets`,
 `scaling`, `storage`, `reports` and `inference`; each can be imported from here too."""
 
+import sys
 from difflib import get_close_matches
 from typing import Any
 
@@ -85,20 +86,38 @@ __all__ = [
 # Names that other libraries use, each with the name to use here.
 _ELSEWHERE = {
     "autocast": "amp",
+    "half_function": "amp",
+    "mixed_precision": "amp",
+    "MixedPrecision": "amp",
+    "custom_bwd": "amp_stop",
     "custom_fwd": "amp_stop",
+    "float_function": "amp_stop",
     "force_full_precision": "amp_stop",
     "DTypePolicy": "Policy",
     "DTypePolicyMap": "PolicyMap",
+    "dtype_policy": "global_policy",
     "set_dtype_policy": "set_global_policy",
     "DynamicLossScale": "DynamicScalerState",
     "DynamicLossScaler": "DynamicScalerState",
     "DynamicLossScaling": "DynamicScalerState",
     "DynamicScale": "DynamicScalerState",
+    "FP16_Optimizer": "enable_amp",
     "GradScaler": "enable_amp",
+    "enable_mixed_precision_graph_rewrite": "enable_amp",
+    "initialize": "enable_amp",
     "LossScaleOptimizer": "loss_scale_optimizer",
     "NoOpLossScale": "NoScaler",
     "StaticLossScale": "static_scaler",
+    "select_tree": "guard_step",
     "convert_model": "convert",
+}
+# How those are written that are called in another way than what they are taken for.
+_WRITTEN = {
+    "amp": "mixed = amp(loss_fn)",
+    "amp_stop": "with amp_stop():",
+    "enable_amp": "mixed, tx = enable_amp(loss_fn, optimizer)",
+    "guard_step": "@guard_step",
+    "loss_scale_optimizer": "tx = loss_scale_optimizer(optimizer)",
 }
 
 
@@ -125,4 +144,10 @@ def __getattr__(name: str) -> Any:
     close = [_ELSEWHERE.get(name), *get_close_matches(name, known, 1)]
     found = next(filter(None, close), None) if not name.startswith("_") else None
     hint = f". Did you mean {found!r}?" if found else ""
+    if name in _ELSEWHERE and found in _WRITTEN:
+        hint += f" Write `{_WRITTEN[found]}`."
+    # A `from` import first asks whether there is such an attribute, and would make an
+    # error of its own of an `AttributeError`, without the hint.
+    if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+        raise ImportError(f"cannot import name {name!r} from {__name__!r}{hint}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

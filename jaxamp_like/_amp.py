@@ -29,6 +29,7 @@ from ._blocks import Block
 from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
+from ._frameworks.modules import refuse_loops_of_keras
 from ._frameworks.nnx import call_with_nodes
 from ._frameworks.written import holders, refusing_to_write, taking_over_compact
 from ._jax import (
@@ -327,6 +328,7 @@ def amp_by(
 
     `run` plans and binds the traced program; it is given where that needs a state."""
     refuse_what_cannot_be_rewritten(fn)
+    refuse_loops_of_keras(fn)
     if is_amp_disabled():
         return fn
     if lowers_nothing(settings.lookup, settings.compute_dtype):

@@ -44,6 +44,7 @@ def full_name(name: str) -> str:
 
 
 _EIGHT_BITS = re.compile(r"(u?int|float|fp|mxfp)[48]\b")  # these are no compute dtypes
+_BLOCK_SCALED = re.compile(r"mxfp8|nvfp4")
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
@@ -62,7 +63,12 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
     if dtype is None or not is_float(dtype) or dtype.itemsize > 8:
         is_name = isinstance(value, str)
         hint = did_you_mean(value, (*NAMES, *SHORT_NAMES)) if is_name else ""
-        if _EIGHT_BITS.match(str(value)):
+        if is_name and _BLOCK_SCALED.match(value):
+            hint = (
+                " It is a format of contractions alone, which a policy names: "
+                f"`amp_policy='{value[:5]}_from_mixed_bfloat16'`."
+            )
+        elif _EIGHT_BITS.match(str(value)):
             hint = (
                 " Contractions in 8 bits are a policy: "
                 "`amp_policy='float8_from_mixed_bfloat16'`, or 'int8_from_...'."

@@ -1,8 +1,9 @@
 """Mixed precision in one call: the loss and the optimizer together."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import optax
@@ -94,4 +95,13 @@ def enable_amp(
     mixed = amp(
         loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
     )
+    if mixed is not loss_fn and inspect.isfunction(mixed):
+        vars(mixed)["init"] = _of_the_optimizer
     return mixed, wrapped
+
+
+def _of_the_optimizer(*_: Any) -> NoReturn:
+    raise TypeError(
+        "This is the loss, and `init` is of the optimizer: `enable_amp` returns the "
+        "loss first. Write `mixed, tx = enable_amp(loss_fn, optimizer)`."
+    )

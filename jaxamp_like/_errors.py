@@ -140,6 +140,19 @@ def calling_library(*libraries: types.ModuleType) -> str | None:
     return next(names, None)
 
 
+def length_of_state(state: Any, library: str | None, optimizer: str) -> int:
+    """The length of a state of an optimizer, unless a library asks for it.
+
+    Optax counts the states of a chain, which it then takes `state` for."""
+    if library is not None:
+        raise TypeError(
+            f"An optimizer of Optax was given a {type(state).__name__}, which is the "
+            f"state of another one: of what {optimizer} made. Call `update` of that: "
+            "`updates, opt_state = tx.update(grads, opt_state, params)`."
+        )
+    return tuple.__len__(state)
+
+
 def no_attribute(owner: Any, name: str, hint: str = "") -> AttributeError:
     """The error of an attribute that `owner` has not, with what to write instead."""
     said = f"{type(owner).__name__!r} has no attribute {name!r}."
@@ -223,6 +236,19 @@ def explaining_misfits(
         return checked
 
     return decorate
+
+
+def why_not_called(fn: Any, *args: Any) -> str:
+    """Why a function can't be called with these arguments; "" if it can be.
+
+    It is also "" of callables that don't tell their signature."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError as e:
+        return str(e)
+    except ValueError:
+        pass
+    return ""
 
 
 def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -491,6 +491,12 @@ def is_jitted(x: Any) -> bool:
     return any(getattr(one, "traced_for", None) == "jit" for one in told)
 
 
+def are_differentiated(values: Sequence[Any]) -> bool:
+    """Whether a derivative is taken by some values, as far as it shows."""
+    traces = [t for x in values if is_tracer(x) for t in _traces(x)]
+    return any(type(t).__name__ in _DIFFERENTIATING for t in traces)
+
+
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:
     """Whether a value comes from outside of a `vmap`, which does not map it.
 

@@ -26,7 +26,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from jaxamp_like import convert, load
+from jaxamp_like import AmpError, convert, load
 from jaxamp_like._convert import artifact as artifacts, folder as folders
 from jaxamp_like.inference import ArtifactError
 from tests import across
@@ -248,6 +248,56 @@ def test_calls_that_do_not_fit_are_told(saved):
     ]:
         with pytest.raises(error, match=message):
             loaded(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    (
+        (lambda f, x: f({}, x), TypeError, "holds its parameters: leave them out"),
+        (lambda f, x: f(x[:1]), ValueError, "To take any batch, convert with symb"),
+        (
+            lambda f, x: f(x[:, :3]),
+            ValueError,
+            r"\[2, 3\]. Give what the model was con",
+        ),
+        (lambda f, x: f(x[0]), ValueError, r"\[4\]. Give what the model was converted"),
+        (lambda f, x: f(x.astype("uint8")), TypeError, r"`x.astype\('float32'\)`"),
+        (lambda f, x: f(x.tolist()), TypeError, r"\(a list of 2 lists\). Make arrays"),
+        (lambda f, x: f.apply({}, x), AttributeError, "holds its parameters"),
+        (lambda f, x: f.nothing, AttributeError, "no attribute 'nothing'"),
+        (lambda f, x: jax.vmap(f)(x[None]), TypeError, r"`jax.lax.map\(model, xs\)`"),
+        (
+            lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+            AmpError,
+            "A loaded model has no derivative",
+        ),
+        (
+            lambda f, x: jax.jit(jax.grad(lambda x: jax.jit(f)(x).sum()))(x),
+            AmpError,
+            "A loaded model has no derivative",
+        ),
+    ),
+)
+def test_what_a_loaded_model_cannot_do_is_told(tmp_path, call, error, message):
+    w, x = randoms((4, 4), (2, 4))
+    convert(lambda w, x: x @ w, w, x, **BF16).save(tmp_path / "a")
+    loaded = load(tmp_path / "a")
+    with pytest.raises(error, match=message):
+        call(loaded, x)
+    frozen = jax.grad(lambda x: jnp.sum(x * jax.lax.stop_gradient(loaded(x))))(x)
+    np.testing.assert_array_equal(frozen, loaded(x))  # of what is a constant, no error
+    each = jax.lax.map(loaded, x[None])
+    assert (each[0] == loaded(x)).all()
+
+
+def test_a_checkpoint_of_parameters_is_no_artifact(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    w, x = randoms((4, 4), (2, 4))
+    convert(lambda w, x: x @ w, w, x).save_parameters(tmp_path / "a")
+    with pytest.raises(
+        ArtifactError, match=r"`converted.load_parameters\(path\)` reads"
+    ):
+        load(tmp_path / "a")
 
 
 def test_what_cannot_be_saved_is_told(converted, tmp_path):

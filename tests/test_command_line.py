@@ -28,6 +28,9 @@ def deep():
         return sum(x @ w for w in p)
     return model, [jnp.ones((4, 4))] * 70, jnp.ones((2, 4))
 
+def model(p, x):
+    return x @ p
+
 ready = digits()
 number = 3
 short = (number,)
@@ -124,7 +127,7 @@ REFUSED = {
 WRONG = {
     ("convert", "its_model:digit", "-o", "a"): "has no 'digit'",
     ("convert", "its_model:digit", "-o", "b"): "its_model.py) has no 'digit'. Did you",
-    ("convert", "its_model:elsewhere", "-o", "a"): "It has jax, jnp, digits, deep, re",
+    ("convert", "its_model:elsewhere", "-o", "a"): "It has jax, jnp, digits, deep, mo",
     ("convert", "its_modle:digits", "-o", "a"): (
         "There is no module 'its_modle'. Did you mean 'its_model'?"
     ),
@@ -136,7 +139,12 @@ WRONG = {
     ("convert", "its_model:number", "-o", "a"): "but gave int",
     ("convert", "its_model:short", "-o", "a"): "but gave tuple of 1",
     ("convert", "its_model:digits"): "--output",
-    ("convrt",): "No such command",
+    ("convrt",): "There is no command 'convrt'. Did you mean 'convert'? The commands",
+    ("export", "its_model:digits"): "The commands are convert, explain, inspect, check",
+    ("convert", "its_model:model", "-o", "a"): (
+        "its_model:model needs arguments, (p, x). Give a function without any, which "
+        "returns (fn, params, *example_inputs)."
+    ),
     tuple("convert its_model:digits -o a --conditional-float32-op tanh=1".split()): (
         "Write OP:PARAMETER=VALUE"
     ),

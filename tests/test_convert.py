@@ -1,5 +1,6 @@
 """`convert`: the same bits with parameters stored as they are read."""
 
+import copy
 import json
 import re
 
@@ -523,6 +524,9 @@ MISTAKES = {
     "`cast_params` must be a bool": {"cast_params": 1},
     "`conditional_float32_ops` must hold tuples": {"conditional_float32_ops": ["tanh"]},
     "compute_dtype": {"dtype": "bfloat16"},
+    r"scaled by .*`int8\(activation_max=": {"calibration_data": [1.0]},
+    "'softmax' is a function of JAX, and binds several": {"float32_ops": ["softmax"]},
+    "that it binds, `jax.lax.dot_general_p`": {"target_ops": ["matmul"]},
 }
 
 
@@ -530,6 +534,96 @@ MISTAKES = {
 def test_mistakes_are_told(message):
     with pytest.raises((AmpError, TypeError), match=message):
         convert(*net_args(), **MISTAKES[message])
+
+
+def of_two(params, x, y):
+    return (x + y) @ params["w"]
+
+
+TWO = {"w": jnp.ones((4, 2))}
+ROWS = jnp.ones((3, 4))
+
+
+def open_shape(*shape, scope=None):
+    text = ", ".join(map(str, shape))
+    return jax.ShapeDtypeStruct(
+        jax.export.symbolic_shape(text, scope=scope), jnp.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    (
+        (
+            (TWO,),
+            r"`params` \({'w': float32\[4, 2\]}\) and 0 example inputs: missing a requ",
+        ),
+        ((ROWS, ROWS), r"`params` \(float32\[3, 4\]\) and 1 example inputs: missing"),
+        ((TWO, ROWS, ROWS, ROWS), r"`convert\(fn, params, \*example_inputs\)`"),
+        ((TWO, (3, 4), ROWS), r"write `jax.ShapeDtypeStruct\(\(3, 4\), 'float32'\)`"),
+        (
+            (TWO, [ROWS], ROWS),
+            r"is \[float32\[3, 4\]\]. If the model takes arrays, give",
+        ),
+        *(
+            (
+                (TWO, jax.ShapeDtypeStruct((size, 4), jnp.float32), ROWS),
+                rf"`inputs\[0\]` has the shape .*but {size!r} is no size.*symbolic",
+            )
+            for size in (None, -1, "n")
+        ),
+        (
+            (TWO, open_shape("n", 4), open_shape("n", 4)),
+            r"Give the later ones the scope of the first: .*scope=scope",
+        ),
+    ),
+)
+def test_examples_that_do_not_fit_are_told(args, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        convert(of_two, *args, **BF16)
+
+
+def test_examples_that_may_look_odd():
+    scope = jax.export.SymbolicScope()
+    both = [open_shape("n", 4, scope=scope) for _ in range(2)]
+    assert convert(of_two, TWO, *both, **BF16)(ROWS, ROWS).shape == (3, 2)
+
+    def reshaped(params, x, shape, others):
+        return (x.reshape(shape) + others[0]) @ params["w"]
+
+    low = convert(reshaped, TWO, jnp.ones(12), (3, 4), [ROWS], **BF16)
+    assert low(jnp.ones(12), (3, 4), [ROWS]).shape == (3, 2)
+    numpys = jax.ShapeDtypeStruct((np.int64(3), 4), jnp.float32)
+    assert convert(of_two, TWO, numpys, ROWS, **BF16)(ROWS, ROWS).shape == (3, 2)
+    with pytest.raises(ZeroDivisionError):
+        convert(lambda params, x: 1 / 0, TWO, ROWS)
+
+
+def test_calls_of_a_converted_model_that_do_not_fit_are_told(tmp_path):
+    low = convert(of_two, TWO, ROWS, ROWS, **BF16)
+    with pytest.raises(
+        TypeError, match=r"called with \({'w': .* leave them out, `mode"
+    ):
+        low(TWO, ROWS, ROWS)
+    with pytest.raises(TypeError, match=r"with inputs like \(float32\[3, 4\], float32"):
+        low(ROWS)
+    swapped = convert(lambda x, params: x @ params["w"], ROWS, TWO, **BF16)
+    with pytest.raises(TypeError, match="they were not the first argument of `fn`"):
+        swapped(ROWS)
+    for name, instead in (
+        ("astype", "compute_dtype='bfloat16'"),
+        ("export", r"`model.save\(path\)`"),
+        ("predict", r"`model\(x\)`"),
+        ("nothing", "no attribute 'nothing'"),
+    ):
+        with pytest.raises(AttributeError, match=instead):
+            getattr(low, name)
+    assert copy.copy(low)(ROWS, ROWS).dtype == jnp.float32
+    with pytest.raises(ValueError, match="write 'cuda' or 'rocm' for 'gpu'"):
+        low.save(tmp_path / "a", platforms=["cpu", "gpu"])
+    apart = [open_shape("n", 4), open_shape("m", 4)]
+    with pytest.raises(ValueError, match="the scope of the first"):
+        convert(lambda p, x, y: (x @ p["w"], y), TWO, *apart).save(tmp_path / "a")
 
 
 def test_parameters_that_do_not_fit_are_told():

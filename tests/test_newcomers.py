@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import pickle
+import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from jaxamp_like import (
     presets,
     rules,
     scaling,
+    storage,
 )
 from jaxamp_like.inference import ArtifactError
 from jaxamp_like.scaling import (
@@ -105,6 +107,15 @@ def say(make, error, *parts):
             lambda: amp(loss, compute_dtype="float8"),
             TypeError,
             "'float8'. Contractions in 8 bits",
+        ),
+        *(
+            say(
+                lambda name=name: amp(loss, compute_dtype=name),
+                TypeError,
+                f"got '{name}'. It is a format of contractions alone",
+                f"`amp_policy='{name}_from_mixed_bfloat16'`",
+            )
+            for name in ("mxfp8", "nvfp4")
         ),
         say(
             lambda: amp(loss, compute_dtype="fp8"),
@@ -299,7 +310,7 @@ def say(make, error, *parts):
         say(
             lambda: jaxamp_like.autocast,
             AttributeError,
-            "'autocast'. Did you mean 'amp'?",
+            "'autocast'. Did you mean 'amp'? Write `mixed = amp(loss_fn)`.",
         ),
         say(
             lambda: jaxamp_like.GradScaler,
@@ -726,8 +737,175 @@ def test_a_loss_in_float16_that_nothing_scales_is_told():
 
 
 def test_what_is_elsewhere_is_suggested_only_where_it_is_here():
-    for name in jaxamp_like._ELSEWHERE.values():
+    for name in (*jaxamp_like._ELSEWHERE.values(), *jaxamp_like._WRITTEN):
         assert hasattr(jaxamp_like, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    (
+        ("GradScaler", "Did you mean 'enable_amp'? Write `mixed, tx = enable_amp(loss"),
+        ("autocast", "Did you mean 'amp'? Write `mixed = amp(loss_fn)`"),
+        ("LossScaleOptimizer", "Write `tx = loss_scale_optimizer(optimizer)`"),
+        ("expain", "Did you mean 'explain'?"),
+        ("nothing_of_the_kind", "cannot import name 'nothing_of_the_kind'"),
+    ),
+)
+def test_an_import_of_a_name_of_another_library_is_answered(name, told):
+    with pytest.raises(ImportError) as raised:
+        exec(f"from jaxamp_like import {name}")
+    assert told in str(raised.value)
+    assert not hasattr(jaxamp_like, name) and name not in dir(jaxamp_like)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    (adam, optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)),
+    ids=("adam", "adamw", "sgd"),
+)
+def test_a_state_that_is_given_to_the_wrapped_optimizer_is_told(optimizer):
+    _, scaled = enable_amp(loss, optimizer)
+    low = storage.low_bit_state(optimizer, min_size=0)
+    for one in (scaled, low):
+        state = one.init(w)
+        kind = type(state).__name__
+        told = rf"was given a {kind}.*`updates, opt_state = tx\.update\(grads"
+        with pytest.raises(TypeError, match=told):
+            optimizer.update(w, state, w)
+        assert len([*state]) == len(state) == 2  # for everybody else
+        for tree in (state, optax.chain(one).init(w)):
+            optax.tree_utils.tree_map_params(one, lambda x: x + 1, state)
+            assert jax.tree.structure(jax.jit(lambda s: s)(tree)) == (
+                jax.tree.structure(tree)
+            )
+
+
+def test_an_optimizer_that_scales_within_one_that_does_not_is_told():
+    with pytest.warns(AmpWarning, match=r"enable_amp\(loss_fn, low_bit_state\(optimi"):
+        storage.low_bit_state(tx)
+
+
+NET = eqx.nn.MLP(4, 2, 4, 1, key=jax.random.key(0))
+
+
+class Scaled(eqx.Module):
+    """A loss that holds an array, which is not trained."""
+
+    factor: jax.Array
+
+    def __call__(self, model, x):
+        return self.factor * jnp.mean(jax.vmap(model)(x))
+
+
+OF_EQUINOX = "ignore:(?s).Possibly assigning a JAX-transformed:UserWarning"
+
+
+@pytest.mark.filterwarnings(OF_EQUINOX)
+@pytest.mark.parametrize("model", (NET, nnx.Linear(4, 2, rngs=nnx.Rngs(0))))
+def test_a_model_that_is_given_for_the_loss_is_told(model):
+    mixed, tx = enable_amp(model, adam)
+    params = eqx.filter(model, eqx.is_inexact_array) if model is NET else model
+    opt_state = tx.init(params if model is NET else nnx.state(model))
+    told = "which holds parameters, and .*\n.*`def loss_fn\\(model, x, y\\)`"
+    for args in ((model, x, x), (model,)):
+        with pytest.raises(TypeError, match=told):
+            tx.grad(mixed, opt_state)(*args)
+    with pytest.raises(TypeError, match="If it is the model that is to be trained"):
+        tx.grad(mixed, opt_state)(x[0])
+
+
+@pytest.mark.filterwarnings(OF_EQUINOX)
+def test_a_model_may_be_a_loss():
+    mixed, tx = enable_amp(Scaled(jnp.float32(2)), adam)
+    opt_state = tx.init(params := eqx.filter(NET, eqx.is_inexact_array))
+    grads = tx.grad(mixed, opt_state)(NET, x)
+    tx.update(grads, opt_state, params)
+    with pytest.raises(TypeError, match=r"can't be called so: .*positional"):
+        tx.grad(mixed, opt_state)(NET, x, x)
+
+
+class Counted(eqx.Module):
+    inner: eqx.nn.Linear
+    count: jax.Array
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_a_state_of_other_leaves_than_the_gradients_have_is_told(dtype):
+    model = Counted(LINEAR, jnp.array(0))
+    floats = eqx.filter(model, eqx.is_inexact_array)
+    part = eqx.tree_at(lambda m: m.inner.bias, floats, None)
+    mixed, tx = enable_amp(curved_of, adam, compute_dtype=dtype)
+    grads = tx.grad(mixed, tx.init(floats))(model, x)
+    filtered = r"[^:]*: (.*)\n.*`eqx.filter\(model, eqx.is_inexact_array\)`"
+    for made_of, params, where in (
+        (eqx.filter(model, eqx.is_array), floats, r"`\[0\].mu.count`"),
+        (eqx.filter(model, eqx.is_array), None, r"`\[0\].mu.count`"),
+        (part, part, "`grads` holds .* `params` does not hold: `.inner.bias`"),
+        (part, floats, r"`\[0\].mu.inner.bias`, `\[0\].nu.inner.bias`."),
+    ):
+        with pytest.raises(ValueError, match=where) as raised:
+            tx.update(grads, tx.init(made_of), params)
+        assert re.search(filtered, str(raised.value))
+    scoped = tx.grad(mixed, tx.init(floats))(jaxamp_like.scope_modules(model), x)
+    with pytest.raises(ValueError, match="in objects of other classes"):
+        tx.update(scoped, tx.init(floats), floats)
+    tx.update(grads, tx.init(floats), floats)
+
+
+def test_loops_of_keras_are_refused(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    import keras
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def predict(self, x):  # may be traced, unlike that of Keras
+            return self(x)
+
+    model = Own()
+    model(x)
+    for method in (model.fit, model.evaluate, model.train_on_batch):
+        with pytest.raises(TypeError, match="`compute_loss_and_updates` calls"):
+            amp(method)
+    assert amp(model.predict, compute_dtype="bfloat16")(x).shape == (3, 2)
+
+
+def in_a_layer(w, x):
+    with jax.named_scope("mlp"), jax.named_scope("layers"), jax.named_scope("0"):
+        return jnp.mean(x @ w["in"])
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    (
+        ("mlp.layers[0]", "Did you mean 'mlp/layers/0' "),
+        ("mlp['layers'].0", "Did you mean 'mlp/layers/0' "),
+        (re.compile("mlp.layers[0]"), "Did you mean 'mlp/layers/0' "),
+        (
+            "matmul",
+            "is a function of JAX: write the primitive that it binds, `jax.lax.dot_g",
+        ),
+        (
+            "softmax",
+            'give the name of that a rule: `default_amp_policy | {name: "float',
+        ),
+        ("float32", "The scopes of the function are 'mlp', 'mlp/layers', "),
+    ),
+    ids=str,
+)
+def test_a_key_that_matches_nothing_is_answered(key, told):
+    policy = jaxamp_like.default_amp_policy | {key: "float32"}
+    with pytest.raises(AmpError) as raised:
+        amp(in_a_layer, amp_policy=policy, strict=True)(w, x)
+    assert told in str(raised.value)
 
 
 def test_bound_modules_of_linen_are_functions():
@@ -938,6 +1116,10 @@ KNOWN = {
     "policy": jaxamp_like.default_amp_policy,
     "optimizer": loss_scale_optimizer(adam),
     "of_another": PolicyOfAnother(),
+    "low_bit_state": storage.low_bit_state,
+    "inference": jaxamp_like.inference,
+    "optax_adam": optax.adam,
+    "taking": lambda fn: KNOWN["optimizer"].value_and_grad(fn, KNOWN["state"])(W, X),
 }
 for name in (
     "adam W X eqx jax jnp linen objective optax within jaxamp_like rules scaler "
@@ -1074,6 +1256,7 @@ ANSWERS = {
     "get_policy('p=f32,c=bf17')": "Did you mean 'bf16'?",
     "get_policy('compute=bf16;output=f32')": "malformed at position 8",
     "get_policy('mixed_bfloat16', amax_history_length=8)": "or leave it out",
+    "set_global_policy(compute_dtype='f16')": "Write `set_global_policy('mixed_bfloat1",
     "set_global_policy('bf17')": "Did you mean 'bf16'?",
     "set_global_policy(policy)": "Rules alone say no dtype: `Policy('bfloat16', rules=",
     "within(using_policy('bf17'))": "Did you mean 'bf16'?",
@@ -1095,7 +1278,7 @@ ANSWERS = {
     "optimizer.update(None, state, W)": "was given None",
     "optimizer.update((1.0, grads), state, W)": "a pair.\n`tx.value_and_grad(loss_fn, ",
     "optimizer.update(((X[0, 0], 3), grads), state, W)": "give the gradients alone",
-    "optimizer.update(jax.grad(objective)(W, X), state, W)": "Take them from `tx.value",
+    "optimizer.update(jax.grad(objective)(W, X), state, W)": "Take gradients from `tx.",
     "optimizer.step(grads)": "Write `updates, opt_state = tx.update(grads, opt_state, ",
     "optimizer.scale(X)": "Write `loss, grads = tx.value_and_grad(loss_fn, opt_state)",
     "optimizer.minimize(objective)": "Write `loss, grads = tx.value_and_grad(loss_fn, ",
@@ -1109,6 +1292,15 @@ ANSWERS = {
     "optimizer.value_and_grad(objective, state, has_aux=True)(W, X)": "`(loss, aux)`",
     "optimizer.value_and_grad(lambda w: 3, state)(W)": "a floating-point scalar as its",
     "optimizer.value_and_grad(lambda w: None, state)(W)": "but returned NoneType",
+    "enable_amp(objective, adam)[0].init(W)": "Write `mixed, tx = enable_amp(loss_fn, ",
+    "taking(jax.value_and_grad(objective))": "as `jax.value_and_grad(loss_fn)` returns",
+    "taking(jax.grad(objective))": "a tree like its first argument, as `jax.grad(loss",
+    "taking(lambda w, x: (objective(w, x), x))": "pass `has_aux=True`",
+    "optimizer.value_and_grad(objective, state._asdict())": "from_state_dict(tx.init(",
+    "optimizer.update(grads, state._asdict(), W)": "`restore_scaler(saved['scaler'])`",
+    "optimizer.update(grads, optimizer.init({'b': X}), W)": (
+        "`tx.init(params).inner_state` does not hold: `[0].mu['b']`, `[0].nu['b']`."
+    ),
     "state.scale": "The scale is `opt_state.scaler.scaler`, and the state of the wrap",
     "state.loss_scale": "The scale is `opt_state.scaler.scaler`",
     "state.hyperparams": "the state of the wrapped optimizer `opt_state.inner_state`",
@@ -1124,6 +1316,15 @@ ANSWERS = {
     "guard_step(3)": "`@guard_step` above the training step, below `@jax.jit`",
     "guard_step(adam)": "`step` must be callable, but was given Gradient",
     "guard_step(lambda s: None)(state)": "return the next state, or a tuple that begin",
+    "guard_step(lambda w, s: w)(W, state)": "It is in another argument. Put all that",
+    "guard_step(lambda s: (W, s['s']))({'w': W, 's': state})": (
+        "The first argument is a dict of ('w', 's'), but the step returned a tuple of "
+        "(dict, LossScaleState)."
+    ),
+    "guard_step(lambda s: ({}, s[1]))((W, state))": (
+        "The first argument holds arrays that the next state does not hold: `[0]['a']`."
+    ),
+    "guard_step(lambda s: s)((W, adam.init(W)))": "leave out `guard_step`",
     "guard_step(lambda s: s)(W)": "Put the `DynamicScalerState`, or the state of",
     "dynamic_scale_grad(objective)(W, X)": "Begin with `DynamicScalerState()`",
     "dynamic_scale_grad(objective)(W, X, scaler)": "given by its name: `step(params, ",
@@ -1144,6 +1345,9 @@ ANSWERS = {
     "DynamicScalerState(min_scaler=8, max_scaler=4)": "no less than `min_scaler`",
     "DynamicScalerState(scaler=jnp.ones(2))": "must be a scalar, but was given shape",
     "scaler.update(grads)": "Write `scaler.update(all_finite(grads))`",
+    "scaler.update()": "missing a required argument: 'finite'. Write `scaler.update(",
+    "scaler.step(adam)": "write `updates, opt_state = tx.update(grads, opt_state, par",
+    "scaler.unscale_(grads)": "write `loss, grads = tx.value_and_grad(loss_fn, opt_st",
     "scaler.scale(jnp.ones(2))": "Reduce an array to one number",
     "scaler.unscale(grads)": "are unscaled already",
     "static_scaler('dynamic')": "Give a Python number or an array of shape ()",
@@ -1156,6 +1360,7 @@ ANSWERS = {
     ),
     "jax.jit(trace_numerics(objective))(W, X)": "Call it outside of `jax.jit`",
     "calibrate(objective, [(W, X)])": "Write `calibrate(fn, [(params, batch), ...], bu",
+    "calibrate(objective, [(X,)], budget=0.01)": "a batch is all arguments of `fn`, p",
     "calibrate(objective, (W, X), budget=0.01)": "Write `[(params, batch) for batch in",
     "calibrate(objective, [], budget=0.01)": "`batches` is empty",
     "calibrate(objective, [(W, X)], budget='small')": "`Budget(loss=0.001, gradients=",
@@ -1171,13 +1376,30 @@ ANSWERS = {
     "convert(objective, W, X, quantise=True)": "The arguments are fn, params",
     "convert(objective, W, X, excluded_scopes='net')": "such as ['decoder/head']",
     "convert(objective, W, X, excluded_scopes=['nett'])": "Did you mean 'net'?",
-    "convert(objective, W, X, target_ops=['matmul'])": "Did you mean 'mul' or",
+    "convert(objective, W, X, target_ops=['matmul'])": "`jax.lax.dot_general_p`",
+    "convert(objective, W, X, float32_ops=['softmax'])": "binds several primitives",
+    "convert(objective, W, X, widest_ops=['expo'])": "Did you mean 'exp'",
     "convert(objective, W, X, keep_inputs=['b'])": "There are 1: a",
+    "load('/nowhere', 'abc')": "Write `load(path, digest=digest)`",
+    "inference.export(objective, W, X)": "`convert(fn, params, x).save(path)` exports",
     "load('/nowhere')": "Give the folder that `Converted.save` wrote",
+    "certify(objective)": "can't be called with 0 arguments: missing a required argu",
+    "certify(objective, W, x=X)": "`certify(functools.partial(step, x=...))`",
+    "certify(objective, W, X, devise='cpu')": "Did you mean `device`?",
+    "certify(objective, W, X, lock=state)": "Write the file by `certificate.save(pa",
     "certify(objective(W, X))": "Write `certify(step, x)`, not `certify(step(x))`",
     "certify(objective, W, X, compute_dtype='float16')": "Write `certify(amp(step, com",
     "certify(objective, W, X, lock='/nowhere/lock')": "`certificate.save(path)`",
     # 8 bits, rules and scopes.
+    "low_bit_state(adam, where=False)": "`where` must be a function of the path and",
+    "low_bit_state(adam).value_and_grad(objective)": "`mixed, tx = enable_amp(loss_fn,",
+    "low_bit_state(adam.init(W))": "was given tuple.\nWrite `low_bit_state(optax.adam(",
+    "low_bit_state(optax_adam)": "was given <function adam",
+    "saving_low('int9')": "Did you mean 'int8'?",
+    "saving_low('flaot32')": "which is no floating dtype",
+    "jax.grad(amp_with_state(objective))(jnp.float32(1), W, X)": (
+        "`amp_with_state(jax.value_and_grad(loss))`"
+    ),
     "float8('e4m3')": "Its arguments are `grad_dtype`, `weight_gradient`",
     "float8(where='big')": "such as `worth_eight_bits(side=512)`",
     "float8(amax_history_length=8)": "Give `delayed=True` too",

@@ -3,14 +3,16 @@
 import functools
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from .._errors import showing_call
+from .._errors import explaining_misfits, why_not_called
 from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
@@ -41,7 +43,18 @@ from .stored import Stored, stored
 from .tie import Tied, tie
 
 
-@showing_call("certify(amp(step, compute_dtype='bfloat16'), *arguments)")
+def _instead(parameters: Mapping[str, Any], args: Any, kwargs: Any) -> list[str]:
+    """What to write in the place of keywords that `certify` has not."""
+    others = [name for name in kwargs if name not in parameters]
+    close = [get_close_matches(name, parameters, 1) for name in others]
+    told = [f"Did you mean `{name}`?" for names in close for name in names]
+    if others and not told:
+        given = ", ".join(f"{name}=..." for name in others)
+        told = [f"Keywords of the step: `certify(functools.partial(step, {given}))`."]
+    return [*told, "Write `certify(amp(step, compute_dtype='bfloat16'), *arguments)`."]
+
+
+@explaining_misfits("certify", _instead)
 def certify(
     step: Any, *args: Any, device: Any = None, lock: str | Path | None = None
 ) -> Certificate:
@@ -88,6 +101,11 @@ def certify(
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
     device = None if device is None else as_device(device, "device")
+    if lock is not None and not isinstance(lock, str | PathLike):
+        raise TypeError(
+            f"`lock` must be the path of a lock file, but got {type(lock).__name__}. "
+            "Write the file by `certificate.save(path)`, and give `lock=path`."
+        )
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
         raise TypeError(
@@ -183,13 +201,23 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
             f"`certify({'x, step' if is_later else 'step(x)'})`."
         )
     jitted: Any = step
+    given = args
     if not isinstance(step, _JITTED):  # it may take what is no array
         call = flat_call(step, args, {}, (), _name_of(step))
         jitted, args = jax.jit(call.fn), call.arrays
     if device is not None:
         args = placed(args, device)
-    with recording(recorder), traced_afresh():
-        return jitted.lower(*args)
+    try:
+        with recording(recorder), traced_afresh():
+            return jitted.lower(*args)
+    except TypeError as e:
+        if not (why := why_not_called(step, *given)):
+            raise
+        raise TypeError(
+            f"`step` can't be called with {len(given)} arguments: {why}. Write "
+            "`certify(step, *arguments)`, with arrays or their shapes "
+            "(`jax.ShapeDtypeStruct`)."
+        ) from e
 
 
 def _name_of(step: Any) -> str:

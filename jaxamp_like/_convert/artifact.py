@@ -1,16 +1,18 @@
 """`save` and `load`: a converted model as a folder that needs no code of the model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 from jax import export
 
+from .._errors import AmpError, no_attribute, showing_call
 from .._jax import is_array_or_shape, lowering_without_folders
 from .._reports.versions import versions
 from . import summary as summaries
+from .examples import outlined, several_scopes
 from .extra import needed
 from .folder import ArtifactError, Opened, open_folder, well_formed, write_folder
 from .models import canonical_dtype, distinct, parameters_in
@@ -32,6 +34,11 @@ def save_converted(
             "`platforms` must be a sequence such as ['cpu', 'cuda'], but got "
             f"{platforms!r}."
         )
+    if "gpu" in (platforms or ()):
+        raise ValueError(
+            f"`platforms` is {platforms!r}, but a program is for GPUs of one maker: "
+            "write 'cuda' or 'rocm' for 'gpu'."
+        )
     program: TracedModel = converted.trace(converted.example_inputs)
     params = parameters_in(converted.params)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in params):
@@ -47,6 +54,8 @@ def save_converted(
         return program.run(leaves[num:], [*leaves[:num], *inputs])
 
     name = converted.summary.name
+    if told := several_scopes(inputs):
+        raise ValueError(told)
     exported = _exported(run, name, platforms, list(map(_shape, leaves)), inputs)
     code = exported.serialize()
     results = program.merge([_PLACE] * len(exported.out_avals))
@@ -120,7 +129,7 @@ class Artifact:
         self.params: dict[str, Any] = dict(zip(names, self._leaves, strict=True))
         self._inputs, self._outputs = manifest["inputs"], manifest["outputs"]
         self._shown = tuple(decode(self._inputs, [short(t) for t in self._types]))
-        self._call = jax.jit(self._exported.call)
+        self._call = jax.jit(_without_derivative(self._exported.call))
 
     def __call__(self, *inputs: Any) -> Any:
         """Calls the model.
@@ -135,7 +144,22 @@ class Artifact:
             TypeError, ValueError: an input has another structure, dtype or shape; the
                 message names it."""
         arrays = self._checked(list(inputs))
-        return decode(self._outputs, self._call(self._leaves, arrays))
+        try:
+            results = self._call(self._leaves, arrays)
+        except NotImplementedError as e:
+            if "atching rule" not in str(e):
+                raise
+            raise TypeError(
+                "A loaded model can't be mapped by `jax.vmap`: its program is for the "
+                "shapes that it was saved with. Write `jax.lax.map(model, xs)`, or "
+                "save it with a symbolic batch: `jax.export.symbolic_shape('n, ...')`."
+            ) from e
+        return decode(self._outputs, results)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _HOLDS if name == "apply" else "")
 
     def __repr__(self) -> str:
         types = ", ".join(map(short, self._types))
@@ -156,8 +180,13 @@ class Artifact:
         except TypeError:
             given = None
         if json.dumps(given) != json.dumps(self._inputs):  # 1 is neither 1.0 nor True
-            told = jax.tree.map(_described, tuple(inputs))
-            raise TypeError(f"The inputs must be like {self._shown}, but are {told}.")
+            told = ", ".join(map(outlined, inputs))
+            hint = f" {_HOLDS}" * (len(inputs) == len(self._shown) + 1)
+            if any(isinstance(x, list) and _is_of_numbers(x) for x in inputs):
+                hint = " Make arrays of lists: `np.asarray(x, 'float32')`."
+            raise TypeError(
+                f"The inputs must be like {self._shown}, but are ({told}).{hint}"
+            )
         arrays = [x for x in jax.tree.leaves(inputs) if _is_array_like(x)]
         for i, (x, type_) in enumerate(zip(arrays, self._types, strict=True)):
             _check_input(i, x, type_)
@@ -172,6 +201,7 @@ class Artifact:
             )
 
 
+@showing_call("load(path, digest=digest)")
 def load(path: str | Path, *, digest: str | None = None) -> Artifact:
     """Loads a model that `Converted.save` has written.
 
@@ -268,8 +298,26 @@ def _is_array_like(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _described(x: Any) -> Any:
-    return f"{x.dtype}{list(x.shape)}" if _is_array_like(x) else x
+def _is_of_numbers(x: Any) -> bool:
+    return all(isinstance(leaf, int | float) for leaf in jax.tree.leaves(x))
+
+
+_HOLDS = "A loaded model holds its parameters: leave them out, `model(x)`."
+_NO_DERIVATIVE = (
+    "A loaded model has no derivative: its program was saved without one. Take it of "
+    "the model that was converted."
+)
+
+
+def _without_derivative(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, with an error that says so where a gradient is taken of it."""
+    called = jax.custom_vjp(call)
+
+    def refuse(*_: Any) -> NoReturn:
+        raise AmpError(_NO_DERIVATIVE)
+
+    called.defvjp(lambda *args: (call(*args), None), refuse)
+    return called
 
 
 def short(type_: dict[str, Any]) -> str:
@@ -282,17 +330,23 @@ def _check_input(i: int, x: Any, type_: dict[str, Any]) -> None:
     if dtype != type_["dtype"]:
         raise TypeError(
             f"Array {i} of the inputs must be {short(type_)}, but its dtype is {dtype}."
+            f" Write `x.astype({type_['dtype']!r})`."
         )
     fits = len(x.shape) == len(type_["shape"]) and all(
         not want.isdigit() or int(want) == size
         for want, size in zip(type_["shape"], x.shape, strict=True)
     )
     if not fits:
-        symbolic = any(not size.isdigit() for size in type_["shape"])
-        hint = "" if symbolic else (
-            " To take any batch, convert with symbolic shapes: "
-            "`jax.export.symbolic_shape('batch, ...')`."
-        )  # fmt: skip
+        sizes = zip(type_["shape"], map(str, x.shape), strict=False)
+        is_batch = [want == size for want, size in sizes] == [False] + [True] * (
+            len(x.shape) - 1
+        )
+        hint = " Give what the model was converted for, or convert it for this shape."
+        if is_batch and len(x.shape) == len(type_["shape"]):
+            hint = (
+                " To take any batch, convert with symbolic shapes: "
+                "`jax.export.symbolic_shape('batch, ...')`."
+            )
         raise ValueError(
             f"Array {i} of the inputs must be {short(type_)}, but its shape is "
             f"{list(x.shape)}.{hint}"

@@ -16,12 +16,14 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from typer.core import TyperGroup
 except ImportError as e:
     package = (e.name or "typer").partition(".")[0]
     how = how_to_install(package, "convert")
     sys.exit(f"The command line needs {package}, which is not installed. {how}")
 
 from .._certify.certify import certify
+from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
@@ -54,7 +56,22 @@ def _example(*commands: str) -> str:
     return "\n".join(["\b", f"Example{'s' * (len(lines) > 1)}:", *lines])
 
 
+class _Commands(TyperGroup):
+    """The commands; an unknown one is told with those that there are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known:
+            hint = did_you_mean(args[0], known)
+            _wrong(
+                f"There is no command {args[0]!r}.{hint} The commands are "
+                f"{', '.join(known)}: `python -m jaxamp_like --help` shows each."
+            )
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Mixed precision for JAX, from a shell: see which precision a model or a "
     "training step runs in, convert a trained model, and fail a build when precision "
     "changes.",

@@ -1,5 +1,6 @@
 """`convert`: makes a mixed model of a float32 one, with its parameters stored low."""
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -17,6 +18,7 @@ from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted, type_of
+from .examples import explaining_examples, refuse_bad_shapes
 from .folding import deduplicated, foldable, folded, parts_of
 from .lists import ListedPolicy, check_matches, listed_policy
 from .models import (
@@ -125,13 +127,17 @@ def convert(
     model = take_apart(fn, params)
     check_leaves(model.params)
     model = model._replace(params=as_jax_has_them(model.params))
+    refuse_bad_shapes(example_inputs)
+    told = functools.partial(explaining_examples, fn, params, example_inputs)
     if listed != ListedPolicy(settings.lookup):
-        as_written = traced(model.call, model.params, example_inputs)
+        with told():
+            as_written = traced(model.call, model.params, example_inputs)
         check_matches(listed, as_written.jaxpr)
         settings = settings._replace(lookup=listed)
     # There is no backward pass, which would read a gathered parameter again.
     mixed = amp_by(settings, model.call, strict=strict, gather_once=False, argnums=(0,))
-    program = traced(mixed, model.params, example_inputs)
+    with told():
+        program = traced(mixed, model.params, example_inputs)
     leaves, names = _parameters(model.params)
     first = first_positions(leaves)
     kept = dict.fromkeys(_with_tied(_kept(keep_inputs, names), first), _KEPT)

@@ -1,17 +1,19 @@
 """What `convert` returns: a function, its parameters as they are stored, a summary."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 
 from .._dtypes import is_float
-from .._errors import AmpError
+from .._errors import AmpError, no_attribute
 from .._jax import is_array_or_shape
+from .examples import FAILURES, outlined
 from .models import Model, parameters_in, path_name
 from .summary import Summary
 from .traced import TracedModel, traced
@@ -44,7 +46,8 @@ class Converted:
         Raises:
             AmpError: with inputs of these shapes, a parameter is read in another dtype
                 than it is stored in."""
-        return self._run(self.params, inputs)
+        with self._explaining(inputs):
+            return self._run(self.params, inputs)
 
     def apply(self, params: Any, *inputs: Any) -> Any:
         """Calls the model with the caller's parameters, for use inside of `jax.jit`.
@@ -161,6 +164,28 @@ class Converted:
         args = parameters_in((params, tuple(inputs)))
         return program.merge(program.run(program.constants(), args))
 
+    @contextmanager
+    def _explaining(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Raises another error if the model fails, given other inputs than examples."""
+        try:
+            yield
+        except FAILURES as e:
+            if _is_like(inputs, self.example_inputs):
+                raise
+            has_params = bool(inputs) and _is_like(inputs[0], self.params)
+            holds = has_params and len(inputs) == len(self.example_inputs) + 1
+            examples = ", ".join(map(outlined, self.example_inputs))
+            raise TypeError(
+                f"{self.summary.name} was converted with inputs like ({examples}), but "
+                f"is called with ({', '.join(map(outlined, inputs))}). "
+                + (_HOLDS if holds else _FIRST)
+            ) from e
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _ELSEWHERE.get(name, ""))
+
     def _check(self, params: Any) -> None:
         known, tree = jax.tree_util.tree_flatten_with_path(self.params)
         leaves, given = jax.tree.flatten(params)
@@ -178,6 +203,34 @@ class Converted:
                     f"The parameter `{path_name(path)}` is {now}, but is stored as "
                     f"{expected}. Give `converted.params`, or convert these."
                 )
+
+
+_HOLDS = (
+    "It holds its parameters: leave them out, `model(x)`. Others are given by "
+    "`model.apply(params, x)`."
+)
+_FIRST = (
+    "If parameters are among its inputs, they were not the first argument of `fn` when "
+    "it was converted: write `convert(lambda params, x: ..., params, x)`."
+)
+_LOW = "Write `convert(fn, params, x, compute_dtype='bfloat16')`."
+_SAVE = "Write `model.save(path)`, and `load(path)` later."
+# What models of other libraries, and what is exported, have instead.
+_ELSEWHERE = {
+    **dict.fromkeys(("astype", "half", "bfloat16", "to"), _LOW),
+    **dict.fromkeys(("export", "serialize", "save_pretrained", "state_dict"), _SAVE),
+    **dict.fromkeys(("predict", "stateless_call", "forward"), "Write `model(x)`."),
+}
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether two trees have the same structure, and arrays of as many axes."""
+    leaves, structure = jax.tree.flatten(one)
+    others, other_structure = jax.tree.flatten(other)
+    ranks, other_ranks = (
+        [getattr(x, "ndim", None) for x in each] for each in (leaves, others)
+    )
+    return structure == other_structure and ranks == other_ranks
 
 
 def _example(leaf: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a command line names by MODULE:FACTORY, and whose fault it is if that fails."""
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -9,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .._errors import OURS_AND_JAX
+from .._errors import OURS_AND_JAX, why_not_called
 
 
 class WrongTarget(Exception):
@@ -40,7 +41,7 @@ def made(target: str, form: str, least: int) -> tuple[Any, ...]:
         raise WrongTarget(
             f"There is no module {e.name!r}{_instead_of_module(module)}"
         ) from None
-    factory = found
+    factory: Any = found
     for part in name.split("."):
         if not hasattr(factory, part):
             raise WrongTarget(
@@ -48,7 +49,15 @@ def made(target: str, form: str, least: int) -> tuple[Any, ...]:
                 f"no {name!r}.{_instead_of_name(part, vars(factory))}"
             )
         factory = getattr(factory, part)
-    given = factory() if callable(factory) else factory
+    try:
+        given = factory() if callable(factory) else factory
+    except TypeError:
+        if not why_not_called(factory):
+            raise
+        raise WrongTarget(
+            f"{target} needs arguments, {inspect.signature(factory)}. Give a function "
+            f"without any, which returns {form}."
+        ) from None
     if not isinstance(given, tuple | list) or len(given) < least:
         raise WrongTarget(f"{target} must give {form}, but gave {_kind(given)}.")
     return tuple(given)

@@ -236,9 +236,15 @@ def _read_manifest(folder: Path) -> bytes:
         with _opened(folder / MANIFEST) as file:
             data = file.read(_LARGEST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
+        instead = "Give the folder that `Converted.save` wrote."
+        if any(folder.glob("*_METADATA")):  # as Orbax writes
+            instead = (
+                "It is a checkpoint, as `save_parameters` writes: "
+                "`converted.load_parameters(path)` reads it. `load` reads what "
+                "`Converted.save` wrote."
+            )
         raise ArtifactError(
-            f"There is no artifact in {folder}: it has no {MANIFEST}. Give the folder "
-            "that `Converted.save` wrote."
+            f"There is no artifact in {folder}: it has no {MANIFEST}. {instead}"
         ) from None
     if len(data) > _LARGEST_MANIFEST:
         raise _damaged(folder, f"{MANIFEST} has more than {_LARGEST_MANIFEST} bytes")

@@ -5,14 +5,16 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.typing import DTypeLike
 
 from .._amp import TracedCall, amp_by, run_by_plan
-from .._errors import hiding_frames, place_of, warn_or_raise
-from .._jax import to_classic, trace
+from .._errors import AmpError, hiding_frames, place_of, warn_or_raise
+from .._jax import are_differentiated, to_classic, trace
 from .._parameters import Argnums, as_argnums
 from .._policies.mistakes import naming_mistakes
 from .._policies.settings import PolicyLike, Settings, settings_of
+from .._quantised.delayed import OUTSIDE
 from .._reports.call import flat_call
 from .._rewrite.planner import Planner
 from .._rules.user_rules import as_bool
@@ -123,6 +125,8 @@ def _stateful(
 
     @hiding_frames
     def wrapped(state: State, /, *args: Any, **kwargs: Any) -> tuple[Any, State]:
+        if are_differentiated(jax.tree.leaves(state)):  # the first argument
+            raise AmpError(OUTSIDE)
         step = StatefulCall(as_state(state), strict)
         out = mixed(step)(*args, **kwargs)
         return out, step.state

@@ -20,6 +20,26 @@ def is_keras(fn: Any) -> bool:
     return keras is not None and isinstance(fn, keras.Layer)
 
 
+_LOOPS_OF_KERAS = (
+    "fit evaluate predict train_on_batch test_on_batch predict_on_batch"
+).split()
+
+
+def refuse_loops_of_keras(fn: Any) -> None:
+    """Raises for methods of Keras that loop over batches."""
+    if not is_keras(getattr(fn, "__self__", None)):
+        return
+    # A method of the user may be traced.
+    if fn.__name__ in _LOOPS_OF_KERAS and fn.__module__.startswith("keras."):
+        raise TypeError(
+            f"`fn` is `{fn.__qualname__}`, a loop of Keras over batches, and can't be "
+            "traced. To train, rewrite what it differentiates: a subclass of the model "
+            "whose `compute_loss_and_updates` calls `amp(super()."
+            "compute_loss_and_updates)`, as the tutorial on Keras does. To predict, "
+            "`amp(model.stateless_call)`, or `convert(model, None, x)`."
+        )
+
+
 def is_module_with_arrays(fn: Any) -> bool:
     """Whether `fn` is such a model, or a method that reads what it holds.
 

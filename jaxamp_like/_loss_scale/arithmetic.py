@@ -69,19 +69,27 @@ def _is_python_inexact(x: Any) -> bool:
     return isinstance(x, float | complex)
 
 
-def checked_loss(loss: Any, name: str | None = None) -> Array:
-    """`loss` as an array, or an error that says what it should have been."""
+def checked_loss(loss: Any, name: str | None = None, instead: str = "") -> Array:
+    """`loss` as an array, or an error that says what it should have been.
+
+    Args:
+        loss: what is to be a loss.
+        name: of the function that returned it, if one did.
+        instead: what to write, if that is known better than by default."""
     if not _is_scalar(loss, jnp.inexact):
         wanted = (
             f"`{name}` must return a floating-point scalar as its loss, but returned "
             if name
             else "`loss` must be a floating-point scalar, but was given "
         )
-        raise TypeError(
-            f"{wanted}{_shown(loss)}.\nReduce an array to one number, for example by "
-            "`.mean()`; for a function that returns `(loss, aux)`, pass `has_aux=True`."
-        )
+        raise TypeError(f"{wanted}{_shown(loss)}.\n{instead or _REDUCE}")
     return jnp.asarray(loss)
+
+
+_REDUCE = (
+    "Reduce an array to one number, for example by `.mean()`; for a function that "
+    "returns `(loss, aux)`, pass `has_aux=True`."
+)
 
 
 def checked_finite(finite: Any) -> Array:

@@ -1,11 +1,14 @@
 """Calls that don't fit, and what to write instead."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax
 
-from .._errors import explaining_misfits
+from .._errors import explaining_misfits, why_not_called
+from .._frameworks.modules import holds_parameters, is_module_with_arrays
 from .._frameworks.nnx import is_nnx_module, is_node
 
 _P = ParamSpec("_P")
@@ -25,6 +28,20 @@ SETTINGS = {
     "factor": "adjust_factor",
     "minimum_scale": "min_scaler",
     "min_loss_scale": "min_scaler",
+}
+
+UPDATE = "updates, opt_state = tx.update(grads, opt_state, params)"
+GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
+# What PyTorch's scaler does, which is the optimizer's work here.
+BY_HAND = {
+    name: f"With `mixed, tx = enable_amp(loss_fn, optimizer)`, write `{call}`. By "
+    "hand, write `dynamic_scale_value_and_grad(loss_fn)(params, batch, "
+    "dynamic_scaler_state=scaler)`."
+    for name, call in {
+        "step": UPDATE,
+        "unscale_": GRADIENT,
+        "backward": GRADIENT,
+    }.items()
 }
 
 
@@ -88,5 +105,87 @@ def of_checkpoint(opt_state: Any) -> str:
         return ""
     return (
         "It was read from a checkpoint as dicts and lists. Read it in the types of the "
-        "state: `checkpointer.restore(path, tx.init(params))` with Orbax."
+        "state: `checkpointer.restore(path, tx.init(params))` with Orbax, "
+        "`flax.serialization.from_state_dict(tx.init(params), saved)` with Flax. "
+        "`restore_scaler(saved['scaler'])` makes a scale of such a dict."
     )
+
+
+def instead_of_loss(fun: Any, out: Any, args: tuple[Any, ...]) -> str:
+    """What to write, if `fun` is no loss, but its gradient or a model; else "".
+
+    A gradient returns a tree like its first argument, alone or after the loss."""
+    if _is_model(fun):
+        return _OF_A_MODEL
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    found = out[1] if is_pair else out
+    if not args or eqx.is_array_like(found) or _types(found) != _types(args[0]):
+        return ""
+    what = "a loss and a tree" if is_pair else "a tree"
+    name = "value_and_grad" if is_pair else "grad"
+    return (
+        f"That is {what} like its first argument, as `jax.{name}(loss_fn)` returns. "
+        "Give the loss itself: its gradient is taken here."
+    )
+
+
+def _types(tree: Any) -> Any:
+    """The structure and the shapes of the floating-point arrays in a tree."""
+    leaves, structure = jax.tree.flatten(eqx.filter(tree, eqx.is_inexact_array))
+    return structure, [x.shape for x in leaves]
+
+
+@contextmanager
+def explaining_models(fun: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    """Raises another error if a model fails because it was given for the loss."""
+    try:
+        yield
+    except Exception as e:
+        if not _is_model(fun):
+            raise
+        if why_not_called(fun, *args):
+            why = f"can't be called so: {e}"
+        elif args and _is_model(args[0]) and isinstance(fun, type(args[0])):
+            why = f"was called with a {type(args[0]).__name__}"
+        else:
+            raise
+        raise TypeError(
+            f"The loss is a {type(fun).__name__}, which holds parameters, and {why}.\n"
+            f"{_OF_A_MODEL}"
+        ) from e
+
+
+_OF_A_MODEL = (
+    "If it is the model that is to be trained, give a loss that calls it, `def "
+    "loss_fn(model, x, y)`: gradients are taken by the first argument of the loss."
+)
+
+
+def _is_model(x: Any) -> bool:
+    """Whether `x` is a model of a kind that holds its parameters, and holds some."""
+    return holds_parameters(x) and is_module_with_arrays(x)
+
+
+def difference(name: str, tree: Any, other_name: str, other: Any) -> str:
+    """How two trees with these names differ; "" if they don't."""
+    paths, others = _paths(tree), _paths(other)
+    for alone, here, there in (
+        ([p for p in paths if p not in others], name, other_name),
+        ([p for p in others if p not in paths], other_name, name),
+    ):
+        if alone:
+            more = ", ..." * (len(alone) > 3)
+            shown = ", ".join(f"`{path}`" for path in alone[:3])
+            here = here[0].upper() + here[1:]
+            return f"{here} holds arrays that {there} does not hold: {shown}{more}."
+    if jax.tree.structure(tree) != jax.tree.structure(other):
+        return (
+            f"{name} and {other_name} hold the same arrays in objects of other "
+            "classes, as of a model before and after `scope_modules`."
+        )
+    return ""
+
+
+def _paths(tree: Any) -> dict[str, None]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return dict.fromkeys(jax.tree_util.keystr(path) for path, _ in paths)

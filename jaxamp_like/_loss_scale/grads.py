@@ -16,7 +16,7 @@ from .._jax import is_jitted
 from .._rewrite.switch import is_traced_by_amp, scaling_loss
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
-from .calls import with_call_hints
+from .calls import explaining_models, instead_of_loss, with_call_hints
 from .fields import known
 from .groups import merge_groups, split_groups
 from .nodes import Filters, NnxCall, is_of_arrays, of_nodes
@@ -28,11 +28,12 @@ from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
 def _scale_loss(
     fun: Callable[..., Any], scaler: Scaler, has_aux: bool
 ) -> Callable[..., Any]:
-    name = getattr(fun, "__qualname__", repr(fun))
+    name = getattr(fun, "__qualname__", type(fun).__name__)
 
     @functools.wraps(fun, updated=())
     def scaled(*args: Any, **kwargs: Any) -> tuple[Array, ScaledAux]:
-        out = fun(*args, **kwargs)
+        with explaining_models(fun, args):
+            out = fun(*args, **kwargs)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             given = "one array" if eqx.is_array(out) else type(out).__name__
             raise TypeError(
@@ -40,7 +41,7 @@ def _scale_loss(
                 f"it returned {given}."
             )
         loss, aux = out if has_aux else (out, None)
-        loss = checked_loss(loss, name)
+        loss = checked_loss(loss, name, instead_of_loss(fun, out, args))
         return scaler.scale(loss), ScaledAux(loss, pack(aux))
 
     return scaled

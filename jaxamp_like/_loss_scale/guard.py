@@ -1,8 +1,8 @@
 """Training steps that leave all of their state as it was when they are skipped."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ from jax import Array
 
 from .._errors import calling_library, hiding_frames, showing_call
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
+from .calls import difference
 from .state import DynamicScalerState, NoScaler, is_scaler
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -82,8 +83,10 @@ def guard_step(step: _Step) -> _Step:
         if all(is_node(x) for _, x in old):
             old, new, rebuild = [], [], lambda _: out
         else:
-            new, rebuild = _next_state(out, tree)
+            new, rebuild = _next_state(out, state, tree)
         are = [x for x in new if is_scaler(x)] + as_arrays(_inner_scalers(nodes))
+        if not are:
+            _refuse_no_scale((args, kwargs))
         skipped = _skipped(were, are)
         if skipped is None:
             return out
@@ -128,8 +131,14 @@ def _inner_scalers(nodes: list[Any]) -> list[Any]:
     return instances_in(nodes, (DynamicScalerState, NoScaler))
 
 
-def _next_state(out: Any, tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of the state that a step returns, and a function to replace them."""
+def _next_state(
+    out: Any, state: Any, tree: Any
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of the state that a step returns, and a function to replace them.
+
+    Args:
+        out: what the step returned.
+        state: what it was given, of which `tree` is the structure."""
     leaves, structure = jax.tree.flatten(out, is_leaf=_is_complete)
     if structure == tree:
         return leaves, tree.unflatten
@@ -137,11 +146,36 @@ def _next_state(out: Any, tree: Any) -> tuple[list[Any], Callable[[list[Any]], A
         leaves, structure = jax.tree.flatten(out[0], is_leaf=_is_complete)
         if structure == tree:
             return leaves, lambda leaves: (tree.unflatten(leaves), *out[1:])
+    differ = ""
+    for next_state in (out, out[0] if isinstance(out, tuple) and out else out):
+        if _outlined(next_state) == _outlined(state):
+            names = "the next state", "the first argument"
+            differ = difference(names[0], next_state, names[1], state)
     raise TypeError(
         "A guarded step must return the next state, or a tuple that begins with it, in "
-        f"the structure of its first argument.\nThat is {tree}, but the step returned "
-        f"{jax.tree.structure(out, is_leaf=_is_complete)}.\n{_FIRST}"
+        f"the structure of its first argument.\n{_FIRST}\nThe first argument is "
+        f"{_outlined(state)}, but the step returned {_outlined(out)}.{differ and ' '}"
+        f"{differ}"
     )
+
+
+def _outlined(x: Any) -> str:
+    """The type of a tree, and of what a tuple, a list or a dict holds."""
+    name = type(x).__name__
+    if isinstance(x, dict):
+        return f"a {name} of {_few(map(repr, x))}"
+    if type(x) not in (tuple, list):
+        return _typed(x)
+    return f"a {name} of {_few(map(_typed, x))}"
+
+
+def _typed(x: Any) -> str:
+    return f"{x.dtype}{[*x.shape]}" if eqx.is_array(x) else type(x).__name__
+
+
+def _few(names: Iterable[str]) -> str:
+    names = [*names]
+    return f"({', '.join(names[:6])}{', ...' * (len(names) > 6)})"
 
 
 _FIRST = (
@@ -150,16 +184,26 @@ _FIRST = (
 )
 
 
+def _refuse_no_scale(others: Any) -> NoReturn:
+    """Raises for a step without a loss scale in its state, but perhaps in `others`."""
+    if any(map(is_scaler, jax.tree.leaves(others, is_leaf=is_scaler))):
+        instead = f"It is in another argument. {_FIRST}"
+    else:
+        instead = (
+            "Put the `DynamicScalerState`, or the state of the `loss_scale_optimizer`, "
+            "into its first argument. A step that scales no loss, as in bfloat16 with "
+            "a plain optimizer, is never skipped: leave out `guard_step`."
+        )
+    raise TypeError(
+        "No loss scale was found in the state of a guarded step, so that nothing "
+        f"tells whether the step was skipped.\n{instead}"
+    )
+
+
 def _skipped(were: list[Any], are: list[Any]) -> Array | None:
     """Whether a step that led from `were` to `are` was skipped.
 
     It is `None` if no scale is dynamic, so that no overflow is looked for."""
-    if not are:
-        raise TypeError(
-            "No loss scale was found in the state of a guarded step, so that nothing "
-            "tells whether the step was skipped.\nPut the `DynamicScalerState`, or the "
-            "state of the `loss_scale_optimizer`, into its first argument."
-        )
     pairs = [
         (then, now)
         for then, now in zip(were, are, strict=True)

@@ -2,6 +2,8 @@
 
 import functools
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +17,7 @@ from .._errors import warn_or_raise
 from .._frameworks.nnx import instances_in
 from .._jax import Literal, is_tracer, raw
 from .._storage.updates import Float32UpdateState
+from .calls import difference
 
 
 def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
@@ -53,6 +56,36 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
                 strict=False,
             )
     return state
+
+
+@contextmanager
+def explaining_other_parameters(
+    optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any
+) -> Iterator[None]:
+    """Raises another error if an update fails since its trees are of other parameters.
+
+    Args:
+        optimizer: what is updated.
+        grads, state, params: what its `update` is given."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as e:
+        params = grads if params is None else params
+        told = difference("`grads`", grads, "`params`", params)
+        if not told:
+            try:
+                made = jax.eval_shape(optimizer.init, params)
+            except Exception:  # the parameters aren't arrays alone
+                raise e from None
+            again = "`tx.init(params).inner_state`"
+            told = difference("`opt_state.inner_state`", state, again, made)
+        if not told:
+            raise
+        raise ValueError(
+            f"{told}\nGive `tx.init` the parameters that the gradients are taken by, "
+            "and `tx.update` the same: of an Equinox model, `eqx.filter(model, "
+            "eqx.is_inexact_array)` in both."
+        ) from e
 
 
 _KEEP_FLOAT32 = (

@@ -13,13 +13,25 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import hiding_frames, no_attribute, warn_or_raise
+from .._errors import (
+    calling_library,
+    hiding_frames,
+    length_of_state,
+    no_attribute,
+    warn_or_raise,
+)
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
-from .calls import instead_of_no_scale, of_checkpoint, with_call_hints
+from .calls import (
+    GRADIENT,
+    UPDATE,
+    instead_of_no_scale,
+    of_checkpoint,
+    with_call_hints,
+)
 from .grads import dynamic_scale_tx
-from .initialising import initialised
+from .initialising import explaining_other_parameters, initialised
 from .marks import (
     Verdict,
     marked,
@@ -48,6 +60,10 @@ class LossScaleState(NamedTuple):
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(self, name, _ELSEWHERE_IN_STATE.get(name, _IN_STATE))
+
+        def __len__(self) -> int:
+            made_by = "`enable_amp` or `loss_scale_optimizer`"
+            return length_of_state(self, calling_library(optax), made_by)
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
@@ -269,7 +285,8 @@ def loss_scale_optimizer(
         grads, finite = read(grads, axis_name)
         # A line search is given the gradients a second time, by name.
         extra = unmarked(extra)
-        updates, new_inner = inner_update(grads, inner_state, params, **extra)
+        with explaining_other_parameters(optimizer, grads, inner_state, params):
+            updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
         if finite is None:
@@ -409,12 +426,10 @@ _NO_LONGER = (
     "float16, take `opt_state._replace(scaler=DynamicScalerState())`; to go on without "
     "a scale, give the optimizer `scaler=None`."
 )
-_UPDATE = "updates, opt_state = tx.update(grads, opt_state, params)"
-_GRADIENT = "loss, grads = tx.value_and_grad(loss_fn, opt_state)(params, batch)"
 # What PyTorch's scaler and the optimizers of PyTorch, Flax and Keras have instead.
 _ELSEWHERE = {
-    **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), _UPDATE),
-    **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), _GRADIENT),
+    **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), UPDATE),
+    **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), GRADIENT),
 }
 _IN_STATE = (
     "The scale is `opt_state.scaler.scaler`, and the state of the wrapped optimizer "
@@ -422,12 +437,12 @@ _IN_STATE = (
 )
 # What belongs to the optimizer, which is called `tx` here.
 _ELSEWHERE_IN_STATE = {
-    **dict.fromkeys(("step", "apply_gradients", "update"), f"Write `{_UPDATE}`."),
-    **dict.fromkeys(("backward", "value_and_grad", "grad"), f"Write `{_GRADIENT}`."),
+    **dict.fromkeys(("step", "apply_gradients", "update"), f"Write `{UPDATE}`."),
+    **dict.fromkeys(("backward", "value_and_grad", "grad"), f"Write `{GRADIENT}`."),
 }
 _STATE_LAST = "The parameters come last: `tx.update(grads, opt_state, params)`."
 _STATE_SECOND = (
-    f"Write `{_UPDATE}`, where "
+    f"Write `{UPDATE}`, where "
     "`opt_state` begins as `tx.init(params)`. To go on from a checkpoint without a "
     "scale, take `tx.init(params)._replace(inner_state=...)`."
 )

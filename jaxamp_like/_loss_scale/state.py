@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from .._errors import no_attribute
 from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
-from .calls import SETTINGS, with_call_hints
+from .calls import BY_HAND, SETTINGS, with_call_hints
 from .fields import (
     LARGEST,
     SMALLEST,
@@ -97,7 +97,7 @@ class DynamicScalerState(_Fields):
 
         def __getattr__(self, name: str) -> Any:
             hint = f"Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
-            raise no_attribute(self, name, hint)
+            raise no_attribute(self, name, hint or BY_HAND.get(name, ""))
 
     @_looking_for_a_scale
     @with_call_hints("DynamicScalerState(scaler=2.0**15, patience=2000)")
@@ -170,6 +170,7 @@ class DynamicScalerState(_Fields):
         refuse_unscaled(grads)
         return unscaled(grads, self.clipped().scaler)
 
+    @with_call_hints("scaler.update(all_finite(grads))")
     def update(self, finite: ArrayLike) -> Self:
         """The state that follows after a step.
 

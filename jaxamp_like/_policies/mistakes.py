@@ -49,14 +49,24 @@ _ELSEWHERE = {
 
 
 _SCALED_BY = "Loss scaling comes with an optimizer: `enable_amp(loss, optimizer)`."
-# Arguments that PyTorch's `autocast`, Apex and others have, and `amp` has not.
-_MADE_ELSEWHERE = {
+# Arguments that PyTorch's `autocast`, Apex and others have instead.
+_OF_AMP = {
     "enabled": "`with disable_amp():` around the code that calls `amp` turns it off.",
     "opt_level": "'O1' is `amp_policy='mixed_float16'`.",
     "cast_model_outputs": "Results are cast by `Policy(output_dtype=...)`.",
     "device_type": "A device is not told: `amp` rewrites for all of them.",
     **dict.fromkeys(("loss_scale", "scaler", "optimizer"), _SCALED_BY),
 }
+# Arguments that converters of other libraries have.
+_NO_CALIBRATION = (
+    "8 bits need no data: activations are scaled by the numbers of each call, or by "
+    "`int8(activation_max=...)`."
+)
+_OF_CONVERT = dict.fromkeys(
+    ("calibration_data", "calibration_dataset", "representative_dataset"),
+    _NO_CALIBRATION,
+)
+_MADE_ELSEWHERE = {"amp": _OF_AMP, "convert": _OF_CONVERT}
 
 
 def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -100,8 +110,8 @@ def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
     if close:
         return f"Did you mean `{close[0]}`?"
     hint = f"The arguments are {', '.join(parameters)}."
-    if caller == "amp" and name in _MADE_ELSEWHERE:
-        return _MADE_ELSEWHERE[name]
+    if instead := _MADE_ELSEWHERE.get(caller, {}).get(name):
+        return instead
     if "fn" in parameters and caller != "convert":
         hint += f" Those of the function come after: `{caller}(fn)(..., {name}=...)`."
     return hint
@@ -321,13 +331,37 @@ _FOR_CLASS = (
 
 def _for_function(key: Any) -> str:
     """What to write instead of a function as a key."""
-    name = getattr(key, "__name__", "")
-    primitive = _BINDS.get(name, name).format(name)
-    if isinstance(getattr(jax_primitives, f"{primitive}_p", None), Primitive):
+    if primitive := _bound_by(getattr(key, "__name__", "")):
         return f" Use the primitive that it binds: `jax.lax.{primitive}_p`."
     return (
         " Put the calls of the function into a `jax.named_scope`, and use its name; or "
         "see by `jax.make_jaxpr` which primitives it binds."
+    )
+
+
+def _bound_by(function: str) -> str | None:
+    """The primitive that a function of `jax.numpy` of this name binds, if it is one."""
+    name = _BINDS.get(function, function).format(function)
+    is_one = isinstance(getattr(jax_primitives, f"{name}_p", None), Primitive)
+    return name if is_one else None
+
+
+def instead_of_function_name(name: str) -> str | None:
+    """What to write instead of a function's name in the place of a primitive's.
+
+    `None` if JAX has no function of this name."""
+    found = (getattr(module, name, None) for module in (jnp, jax.nn, jnp.linalg))
+    if not any(callable(x) and not isinstance(x, type) for x in found):
+        return None
+    if primitive := _bound_by(name):
+        return (
+            f"{name!r} is a function of JAX: write the primitive that it binds, "
+            f"`jax.lax.{primitive}_p`."
+        )
+    return (
+        f"{name!r} is a function of JAX, and binds several primitives: put its calls "
+        "into a `jax.named_scope`, and give the name of that a rule: "
+        '`default_amp_policy | {name: "float32"}`.'
     )
 
 

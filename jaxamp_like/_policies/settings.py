@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from .._blocks import Block
 from .._dtypes import DType, as_compute_dtype
-from .._errors import AmpError, hiding_frames, place_of, warn_or_raise
+from .._errors import AmpError, place_of, showing_call, warn_or_raise
 from .dictionary import Lookup
 from .frozen import checked_policy
 from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
@@ -67,7 +67,7 @@ def global_policy() -> Policy | PolicyMap:
     return inner.policy
 
 
-@hiding_frames
+@showing_call("set_global_policy('mixed_bfloat16')")
 def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
     """Sets the policy that `amp` uses if it is given none, in all threads.
 

@@ -17,7 +17,7 @@ from .._policies.dictionary import (
     show_key,
 )
 from .._policies.frozen import EXPRESSION
-from .._policies.mistakes import instead_of_primitive
+from .._policies.mistakes import instead_of_function_name, instead_of_primitive
 from .._policies.named import Policy
 from .._rules import Match
 from .._structural import Plan, Step, derivative_of
@@ -25,6 +25,7 @@ from .planner import Planner
 from .record import STEP_SCOPE
 
 _MOST = 8  # scopes to list
+_AS_IN_PYTHON = re.compile(r"""\w+([./]\w+|\[(\d+|'\w+'|"\w+")\])*""")
 _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 
@@ -92,6 +93,8 @@ def _hint(key: Key, steps: Sequence[_Equation], of_map: bool) -> str:
     if primitive in CLASSES:
         name = f"To name the primitive, write `jax.lax.{primitive}_p` as the key."
         return instead_of_primitive(primitive) if of_map else name
+    if near := _near(path, names):
+        return near
     if not is_exact and EXPRESSION.search(path):
         if of_map:  # where a string may be an expression
             return _of_expression(re.compile(path), paths, of_map)
@@ -100,10 +103,21 @@ def _hint(key: Key, steps: Sequence[_Equation], of_map: bool) -> str:
             f"is compiled: `re.compile({_whole(path, paths)!r})`. {_list(paths)}"
         )
     close = get_close_matches(path, [*names, AMP_DEFAULT], 1)
-    if not close:
-        return _list(paths)
-    where = f" ({source_line(names[close[0]].eqn)})" if close[0] in names else ""
-    return f"Did you mean {close[0]!r}{where}?"
+    if close:
+        return _question(close[0], names)
+    function = "" if is_exact else instead_of_function_name(path)
+    return " ".join(filter(None, (function, _list(paths))))
+
+
+def _question(name: str, names: dict[str, _Equation]) -> str:
+    where = f" ({source_line(names[name].eqn)})" if name in names else ""
+    return f"Did you mean {name!r}{where}?"
+
+
+def _near(text: str, names: dict[str, _Equation]) -> str:
+    """The question for a path that is written as in Python: "mlp.layers[0]"."""
+    path = "/".join(re.findall(r"\w+", text)) if _AS_IN_PYTHON.fullmatch(text) else ""
+    return _question(path, names) if path != text and path in names else ""
 
 
 def _paths(steps: Sequence[_Equation]) -> dict[Scope, _Equation]:
@@ -157,6 +171,8 @@ def _of_expression(
     hidden = [step for path, step in paths.items() if pattern.fullmatch("/".join(path))]
     if hidden:
         return _hidden_by(hidden, of_map)
+    if near := _near(pattern.pattern, _names(paths)):
+        return near
     part = next((path for path in map("/".join, paths) if pattern.search(path)), None)
     if part is None:
         return _list(paths)

@@ -128,5 +128,5 @@ def _is_format(value: Any) -> bool:
     name = value if isinstance(value, str) else str(getattr(value, "__name__", value))
     if not isinstance(value, str) and not is_dtype(value):
         return False
-    few = ("float8", "float4", "int8", "int4", "uint8", "uint4", "fp8", "mxfp8")
+    few = ("float8", "float4", "int", "uint", "fp8", "fp4", "mxfp", "nvfp")
     return name in (*FORMATS, *SHORT_FORMATS) or name.startswith(few)

@@ -1,5 +1,6 @@
 """An optimizer whose state is stored in few bits."""
 
+import inspect
 import itertools
 from functools import partial
 from math import prod
@@ -11,7 +12,14 @@ import numpy as np
 import optax
 
 from .._dtypes import did_you_mean
-from .._errors import hiding_frames, showing_call, warn_or_raise
+from .._errors import (
+    calling_library,
+    hiding_frames,
+    length_of_state,
+    no_attribute,
+    showing_call,
+    warn_or_raise,
+)
 from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
 from .._jax import is_array_or_shape
 from .._random_rounding import mixed
@@ -35,6 +43,11 @@ class LowBitState(NamedTuple):
     inner_state: Any
     seed: Any
 
+    if not TYPE_CHECKING:
+
+        def __len__(self) -> int:
+            return length_of_state(self, calling_library(optax), "`low_bit_state`")
+
 
 class LowBitOptimizer(optax.GradientTransformationExtraArgs):
     """What `low_bit_state` makes: an Optax optimizer with a `LowBitState`."""
@@ -46,6 +59,19 @@ class LowBitOptimizer(optax.GradientTransformationExtraArgs):
         def update(  # pyright: ignore
             self, updates: Any, state: Any, params: Any = None, **extra_args: Any
         ) -> tuple[Any, LowBitState]: ...
+
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = _INSIDE.format("low_bit_state") if name in _OF_SCALING else ""
+            raise no_attribute(self, name, hint)
+
+
+_OF_SCALING = "value_and_grad", "grad"
+_INSIDE = (
+    "What computes gradients is the optimizer of `enable_amp`, which comes outermost: "
+    "`mixed, tx = enable_amp(loss_fn, {}(optimizer))`."
+)
 
 
 @showing_call("low_bit_state(optax.adam(1e-3), 'int8')")
@@ -113,6 +139,13 @@ def low_bit_state(
     arrays; the codes differ."""
     inner = checked_optimizer(optimizer, "low_bit_state")
     _check(format, block, min_size, seed)
+    if where is not None and not callable(where):
+        raise TypeError(
+            "`where` must be a function of the path and the value of a leaf of the "
+            "state, which returns `True` (in few bits), `False` (as it is) or `None` "
+            f"(by the rule), but was given {where!r}.\nSuch as `where=lambda path, x: "
+            "False if '.nu' in path else None`; `None` leaves all to the rule."
+        )
     check_rounding(rounding)
 
     @hiding_frames
@@ -301,9 +334,19 @@ def check_rounding(rounding: Any) -> None:
 def checked_optimizer(optimizer: Any, wrapper: str) -> Any:
     """An optimizer whose `update` takes extra arguments, or an error of `wrapper`."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        given = type(optimizer).__name__
+        if isinstance(optimizer, str) or inspect.isroutine(optimizer):
+            given = repr(optimizer)
         raise TypeError(
             "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
-            f"was given {optimizer!r}.\nWrite `{wrapper}(optax.adam(1e-3))`."
+            f"was given {given}.\nWrite `{wrapper}(optax.adam(1e-3))`, whose `init` "
+            "makes the state."
+        )
+    if hasattr(optimizer, _OF_SCALING[0]):
+        warn_or_raise(
+            f"`{wrapper}` was given an optimizer that scales the loss, and what it "
+            f"makes of that can't. {_INSIDE.format(wrapper)}",
+            strict=False,
         )
     return optax.with_extra_args_support(optimizer)
 

@@ -12,6 +12,7 @@ from ..._jax import Primitive
 from ..._primitives import FIXED
 from ..._structural import STRUCTURAL
 from ..classes import CLASSES
+from ..mistakes import instead_of_function_name
 from .common import Op, Table
 
 
@@ -58,10 +59,13 @@ def _name(op: Any, argument: str) -> str:
         )
     if isinstance(op, str) and name not in CLASSES:
         close = get_close_matches(name, CLASSES, 3)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        hint = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+        hint = (
+            instead_of_function_name(name)
+            or f"{hint}A primitive of your own is given as an object, not by its name."
+        )
         raise AmpError(
-            f"No primitive is called {name!r}, which `{argument}` holds.{hint} A "
-            "primitive of your own is given as an object, not by its name."
+            f"No primitive is called {name!r}, which `{argument}` holds. {hint}"
         )
     return name
 
