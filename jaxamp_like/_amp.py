@@ -337,6 +337,7 @@ def amp_by(
     planner = _planner(*of_policy, strict, lean, gather_once)
     argnums = argnums_of(fn) if argnums is None else argnums
     rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn, argnums)
+    tells_of_float16 = settings.is_by_default and not is_in_scaled_loss()
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -352,7 +353,7 @@ def amp_by(
             )
         if is_in_amp_stop():
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
-        if settings.is_by_default and not is_in_scaled_loss():
+        if tells_of_float16 and not is_in_scaled_loss():
             if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):
                 warn_or_raise(FLOAT16_BY_DEFAULT, strict=False)
         held = holders(fn, args, kwargs)

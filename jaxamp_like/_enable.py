@@ -17,7 +17,7 @@ from ._loss_scale.optimizer import LossScaleOptimizer, loss_scale_optimizer
 from ._loss_scale.state import NoScaler, Scaler
 from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, settings_of
-from ._rewrite.switch import is_amp_disabled
+from ._rewrite.switch import is_amp_disabled, scaling_loss
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -92,9 +92,10 @@ def enable_amp(
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
     if not is_amp_disabled():
         wrapped.watch = Watch(expects_float16=narrow or wrapped.scales)
-    mixed = amp(
-        loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
-    )
+    with scaling_loss():  # the optimizer sees to it
+        mixed = amp(
+            loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
+        )
     if mixed is not loss_fn and inspect.isfunction(mixed):
         vars(mixed)["init"] = _of_the_optimizer
     return mixed, wrapped

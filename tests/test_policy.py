@@ -9,6 +9,7 @@ import jax.extend.core.primitives as primitives
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -16,12 +17,16 @@ from benchmarks.measure import CONTRACTIONS, casts, operand_dtype, walk
 from jaxamp_like import (
     AmpError,
     AmpWarning,
+    DynamicScalerState,
     Policy,
     PolicyMap,
+    _errors,
     amp,
     amp_stop,
     default_amp_policy,
     disable_amp,
+    dynamic_scale_grad,
+    enable_amp,
     using_policy,
 )
 from jaxamp_like.rules import (
@@ -217,6 +222,30 @@ def test_float32_for_what_is_low_as_written_is_told(policy):
     run("full")
     with pytest.warns(AmpWarning, match="'low' .* float32, but .* bfloat16 as wri"):
         run("low")
+
+
+def test_a_gradient_in_float16_that_nobody_asked_for_is_told(monkeypatch):
+    monkeypatch.setattr(_errors, "_seen", set())
+
+    def loss(w):
+        return jnp.sum(w @ w)
+
+    w = jnp.ones((2, 2))
+    for asked in (
+        amp(loss, compute_dtype="float16"),
+        amp(loss, amp_policy="mixed_float16"),
+        amp(loss, compute_dtype="bfloat16"),
+        enable_amp(loss, optax.sgd(0.1))[0],  # whose optimizer sees to the scale
+    ):
+        jax.grad(asked)(w)
+    amp(loss)(w)  # no gradient
+    scaled = dynamic_scale_grad(amp(loss))
+    scaled(w, dynamic_scaler_state=DynamicScalerState())
+    with using_policy("mixed_float16"):
+        jax.grad(amp(loss))(w)
+    with pytest.warns(AmpWarning, match="float16, since nothing says a dtype, and is"):
+        jax.jit(jax.grad(amp(loss)))(w)
+    jax.grad(amp(lambda w: loss(w)))(w)  # told once
 
 
 @pytest.mark.parametrize("wrap", (jax.jit, lambda fn: fn), ids=("jitted", "eager"))
