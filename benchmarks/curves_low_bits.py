@@ -213,6 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         options.seeds,
         options.workers,
         console,
+        options.keep,
     )
     by_task = {
         task.name: {

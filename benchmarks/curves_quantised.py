@@ -202,6 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         options.seeds,
         options.workers,
         console,
+        options.keep,
     )
     runs = {name: one.runs for name, one in trained.items()}
     results = {name: figures(rows, runs[BASE]) for name, rows in runs.items()}

@@ -3,10 +3,10 @@
     python -m benchmarks.first_screen
 
 Nothing is measured: the figures are those of `results/front-bfloat16.json`, which
-`benchmarks.front` wrote. What README says of them and the table of docs/comparison.md
-are printed, and a test compares them with these pages. The picture is drawn twice, for
-light pages and dark ones, with letters that can be read where it is 360 pixels wide, as
-on a phone."""
+`benchmarks.front` wrote. The tables of README and of docs/comparison.md are printed,
+and a test compares them with these pages. The picture is drawn twice, for light pages
+and dark ones, with letters that can be read where it is 360 pixels wide, as on a
+phone."""
 
 import json
 import statistics
@@ -106,7 +106,7 @@ def table(results: dict[str, Rows]) -> str:
 
     After contenders that some models lack comes `amp` on the models that have them."""
     lines = [
-        "| bfloat16 | gradient error | saved residuals | temp memory | step time |",
+        "| bfloat16 | gradient error | residuals | temp memory | step time |",
         "|---|---|---|---|---|",
         "| float32 | 0 | 1.00 | 1.00 | 1.00 |",
     ]
@@ -120,30 +120,29 @@ def table(results: dict[str, Rows]) -> str:
     return "\n".join(lines)
 
 
-def sentence(results: dict[str, Rows]) -> str:
-    """What README says of the means."""
+def short_table(results: dict[str, Rows]) -> str:
+    """What README shows of the means, as Markdown: first those over all models, and
+    then those over the models that were also written by hand with `jax.checkpoint`."""
     same = {m: rows for m, rows in results.items() if "hand lean" in rows}
-
-    def needs(results: dict[str, Rows], name: str, figure: str) -> str:
-        return f"{mean(results, name, figure, 'float32'):.2f}"
-
-    def errs(results: dict[str, Rows], name: str) -> str:
-        ours = mean(results, OURS, "error", "contractions")
-        return f"{mean(results, name, 'error', 'contractions') / ours:.1f}"
-
-    left_out = without(results, "hand lean").replace("without", "not made for the")
-    return (
-        f"In bfloat16, `amp` needs {needs(results, OURS, 'saved_bytes')} of float32's "
-        "memory for saved activations and an estimated "
-        f"{needs(results, OURS, 'step_seconds')} of its step time. Everything cast to "
-        f"bfloat16, as by jmp, needs {needs(results, 'jmp', 'saved_bytes')} and "
-        f"{needs(results, 'jmp', 'step_seconds')}, and its gradients err "
-        f"{errs(results, 'jmp')} times as much. With casts and `jax.checkpoint` placed "
-        f"by hand{left_out} it is {needs(same, 'hand lean', 'saved_bytes')} and "
-        f"{needs(same, 'hand lean', 'step_seconds')}, where `amp` needs "
-        f"{needs(same, OURS, 'saved_bytes')} and {needs(same, OURS, 'step_seconds')}; "
-        f"gradients of code by hand err {errs(same, 'hand lean')} times as much."
+    note = without(results, "hand lean")
+    lines = [
+        "| means over four models | activations kept (float32: 1) "
+        "| estimated step time (float32: 1) | gradient error (rounded products: 1) |",
+        "|---|---|---|---|",
+    ]
+    shown = (
+        (results, OURS, ""),
+        (results, "jmp", ""),
+        (same, OURS, note),
+        (same, "hand lean", note),
     )
+    for part, name, models in shown:
+        figures = ("saved_bytes", "step_seconds")
+        cells = [mean(part, name, figure, "float32") for figure in figures]
+        cells += [mean(part, name, "error", "contractions")]
+        row = " | ".join(f"{cell:.2f}" for cell in cells)
+        lines += [f"| {SHOWN[name][0]}{models} | {row} |"]
+    return "\n".join(lines)
 
 
 def draw(axes: Axes, results: dict[str, Rows], ink: dict[str, str]) -> None:
@@ -204,7 +203,7 @@ def picture(results: dict[str, Rows], scheme: str, path: Path) -> None:
 
 def main() -> int:
     results = read()
-    print(sentence(results), table(results), sep="\n\n")
+    print(short_table(results), table(results), sep="\n\n")
     for scheme, path in PICTURES.items():
         picture(results, scheme, path)
     return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -90,17 +91,22 @@ def train_all(
     seeds: int,
     workers: int,
     console: Console,
+    keep: Path | None = None,
 ) -> dict[str, Trained]:
     """Trains all of them, as many beside each other as there are workers.
 
-    One that fails is told of, and is not in what is returned."""
+    One that fails is told of, and is not in what is returned. Each that ends is kept in
+    the folder `keep`, and what is there already is not trained again."""
     columns = *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(trainings) * steps)
         found = attempts_side_by_side(
             {
-                name: partial(train, one, steps, seeds, partial(progress.advance, bar))
+                name: partial(_trained_once, _file(keep, name, steps, seeds), run)
                 for name, one in trainings.items()
+                for run in [
+                    partial(train, one, steps, seeds, partial(progress.advance, bar))
+                ]
             },
             workers,
         )
@@ -108,6 +114,31 @@ def train_all(
         if isinstance(one, Exception):
             console.print(f"FAILED {name}: {type(one).__name__}: {one}", markup=False)
     return {k: one for k, one in found.items() if isinstance(one, Trained)}
+
+
+def _file(keep: Path | None, name: str, steps: int, seeds: int) -> Path | None:
+    return keep and keep / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{steps}-{seeds}"
+
+
+def _trained_once(path: Path | None, run: Callable[[], Trained]) -> Trained:
+    """What a file of an earlier call holds, else what `run` gives, and then is kept."""
+    if path is None:
+        return run()
+    path = path.with_suffix(".npz")
+    if path.exists():
+        with np.load(path) as kept:
+            pairs = zip(kept["losses"], kept["skipped"], strict=True)
+            runs = [Run(losses, int(skipped), 1.0) for losses, skipped in pairs]
+            return Trained(runs, float(kept["bytes_per_parameter"]))
+    trained = run()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(
+        path,
+        losses=np.stack([one.losses for one in trained.runs]),
+        skipped=[one.skipped for one in trained.runs],
+        bytes_per_parameter=trained.bytes_per_parameter,
+    )
+    return trained
 
 
 def parser_of(documentation: str | None) -> argparse.ArgumentParser:
@@ -118,6 +149,12 @@ def parser_of(documentation: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=at_least_one, default=3)
     parser.add_argument(
         "--workers", type=at_least_one, default=1, help="trainings at a time"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder in which each training is kept as it ends, so that the command "
+        "may be stopped and run in pieces; empty it when the code has changed",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser

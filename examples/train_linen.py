@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax.training import train_state
 from planted_overflow import CLASSES, SCALER, digits, prove
 
-from jaxamp_like import amp, guard_step, loss_scale_optimizer
+from jaxamp_like import enable_amp, guard_step
 
 
 class Net(nn.Module):
@@ -35,7 +35,6 @@ class TrainState(train_state.TrainState):
 net = Net()
 
 
-@amp  # float16
 def loss_fn(params, batch_stats, x, y, key):
     logits, updated = net.apply(
         {"params": params, "batch_stats": batch_stats},
@@ -48,11 +47,14 @@ def loss_fn(params, batch_stats, x, y, key):
     return loss, updated["batch_stats"]
 
 
+mixed_loss, tx = enable_amp(loss_fn, optax.adamw(1e-3), scaler=SCALER)
+
+
 @jax.jit
 @guard_step
 def step(state, x, y):
     key = jr.fold_in(state.key, state.step)
-    value_and_grad = state.tx.value_and_grad(loss_fn, state, has_aux=True)
+    value_and_grad = tx.value_and_grad(mixed_loss, state, has_aux=True)
     (loss, stats), grads = value_and_grad(state.params, state.batch_stats, x, y, key)
     return state.apply_gradients(grads=grads, batch_stats=stats), loss
 
@@ -63,7 +65,7 @@ def train(batches):
     state = TrainState.create(
         apply_fn=net.apply,
         params=variables["params"],
-        tx=loss_scale_optimizer(optax.adamw(1e-3), SCALER),
+        tx=tx,
         batch_stats=variables["batch_stats"],
         key=jr.key(1),
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ._amp_mistakes import (
+    FLOAT16_BY_DEFAULT,
     Decorator,
     explaining_tracing,
     is_lazy,
@@ -38,6 +39,7 @@ from ._jax import (
     has_hi_type,
     is_array,
     is_array_aval,
+    is_differentiated,
     merged,
     raw,
     register_jet_and_sparsify_rules,
@@ -70,6 +72,7 @@ from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import (
     is_amp_disabled,
     is_in_amp_stop,
+    is_in_scaled_loss,
     stopping,
     tracing_by_amp,
 )
@@ -349,6 +352,9 @@ def amp_by(
             )
         if is_in_amp_stop():
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
+        if settings.is_by_default and not is_in_scaled_loss():
+            if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):
+                warn_or_raise(FLOAT16_BY_DEFAULT, strict=False)
         held = holders(fn, args, kwargs)
         # Of `init`, the parameters that it makes are wanted, which a trace would keep.
         is_off = amp_is_off() or any(holder.is_initialising for holder in held)

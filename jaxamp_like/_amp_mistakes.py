@@ -48,6 +48,8 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
 
 def refuse_unbound(fn: Any) -> None:
     """Raises for models of Linen and Haiku that have no parameters yet."""
+    if isinstance(fn, type):  # is refused as a class
+        return
     applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
     is_bound = callable(fn) and not (
         getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None
@@ -89,6 +91,14 @@ def report_of_amp_stopped(fn: Any) -> str:
         "not reach into it. Put `amp_stop` inside of that function, around what is to "
         "be kept as written, or call the function without `amp`."
     )
+
+
+FLOAT16_BY_DEFAULT = (
+    "`amp` computes in float16, since nothing says a dtype, and is differentiated "
+    "without a loss scale: gradients below 6e-8 become zero. Write `amp(fn, "
+    "compute_dtype='bfloat16')`, which needs no scale, or take `enable_amp`, whose "
+    "optimizer scales the loss. If you scale it by hand, say `compute_dtype='float16'`."
+)
 
 
 def report_of_hidden_parameters(fn: Any) -> str:

@@ -475,9 +475,20 @@ def are_differentiated_again(values: Sequence[Any]) -> bool:
 _DIFFERENTIATING = ("JVPTrace", "LinearizeTrace")
 
 
-def is_staged(x: Any) -> bool:
-    """Whether a value belongs to a program that is being traced, as by `jax.jit`."""
-    return any(type(trace).__name__ == "DynamicJaxprTrace" for trace in _traces(x))
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative by a value is being taken, as far as it shows."""
+    return any(type(trace).__name__ in _DIFFERENTIATING for trace in _traces(x))
+
+
+def is_jitted(x: Any) -> bool:
+    """Whether a value belongs to a program that `jax.jit` is tracing.
+
+    What the bodies of loops close over may be other values at each call, and what a
+    `jit` closes over is the same for good."""
+    traces = [each for trace in _traces(x) for each in (trace, *_around(trace))]
+    frames = (getattr(trace, "frame", None) for trace in traces)
+    told = (getattr(frame, "debug_info", None) for frame in frames)
+    return any(getattr(one, "traced_for", None) == "jit" for one in told)
 
 
 def are_differentiated(values: Sequence[Any]) -> bool:

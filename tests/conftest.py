@@ -19,6 +19,7 @@ import jax.random as jr
 import pytest
 
 from jaxamp_like import _errors
+from jaxamp_like._amp_mistakes import FLOAT16_BY_DEFAULT
 from jaxamp_like._policies import settings
 
 # Programs for tests to start, not to look for doctests in.
@@ -50,8 +51,10 @@ def getkey():
 
 @pytest.fixture(autouse=True)
 def warn_afresh(monkeypatch):
-    """A warning is given once in a process, and so once in each test."""
-    monkeypatch.setattr(_errors, "_seen", set())
+    """A warning is given once in a process, and so once in each test.
+
+    Many tests look at gradients in the default dtype, of which one warns."""
+    monkeypatch.setattr(_errors, "_seen", {FLOAT16_BY_DEFAULT})
     monkeypatch.setattr(settings, "_wrapped_before", WeakKeyDictionary())
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import pickle
+import warnings
 
 import hypothesis.strategies as st
 import jax
@@ -547,6 +548,70 @@ def test_a_budget_that_nothing_meets_leaves_all_as_written():
     assert found.met and found.low_share == 0 and len(found.kept_full) == 3
 
 
+def test_a_budget_of_zero_is_only_met_by_what_is_exact():
+    limit = Budget(gradients=0)
+    with pytest.warns(AmpWarning, match="left everything as written"):
+        found = calibrate(branches, BATCHES, budget=limit)
+    assert {group.why for group in found.groups} == {
+        "rounds in low precision, and the budget allows none of that"
+    }
+    ones = jnp.ones((2, 2))
+
+    def exact(w, x):
+        return jnp.sum(x @ w)
+
+    assert calibrate(exact, [(ones, ones), (ones, 2 * ones)], budget=limit).met
+
+
+@pytest.mark.parametrize(
+    ("batches", "held_out"),
+    (
+        (BATCHES[:1], None),
+        (BATCHES[:1] * 2, None),
+        (BATCHES[:2], [(weights(*NAMES), BATCHES[1][1])]),
+    ),
+    ids=("one", "equal", "given twice"),
+)
+def test_a_check_on_batches_that_decided_is_told(batches, held_out):
+    found = calibrate(branches, batches, budget=0.02, held_out=held_out)
+    assert sum("nothing was held out" in note for note in found.notes) == 1
+
+
+def test_a_check_on_other_batches_is_not_told(found):
+    assert not any("held out" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    (
+        (lambda w, x: jnp.sum((x @ w["flat"]) ** 2), "the gradient is zero in each"),
+        (lambda w, x: x @ w["flat"], "all results are zero in each"),
+    ),
+)
+def test_batches_that_measure_nothing_are_told(fn, what):
+    nothing = [(w, 0 * x) for w, x in BATCHES]
+    with pytest.warns(AmpWarning, match=f"measured nothing: .*{what}"):
+        calibrate(fn, nothing, budget=0.02)
+    some = [nothing[0], *BATCHES[1:]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(fn, some, budget=0.5)
+
+
+def test_gradients_that_vanish_in_float16_are_told_of_the_loss_scale():
+    def small(w, x):
+        return 1e-7 * branches(w, x)
+
+    low = {"budget": 0.02, "candidates": "float16"}
+    with pytest.warns(AmpWarning, match="without a loss scale.*`loss_scale=2.0"):
+        assert calibrate(small, BATCHES, **low).low_share == 0
+    scaled = calibrate(small, BATCHES, **low, loss_scale=2.0**20)
+    assert scaled.low_share > 0 and not any("loss scale" in n for n in scaled.notes)
+    some = calibrate(branches, BATCHES, **low | {"budget": 0.0025})
+    is_told = any("`loss_scale=2.0**15`" in note for note in some.notes)
+    assert 0 < some.low_share < 1 and is_told
+
+
 def test_a_function_without_contractions():
     with pytest.warns(AmpWarning, match="nothing to decide"):
         found = calibrate(lambda w, x: jnp.sum(w["flat"] * 2), BATCHES, budget=0.1)
@@ -583,6 +648,7 @@ def test_a_function_that_is_not_deterministic_says_by_how_much():
         (BATCHES[0], {}, TypeError, "must be a tuple"),
         (3, {}, TypeError, "a list of tuples"),
         (BATCHES, {"budget": -1}, ValueError, "at least 0"),
+        (BATCHES, {"budget": 0}, ValueError, r"One percent is 0.01.*\(gradients=0\)"),
         (BATCHES, {"budget": "1%"}, TypeError, "relative error"),
         (BATCHES, {"candidates": ()}, ValueError, "each once"),
         (BATCHES, {"candidates": ("float32",)}, ValueError, "no low precision"),

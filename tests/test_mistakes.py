@@ -57,6 +57,12 @@ def net(x):
         return x @ x
 
 
+@amp_stop
+def stopped(x):
+    with scope("kept"):
+        return x @ x
+
+
 LINE = f"{__file__}:{net.__code__.co_firstlineno + 3}"
 
 
@@ -341,7 +347,10 @@ def test_errors_of_jax_name_the_function_and_its_line():
         ("net.attention", f"Did you mean 'net/attention' ({LINE}"),
         ("default", "Did you mean 'amp_default'?"),
         ("dot_general", "write `jax.lax.dot_general_p` as the key"),
+        ("dot_general_p", "write `jax.lax.dot_general_p` as the key"),
         ("net/.*", "`re.compile('net/.*')`"),
+        ("atten.*", "`re.compile('.*(atten.*).*')`"),
+        ("(", "`re.compile('(')`"),
         ("zzz", "The scopes of the function are 'net', 'net/attention'."),
         (re.compile("attention"), "a part of 'net/attention', but"),
         (re.compile("zzz.*"), "The scopes of the function are"),
@@ -439,6 +448,41 @@ def test_keys_of_maps_and_limits_that_match_nothing():
     ):
         with pytest.raises(AmpError, match="Did you mean 'attention'"):
             amp(net, amp_policy=policy, strict=True)(x)
+
+
+@pytest.mark.parametrize(
+    ("policies", "match"),
+    (
+        ({"atten.*": "float32"}, "a part of 'net/attention'.*whole path"),
+        ({"dot_general": "float32"}, "{jax.lax.dot_general_p: 'float32'}"),
+        (
+            {"net/att.*": "float32", "net/attention": "float32"},
+            "'net/attention' comes first: .*ends innermost.*paths win over regular",
+        ),
+        ({"kept": "float32"}, "'amp_stop' comes first: of scopes the outermost wins"),
+    ),
+    ids=("part", "primitive", "hidden", "stopped"),
+)
+def test_keys_of_maps_say_what_is_true_of_maps(policies, match):
+    with pytest.raises(AmpError, match=f"(?s){match}"):
+        amp(
+            lambda x: net(x) + stopped(x),
+            amp_policy=PolicyMap("mixed_bfloat16", policies),
+            strict=True,
+        )(x)
+
+
+def test_a_rule_may_name_the_parameters_of_its_primitive():
+    def widening(compute_dtype, original_dtypes, a, b, *, dimension_numbers, **rest):
+        return [a, b], {"dimension_numbers": dimension_numbers, **rest}
+
+    amp(net, amp_policy=default_amp_policy | {lax.dot_general_p: widening})(x)
+
+    def failing(compute_dtype, original_dtypes, *invars, **params):
+        raise TypeError("its own")
+
+    with pytest.raises(AmpError, match="its own"):
+        amp(net, amp_policy=default_amp_policy | {"net": failing})(x)
 
 
 @pytest.mark.parametrize(

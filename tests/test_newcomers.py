@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 import jaxamp_like
 from jaxamp_like import (
@@ -71,8 +72,6 @@ READ = (
     *(
         (f"'Unscaled' object has no attribute {name!r}", AttributeError, read)
         for name, read in {
-            "shape": lambda: gradient.shape,
-            "dtype": lambda: gradient.dtype,
             "mean": lambda: gradient.mean(),
             "at": lambda: gradient.at[0].set(1),
             "item": lambda: gradient.item(),
@@ -342,7 +341,9 @@ def test_numpy_reads_a_gradient_as_an_array():
     assert found.dtype == np.float32 and found.shape == (3,)
     assert np.asarray(gradient, "float64").dtype == np.float64
     assert np.linalg.norm(gradient) == np.sqrt(np.float32(3)) and np.ndim(gradient) == 1
-    assert np.isfinite(gradient).all() and not hasattr(gradient, "shape")
+    assert np.isfinite(gradient).all()
+    assert (gradient.shape, gradient.ndim, gradient.size) == ((3,), 1, 3)
+    assert gradient.dtype == np.float32 and not hasattr(gradient, "T")
     np.testing.assert_allclose(gradient, np.ones(3))
     assert isinstance(pickle.loads(pickle.dumps(gradient)), Unscaled)
 
@@ -1128,6 +1129,15 @@ for name in (
 KNOWN["state"] = KNOWN["optimizer"].init(W)
 KNOWN["grads"] = KNOWN["optimizer"].grad(objective, KNOWN["state"])(W, X)
 
+KNOWN["linen"], KNOWN["nnx"] = linen, nnx
+KNOWN["nnx_model"] = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+KNOWN["plain_nnx"] = nnx.Optimizer(KNOWN["nnx_model"], adam, wrt=nnx.Param)
+KNOWN["plain_train"] = TrainState.create(apply_fn=objective, params=W, tx=adam)
+KNOWN["read_back"] = {"scaler": {"scaler": 1024.0}, "inner_state": [{}, {}]}
+KNOWN["scaled_apart"] = dynamic_scale_grad(objective)(
+    W, X, dynamic_scaler_state=scaler
+)[1]
+
 # What is written, and a part of the answer: most often what to write instead.
 ANSWERS = {
     # amp: what comes first.
@@ -1183,7 +1193,7 @@ ANSWERS = {
     "amp(objective, amp_policy={'net': Policy('float32')})": "`PolicyMap` gives whole",
     "amp(objective, amp_policy={'net': float8})": "write `float8()`",
     "amp(objective, amp_policy={'net': int8})": "write `int8()`",
-    "amp(objective, amp_policy={'net': lambda x: x})(W, X)": "in scope 'net'",
+    "amp(objective, amp_policy={'net': lambda a, b: a})(W, X)": "in scope 'net'",
     "amp(objective, amp_policy={3: 'float32'})": "A key of `amp_policy` must be a prim",
     "amp(objective, amp_policy={eqx.nn.Linear: 'float32'})": "`scope_modules(model)` n",
     "amp(objective, amp_policy={linen.Dense: 'float32'})": "names, such as 'Dense_0'",
@@ -1209,7 +1219,37 @@ ANSWERS = {
     "PolicyMap()": "Write `PolicyMap('mixed_bfloat16', {path: policy})`",
     "PolicyMap('mixed_bfloat16', ['net'])": "must be a dict of paths or regular expr",
     "PolicyMap('mixed_bfloat16', {'[': 'float32'})": "escape it: `re.escape('[')`",
-    "PolicyMap('mixed_bfloat16', {jax.lax.exp_p: 'float32'})": "must be a path of sco",
+    "PolicyMap('mixed_bfloat16', {jax.lax.exp_p: 'float32'})": "rules=default_amp_poli",
+    "PolicyMap('mixed_bfloat16', {3: 'float32'})": "must be a path of scopes",
+    "PolicyMap('mixed_bfloat16', {'*net*': 'float32'})": "the expression '.*net.*'",
+    "PolicyMap('mixed_bfloat16', {'**/net': 'float32'})": "the expression '.*/net'",
+    "PolicyMap(policy, {'net': 'float32'})": "`PolicyMap(Policy('bfloat16', rules=...)",
+    "PolicyMap({'net': use_compute_precision})": "but got a dict of rules",
+    "amp(linen.Dense)": "`fn` is the class 'Dense', which makes objects",
+    "amp(nnx.Linear)": "`fn` is the class 'Linear', which makes objects",
+    "enable_amp(objective, adam, scaler='none')": '`enable_amp` also takes "auto"',
+    "optimizer.value_and_grad(objective, plain_nnx)": "`nnx.Optimizer(model, tx, wrt=",
+    "optimizer.value_and_grad(objective, plain_train)": "This TrainState holds the st",
+    "optimizer.value_and_grad(objective, nnx_model)(plain_nnx, X)": (
+        "`tx.value_and_grad(loss_fn, optimizer)(model, batch)`"
+    ),
+    "optimizer.value_and_grad(objective, read_back)": "restore(path, tx.init(params))",
+    "optimizer.value_and_grad(objective, [1, read_back])": "as dicts and lists",
+    "optimizer.update(grads, read_back, W)": "`checkpointer.restore(path, tx.init(pa",
+    "optimizer.update(scaled_apart, state, W)": "`dynamic_scale_value_and_grad` has a",
+    "guard_step(lambda s: s)(state)": "the `opt_state` that `tx.update` returns second",
+    "policy | PolicyMap('mixed_bfloat16')": "Write `policies | {path: policy}`",
+    "PolicyMap('mixed_bfloat16') | policy": "`PolicyMap(Policy('bfloat16', rules=def",
+    "amp(objective, amp_policy={'net': 'keep_inputs'})": "`jaxamp_like.rules.keep_inp",
+    "amp(objective, amp_policy={'net': 'int8'})": "`jaxamp_like.rules.int8()`",
+    "amp(objective, amp_policy={'net': sums_more_than(4)})": "given to `when(predicate",
+    "amp(objective, amp_policy={'net': lambda x: x})": "A rule is `rule(compute_dtype,",
+    "amp(objective, amp_policy={'net': objective})(W, X)": "the operands and all",
+    "amp(objective, amp_policy={'net': saving_low(objective)})(W, X)": (
+        "can't be called as one: too many positional arguments"
+    ),
+    "when(use_compute_precision, sums_more_than(4), 'float32')": "`when(predicate, rul",
+    "when(use_compute_precision, 'float32', 'float32')": "`predicate` is the rule",
     "PolicyMap('mixed_bfloat16', {'a': use_compute_precision})": "In `policy_map['a']`",
     "get_policy()": "Write `get_policy('mixed_bfloat16')`",
     "get_policy(3)": "as a name such as 'mixed_bfloat16' or as a string such as 'p=f32",
@@ -1276,7 +1316,6 @@ ANSWERS = {
     "guard_step(3)": "`@guard_step` above the training step, below `@jax.jit`",
     "guard_step(adam)": "`step` must be callable, but was given Gradient",
     "guard_step(lambda s: None)(state)": "return the next state, or a tuple that begin",
-    "guard_step(lambda s: s)(state)": "came out as it went in",
     "guard_step(lambda w, s: w)(W, state)": "It is in another argument. Put all that",
     "guard_step(lambda s: (W, s['s']))({'w': W, 's': state})": (
         "The first argument is a dict of ('w', 's'), but the step returned a tuple of "

@@ -200,7 +200,8 @@ def as_budget(value: Any, has_loss: bool) -> Budget:
 
     Raises:
         TypeError: it is neither a number nor a `Budget`.
-        ValueError: it is a number of 1 or more, which mostly means a percentage."""
+        ValueError: it is a number of 1 or more, which mostly means a percentage, or it
+            is 0."""
     if isinstance(value, Budget):
         return value
     if not is_number(value):
@@ -214,5 +215,10 @@ def as_budget(value: Any, has_loss: bool) -> Budget:
             f"`budget` is {value!r}, a relative error of {value:.0%}: zeros in the "
             f"place of the {name} are no further off. One percent is 0.01. If so much "
             f"is meant, write `Budget({name}={value!r})`."
+        )
+    if value == 0:
+        raise ValueError(
+            "`budget` is 0, which allows no rounding at all. One percent is 0.01. If "
+            f"exact {name} are meant, write `Budget({name}=0)`."
         )
     return Budget(**{name: value})

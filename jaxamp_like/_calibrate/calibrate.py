@@ -71,7 +71,8 @@ def calibrate(
             of one scope, primitive and shape of operands, where sizes that come from
             the batch don't count.
         held_out: batches to check the policy on; by default the last half of
-            `batches`, or the only batch if there is just one.
+            `batches`, or the only batch if there is just one. If all of them are among
+            the batches that decide, a note of the result says so.
         argnums: the arguments that hold parameters, by which `fn` is differentiated,
             as of `jax.grad`.
         device: for the objective "time", a `Device` (by default an H200), or measured

@@ -4,12 +4,13 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .._errors import AmpError
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .candidates import FULL, Candidate
+from .caveats import nothing_held_out, nothing_measured, unscaled
 from .costs import Device
 from .measured_function import Point
 from .policies import Writer
@@ -22,6 +23,7 @@ from .trials import Trials
 
 ATTEMPTS = 3  # how many policies are compiled and checked
 MARGIN = 0.9  # after a miss, this share of what is allowed is aimed at
+_MEND = "Allow more, or divide the function into smaller groups."
 NEAR = 2.0  # in budgets: all groups low is tried as a policy if roundings err no more
 FAR = 2.0  # in budgets: if a policy errs more, the function itself is checked too
 FOR_SETS = 12  # passes that are left for sets of groups
@@ -68,6 +70,8 @@ class Deciding:
         groups = self.program.groups
         if not groups:
             return self._nothing_to_decide()
+        if told := nothing_held_out(self.points, self.checks):
+            self.trials.notes.append(told)
         if len(groups) == 1 and self.program.granularity != "equation":
             self.trials.notes.append(
                 f"all contractions are in one group, {groups[0].name!r}: name parts of "
@@ -123,6 +127,10 @@ class Deciding:
         errors = {choices: self._measure(choices) for choices in tried if any(choices)}
         if not errors:
             return None
+        # Relative to zero, an error is 0 or infinite; only then may that be the cause.
+        if {*errors.values()} <= {0, math.inf}:
+            if told := nothing_measured(self.runs, self.points):
+                self.trials.warn(told)
         # Of two that cost the same, the one with the smaller error is taken.
         choices = min(errors, key=lambda one: (self.trials.prices.of(one), errors[one]))
         if errors[choices] > NEAR:
@@ -147,7 +155,8 @@ class Deciding:
             policy = self._policy(choices)
             found = self._certified(choices, policy, ranking)
             if found is not None:
-                return found
+                told = filter(None, [unscaled(self.program)])
+                return replace(found, notes=(*found.notes, *told))
             limit = _within(limit, error, self.trials.tried[-1].error)
         return self._nothing_low(ranking)
 
@@ -219,7 +228,7 @@ class Deciding:
             f"{self.budget!r}. The least sensitive one, {name!r}, "
             f"gives {show_error(errors[i])} times the budget alone"
             + (" on one batch, and more on others" if errors[i] <= 1 else "")
-            + ". Allow more, or divide the function into smaller groups."
+            + f". {unscaled(self.program) or _MEND}"
         )
         return self._as_written(ranking)
 

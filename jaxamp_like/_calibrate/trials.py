@@ -11,7 +11,7 @@ from .._errors import warn_or_raise
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._reports.versions import versions
-from .budget import Errors
+from .budget import Budget, Errors
 from .candidates import FULL
 from .costs import Device
 from .prices import Prices, Profile, prices
@@ -119,7 +119,10 @@ class Trials:
         if ranking is not None:
             row = zip(self.program.candidates, ranking.errors[i], strict=True)
             errors = {one.name: error for one, error in row if one.name in fitting}
-        why = _why(every[i], errors, len({*every}) == 1) if fitting else NONE_FOR_IT
+        why = NONE_FOR_IT
+        if fitting:
+            budget = self.program.subject.budget
+            why = _why(every[i], errors, len({*every}) == 1, budget)
         return Decided(
             name=group.name,
             dtype=every[i],
@@ -131,7 +134,9 @@ class Trials:
         )
 
 
-def _why(chosen: str, errors: dict[str, float] | None, is_uniform: bool) -> str:
+def _why(
+    chosen: str, errors: dict[str, float] | None, is_uniform: bool, budget: Budget
+) -> str:
     if errors is None and is_uniform:
         return f"everything in {chosen} meets the budget"
     if errors is None:
@@ -141,6 +146,8 @@ def _why(chosen: str, errors: dict[str, float] | None, is_uniform: bool) -> str:
         alone = f"alone, {show_error(errors[chosen])} of the budget"
         return alone + "".join(others)
     least = min(errors.values())
+    if least == math.inf and not all(budget.limits().values()):
+        return "rounds in low precision, and the budget allows none of that"
     if least == math.inf:
         return "overflows in low precision"
     if least > 1:

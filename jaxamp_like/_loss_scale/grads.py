@@ -12,8 +12,8 @@ from jax import Array
 
 from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
-from .._jax import is_staged
-from .._rewrite.switch import is_traced_by_amp
+from .._jax import is_jitted
+from .._rewrite.switch import is_traced_by_amp, scaling_loss
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
 from .calls import explaining_models, instead_of_loss, with_call_hints
@@ -160,7 +160,8 @@ def dynamic_scale_tx(
                     scaled = _scale_loss(fun, state, has_aux)
                     return differentiate(scaled, has_aux=True, **kwargs)
 
-                results, left = call.run(scaled)
+                with scaling_loss():
+                    results, left = call.run(scaled)
                 grads, rebuild = _split(results, has_aux)
                 return state.unscale(grads), rebuild, left
 
@@ -360,7 +361,7 @@ def _tell_of_constants(state: Any, args: Any) -> None:
     """Warns of a scale that does not change in the program that is being traced.
 
     `amp` traces at each call; what it closes over may well change from call to call."""
-    if is_traced_by_amp() or not any(map(is_staged, jax.tree.leaves(args))):
+    if is_traced_by_amp() or not any(map(is_jitted, jax.tree.leaves(args))):
         return
     for one in jax.tree.leaves(state, is_leaf=is_scaler):
         if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):

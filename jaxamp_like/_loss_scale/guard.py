@@ -212,8 +212,9 @@ def _skipped(were: list[Any], are: list[Any]) -> Array | None:
     if pairs and all(now.skipped is then.skipped for then, now in pairs):
         raise TypeError(
             "The loss scale in the state of a guarded step came out as it went in, so "
-            "that nothing tells whether the step was skipped.\nPut the scaler that "
-            "`dynamic_scale_grad` and its like return first into the next state."
+            "that nothing tells whether the step was skipped.\nReturn it in the next "
+            "state as it became: the `opt_state` that `tx.update` returns second, or "
+            "the scaler that `dynamic_scale_grad` and its like return first."
         )
     grew = [now.skipped > then.skipped for then, now in pairs]
     return functools.reduce(jnp.logical_or, grew) if grew else None

@@ -29,6 +29,7 @@ class Verdict(NamedTuple):
     axis_name: AxisName
 
 
+_OF_ARRAYS = ("shape", "dtype", "ndim", "size")  # loggers read them; nothing is lost
 _INSTEAD = (
     "Write `jax.tree.map(lambda g: ..., grads)`, which keeps the mark for `update`, or "
     "read the array: `grads.value`, or `grads[...]` of a variable of NNX."
@@ -60,6 +61,7 @@ class Unscaled(metaclass=_Explaining):
     `jax.tree.map(Unscaled, grads)`.
 
     It is a pytree of one leaf; functions of `jax.numpy` and NumPy read it as an array.
+    Of an array's attributes it has `shape`, `dtype`, `ndim` and `size`.
 
     Args:
         value: the gradient. Where `value_and_grad` or `unscale_grads` have made it, it
@@ -95,6 +97,8 @@ class Unscaled(metaclass=_Explaining):
         return np.array(self.value, dtype, copy=copy)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_ARRAYS:
+            return getattr(self.value, name)
         hint = f" {_INSTEAD}" * hasattr(jax.Array, name)
         raise AttributeError(f"'Unscaled' object has no attribute {name!r}.{hint}")
 
@@ -232,7 +236,9 @@ def refuse_unmarked(grads: Any) -> None:
             "Take gradients from `tx.value_and_grad(loss_fn, opt_state)(...)`, in the "
             "place of `jax.value_and_grad(loss_fn)(...)`: `update` of a "
             f"`loss_scale_optimizer` was given some ({named}) without a mark that they "
-            "come from a scaled loss: in float16 they may have become zero.\nBy "
+            "come from a scaled loss. Those of `jax.value_and_grad` may have become "
+            "zero in float16, and `dynamic_scale_value_and_grad` has a scale of its "
+            "own, for an optimizer that scales nothing.\nBy "
             "hand, scale by `scale_loss(loss, opt_state)` and unscale by "
             "`unscale_grads(grads, opt_state)`. What you have put together yourself, "
             "mark by `jax.tree.map(Unscaled, grads)`. If a transform around it has "

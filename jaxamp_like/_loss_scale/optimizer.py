@@ -1,7 +1,7 @@
 """Loss scaling as a wrapper around an Optax optimizer."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,13 @@ from .._errors import (
 from .._frameworks.nnx import as_arrays, instances_in
 from .agree import AxisName, all_agree
 from .arithmetic import all_finite, checked_loss, chosen
-from .calls import GRADIENT, UPDATE, with_call_hints
+from .calls import (
+    GRADIENT,
+    UPDATE,
+    instead_of_no_scale,
+    of_checkpoint,
+    with_call_hints,
+)
 from .grads import dynamic_scale_tx
 from .initialising import explaining_other_parameters, initialised
 from .marks import (
@@ -389,7 +395,7 @@ def _scaler_of(opt_state: Any) -> Scaler:
     if len(found) != 1:
         raise ValueError(
             f"`opt_state` must hold one loss scale, but holds {len(found)}.\n"
-            + (_SEVERAL if found else _SAVED if _is_saved(opt_state) else _NO_SCALE)
+            + (_SEVERAL if found else instead_of_no_scale(opt_state))
         )
     for wrapper, name in _OUTSIDE.items():
         if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
@@ -406,29 +412,6 @@ def _scaler_of(opt_state: Any) -> Scaler:
             "optax.zero_nans(), ...))`; overflows alone need none."
         )
     return as_arrays(found[0].scaler)
-
-
-_NO_SCALE = (
-    "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
-    "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
-    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`; one of this is "
-    "to be read in the types of `tx.init(params)`."
-)
-_SAVED = (
-    "It holds a dict of the fields of a state, as checkpoints are read without types. "
-    "Read the checkpoint into a tree of the types of `tx.init(params)`: Orbax takes "
-    "that as the target, and Flax as `flax.serialization.from_state_dict(tx.init("
-    "params), saved)`. `restore_scaler(saved['scaler'])` makes a scale of such a dict."
-)
-
-
-def _is_saved(tree: Any) -> bool:
-    """Whether a tree holds a dict of the fields of a `LossScaleState`."""
-
-    def is_one(x: Any) -> bool:
-        return isinstance(x, Mapping) and {*LossScaleState._fields} <= {*x}
-
-    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 _SCALED_TWICE = (
@@ -502,7 +485,7 @@ def _first_state(scaler: Any) -> Scaler:
             return DynamicScalerState()
         raise ValueError(
             f'`scaler` must be "dynamic", a number, a state or None, but was given '
-            f"{scaler!r}."
+            f'{scaler!r}. (`enable_amp` also takes "auto": a scale in float16 alone.)'
         )
     if isinstance(scaler, dict | list | tuple):
         raise TypeError(
@@ -515,8 +498,8 @@ def _first_state(scaler: Any) -> Scaler:
 
 def _checked_state(state: Any, params: Any) -> LossScaleState:
     if not isinstance(state, LossScaleState):
-        instead = _STATE_LAST if isinstance(params, LossScaleState) else _STATE_SECOND
-        instead = _SAVED if _is_saved(state) else instead
+        is_last = isinstance(params, LossScaleState)
+        instead = _STATE_LAST if is_last else of_checkpoint(state) or _STATE_SECOND
         raise TypeError(
             "`state`, the second argument of `update` of a `loss_scale_optimizer`, is "
             "the `LossScaleState` that its `init` or its last `update` returned, but "

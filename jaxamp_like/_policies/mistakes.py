@@ -1,5 +1,6 @@
 """Finds policies and other arguments that don't fit, and says what to write instead."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -134,6 +135,33 @@ def instead_of_policy(value: Any) -> str:
     if fields := _fields_of_policy(value):
         return f" Write it as one of here: `Policy({fields})`."
     return ""
+
+
+def is_dict_of_rules(value: Any) -> bool:
+    """Whether `value` can only be a dict of rules, and not one of policies by scope."""
+    if not isinstance(value, Mapping):
+        return False
+    keys = any(isinstance(key, Primitive) or key == AMP_DEFAULT for key in value)
+    return keys or any(isinstance(rule, Rule) for rule in value.values())
+
+
+def instead_of_primitive(name: str) -> str:
+    """What to write instead of a primitive as a key of a `PolicyMap`."""
+    is_known = hasattr(jax.lax, f"{name}_p")
+    return (
+        "A primitive has a rule, which is a part of a policy: `Policy('bfloat16', "
+        f"rules=default_amp_policy | {{{f'jax.lax.{name}_p' if is_known else '...'}: "
+        "'float32'})`."
+    )
+
+
+def instead_of_expression(key: str) -> str:
+    """What to write instead of `key`, which is no valid regular expression."""
+    of_glob = re.sub(r"(?<![.)\]}\\])\*+", ".*", key)
+    with contextlib.suppress(re.error):
+        re.compile(of_glob)
+        return f"It is not read as a glob: write the expression {of_glob!r}."
+    return f"If it is meant as a plain path, escape it: `re.escape({key!r})`."
 
 
 def instead_of_amp_policy(value: Any) -> str:

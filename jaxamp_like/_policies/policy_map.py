@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -16,8 +16,9 @@ from .._jax import Primitive
 from .._rules import Match
 from .._rules.user_rules import short
 from .codec import decode_key, encode_key
-from .dictionary import Key, Lookup, Scope, endings, is_stopped, paths_to
+from .dictionary import Key, Lookup, Scope, endings, is_stopped, paths_to, show_key
 from .frozen import EXPRESSION, is_path, normal_key
+from .mistakes import instead_of_expression, instead_of_primitive, is_dict_of_rules
 from .named import Policy
 from .names import get_policy
 
@@ -68,6 +69,12 @@ class PolicyMap(Mapping[Any, Policy]):
                 "`PolicyMap`. Give its `default_policy`, or extend it: `policies | "
                 "{path: policy}`."
             )
+        if is_dict_of_rules(default_policy):
+            raise TypeError(
+                "`default_policy` must be a `Policy` or the name of one, but got a "
+                "dict of rules. Put it into a policy: "
+                "`PolicyMap(Policy('bfloat16', rules=...), {path: policy})`."
+            )
         if isinstance(default_policy, Mapping):
             raise TypeError(
                 "`default_policy` comes first, for what no entry matches: "
@@ -91,9 +98,12 @@ class PolicyMap(Mapping[Any, Policy]):
         key = normal_key(given)
         is_name = isinstance(key, str) and key
         if not (is_pattern or is_name or is_path(key)):
+            is_primitive = isinstance(given, Primitive)
+            hint = f" {instead_of_primitive(given.name)}" if is_primitive else ""
             raise TypeError(
                 "A key of `policy_map` must be a path of scopes, as a string or as a "
-                f"tuple of names, or a regular expression, but got {given!r}."
+                "tuple of names, or a regular expression, but got "
+                f"{show_key(given)}.{hint}"
             )
         parts = tuple(key.split("/")) if isinstance(key, str) else key
         if key in self._policies or parts in self._paths:
@@ -111,9 +121,8 @@ class PolicyMap(Mapping[Any, Policy]):
                 self._patterns[key] = re.compile(key)
             except re.error as e:
                 raise ValueError(
-                    f"The key {given!r} of `policy_map` is no valid regular "
-                    f"expression: {e}. If it is meant as a plain path, escape it: "
-                    f"`re.escape({given!r})`."
+                    f"The key {key!r} of `policy_map` is no valid regular "
+                    f"expression: {e}. {instead_of_expression(key)}"
                 ) from e
 
     def __getitem__(self, key: Any) -> Policy:
@@ -166,8 +175,18 @@ class PolicyMap(Mapping[Any, Policy]):
 
     def __or__(self, other: Mapping[Any, Policy | str]) -> "PolicyMap":
         """This map with the entries of `other`, which replace those of equal keys."""
+        if is_dict_of_rules(other):
+            self.__ror__(other)
         entries = {normal_key(key): policy for key, policy in other.items()}
         return PolicyMap(self.default_policy, self._policies | entries)
+
+    def __ror__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "A `PolicyMap` is no dict of rules, and can't be joined with one. Write "
+            "`policies | {path: policy}` to add entries. Rules are a part of a policy: "
+            "`PolicyMap(Policy('bfloat16', rules=default_amp_policy | {...}), {path: "
+            "policy})`."
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PolicyMap):

@@ -159,6 +159,7 @@ class Settings(NamedTuple):
     lookup: Lookup
     compute_dtype: DType
     output: Policy  # whose `cast_to_output` the results pass through
+    is_by_default: bool = False  # nobody has said a compute dtype
 
 
 def settings_of(
@@ -173,11 +174,12 @@ def settings_of(
     given = None
     if compute_dtype is not None:
         given = _as_compute_dtype(compute_dtype)
+    is_by_default = given is None and global_policy() is _INITIAL
     if amp_policy is None:
-        return _settings(global_policy(), given)
+        return _settings(global_policy(), given)._replace(is_by_default=is_by_default)
     if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
-        _, dtype, output = _settings(global_policy(), given)
-        return Settings(checked_policy(amp_policy), dtype, output)
+        _, dtype, output, _ = _settings(global_policy(), given)
+        return Settings(checked_policy(amp_policy), dtype, output, is_by_default)
     if not isinstance(amp_policy, str | Policy | PolicyMap):
         raise TypeError(
             "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "

@@ -34,6 +34,23 @@ def tracing_by_amp() -> Iterator[None]:
         _tracing.reset(token)
 
 
+_scaled = contextvars.ContextVar("jaxamp_like_scaled", default=False)
+
+
+def is_in_scaled_loss() -> bool:
+    """Whether what runs is a loss that is scaled before it is differentiated."""
+    return _scaled.get()
+
+
+@contextlib.contextmanager
+def scaling_loss() -> Iterator[None]:
+    token = _scaled.set(True)
+    try:
+        yield
+    finally:
+        _scaled.reset(token)
+
+
 @explaining_misfits("disable_amp", lambda *_: ["Write `with disable_amp():`."])
 def disable_amp() -> Block[None]:
     """Within it, `amp(fn)` returns `fn` as it is; also a decorator.

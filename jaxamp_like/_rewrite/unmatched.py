@@ -17,7 +17,8 @@ from .._policies.dictionary import (
     show_key,
 )
 from .._policies.frozen import EXPRESSION
-from .._policies.mistakes import instead_of_function_name
+from .._policies.mistakes import instead_of_function_name, instead_of_primitive
+from .._policies.named import Policy
 from .._rules import Match
 from .._structural import Plan, Step, derivative_of
 from .planner import Planner
@@ -47,12 +48,14 @@ def reports_of_unmatched_keys(
         return
     # A derivative rule is planned when JAX asks for it, which is later, or never.
     rules = list(_of_rules(planner, plan))
+    of_map = {key for key, value in planner.policy.items() if isinstance(value, Policy)}
     known = {key for one in rules for key in (one.match.key, *one.match.also)}
     equations = [_Equation(step.eqn, step.scope, step.match) for step in steps]
     for key in unmatched:
         if key not in known:
             report = f"The key {show_key(key)} of `amp_policy` matched nothing in the "
-            yield key, f"{report}function. {_hint(key, [*equations, *rules])}"
+            hint = _hint(key, [*equations, *rules], key in of_map)
+            yield key, f"{report}function. {hint}"
 
 
 def _of_rules(planner: Planner, plan: Plan) -> Iterator[_Equation]:
@@ -73,34 +76,36 @@ def _equations(planner: Planner, jaxpr: Jaxpr, around: Scope) -> Iterator[_Equat
             yield from _equations(planner, inner, scope)
 
 
-def _hint(key: Key, steps: Sequence[_Equation]) -> str:
+def _hint(key: Key, steps: Sequence[_Equation], of_map: bool) -> str:
+    """What to say of a key that matched nothing; `of_map`: it is of a `PolicyMap`."""
     if isinstance(key, Primitive):
         hidden = [step for step in steps if step.eqn.primitive is key]
         return _hidden_by(hidden) if hidden else _NONE_OF_IT
     paths = _paths(steps)
     if isinstance(key, re.Pattern):
-        hidden = [step for path, step in paths.items() if key.fullmatch("/".join(path))]
-        if hidden:
-            return _hidden_by(hidden)
-        return _near(key.pattern, _names(paths)) or _of_expression(key, paths)
+        return _of_expression(key, paths, of_map)
     names = _names(paths)
     is_exact = isinstance(key, tuple)  # its names are no expressions
     path = "/".join(key if is_exact else filter(None, key.split("/")))
     if path in names:
-        return _hidden_by([names[path]])
-    if path in CLASSES:
-        return f"To name the primitive, write `jax.lax.{path}_p` as the key."
-    if near := _near(path, names):
+        return _hidden_by([names[path]], of_map)
+    primitive = path.removesuffix("_p")
+    if primitive in CLASSES:
+        name = f"To name the primitive, write `jax.lax.{primitive}_p` as the key."
+        return instead_of_primitive(primitive) if of_map else name
+    if not of_map and (near := _near(path, names)):
         return near
     if not is_exact and EXPRESSION.search(path):
+        if of_map:  # where a string may be an expression
+            return _of_expression(re.compile(path), paths, of_map)
         return (
             "In a dict of rules a string is a name, or a path of names; an expression "
-            f"is compiled: `re.compile({path!r})`. {_list(paths)}"
+            f"is compiled: `re.compile({_whole(path, paths)!r})`. {_list(paths)}"
         )
     close = get_close_matches(path, [*names, AMP_DEFAULT], 1)
     if close:
         return _question(close[0], names)
-    function = "" if is_exact else instead_of_function_name(path)
+    function = "" if is_exact or of_map else instead_of_function_name(path)
     return " ".join(filter(None, (function, _list(paths))))
 
 
@@ -144,7 +149,14 @@ def place_of_step(step: Step) -> str:
     return f"`{step.eqn.primitive}` in {where}"
 
 
-def _hidden_by(steps: Sequence[_Equation]) -> str:
+def _hidden_by(steps: Sequence[_Equation], of_map: bool = False) -> str:
+    holding = dict.fromkeys(step.match.also[-1] for step in steps if step.match.also)
+    if of_map and holding:  # nothing holds under `amp_stop`
+        return (
+            f"It stands only where {', '.join(map(show_key, holding))} comes first: "
+            "of paths that match, the one that ends innermost holds, and paths win "
+            "over regular expressions."
+        )
     keys = dict.fromkeys(step.match.key for step in steps)
     others = ", ".join(map(show_key, keys))
     return (
@@ -153,14 +165,30 @@ def _hidden_by(steps: Sequence[_Equation]) -> str:
     )
 
 
-def _of_expression(pattern: re.Pattern[str], paths: dict[Scope, _Equation]) -> str:
+def _of_expression(
+    pattern: re.Pattern[str], paths: dict[Scope, _Equation], of_map: bool
+) -> str:
+    hidden = [step for path, step in paths.items() if pattern.fullmatch("/".join(path))]
+    if hidden:
+        return _hidden_by(hidden, of_map)
     part = next((path for path in map("/".join, paths) if pattern.search(path)), None)
     if part is None:
-        return _list(paths)
+        return _near(pattern.pattern, _names(paths)) or _list(paths)
     return (
         f"It matches a part of {part!r}, but an expression must match a whole path, "
         f"from the outermost scope on: `re.compile({f'.*({pattern.pattern}).*'!r})`."
     )
+
+
+def _whole(expression: str, paths: dict[Scope, _Equation]) -> str:
+    """An expression that matches whole paths where this one matches parts of them."""
+    try:
+        pattern = re.compile(expression)
+    except re.error:
+        return expression
+    known = [*map("/".join, paths)]
+    is_part = any(map(pattern.search, known)) and not any(map(pattern.fullmatch, known))
+    return f".*({expression}).*" if is_part else expression
 
 
 def _list(paths: dict[Scope, _Equation]) -> str:

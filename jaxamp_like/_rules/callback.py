@@ -1,5 +1,6 @@
 """The rule that calls a casting callback which the user wrote."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,11 @@ from .._errors import AmpError
 from .._primitives import COLLECTIVES
 from .._primitives.matmul_precision import settled_bind
 from .base import Decision, Demand, Fact, Precision, Rule, Site
+
+SIGNATURE = (
+    "`rule(compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, "
+    "bind_params)`"
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,17 @@ class Callback(Rule):
 
     def _call(self, site: Site, operands: Sequence[Any]) -> tuple[Sequence[Any], dict]:
         dtypes = tuple(aval.dtype for aval in site.avals)
-        out = self.fn(site.compute_dtype, dtypes, *operands, **site.params)
         where = f"rule {self.fn!r} for `{site.primitive}`"
+        given = site.compute_dtype, dtypes, *operands
+        try:
+            out = self.fn(*given, **site.params)
+        except TypeError:
+            if not (misfit := misfit_of(self.fn, given, site.params)):
+                raise
+            raise AmpError(
+                f"The {where} can't be called as one: {misfit}. It is given the "
+                f"operands and all parameters of a primitive: {SIGNATURE}."
+            ) from None
         if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
             raise AmpError(
                 f"The {where} must return `(invars, bind_params)`, a sequence of "
@@ -83,3 +98,23 @@ class Callback(Rule):
                 f"many, but returned {given}. Return `(invars, bind_params)`."
             )
         return invars, params
+
+
+def misfit_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> str:
+    """Why `fn` can't be called with these arguments; "" if it can.
+
+    Without `kwargs`, other arguments may follow."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions in C have none
+        return ""
+    try:
+        if kwargs is None:
+            signature.bind_partial(*args)
+        else:
+            signature.bind(*args, **kwargs)
+    except TypeError as e:
+        return str(e)
+    return ""

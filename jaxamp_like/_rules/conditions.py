@@ -30,6 +30,11 @@ class When(DelegatingRule):
                 "`predicate` must be callable with a `Site` and return a bool, but got "
                 f"{self.predicate!r}. For example: `sums_more_than(4096)`."
             )
+        if isinstance(self.predicate, Rule):
+            raise TypeError(
+                f"`predicate` is the rule {self.predicate!r}. The predicate comes "
+                "first: `when(predicate, rule, otherwise)`."
+            )
         if is_made_by_calling(self.predicate):
             raise TypeError(
                 f"`predicate` is `{self.predicate.__name__}`, which makes a predicate "

@@ -2,6 +2,7 @@
 
 import inspect
 import numbers
+import sys
 import textwrap
 from typing import Any
 
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, did_you_mean
-from .base import Rule
-from .callback import Callback
+from .base import PACKAGE, Rule
+from .callback import SIGNATURE, Callback, misfit_of
 from .computing import use_precision
 from .low_bits import as_format
 
@@ -25,10 +26,10 @@ def as_rule(value: Any, argument: str) -> Rule:
         try:
             as_float_dtype(value, "dtype")
         except TypeError:
-            hint = did_you_mean(value, (*NAMES, *SHORT_NAMES))
+            hint = did_you_mean(value, (*NAMES, *SHORT_NAMES)) + _MAP_HINT
             raise TypeError(
                 f"`{argument}` is {value!r}, which is no floating dtype."
-                f"{hint}{_MAP_HINT}"
+                f"{_for_name_of_rule(value) or hint}"
             ) from None
         return use_precision(value)
     if is_made_by_calling(value):
@@ -37,12 +38,28 @@ def as_rule(value: Any, argument: str) -> Rule:
             f"it is called: write `{display_name(value)}`."
         )
     if callable(value):
+        if misfit := misfit_of(value, (None, ())):
+            raise TypeError(
+                f"`{argument}` is {short(value)}, which can't be called as a rule: "
+                f"{misfit}. A rule is {SIGNATURE}; a predicate, which takes one "
+                "argument, is given to `when(predicate, rule, otherwise)`."
+            )
         return Callback(value)
     raise TypeError(
         f"`{argument}` must be a rule such as `use_compute_precision`, a dtype such as "
-        "'float32' or a callable `rule(compute_dtype, original_dtypes, *invars, "
-        f"**bind_params) -> (invars, bind_params)`, but got {short(value)}.{_MAP_HINT}"
+        f"'float32' or a callable {SIGNATURE}, but got {short(value)}.{_MAP_HINT}"
     )
+
+
+def _for_name_of_rule(value: Any) -> str:
+    """What to write instead of the name of one of the library's rules; else ""."""
+    # The module imports this one, which can't import it too.
+    public = sys.modules.get(f"{PACKAGE}.rules")
+    if value not in getattr(public, "__all__", ()):
+        return ""
+    rule = getattr(public, value)
+    shown = display_name(rule) if is_made_by_calling(rule) else value
+    return f" The rule of this name is `jaxamp_like.rules.{shown}`, without quotes."
 
 
 def is_dtype(value: Any) -> bool:
