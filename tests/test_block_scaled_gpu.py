@@ -101,6 +101,25 @@ def test_every_contraction_is_native(name, make, device):
 
 
 @both_formats
+def test_the_backward_loop_reads_no_weight_in_full(make, device):
+    """Nor is the stack of gradients transposed after it."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    step = jax.jit(
+        jax.grad(low(scanned, make(where=None)), (0, 1)),
+        in_shardings=where,
+        out_shardings=where,
+    )
+    text = step.lower(shape(3, 256, 256), shape(4, 128, 256)).compile().as_text()
+    found = [
+        (one.opcode, one.shape.dtype, tuple(one.shape.dims))
+        for body in hlo.parse(text).computations.values()
+        for one in body.values()
+    ]
+    assert ("dynamic-slice", "f32", (1, 256, 256)) not in found
+    assert ("transpose", "f32", (3, 256, 256)) not in found
+
+
+@both_formats
 def test_per_example_gradients_are_native(make, device):
     rule = make(where=None)
     fn = jax.vmap(jax.grad(low(dense, rule)), in_axes=(None, 0))

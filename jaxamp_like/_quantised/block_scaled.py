@@ -1,6 +1,7 @@
 """What rules for block-scaled formats have in common."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -12,7 +13,7 @@ from .._rules import Decision, EightBits, Site
 from .._rules.passes import CastPass, Pass
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .axes import Axes, site_axes
-from .block_dot import contraction_of_blocks
+from .block_dot import contraction_of_blocks, turned_contraction_of_blocks
 from .passes import RoundedContraction, Rounding
 from .rule import Quantising, gradient_sums, low_of, why_no_weight_gradient
 
@@ -103,7 +104,9 @@ class BlockScaled(Quantising):
             self.rounding(side, axes, of_weight),
         )
         made = self.rounded(site, i, both)
-        return dataclasses.replace(made, rounds_sharded=False)
+        is_turned = site.avals[i].ndim - 1 in site_axes(site)[i].free
+        product = functools.partial(made.product, is_turned=is_turned)
+        return dataclasses.replace(made, rounds_sharded=False, product=product)
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """Of the result's cotangent, as the first gradient reads it that is quantised.
@@ -130,10 +133,14 @@ class BlockScaled(Quantising):
         reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
         return super().quantise(site)._replace(reads=reads)
 
-    def product(self, made: RoundedContraction, dtype: DType) -> Any:
-        return contraction_of_blocks(
-            made, dtype=dtype, format=self.name, emulate=self.emulate
-        )
+    def product(
+        self, made: RoundedContraction, dtype: DType, is_turned: bool = False
+    ) -> Any:
+        """See `Quantising`. Of a gradient, `is_turned` says that its last axis is one
+        of those that the cotangent has, which JAX puts before all others."""
+        if is_turned and made.is_gradient:
+            return turned_contraction_of_blocks(made, dtype, self.name, self.emulate)
+        return contraction_of_blocks(made, dtype, self.name, self.emulate)
 
     def eight_bits(self, site: Site) -> EightBits:
         elsewhere = "the same numbers in float32" if self.emulate else low_of(site).name

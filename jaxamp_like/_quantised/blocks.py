@@ -199,6 +199,9 @@ class TensorScaledBlocks(NamedTuple):
 _E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the formats
 
 
+BLOCK_ROUNDINGS = PowerOfTwoBlocks, TensorScaledBlocks
+
+
 def _largest_of_rows(amax: Any, size: int) -> Any:
     """The largest magnitudes of blocks of `size` rows, for each row."""
     batch, rows, blocks, _ = amax.shape

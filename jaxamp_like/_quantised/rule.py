@@ -38,6 +38,8 @@ from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
+from .blocks import BLOCK_ROUNDINGS
+from .gathered import ForEachPass
 from .passes import (
     RoundedContraction,
     Rounding,
@@ -353,6 +355,14 @@ class Prequantise(NamedTuple):
 
     def __call__(self, x: Any) -> Any:
         return jax.tree.map(constant, _made(constant(x), self.how))
+
+    def for_each_pass(self, x: Any) -> Any:
+        """See `Quantiser`. Gradients of other formats than blocks round by themselves.
+
+        What is made here and nobody reads, XLA leaves out."""
+        if self.for_gradient is None or not isinstance(self.how, BLOCK_ROUNDINGS):
+            return self(x)
+        return ForEachPass(self(x), Prequantise(self.for_gradient)(x))
 
 
 @functools.partial(jax.jit, static_argnums=1)
