@@ -10,12 +10,22 @@ from .._dtypes import DType, lowered
 from .._jax import is_explicitly_sharded
 from .._primitives.contractions import exceeds_one, summed_axes
 from .._rules import Decision, EightBits, Site
-from .._rules.passes import CastPass, Pass
+from .._rules.bilinear import bilinear
+from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .axes import Axes, site_axes
 from .block_dot import contraction_of_blocks, turned_contraction_of_blocks
+from .blocks import BlockRounding
 from .passes import RoundedContraction, Rounding
-from .rule import Quantising, gradient_sums, low_of, why_no_weight_gradient
+from .ragged import RAGGED, RaggedPass, contraction_of_groups, why_no_groups
+from .rule import (
+    Quantising,
+    decided,
+    gradient_sums,
+    low_of,
+    result_of,
+    why_no_weight_gradient,
+)
 
 Side = Literal["operand", "weight", "cotangent"]
 """What an operand of a contraction is."""
@@ -27,6 +37,7 @@ class BlockScaled(Quantising):
 
     A derived class says how an operand is rounded, by `rounding`."""
 
+    primitives: ClassVar = (*Quantising.primitives, RAGGED)
     size: ClassVar[int]
     """How many numbers share a scale."""
 
@@ -43,15 +54,23 @@ class BlockScaled(Quantising):
             raise TypeError(f"`emulate` must be a bool, but got {self.emulate!r}.")
         super().__post_init__()
 
-    def rounding(self, side: Side, axes: Axes, of_weight: bool) -> Rounding:
+    def rounding(self, side: Side, axes: Axes, of_weight: bool) -> BlockRounding:
         """How an operand with these axes is rounded.
 
         `of_weight` tells whether the contraction makes the gradient of a weight."""
         raise NotImplementedError
 
     def why_not(self, site: Site) -> str | None:
-        if site.primitive.name != "dot_general":
-            return f"there are no kernels of {site.primitive.name} in {self.name}"
+        name = site.primitive.name
+        if name == RAGGED and not self.emulate:
+            return (
+                f"no device has a native {name} in {self.name}; `emulate=True` "
+                "computes with its numbers, in float32"
+            )
+        if name == RAGGED and (why := why_no_groups(site)) is not None:
+            return why
+        if name not in ("dot_general", RAGGED):
+            return f"there are no kernels of {name} in {self.name}"
         why = why_no_weight_gradient(site)
         if self.weight_gradient == "compute" and why is not None:
             return why
@@ -64,7 +83,7 @@ class BlockScaled(Quantising):
             )
         return super().why_not(site)
 
-    def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
+    def roundings(self, site: Site) -> tuple[BlockRounding, BlockRounding]:
         of_weight = gradient_of(site) == "weight"
         lhs, rhs = (
             self.rounding(self._side(site, i), axes, of_weight)
@@ -96,17 +115,22 @@ class BlockScaled(Quantising):
 
     def _gradient(self, site: Site, i: int) -> Pass:
         """The pass for the gradient of operand `i`, which reads the other one."""
-        of_weight = self._side(site, i) == "weight"
-        side: Side = "operand" if of_weight else self._side(site, 1 - i)
-        axes = site_axes(site)[1 - i]
-        both = (
-            self.rounding("cotangent", axes, of_weight),
-            self.rounding(side, axes, of_weight),
-        )
-        made = self.rounded(site, i, both)
+        made = self.rounded(site, i, self._gradient_roundings(site, i))
         is_turned = site.avals[i].ndim - 1 in site_axes(site)[i].free
         product = functools.partial(made.product, is_turned=is_turned)
         return dataclasses.replace(made, rounds_sharded=False, product=product)
+
+    def _gradient_roundings(
+        self, site: Site, i: int
+    ) -> tuple[BlockRounding, BlockRounding]:
+        """How the gradient of operand `i` rounds the cotangent and the other operand."""
+        of_weight = self._side(site, i) == "weight"
+        side: Side = "operand" if of_weight else self._side(site, 1 - i)
+        axes = site_axes(site)[1 - i]
+        return (
+            self.rounding("cotangent", axes, of_weight),
+            self.rounding(side, axes, of_weight),
+        )
 
     def rounding_of_cotangents(self, site: Site) -> Rounding | None:
         """Of the result's cotangent, as the first gradient reads it that is quantised.
@@ -116,6 +140,8 @@ class BlockScaled(Quantising):
         if kinds == ["compute", "compute"]:
             return None
         i = kinds.index("blocks")
+        if site.primitive.name == RAGGED and i == 1:
+            return None  # in blocks that depend on the sizes of groups
         axes = site_axes(site)
         to = dict(axes[0].kept)
         batch = tuple(to[axis] for axis in axes[0].batch)
@@ -131,7 +157,27 @@ class BlockScaled(Quantising):
     def quantise(self, site: Site) -> Decision:
         # A weight is rounded along two axes, and in the compute dtype is read faster.
         reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
-        return super().quantise(site)._replace(reads=reads)
+        made = self._of_groups if site.primitive.name == RAGGED else super().quantise
+        return made(site)._replace(reads=reads)
+
+    def _of_groups(self, site: Site) -> Decision:
+        """The decision for a ragged contraction."""
+        low = low_of(site)
+        compute = in_compute_dtype(site, low)
+        gradients = [
+            RaggedPass(
+                bilinear(site.primitive, site.params, moving=i),
+                i,
+                low,
+                self._gradient_roundings(site, i),
+            )
+            if kind == "blocks"
+            else compute[i]
+            for i, kind in enumerate(self._kinds(site))
+        ]
+        out = result_of(site)
+        bind = contraction_of_groups(site, self.roundings(site), gradients, compute, out)
+        return decided(site, self.why(site), bind, self.eight_bits(site))
 
     def product(
         self, made: RoundedContraction, dtype: DType, is_turned: bool = False
@@ -143,12 +189,14 @@ class BlockScaled(Quantising):
         return contraction_of_blocks(made, dtype, self.name, self.emulate)
 
     def eight_bits(self, site: Site) -> EightBits:
+        scales = f"blocks of {self.size} x blocks of {self.size}"
+        if site.primitive.name == RAGGED:
+            return EightBits(scales, "the same numbers in float32 on all devices")
         elsewhere = "the same numbers in float32" if self.emulate else low_of(site).name
         runs = (
             "native on Blackwell GPUs; restored to 16 bits by XLA on older ones, which "
             f"saves no time; {elsewhere} on other devices"
         )
-        scales = f"blocks of {self.size} x blocks of {self.size}"
         return EightBits(scales, runs, backend=None if self.emulate else "gpu")
 
     def why(self, site: Site) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,21 @@ def restored_rows(values: Any, scales: Any) -> Any:
     """Values times the scales of their blocks, in float32, as they are contracted."""
     size = values.shape[-1] // scales.shape[-1]
     return values.astype(_FLOAT32) * jnp.repeat(scales.astype(_FLOAT32), size, axis=-1)
+
+
+class BlockRounding(Protocol):
+    """How an array is rounded to blocks: a named tuple."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers share a scale."""
+        ...
+
+    def along(self, axes: Axes) -> "BlockRounding": ...
+
+    def batched(self, ndim: int) -> "BlockRounding": ...
+
+    def __call__(self, x: Any) -> Blocks: ...
 
 
 class PowerOfTwoBlocks(NamedTuple):

@@ -140,7 +140,7 @@ class RoundingPass(Pass):
         return self.product(RoundedContraction(fn, both, numbers, axes, is_gradient))
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
-        fn = _transposed(self, [moving, others[0]])
+        fn = transposed_of(self, [moving, others[0]])
         given_for = _GIVEN_FOR_TRANSPOSE[self.given_for]
         made = dataclasses.replace(self, fn=fn, given_for=given_for)
         return straight_through(made)
@@ -188,7 +188,7 @@ class SavedRoundedPass(Pass):
         _refuse()
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
-        fn, before = _transposed(self, [moving, others[0]]), not self.before
+        fn, before = transposed_of(self, [moving, others[0]]), not self.before
         return straight_through(dataclasses.replace(self, fn=fn, before=before))
 
     def mapped(
@@ -216,8 +216,9 @@ def _in_compute_dtype(made: Pass) -> Any:
     return by_casts((made.low, made.low), made.low)
 
 
-def _transposed(made: Pass, avals: Sequence[Any]) -> Bilinear:
-    avals = [in_dtype(aval, made.low) for aval in avals]
+def transposed_of(made: Pass, avals: Sequence[Any]) -> Bilinear:
+    """The contraction of a pass, transposed; `avals` are those of all that it reads."""
+    avals = [*(in_dtype(aval, made.low) for aval in avals[:2]), *avals[2:]]
     return transposed(made.fn, avals, _in_compute_dtype(made))
 
 

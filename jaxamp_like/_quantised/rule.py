@@ -49,9 +49,6 @@ from .passes import (
 )
 from .worth import WORTH_IT
 
-QUANTISING = ("dot_general", "conv_general_dilated")
-"""The contractions that have 8-bit kernels: no ragged ones."""
-
 NO_PARAMETER = "no operand is a parameter"
 NOT_OF_PARAMETERS = f"{NO_PARAMETER}, or made of parameters alone"
 
@@ -79,6 +76,8 @@ class Quantising(Rule):
     leave: tuple[str, ...] = NO_HEADS
     parameters_only: bool = True
 
+    primitives: ClassVar[tuple[str, ...]] = ("dot_general", "conv_general_dilated")
+    """The contractions that it may quantise."""
     name: ClassVar[str]
     """The name that users know, also that of the function that makes its rules."""
     bits: ClassVar[int] = 8
@@ -233,7 +232,7 @@ class Quantising(Rule):
     def why_not(self, site: Site) -> str | None:
         """Why a contraction is not quantised, if it is not."""
         name = site.primitive.name
-        if name not in QUANTISING:
+        if name not in self.primitives:
             return f"there are no 8-bit kernels of {name}"
         shapes = [aval.shape for aval in site.avals]
         if not is_contraction(site.params, shapes):
