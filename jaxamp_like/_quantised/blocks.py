@@ -110,7 +110,9 @@ class PowerOfTwoBlocks(NamedTuple):
     def __call__(self, x: Any) -> Blocks:
         blocks, axes = _in_blocks(x, self.axes, self.size)
         largest = np.float32(jnp.finfo(self.dtype).max)
-        amax = largest_magnitude(blocks, axes.summed[1:], keepdims=True)
+        # XLA may lose a NaN here (see `_magnitudes`), whose number in float8 is NaN all
+        # the same. XLA for GPUs reads a maximum of integers from a transposed copy.
+        amax = jnp.max(jnp.abs(blocks), axes.summed[1:], keepdims=True, initial=0)
         amax = amax.astype(_FLOAT32)
         exponents = _exponents(amax, largest, self.rounds_up)
         # A power of two of normal size: bfloat16 is scaled as exactly as float32.
