@@ -74,6 +74,17 @@ def experts(ws, x):
     return jnp.mean(jnp.tanh(jnp.einsum("ebk,ekn->ebn", x, ws)) ** 2)
 
 
+def patches(ws, x):
+    return jnp.mean(
+        jnp.tanh(
+            lax.conv_general_dilated(
+                x, ws, (8, 8), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
+        ** 2
+    )
+
+
 def uneven(ws, x):
     return jnp.mean(jnp.tanh(x @ ws) ** 2)
 
@@ -82,6 +93,7 @@ PROGRAMS = {
     "dense": (dense, ((256, 512), (512, 256)), (2, 128, 256), 5),
     "scan of checkpoints": (scanned, (3, 256, 256), (2, 128, 256), 4),
     "experts": (experts, (4, 256, 256), (4, 128, 256), 2),
+    "patches": (patches, (8, 8, 4, 256), (2, 64, 64, 4), 2),
     "no multiples of a block": (uneven, (200, 264), (136, 200), 2),
 }
 

@@ -1,5 +1,7 @@
 """Ragged contractions in blocks, as for experts: forward and both gradients."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +49,7 @@ def in_groups(x, sizes, rule):
     """The rows of each group, rounded along them in blocks that begin anew with it."""
     size = 32 if rule is MX else 16
     starts = np.cumsum([0, *sizes])
-    parts = [np.asarray(x)[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    parts = [np.asarray(x)[a:b] for a, b in pairwise(starts)]
     padded = [np.pad(part, [(0, -len(part) % size), (0, 0)]) for part in parts]
     if not sum(map(len, padded)):
         return parts
@@ -61,11 +63,14 @@ def contractions(x, w, ct, sizes, rule):
     used = (np.arange(len(x)) < sum(sizes))[:, None]
     groups, summed, columns = w.shape
     starts = np.cumsum([0, *sizes])
-    slices = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    slices = [slice(a, b) for a, b in pairwise(starts)]
     by_input = restored(np.swapaxes(w, 1, 2).reshape(-1, summed), rule)
     by_input = by_input.reshape(groups, columns, summed)
     by_output = restored(np.reshape(w, (-1, columns)), rule).reshape(w.shape)
-    rows, cts = restored(np.where(used, x, 0), rule), restored(np.where(used, ct, 0), rule)
+    rows, cts = (
+        restored(np.where(used, x, 0), rule),
+        restored(np.where(used, ct, 0), rule),
+    )
     out, dx = np.zeros(ct.shape), np.zeros(x.shape)
     for one, forward, back in zip(slices, by_input, by_output, strict=True):
         out[one] = rows[one] @ forward.T

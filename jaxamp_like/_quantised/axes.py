@@ -92,7 +92,9 @@ def _axes_of_groups(numbers: Any, ndims: tuple[int, int]) -> tuple[Axes, Axes]:
     for i in range(2):
         others = (*contracted[i], *batch[i], *groups[i])
         free = rest(tuple(range(ndims[i])), others)
-        there = [(axis, place) for axis, (_, place) in zip(batch[i], batched, strict=True)]
+        there = [
+            (axis, place) for axis, (_, place) in zip(batch[i], batched, strict=True)
+        ]
         kept = (*there, *((axis, to + n) for n, axis in enumerate(free)))
         both.append(Axes(tuple(contracted[i]), kept, (*groups[i], *batch[i])))
         to += len(free)

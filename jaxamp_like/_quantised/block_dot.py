@@ -72,7 +72,9 @@ def turned_contraction_of_blocks(
     the transpose out. It does not for blocks: where one follows here, the two
     transposes cancel out."""
     lhs, rhs = made.axes
-    operands, numbers, axes = (x[::-1] for x in (made.operands, made.numbers, made.axes))
+    operands, numbers, axes = (
+        x[::-1] for x in (made.operands, made.numbers, made.axes)
+    )
     swapped = made._replace(operands=operands, numbers=numbers, axes=axes)
     out = contraction_of_blocks(swapped, dtype, format, emulate)
     batch, right = len(lhs.batch), len(rhs.free)

@@ -26,6 +26,7 @@ from .rule import (
     result_of,
     why_no_weight_gradient,
 )
+from .windows import CONVOLUTION, InWindows, Windows, site_of_product, windows_of
 
 Side = Literal["operand", "weight", "cotangent"]
 """What an operand of a contraction is."""
@@ -62,6 +63,11 @@ class BlockScaled(Quantising):
 
     def why_not(self, site: Site) -> str | None:
         name = site.primitive.name
+        if name == CONVOLUTION:
+            windows = windows_of(site)
+            if isinstance(windows, str):
+                return windows
+            return self.why_not(site_of_product(site, windows))
         if name == RAGGED and not self.emulate:
             return (
                 f"no device has a native {name} in {self.name}; `emulate=True` "
@@ -69,8 +75,6 @@ class BlockScaled(Quantising):
             )
         if name == RAGGED and (why := why_no_groups(site)) is not None:
             return why
-        if name not in ("dot_general", RAGGED):
-            return f"there are no kernels of {name} in {self.name}"
         why = why_no_weight_gradient(site)
         if self.weight_gradient == "compute" and why is not None:
             return why
@@ -83,7 +87,14 @@ class BlockScaled(Quantising):
             )
         return super().why_not(site)
 
-    def roundings(self, site: Site) -> tuple[BlockRounding, BlockRounding]:
+    def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
+        if (product := _as_product(site)) is None:
+            return self._block_roundings(site)
+        site, windows = product
+        lhs, rhs = self._block_roundings(site)
+        return InWindows(lhs, windows, 0), InWindows(rhs, windows, 1)
+
+    def _block_roundings(self, site: Site) -> tuple[BlockRounding, BlockRounding]:
         of_weight = gradient_of(site) == "weight"
         lhs, rhs = (
             self.rounding(self._side(site, i), axes, of_weight)
@@ -117,7 +128,9 @@ class BlockScaled(Quantising):
         """The pass for the gradient of operand `i`, which reads the other one."""
         made = self.rounded(site, i, self._gradient_roundings(site, i))
         is_turned = site.avals[i].ndim - 1 in site_axes(site)[i].free
-        product = functools.partial(made.product, is_turned=is_turned)
+        product = functools.partial(
+            self.product, dtype=low_of(site), is_turned=is_turned
+        )
         return dataclasses.replace(made, rounds_sharded=False, product=product)
 
     def _gradient_roundings(
@@ -132,10 +145,14 @@ class BlockScaled(Quantising):
             self.rounding(side, axes, of_weight),
         )
 
-    def rounding_of_cotangents(self, site: Site) -> Rounding | None:
+    def rounding_of_cotangents(self, site: Site) -> BlockRounding | None:
         """Of the result's cotangent, as the first gradient reads it that is quantised.
 
         The other gradient sums over other axes, and so reads another rounding."""
+        if (product := _as_product(site)) is not None:
+            site, windows = product
+            how = self.rounding_of_cotangents(site)
+            return how and how.along(windows.axes_of_result(how.axes))
         kinds = self._kinds(site)
         if kinds == ["compute", "compute"]:
             return None
@@ -155,10 +172,24 @@ class BlockScaled(Quantising):
         return self.rounding("cotangent", Axes(summed, kept, batch), of_weight)
 
     def quantise(self, site: Site) -> Decision:
+        if (product := _as_product(site)) is not None:
+            return self._of_windows(site, *product)
         # A weight is rounded along two axes, and in the compute dtype is read faster.
         reads = tuple(a and lowered(a, low_of(site)) for a in site.authors)
         made = self._of_groups if site.primitive.name == RAGGED else super().quantise
         return made(site)._replace(reads=reads)
+
+    def _of_windows(self, site: Site, product: Site, windows: Windows) -> Decision:
+        """The decision for a convolution that is made as a `dot_general`."""
+        made = self.quantise(product)
+        assert made.bind is not None
+        dot = made.bind
+
+        def bind(lhs, rhs):
+            return windows.result(dot(*windows.operands(lhs, rhs)))
+
+        # Numbers of a kernel that is rounded before a loop would have another shape.
+        return made._replace(params=site.params, bind=bind, quantisers=())
 
     def _of_groups(self, site: Site) -> Decision:
         """The decision for a ragged contraction."""
@@ -176,7 +207,9 @@ class BlockScaled(Quantising):
             for i, kind in enumerate(self._kinds(site))
         ]
         out = result_of(site)
-        bind = contraction_of_groups(site, self.roundings(site), gradients, compute, out)
+        bind = contraction_of_groups(
+            site, self._block_roundings(site), gradients, compute, out
+        )
         return decided(site, self.why(site), bind, self.eight_bits(site))
 
     def product(
@@ -208,6 +241,15 @@ class BlockScaled(Quantising):
             which = "left" if kinds[0] == "compute" else "right"
             return f"{text}; the gradient of the {which} operand in {low}"
         return text
+
+
+def _as_product(site: Site) -> tuple[Site, Windows] | None:
+    """Of a convolution, the `dot_general` that it is made as, and how."""
+    if site.primitive.name != CONVOLUTION:
+        return None
+    windows = windows_of(site)
+    assert not isinstance(windows, str), windows  # see `why_not`
+    return site_of_product(site, windows), windows
 
 
 def has_lengths(axes: Sequence[Any]) -> bool:
