@@ -112,12 +112,24 @@ def test_every_contraction_is_native(name, make, device):
     assert found == {element: contractions}
 
 
+def scanned_transposed(ws, x):
+    return scanned(jnp.swapaxes(ws, 1, 2), x)
+
+
+def scanned_views(ws, x):
+    def block(x, w):
+        return x + jax.nn.gelu(x @ w.T), None
+
+    return jnp.mean(lax.scan(jax.checkpoint(block), x, ws)[0])
+
+
 @both_formats
-def test_the_backward_loop_reads_no_weight_in_full(make, device):
+@pytest.mark.parametrize("fn", (scanned, scanned_transposed, scanned_views))
+def test_the_backward_loop_reads_no_weight_in_full(fn, make, device):
     """Nor is the stack of gradients transposed after it."""
     where = jax.sharding.SingleDeviceSharding(device)
     step = jax.jit(
-        jax.grad(low(scanned, make(where=None)), (0, 1)),
+        jax.grad(low(fn, make(where=None)), (0, 1)),
         in_shardings=where,
         out_shardings=where,
     )

@@ -63,6 +63,11 @@ class BlockScaled(Quantising):
 
     def why_not(self, site: Site) -> str | None:
         name = site.primitive.name
+        if any(map(is_explicitly_sharded, site.avals)):
+            return (
+                "blocks are not laid over axes of a mesh that are Explicit; Auto ones "
+                "and `shard_map` are no obstacle"
+            )
         if name == CONVOLUTION:
             windows = windows_of(site)
             if isinstance(windows, str):
@@ -80,11 +85,6 @@ class BlockScaled(Quantising):
             return why
         if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
             return "sums of a length that is not known can't be cut into blocks"
-        if any(map(is_explicitly_sharded, site.avals)):
-            return (
-                "blocks are not laid over axes of a mesh that are Explicit; Auto ones "
-                "and `shard_map` are no obstacle"
-            )
         return super().why_not(site)
 
     def roundings(self, site: Site) -> tuple[Rounding, Rounding]:
@@ -127,7 +127,10 @@ class BlockScaled(Quantising):
     def _gradient(self, site: Site, i: int) -> Pass:
         """The pass for the gradient of operand `i`, which reads the other one."""
         made = self.rounded(site, i, self._gradient_roundings(site, i))
-        is_turned = site.avals[i].ndim - 1 in site_axes(site)[i].free
+        fact = site.facts[i]
+        is_last_free = site.avals[i].ndim - 1 in site_axes(site)[i].free
+        # The gradient of a transposed view is transposed back.
+        is_turned = is_last_free != (fact is not None and fact.is_transposed)
         product = functools.partial(
             self.product, dtype=low_of(site), is_turned=is_turned
         )
@@ -136,7 +139,7 @@ class BlockScaled(Quantising):
     def _gradient_roundings(
         self, site: Site, i: int
     ) -> tuple[BlockRounding, BlockRounding]:
-        """How the gradient of operand `i` rounds the cotangent and the other operand."""
+        """How the gradient of operand `i` rounds the cotangent, and what it reads."""
         of_weight = self._side(site, i) == "weight"
         side: Side = "operand" if of_weight else self._side(site, 1 - i)
         axes = site_axes(site)[1 - i]
@@ -215,8 +218,8 @@ class BlockScaled(Quantising):
     def product(
         self, made: RoundedContraction, dtype: DType, is_turned: bool = False
     ) -> Any:
-        """See `Quantising`. Of a gradient, `is_turned` says that its last axis is one
-        of those that the cotangent has, which JAX puts before all others."""
+        """See `Quantising`. Of a gradient, `is_turned` says that what it is added up
+        in has one of the cotangent's axes last, which JAX puts before all others."""
         if is_turned and made.is_gradient:
             return turned_contraction_of_blocks(made, dtype, self.name, self.emulate)
         return contraction_of_blocks(made, dtype, self.name, self.emulate)

@@ -132,7 +132,9 @@ def site_of_product(site: Site, windows: Windows) -> Site:
             preferred_element_type=wider,
         )
 
-    *_, eqn = raw(trace(product, site.avals)).eqns
+    # By shapes alone: over which devices of a `shard_map` operands vary is no matter.
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in site.avals]
+    *_, eqn = raw(trace(product, avals)).eqns
     return site._replace(
         primitive=eqn.primitive,
         params=eqn.params,

@@ -130,6 +130,7 @@ class Fact(NamedTuple):
     exact_dtype: DType | None = None  # a lower dtype that holds the same numbers
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
+    is_transposed: bool = False  # a view whose last axis is not the last of the value
 
     @property
     def saved_dtype(self) -> DType | None:
