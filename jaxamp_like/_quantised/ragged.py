@@ -128,7 +128,8 @@ def _product(
 def _only_groups(x: Any, axis: int, sizes: Any) -> Any:
     """`x` with zeros in rows that are in no group, which no scale is to follow from."""
     row = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return lax.select(row < jnp.sum(sizes), x, lax.full_like(x, 0))
+    used = jnp.sum(sizes, dtype=jnp.int32)
+    return lax.select(row < used, x, lax.full_like(x, 0))
 
 
 def _rounded_in_groups(how: BlockRounding, x: Any, axis: int, sizes: Any) -> Any:
@@ -139,10 +140,10 @@ def _rounded_in_groups(how: BlockRounding, x: Any, axis: int, sizes: Any) -> Any
         return jnp.zeros(x.shape, "float32")
     padded = how.size * (rows // how.size + groups)  # the most that it may take
     sizes = sizes.astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
     starts = ends - sizes
     blocks = -(-sizes // how.size)
-    first = how.size * (jnp.cumsum(blocks) - blocks)
+    first = how.size * (jnp.cumsum(blocks, dtype=jnp.int32) - blocks)
     row = jnp.arange(rows, dtype=jnp.int32)
     group = jnp.searchsorted(ends, row, side="right")
     at = row + (first - starts)[jnp.minimum(group, groups - 1)]
