@@ -74,6 +74,17 @@ def experts(ws, x):
     return jnp.mean(jnp.tanh(jnp.einsum("ebk,ekn->ebn", x, ws)) ** 2)
 
 
+def patches(ws, x):
+    return jnp.mean(
+        jnp.tanh(
+            lax.conv_general_dilated(
+                x, ws, (8, 8), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
+        ** 2
+    )
+
+
 def uneven(ws, x):
     return jnp.mean(jnp.tanh(x @ ws) ** 2)
 
@@ -82,6 +93,7 @@ PROGRAMS = {
     "dense": (dense, ((256, 512), (512, 256)), (2, 128, 256), 5),
     "scan of checkpoints": (scanned, (3, 256, 256), (2, 128, 256), 4),
     "experts": (experts, (4, 256, 256), (4, 128, 256), 2),
+    "patches": (patches, (8, 8, 4, 256), (2, 64, 64, 4), 2),
     "no multiples of a block": (uneven, (200, 264), (136, 200), 2),
 }
 
@@ -98,6 +110,37 @@ def test_every_contraction_is_native(name, make, device):
     element = {"mxfp8": "f8e4m3fn", "nvfp4": "f4e2m1fn"}[rule.name]
     # The gradient of a first layer's input is not asked for.
     assert found == {element: contractions}
+
+
+def scanned_transposed(ws, x):
+    return scanned(jnp.swapaxes(ws, 1, 2), x)
+
+
+def scanned_views(ws, x):
+    def block(x, w):
+        return x + jax.nn.gelu(x @ w.T), None
+
+    return jnp.mean(lax.scan(jax.checkpoint(block), x, ws)[0])
+
+
+@both_formats
+@pytest.mark.parametrize("fn", (scanned, scanned_transposed, scanned_views))
+def test_the_backward_loop_reads_no_weight_in_full(fn, make, device):
+    """Nor is the stack of gradients transposed after it."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    step = jax.jit(
+        jax.grad(low(fn, make(where=None)), (0, 1)),
+        in_shardings=where,
+        out_shardings=where,
+    )
+    text = step.lower(shape(3, 256, 256), shape(4, 128, 256)).compile().as_text()
+    found = [
+        (one.opcode, one.shape.dtype, tuple(one.shape.dims))
+        for body in hlo.parse(text).computations.values()
+        for one in body.values()
+    ]
+    assert ("dynamic-slice", "f32", (1, 256, 256)) not in found
+    assert ("transpose", "f32", (3, 256, 256)) not in found
 
 
 @both_formats

@@ -13,7 +13,7 @@ from benchmarks.measure import subjaxprs
 from jaxamp_like import AmpError, amp, explain
 from jaxamp_like._rewrite.bind import Binder
 from jaxamp_like.presets import quantised
-from jaxamp_like.rules import float8, int8
+from jaxamp_like.rules import float8, int8, mxfp8, nvfp4
 from tests.programs import values
 
 pytestmark = pytest.mark.sample(3)
@@ -145,6 +145,48 @@ def test_gradients_read_the_same_numbers(fn, monkeypatch):
     monkeypatch.setattr(Binder, "hoist_weights", lambda *_: ({}, {}))
     then = [jax.jit(step)(w, x) for step in steps()]
     jax.tree.map(np.testing.assert_array_equal, now, then)
+
+
+def times_rounded(fn, *args):
+    """How many arrays a program rounds to blocks: outside of loops, and in them."""
+    found = {False: 0, True: 0}
+
+    def walk(jaxpr, in_loop):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name == "convert_element_type":
+                dtype = eqn.outvars[0].aval.dtype.name
+                found[in_loop] += dtype in ("float8_e4m3fn", "float4_e2m1fn") and (
+                    eqn.outvars[0].aval.size > 100  # no scales
+                )
+            for sub in subjaxprs(eqn.params):
+                walk(sub, in_loop or eqn.primitive.name in ("scan", "while"))
+
+    walk(jax.make_jaxpr(fn)(*args), False)
+    return found[False], found[True]
+
+
+@pytest.mark.parametrize("make", (mxfp8, nvfp4))
+@pytest.mark.parametrize("fn", (recurrent, of_stack))
+def test_blocks_of_gradients_are_rounded_before_loops_too(fn, make, monkeypatch):
+    """A weight has blocks along two axes: gradients read those along the other one."""
+    rule = make(where=None, emulate=True)
+    w, x = arguments(CASES[fn][0]), values(*X)
+
+    def step():
+        # A `jax.grad` outside of `amp` rounds by derivatives of contractions.
+        return jax.grad(low(mean(fn), rule), (0, 1))
+
+    # In loops: an activation along both of its axes, and its cotangent. A checkpoint
+    # rounds the activation once more.
+    again = fn is of_stack
+    assert times_rounded(step(), w, x) == (2, 4 + again)
+    now = jax.jit(step())(w, x)
+    per_example = jax.jit(jax.vmap(step(), (None, 0)))(w, jnp.stack([x, 2 * x]))
+    monkeypatch.setattr(Binder, "hoist_weights", lambda *_: ({}, {}))
+    assert times_rounded(step(), w, x)[1] > 4 + again
+    jax.tree.map(np.testing.assert_array_equal, now, jax.jit(step())(w, x))
+    then = jax.jit(jax.vmap(step(), (None, 0)))(w, jnp.stack([x, 2 * x]))
+    jax.tree.map(np.testing.assert_array_equal, per_example, then)
 
 
 def maxima(fn, *args):

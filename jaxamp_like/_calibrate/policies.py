@@ -12,7 +12,6 @@ from .._policies.frozen import normal_key
 from .._policies.measured import Measured
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
-from .._quantised.rule import QUANTISING
 from .._rules import Rule, use_precision
 from .._rules.by_shapes import ByShapes
 from .._rules.contracting import Contract
@@ -94,8 +93,9 @@ class Writer:
             usual = computes[0].name  # 8-bit rules need a low compute dtype beside them
         rules: dict[Any, Rule] = {}
         if usual in EIGHT_BITS:
-            known = [self.primitives[n] for n in QUANTISING if n in self.primitives]
-            rules = {primitive: EIGHT_BITS[usual] for primitive in known}
+            rule = EIGHT_BITS[usual]
+            known = [n for n in rule.primitives if n in self.primitives]
+            rules = {self.primitives[name]: rule for name in known}
         for name in dict.fromkeys(one.primitive for one in names):
             some = {one: n for one, n in names.items() if one.primitive == name}
             if (rule := self._of_primitive(some, usual)) is not None:

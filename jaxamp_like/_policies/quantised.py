@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .._quantised.rule import QUANTISING, Quantising
+from .._quantised.rule import Quantising
 from .._rules import Rule
 from .classes import CLASSES
 from .dictionary import policy_by_name
@@ -31,4 +31,4 @@ def quantised(rule: Rule) -> dict[Any, Any]:
             "`rule` must be a rule that quantises, such as `float8()` or `int8()`, but "
             f"got {rule!r}."
         )
-    return policy_by_name({**CLASSES, **dict.fromkeys(QUANTISING, rule)})
+    return policy_by_name({**CLASSES, **dict.fromkeys(rule.primitives, rule)})

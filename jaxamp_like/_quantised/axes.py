@@ -52,9 +52,13 @@ class Axes(NamedTuple):
 
 
 def operand_axes(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, Axes]:
-    """The axes of both operands of a `dot_general` or a convolution."""
+    """The axes of both operands of a `dot_general`, ragged or not, or a convolution.
+
+    The groups of the right operand of a ragged one count as a batch there."""
     if (numbers := dot_numbers(params)) is None:
         return _axes_of_convolution(params["dimension_numbers"])
+    if "ragged_dot_dimension_numbers" in params:
+        return _axes_of_groups(params["ragged_dot_dimension_numbers"], ndims)
     contracted, batch = numbers
     free = [rest(tuple(range(ndims[i])), (*contracted[i], *batch[i])) for i in range(2)]
     starts = (len(batch[0]), len(batch[0]) + len(free[0]))
@@ -75,6 +79,27 @@ def operand_axes(params: dict[str, Any], ndims: tuple[int, int]) -> tuple[Axes, 
 def site_axes(site: Site) -> tuple[Axes, Axes]:
     """The axes of both operands of the contraction at hand."""
     return operand_axes(site.params, (site.avals[0].ndim, site.avals[1].ndim))
+
+
+def _axes_of_groups(numbers: Any, ndims: tuple[int, int]) -> tuple[Axes, Axes]:
+    groups = (), tuple(numbers.rhs_group_dimensions)
+    contracted, batch = numbers.dot_dimension_numbers
+    # A result that has a matrix for each group has them along its first axis.
+    to = int(numbers.lhs_ragged_dimensions[0] in contracted[0])
+    batched = [(axis, to + n) for n, axis in enumerate(batch[0])]
+    to += len(batched)
+    both = []
+    for i in range(2):
+        others = (*contracted[i], *batch[i], *groups[i])
+        free = rest(tuple(range(ndims[i])), others)
+        there = [
+            (axis, place) for axis, (_, place) in zip(batch[i], batched, strict=True)
+        ]
+        kept = (*there, *((axis, to + n) for n, axis in enumerate(free)))
+        both.append(Axes(tuple(contracted[i]), kept, (*groups[i], *batch[i])))
+        to += len(free)
+    lhs, rhs = both
+    return lhs, rhs
 
 
 def _axes_of_convolution(numbers: Any) -> tuple[Axes, Axes]:
@@ -107,9 +132,11 @@ def matmul_sizes(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | 
     lhs, rhs = shapes[:2]
     if (numbers := dot_numbers(params)) is not None:
         contracted, batch = numbers
+        ragged = params.get("ragged_dot_dimension_numbers")
+        groups = getattr(ragged, "rhs_group_dimensions", ())
         lengths = (
             rest(lhs, (*contracted[0], *batch[0])),
-            rest(rhs, (*contracted[1], *batch[1])),
+            rest(rhs, (*contracted[1], *batch[1], *groups)),
             at(lhs, contracted[0]),
         )
     else:

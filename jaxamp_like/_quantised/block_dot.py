@@ -23,7 +23,7 @@ _ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands
 
 
 def contraction_of_blocks(
-    made: RoundedContraction, *, dtype: DType, format: str, emulate: bool
+    made: RoundedContraction, dtype: DType, format: str, emulate: bool
 ) -> Any:
     """A `dot_general` of operands in blocks.
 
@@ -61,6 +61,26 @@ def contraction_of_blocks(
         lengths = [x.shape[axis] for axis in some]
         out = out.reshape(*out.shape[:place], *lengths, *out.shape[place + 1 :])
     return out
+
+
+def turned_contraction_of_blocks(
+    made: RoundedContraction, dtype: DType, format: str, emulate: bool
+) -> Any:
+    """The same, made as a contraction of the right operand with the left one.
+
+    XLA swaps the operands of a `dot_general` where a transpose follows, and so leaves
+    the transpose out. It does not for blocks: where one follows here, the two
+    transposes cancel out."""
+    lhs, rhs = made.axes
+    operands, numbers, axes = (
+        x[::-1] for x in (made.operands, made.numbers, made.axes)
+    )
+    swapped = made._replace(operands=operands, numbers=numbers, axes=axes)
+    out = contraction_of_blocks(swapped, dtype, format, emulate)
+    batch, right = len(lhs.batch), len(rhs.free)
+    order = [*range(out.ndim)]
+    first, last = order[batch : batch + right], order[batch + right :]
+    return out.transpose(*order[:batch], *last, *first)
 
 
 def _run(

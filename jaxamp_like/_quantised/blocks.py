@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,24 @@ def restored_rows(values: Any, scales: Any) -> Any:
     return values.astype(_FLOAT32) * jnp.repeat(scales.astype(_FLOAT32), size, axis=-1)
 
 
+class BlockRounding(Protocol):
+    """How an array is rounded to blocks: a named tuple."""
+
+    @property
+    def size(self) -> int:
+        """How many numbers share a scale."""
+        ...
+
+    @property
+    def axes(self) -> Axes: ...
+
+    def along(self, axes: Axes) -> "BlockRounding": ...
+
+    def batched(self, ndim: int) -> "BlockRounding": ...
+
+    def __call__(self, x: Any) -> Blocks: ...
+
+
 class PowerOfTwoBlocks(NamedTuple):
     """How an array is rounded to float8, with a power of two for each block.
 
@@ -95,7 +113,9 @@ class PowerOfTwoBlocks(NamedTuple):
     def __call__(self, x: Any) -> Blocks:
         blocks, axes = _in_blocks(x, self.axes, self.size)
         largest = np.float32(jnp.finfo(self.dtype).max)
-        amax = largest_magnitude(blocks, axes.summed[1:], keepdims=True)
+        # XLA may lose a NaN here (see `_magnitudes`), whose number in float8 is NaN all
+        # the same. XLA for GPUs reads a maximum of integers from a transposed copy.
+        amax = jnp.max(jnp.abs(blocks), axes.summed[1:], keepdims=True, initial=0)
         amax = amax.astype(_FLOAT32)
         exponents = _exponents(amax, largest, self.rounds_up)
         # A power of two of normal size: bfloat16 is scaled as exactly as float32.
@@ -197,6 +217,9 @@ class TensorScaledBlocks(NamedTuple):
 
 
 _E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the formats
+
+
+BLOCK_ROUNDINGS = PowerOfTwoBlocks, TensorScaledBlocks
 
 
 def _largest_of_rows(amax: Any, size: int) -> Any:

@@ -29,9 +29,11 @@ from .stored import ROUNDED
 
 
 def transposable(
-    fn: Callable[..., Any], passes: Sequence[CastPass]
+    fn: Callable[..., Any], passes: Sequence[CastPass], rest: int = 0
 ) -> Callable[..., Any]:
     """`fn(lhs, rhs, ...)`, transposed by `passes`, one for each operand.
+
+    The passes also read as many further operands as `rest` says.
 
     `fn` is jitted, and so one equation. Its result gets no cotangent, so that a
     transpose leaves that equation out."""
@@ -39,7 +41,7 @@ def transposable(
 
     def call(lhs, rhs, *more):
         value = program(lhs, rhs, *more)
-        return RESULT_OF.bind(value, lhs, rhs, passes=tuple(passes))
+        return RESULT_OF.bind(value, lhs, rhs, *more[:rest], passes=tuple(passes))
 
     return call
 
@@ -72,9 +74,10 @@ def _run(value: Any, *_: Any, passes: Any) -> Any:
 def _jvp(primals: Any, tangents: Any, *, passes: Any) -> Any:
     value, *operands = primals
     out = RESULT_OF.bind(*primals, passes=passes)
+    rest = operands[2:]
     moves = [
-        cast(passes[i](t, operands[1 - i]), value.dtype)
-        for i, t in enumerate(tangents[1:])
+        cast(passes[i](t, operands[1 - i], *rest), value.dtype)
+        for i, t in enumerate(tangents[1:3])
         if not isinstance(t, Zero)
     ]
     return out, sum(moves[1:], moves[0]) if moves else Zero(jax.typeof(value))
@@ -84,7 +87,8 @@ def _transpose(ct: Any, value: Any, *operands: Any, passes: Any) -> Any:
     cts = [Zero(x.aval) if is_linear_operand(x) else None for x in (value, *operands)]
     i = next(i for i in (0, 1) if is_linear_operand(operands[i]))
     if not isinstance(ct, Zero):
-        cts[1 + i] = pulled_back(passes[i], operands[i].aval, ct, operands[1 - i])
+        others = operands[1 - i], *operands[2:]
+        cts[1 + i] = pulled_back(passes[i], operands[i].aval, ct, *others)
     return cts
 
 
@@ -96,9 +100,11 @@ def _batch(args: Any, dims: Any, *, passes: Any) -> Any:
         value = jnp.broadcast_to(value, (size, *value.shape))
     else:
         value = jnp.moveaxis(value, at, 0)
-    lhs, rhs = passes
-    mapped = lhs.mapped(operands, ats)[0], rhs.mapped(operands[::-1], ats[::-1])[0]
-    return RESULT_OF.bind(value, *operands, passes=mapped), 0
+    mapped = [
+        made.mapped(*([one[i], one[1 - i], *one[2:]] for one in (operands, ats)))[0]
+        for i, made in enumerate(passes)
+    ]
+    return RESULT_OF.bind(value, *operands, passes=tuple(mapped)), 0
 
 
 RESULT_OF = new_primitive(

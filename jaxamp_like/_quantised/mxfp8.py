@@ -69,8 +69,10 @@ def mxfp8(
     backward pass keeps is in the compute dtype.
 
     Quantised are `dot_general`s with any batch and contracted axes; a sum whose length
-    is no multiple of 32 is padded with zeros, which changes nothing. Convolutions,
-    ragged products, and what `float8` leaves to the compute dtype too, are left to it.
+    is no multiple of 32 is padded with zeros, which changes nothing. So are
+    convolutions whose windows don't overlap and that pad nothing. Other convolutions,
+    ragged products (unless `emulate` is set), and what `float8` leaves to the compute
+    dtype too, are left to it.
     On devices without native kernels the contraction is made in the compute dtype (on
     older GPUs, of the rounded numbers, as XLA restores them).
 
@@ -85,7 +87,8 @@ def mxfp8(
             large for some blocks, whose largest numbers saturate.
         weight_gradient: "compute" makes it of operands in the compute dtype.
         emulate: whether devices other than NVIDIA's GPUs compute with the rounded
-            numbers, in float32: slow, and for studies and tests.
+            numbers, in float32, and all devices do in ragged products: slow, and for
+            studies and tests.
         where: as for `float8`.
         leave: as for `float8`.
         parameters_only: as for `float8`.

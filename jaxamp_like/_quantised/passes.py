@@ -61,12 +61,15 @@ class RoundedContraction(NamedTuple):
         fn: the contraction, a function of two arrays and of a hook (`as_it_is`).
         operands: both as they were before, for devices that have no such format.
         numbers: both as they were rounded.
-        axes: of both, by which scales are laid along the result."""
+        axes: of both, by which scales are laid along the result.
+        is_gradient: whether JAX moves the axes of the result to those of the operand
+            that it is the gradient of."""
 
     fn: Bilinear
     operands: Sequence[Any]
     numbers: Sequence[Any]
     axes: Sequence[Axes]
+    is_gradient: bool = False
 
 
 Product = Callable[[RoundedContraction], Any]
@@ -86,7 +89,8 @@ class RoundingPass(Pass):
             axes of a mesh. `decide` doesn't see those over which examples of a `vmap`
             lie, and the gradient of what the examples share sums over them.
         given_for: which contraction the values and scales of the other operand are laid
-            out for, if they are given beside it: this one or its transpose."""
+            out for, if they are given beside it: this one or its transpose. This one is
+            then the gradient itself."""
 
     roundings: tuple[Rounding, Rounding]
     product: Product
@@ -99,7 +103,7 @@ class RoundingPass(Pass):
         given = numbers[1 - self.moving] if numbers else None
         if not isinstance(given, ForEachPass):
             return super().residuals(operands, numbers)
-        return [operands[1 - self.moving], given.gradient.values, given.gradient.scales]
+        return [operands[1 - self.moving], *jax.tree.leaves(given.gradient)]
 
     def __call__(self, moving: Any, *others: Any) -> Any:
         other, *given = others
@@ -127,14 +131,16 @@ class RoundingPass(Pass):
         for i, one in enumerate(axes):
             both.append(constant(operands[i]))
             if given and i != moving:
-                values, scales = given
-                numbers.append(Blocks(values, scales, None, operands[i].shape, one))
+                values, scales, *tensor = given
+                scale = tensor[0] if tensor else None
+                numbers.append(Blocks(values, scales, scale, operands[i].shape, one))
             else:
                 numbers.append(self.roundings[i != moving].along(one)(both[i]))
-        return self.product(RoundedContraction(fn, both, numbers, axes))
+        is_gradient = self.given_for == "itself"
+        return self.product(RoundedContraction(fn, both, numbers, axes, is_gradient))
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
-        fn = _transposed(self, [moving, others[0]])
+        fn = transposed_of(self, [moving, others[0]])
         given_for = _GIVEN_FOR_TRANSPOSE[self.given_for]
         made = dataclasses.replace(self, fn=fn, given_for=given_for)
         return straight_through(made)
@@ -182,7 +188,7 @@ class SavedRoundedPass(Pass):
         _refuse()
 
     def transposed(self, moving: Any, *others: Any) -> Callable[..., Any]:
-        fn, before = _transposed(self, [moving, others[0]]), not self.before
+        fn, before = transposed_of(self, [moving, others[0]]), not self.before
         return straight_through(dataclasses.replace(self, fn=fn, before=before))
 
     def mapped(
@@ -210,8 +216,9 @@ def _in_compute_dtype(made: Pass) -> Any:
     return by_casts((made.low, made.low), made.low)
 
 
-def _transposed(made: Pass, avals: Sequence[Any]) -> Bilinear:
-    avals = [in_dtype(aval, made.low) for aval in avals]
+def transposed_of(made: Pass, avals: Sequence[Any]) -> Bilinear:
+    """The contraction of a pass, transposed; `avals` are those of all that it reads."""
+    avals = [*(in_dtype(aval, made.low) for aval in avals[:2]), *avals[2:]]
     return transposed(made.fn, avals, _in_compute_dtype(made))
 
 

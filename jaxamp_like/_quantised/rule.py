@@ -38,6 +38,8 @@ from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
+from .blocks import BLOCK_ROUNDINGS
+from .gathered import ForEachPass
 from .passes import (
     RoundedContraction,
     Rounding,
@@ -46,9 +48,6 @@ from .passes import (
     rounded_contraction,
 )
 from .worth import WORTH_IT
-
-QUANTISING = ("dot_general", "conv_general_dilated")
-"""The contractions that have 8-bit kernels: no ragged ones."""
 
 NO_PARAMETER = "no operand is a parameter"
 NOT_OF_PARAMETERS = f"{NO_PARAMETER}, or made of parameters alone"
@@ -77,6 +76,8 @@ class Quantising(Rule):
     leave: tuple[str, ...] = NO_HEADS
     parameters_only: bool = True
 
+    primitives: ClassVar[tuple[str, ...]] = ("dot_general", "conv_general_dilated")
+    """The contractions that it may quantise."""
     name: ClassVar[str]
     """The name that users know, also that of the function that makes its rules."""
     bits: ClassVar[int] = 8
@@ -231,7 +232,7 @@ class Quantising(Rule):
     def why_not(self, site: Site) -> str | None:
         """Why a contraction is not quantised, if it is not."""
         name = site.primitive.name
-        if name not in QUANTISING:
+        if name not in self.primitives:
             return f"there are no 8-bit kernels of {name}"
         shapes = [aval.shape for aval in site.avals]
         if not is_contraction(site.params, shapes):
@@ -353,6 +354,14 @@ class Prequantise(NamedTuple):
 
     def __call__(self, x: Any) -> Any:
         return jax.tree.map(constant, _made(constant(x), self.how))
+
+    def for_each_pass(self, x: Any) -> Any:
+        """See `Quantiser`. Gradients of other formats than blocks round by themselves.
+
+        What is made here and nobody reads, XLA leaves out."""
+        if self.for_gradient is None or not isinstance(self.how, BLOCK_ROUNDINGS):
+            return self(x)
+        return ForEachPass(self(x), Prequantise(self.for_gradient)(x))
 
 
 @functools.partial(jax.jit, static_argnums=1)

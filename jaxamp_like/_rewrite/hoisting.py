@@ -2,8 +2,10 @@
 
 A rule that quantises rounds a weight by itself, whatever it is contracted with. Where
 all iterations of a loop read the same weight, it is rounded once, before the loop; the
-slices of a stack of weights, of which each iteration reads one, all together. What is
-not made here is rounded where it is read, to the same numbers."""
+slices of a stack of weights, of which each iteration reads one, all together. If
+gradients read the weight in blocks along another axis, that is done here too, and the
+loop of the backward pass reads no weight in full. What is not made here is rounded
+where it is read, to the same numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -91,7 +93,7 @@ def _hoist_from_program(
                 continue
             if (atom, how) not in once:
                 with in_step_scope(step), eqn_context(step.eqn):
-                    once[atom, how] = how(values.read(step, i))
+                    once[atom, how] = how.for_each_pass(values.read(step, i))
             made[step, i] = once[atom, how]
         if passes_hoisted_weights(step):
             inner = _hoist_from_step(binder, step, values, entries_under(done, step))

@@ -18,7 +18,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 
@@ -130,6 +130,7 @@ class Fact(NamedTuple):
     exact_dtype: DType | None = None  # a lower dtype that holds the same numbers
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
+    is_transposed: bool = False  # a view whose last axis is not the last of the value
 
     @property
     def saved_dtype(self) -> DType | None:
@@ -220,6 +221,18 @@ class Site(NamedTuple):
         )
 
 
+class Quantiser(Protocol):
+    """How a contraction rounds an operand, if it needs no other operand for it."""
+
+    def __call__(self, x: Any) -> Any:
+        """The numbers that the contraction itself reads of `x`."""
+        ...
+
+    def for_each_pass(self, x: Any) -> Any:
+        """The same, with what a gradient reads of `x` if that is rounded otherwise."""
+        ...
+
+
 class EightBits(NamedTuple):
     """What a contraction of quantised operands is, for a report."""
 
@@ -247,8 +260,8 @@ class Decision(NamedTuple):
     eight_bits: EightBits | None = None  # of a contraction that is quantised
     # Whether cotangents are summed over devices low; `None`: if low has their range.
     sums_low: bool | None = None
-    # How `bind` rounds each operand, if it does and needs no other operand for it.
-    quantisers: tuple[Callable[[Any], Any] | None, ...] = ()
+    # How `bind` rounds each operand, if it does.
+    quantisers: tuple[Quantiser | None, ...] = ()
     # Of each operand, whether also its derivative reads only what it is rounded to.
     is_only_rounded: tuple[bool, ...] = ()
 

@@ -203,13 +203,20 @@ def _keep(site: Site, sources: Sequence[tuple[int, Fact | None]]) -> Decision:
         if is_placed:  # also if all devices are to hold all of it: that is a gather
             source = RematSource.SHARDED
         exact = fact.exact_dtype if name is None or name in MOVES else None
+        is_turned = name == "transpose" and _moves_last_axis(site.params)
         known = {
             "is_broadcast": is_broadcast,
             "constants": constants,
             "exact_dtype": exact,
+            "is_transposed": fact.is_transposed != is_turned,
         }
         outs.append(fact._replace(remat_source=source, **known))
     return Decision(reads, site.params, tuple(outs), "moves data unchanged")
+
+
+def _moves_last_axis(params: dict[str, Any]) -> bool:
+    order = params["permutation"]
+    return bool(order) and order[-1] != len(order) - 1
 
 
 def view_of(source: RematSource) -> RematSource:
