@@ -245,7 +245,7 @@ def refuses():
 def step():
     def loss(w, x):
         return jnp.sum(x @ w.T)  # the user's line
-    return jax.grad(amp(loss)), jnp.ones((4, 3)), jnp.ones((2, 4))
+    return jax.grad(amp(loss, compute_dtype="bfloat16")), jnp.ones((4, 3)), jnp.ones((2, 4))
 """
 CALLS = {
     "check": ("a.lock",),
