@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxamp_like import AmpWarning, default_amp_policy
-from jaxamp_like._certify.devices import described
+from jaxamp_like._hlo.devices import described
 from jaxamp_like._hlo.text import parse
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import mxfp8, nvfp4

@@ -30,7 +30,7 @@ from rich.table import Table
 from jaxamp_like import amp
 from jaxamp_like._certify.certificate import Certificate
 from jaxamp_like._certify.certify import compared
-from jaxamp_like._certify.devices import described
+from jaxamp_like._hlo.devices import described
 
 from .front import MODELS, load_record
 from .rewrite import add_section, make_table, versions

@@ -33,7 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxamp_like import amp, default_amp_policy
-from jaxamp_like._certify.devices import gpus, tpus
+from jaxamp_like._hlo.devices import gpus, tpus
 from jaxamp_like._hlo.text import Instruction, Module, Shape, parse
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8, mxfp8

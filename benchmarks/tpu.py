@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jaxamp_like._certify.devices import described
+from jaxamp_like._hlo.devices import described
 from jaxamp_like._hlo.text import Computation, Instruction, Module, parse
 
 from .checkpointed import CHECKPOINTED

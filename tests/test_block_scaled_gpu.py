@@ -9,8 +9,8 @@ from jax import lax
 
 from benchmarks import roofline
 from jaxamp_like import amp, certify
-from jaxamp_like._certify.devices import described, gpus
 from jaxamp_like._hlo import text as hlo
+from jaxamp_like._hlo.devices import described, gpus
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import mxfp8, nvfp4
 

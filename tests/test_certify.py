@@ -19,7 +19,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxamp_like import AmpError, amp, certify, default_amp_policy
-from jaxamp_like._certify import devices
 from jaxamp_like._certify.certify import compared
 from jaxamp_like._certify.drifts import (
     ADDED,
@@ -36,7 +35,7 @@ from jaxamp_like._certify.drifts import (
     WRITTEN_WIDE,
 )
 from jaxamp_like._certify.places import named
-from jaxamp_like._hlo import graph
+from jaxamp_like._hlo import devices, graph
 from jaxamp_like._hlo.text import parse
 from jaxamp_like.rules import use_original_precision
 

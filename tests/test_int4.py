@@ -23,7 +23,7 @@ from jaxamp_like import (
     load,
     trace_numerics,
 )
-from jaxamp_like._certify.devices import described
+from jaxamp_like._hlo.devices import described
 from jaxamp_like._hlo.text import parse
 from jaxamp_like._quantised.axes import Axes
 from jaxamp_like._quantised.int4 import AsInt4

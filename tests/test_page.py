@@ -54,7 +54,7 @@ WIDE = 2 * (dataclasses.replace(KEPT, stored="float32", size=2**21, drift="kept 
 def page_path(tmp_path_factory):
     policy = default_amp_policy | {"layer_1": "float32"}
     gradient = jax.grad(amp(loss, **BF16))
-    report = explain(gradient)(*ARGS)
+    report = explain(gradient, compile=True)(*ARGS)
     other = explain(jax.grad(amp(loss, amp_policy=policy, **BF16)))(*ARGS)
     path = tmp_path_factory.mktemp("pages") / "new folder" / "page.html"
     numerics = trace_numerics(gradient)(*ARGS)
@@ -105,6 +105,21 @@ def test_it_shows_everything_and_fits(page):
     size = "parseFloat(getComputedStyle(document.querySelector('td')).fontSize)"
     assert page.evaluate(size) >= 12
     assert page.locator("table.code tr.low").count() > 0
+
+
+@pytest.mark.rest
+def test_it_tells_the_memory_of_the_call(page):
+    told = page.locator("#memory").inner_text()
+    assert "What one call of the function takes; compiled for " in told
+    rows = zip(
+        column(page, "#memory", "memory of"),
+        column(page, "#memory", "now"),
+        strict=True,
+    )
+    found = dict(rows)
+    assert found["argument: w"] == found["gradients"] == "256 B"
+    assert found["argument: x"] == "128 B"
+    assert found.keys() >= {"saved for backward", "results", "temporaries", "in all"}
 
 
 @pytest.mark.rest

@@ -7,9 +7,9 @@ from others), `marks` (where a program might round), `choosing` (an input says w
 marks do round), `costs`, `groups` (what is decided together), `prices`, `search`,
 `survey` (the contractions of a program), `sizes` (which sizes of theirs a policy may go
 by), `program` (all of this), `runs` (passes, each remembered in `state`), `policies`
-(choices as a policy), `records`, `chart` and `result` (what was found), `trials` (what
-the user is told), `deciding` (what is tried, and in which order), `progress`,
-`calibrate`."""
+(choices as a policy), `kept` (the bytes that one keeps), `records`, `chart` and
+`result` (what was found), `trials` (what the user is told), `deciding` (what is tried,
+and in which order), `progress`, `calibrate`."""
 
 from .budget import Budget as Budget
 from .calibrate import calibrate as calibrate

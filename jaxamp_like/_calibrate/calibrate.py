@@ -9,12 +9,17 @@ from .._errors import AmpError, showing_call
 from .._reports.versions import versions
 from .._rules.user_rules import is_integer, is_number
 from .budget import Budget
-from .candidates import Candidate, as_candidates
+from .candidates import Candidate, as_candidates, compute_of
 from .costs import H200, Device
 from .deciding import Deciding
 from .fingerprint import of_points, of_program
 from .groups import GRANULARITIES, Granularity
-from .measured_function import as_batches, measured_function, points_of
+from .measured_function import (
+    MeasuredFunction,
+    as_batches,
+    measured_function,
+    points_of,
+)
 from .prices import OBJECTIVES, Objective, Profile
 from .program import Program
 from .progress import with_progress
@@ -29,7 +34,7 @@ def calibrate(
     batches: Iterable[tuple[Any, ...]],
     *,
     budget: float | Budget,
-    candidates: Sequence[Any] = ("bfloat16",),
+    candidates: Sequence[Any] | None = None,
     objective: Objective = "flops",
     granularity: Granularity = "scope",
     held_out: Iterable[tuple[Any, ...]] | None = None,
@@ -62,10 +67,15 @@ def calibrate(
             "float16", "float8" and "int8". The last two are the rules
             `float8(where=None)` and `int8(where=None)`, beside the first 16-bit
             candidate as compute dtype (bfloat16, if there is none); a contraction that
-            these rules leave alone never gets them.
+            these rules leave alone never gets them. "bfloat16+int8" computes in
+            bfloat16, and what a scope keeps for its backward pass is kept in int8, as
+            by `saving_low`; "+float8_e4m3fn" (or "+float8") and "+float8_e5m2" are for
+            its other formats. By default "bfloat16", and for the objective "memory",
+            decided by scope, "bfloat16+int8" too.
         objective: what is to be saved: "flops" (those of contractions, weighted by the
-            bits of their operands), "bytes" (those kept for the backward pass) or
-            "time" (on `device`).
+            bits of their operands), "bytes" (those that contractions keep for the
+            backward pass), "time" (on `device`) or "memory": all that is kept for the
+            backward pass, counted in the program that a policy makes.
         granularity: what is decided together: the contractions in one "scope" (the
             path of `jax.named_scope`s), of one "primitive", or an "equation": those
             of one scope, primitive and shape of operands, where sizes that come from
@@ -114,6 +124,9 @@ def calibrate(
     Sensitivities of single parts, measured by switching them to low precision one at a
     time, are due to Dong et al., "HAWQ" (arXiv:1905.03696), and Micikevicius et al.,
     "Mixed Precision Training" (arXiv:1710.03740), section 3."""
+    if candidates is None:
+        is_low = objective == "memory" and granularity == "scope"
+        candidates = ("bfloat16", "bfloat16+int8") if is_low else ("bfloat16",)
     lows = _checked(
         candidates, objective, granularity, loss_scale, perturbation, max_passes, seed
     )
@@ -125,6 +138,7 @@ def calibrate(
         half = len(tuples) // 2
         tuples, checks = (tuples[:-half], tuples[-half:]) if half else (tuples, tuples)
     subject = measured_function(fn, tuples[0], argnums, loss_scale, budget)
+    _check_kept(lows, granularity, objective, subject)
     points, checks = points_of(subject.call, tuples, checks, perturbation, seed)
     settings = {
         "budget": repr(subject.budget),
@@ -151,6 +165,33 @@ def calibrate(
             raise
         remembered.clear()
         return found
+
+
+def _check_kept(
+    lows: Sequence[Candidate],
+    granularity: str,
+    objective: str,
+    subject: MeasuredFunction,
+) -> None:
+    """Raises an error if nothing could be said of what is kept for a backward pass."""
+    keeping = [one.name for one in lows if one.saves is not None]
+    if keeping and granularity != "scope":
+        raise ValueError(
+            f"`candidates` names {keeping[0]!r}, and how values are kept is decided by "
+            f"scope, but `granularity` is {granularity!r}. Leave `granularity` out, or "
+            f"name {compute_of(keeping[0])!r}."
+        )
+    if (keeping or objective == "memory") and not subject.differentiates:
+        what = (
+            f"`candidates` names {keeping[0]!r}"
+            if keeping
+            else "`objective` is 'memory'"
+        )
+        raise ValueError(
+            f"{what}, which is about the backward pass, but `budget` limits no "
+            f"gradients: {subject.budget!r}. Limit them, as by "
+            "`Budget(gradients=0.01)`."
+        )
 
 
 def _checked(

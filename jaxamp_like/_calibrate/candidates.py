@@ -9,12 +9,14 @@ from .._dtypes import DType, did_you_mean, full_name, is_float
 from .._quantised import FORMATS
 from .._quantised.rule import Quantising
 from .._rules import Site, why_as_written
+from .._rules.low_bits import FORMATS as KEPT_FORMATS, SHORT_FORMATS, LowBits
+from .._rules.saving_low import SavingLowBits
 
 # Small contractions are quantised too: prices tell the gain, measurements the error.
 EIGHT_BITS: dict[str, Quantising] = {
     name: FORMATS[name](where=None) for name in sorted(FORMATS)
 }
-_NAMES = ("bfloat16", "float16", *EIGHT_BITS)
+_NAMES = ("bfloat16", "float16", *EIGHT_BITS, "bfloat16+int8", "float16+int8")
 
 FULL = "float32"  # the name for what stays as written
 
@@ -25,11 +27,13 @@ class Candidate(NamedTuple):
     Args:
         name: what users, tables and prices call it.
         compute: the compute dtype of a policy with this candidate.
-        rule: the rule for contractions of 8-bit operands; `None` for a dtype."""
+        rule: the rule for contractions of 8-bit operands; `None` for a dtype.
+        saves: how values are kept for the backward pass, if in 8 bits."""
 
     name: str
     compute: DType
     rule: Quantising | None = None
+    saves: LowBits | None = None
 
     def quantises(self, site: Site) -> bool:
         """Whether a contraction has operands of 8 bits with this candidate."""
@@ -51,12 +55,10 @@ def as_candidates(given: Any) -> tuple[Candidate, ...]:
     if isinstance(given, str) or not isinstance(given, Sequence):
         given = (given,)
     named = [_known(one) for one in given]
-    dtypes = [one for one in named if not isinstance(one, str)]
+    dtypes = [one.compute for one in named if isinstance(one, Candidate)]
     compute = dtypes[0] if dtypes else jnp.dtype(jnp.bfloat16)
     found = tuple(
-        Candidate(one, compute, EIGHT_BITS[one])
-        if isinstance(one, str)
-        else Candidate(one.name, one)
+        one if isinstance(one, Candidate) else Candidate(one, compute, EIGHT_BITS[one])
         for one in named
     )
     if not found or len(set(found)) < len(found):
@@ -67,8 +69,13 @@ def as_candidates(given: Any) -> tuple[Candidate, ...]:
     return found
 
 
-def _known(one: Any) -> str | DType:
-    """An 8-bit candidate by its name, or a dtype.
+def compute_of(name: str) -> str:
+    """The dtype that a candidate computes in which is named "bfloat16+int8" or so."""
+    return name.partition("+")[0]
+
+
+def _known(one: Any) -> str | Candidate:
+    """A candidate, or the name of one whose contractions read 8 bits.
 
     Raises:
         TypeError: it is a rule, or no floating dtype of 16 bits or more.
@@ -80,6 +87,13 @@ def _known(one: Any) -> str | DType:
             f"`candidates` holds the rule `{one!r}`. Name it: {name!r} stands for "
             f"`{rule!r}`{also}."
         )
+    if isinstance(one, SavingLowBits):
+        raise TypeError(
+            f"`candidates` holds the rule that keeps values in {one.format}. Name the "
+            f"dtype to compute in beside it: 'bfloat16+{one.format}'."
+        )
+    if isinstance(one, str) and "+" in one:
+        return _keeping(one)
     name = _name_of(one)
     if name in EIGHT_BITS:
         return name
@@ -103,7 +117,28 @@ def _known(one: Any) -> str | DType:
             f"`candidates` names {name}, which is no low precision: what stays as "
             "written is considered anyway. Name 'bfloat16' or 'float16'."
         )
-    return dtype
+    return Candidate(dtype.name, dtype)
+
+
+def _keeping(name: str) -> Candidate:
+    """The candidate "bfloat16+int8", or another that keeps values in 8 bits.
+
+    Raises:
+        TypeError, ValueError: it is none."""
+    given, _, format = name.partition("+")
+    inner = _known(given)
+    format = SHORT_FORMATS.get(format, format)
+    if isinstance(inner, str) or format not in KEPT_FORMATS:
+        formats = (*SHORT_FORMATS, *KEPT_FORMATS)
+        known = ", ".join(map(repr, formats))
+        raise ValueError(
+            f"`candidates` names {name!r}. Before the plus stands the dtype to compute "
+            "in, 'bfloat16' or 'float16', and after it the format in which values are "
+            f"kept for the backward pass, one of {known}: 'bfloat16+int8'."
+            + did_you_mean(format, formats)
+        )
+    name = f"{inner.name}+{format}"
+    return Candidate(name, inner.compute, saves=LowBits(format))
 
 
 def _name_of(one: Any) -> str | None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from .candidates import EIGHT_BITS
+from .._rules.low_bits import BLOCK
+from .candidates import EIGHT_BITS, compute_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _width(name: str) -> int:
     """Bits of a dtype, or of a candidate."""
     if name in EIGHT_BITS:
         return EIGHT_BITS[name].bits
-    return 8 * jnp.dtype(name).itemsize
+    return 8 * jnp.dtype(compute_of(name)).itemsize
 
 
 H200 = Device(
@@ -96,7 +97,10 @@ class ContractionCost(NamedTuple):
         """Bytes kept for the backward pass.
 
         Operands are kept in 8 bits only if the candidate's rule keeps them rounded, and
-        results never."""
+        results never. Candidates such as "bfloat16+int8" keep both so."""
+        if compute_of(name) != name:
+            bits = 8 + 16 / BLOCK  # a scale for each block
+            return (self.saved_read + self.saved_made) * bits / 8
         rest = max(self.bits(name), 16)
         is_kept = name in EIGHT_BITS and EIGHT_BITS[name].keeps_rounded
         read = self.bits(name) if is_kept else rest

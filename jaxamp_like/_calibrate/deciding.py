@@ -146,7 +146,7 @@ class Deciding:
     # Some groups low.
 
     def _some_low(self) -> Calibration:
-        ranking = Ranking(self._sensitivities(), self.trials.prices)
+        ranking = Ranking(self._sensitivities(), self.trials.prices_alone)
         limit = 1 / max(self.scale, 1.0)
         for _ in range(ATTEMPTS):
             choices, error = self._joint(ranking, limit)
@@ -154,11 +154,25 @@ class Deciding:
                 break
             policy = self._policy(choices)
             found = self._certified(choices, policy, ranking)
+            missed = self.trials.tried[-1].error
+            found = found or self._kept_in_16_bits(choices, ranking)
             if found is not None:
                 told = filter(None, [unscaled(self.program)])
                 return replace(found, notes=(*found.notes, *told))
-            limit = _within(limit, error, self.trials.tried[-1].error)
+            limit = _within(limit, error, missed)
         return self._nothing_low(ranking)
+
+    def _kept_in_16_bits(
+        self, choices: Choices, ranking: Ranking
+    ) -> Calibration | None:
+        """The same with nothing kept in 8 bits, if that meets the budget.
+
+        It errs less and saves most of the memory. A search with a smaller limit might
+        take fewer groups than it."""
+        plain = self.program.kept_in_16_bits(choices)
+        if plain == choices or self._measure(plain) > 1:
+            return None
+        return self._certified(plain, self._policy(plain), ranking)
 
     def _sensitivities(self) -> list[list[float]]:
         """The error of each group alone, by group, then by candidate.
@@ -239,12 +253,20 @@ class Deciding:
     # Measuring.
 
     def _measure(self, choices: Choices, point: Point | None = None) -> float:
-        """The error if contractions round by `choices`, in budgets."""
+        """The error if contractions round by `choices`, in budgets.
+
+        What norms and activations make of values that are kept in 8 bits is no matter
+        of contractions: there the policy itself is compiled and run."""
         point = point or self.points[0]
-        error = self.runs.chosen(choices, point).over(self.budget)
+        is_real = self.program.keeps_low(choices)
+        if is_real:
+            found = self.runs.mixed(self._policy(choices), digits(choices), point)
+        else:
+            found = self.runs.chosen(choices, point)
+        error = found.over(self.budget)
         if point is self.points[0]:
             self._remember(choices, error)
-        self.trials.remember(choices, error, is_real=False)
+        self.trials.remember(choices, error, is_real=is_real)
         return error
 
     def _remember(self, choices: Choices, error: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._jax import Primitive
-from .._policies.dictionary import default_amp_policy
+from .._policies.dictionary import AMP_DEFAULT, default_amp_policy
 from .._policies.frozen import normal_key
 from .._policies.measured import Measured
 from .._policies.named import Policy
@@ -16,8 +16,10 @@ from .._quantised.rule import QUANTISING
 from .._rules import Rule, use_precision
 from .._rules.by_shapes import ByShapes
 from .._rules.contracting import Contract
+from .._rules.low_bits import LowBits
+from .._rules.saving_low import SavingLowBits
 from .._rules.storing import compute_in_full
-from .candidates import EIGHT_BITS, FULL, Candidate
+from .candidates import EIGHT_BITS, FULL, Candidate, compute_of
 from .marks import Contraction
 from .program import Program
 from .search import Choices
@@ -57,7 +59,9 @@ class Writer:
             scopes.setdefault(one.scope, {})[one] = name
         usual = Counter(names.values()).most_common(1)[0][0] if names else FULL
         kinds = {(one.primitive, name) for one, name in names.items()}
-        if len(kinds) == len({primitive for primitive, _ in kinds}):
+        kept = {self._saves(name) for name in names.values()}
+        is_by_primitive = len(kinds) == len({primitive for primitive, _ in kinds})
+        if is_by_primitive and len(kept) <= 1:
             return self._of_scope(names, usual)
         default = self._of_scope(scopes.pop((), {}), usual)
         wanted = {scope: self._of_scope(some, None) for scope, some in scopes.items()}
@@ -80,6 +84,11 @@ class Writer:
         count = Counter(names.values())
         if usual is None or (count and usual not in count):
             usual = count.most_common(1)[0][0]
+        if (saves := self._saves(usual)) is not None:
+            # Such candidates are for whole scopes: all in it has the same.
+            policy = Policy(compute_of(usual))
+            rule = SavingLowBits(saves.format, saves.block)
+            return replace(policy, rules={AMP_DEFAULT: rule})
         computes = [self._by_name[name].compute for name in count if name in EIGHT_BITS]
         if usual == FULL and computes:
             usual = computes[0].name  # 8-bit rules need a low compute dtype beside them
@@ -123,6 +132,10 @@ class Writer:
             for one in contractions
         )
         return replace(policy, measured=found)
+
+    def _saves(self, name: str) -> LowBits | None:
+        """How values are kept with a candidate, if in 8 bits."""
+        return None if name == FULL else self._by_name[name].saves
 
     @property
     def primitives(self) -> Mapping[str, Primitive]:

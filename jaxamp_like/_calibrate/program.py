@@ -51,6 +51,25 @@ class Program:
         """All groups as written."""
         return (0,) * len(self.groups)
 
+    def keeps_low(self, choices: Choices) -> bool:
+        """Whether any group keeps values in 8 bits under `choices`.
+
+        Then the error is that of the policy, and not of roundings at contractions."""
+        return any(c and self.candidates[c - 1].saves for c in choices)
+
+    def kept_in_16_bits(self, choices: Choices) -> Choices:
+        """The same choices, where they can be had without values kept in 8 bits."""
+
+        def plain(choice: int) -> int:
+            if not choice:
+                return choice
+            low = self.candidates[choice - 1]
+            other = Candidate(low.compute.name, low.compute)
+            is_known = low.saves is not None and other in self.candidates
+            return 1 + self.candidates.index(other) if is_known else choice
+
+        return tuple(map(plain, choices))
+
     def takers(self, candidate: Candidate) -> list[int]:
         """The groups that may have a candidate."""
         return [i for i, one in enumerate(self.groups) if one.may_have(candidate)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
+from .._reports.data.units import human_bytes
 from .._reports.extras import need
 from .._reports.page.data import table
 from .._reports.page.page import render, write_page
@@ -39,7 +40,10 @@ class Calibration:
         compilations: how many programs were compiled for that.
         versions: the versions of packages, and the device.
         seconds: how long the passes took, without compilation. Two calibrations that
-            differ in this alone are equal."""
+            differ in this alone are equal.
+        saved: for the objective "memory", the bytes that are kept for the backward pass
+            "as written", under the "default" policy (in the first 16-bit candidate) and
+            as "chosen"; empty for others."""
 
     policy: Policy | PolicyMap
     budget: Budget
@@ -56,6 +60,7 @@ class Calibration:
     compilations: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
+    saved: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kept_full(self) -> tuple[Decided, ...]:
@@ -85,6 +90,9 @@ class Calibration:
             f"held out: {found}; {met} {self.budget!r}",
             f"{self.passes} passes, {self.compilations} compilations",
         ]
+        if self.saved:
+            sizes = [f"{human_bytes(n)} {how}" for how, n in self.saved.items()]
+            rows.insert(1, f"saved for the backward pass: {', '.join(sizes)}")
         if len(self.candidates) > 1:
             count = Counter(group.dtype for group in self.groups)
             low_ones = [f"{n} in {dtype}" for dtype, n in count.most_common()]
@@ -176,8 +184,18 @@ class Calibration:
             ("low", f"{self.low_share:.1%}", "of the contractions' FLOPs"),
             ("groups", f"{low} of {len(self.groups)}", "in low precision"),
             *errors,
+            *self._saved_tile(),
             ("cost", f"{self.passes} passes", f"{self.compilations} compilations"),
         ]
+
+    def _saved_tile(self) -> list[tuple[str, str, str]]:
+        if not self.saved:
+            return []
+        chosen, default, written = (
+            human_bytes(self.saved[how]) for how in ("chosen", "default", "as written")
+        )
+        note = f"default {default}, as written {written}"
+        return [("saved for the backward pass", chosen, note)]
 
 
 def _plain(value: Any) -> Any:

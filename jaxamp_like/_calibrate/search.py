@@ -119,7 +119,7 @@ class Ranking:
 
     def total_gain(self, choices: Choices) -> float:
         """How much of the cost `choices` save."""
-        return sum(self._gain(i, 0, choice) for i, choice in enumerate(choices))
+        return self.prices.of([0] * len(choices)) - self.prices.of(choices)
 
 
 def search(

@@ -14,6 +14,7 @@ from .._reports.versions import versions
 from .budget import Budget, Errors
 from .candidates import FULL
 from .costs import Device
+from .kept import KeptBytes
 from .prices import Prices, Profile, prices
 from .program import Program
 from .records import Decided, Tried, show_error
@@ -44,12 +45,37 @@ class Trials:
         return self.runs.program
 
     @functools.cached_property
+    def kept(self) -> KeptBytes:
+        return KeptBytes(self.program)
+
+    @functools.cached_property
     def prices(self) -> Prices:
         groups, lows = self.program.groups, self.program.candidates
-        return prices(groups, lows, self.objective, self.device)
+        return prices(groups, lows, self.objective, self.device, self.kept.of)
+
+    @property
+    def prices_alone(self) -> Prices:
+        """What groups cost if each is low alone, by which they are ranked.
+
+        What a scope keeps in full is more than what its contractions read and make, so
+        for the objective "memory" it is counted in the program."""
+        if self.objective != "memory":
+            return self.prices
+        program, lows = self.program, range(1, 1 + len(self.program.candidates))
+
+        def alone(i: int, choice: int) -> int:
+            is_fine = program.groups[i].may_have(program.candidates[choice - 1])
+            choices = [*program.nothing]
+            choices[i] = choice * is_fine
+            return self.kept.of(tuple(choices))
+
+        numbers = range(len(program.groups))
+        full = [float(self.kept.of(program.nothing)) for _ in numbers]
+        low = [[float(alone(i, choice)) for choice in lows] for i in numbers]
+        return Prices(full, low, self.kept.of)
 
     def remember(self, choices: Choices, error: float, is_real: bool) -> None:
-        full = sum(self.prices.full)
+        full = self.prices.of(self.program.nothing)
         cost = self.prices.of(choices) / full if full else 0.0
         one = Tried(self.describe(choices), cost, error, is_real)
         if one not in self.tried:
@@ -110,7 +136,16 @@ class Trials:
             compilations=self.runs.compilations,
             versions=versions() | {"device": jax.devices()[0].device_kind},
             seconds=self.runs.seconds,
+            saved=self._saved(policy) if self.objective == "memory" else {},
         )
+
+    def _saved(self, policy: Policy | PolicyMap) -> dict[str, int]:
+        """The bytes that are kept for the backward pass, by policy."""
+        return {
+            "as written": self.kept.as_written,
+            "default": self.kept.by_default,
+            "chosen": self.kept.under(policy),
+        }
 
     def _decided(self, i: int, choices: Choices, ranking: Ranking | None) -> Decided:
         group, every = self.program.groups[i], self.program.names(choices)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import explaining_misfits, why_not_called
+from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
@@ -26,7 +27,6 @@ from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
 from .arrays import LARGE
 from .certificate import Certificate
-from .devices import NAMES, described
 from .drifts import (
     GONE,
     REDUCED_LOW,
@@ -100,13 +100,7 @@ def certify(
     >>> certificate.operations[0].scope, certificate.operations[0].decided
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
-    if isinstance(device, str):
-        device = described(device)
-    if device is not None and not hasattr(device, "device_kind"):
-        raise TypeError(
-            "`device` must be a device, such as `jax.devices('cpu')[0]`, or one of the "
-            f"names {', '.join(NAMES)}, but got {device!r}."
-        )
+    device = None if device is None else as_device(device, "device")
     if lock is not None and not isinstance(lock, str | PathLike):
         raise TypeError(
             f"`lock` must be the path of a lock file, but got {type(lock).__name__}. "
@@ -212,7 +206,7 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
         call = flat_call(step, args, {}, (), _name_of(step))
         jitted, args = jax.jit(call.fn), call.arrays
     if device is not None:
-        args = _placed(args, device)
+        args = placed(args, device)
     try:
         with recording(recorder), traced_afresh():
             return jitted.lower(*args)
@@ -224,18 +218,6 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
             "`certify(step, *arguments)`, with arrays or their shapes "
             "(`jax.ShapeDtypeStruct`)."
         ) from e
-
-
-def _placed(args: Any, device: Any) -> Any:
-    """The shapes of all arrays, on a device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-
-    def place(x: Any) -> Any:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, args)
 
 
 def _name_of(step: Any) -> str:

@@ -27,7 +27,7 @@ from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
-from .._reports.data.explained import human_bytes
+from .._reports.data.units import human_bytes
 from . import summary as summaries
 from .artifact import explained, short
 from .convert import convert as convert_fn

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._reports.data.explained import human_bytes
+from .._reports.data.units import human_bytes
 from .._reports.extras import need
 from .._reports.page.data import table
 from .._reports.page.page import render, write_page

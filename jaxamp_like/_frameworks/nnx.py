@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array
@@ -89,6 +89,16 @@ def raw_value(x: Any) -> Any:
 def is_variable(x: Any) -> bool:
     nnx = _nnx()
     return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def variable_kind(x: Any) -> Literal["parameters", "optimizer state", ""]:
+    """What the type of an NNX variable says that it is for; "" if it is none."""
+    if not is_variable(x):
+        return ""
+    nnx = _nnx()
+    if isinstance(x, getattr(nnx.optimizer, "OptState", ())):
+        return "optimizer state"
+    return "parameters" if isinstance(x, nnx.Param) else ""
 
 
 def in_variable_like(x: Any, value: Any) -> Any:
@@ -191,6 +201,31 @@ class FunctionalCall:
         """The leaves of the arguments that are no nodes."""
         pairs = zip(self._leaves, self._is_node, strict=True)
         return [x for x, is_place in pairs if not is_place]
+
+    @property
+    def function(self) -> Any:
+        """What is called; a partial application as a pytree."""
+        return jax.tree.unflatten(self._tree, self._leaves)[0]
+
+    def holders(self) -> list[tuple[int, Any, Any]]:
+        """Where each leaf of what the nodes hold, and then of `others`, is found.
+
+        Returns:
+            For each, the number of the leaf of `fn`, its arguments and its keyword
+            arguments in which it is; the variable or array that a node holds it in,
+            `None` if no node does; and the leaf itself."""
+        first: dict[int, int] = {}
+        for i, leaf in enumerate(self._leaves):
+            if self._is_node[i]:
+                first.setdefault(self._numbers[id(_owner(leaf))], i)
+        place = {id(x): first[path[0]] for path, x in self.by_path.items()}
+        held = jax.tree.leaves(self.held, is_leaf=lambda x: id(x) in place)
+        pairs = zip(range(len(self._leaves)), self._is_node, strict=True)
+        others = [i for i, is_place in pairs if not is_place]
+        return [
+            *((place[id(x)], x, leaf) for x in held for leaf in jax.tree.leaves(x)),
+            *((i, None, self._leaves[i]) for i in others),
+        ]
 
     def labels(self, label: Callable[..., list[Any]], other: Any) -> list[Any]:
         """A label for each leaf of what the nodes hold, and then of `others`.

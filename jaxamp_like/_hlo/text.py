@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 _NAME = r"%?([A-Za-z_][\w.-]*)"
 _HEADER = re.compile(rf"(ENTRY )?{_NAME} (?:\(.*)?{{$")
@@ -233,7 +234,7 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
-def _parts(line: str) -> tuple[str | None, ...] | None:
+def _parts(line: str) -> tuple[Any, ...] | None:
     """The parts of a line, as `_PLAIN` has them, with parentheses in any of them."""
     found = _DEFINITION.match(line)
     if found is None:

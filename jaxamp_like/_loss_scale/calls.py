@@ -67,6 +67,50 @@ def with_call_hints(
     return explaining_misfits(example.split("(")[0], hints)
 
 
+_STATE_OF_THIS = (
+    "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
+    "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
+    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`; one of this is "
+    "to be read in the types of `tx.init(params)`."
+)
+
+
+def instead_of_no_scale(opt_state: Any) -> str:
+    """What to write instead of `opt_state`, which holds no loss scale."""
+    if was_read := of_checkpoint(opt_state):
+        return was_read
+    kind = type(opt_state).__name__
+    if hasattr(opt_state, "tx"):
+        made = "nnx.Optimizer(model, tx, wrt=nnx.Param)"
+        made = made if is_node(opt_state) else "TrainState.create(..., tx=tx)"
+        return (
+            f"This {kind} holds the state of another optimizer. Make it with the one "
+            f"that `loss_scale_optimizer` or `enable_amp` returned: `{made}`."
+        )
+    if is_nnx_module(opt_state):
+        return (
+            f"A model, as this {kind}, comes after the optimizer: "
+            "`tx.value_and_grad(loss_fn, optimizer)(model, batch)`."
+        )
+    return _STATE_OF_THIS
+
+
+def of_checkpoint(opt_state: Any) -> str:
+    """What to write for a state that was read as dicts and lists; "" for others."""
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, Mapping) and {"scaler", "inner_state"} <= x.keys()
+
+    if not any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one))):
+        return ""
+    return (
+        "It was read from a checkpoint as dicts and lists. Read it in the types of the "
+        "state: `checkpointer.restore(path, tx.init(params))` with Orbax, "
+        "`flax.serialization.from_state_dict(tx.init(params), saved)` with Flax. "
+        "`restore_scaler(saved['scaler'])` makes a scale of such a dict."
+    )
+
+
 def instead_of_loss(fun: Any, out: Any, args: tuple[Any, ...]) -> str:
     """What to write, if `fun` is no loss, but its gradient or a model; else "".
 
@@ -145,47 +189,3 @@ def difference(name: str, tree: Any, other_name: str, other: Any) -> str:
 def _paths(tree: Any) -> dict[str, None]:
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return dict.fromkeys(jax.tree_util.keystr(path) for path, _ in paths)
-
-
-_STATE_OF_THIS = (
-    "Give the state of the optimizer that `loss_scale_optimizer` or `enable_amp` made: "
-    "what `tx.init(params)` or `tx.update` returned. To go on from a checkpoint of the "
-    "plain optimizer, take `tx.init(params)._replace(inner_state=...)`; one of this is "
-    "to be read in the types of `tx.init(params)`."
-)
-
-
-def instead_of_no_scale(opt_state: Any) -> str:
-    """What to write instead of `opt_state`, which holds no loss scale."""
-    if was_read := of_checkpoint(opt_state):
-        return was_read
-    kind = type(opt_state).__name__
-    if hasattr(opt_state, "tx"):
-        made = "nnx.Optimizer(model, tx, wrt=nnx.Param)"
-        made = made if is_node(opt_state) else "TrainState.create(..., tx=tx)"
-        return (
-            f"This {kind} holds the state of another optimizer. Make it with the one "
-            f"that `loss_scale_optimizer` or `enable_amp` returned: `{made}`."
-        )
-    if is_nnx_module(opt_state):
-        return (
-            f"A model, as this {kind}, comes after the optimizer: "
-            "`tx.value_and_grad(loss_fn, optimizer)(model, batch)`."
-        )
-    return _STATE_OF_THIS
-
-
-def of_checkpoint(opt_state: Any) -> str:
-    """What to write for a state that was read as dicts and lists; "" for others."""
-
-    def is_one(x: Any) -> bool:
-        return isinstance(x, Mapping) and {"scaler", "inner_state"} <= x.keys()
-
-    if not any(map(is_one, jax.tree.leaves(opt_state, is_leaf=is_one))):
-        return ""
-    return (
-        "It was read from a checkpoint as dicts and lists. Read it in the types of the "
-        "state: `checkpointer.restore(path, tx.init(params))` with Orbax, with Flax "
-        "`flax.serialization.from_state_dict(tx.init(params), saved)`. A scale alone "
-        "is made by `restore_scaler(saved['scaler'])`."
-    )

@@ -233,16 +233,16 @@ def refuse_unmarked(grads: Any) -> None:
     """Raises for gradients that do not say that they come from a scaled loss."""
     if named := _named(grads, eqx.is_inexact_array):
         raise TypeError(
-            "Take gradients from `tx.value_and_grad(loss_fn, opt_state)(...)`, in the "
-            "place of `jax.value_and_grad(loss_fn)(...)`: `update` of a "
-            f"`loss_scale_optimizer` was given some ({named}) without a mark that they "
-            "come from a scaled loss. Those of `jax.value_and_grad` may have become "
-            "zero in float16, and `dynamic_scale_value_and_grad` has a scale of its "
-            "own, for an optimizer that scales nothing.\nBy "
-            "hand, scale by `scale_loss(loss, opt_state)` and unscale by "
-            "`unscale_grads(grads, opt_state)`. What you have put together yourself, "
-            "mark by `jax.tree.map(Unscaled, grads)`. If a transform around it has "
-            "lost the marks, as `optax.flatten` does, put that within: "
+            "Take gradients from `tx.value_and_grad(loss_fn, opt_state)(...)`: `update`"
+            f" of a `loss_scale_optimizer` was given some ({named}) without a mark "
+            "that they come from a scaled loss.\n"
+            "Those of `jax.value_and_grad(loss_fn)(...)` may have become zero in "
+            "float16, and `dynamic_scale_value_and_grad` has a scale of its own, for "
+            "an optimizer that scales nothing. By hand, scale by "
+            "`scale_loss(loss, opt_state)` and unscale by `unscale_grads(grads, "
+            "opt_state)`; gradients that you have put together yourself, mark by "
+            "`jax.tree.map(Unscaled, grads)`. If a transform around it has lost the "
+            "marks, as `optax.flatten` does, put that within: "
             "`loss_scale_optimizer(optax.flatten(...))`."
         )
 

@@ -63,7 +63,10 @@ class Report(ReportData):
         written: the same of the function as its author wrote it.
         rules: the keys of the policy that decided something, most first, then those
             that never did.
-        versions: of the packages."""
+        versions: of the packages.
+        arguments: what the arguments hold: parameters, an optimizer's state, or what
+            is of no known kind, each with its size. `memory` adds what else takes
+            memory."""
 
     def print(self, *, depth: int = 3) -> None:
         """Prints tables of totals, scopes, casts and rules to the terminal.

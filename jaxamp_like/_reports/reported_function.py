@@ -14,7 +14,9 @@ from .._jax import Jaxpr
 from .._parameters import after_model, as_argnums, positions_of
 from .._policies.mistakes import refuse_what_is_no_function
 from .._rewrite.record import Recorder
+from .arguments import argument_records
 from .call import FlatCall, flat_call
+from .data.memory import ArgumentRecord
 
 _Report = TypeVar("_Report")
 
@@ -42,6 +44,7 @@ class ReportedFunction:
             compute_dtype is not None or amp_policy is not None or strict or lean
         )
         self.argnums = (0,) if argnums is None else as_argnums(argnums)
+        self.are_told = argnums is not None
         # NNX modules are taken out of the arguments before anything is traced, so a
         # module that is itself called must be made an argument.
         self.leading = (fn,) if nnx_nodes(fn) else ()
@@ -82,6 +85,21 @@ class ReportedFunction:
             active = [i + len(self.leading) for i in active]
         call, recorder = flat_call(fn, args, kwargs, active, self.name), Recorder()
         return call, recorder, call.trace(recorder)
+
+    def arguments(
+        self, args: Any, kwargs: Any, variables: Sequence[Any]
+    ) -> tuple[ArgumentRecord, ...]:
+        """What the arguments of a call hold.
+
+        Args:
+            args: positional ones.
+            kwargs: keyword arguments.
+            variables: the inputs of the program that `trace` returned."""
+        told = []
+        if self.are_told:
+            told = positions_of(self.argnums, len(args), self.name)
+        avals = [v.aval for v in variables]
+        return argument_records(self.fn, args, kwargs, avals, told)
 
     def wraps(self, report: Callable[..., _Report]) -> Callable[..., _Report]:
         """`report`, with the name, the docstring and the signature of the function."""

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from .._dtypes import bits, is_float
-from .._jax import Atom, Eqn, Jaxpr, Literal, names, raw, source_line, subjaxprs
+from .._jax import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Literal,
+    names,
+    raw,
+    source_line,
+    subjaxprs,
+    variables,
+)
 from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
@@ -202,6 +212,31 @@ def _is_cast_up(eqn: Eqn) -> bool:
     return bits(new) > bits(old)
 
 
+def gradients(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
+    """What a backward pass makes and something else reads or returns, at every level.
+
+    That is all that is left of it: gradients of parameters, and of whatever else the
+    function is differentiated by."""
+    found: list[SavedRecord] = []
+
+    def visit(jaxpr: Jaxpr, around: ReportContext) -> None:
+        made: dict[Any, tuple[Eqn, ReportContext]] = {}
+        live: dict[Any, None] = {}
+        for eqn in raw(jaxpr).eqns:
+            at = around.at(eqn, steps)
+            if at.phase == "forward":
+                live |= dict.fromkeys(variables(eqn.invars))
+                for sub in subjaxprs(eqn.params):
+                    visit(sub, at.within(eqn))
+            else:
+                made |= dict.fromkeys(eqn.outvars, (eqn, at))
+        live |= dict.fromkeys(variables(raw(jaxpr).outvars))
+        found.extend(_saved(var, *made[var], steps) for var in live if var in made)
+
+    visit(jaxpr, ReportContext())
+    return tuple(one for one in found if one.num_bytes)
+
+
 def residuals(
     jaxpr: Jaxpr, num_outs: int, steps: Sequence[Step]
 ) -> tuple[SavedRecord, ...]:
@@ -220,14 +255,12 @@ def residuals(
 def _saved(var: Any, eqn: Eqn, at: ReportContext, steps: Sequence[Step]) -> SavedRecord:
     scope, primitive = _maker(var, eqn, at, steps)
     aval: Any = var.aval
-    # Keys and tokens have no size that is worth counting.
-    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return SavedRecord(
         "/".join(scope),
         primitive,
         str(getattr(aval, "dtype", aval)),
         tuple(getattr(aval, "shape", ())),
-        size_of(aval) * itemsize,
+        num_bytes(aval),
     )
 
 
@@ -245,6 +278,15 @@ def _maker(var: Any, eqn: Eqn, at: ReportContext, steps: Sequence[Step]):
                 inner_at = at.within(eqn).at(inner, steps)
                 return _maker(inner_var, inner, inner_at, steps)
     return at.scope, eqn.primitive.name
+
+
+def num_bytes(aval: Any) -> int:
+    """The size of an array; two numbers of 4 bits are one byte, as XLA stores them."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:  # a token
+        return 0
+    is_half = "int4" in dtype.name or "float4" in dtype.name
+    return -(-size_of(aval) * dtype.itemsize // (2 if is_half else 1))
 
 
 def size_of(aval: Any) -> int:

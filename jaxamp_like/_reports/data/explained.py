@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..._rules.low_bits import COPIES
 from .heading import heading
+from .memory import ArgumentRecord, MemoryRecord, memory
 from .records import Program, RuleRecord, ScopeNode, scope_tree
+from .units import human_bytes
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,6 +23,12 @@ class ReportData:
     written: Program
     rules: tuple[RuleRecord, ...]
     versions: Mapping[str, str]
+    arguments: tuple[ArgumentRecord, ...] = ()
+
+    @property
+    def memory(self) -> tuple[MemoryRecord, ...]:
+        """What takes memory, and how many bytes, as written and now."""
+        return tuple(memory(self.arguments, self.written, self.now))
 
     def scopes(self, depth: int | None = None) -> ScopeNode:
         """The tree of `jax.named_scope`s, each with FLOPs, saved bytes and casts.
@@ -42,6 +50,7 @@ class ReportData:
         for key in ("now", "written"):
             program: Program = getattr(self, key)
             data[key]["totals"] = dataclasses.asdict(program.totals)
+        data["memory"] = [dataclasses.asdict(row) for row in self.memory]
         return data
 
     def to_json(self, indent: int | None = None) -> str:
@@ -85,7 +94,39 @@ def summary(report: ReportData) -> list[str]:
         f"  casts: {now.casts}, of which {report.now.num_inserted} inserted"
         f" (as written: {written.casts})",
         f"  saved for backward: {saved}",
+        *_memory(report),
     ]
+
+
+def _memory(report: ReportData) -> Iterator[str]:
+    """The table of memory, of a whole training step and of what was compiled."""
+    compiled = report.now.compiled
+    is_step = any(one.kind == "optimizer state" for one in report.arguments)
+    if compiled is None and not is_step:
+        return
+    rows = [
+        ("  memory", "as written", "now"),
+        *((f"    {x.what}", x.bytes_written, x.bytes_now) for x in report.memory),
+    ]
+    width, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for what, *sizes in rows:
+        cells = (size.rjust(n) for size, n in zip(sizes, others, strict=True))
+        yield "  ".join((what.ljust(width), *cells))
+    yield f"    ({about_memory(report)})"
+
+
+def about_memory(report: ReportData) -> str:
+    """What the rows of the table of memory come from, in a sentence."""
+    compiled = report.now.compiled
+    if compiled is None:
+        return "temporaries are XLA's: `explain(fn, compile=True)` asks it"
+    where, n = compiled.device, compiled.num_devices
+    if n > 1:
+        where = f"{n} devices ({where}), of which each needs so much"
+    return (
+        f"compiled for {where}: in all are arguments, results and temporaries, among "
+        "them gradients and as much of what is saved as XLA keeps"
+    )
 
 
 def bytes_in_8_bits(program: Program) -> int:
@@ -108,19 +149,3 @@ def shares(count: Mapping[str, int]) -> str:
         return "none"
     ranked = sorted(count.items(), key=lambda item: -item[1])
     return ", ".join(f"{100 * n / total:.1f} % {name}" for name, n in ranked)
-
-
-def human_bytes(n: float) -> str:
-    return human(n, "B", 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi"))
-
-
-def human_flops(n: float) -> str:
-    return human(n, "FLOP", 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def human(n: float, unit: str, base: int, prefixes: tuple[str, ...]) -> str:
-    for prefix in prefixes[:-1]:
-        if abs(n) < base:
-            return f"{n:.4g} {prefix}{unit}"
-        n /= base
-    return f"{n:.4g} {prefixes[-1]}{unit}"

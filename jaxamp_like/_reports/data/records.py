@@ -160,7 +160,7 @@ class CastRecord:
 
 @dataclass(frozen=True, slots=True)
 class SavedRecord:
-    """One array that is kept for the backward pass.
+    """One array that is kept for the backward pass, or that it makes.
 
     Args:
         scope: where it is made.
@@ -210,6 +210,30 @@ class Difference:
     theirs: Annotated[str, Column("the other")]
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledMemory:
+    """What a program needs on one device, by the account of XLA, which compiled it.
+
+    Args:
+        device: the kind of the device.
+        num_devices: how many such devices the program is for.
+        arguments: bytes of the arguments.
+        results: bytes of the results, but those in the place of donated arguments.
+        temporaries: bytes of all else. Gradients and what is saved for the backward
+            pass are in it, unless they are results."""
+
+    device: str
+    num_devices: int
+    arguments: int
+    results: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """The bytes of all of it."""
+        return self.arguments + self.results + self.temporaries
+
+
 @dataclass(frozen=True)
 class Totals:
     """The totals of a program.
@@ -243,13 +267,29 @@ class Totals:
 class Program:
     """What a traced program holds: the function as written, or as rewritten.
 
-    If the function can't be differentiated, it is not known what a backward pass would
-    keep: `saved` is `None`, and `why_unknown` gives the reason."""
+    Args:
+        ops: its equations.
+        casts: those of its equations that are casts between floating dtypes.
+        saved: what is kept for the backward pass; of a function without one, what its
+            derivative would keep. `None` if that can't be known.
+        why_unknown: the reason, if `saved` is `None`.
+        gradients: what the backward pass makes and the rest of the program reads or
+            returns; `None` if there is no backward pass.
+        compiled: what XLA says that it needs, if it was asked."""
 
     ops: tuple[OpRecord, ...]
     casts: tuple[CastRecord, ...]
     saved: tuple[SavedRecord, ...] | None
     why_unknown: str = ""
+    gradients: tuple[SavedRecord, ...] | None = None
+    compiled: CompiledMemory | None = None
+
+    @property
+    def gradient_bytes(self) -> int | None:
+        """The size of the gradients; `None` if there is no backward pass."""
+        if self.gradients is None:
+            return None
+        return sum(one.num_bytes for one in self.gradients)
 
     @property
     def num_inserted(self) -> int:

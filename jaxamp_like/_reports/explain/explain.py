@@ -2,12 +2,15 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jax.typing import DTypeLike
 
 from ..._errors import AmpError
-from ..._jax import Eqn, Jaxpr
+from ..._hlo.devices import as_device
+from ..._jax import Eqn, Jaxpr, raw
 from ..._policies.mistakes import naming_mistakes
 from ..._quantised.block_dot import BLOCK_DOT
 from ..._rewrite.record import Recorder
@@ -20,6 +23,7 @@ from ..report import Report
 from ..reported_function import ReportedFunction
 from ..settings import key_name, rule_name, settings_of
 from ..versions import versions
+from .compiled import compiled_memory
 
 
 @naming_mistakes
@@ -31,6 +35,7 @@ def explain(
     strict: bool = False,
     lean: bool | str = False,
     argnums: int | Sequence[int] | None = None,
+    compile: Any = False,
 ) -> Callable[..., Report]:
     """Reports the precision of each part of `fn`, without running it.
 
@@ -49,11 +54,16 @@ def explain(
         argnums: as for `amp`: the arguments that hold parameters. If `fn` has no
             backward pass of its own, the report tells what one would keep that
             differentiates by these, or by the first argument.
+        compile: whether to compile the function too, as written and as it runs, so that
+            the report tells what results and temporaries take: `True` for the devices
+            of the arguments, or a device or the name of one, as for `certify`. It
+            takes as long as compiling does, twice.
     Returns:
         A function with the signature of `fn` that returns a `Report`. Arrays among the
         arguments may be given as `jax.ShapeDtypeStruct`s.
     Raises:
         TypeError, ValueError: an argument is of the wrong kind.
+        ImportError: the compiler for the device that `compile` names is not installed.
         AmpError: as from `amp`. Whatever `fn` raises when it is traced is raised too.
 
     >>> import jax.numpy as jnp
@@ -65,7 +75,12 @@ def explain(
     ({'bfloat16': 48}, 1.0)
     >>> report.now.casts[0].why
     'dot_general reads bfloat16: computes in bfloat16'
+    >>> [(one.name, one.num_bytes) for one in report.arguments]
+    [('w', 48), ('x', 32)]
     """
+    device = None
+    if not isinstance(compile, bool):
+        device = as_device(compile, "compile", "`True`, `False`, ")
     subject = ReportedFunction(
         fn,
         "explain",
@@ -81,6 +96,13 @@ def explain(
         now = _program(call, jaxpr, recorder)
         as_written = Recorder(as_written=True)
         written = _program(call, call.trace(as_written), as_written)
+        if compile is not False:
+            compiled = partial(compiled_memory, call, jaxpr, device)
+            after = compiled(as_written=False)
+            # Without any `amp` inside, both programs are the same.
+            before = compiled(as_written=True) if recorder.plans else after
+            now = replace(now, compiled=after)
+            written = replace(written, compiled=before)
         return Report(
             name=call.name,
             settings=settings_of(recorder),
@@ -88,6 +110,7 @@ def explain(
             written=written,
             rules=tuple(_rules_fired(recorder)),
             versions=versions(),
+            arguments=subject.arguments(args, kwargs, raw(jaxpr).invars),
         )
 
     return subject.wraps(reported)
@@ -106,9 +129,9 @@ def _program(call: FlatCall, jaxpr: Jaxpr, recorder: Recorder) -> Program:
         if not is_structural:
             ops.append(_op(eqn, at))
     if is_step:
-        return Program(
-            tuple(ops), tuple(casts), walk.saved_residuals(jaxpr, recorder.steps)
-        )
+        saved = walk.saved_residuals(jaxpr, recorder.steps)
+        made = walk.gradients(jaxpr, recorder.steps)
+        return Program(tuple(ops), tuple(casts), saved, gradients=made)
     saved, why = _saved_by_derivative(call, recorder.as_written)
     return Program(tuple(ops), tuple(casts), saved, why)
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ..data.explained import human_bytes
+from ..data.units import human_bytes
 from .charts import bars
 from .data import table
 

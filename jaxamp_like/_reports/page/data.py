@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..data.columns import columns, rows
-from ..data.explained import ReportData, human_bytes
+from ..data.explained import ReportData
 from ..data.numbers import OpNumerics, plain
 from ..data.records import Difference, Program, ScopeNode
+from ..data.units import human_bytes
 
 MAX_ROWS = 3000
 """Rows of a table in the page: more than anybody reads, and half a megabyte."""

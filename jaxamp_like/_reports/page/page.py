@@ -13,8 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..data.explained import ReportData, human_bytes, human_flops, shares, summary
+from ..data.explained import ReportData, about_memory, shares, summary
 from ..data.heading import label
+from ..data.memory import MemoryRecord
 from ..data.numbers import NumericsData, OpNumerics, ScopeNumerics
 from ..data.records import (
     CastRecord,
@@ -25,6 +26,7 @@ from ..data.records import (
     ScopeNode,
     quantised_contractions,
 )
+from ..data.units import human_bytes, human_flops
 from ..extras import need
 from . import charts, compiled, source
 from .compiled import Compiled
@@ -46,6 +48,7 @@ def page(
     if report is not None:
         data["tree"] = tree(report.scopes(), against and against.scopes())
         data["treeColumns"] = heads(ScopeNode)
+        tables["memory"] = table(MemoryRecord, report.memory)
         tables["ops"] = table(OpRecord, report.now.ops)
         tables["casts"] = table(CastRecord, report.now.casts)
         tables["rules"] = table(RuleRecord, report.rules)
@@ -72,6 +75,7 @@ def page(
         numerics=numerics,
         sources=source.view(report.now) if report else [],
         versions=subject.versions,
+        about_memory=about_memory(report) if report else "",
         quantised="quantised" in tables,
         certificate=certificate,
         certified=compiled.tiles(certificate) if certificate is not None else [],

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..data.columns import ColumnKind, ReadColumn, columns, rows
-from ..data.explained import ReportData, human_bytes, human_flops, shares, summary
+from ..data.explained import ReportData, shares, summary
+from ..data.memory import MemoryRecord
 from ..data.numbers import NumericsData, OpNumerics
 from ..data.records import (
     CastRecord,
@@ -13,6 +14,7 @@ from ..data.records import (
     ScopeNode,
     quantised_contractions,
 )
+from ..data.units import human_bytes, human_flops
 from ..extras import need
 
 MAX_ROWS = 30
@@ -32,6 +34,7 @@ def tables(report: ReportData, depth: int) -> Iterator[Any]:
     if quantised := quantised_contractions(report.now.ops):
         title = "Quantised contractions"
         yield record_table(title, ContractionRecord, quantised, MAX_ROWS)
+    yield record_table("Memory", MemoryRecord, report.memory)
     casts = report.now.casts
     yield record_table("Casts, most frequent first", CastRecord, casts, MAX_ROWS)
     yield _rules(report)

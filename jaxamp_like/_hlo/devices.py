@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from .._errors import how_to_install
@@ -48,7 +49,28 @@ NAMES = (*_GPUS, *_TPUS)
 """The names that `described` takes."""
 
 
-def described(name: str) -> Any:
+def as_device(given: Any, argument: str, also: str = "") -> Any:
+    """A device, which may be given by the name of one that need not be there.
+
+    Args:
+        given: what a user gave.
+        argument: for what.
+        also: what else this argument may be, for the message of the error.
+    Raises:
+        TypeError: it is no device.
+        ValueError: there is no device of this name.
+        ImportError: the compiler for it is not installed."""
+    if isinstance(given, str):
+        return described(given, argument)
+    if not hasattr(given, "device_kind"):
+        raise TypeError(
+            f"`{argument}` must be {also}a device, such as `jax.devices('cpu')[0]`, or "
+            f"one of the names {', '.join(NAMES)}, but got {given!r}."
+        )
+    return given
+
+
+def described(name: str, argument: str = "device") -> Any:
     """The device of a name, as XLA sees it. It need not be there.
 
     Raises:
@@ -59,9 +81,21 @@ def described(name: str) -> Any:
     if name in _TPUS:
         return tpus(_TPUS[name])[0]
     raise ValueError(
-        f"`device` must be a device, or one of the names {', '.join(NAMES)}, but got "
-        f"{name!r}. A device that is here is one of `jax.devices()`."
+        f"`{argument}` must be a device, or one of the names {', '.join(NAMES)}, but "
+        f"got {name!r}. A device that is here is one of `jax.devices()`."
     )
+
+
+def placed(args: Any, device: Any) -> Any:
+    """The shapes of all arrays, on a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def place(x: Any) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, args)
 
 
 def gpus(name: str, count: int) -> Sequence[Any]:
