@@ -245,7 +245,8 @@ def refuses():
 def step():
     def loss(w, x):
         return jnp.sum(x @ w.T)  # the user's line
-    return jax.grad(amp(loss)), jnp.ones((4, 3)), jnp.ones((2, 4))
+    low = amp(loss, compute_dtype="bfloat16")
+    return jax.grad(low), jnp.ones((4, 3)), jnp.ones((2, 4))
 """
 CALLS = {
     "check": ("a.lock",),

@@ -93,7 +93,7 @@ def _hint(key: Key, steps: Sequence[_Equation], of_map: bool) -> str:
     if primitive in CLASSES:
         name = f"To name the primitive, write `jax.lax.{primitive}_p` as the key."
         return instead_of_primitive(primitive) if of_map else name
-    if not of_map and (near := _near(path, names)):
+    if near := _near(path, names):
         return near
     if not is_exact and EXPRESSION.search(path):
         if of_map:  # where a string may be an expression
@@ -171,9 +171,11 @@ def _of_expression(
     hidden = [step for path, step in paths.items() if pattern.fullmatch("/".join(path))]
     if hidden:
         return _hidden_by(hidden, of_map)
+    if near := _near(pattern.pattern, _names(paths)):
+        return near
     part = next((path for path in map("/".join, paths) if pattern.search(path)), None)
     if part is None:
-        return _near(pattern.pattern, _names(paths)) or _list(paths)
+        return _list(paths)
     return (
         f"It matches a part of {part!r}, but an expression must match a whole path, "
         f"from the outermost scope on: `re.compile({f'.*({pattern.pattern}).*'!r})`."
