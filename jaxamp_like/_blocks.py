@@ -27,7 +27,8 @@ class Block(Generic[_T]):
     def __init__(
         self, written: str, enter: Callable[[], contextlib.AbstractContextManager[_T]]
     ) -> None:
-        self._written, self._enter, self.is_used = written, enter, False
+        self._written, self._enter = written, enter
+        self.is_used: bool = False
         self._entered: list[contextlib.AbstractContextManager[_T]] = []
 
     def __enter__(self) -> _T:
