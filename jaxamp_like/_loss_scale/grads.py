@@ -93,7 +93,7 @@ def dynamic_scale_tx(
         axis_name: axes of `jax.shard_map` or `jax.pmap` over which all devices take,
             repeat or skip a step together. Where `shard_map` keeps track of what varies
             (`check_vma=True`), the axes need not be named. Under plain `jax.jit`
-            devices agree anyway.
+            devices agree anyway. `()` is for devices that train models of their own.
     Returns:
         A transform `scaled(fun, *, has_aux=False, **kwargs)`, to be used as `transform`
         is. The function that it makes takes one more keyword, `dynamic_scaler_state`,
