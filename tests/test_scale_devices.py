@@ -246,8 +246,13 @@ def test_devices_with_models_of_their_own_need_not_agree():
         grad = dynamic_scale_grad(lambda w: w**2, axis_name=axis_name)
         return lambda w, state: grad(w, dynamic_scaler_state=state)[0].skipped
 
-    specs = dict(in_specs=P("d"), out_specs=P("d"), check_vma=False)
-    run = jax.shard_map(jax.vmap(step(())), mesh=mesh, **specs)
+    run = jax.shard_map(
+        jax.vmap(step(())),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+        check_vma=False,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", AmpWarning)
         by_pmap, by_shard_map = jax.pmap(step(None))(w, states), run(w, states)
