@@ -73,6 +73,7 @@ from ._rewrite.switch import (
     is_amp_disabled,
     is_in_amp_stop,
     is_in_scaled_loss,
+    is_traced_by_amp,
     stopping,
     tracing_by_amp,
 )
@@ -351,7 +352,8 @@ def amp_by(
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        if is_in_amp_stop():
+        # In a program that `amp` traces, `amp_stop` is said to that `amp`, not to this.
+        if is_in_amp_stop() and not is_traced_by_amp():
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
         if tells_of_float16 and not is_in_scaled_loss():
             if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):

@@ -3,12 +3,18 @@
 import contextlib
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from ._errors import warn_or_raise
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+# The blocks that were entered in this thread or task, and what each of them entered:
+# several threads or tasks may be within one block at the same time.
+_Entered = tuple[tuple["Block[Any]", contextlib.AbstractContextManager[Any]], ...]
+_entered: ContextVar[_Entered] = ContextVar("jaxamp_like_entered", default=())
 
 
 class Block(Generic[_T]):
@@ -29,15 +35,19 @@ class Block(Generic[_T]):
     ) -> None:
         self._written, self._enter = written, enter
         self.is_used: bool = False
-        self._entered: list[contextlib.AbstractContextManager[_T]] = []
 
     def __enter__(self) -> _T:
         self.is_used = True
-        self._entered.append(self._enter())
-        return self._entered[-1].__enter__()
+        made = self._enter()
+        out = made.__enter__()
+        _entered.set((*_entered.get(), (self, made)))
+        return out
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
+        entered = _entered.get()
+        last = max(i for i, (block, _) in enumerate(entered) if block is self)
+        _entered.set(entered[:last] + entered[last + 1 :])
+        return entered[last][1].__exit__(*error)
 
     def __call__(self, fn: _F) -> _F:
         self.is_used = True

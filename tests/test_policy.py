@@ -1,5 +1,6 @@
 """Which rule an equation gets, and what is said of a policy that can't be followed."""
 
+import asyncio
 import re
 import warnings
 
@@ -27,6 +28,7 @@ from jaxamp_like import (
     disable_amp,
     dynamic_scale_grad,
     enable_amp,
+    global_policy,
     using_policy,
 )
 from jaxamp_like.rules import (
@@ -248,6 +250,24 @@ def test_a_gradient_in_float16_that_nobody_asked_for_is_told(monkeypatch):
     jax.grad(amp(lambda w: loss(w)))(w)  # told once
 
 
+def test_tasks_may_be_within_one_block_at_the_same_time():
+    block = using_policy("mixed_bfloat16")
+
+    async def wrapping(place):
+        with block:
+            for _ in range(place):  # the first to enter is the first to leave
+                await asyncio.sleep(0)
+            policy = global_policy()
+        return policy.compute_dtype, global_policy().compute_dtype
+
+    async def together():
+        return await asyncio.gather(*map(wrapping, range(1, 4)))
+
+    assert asyncio.run(together()) == [(jnp.bfloat16, jnp.float16)] * 3
+    with block, block:
+        assert global_policy().compute_dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("wrap", (jax.jit, lambda fn: fn), ids=("jitted", "eager"))
 def test_amp_stop_around_what_amp_has_made_is_told(wrap):
     def net(w):
@@ -259,6 +279,14 @@ def test_amp_stop_around_what_amp_has_made_is_told(wrap):
     with amp_stop(), warnings.catch_warnings():  # told once
         warnings.simplefilter("error")
         low(jnp.ones((3, 3)))
+
+
+def test_amp_stop_around_a_library_that_uses_amp_is_not_told():
+    library = amp(jnp.matmul, compute_dtype=jnp.bfloat16)
+    kept = amp_stop(lambda w: library(w, w) + jnp.tanh(w))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp(lambda w: kept(w) @ w, compute_dtype=jnp.bfloat16)(jnp.ones((2, 2)))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 Each test has eight devices, of which one overflows. `test_scale_processes.py` does the
 same with real processes, and a time limit that kills what waits for ever."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxamp_like import (
     AmpWarning,
@@ -219,6 +221,43 @@ def test_devices_that_may_not_agree_are_told(mesh):
     untracked(mesh, dynamic_scale_grad(mean_loss, axis_name="d"))()
     with pytest.warns(AmpWarning, match="names no `axis_name`.*Pass `axis_name='d'`"):
         untracked(mesh, dynamic_scale_grad(mean_loss))()
+
+
+def test_axes_that_are_left_out_of_several_are_told():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+    step = dynamic_scale_grad(lambda w: jnp.sum(w**2), axis_name="a")
+    run = jax.shard_map(
+        lambda w, state: step(w, dynamic_scaler_state=state)[0],
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.warns(AmpWarning, match=r"only 'a' by.*Pass `axis_name=\('a', 'b'\)`"):
+        run(jnp.ones(4), DynamicScalerState())
+
+
+def test_devices_with_models_of_their_own_need_not_agree():
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    states = jax.vmap(lambda _: DynamicScalerState())(jnp.ones(N))
+    w = jnp.asarray([1.0] + [1e38] * (N - 1))
+
+    def step(axis_name):
+        grad = dynamic_scale_grad(lambda w: w**2, axis_name=axis_name)
+        return lambda w, state: grad(w, dynamic_scaler_state=state)[0].skipped
+
+    run = jax.shard_map(
+        jax.vmap(step(())),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+        check_vma=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AmpWarning)
+        by_pmap, by_shard_map = jax.pmap(step(None))(w, states), run(w, states)
+    np.testing.assert_array_equal(by_pmap, [0] + [1] * (N - 1))
+    np.testing.assert_array_equal(by_shard_map, by_pmap)
 
 
 @pytest.mark.filterwarnings("ignore:A step with a loss scale")

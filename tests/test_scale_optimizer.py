@@ -21,6 +21,7 @@ from jaxamp_like import (
     amp,
     disable_amp,
     enable_amp,
+    explain,
     guard_step,
     loss_scale_optimizer,
 )
@@ -427,6 +428,7 @@ def test_a_scale_that_is_a_constant_of_the_program_is_told(is_loop):
     static = loss_scale_optimizer(optax.sgd(0.1), 1024.0)
     jax.jit(static.grad(loss, static.init(w)))(w)  # it never changes
     opt_state = tx.init(w)
+    explain(lambda w: gradient(w, opt_state))(w)  # runs nothing
     with pytest.warns(AmpWarning, match="The loss scale is a constant of the program"):
         jax.jit(lambda w: gradient(w, opt_state))(w)
 

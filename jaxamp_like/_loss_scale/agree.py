@@ -37,7 +37,7 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
 
     Args:
         finite: a boolean scalar.
-        axis_name: the axes; each must be bound.
+        axis_name: the axes; each must be bound. `()` says that there are none.
         like: a value (the scale). Devices also agree over axes along which `finite` is
             known to vary, and `like` is not: `jax.shard_map` keeps track of that."""
     axes = _named_by(axis_name)
@@ -51,27 +51,37 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
     if like is not None:
         known = varying_axes(finite) - varying_axes(like)
         axes += tuple(sorted(known - {*axes}, key=str))
-        if untracked := sorted(_untracked() - {*axes}, key=str):
-            warn_or_raise(_UNNAMED.format(*untracked), strict=False)
+        untracked = sorted(_untracked() - {*axes}, key=str)
+        if untracked and axis_name != ():
+            named = f"only {axis_name!r} by" if axes else "no"
+            wanted = (*axes, *untracked) if axes or len(untracked) > 1 else untracked[0]
+            report = _UNNAMED.format(untracked[0], named=named, wanted=wanted)
+            warn_or_raise(report, strict=False)
     if not axes:
         return finite
     return lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
 
 
 def _untracked() -> frozenset[Hashable]:
-    """The axes of a `shard_map` around here that does not track what varies."""
+    """The axes of a `shard_map` around here that does not track what varies.
+
+    Over the axis of a `pmap` without a name nothing is exchanged: its devices train
+    models of their own."""
     return frozenset(
         axis
-        for axis in device_axes()
+        for axis in device_axes() - {_OF_PMAP_WITHOUT_A_NAME}
         if (index := _index(axis)) is not None and axis not in varying_axes(index)
     )
 
 
+_OF_PMAP_WITHOUT_A_NAME = "_internal_pmap_axis_name"  # what JAX calls it
+
 _UNNAMED = (
     "A step with a loss scale runs in `jax.shard_map` with `check_vma=False` and names "
-    "no `axis_name`: if gradients overflow on one device of the axis {0!r}, that one "
-    "alone skips the step and lowers its scale, and from then on devices differ. Pass "
-    "`axis_name={0!r}`, or leave out `check_vma=False`."
+    "{named} `axis_name`: if gradients overflow on one device of the axis {0!r}, that "
+    "one alone skips the step and lowers its scale, and from then on devices differ. "
+    "Pass `axis_name={wanted!r}`, or leave out `check_vma=False`. Where each device "
+    "trains a model of its own, pass `axis_name=()`."
 )
 
 

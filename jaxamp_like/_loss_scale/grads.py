@@ -13,6 +13,7 @@ from jax import Array
 from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_jitted
+from .._rewrite.record import is_recorded
 from .._rewrite.switch import is_traced_by_amp, scaling_loss
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss
@@ -93,7 +94,7 @@ def dynamic_scale_tx(
         axis_name: axes of `jax.shard_map` or `jax.pmap` over which all devices take,
             repeat or skip a step together. Where `shard_map` keeps track of what varies
             (`check_vma=True`), the axes need not be named. Under plain `jax.jit`
-            devices agree anyway.
+            devices agree anyway. `()` is for devices that train models of their own.
     Returns:
         A transform `scaled(fun, *, has_aux=False, **kwargs)`, to be used as `transform`
         is. The function that it makes takes one more keyword, `dynamic_scaler_state`,
@@ -360,8 +361,11 @@ def _check_state(state: Any) -> Any:
 def _tell_of_constants(state: Any, args: Any) -> None:
     """Warns of a scale that does not change in the program that is being traced.
 
-    `amp` traces at each call; what it closes over may well change from call to call."""
-    if is_traced_by_amp() or not any(map(is_jitted, jax.tree.leaves(args))):
+    `amp` traces at each call; what it closes over may well change from call to call. A
+    report traces and runs nothing."""
+    if is_traced_by_amp() or is_recorded():
+        return
+    if not any(map(is_jitted, jax.tree.leaves(args))):
         return
     for one in jax.tree.leaves(state, is_leaf=is_scaler):
         if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):

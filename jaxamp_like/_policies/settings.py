@@ -128,12 +128,14 @@ def using_policy(policy: Policy | PolicyMap | str) -> Block[Policy | PolicyMap]:
 
 @contextlib.contextmanager
 def _using(policy: Policy | PolicyMap) -> Iterator[Policy | PolicyMap]:
-    using = _Using(policy)
+    outer, using = _block.get(), _Using(policy)
     token = _block.set(using)
     try:
         yield policy
     finally:
         _block.reset(token)
+    if outer is not None and using.is_read:
+        outer.is_read = True  # it stood for what this block overrides
     if not using.is_read:
         warn_or_raise(
             "`using_policy` had no effect: nothing in the block asked for the policy. "
