@@ -267,8 +267,9 @@ def amp(
         return made
     refuse_what_cannot_be_rewritten(fn)
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
-    # The same object for equal policies, also after they were pickled.
-    settings = settings_of(**given)
+    # The same object for equal policies, also after they were pickled, when the global
+    # policy of now is said.
+    settings = settings_of(**given)._replace(is_by_default=False)
     if argnums is not None:
         options = options._replace(argnums=after_model(argnums))
     options = options._replace(settings=settings)
