@@ -1,8 +1,9 @@
 """Turning amp off: for tests and comparisons, or for a part of a function."""
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import partial
 
 import jax
 
@@ -10,14 +11,25 @@ from .._blocks import Block
 from .._errors import explaining_misfits
 from .._policies.dictionary import AMP_STOP
 
-_disabled = contextvars.ContextVar("jaxamp_like_disabled", default=False)
+
+@contextlib.contextmanager
+def _on(switch: ContextVar[bool]) -> Iterator[None]:
+    """Within it, a switch is on, in this thread or task."""
+    token = switch.set(True)
+    try:
+        yield
+    finally:
+        switch.reset(token)
+
+
+_disabled = ContextVar("jaxamp_like_disabled", default=False)
 
 
 def is_amp_disabled() -> bool:
     return _disabled.get()
 
 
-_tracing = contextvars.ContextVar("jaxamp_like_tracing", default=False)
+_tracing = ContextVar("jaxamp_like_tracing", default=False)
 
 
 def is_traced_by_amp() -> bool:
@@ -25,16 +37,11 @@ def is_traced_by_amp() -> bool:
     return _tracing.get()
 
 
-@contextlib.contextmanager
-def tracing_by_amp() -> Iterator[None]:
-    token = _tracing.set(True)
-    try:
-        yield
-    finally:
-        _tracing.reset(token)
+def tracing_by_amp() -> contextlib.AbstractContextManager[None]:
+    return _on(_tracing)
 
 
-_scaled = contextvars.ContextVar("jaxamp_like_scaled", default=False)
+_scaled = ContextVar("jaxamp_like_scaled", default=False)
 
 
 def is_in_scaled_loss() -> bool:
@@ -42,13 +49,8 @@ def is_in_scaled_loss() -> bool:
     return _scaled.get()
 
 
-@contextlib.contextmanager
-def scaling_loss() -> Iterator[None]:
-    token = _scaled.set(True)
-    try:
-        yield
-    finally:
-        _scaled.reset(token)
+def scaling_loss() -> contextlib.AbstractContextManager[None]:
+    return _on(_scaled)
 
 
 @explaining_misfits("disable_amp", lambda *_: ["Write `with disable_amp():`."])
@@ -64,19 +66,10 @@ def disable_amp() -> Block[None]:
     ...     amp(abs) is abs
     True
     """
-    return Block("disable_amp()", _disabling)
+    return Block("disable_amp()", partial(_on, _disabled))
 
 
-@contextlib.contextmanager
-def _disabling() -> Iterator[None]:
-    token = _disabled.set(True)
-    try:
-        yield
-    finally:
-        _disabled.reset(token)
-
-
-_stopped = contextvars.ContextVar("jaxamp_like_stopped", default=False)
+_stopped = ContextVar("jaxamp_like_stopped", default=False)
 
 
 def is_in_amp_stop() -> bool:
@@ -86,9 +79,5 @@ def is_in_amp_stop() -> bool:
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
     """What is traced within it is kept as its author wrote it."""
-    token = _stopped.set(True)
-    try:
-        with jax.named_scope(AMP_STOP[0]):
-            yield
-    finally:
-        _stopped.reset(token)
+    with _on(_stopped), jax.named_scope(AMP_STOP[0]):
+        yield
