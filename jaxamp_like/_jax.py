@@ -12,7 +12,11 @@ the documented API, and why:
   tracer of `jet`, which has no public name;
 - the traces of tracers (`_trace`, `parent_trace`, `tag`, and of what they trace `val`,
   `batch_dim` and `primal`; the class names `BatchTrace` and `DynamicJaxprTrace`): which
-  values a `vmap` around maps;
+  values a `vmap` around maps. The class names `JVPTrace` and `LinearizeTrace`: whether
+  a derivative is taken. A trace's `frame.debug_info.traced_for`: whether `jax.jit`
+  traces a program, or the body of a loop is traced anew;
+- the name that JAX gives to the axis of a `pmap` without one (`UNNAMED_PMAP`), which is
+  not to be named to users;
 - `use_abstract_mesh` (JAX 0.6 does not export it): a cast of what lies in another mesh
   than the context's, as JAX's own `auto_axes` enters it;
 - the flag `jax_xla_profile_version` up to JAX 0.7: the one context of a trace that can
@@ -186,6 +190,10 @@ def collective_axes(params: dict[str, Any]) -> frozenset[Any]:
     """The axes of a collective: names, or positions where `jax.vmap` was inside."""
     axes = params.get("axes", params.get("axis_name", ()))
     return frozenset(axes if isinstance(axes, tuple | list) else (axes,))
+
+
+UNNAMED_PMAP = "_internal_pmap_axis_name"
+"""The axis of a `pmap` without a name, where JAX makes a `shard_map` of it."""
 
 
 def device_axes(eqn: Eqn | None = None) -> frozenset[Any]:

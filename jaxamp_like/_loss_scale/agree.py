@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._errors import warn_or_raise
-from .._jax import collective_axes, device_axes, equations, varying_axes
+from .._jax import (
+    UNNAMED_PMAP,
+    collective_axes,
+    device_axes,
+    equations,
+    varying_axes,
+)
 from .._primitives import LOCAL
 
 AxisName = Hashable | Sequence[Hashable] | None
@@ -69,12 +75,10 @@ def _untracked() -> frozenset[Hashable]:
     models of their own."""
     return frozenset(
         axis
-        for axis in device_axes() - {_OF_PMAP_WITHOUT_A_NAME}
+        for axis in device_axes() - {UNNAMED_PMAP}
         if (index := _index(axis)) is not None and axis not in varying_axes(index)
     )
 
-
-_OF_PMAP_WITHOUT_A_NAME = "_internal_pmap_axis_name"  # what JAX calls it
 
 _UNNAMED = (
     "A step with a loss scale runs in `jax.shard_map` with `check_vma=False` and names "

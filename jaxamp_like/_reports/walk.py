@@ -176,6 +176,21 @@ def saved_residuals(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, .
     of the program are live anyway and are left out. For a value that is cast up or
     copied, the value before that counts: the cast is made again, and the compiler
     removes the copy."""
+    return _handed_over(jaxpr, steps, to_backward=True)
+
+
+def gradients(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
+    """What a backward pass makes and something else reads or returns, at every level.
+
+    That is all that is left of it: gradients of parameters, and of whatever else the
+    function is differentiated by."""
+    return _handed_over(jaxpr, steps, to_backward=False)
+
+
+def _handed_over(
+    jaxpr: Jaxpr, steps: Sequence[Step], to_backward: bool
+) -> tuple[SavedRecord, ...]:
+    """What one pass makes and the other reads: the backward pass, or all else."""
     found: list[SavedRecord] = []
 
     def visit(jaxpr: Jaxpr, around: ReportContext) -> None:
@@ -183,12 +198,18 @@ def saved_residuals(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, .
         live: dict[Any, None] = {}
         for eqn in raw(jaxpr).eqns:
             at = around.at(eqn, steps)
-            if at.phase == "forward":
+            is_forward = at.phase == "forward"
+            if is_forward == to_backward:
                 made |= dict.fromkeys(eqn.outvars, (eqn, at))
+            elif to_backward:
+                live |= dict.fromkeys(_before_upcast(atom, made) for atom in eqn.invars)
+            else:
+                live |= dict.fromkeys(variables(eqn.invars))
+            if is_forward:
                 for sub in subjaxprs(eqn.params):
                     visit(sub, at.within(eqn))
-            else:
-                live |= dict.fromkeys(_before_upcast(atom, made) for atom in eqn.invars)
+        if not to_backward:
+            live |= dict.fromkeys(variables(raw(jaxpr).outvars))
         found.extend(_saved(var, *made[var], steps) for var in live if var in made)
 
     visit(jaxpr, ReportContext())
@@ -210,31 +231,6 @@ def _is_cast_up(eqn: Eqn) -> bool:
         return False
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return bits(new) > bits(old)
-
-
-def gradients(jaxpr: Jaxpr, steps: Sequence[Step]) -> tuple[SavedRecord, ...]:
-    """What a backward pass makes and something else reads or returns, at every level.
-
-    That is all that is left of it: gradients of parameters, and of whatever else the
-    function is differentiated by."""
-    found: list[SavedRecord] = []
-
-    def visit(jaxpr: Jaxpr, around: ReportContext) -> None:
-        made: dict[Any, tuple[Eqn, ReportContext]] = {}
-        live: dict[Any, None] = {}
-        for eqn in raw(jaxpr).eqns:
-            at = around.at(eqn, steps)
-            if at.phase == "forward":
-                live |= dict.fromkeys(variables(eqn.invars))
-                for sub in subjaxprs(eqn.params):
-                    visit(sub, at.within(eqn))
-            else:
-                made |= dict.fromkeys(eqn.outvars, (eqn, at))
-        live |= dict.fromkeys(variables(raw(jaxpr).outvars))
-        found.extend(_saved(var, *made[var], steps) for var in live if var in made)
-
-    visit(jaxpr, ReportContext())
-    return tuple(one for one in found if one.num_bytes)
 
 
 def residuals(
