@@ -251,6 +251,24 @@ def why_not_called(fn: Any, *args: Any) -> str:
     return ""
 
 
+@contextmanager
+def explaining_arguments(
+    fn: Any, args: tuple[Any, ...], message: str
+) -> Iterator[None]:
+    """Raises another error if a function fails because it can't be called so.
+
+    Args:
+        fn: the function.
+        args: what it is called with.
+        message: of the error, in which `{why}` stands for the reason."""
+    try:
+        yield
+    except TypeError as e:
+        if not (why := why_not_called(fn, *args)):
+            raise
+        raise TypeError(message.format(why=why)) from e
+
+
 def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: where arguments don't fit, the error shows a call that does."""
     return explaining_misfits(example.split("(")[0], lambda *_: [f"Write `{example}`."])

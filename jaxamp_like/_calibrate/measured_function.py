@@ -11,7 +11,7 @@ from jax import lax
 
 from .._amp import compute_dtype_of
 from .._dtypes import is_float
-from .._errors import why_not_called
+from .._errors import explaining_arguments
 from .._jax import is_array
 from .._parameters import as_argnums
 from .._reports.call import FlatCall, flat_call
@@ -144,16 +144,14 @@ def measured_function(
         )
     places = [range(len(args))[i] for i in numbers]
     call = flat_call(fn, args, {}, places, getattr(fn, "__name__", type(fn).__name__))
-    try:
+    with explaining_arguments(
+        fn,
+        args,
+        f"`fn(*batch)` can't be called: {{why}}. The first batch has {len(args)} "
+        "items, and a batch is all arguments of `fn`, parameters included: "
+        "`[(params, x, y), ...]`.",
+    ):
         outs = jax.eval_shape(call.fn, *call.arrays)
-    except TypeError as e:
-        if not (why := why_not_called(fn, *args)):
-            raise
-        raise TypeError(
-            f"`fn(*batch)` can't be called: {why}. The first batch has {len(args)} "
-            "items, and a batch is all arguments of `fn`, parameters included: "
-            "`[(params, x, y), ...]`."
-        ) from e
     has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)
     subject = MeasuredFunction(call, has_loss, as_budget(budget, has_loss), loss_scale)
     if subject.differentiates and not has_loss:

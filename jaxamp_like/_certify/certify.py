@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._errors import explaining_misfits, why_not_called
+from .._errors import explaining_arguments, explaining_misfits
 from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
@@ -207,17 +207,15 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
         jitted, args = jax.jit(call.fn), call.arrays
     if device is not None:
         args = placed(args, device)
-    try:
-        with recording(recorder), traced_afresh():
-            return jitted.lower(*args)
-    except TypeError as e:
-        if not (why := why_not_called(step, *given)):
-            raise
-        raise TypeError(
-            f"`step` can't be called with {len(given)} arguments: {why}. Write "
-            "`certify(step, *arguments)`, with arrays or their shapes "
-            "(`jax.ShapeDtypeStruct`)."
-        ) from e
+    can_be_called = explaining_arguments(
+        step,
+        given,
+        f"`step` can't be called with {len(given)} arguments: {{why}}. Write "
+        "`certify(step, *arguments)`, with arrays or their shapes "
+        "(`jax.ShapeDtypeStruct`).",
+    )
+    with can_be_called, recording(recorder), traced_afresh():
+        return jitted.lower(*args)
 
 
 def _name_of(step: Any) -> str:
