@@ -6,7 +6,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -238,23 +238,30 @@ def explaining_misfits(
     return decorate
 
 
-def why_not_called(fn: Any, *args: Any) -> str:
+def why_not_called(
+    fn: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    partially: bool = False,
+) -> str:
     """Why a function can't be called with these arguments; "" if it can be.
 
-    It is also "" of callables that don't tell their signature."""
+    It is also "" of callables that don't tell their signature. `partially` says that
+    other arguments may follow."""
     try:
-        inspect.signature(fn).bind(*args)
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions in C have none
+        return ""
+    try:
+        bind = signature.bind_partial if partially else signature.bind
+        bind(*args, **(kwargs or {}))
     except TypeError as e:
         return str(e)
-    except ValueError:
-        pass
     return ""
 
 
 @contextmanager
-def explaining_arguments(
-    fn: Any, args: tuple[Any, ...], message: str
-) -> Iterator[None]:
+def explaining_arguments(fn: Any, args: Sequence[Any], message: str) -> Iterator[None]:
     """Raises another error if a function fails because it can't be called so.
 
     Args:
@@ -264,7 +271,7 @@ def explaining_arguments(
     try:
         yield
     except TypeError as e:
-        if not (why := why_not_called(fn, *args)):
+        if not (why := why_not_called(fn, args)):
             raise
         raise TypeError(message.format(why=why)) from e
 

@@ -55,7 +55,7 @@ def _misfit(fn: Any, params: Any, inputs: Sequence[Any]) -> str:
     """What to write if `fn` can't be called with so many inputs; "" if it can be."""
     called = getattr(fn, "apply", fn) if hasattr(fn, "init") else fn
     given = () if params is None else (params,)
-    why = why_not_called(called, *given, *inputs)
+    why = why_not_called(called, (*given, *inputs))
     first = "None" if params is None else "params"
     with_params = f"`params` ({outlined(params)}) and " if given else ""
     return why and (

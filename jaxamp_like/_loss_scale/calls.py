@@ -99,7 +99,7 @@ def explaining_models(fun: Any, args: tuple[Any, ...]) -> Iterator[None]:
     except Exception as e:
         if not _is_model(fun):
             raise
-        if why_not_called(fun, *args):
+        if why_not_called(fun, args):
             why = f"can't be called so: {e}"
         elif args and _is_model(args[0]) and isinstance(fun, type(args[0])):
             why = f"was called with a {type(args[0]).__name__}"

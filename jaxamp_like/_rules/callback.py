@@ -1,6 +1,5 @@
 """The rule that calls a casting callback which the user wrote."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 
 from .._dtypes import cast, lowered
-from .._errors import AmpError
+from .._errors import AmpError, why_not_called
 from .._primitives import COLLECTIVES
 from .._primitives.matmul_precision import settled_bind
 from .base import Decision, Demand, Fact, Precision, Rule, Site
@@ -79,7 +78,7 @@ class Callback(Rule):
         try:
             out = self.fn(*given, **site.params)
         except TypeError:
-            if not (misfit := misfit_of(self.fn, given, site.params)):
+            if not (misfit := why_not_called(self.fn, given, site.params)):
                 raise
             raise AmpError(
                 f"The {where} can't be called as one: {misfit}. It is given the "
@@ -98,23 +97,3 @@ class Callback(Rule):
                 f"many, but returned {given}. Return `(invars, bind_params)`."
             )
         return invars, params
-
-
-def misfit_of(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> str:
-    """Why `fn` can't be called with these arguments; "" if it can.
-
-    Without `kwargs`, other arguments may follow."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some functions in C have none
-        return ""
-    try:
-        if kwargs is None:
-            signature.bind_partial(*args)
-        else:
-            signature.bind(*args, **kwargs)
-    except TypeError as e:
-        return str(e)
-    return ""

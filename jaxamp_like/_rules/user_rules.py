@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, did_you_mean
+from .._errors import why_not_called
 from .base import PACKAGE, Rule
-from .callback import SIGNATURE, Callback, misfit_of
+from .callback import SIGNATURE, Callback
 from .computing import use_precision
 from .low_bits import as_format
 
@@ -38,7 +39,7 @@ def as_rule(value: Any, argument: str) -> Rule:
             f"it is called: write `{display_name(value)}`."
         )
     if callable(value):
-        if misfit := misfit_of(value, (None, ())):
+        if misfit := why_not_called(value, (None, ()), partially=True):
             raise TypeError(
                 f"`{argument}` is {short(value)}, which can't be called as a rule: "
                 f"{misfit}. A rule is {SIGNATURE}; a predicate, which takes one "
