@@ -102,11 +102,12 @@ def train_all(
         bar = progress.add_task("", total=len(trainings) * steps)
         found = attempts_side_by_side(
             {
-                name: partial(_trained_once, _file(keep, name, steps, seeds), run)
+                name: partial(
+                    _trained_once,
+                    _file(keep, name, steps, seeds),
+                    partial(train, one, steps, seeds, partial(progress.advance, bar)),
+                )
                 for name, one in trainings.items()
-                for run in [
-                    partial(train, one, steps, seeds, partial(progress.advance, bar))
-                ]
             },
             workers,
         )
@@ -117,14 +118,14 @@ def train_all(
 
 
 def _file(keep: Path | None, name: str, steps: int, seeds: int) -> Path | None:
-    return keep and keep / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{steps}-{seeds}"
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    return keep and keep / f"{plain}-{steps}-{seeds}.npz"
 
 
 def _trained_once(path: Path | None, run: Callable[[], Trained]) -> Trained:
     """What a file of an earlier call holds, else what `run` gives, and then is kept."""
     if path is None:
         return run()
-    path = path.with_suffix(".npz")
     if path.exists():
         with np.load(path) as kept:
             pairs = zip(kept["losses"], kept["skipped"], strict=True)
