@@ -392,6 +392,7 @@ def test_half_precision_by_hand_is_untouched(half, compute_dtype, w, x):
         assert text(amp(fn, compute_dtype=compute_dtype), w, x) == text(fn, w, x)
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 changes nothing")  # as is tested
 def test_mixed_precision_by_hand_gets_no_more_casts(w, x):
     def fn(w, x):
         h = x.astype(BF16) @ w.astype(BF16)
@@ -613,6 +614,7 @@ def test_explicit_precision_wins_but_not_over_a_scope(precision, w, x):
     assert not isinstance(precision, lax.DotAlgorithmPreset)
 
 
+@pytest.mark.filterwarnings("ignore:.*float16 changes nothing")  # as is tested
 @pytest.mark.parametrize("rule", (None, "float8_e4m3fn"))
 def test_wider_preferred_element_type_wins(rule, w, x):
     """Wider than the operands as written; `jnp.matmul` fills in their dtype itself."""

@@ -44,7 +44,9 @@ class Imagined(Runs):
         seed: int,
         candidates: tuple[str, ...] = ("bfloat16",),
     ):
-        unknown: Any = SimpleNamespace(budget=Budget(gradients=BUDGET))
+        unknown: Any = SimpleNamespace(
+            budget=Budget(gradients=BUDGET), differentiates=True, loss_scale=1
+        )
         lows = as_candidates(candidates)
         program = ImaginedProgram(unknown, unknown, lows, "scope")
         super().__init__(program, MeasurementStore(None, {}), print)

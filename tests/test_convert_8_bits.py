@@ -168,6 +168,7 @@ def test_8_bits_for_any_number_of_steps(rule):
     np.testing.assert_allclose(low(xs), mixed, atol=atol)
 
 
+@pytest.mark.filterwarnings("ignore:No parameter of .* is stored in fewer")
 def test_tied_arrays_are_stored_once(tmp_path):
     w, x = randoms((64, 64), (4, 64))
 

@@ -271,6 +271,7 @@ def test_weights_are_stored_in_int4_anywhere(place, rows, rule):
     assert whys[1].startswith("scales of int4 numbers, made of ")
 
 
+@pytest.mark.filterwarnings("ignore:No parameter of .* is stored in fewer")
 def test_a_weight_that_others_read_in_full_stays_whole():
     def both(w, x):
         return x @ w + jnp.sum(w * x[0, 0])

@@ -101,6 +101,7 @@ def test_use_compute_precision_wide_result(op, primitive, w):
 @pytest.mark.parametrize("rule", (BF16, F32, F64, use_precision(F32)), ids=str)
 @pytest.mark.parametrize("author", (F8, BF16, F16, F32, F64))
 @pytest.mark.filterwarnings("ignore:.*lowers nothing")  # which is what is tested
+@pytest.mark.filterwarnings("ignore:The key .* asks for float32")
 def test_use_precision_is_never_above_the_authors(rule, author, w):
     jax.config.update("jax_enable_x64", True)
     try:
