@@ -65,6 +65,7 @@ from ._policies.settings import (
 )
 from ._primitives.matmul_precision import without_setting
 from ._rewrite.bind import Binder
+from ._rewrite.inner_gradients import report_of_unscaled_gradients
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
@@ -74,12 +75,15 @@ from ._rewrite.switch import (
     is_in_amp_stop,
     is_in_scaled_loss,
     is_traced_by_amp,
+    losses_scaled,
     stopping,
     tracing_by_amp,
 )
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unlowered import (
+    report_of_another_16_bits,
     report_of_float16_on_tpus,
+    report_of_float32_over_amp,
     report_of_nothing_lowered,
     reports_of_scopes_low_as_written,
 )
@@ -103,12 +107,15 @@ class TracedCall(NamedTuple):
         fn: what is called, as the user gave it.
         jaxpr: its program.
         arrays: the arrays that the program takes.
-        origins: for each array, whether it is a parameter."""
+        origins: for each array, whether it is a parameter.
+        lacks_scale: whether float16 is the dtype, which nobody said, and no loss was
+            scaled in it."""
 
     fn: Callable[..., Any]
     jaxpr: Any
     arrays: list[Any]
     origins: list[Origin]
+    lacks_scale: bool = False
 
 
 Run = Callable[[Planner, TracedCall], list[Any]]
@@ -338,8 +345,11 @@ def amp_by(
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
     argnums = argnums_of(fn) if argnums is None else argnums
-    rewritten = functools.partial(_rewritten, planner, run or run_by_plan, fn, argnums)
     tells_of_float16 = settings.is_by_default and not is_in_scaled_loss()
+    tells_of_float16 &= settings.compute_dtype == jnp.float16
+    rewritten = functools.partial(
+        _rewritten, planner, run or run_by_plan, fn, argnums, tells_of_float16
+    )
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
@@ -405,11 +415,12 @@ def _rewritten(
     run: Run,
     given: Callable[..., Any],
     argnums: tuple[int, ...],
+    tells_of_float16: bool,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
-    def call(*args, **kwargs):
+    def rewritten(*args, **kwargs):
         register_jet_and_sparsify_rules()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -432,8 +443,10 @@ def _rewritten(
 
         # Errors of JAX name the function that they arose in.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
+        num_scaled = losses_scaled()
         with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
+        is_scaled = is_in_scaled_loss() or losses_scaled() > num_scaled
         if are_partly_mapped([*arrays, *consts(jaxpr)]):
             in_force = in_force.of_partly_mapped
         if in_force.may_keep_in_8_bits:
@@ -442,10 +455,12 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
-            values = run(in_force, TracedCall(given, jaxpr, arrays, origins))
+            lacks_scale = tells_of_float16 and not is_scaled
+            call = TracedCall(given, jaxpr, arrays, origins, lacks_scale)
+            values = run(in_force, call)
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 
-    return call
+    return rewritten
 
 
 def run_by_plan(
@@ -459,7 +474,7 @@ def run_by_plan(
     avals = (v.aval for v in inner.invars)
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
-    _report_unused(call.fn, planner, plan, steps)
+    _report_unused(call, planner, plan, steps)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
@@ -483,9 +498,9 @@ def _as_author_typed(x: Any, aval: Any) -> Any:
 
 
 def _report_unused(
-    fn: Callable[..., Any], planner: Planner, plan: Plan, steps: list[Step]
+    call: TracedCall, planner: Planner, plan: Plan, steps: list[Step]
 ) -> None:
-    place = f"This is of {place_of(fn)}."
+    place = f"This is of {place_of(call.fn)}."
     for key, report in (
         *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_scopes_low_as_written(steps),
@@ -498,10 +513,14 @@ def _report_unused(
         *reports_of_unmeasured(plan),
         *reports_of_quantising(plan, steps),
         report_of_nothing_lowered(planner.compute_dtype, steps),
+        report_of_another_16_bits(planner.compute_dtype, steps),
+        report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),
     ):
         if report is not None:
             warn_or_raise(f"{report} {place}", planner.strict)
+    if call.lacks_scale and (report := report_of_unscaled_gradients(steps)):
+        warn_or_raise(f"{report} {place}", strict=False, once=FLOAT16_BY_DEFAULT)
 
 
 @overload

@@ -203,6 +203,30 @@ def test_a_training_step_is_told_to_save_nothing():
         convert(step, {"a": jnp.ones((8, 8))}, jnp.ones((4, 8)))
 
 
+def test_a_training_step_is_told_to_be_no_model():
+    w, x = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}, jnp.ones((4, 8))
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
+
+    def gradient(w, x):
+        return jax.grad(loss)(w, x)
+
+    def step(w, x):
+        return jax.value_and_grad(loss)(w, x)
+
+    for fn in (gradient, step):
+        told = f"'{fn.__name__}' returns a tree like its parameters"
+        with pytest.warns(AmpWarning, match=told):
+            convert(fn, w, x)
+
+    def forces(w, x):  # of an energy, by positions
+        return jax.value_and_grad(loss, argnums=1)(w, x)
+
+    convert(forces, w, x)
+    convert(lambda w, x: {"a": x @ w["a"], "b": x @ w["b"]}, w, x)
+
+
 @pytest.mark.filterwarnings("ignore:No parameter of")
 def test_a_leaf_read_in_two_precisions_is_stored_once_in_the_wider():
     def fn(p, x):

@@ -325,6 +325,21 @@ def test_a_whole_training_step(w, x):
     assert report.now.totals.saved is not None
 
 
+def test_a_gradient_inside_of_amp_is_noted(w, x):
+    inside = explain(amp(jax.grad(loss), **BF16))(w, x)
+    (note,) = inside.notes
+    assert note.startswith("3 of 5 contractions") and note in str(inside)
+    assert explain(jax.grad(amp(loss, **BF16)))(w, x).notes == ()
+    assert explain(jax.grad(loss))(w, x).notes == ()
+
+
+def test_a_setting_of_jax_that_amp_overrules_is_noted(w, x):
+    with jax.default_matmul_precision("highest"):
+        (note,) = explain(amp(loss, **BF16))(w, x).notes
+        assert "'highest'" in note and note.endswith("computes in bfloat16")
+        assert explain(amp(loss, amp_policy="float32"))(w, x).notes == ()
+
+
 def test_modules_and_shapes_are_taken_as_arguments(getkey):
     model = eqx.nn.MLP(4, 2, 8, 1, key=getkey())
 
@@ -436,8 +451,9 @@ def test_a_report_leaves_no_trace(w, x):
     ids=("loss", "gradient", "jitted step", "lambda"),
 )
 def test_a_step_in_which_amp_was_forgotten_is_reported_as_it_runs(forgotten, w, x):
-    with using_policy("mixed_float16"):  # which nothing in it has asked for
-        report = explain(forgotten)(w, x)
+    with pytest.warns(AmpWarning, match="`using_policy` had no effect"):
+        with using_policy("mixed_float16"):  # which nothing in it has asked for
+            report = explain(forgotten)(w, x)
     assert report.settings == () and report.now.totals.low_share == 0
     assert report.now.totals == report.written.totals
     said = str(report)

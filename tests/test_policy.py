@@ -28,7 +28,9 @@ from jaxamp_like import (
     disable_amp,
     dynamic_scale_grad,
     enable_amp,
+    explain,
     global_policy,
+    loss_scale_optimizer,
     using_policy,
 )
 from jaxamp_like.rules import (
@@ -248,6 +250,56 @@ def test_a_gradient_in_float16_that_nobody_asked_for_is_told(monkeypatch):
     with pytest.warns(AmpWarning, match="float16, since nothing says a dtype, and is"):
         jax.jit(jax.grad(amp(loss)))(w)
     jax.grad(amp(lambda w: loss(w)))(w)  # told once
+
+
+def test_float16_that_nobody_asked_for_around_a_gradient_is_told(w, monkeypatch):
+    monkeypatch.setattr(_errors, "_seen", set())
+
+    def loss(w):
+        return jnp.sum(jnp.tanh(w @ w))
+
+    def step(w):
+        return w - 0.1 * jax.grad(loss)(w)
+
+    amp(step, compute_dtype="float16")(w)
+    amp(step, compute_dtype="bfloat16")(w)
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+
+    def scaled(w):
+        return tx.value_and_grad(loss, tx.init(w))(w)[1]
+
+    amp(scaled)(w)
+    jax.jit(amp(scaled))(w)
+    amp(lambda w: jax.jvp(loss, (w,), (w,))[1])(w)  # no backward pass
+    amp(lambda w: lax.stop_gradient(jnp.cumsum(w)))(w)
+    told = "float16, since nothing says a dtype, and stands around a gradient.*step"
+    with pytest.warns(AmpWarning, match=told):
+        jax.jit(amp(step))(w)
+    amp(jax.grad(loss))(w)  # told once
+
+
+def test_float32_around_another_amp_is_told(w):
+    def net(w):
+        return jnp.tanh(w @ w)
+
+    low, full = amp(net, compute_dtype="bfloat16"), amp(net, amp_policy="float32")
+    told = "float32 is asked for around another `amp`, .* in bfloat16, .*test_policy.py"
+    with pytest.warns(AmpWarning, match=told):
+        amp(lambda w: low(w) + 1, amp_policy="float32")(w)
+    with pytest.warns(AmpWarning, match=told):
+        jax.grad(amp(lambda w: lax.map(low, w[None]).sum(), amp_policy="float32"))(w)
+    amp(lambda w: full(w) + 1, amp_policy="float32")(w)
+    amp(lambda w: low(w) + 1, amp_policy={})(w)  # asks for nothing
+    amp(lambda w: low(w) + 1, compute_dtype="bfloat16")(w)
+
+
+def test_a_report_of_a_wrapped_function_does_not_use_the_policy_of_a_block(w):
+    mixed = amp(lambda w: w @ w, compute_dtype="bfloat16")
+    with pytest.warns(AmpWarning, match="`using_policy` had no effect"):
+        with using_policy("mixed_float16"):
+            explain(mixed)(w)
+    with using_policy("mixed_bfloat16"):
+        assert explain(lambda w: w @ w, lean=True)(w).now.totals.low_share == 1
 
 
 def test_tasks_may_be_within_one_block_at_the_same_time():

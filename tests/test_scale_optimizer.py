@@ -17,9 +17,11 @@ from hypothesis import given, settings, strategies as st
 from jaxamp_like import (
     AmpWarning,
     DynamicScalerState,
+    _errors,
     all_finite,
     amp,
     disable_amp,
+    dynamic_scale_grad,
     enable_amp,
     explain,
     guard_step,
@@ -431,6 +433,32 @@ def test_a_scale_that_is_a_constant_of_the_program_is_told(is_loop):
     explain(lambda w: gradient(w, opt_state))(w)  # runs nothing
     with pytest.warns(AmpWarning, match="The loss scale is a constant of the program"):
         jax.jit(lambda w: gradient(w, opt_state))(w)
+
+
+def test_a_scale_that_is_made_anew_in_each_step_is_told(monkeypatch):
+    w, tx = jnp.ones(3), loss_scale_optimizer(optax.sgd(0.1))
+    gradient = dynamic_scale_grad(lambda w: jnp.sum(w**2))
+
+    def step(w):
+        return gradient(w, dynamic_scaler_state=DynamicScalerState())[1]
+
+    def training(w):
+        def body(carry, _):
+            w, state = carry
+            state, grads = gradient(w, dynamic_scaler_state=state)
+            return (w - 0.1 * grads, state), None
+
+        return jax.lax.scan(body, (w, DynamicScalerState()), length=3)[0]
+
+    step(w)  # the first of a loop in Python, perhaps
+    jax.jit(training)(w)
+    static = loss_scale_optimizer(optax.sgd(0.1), 1024.0)
+    jax.jit(lambda w: static.grad(lambda w: jnp.sum(w**2), static.init(w))(w))(w)
+    with pytest.warns(AmpWarning, match="loss scale is made anew in the program"):
+        jax.jit(step)(w)
+    monkeypatch.setattr(_errors, "_seen", set())
+    with pytest.warns(AmpWarning, match="loss scale is made anew in the program"):
+        jax.jit(lambda w: tx.grad(lambda w: jnp.sum(w**2), tx.init(w))(w))(w)
 
 
 def test_disable_amp():

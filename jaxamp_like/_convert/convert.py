@@ -35,7 +35,7 @@ from .progress import ticked
 from .records import casts_of, contractions_of
 from .storage import Stored, narrower, storage
 from .summary import Summary
-from .traced import TracedModel, traced
+from .traced import TracedModel, returns_gradients, traced
 from .uses import Uses, uses_of_inputs
 
 _AS_GIVEN = "`cast_params` is False"
@@ -115,7 +115,8 @@ def convert(
     converters of TensorRT and ONNX, which keep what float32 ops read."""
     _check_bool(cast_params, "cast_params")
     _check_bool(strict, "strict")
-    settings = settings_of(amp_policy, compute_dtype)
+    # Of gradients in float16, `amp` speaks of training.
+    settings = settings_of(amp_policy, compute_dtype)._replace(is_by_default=False)
     listed = listed_policy(
         settings.lookup,
         target_ops,
@@ -162,6 +163,8 @@ def convert(
     summary = _summary(model.name, program, stored, model.params, example_inputs)
     if cast_params and not kept and _saves_nothing(summary):
         warn_or_raise(_SAVES_NOTHING.format(model.name), strict=False)
+    elif returns_gradients(program, model.params):
+        warn_or_raise(_OF_TRAINING.format(model.name), strict=False)
     return Converted(
         model=model,
         mixed=mixed,
@@ -182,6 +185,14 @@ _SAVES_NOTHING = (
     "No parameter of {!r} is stored in fewer bits: each is read in full, too, as "
     "`summary` of what `convert` returns says. A gradient or a training step reads all "
     "of its parameters so: give the function that computes the model's outputs."
+)
+
+
+_OF_TRAINING = (
+    "{!r} returns a tree like its parameters, as a gradient or a training step does, "
+    "and what `convert` makes is for inference: nothing in it scales a loss, and its "
+    "parameters are low. Give the function that computes the model's outputs; to train "
+    "in mixed precision, use `enable_amp`."
 )
 
 

@@ -108,3 +108,21 @@ def traced(
 
 def _aval(x: Any) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else typeof(x)
+
+
+def returns_gradients(program: TracedModel, params: Any) -> bool:
+    """Whether a result is a tree like `params`, of two arrays or more."""
+    outs = program.merge([out.aval for out in raw(program.jaxpr).outvars])
+    wanted = _types(params)
+    if len(wanted[1]) < 2:
+        return False
+    return any(_types(x) == wanted for x in (outs, *(outs if _is_plain(outs) else ())))
+
+
+def _types(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [getattr(x, "shape", None) for x in leaves]
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, tuple | list)

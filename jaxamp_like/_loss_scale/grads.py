@@ -369,6 +369,8 @@ def _tell_of_constants(state: Any, args: Any) -> None:
         return
     for one in jax.tree.leaves(state, is_leaf=is_scaler):
         if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):
+            if one.is_begun_in_trace:
+                warn_or_raise(_ANEW, strict=False)
             least, most = (known(x) for x in (one.min_scaler, one.max_scaler))
             if known(one.scaler) is not None and (least is None or least != most):
                 warn_or_raise(_CONSTANT, strict=False)
@@ -380,6 +382,14 @@ _CONSTANT = (
     "program would scale alike, and where gradients overflow all of them would be "
     "skipped. Give the state to the function that `jax.jit` compiles, and return the "
     "next one from it."
+)
+
+
+_ANEW = (
+    "The state of the loss scale is made anew in the program that is being traced: "
+    "each call begins with the same scale, and where gradients overflow all of them "
+    "are skipped. Make the state once, outside of the step; the step takes it as an "
+    "argument and returns the next one."
 )
 
 

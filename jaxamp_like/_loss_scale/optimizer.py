@@ -41,7 +41,14 @@ from .marks import (
     refuse_unscaled,
     unmarked,
 )
-from .state import DynamicScalerState, NoScaler, Scaler, is_scaler, static_scaler
+from .state import (
+    DynamicScalerState,
+    NoScaler,
+    Scaler,
+    begun,
+    is_scaler,
+    static_scaler,
+)
 
 
 class LossScaleState(NamedTuple):
@@ -272,7 +279,7 @@ def loss_scale_optimizer(
         if _scale_states(inner_state):
             raise ValueError(_TWICE)
         # New arrays for each run: a jitted step may have had the last ones donated.
-        return LossScaleState(jax.tree.map(jnp.copy, first), inner_state)
+        return LossScaleState(begun(first), inner_state)
 
     @with_call_hints("tx.update(grads, opt_state, params)")
     def update(

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .._errors import no_attribute
+from .._jax import is_tracer
 from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
 from .calls import BY_HAND, SETTINGS, with_call_hints
 from .fields import (
@@ -54,6 +56,16 @@ def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
         return make(*args, **kwargs)
 
     return made
+
+
+# Scales that were given as numbers while a program was traced, by their identity.
+_begun_in_trace: WeakValueDictionary[int, Array] = WeakValueDictionary()
+
+
+def _note_if_traced(scaler: Array) -> None:
+    """Notes a scale whose value is known, if it is a part of a traced program."""
+    if is_tracer(scaler):
+        _begun_in_trace[id(scaler)] = scaler
 
 
 class DynamicScalerState(_Fields):
@@ -119,6 +131,8 @@ class DynamicScalerState(_Fields):
         fields = patience, adjust_factor, *moving, hysteresis, overflows, skipped
         state = super().__new__(cls, *map(canonical, cls._fields, fields))
         check(state._asdict())
+        if not is_tracer(scaler) and min_scaler is not max_scaler:
+            _note_if_traced(state.scaler)
         return state
 
     @classmethod
@@ -129,6 +143,11 @@ class DynamicScalerState(_Fields):
         """Like `_replace`, but reads no values, so that it waits for no computation."""
         values = (self._asdict() | fields).items()
         return tuple.__new__(type(self), (canonical(k, x) for k, x in values))
+
+    @property
+    def is_begun_in_trace(self) -> bool:
+        """Whether this scale was given as a number to the program being traced."""
+        return _begun_in_trace.get(id(self.scaler)) is self.scaler
 
     @property
     def bounds(self) -> tuple[Array, Array]:
@@ -278,6 +297,17 @@ class NoScaler:
 
 
 Scaler = DynamicScalerState | NoScaler
+
+
+def begun(first: Scaler) -> Scaler:
+    """The state `first` in new arrays, for a run of training that begins with it."""
+    if isinstance(first, NoScaler):
+        return first
+    made = jax.tree.map(jnp.copy, first)
+    least, most = known(first.min_scaler), known(first.max_scaler)
+    if known(first.scaler) is not None and least != most:
+        _note_if_traced(made.scaler)
+    return made
 
 
 def is_scaler(x: Any) -> bool:

@@ -40,6 +40,18 @@ class _Using:
 _block: ContextVar[_Using | None] = ContextVar("policy", default=None)
 
 
+@contextlib.contextmanager
+def reading_for_no_amp() -> Iterator[None]:
+    """Within it, a block's policy may be asked for, and is not used by that."""
+    using = _block.get()
+    was_read = using is not None and using.is_read
+    try:
+        yield
+    finally:
+        if using is not None:
+            using.is_read = was_read
+
+
 # Functions that `amp` has wrapped before anything said a policy, and where they are.
 _wrapped_before: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
 

@@ -1,5 +1,6 @@
 """The subject of a report: a function, or `amp` of it if settings are given."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from .._frameworks.nnx import nnx_nodes
 from .._jax import Jaxpr
 from .._parameters import after_model, as_argnums, positions_of
 from .._policies.mistakes import refuse_what_is_no_function
+from .._policies.settings import reading_for_no_amp
 from .._rewrite.record import Recorder
 from .arguments import argument_records
 from .call import FlatCall, flat_call
@@ -50,14 +52,15 @@ class ReportedFunction:
         self.leading = (fn,) if nnx_nodes(fn) else ()
         if self.leading:
             argnums = after_model(() if argnums is None else self.argnums)
-        self.mixed = amp(
-            _apply if self.leading else fn,
-            compute_dtype=compute_dtype,
-            amp_policy=amp_policy,
-            strict=strict,
-            lean=lean,
-            argnums=argnums,
-        )
+        with contextlib.nullcontext() if self.is_given else reading_for_no_amp():
+            self.mixed = amp(
+                _apply if self.leading else fn,
+                compute_dtype=compute_dtype,
+                amp_policy=amp_policy,
+                strict=strict,
+                lean=lean,
+                argnums=argnums,
+            )
         if not self.is_given:  # the arguments have been checked, and no more is wanted
             self.mixed = fn
 

@@ -49,7 +49,16 @@ def is_in_scaled_loss() -> bool:
     return _scaled.get()
 
 
+_losses_scaled: ContextVar[int] = ContextVar("jaxamp_like_losses_scaled", default=0)
+
+
+def losses_scaled() -> int:
+    """How many losses were scaled so far, in this thread or task."""
+    return _losses_scaled.get()
+
+
 def scaling_loss() -> contextlib.AbstractContextManager[None]:
+    _losses_scaled.set(losses_scaled() + 1)
     return _on(_scaled)
 
 

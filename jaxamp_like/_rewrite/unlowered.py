@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType, bits, is_float
-from .._jax import source_line
-from .._policies.dictionary import AMP_STOP, REWRITTEN, Key, show_key
+from .._jax import Eqn, raw, source_line, subjaxprs
+from .._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
 from .._primitives import CONTRACTIONS
 from .._rules import UsePrecision
 from .._rules.computing import asks_for_precision
@@ -35,6 +35,71 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
         f"lowered. The first, in {source_line(contractions[0].eqn)}, {reasons[0]}"
     )
+
+
+def report_of_another_16_bits(compute_dtype: DType, steps: list[Step]) -> str | None:
+    """What to say where some contractions run in the other 16 bits, as written."""
+    other = _OTHER.get(compute_dtype)
+    if other is None:
+        return None
+    contractions = [
+        step
+        for step in steps
+        if step.eqn.primitive.name in CONTRACTIONS and _DECIDED.isdisjoint(step.scope)
+    ]
+    found = [step for step in contractions if _is_by_default_in(other, step)]
+    if not found or len(found) == len(contractions):
+        return None
+    of_bfloat16 = "" if other == jnp.float16 else " In bfloat16, no loss wants a scale."
+    return (
+        f"{len(found)} of {len(contractions)} contractions run in {other.name}, beside "
+        f"{compute_dtype.name}: they read {other.name} as written. The first is in "
+        f"{source_line(found[0].eqn)}. Leave the dtypes of layers and of the batch at "
+        f"float32, for `amp` to lower, or compute all of it in {other.name}."
+        f"{of_bfloat16}"
+    )
+
+
+def _is_by_default_in(other: DType, step: Step) -> bool:
+    """Whether a contraction reads `other` as written, and no rule of its own says so"""
+    rule = step.match.rule
+    is_plain = isinstance(rule, UsePrecision) and rule.dtype is None
+    if not is_plain or step.match.compute_dtype not in (None, *_OTHER):
+        return False
+    names = {atom.aval.dtype for atom in step.eqn.invars[:2]}
+    return other in names and other in step.decision.reads
+
+
+def report_of_float32_over_amp(
+    policy: Lookup, compute_dtype: DType, steps: list[Step]
+) -> str | None:
+    """What to say where float32 is asked for, and an `amp` inside computes lower."""
+    inside = [step.eqn for step in steps if REWRITTEN in step.scope]
+    if not inside or bits(compute_dtype) < 32 or not [*policy.items()]:
+        return None
+    dtypes = {
+        atom.aval.dtype
+        for eqn in inside
+        for contraction in _contractions(eqn)
+        for atom in contraction.invars[:2]
+    }
+    low = sorted(dtype.name for dtype in dtypes if is_float(dtype) and bits(dtype) < 32)
+    if not low:
+        return None
+    return (
+        f"{compute_dtype.name} is asked for around another `amp`, whose contractions "
+        f"run in {' and '.join(low)}, and that one decides: no rule widens what is "
+        f"written. Its code begins in {source_line(inside[0])}. Use `amp` once, on the "
+        "function as written."
+    )
+
+
+def _contractions(eqn: Eqn) -> Iterator[Eqn]:
+    if eqn.primitive.name in CONTRACTIONS:
+        yield eqn
+    for jaxpr in subjaxprs(eqn.params):
+        for inner in raw(jaxpr).eqns:
+            yield from _contractions(inner)
 
 
 def reports_of_scopes_low_as_written(

@@ -24,6 +24,7 @@ class ReportData:
     rules: tuple[RuleRecord, ...]
     versions: Mapping[str, str]
     arguments: tuple[ArgumentRecord, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def memory(self) -> tuple[MemoryRecord, ...]:
@@ -95,6 +96,7 @@ def summary(report: ReportData) -> list[str]:
         f" (as written: {written.casts})",
         f"  saved for backward: {saved}",
         *_memory(report),
+        *(f"  {note}" for note in report.notes),
     ]
 
 

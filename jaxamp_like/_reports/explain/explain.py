@@ -12,7 +12,9 @@ from ..._errors import AmpError
 from ..._hlo.devices import as_device
 from ..._jax import Eqn, Jaxpr, raw
 from ..._policies.mistakes import naming_mistakes
+from ..._primitives.matmul_precision import setting
 from ..._quantised.block_dot import BLOCK_DOT
+from ..._rewrite.inner_gradients import note_of_inner_gradients
 from ..._rewrite.record import Recorder
 from ..._rules import Match
 from ..._structural import Step
@@ -111,9 +113,26 @@ def explain(
             rules=tuple(_rules_fired(recorder)),
             versions=versions(),
             arguments=subject.arguments(args, kwargs, raw(jaxpr).invars),
+            notes=tuple(_notes(recorder)),
         )
 
     return subject.wraps(reported)
+
+
+def _notes(recorder: Recorder) -> Iterator[str]:
+    """What may be better written otherwise."""
+    if note := note_of_inner_gradients(plan for _, plan in recorder.plans):
+        yield note
+    dtypes = [planner.compute_dtype for planner, _ in recorder.plans]
+    low = next((dtype.name for dtype in dtypes if dtype.itemsize < 4), None)
+    if low and setting() in _FULL:
+        yield (
+            f"`jax_default_matmul_precision` is {setting()!r}, which holds of what "
+            f"runs as written; what `amp` lowers computes in {low}"
+        )
+
+
+_FULL = ("highest", "float32")
 
 
 # ------------------------------------------------------------------------- the program

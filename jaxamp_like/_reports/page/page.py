@@ -72,6 +72,7 @@ def page(
         reports=[
             (label(r.settings, "explain"), tiles(r)) for r in (report, against) if r
         ],
+        notes=report.notes if report else (),
         numerics=numerics,
         sources=source.view(report.now) if report else [],
         versions=subject.versions,

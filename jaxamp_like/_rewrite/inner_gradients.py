@@ -1,0 +1,47 @@
+"""Gradients that are taken inside of the function that `amp` rewrites."""
+
+from collections.abc import Iterable
+
+from .._jax import source_line
+from .._name_stacks import names
+from .._primitives import CONTRACTIONS
+from .._structural import Plan, Step, steps_of
+
+
+def of_gradients(steps: Iterable[Step]) -> list[Step]:
+    """The contractions that JAX has made by transposing, before `amp` saw them."""
+    return [
+        step
+        for step in steps
+        if step.eqn.primitive.name in CONTRACTIONS and names(step.eqn).backward
+    ]
+
+
+def report_of_unscaled_gradients(steps: list[Step]) -> str | None:
+    """What to say of gradients that are computed in float16, which nobody asked for."""
+    found = [step for step in of_gradients(steps) if step.is_compute]
+    if not found:
+        return None
+    return (
+        "`amp` computes in float16, since nothing says a dtype, and stands around a "
+        "gradient that is taken without a loss scale: below 6e-8 it becomes zero. The "
+        f"gradient is that of {source_line(found[0].eqn)}. Put `amp` around the loss, "
+        "in bfloat16, `amp(loss_fn, compute_dtype='bfloat16')`, or take `enable_amp`, "
+        "whose optimizer scales the loss. If you scale it by hand, say "
+        "`compute_dtype='float16'`."
+    )
+
+
+def note_of_inner_gradients(plans: Iterable[Plan]) -> str | None:
+    """What a report says of gradients that were taken before the rewriting."""
+    steps = [step for plan in plans for step in steps_of(plan)]
+    contractions = [s for s in steps if s.eqn.primitive.name in CONTRACTIONS]
+    found = of_gradients(steps)
+    if not found:
+        return None
+    return (
+        f"{len(found)} of {len(contractions)} contractions that `amp` rewrote are of a "
+        "gradient that was taken inside of it, with what JAX keeps for that. If it is "
+        "the gradient of training, `jax.grad(amp(loss))` keeps less than "
+        "`amp(jax.grad(loss))`"
+    )
