@@ -1487,17 +1487,21 @@ def test_a_global_policy_that_comes_too_late_is_told():
 
     low = amp(early)
     explain(early)(W, X)  # wraps nothing
+    def set_policy(name):
+        jaxamp_like.set_global_policy(name)
+        jaxamp_like.global_policy()  # asked for, as by `amp`
+
     try:
         with pytest.warns(AmpWarning, match="has wrapped `early` .*in float16. Call"):
-            jaxamp_like.set_global_policy("mixed_bfloat16")
-        jaxamp_like.set_global_policy("float32")  # told once
+            set_policy("mixed_bfloat16")
+        set_policy("float32")  # told once
         assert explain(low)(W, X).now.totals.flops_by_dtype.keys() == {"float16"}
         jaxamp_like.set_global_policy(None)
         said = amp(early, amp_policy="mixed_bfloat16"), amp(early, compute_dtype="f16")
         with jaxamp_like.using_policy("mixed_bfloat16"):
             said += (amp(early),)
         amp(early)  # is gone by now
-        jaxamp_like.set_global_policy("mixed_bfloat16")
+        set_policy("mixed_bfloat16")
         assert len(said) == 3
     finally:
         jaxamp_like.set_global_policy(None)

@@ -31,6 +31,7 @@ from jaxamp_like import (
     explain,
     global_policy,
     loss_scale_optimizer,
+    set_global_policy,
     using_policy,
 )
 from jaxamp_like.rules import (
@@ -291,6 +292,17 @@ def test_float32_around_another_amp_is_told(w):
     amp(lambda w: full(w) + 1, amp_policy="float32")(w)
     amp(lambda w: low(w) + 1, amp_policy={})(w)  # asks for nothing
     amp(lambda w: low(w) + 1, compute_dtype="bfloat16")(w)
+
+
+def test_a_global_policy_that_nothing_asks_for_is_told(w):
+    try:
+        set_global_policy("mixed_bfloat16")
+        explain(amp(lambda w: w @ w, amp_policy="float32"))(w)
+        with pytest.warns(AmpWarning, match="`set_global_policy` had no effect"):
+            set_global_policy("mixed_float16")
+        amp(lambda w: w @ w)(w)
+    finally:
+        set_global_policy(None)
 
 
 def test_a_report_of_a_wrapped_function_does_not_use_the_policy_of_a_block(w):

@@ -3,6 +3,7 @@
 The global policy is read when a function is wrapped and never when one is called, so
 that no program that was traced, compiled or cached before can depend on it."""
 
+import atexit
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -25,31 +26,29 @@ from .policy_map import PolicyMap, dtype_of
 
 PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
 
-_INITIAL = Policy("float16")
-_global: Policy | PolicyMap = _INITIAL  # of the process
-
 
 @dataclass(eq=False)
 class _Using:
-    """The policy of a block, and whether `amp` has asked for it."""
+    """The policy of a block or of the process, and whether `amp` has asked for it."""
 
     policy: Policy | PolicyMap
     is_read: bool = False
 
 
+_INITIAL = Policy("float16")
+_global = _Using(_INITIAL)  # of the process
 _block: ContextVar[_Using | None] = ContextVar("policy", default=None)
 
 
 @contextlib.contextmanager
 def reading_for_no_amp() -> Iterator[None]:
     """Within it, a block's policy may be asked for, and is not used by that."""
-    using = _block.get()
-    was_read = using is not None and using.is_read
+    using = _block.get() or _global
+    was_read = using.is_read
     try:
         yield
     finally:
-        if using is not None:
-            using.is_read = was_read
+        using.is_read = was_read
 
 
 # Functions that `amp` has wrapped before anything said a policy, and where they are.
@@ -72,11 +71,9 @@ def global_policy() -> Policy | PolicyMap:
     >>> global_policy()
     Policy(compute_dtype='float16')
     """
-    inner = _block.get()
-    if inner is None:
-        return _global
-    inner.is_read = True
-    return inner.policy
+    using = _block.get() or _global
+    using.is_read = True
+    return using.policy
 
 
 @showing_call("set_global_policy('mixed_bfloat16')")
@@ -84,7 +81,9 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
     """Sets the policy that `amp` uses if it is given none, in all threads.
 
     Functions that `amp` has wrapped already keep the policy that they have, of which
-    the first call warns. A library should not call this; see `using_policy`.
+    the first call warns. If no `amp` asks for the policy, an `AmpWarning` says so at
+    the end of the process, or when another one is set. A library should not call this;
+    see `using_policy`.
 
     Args:
         policy: a `Policy`, a `PolicyMap` or a name; `None` restores the initial policy.
@@ -104,8 +103,9 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
             "`set_global_policy` within `using_policy` would have no effect until the "
             "block ends. Call it outside, or nest another `using_policy`."
         )
-    _global = _INITIAL if policy is None else _as_policy(policy)
-    if _global != _INITIAL and (places := [*_wrapped_before.values()]):
+    old, _global = _global, _Using(_INITIAL if policy is None else _as_policy(policy))
+    _tell_if_unread(old)
+    if _global.policy != _INITIAL and (places := [*_wrapped_before.values()]):
         _wrapped_before.clear()
         warn_or_raise(
             f"`set_global_policy` comes after `amp` has wrapped {places[0]} without a "
@@ -113,6 +113,21 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
             "modules that use `@amp`, or give the policy to `amp`.",
             strict=False,
         )
+
+
+def _tell_if_unread(using: _Using) -> None:
+    """Warns of a global policy that has changed nothing, and is not the initial one."""
+    if using.policy is _INITIAL or using.is_read:
+        return
+    warn_or_raise(
+        "`set_global_policy` had no effect: nothing asked for the policy. It is what "
+        "`amp` reads where it wraps a function and is given no policy; without `amp` "
+        "nothing is lowered, in no framework. Write `mixed = amp(fn)` after it.",
+        strict=False,
+    )
+
+
+atexit.register(lambda: _tell_if_unread(_global))
 
 
 def using_policy(policy: Policy | PolicyMap | str) -> Block[Policy | PolicyMap]:
@@ -188,12 +203,10 @@ def settings_of(
     given = None
     if compute_dtype is not None:
         given = _as_compute_dtype(compute_dtype)
-    is_by_default = given is None and global_policy() is _INITIAL
     if amp_policy is None:
-        return _settings(global_policy(), given)._replace(is_by_default=is_by_default)
+        return _by_global_policy(given)
     if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
-        _, dtype, output, _ = _settings(global_policy(), given)
-        return Settings(checked_policy(amp_policy), dtype, output, is_by_default)
+        return _by_global_policy(given)._replace(lookup=checked_policy(amp_policy))
     if not isinstance(amp_policy, str | Policy | PolicyMap):
         raise TypeError(
             "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "
@@ -209,6 +222,12 @@ def settings_of(
             "`None`."
         )
     return _settings(policy, given)
+
+
+def _by_global_policy(given: DType | None) -> Settings:
+    policy = global_policy()
+    is_by_default = given is None and policy is _INITIAL
+    return _settings(policy, given)._replace(is_by_default=is_by_default)
 
 
 def _as_compute_dtype(value: Any) -> DType:
