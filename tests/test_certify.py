@@ -1074,6 +1074,14 @@ def test_a_lock_holds_for_all_stages_of_a_function(tmp_path):
     certify(jax.jit(step).trace(WS, X), lock=lock)
 
 
+def test_a_lock_that_is_not_there_is_told_before_anything_is_traced(tmp_path):
+    def step(w):
+        raise AssertionError("was traced")
+
+    with pytest.raises(FileNotFoundError, match="There is no lock file"):
+        certify(step, WS, lock=tmp_path / "a.lock")
+
+
 @pytest.mark.parametrize("encoding", ("utf-8-sig", "utf-16"))
 def test_a_lock_in_another_encoding_is_read_or_told(lock, encoding):
     lock.write_text(lock.read_text() + "\n\n", encoding=encoding)

@@ -249,7 +249,7 @@ def step():
     return jax.grad(low), jnp.ones((4, 3)), jnp.ones((2, 4))
 """
 CALLS = {
-    "check": ("a.lock",),
+    "check": ("a.lock", "--write"),
     "explain": (),
     "convert": ("-o", "artifact"),
 }
@@ -299,7 +299,7 @@ def test_a_fault_of_the_package_keeps_its_frames(run, monkeypatch):
 
     faulty.__code__ = faulty.__code__.replace(co_filename=cli.__file__)
     monkeypatch.setattr(cli, "certify", faulty)
-    monkeypatch.setattr(sys, "argv", "jaxamp_like check its_model:digits l".split())
+    monkeypatch.setattr(sys, "argv", "jaxamp_like check its_model:digits l --write".split())
     with pytest.raises(KeyError, match="of the package"):
         cli.main()
 
@@ -356,7 +356,7 @@ def test_check_without_a_lock_says_how_to_write_one(check):
 
 
 def test_check_says_which_devices_there_are(check):
-    status, _, err = check("low", "--device", "abacus")
+    status, _, err = check("low", "--write", "--device", "abacus")
     assert status == 1
     assert "one of the names h200, b200, v4" in err
 

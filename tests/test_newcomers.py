@@ -1487,6 +1487,7 @@ def test_a_global_policy_that_comes_too_late_is_told():
 
     low = amp(early)
     explain(early)(W, X)  # wraps nothing
+
     def set_policy(name):
         jaxamp_like.set_global_policy(name)
         jaxamp_like.global_policy()  # asked for, as by `amp`

@@ -25,6 +25,7 @@ from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
 from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
+from . import lock as locks
 from .arrays import LARGE
 from .certificate import Certificate
 from .drifts import (
@@ -106,6 +107,8 @@ def certify(
             f"`lock` must be the path of a lock file, but got {type(lock).__name__}. "
             "Write the file by `certificate.save(path)`, and give `lock=path`."
         )
+    if lock is not None:
+        locks.read(Path(lock))  # raises before anything is compiled
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
         raise TypeError(

@@ -25,18 +25,12 @@ def written(about: Mapping[str, str], operations: Iterable[Certified]) -> str:
     return "\n".join([*_head(about), "", *_lines(operations), ""])
 
 
-def difference(
-    about: Mapping[str, str], operations: Iterable[Certified], path: Path
-) -> str:
-    """How operations differ from a lock file, as a diff; "" if they do not.
+def read(path: Path) -> list[str]:
+    """The lines of a lock file.
 
-    Args:
-        about: as for `written`.
-        operations: of the program.
-        path: of the lock file.
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is no lock file, or one of another program."""
+        ValueError: the file is no lock file."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder. Give the path of the lock file.")
     if not path.is_file():
@@ -57,7 +51,22 @@ def difference(
             f"{_FORMAT!r}, but is {first[:80]!r}. Write it anew with "
             "`certificate.save(path)`."
         )
-    head = _head(about)
+    return old
+
+
+def difference(
+    about: Mapping[str, str], operations: Iterable[Certified], path: Path
+) -> str:
+    """How operations differ from a lock file, as a diff; "" if they do not.
+
+    Args:
+        about: as for `written`.
+        operations: of the program.
+        path: of the lock file.
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no lock file, or one of another program."""
+    old, head = read(path), _head(about)
     for ours, theirs in itertools.zip_longest(head, old[: len(head)]):
         if ours != theirs:
             raise ValueError(

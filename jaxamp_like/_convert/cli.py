@@ -22,6 +22,7 @@ except ImportError as e:
     how = how_to_install(package, "convert")
     sys.exit(f"The command line needs {package}, which is not installed. {how}")
 
+from .._certify import lock as locks
 from .._certify.certify import certify
 from .._dtypes import did_you_mean
 from .._errors import AmpError
@@ -309,6 +310,8 @@ def check(
 ) -> None:
     """Compiles a step, and compares its precision with a lock file."""
     made = _made(step, "(step, *arguments)", least=1)
+    if not write:
+        locks.read(lock)  # raises before anything is compiled
     certificate = certify(*made, device=device)
     if write:
         certificate.save(lock)
