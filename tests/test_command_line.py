@@ -299,7 +299,9 @@ def test_a_fault_of_the_package_keeps_its_frames(run, monkeypatch):
 
     faulty.__code__ = faulty.__code__.replace(co_filename=cli.__file__)
     monkeypatch.setattr(cli, "certify", faulty)
-    monkeypatch.setattr(sys, "argv", "jaxamp_like check its_model:digits l --write".split())
+    monkeypatch.setattr(
+        sys, "argv", "jaxamp_like check its_model:digits l --write".split()
+    )
     with pytest.raises(KeyError, match="of the package"):
         cli.main()
 

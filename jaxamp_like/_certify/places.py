@@ -86,6 +86,9 @@ def named(op_name: str) -> Named:
 
 def _parts(op_name: str) -> list[str]:
     """The name, split at the slashes outside of parentheses."""
+    plain = op_name.split("/")
+    if all(part.count("(") == part.count(")") for part in plain):
+        return plain
     parts, depth, start = [], 0, 0
     for i, letter in enumerate(op_name):
         depth += (letter == "(") - (letter == ")")

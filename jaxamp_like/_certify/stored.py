@@ -80,12 +80,15 @@ def stored(
 class _Comparing:
     def __init__(self, decided: Body, platform: Platform, large: int):
         self.platform: Platform = platform
-        self.named: dict[str, list[Node]] = defaultdict(list)
+        # By name, and by name and number of elements: of an optimizer, the equations of
+        # all parameters have one name.
+        self.named: dict[tuple[str, int | None], list[Node]] = defaultdict(list)
         for node in nodes(decided):
             shape = node.one.shape
             # In 8 bits, an array may be large in one program and not in the other.
             if 8 * shape.elements >= large and shape.is_float and node.op_name:
-                self.named[node.op_name].append(node)
+                self.named[node.op_name, None].append(node)
+                self.named[node.op_name, shape.elements].append(node)
         self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
         self.untied = {*self.kept}
 
@@ -130,10 +133,7 @@ class _Comparing:
 
     def _named(self, node: Node, elements: int | None) -> list[Node]:
         """The decided instructions of a name that make so many elements."""
-        alike = self.named.get(node.op_name, [])
-        if elements is None:
-            return alike
-        return [one for one in alike if one.one.shape.elements == elements]
+        return self.named.get((node.op_name, elements), [])
 
     def _closest(self, alike: list[Node], node: Node, array: Array) -> Node:
         alike = _of_source(alike, node)
@@ -216,7 +216,8 @@ class _Comparing:
 
 def _of_source(alike: list[Node], node: Node) -> list[Node]:
     """Those of the same line as an instruction, if any are and they differ in dtype."""
-    if len({one.one.shape.dtype for one in alike}) < 2:
+    first = alike[0].one.shape.dtype if alike else None
+    if all(one.one.shape.dtype == first for one in alike):
         return alike
     source = source_of(node)
     return [one for one in alike if source_of(one) == source] or alike
