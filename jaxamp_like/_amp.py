@@ -64,9 +64,10 @@ from ._policies.settings import (
     using_policy,
 )
 from ._primitives.matmul_precision import without_setting
+from ._recording import is_recorded
 from ._rewrite.bind import Binder
 from ._rewrite.planner import Planner
-from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
+from ._rewrite.record import amp_is_off, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import (
@@ -86,6 +87,7 @@ from ._rewrite.unlowered import (
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
+from ._rewrite.unscaled import report_of_no_scale_in_keras
 from ._rules import Origin
 from ._rules.user_rules import as_bool, as_lean
 from ._structural import Plan, Step, steps_of
@@ -460,6 +462,8 @@ def run_by_plan(
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
     _report_unused(call.fn, planner, plan, steps)
+    if report := report_of_no_scale_in_keras(call.fn, call.arrays, steps):
+        warn_or_raise(report, strict=False)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
