@@ -87,6 +87,7 @@ from ._rewrite.unlowered import (
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
+from ._rewrite.unsaved import reports_of_keys_that_save_nothing
 from ._rewrite.unscaled import report_of_no_scale_in_keras
 from ._rules import Origin
 from ._rules.user_rules import as_bool, as_lean
@@ -493,6 +494,7 @@ def _report_unused(
     for key, report in (
         *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_scopes_low_as_written(steps),
+        *reports_of_keys_that_save_nothing(planner, plan),
     ):
         # Many functions may share a policy: a misspelt key is reported once for all.
         once = ref(planner.policy), key
