@@ -63,7 +63,7 @@ def fitted(dtype, optimizer, method="compute_loss_and_updates"):
 @pytest.mark.parametrize("method", ("compute_loss_and_updates", "compute_loss"))
 def test_keras_trains_in_float16_without_a_scale(method):
     (message,) = told(fitted("float16", Adam(), method))
-    assert "compiled with `Adam`, which does not scale the loss" in message
+    assert "`mixed` was compiled with `Adam`, which does not scale the loss" in message
     assert f"`{method}` (" in message and "first in /" in message
     assert "keras.optimizers.LossScaleOptimizer(Adam(...))" in message
     assert "`compute_dtype='bfloat16'`" in message

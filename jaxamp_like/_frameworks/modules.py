@@ -52,14 +52,11 @@ def optimizer_without_scale(fn: Any) -> Any:
     model = getattr(fn, "__self__", None)
     if not is_keras(model) or fn.__name__ not in _IN_TRAINING:
         return None
-    optimizer, base = getattr(model, "optimizer", None), _optimizer_of_keras()
+    optimizer: Any = getattr(model, "optimizer", None)
+    base: Any = sys.modules["keras"].optimizers.Optimizer
     if not isinstance(optimizer, base) or optimizer.loss_scale_factor is not None:
         return None
     return optimizer if type(optimizer).scale_loss is base.scale_loss else None
-
-
-def _optimizer_of_keras() -> Any:
-    return sys.modules["keras"].optimizers.Optimizer
 
 
 def is_module_with_arrays(fn: Any) -> bool:

@@ -1,6 +1,6 @@
 """Gradients that are too small for float16, since nothing scales the loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._errors import place_of
@@ -13,7 +13,7 @@ from .unlowered import is_lowered_to_float16
 
 
 def report_of_no_scale_in_keras(
-    fn: Callable[..., Any], arrays: Sequence[Any], steps: list[Step]
+    fn: Any, arrays: Sequence[Any], steps: list[Step]
 ) -> str | None:
     """What to say where Keras trains in float16 by an optimizer that scales no loss.
 
@@ -26,9 +26,9 @@ def report_of_no_scale_in_keras(
     lowered = next(filter(is_lowered_to_float16, steps), None)
     if lowered is None:
         return None
-    name = type(optimizer).__name__
+    model, name = type(fn.__self__).__name__, type(optimizer).__name__
     return (
-        f"The model was compiled with `{name}`, which does not scale the loss, and "
+        f"`{model}` was compiled with `{name}`, which does not scale the loss, and "
         f"{place_of(fn)} is differentiated in float16 (first in "
         f"{source_line(lowered.eqn)}): gradients below 6e-8 become zero. Write "
         f"`model.compile(keras.optimizers.LossScaleOptimizer({name}(...)), ...)`, and "
