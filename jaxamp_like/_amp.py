@@ -64,10 +64,11 @@ from ._policies.settings import (
     using_policy,
 )
 from ._primitives.matmul_precision import without_setting
+from ._recording import is_recorded
 from ._rewrite.bind import Binder
 from ._rewrite.inner_gradients import report_of_unscaled_gradients
 from ._rewrite.planner import Planner
-from ._rewrite.record import amp_is_off, is_recorded, planner_in_force, record_plan
+from ._rewrite.record import amp_is_off, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import tell_of_rounded_losses
 from ._rewrite.switch import (
@@ -90,6 +91,8 @@ from ._rewrite.unlowered import (
 from ._rewrite.unmatched import reports_of_unmatched_keys
 from ._rewrite.unmeasured import reports_of_unmeasured
 from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
+from ._rewrite.unsaved import reports_of_keys_that_save_nothing
+from ._rewrite.unscaled import report_of_no_scale_in_keras
 from ._rules import Origin
 from ._rules.user_rules import as_bool, as_lean
 from ._structural import Plan, Step, steps_of
@@ -475,6 +478,8 @@ def run_by_plan(
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
     _report_unused(call, planner, plan, steps)
+    if report := report_of_no_scale_in_keras(call.fn, call.arrays, steps):
+        warn_or_raise(report, strict=False)
     record_plan(planner, plan)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
@@ -504,6 +509,7 @@ def _report_unused(
     for key, report in (
         *reports_of_unmatched_keys(planner, plan, steps),
         *reports_of_scopes_low_as_written(steps),
+        *reports_of_keys_that_save_nothing(planner, plan),
     ):
         # Many functions may share a policy: a misspelt key is reported once for all.
         once = ref(planner.policy), key

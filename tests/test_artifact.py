@@ -1,11 +1,13 @@
 """Artifacts: the same bits elsewhere, and nothing is loaded that is not whole."""
 
 import collections
+import copy as copies
 import dataclasses
 import fcntl
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -340,6 +342,23 @@ def forge(path, **changes):
     """An artifact with another manifest, whose digest fits."""
     manifest = json.loads((path / "manifest.json").read_bytes()) | changes
     (path / "manifest.json").write_bytes(folders._encoded(manifest))
+
+
+def test_they_are_copied_and_not_pickled(converted, saved):
+    path, digest = saved
+    for model, instead in (
+        (converted, r"Write `digest = model.save\(path\)`, and `load\(path, digest"),
+        (
+            load(path, digest=digest),
+            r"Hand on the path .* `load\(path, digest=digest\)",
+        ),
+    ):
+        with pytest.raises(TypeError, match=instead):
+            pickle.dumps({"model": model})
+        (image,) = randoms((3, 8))
+        expected = model({"image": image}, "a note")["answer"]
+        for made in (copies.copy(model), copies.deepcopy({"a": model})["a"]):
+            assert same_bits(made({"image": image}, "a note")["answer"], expected)
 
 
 @pytest.fixture

@@ -683,6 +683,17 @@ def test_gradients_of_what_is_no_loss_and_by_what_is_no_float():
         calibrate(3, BATCHES, budget=0.1)
 
 
+def test_a_batch_without_parameters_says_what_a_batch_holds():
+    def loss(w, batch):
+        return jnp.mean((batch[0] @ w["a"]) ** 2)
+
+    with pytest.raises(TypeError, match="string indexing") as raised:
+        calibrate(loss, [(np.ones((4, 8)), np.ones(4))] * 2, budget=0.1)
+    (note,) = (n for n in raised.value.__notes__ if "calibrate" in n)
+    assert "which is ('float64[4, 8]', 'float64[4]')" in note
+    assert "parameters included: `[(params, x, y), ...]`" in note
+
+
 def test_numbers_of_numpy_are_numbers(found):
     options = {"loss_scale": np.float32(1), "seed": np.int64(0), "argnums": np.int32(0)}
     limit = np.float64(0.02)

@@ -589,3 +589,27 @@ def test_a_missing_extra_is_named(w, x, monkeypatch, tmp_path):
 def test_a_tree_of_one_program_is_that_of_its_scopes(w, x):
     report = explain(loss, **BF16)(w, x)
     assert scope_tree(report.now) == report.scopes()
+
+
+def test_contractions_outside_of_what_amp_has_wrapped():
+    criterion = amp(lambda p, y: jnp.mean((p - y) ** 2), compute_dtype="bfloat16")
+    outside = "    none is in a function that `amp` has wrapped: put `amp` around what"
+    w, x, y = jnp.ones((4, 3)), jnp.ones((2, 4)), jnp.ones((2, 3))
+
+    def loss(w, x, y):
+        return criterion(x @ w, y)
+
+    def lines(fn, *args):
+        return str(explain(fn)(*args)).splitlines()
+
+    found = lines(jax.grad(loss), w, x, y)
+    assert [line for line in found if line.startswith(outside)]
+    assert found[1].startswith("  contractions: 100.0 % float32")
+    assert "  contractions: none (as written: none)" in lines(criterion, y, y)
+    for fn, args in (
+        (criterion, (y, y)),
+        (jax.grad(amp(loss, compute_dtype="bfloat16")), (w, x, y)),
+        (lambda w, x: amp(jnp.matmul, compute_dtype="bfloat16")(x, w) @ w.T, (w, x)),
+        (lambda w, x: x @ w, (w, x)),  # without `amp`, which is told already
+    ):
+        assert not any(outside in line for line in lines(fn, *args))

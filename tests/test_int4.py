@@ -137,6 +137,7 @@ def test_a_product_reads_the_rounded_weight_and_the_other_operand_as_it_is(rule)
 
 
 @each_rule
+@pytest.mark.filterwarnings("ignore:`int4` rounds a weight to 4 bits that a deriv")
 def test_gradients_are_those_of_the_compute_dtype(rule):
     """By the weight of one layer, they don't depend on the weight at all."""
 

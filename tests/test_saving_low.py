@@ -3,6 +3,7 @@
 In 8 bits it is a rule for scopes, and an option of `amp`."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -764,6 +765,51 @@ def test_workloads_keep_little_more_than_half(name, most):
 def test_mistakes(error, match, make):
     with pytest.raises(error, match=match):
         make()
+
+
+def told_of(fn, policy):
+    """What is told of a policy where `fn` is differentiated, and what is kept in it."""
+    mixed = amp(fn, compute_dtype="bfloat16", amp_policy=policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = measure.saved(mixed, W, V, XS, argnums=(0, 1))
+    return [str(w.message) for w in caught], [a.str_short() for a in found]
+
+
+@pytest.mark.parametrize("in_jit", (False, True))
+def test_a_scope_of_contractions_of_inputs_alone(in_jit):
+    def fn(w, v, x):
+        with jax.named_scope("first"):
+            h = (jax.jit(jnp.matmul) if in_jit else jnp.matmul)(x, w)
+        with jax.named_scope("second"):
+            return jnp.sum(jnp.sin(jnp.tanh(h) @ v))
+
+    (message,), still_kept = told_of(fn, named(saving_low("int8"), "first"))
+    assert "The key 'first' of `amp_policy` keeps nothing in 8 bits" in message
+    assert "test_saving_low.py" in message and "This is of `fn`" in message
+    assert still_kept == told_of(fn, default_amp_policy)[1]
+    # Where it keeps something, or might, nothing is said.
+    for scopes in (("second",), ("unnamed",)):
+        messages, _ = told_of(fn, named(saving_low("int8"), *scopes))
+        assert not any("keeps nothing in 8 bits" in m for m in messages)
+    everything = default_amp_policy | {"amp_default": saving_low("int8")}
+    assert told_of(lambda w, v, x: jnp.sum(x @ w), everything)[0] == []
+
+
+@pytest.mark.parametrize(
+    "layer",
+    (
+        lambda w, v, x: jnp.sum((x @ w) @ v),
+        lambda w, v, x: jnp.sum(x @ w + x),
+        lambda w, v, x: jnp.sum(jnp.sin(x @ w)),
+        lambda w, v, x: jnp.sum(jax.checkpoint(jnp.matmul)(jnp.sin(x), w)),
+        lambda w, v, x: jnp.sum(lax.scan(lambda h, _: (h @ w, 0), x, None, 2)[0]),
+    ),
+    ids=("two", "sum", "sine", "checkpoint", "scan"),
+)
+def test_scopes_that_keep_something_or_might(layer):
+    fn = jax.named_scope("layer")(layer)
+    assert told_of(fn, named(saving_low("int8"), "layer"))[0] == []
 
 
 def test_it_is_no_part_of_another_rule():

@@ -1,7 +1,8 @@
 """What is measured: a function, and the points at which it is measured."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .._errors import explaining_arguments
 from .._jax import is_array
 from .._parameters import as_argnums
 from .._reports.call import FlatCall, flat_call
+from .._rules.user_rules import short
 from .budget import Budget, as_budget
 
 Flat = Callable[..., list[Any]]
@@ -151,7 +153,8 @@ def measured_function(
         "items, and a batch is all arguments of `fn`, parameters included: "
         "`[(params, x, y), ...]`.",
     ):
-        outs = jax.eval_shape(call.fn, *call.arrays)
+        with _noting_batch(args):
+            outs = jax.eval_shape(call.fn, *call.arrays)
     has_loss = bool(outs) and outs[0].shape == () and is_float(outs[0].dtype)
     subject = MeasuredFunction(call, has_loss, as_budget(budget, has_loss), loss_scale)
     if subject.differentiates and not has_loss:
@@ -165,6 +168,22 @@ def measured_function(
             "floating arrays to differentiate by. Say by `argnums` which one does."
         )
     return subject
+
+
+@contextmanager
+def _noting_batch(args: tuple[Any, ...]) -> Iterator[None]:
+    """Adds to an error of a function what it was called with.
+
+    Parameters that were left out are missed only where the function reads them."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "`calibrate` called `fn(*batch)` with the first batch, which is "
+            f"{short(jax.tree.map(_kind, args))}. A batch is all arguments of `fn`, "
+            "parameters included: `[(params, x, y), ...]`."
+        )
+        raise
 
 
 def as_batches(batches: Any, argument: str) -> list[tuple[Any, ...]]:

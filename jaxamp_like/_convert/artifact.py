@@ -166,6 +166,21 @@ class Artifact:
         where = "/".join(self.platforms)
         return f"Artifact({types}) for {where}: {self.summary}"
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "A loaded model can't be pickled, since its program is compiled here. Hand "
+            "on the path of its folder, and its `digest`, and write `load(path, "
+            "digest=digest)` where it is to be read."
+        )
+
+    # Nothing of it changes. (`copy` would ask `__reduce_ex__`, as `pickle` does.)
+
+    def __copy__(self) -> "Artifact":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Artifact":
+        return self
+
     def explain(self) -> str:
         """The precision of each contraction, as a text of one line each."""
         return explained(self.summary)

@@ -1,11 +1,12 @@
 """What `convert` returns: a function, its parameters as they are stored, a summary."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -65,6 +66,21 @@ class Converted:
 
     def __repr__(self) -> str:
         return f"Converted: {self.summary}"
+
+    # `pickle` and `copy` ask the same method, so that copies have methods of their own.
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "What `convert` returns can't be pickled, since a traced function can't "
+            "be. Write `digest = model.save(path)`, and `load(path, digest=digest)` "
+            "where it is to be read, which needs none of the model's code."
+        )
+
+    def __copy__(self) -> "Converted":
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Converted":
+        return replace(self, params=copy.deepcopy(self.params, memo))
 
     def module(self) -> Any:
         """The model as a module of its own class, with its parameters stored low.

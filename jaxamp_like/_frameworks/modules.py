@@ -40,6 +40,25 @@ def refuse_loops_of_keras(fn: Any) -> None:
         )
 
 
+# The methods of a model that Keras' training step differentiates.
+_IN_TRAINING = ("compute_loss_and_updates", "compute_loss")
+
+
+def optimizer_without_scale(fn: Any) -> Any:
+    """The optimizer with which Keras trains by a method `fn`, if it scales no loss.
+
+    It scales the loss if it was given a `loss_scale_factor`, or if its class scales in
+    a way of its own, as Keras' `LossScaleOptimizer` does."""
+    model = getattr(fn, "__self__", None)
+    if not is_keras(model) or fn.__name__ not in _IN_TRAINING:
+        return None
+    optimizer: Any = getattr(model, "optimizer", None)
+    base: Any = sys.modules["keras"].optimizers.Optimizer
+    if not isinstance(optimizer, base) or optimizer.loss_scale_factor is not None:
+        return None
+    return optimizer if type(optimizer).scale_loss is base.scale_loss else None
+
+
 def is_module_with_arrays(fn: Any) -> bool:
     """Whether `fn` is such a model, or a method that reads what it holds.
 

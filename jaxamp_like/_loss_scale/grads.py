@@ -13,7 +13,7 @@ from jax import Array
 from .._errors import hiding_frames, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_jitted
-from .._rewrite.record import is_recorded
+from .._recording import is_recorded
 from .._rewrite.switch import is_traced_by_amp, scaling_loss
 from .agree import AxisName, all_agree
 from .arithmetic import checked_loss

@@ -202,7 +202,7 @@ def with_name(value: Any) -> str:
 
 def refuse_what_is_no_function(fn: Any, caller: str) -> None:
     """Raises for what stands in the place of a function, and says where it belongs."""
-    if callable(fn) and not is_dtype(fn):
+    if callable(fn) and not is_dtype(fn) and not isinstance(fn, Rule):
         return
     got, argument = type(fn).__name__, ""
     if isinstance(fn, str):
@@ -211,6 +211,9 @@ def refuse_what_is_no_function(fn: Any, caller: str) -> None:
             argument = f"{'amp_policy' if is_policy else 'compute_dtype'}={fn!r}"
     elif is_dtype(fn):
         got, argument = f"the dtype {_show(fn)}", f"compute_dtype={_show(fn)}"
+    elif isinstance(fn, Rule):
+        got = f"the rule {fn!r}"
+        argument = 'amp_policy=default_amp_policy | {"encoder": rule}'
     elif _is_like_policy(fn):
         got, argument = "a policy", "amp_policy=..."
     instead = f"`{caller}(fn)(x)`, not `{caller}(fn(x))`"

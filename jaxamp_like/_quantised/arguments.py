@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._dtypes import DType
+from .._rules.conditions import refuse_misfit
 from .._rules.user_rules import display_name, is_made_by_calling, is_number
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -39,6 +40,7 @@ def predicate_or_none(value: Any) -> Any:
             "`where` must be callable with a `Site` and return a bool, such as "
             f"`worth_eight_bits(side=512)`, or None, but got {value!r}."
         )
+    refuse_misfit(value, "where")
     return value
 
 

@@ -1,6 +1,6 @@
 """`int4`: weights as integers of 4 bits in groups that share a scale, for inference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -12,12 +12,14 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import cast
-from .._errors import listing_arguments
+from .._errors import listing_arguments, warn_or_raise
 from .._jax import is_explicitly_sharded, new_primitive, raw, trace
 from .._primitives.contractions import summed_axes
+from .._recording import is_recorded
 from .._rules import EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
 from .._rules.constant import no_derivative, no_series
+from .._rules.passes import CastPass, Pass
 from .._rules.weights import weight_side
 from .axes import Axes, site_axes
 from .block_scaled import has_lengths
@@ -313,6 +315,12 @@ class Int4(Quantising):
 
         return of_weight if parts == 1 else of_weight_in_parts
 
+    def gradients(self, site: Site, compute: Sequence[CastPass]) -> Sequence[Pass]:
+        weight, scope = weight_side(site), "/".join(site.scope)
+        passes = list[Pass](compute)
+        passes[weight] = _OfTrainedWeight(**vars(compute[weight]), scope=scope)
+        return passes
+
     def eight_bits(self, site: Site) -> EightBits:
         return EightBits(
             f"group of {self.group_size}", f"in {low_of(site).name} everywhere"
@@ -326,6 +334,32 @@ class Int4(Quantising):
             f"of a sum, and {low}; gradients in {low}"
         )
 
+
+@dataclass(frozen=True, eq=False)
+class _OfTrainedWeight(CastPass):
+    """The gradient of a weight that is rounded to 4 bits, which tells that it is taken.
+
+    Frozen weights have none: below what is trained, `int4` is as it should be."""
+
+    scope: str = ""
+
+    def residuals(
+        self, operands: Sequence[Any], numbers: Sequence[Any]
+    ) -> Sequence[Any]:
+        if not is_recorded():
+            where = f" (in scope {self.scope!r})" if self.scope else ""
+            warn_or_raise(f"`int4`{where} {_TRAINED}", strict=False, once=_TRAINED)
+        return super().residuals(operands, numbers)
+
+
+_TRAINED = (
+    "rounds a weight to 4 bits that a derivative is taken by. The rule is for "
+    "inference: the loss is then that of the rounded weights, and gradients pass "
+    "straight through the rounding, easily 10 % off. Train with "
+    "`amp_policy='mixed_bfloat16'`, or 'float8_from_mixed_bfloat16' "
+    "('nvfp4_from_mixed_bfloat16' on Blackwell GPUs), and give the policy with `int4` "
+    "to `convert` afterwards. Weights that are frozen may be in int4."
+)
 
 _MOST_PRODUCTS = 10_000_000
 """A product with a single row that has more multiplications than this, XLA for GPUs
@@ -374,8 +408,9 @@ def int4(
     each call, to the same numbers.
 
     Gradients are those of the contraction in the compute dtype, straight through the
-    rounding. What is quantised, and what is not, is as for `int8(weight_only=True)`. An
-    inf or a NaN makes all of its group NaN; groups of zeros stay zeros.
+    rounding; a gradient by a rounded weight itself, as in training, is warned of. What
+    is quantised, and what is not, is as for `int8(weight_only=True)`. An inf or a NaN
+    makes all of its group NaN; groups of zeros stay zeros.
 
     Args:
         group_size: how many numbers share a scale: 32, 64 or 128. Larger groups take

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .._jax import Atom, Literal
+from .._recording import is_recorded
 from .._structural import Step
-from .record import is_recorded
 
 _T = TypeVar("_T")
 

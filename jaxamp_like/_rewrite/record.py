@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from .._recording import recorder_in_force as _current
 from .._structural import Plan, Step
 from .planner import Planner
 
@@ -45,7 +46,6 @@ class Recorder:
         return self._planners[planner]
 
 
-_current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 _NOTHING = contextlib.nullcontext()
 
 
@@ -61,11 +61,6 @@ def recording(recorder: Recorder) -> Iterator[Recorder]:
 def amp_is_off() -> bool:
     recorder = _current.get()
     return recorder is not None and recorder.as_written
-
-
-def is_recorded() -> bool:
-    """Whether a function is traced for a report, and not run."""
-    return _current.get() is not None
 
 
 def planner_in_force(planner: Planner) -> Planner:

@@ -178,7 +178,7 @@ def _why_not_lowered(asked: DType, step: Step) -> str | None:
 
 def report_of_float16_on_tpus(steps: list[Step]) -> str | None:
     """What to say where contractions are lowered to float16 and JAX runs on a TPU."""
-    first = next((step for step in steps if _is_lowered(step)), None)
+    first = next((step for step in steps if is_lowered_to_float16(step)), None)
     if first is None or jax.default_backend() != "tpu":
         return None
     return (
@@ -188,7 +188,7 @@ def report_of_float16_on_tpus(steps: list[Step]) -> str | None:
     )
 
 
-def _is_lowered(step: Step) -> bool:
+def is_lowered_to_float16(step: Step) -> bool:
     return step.is_compute and any(
         read == jnp.float16 != atom.aval.dtype
         for read, atom in zip(step.decision.reads, step.eqn.invars, strict=True)

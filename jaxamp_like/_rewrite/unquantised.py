@@ -9,10 +9,10 @@ from .._errors import AmpError
 from .._jax import source_line
 from .._quantised.delayed import NO_STATE
 from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
+from .._recording import is_recorded
 from .._rules import Origin, Rule
 from .._structural import Plan, Step
 from .facts import fact_of
-from .record import is_recorded
 from .unmatched import without_amp_scopes
 
 _MOST = 8  # reasons to list

@@ -351,6 +351,16 @@ class Rule:
         """A casting callback that decides alike, to build other callbacks from."""
         if compute_dtype is None:
             raise TypeError(f"{self!r} is a rule already: write it without `()`.")
+        is_callback = isinstance(compute_dtype, str | DType | type)
+        if not is_callback or len(original_dtypes) != len(invars):
+            raise TypeError(
+                f"`{self!r}` is a rule, which a policy gives to equations: it neither "
+                "wraps a function nor is called with arrays. Put it into a policy, "
+                "under the name of a scope, and that into `amp`: "
+                '`amp(fn, amp_policy=default_amp_policy | {"encoder": rule})`. '
+                "(A rule of your own calls it as `rule(compute_dtype, original_dtypes, "
+                "*invars, **bind_params)`, with a dtype for each of `invars`.)"
+            )
         facts = tuple(
             Fact(x.dtype, Precision.LOW) if is_float(dtype) else None
             for x, dtype in zip(invars, original_dtypes, strict=True)

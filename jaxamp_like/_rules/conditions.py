@@ -9,11 +9,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._dtypes import did_you_mean
-from .._errors import AmpError
+from .._errors import AmpError, why_not_called
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
 from . import Decision, Rule, Site
 from .base import DelegatingRule
-from .user_rules import as_rule, display_name, is_made_by_calling
+from .user_rules import as_rule, display_name, is_made_by_calling, short
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class When(DelegatingRule):
                 f"`predicate` is `{self.predicate.__name__}`, which makes a predicate "
                 f"when it is called: write `{display_name(self.predicate)}`."
             )
+        refuse_misfit(self.predicate, "predicate")
         super().__post_init__()
 
     @property
@@ -59,6 +60,17 @@ class When(DelegatingRule):
         decision = (self.rule if holds else self.otherwise).decide(site)
         why = f"{decision.why} ({'' if holds else 'not '}{name_of(self.predicate)})"
         return decision._replace(why=why)
+
+
+def refuse_misfit(predicate: Callable[..., Any], argument: str) -> None:
+    """Raises for a function that can't be called with a `Site` alone."""
+    if misfit := why_not_called(predicate, (None,)):
+        raise TypeError(
+            f"`{argument}` is {short(predicate)}, which can't be called as a "
+            f"predicate: {misfit}. A predicate takes a `Site`, which tells of one "
+            "equation, and returns a bool. What computes is given to `amp`, and its "
+            "scopes are keys of the policy."
+        )
 
 
 def evaluate_predicate(predicate: Callable[[Site], Any], site: Site, of: str) -> bool:

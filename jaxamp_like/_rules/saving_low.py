@@ -9,9 +9,10 @@ from .._errors import AmpError
 from .._primitives.matmul_precision import settled_bind
 from . import Decision, Rule, Site
 from .base import DelegatingRule
+from .callback import Callback
 from .low_bits import BLOCK, FORMATS, SHORT_FORMATS, LowBits, as_low_bits
 from .low_residuals import low_copies, with_low_residuals
-from .user_rules import as_rule, is_dtype
+from .user_rules import as_rule, is_dtype, short
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,14 @@ def saving_low(rule: Any, block: int | None = None) -> Rule:
 
     Args:
         rule: "int8", "float8_e4m3fn" (or "float8") or "float8_e5m2"; or a rule or a
-            dtype, as in a policy.
+            dtype, as in a policy, but no casting callback of your own.
         block: with a format, how many numbers share a scale, by default 32. Where an
             axis is no multiple, a divisor near it is taken.
     Returns:
         A rule to put in a policy.
     Raises:
-        TypeError: `rule` is no rule, or `block` is no integer, or is given with a rule.
+        TypeError: `rule` is no rule, or is a function, or `block` is no integer, or is
+            given with a rule.
         ValueError: `rule` is no format that there is, or `block` is not positive.
 
     >>> from jax import lax
@@ -115,6 +117,15 @@ def saving_low(rule: Any, block: int | None = None) -> Rule:
         bits = as_low_bits(rule, BLOCK if block is None else block, "rule")
         return SavingLowBits(bits.format, bits.block)
     inner = as_rule(rule, "rule")
+    if isinstance(inner, Callback):
+        raise TypeError(
+            f"`rule` is the function {short(rule)}. `saving_low` wraps no function "
+            "that computes: it makes a rule, which goes into a policy under the name "
+            'of a scope, `default_amp_policy | {"encoder": saving_low("int8")}`, and '
+            "the policy into `amp(fn, amp_policy=policy)`. Nor does it keep anything "
+            "for a casting callback, which casts by itself: give it a rule of this "
+            "library, or a dtype."
+        )
     if block is not None:
         raise TypeError(
             "`block` is given, which only formats of 8 bits have, but `rule` is none "

@@ -91,6 +91,7 @@ def summary(report: ReportData) -> list[str]:
         *lines,
         f"  contractions: {shares(now.flops_by_dtype)}"
         f" (as written: {shares(written.flops_by_dtype)})",
+        *_outside_of_amp(report),
         *_where_formats_run(report.now),
         f"  casts: {now.casts}, of which {report.now.num_inserted} inserted"
         f" (as written: {written.casts})",
@@ -98,6 +99,16 @@ def summary(report: ReportData) -> list[str]:
         *_memory(report),
         *(f"  {note}" for note in report.notes),
     ]
+
+
+def _outside_of_amp(report: ReportData) -> Iterator[str]:
+    """What to say where `amp` is inside, but no contraction is inside of that."""
+    contractions = [op for op in report.now.ops if op.flops]
+    if report.settings and contractions and not any(op.author for op in contractions):
+        yield (
+            "    none is in a function that `amp` has wrapped: put `amp` around what "
+            "computes them"
+        )
 
 
 def _memory(report: ReportData) -> Iterator[str]:
