@@ -1,9 +1,12 @@
 """Eight CPU devices, quick compilation, a source of PRNG keys, a bound on memory."""
-# ruff: noqa: E402  (XLA's flags must be set before anything imports JAX)
+# ruff: noqa: E402  (the environment must be set before anything imports JAX or Keras)
+
+import os
 
 from benchmarks import xla_flags
 
 xla_flags.add("--xla_force_host_platform_device_count=8", *xla_flags.QUICK)
+os.environ["KERAS_BACKEND"] = "jax"
 
 import gc
 import itertools

@@ -740,8 +740,7 @@ def test_nnx():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_keras(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
+def test_keras():
     import keras
 
     model = keras.Sequential(

@@ -97,9 +97,8 @@ def test_parameters_that_steer_loops_and_branches():
 
 @pytest.mark.rest
 @pytest.mark.parametrize("rule", INT8)
-def test_models_with_the_int8_rule(rule, monkeypatch):
+def test_models_with_the_int8_rule(rule):
     """At most 0.27 of float32's, and the bits of `amp`."""
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
     (x,) = randoms((4, 128))
     options = {"amp_policy": INT8[rule], "share": 0.27}
     linen = nn.Sequential([nn.Dense(128), nn.tanh, nn.Dense(128)])
@@ -113,8 +112,7 @@ def test_models_with_the_int8_rule(rule, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_keras_with_the_int8_rule(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
+def test_keras_with_the_int8_rule():
     import keras
 
     model, (x,) = keras.Sequential([keras.layers.Dense(128)]), randoms((4, 128))

@@ -574,8 +574,7 @@ def is_unscaled(x):
     return isinstance(x, Unscaled)
 
 
-def test_variables_of_keras_are_given_by_their_values(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
+def test_variables_of_keras_are_given_by_their_values():
     import keras
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
@@ -860,8 +859,7 @@ def test_a_state_of_other_leaves_than_the_gradients_have_is_told(dtype):
     tx.update(grads, tx.init(floats), floats)
 
 
-def test_loops_of_keras_are_refused(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
+def test_loops_of_keras_are_refused():
     import keras
 
     class Own(keras.Model):
@@ -1023,9 +1021,8 @@ def test_what_a_function_of_haiku_writes_inside_of_amp_is_refused():
     assert amp(noisy.apply)({}, jax.random.key(0), x).shape == x.shape
 
 
-def test_what_a_model_of_keras_writes_inside_of_amp_is_refused(monkeypatch):
+def test_what_a_model_of_keras_writes_inside_of_amp_is_refused():
     """And the model stays usable, which would otherwise hold tracers for good."""
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
     import keras
 
     layers = keras.layers.Dense(2), keras.layers.BatchNormalization()
@@ -1519,9 +1516,8 @@ def test_there_are_many_answers():
     assert len(ANSWERS) >= 190
 
 
-def test_layers_of_keras_are_no_policies(monkeypatch):
+def test_layers_of_keras_are_no_policies():
     """Though they have a compute dtype."""
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
     import keras
 
     layer = keras.layers.Dense(2)

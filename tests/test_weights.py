@@ -428,8 +428,7 @@ def test_models_with_a_dtype_of_their_own(name, rule):
 
 
 @pytest.mark.rest
-def test_keras_layers_of_a_mixed_policy(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")  # read when Keras is imported
+def test_keras_layers_of_a_mixed_policy():
     import keras
 
     layers = [keras.layers.Dense(8, dtype="mixed_bfloat16") for _ in range(2)]
