@@ -16,7 +16,7 @@ from ._loss_scale.calls import SETTINGS, with_call_hints
 from ._loss_scale.optimizer import LossScaleOptimizer, loss_scale_optimizer
 from ._loss_scale.state import NoScaler, Scaler
 from ._never_mixed import Watch
-from ._policies.settings import PolicyLike, settings_of
+from ._policies.settings import PolicyLike, may_compute_in, settings_of
 from ._rewrite.switch import is_amp_disabled, scaling_loss
 
 _P = ParamSpec("_P")
@@ -48,7 +48,7 @@ def enable_amp(
         amp_policy: as for `amp`.
         argnums: as for `amp`.
         scaler: as for `loss_scale_optimizer`; "auto" is "dynamic" if the compute dtype
-            is float16, and None otherwise.
+            is float16, or that of a scope or a rule of the policy, and None otherwise.
         axis_name: as for `loss_scale_optimizer`.
     Returns:
         `amp(loss_fn)` and the wrapped optimizer, whose `value_and_grad` scales the loss
@@ -76,7 +76,8 @@ def enable_amp(
             f"`loss_fn` must be a function, but was given a {type(loss_fn).__name__}. "
             "Give the loss, not what it returns: `enable_amp(loss_fn, optimizer)`."
         )
-    narrow = settings_of(amp_policy, compute_dtype).compute_dtype == jnp.float16
+    settings = settings_of(amp_policy, compute_dtype)
+    narrow = may_compute_in(settings, jnp.dtype(jnp.float16))
     if isinstance(scaler, str) and scaler == "auto":
         scaler = "dynamic" if narrow else None
     if is_amp_disabled():

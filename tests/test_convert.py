@@ -227,6 +227,31 @@ def test_a_training_step_is_told_to_be_no_model():
     convert(lambda w, x: {"a": x @ w["a"], "b": x @ w["b"]}, w, x)
 
 
+def test_a_number_that_is_too_large_for_a_parameter_is_told():
+    def fn(p, x):
+        return jnp.tanh(x @ p["w"]) + p["b"]
+
+    p, x = {"w": jnp.full((4, 4), 1e5), "b": jnp.ones(4)}, jnp.ones((2, 4))
+    with pytest.warns(AmpWarning, match="The parameter w holds numbers .* for float16"):
+        convert(fn, p, x)
+    convert(fn, p, x, compute_dtype="bfloat16")
+    convert(fn, p | {"w": jnp.full((4, 4), jnp.inf)}, x)  # is so as given
+
+
+def test_a_converted_model_outlives_the_model_that_it_was_made_of():
+    def fn(p, x):
+        return jnp.tanh(x @ p["w"]) + p["b"]
+
+    p = {"w": jnp.ones((4, 4)), "b": jnp.ones(4), "key": jax.random.key(0)}
+    x = jnp.ones((2, 4))
+    low = convert(fn, p, x)
+    expected = low(x)
+    update = jax.jit(lambda p: jax.tree.map(lambda x: x, p), donate_argnums=0)
+    update({name: p[name] for name in "wb"})
+    assert p["b"].is_deleted()
+    np.testing.assert_array_equal(low(x), expected)
+
+
 @pytest.mark.filterwarnings("ignore:No parameter of")
 def test_a_leaf_read_in_two_precisions_is_stored_once_in_the_wider():
     def fn(p, x):

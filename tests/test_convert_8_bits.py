@@ -178,7 +178,7 @@ def test_tied_arrays_are_stored_once(tmp_path):
     low = check_tied(fn, {"a": w, "b": w}, x, tmp_path / "eight", amp_policy=EIGHT)
     assert low.summary.share < 0.27
     low = check_tied(fn, {"a": w, "b": w}, x, tmp_path / "kept", keep_inputs=["b"])
-    assert low.params["a"] is low.params["b"] is w and len(low.summary.casts) == 2
+    assert low.params["a"] is low.params["b"] and len(low.summary.casts) == 2
 
     def looked_up(p, x):
         return p["a"][x.argmax(-1)] @ p["b"].T

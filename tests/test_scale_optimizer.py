@@ -17,6 +17,8 @@ from hypothesis import given, settings, strategies as st
 from jaxamp_like import (
     AmpWarning,
     DynamicScalerState,
+    Policy,
+    PolicyMap,
     _errors,
     all_finite,
     amp,
@@ -27,6 +29,7 @@ from jaxamp_like import (
     guard_step,
     loss_scale_optimizer,
 )
+from jaxamp_like.rules import smaller_than, when
 from jaxamp_like.scaling import (
     LossScaleState,
     NoScaler,
@@ -406,6 +409,30 @@ def test_enable_amp():
         enable_amp(matmul_loss, optax.sgd(0.1), scaler=None)
     with pytest.raises(ValueError, match="already scales"):
         enable_amp(matmul_loss, tx)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (
+        PolicyMap("mixed_bfloat16", {"top": "mixed_float16"}),
+        Policy("bfloat16", rules={"top": "float16"}),
+        Policy("bfloat16", rules={"top": when(smaller_than(9), "float16", "float32")}),
+    ),
+    ids=("map", "rule", "condition"),
+)
+def test_a_part_in_float16_has_a_scale(policy):
+    """So that its gradients do not vanish, though the compute dtype is bfloat16."""
+
+    def loss(w, x):
+        with jax.named_scope("top"):
+            return jnp.sum(x @ w) * 1e-9
+
+    w, x = jnp.ones((2, 2)), jnp.ones((2, 2))
+    mixed, tx = enable_amp(loss, optax.sgd(0.1), amp_policy=policy)
+    assert tx.scales
+    grads = jnp.asarray(tx.grad(mixed, tx.init(w))(w, x))
+    np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-3)
+    assert not enable_amp(loss, optax.sgd(0.1), amp_policy="mixed_bfloat16")[1].scales
 
 
 @pytest.mark.parametrize("is_loop", (False, True), ids=("step", "loop"))

@@ -11,7 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from .._amp import amp_by
-from .._dtypes import cast, did_you_mean
+from .._dtypes import cast, did_you_mean, is_float
 from .._errors import AmpError, warn_or_raise
 from .._jax import is_array_or_shape, to_classic, trace
 from .._policies.mistakes import naming_mistakes
@@ -299,20 +299,47 @@ def _matches(key: Any, i: int, name: str) -> bool:
 
 
 def _cast(params: Any, stored: Sequence[Stored]) -> Any:
-    """The parameters as they are stored."""
+    """The parameters as they are stored, in arrays that share nothing with them.
+
+    A model that is trained on may be given to its next step for good, by donation."""
+    copies: dict[int, Any] = {}  # of tied parameters, one
 
     def as_stored(leaf: Any, row: Stored) -> Any:
         dtype = narrower(leaf, row)
-        if dtype is None:
-            return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf.update(dtype=dtype)
-        return cast(jax.numpy.asarray(leaf), dtype)
+            return leaf if dtype is None else leaf.update(dtype=dtype)
+        if dtype is None:
+            return copies.setdefault(id(leaf), _copied(leaf))
+        made = cast(jax.numpy.asarray(leaf), dtype)
+        if _overflows(leaf, made):
+            warn_or_raise(_OVERFLOW.format(row.name, dtype.name), strict=False)
+        return made
 
     rows = ticked("casting parameters", stored)
     stored_params = map_parameters(as_stored, params, rows)
     next(rows, None)  # tells that all are done
     return stored_params
+
+
+def _copied(leaf: Any) -> Any:
+    return jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+def _overflows(leaf: Any, made: jax.Array) -> bool:
+    """Whether a number of a parameter is finite, and infinite as it is stored."""
+    if not is_float(made.dtype):
+        return False
+    if jax.numpy.finfo(made.dtype).maxexp >= jax.numpy.finfo(leaf.dtype).maxexp:
+        return False
+    of_both = jax.numpy.isfinite(leaf) & ~jax.numpy.isfinite(made)
+    return bool(jax.numpy.any(of_both))
+
+
+_OVERFLOW = (
+    "The parameter {} holds numbers that are too large for {}: they are stored as "
+    "infinity, as `amp` reads them. Convert in bfloat16 (`compute_dtype='bfloat16'`), "
+    "or keep the scope that reads it in float32 (`excluded_scopes`)."
+)
 
 
 def _summary(

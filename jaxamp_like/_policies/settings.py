@@ -7,11 +7,12 @@ import atexit
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from .._blocks import Block
@@ -189,6 +190,18 @@ class Settings(NamedTuple):
     compute_dtype: DType
     output: Policy  # whose `cast_to_output` the results pass through
     is_by_default: bool = False  # nobody has said a compute dtype
+
+
+def may_compute_in(settings: Settings, dtype: DType) -> bool:
+    """Whether a compute dtype or a rule of the settings is `dtype`, anywhere."""
+    rules = (value for _, value in settings.lookup.items())
+    return any(_names(value, dtype) for value in (settings.compute_dtype, *rules))
+
+
+def _names(value: Any, dtype: DType) -> bool:
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(_names(getattr(value, one.name), dtype) for one in fields(value))
+    return isinstance(value, np.dtype) and value == dtype
 
 
 def settings_of(
