@@ -480,7 +480,7 @@ def run_by_plan(
     _report_unused(call, planner, plan, steps)
     if report := report_of_no_scale_in_keras(call.fn, call.arrays, steps):
         warn_or_raise(report, strict=False)
-    record_plan(planner, plan)
+    record_plan(planner, plan, steps)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
     # The scope tells an outer `amp` that precision is decided here.

@@ -9,8 +9,15 @@ from ._dtypes import bits, is_float
 from ._errors import place_of, warn_or_raise
 from ._reports import walk
 from ._reports.call import flat_call
-from ._rewrite.record import Recorder, amp_is_off, plans_in_float16, plans_made
+from ._rewrite.record import (
+    Recorder,
+    amp_is_off,
+    contracts,
+    plans_in_float16,
+    plans_with_contractions,
+)
 from ._rewrite.switch import is_amp_disabled, is_traced_by_amp
+from ._structural import steps_of
 
 
 class Watch:
@@ -31,7 +38,7 @@ class Watch:
     def __call__(
         self, fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Iterator[None]:
-        before, in_float16 = plans_made(), plans_in_float16()
+        before, in_float16 = plans_with_contractions(), plans_in_float16()
         yield
         if plans_in_float16() > in_float16 and not self.expects_float16:
             warn_or_raise(
@@ -43,21 +50,22 @@ class Watch:
                 strict=False,
             )
         is_on_purpose = is_amp_disabled() or amp_is_off() or is_traced_by_amp()
-        if self.has_looked or plans_made() > before or is_on_purpose:
+        if self.has_looked or plans_with_contractions() > before or is_on_purpose:
             return
         self.has_looked = True
         if _is_in_full(fun, args, kwargs):
             warn_or_raise(
-                "The optimizer that `enable_amp` made was given a loss that `amp` "
-                "never saw, and that computes in full precision: write `mixed, tx = "
-                "enable_amp(loss_fn, optimizer)` and `tx.value_and_grad(mixed, "
-                f"opt_state)`. This is of {place_of(fun)}.",
+                "The optimizer that `enable_amp` made was given a loss whose matrix "
+                "products `amp` never saw, and that computes in full precision: write "
+                "`mixed, tx = enable_amp(loss_fn, optimizer)`, where `loss_fn` calls "
+                "the model, and `tx.value_and_grad(mixed, opt_state)`. This is of "
+                f"{place_of(fun)}.",
                 strict=False,
             )
 
 
 def _is_in_full(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function has contractions of floats, none of them low, and no `amp`."""
+    """Whether a function has contractions of floats, none low or seen by `amp`."""
     recorder = Recorder()
     try:
         with warnings.catch_warnings():
@@ -72,4 +80,5 @@ def _is_in_full(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
         for atom in eqn.invars[:2]
         if is_float(atom.aval.dtype)
     ]
-    return bool(found) and not recorder.plans and min(map(bits, found)) >= 32
+    is_seen = any(contracts(steps_of(plan)) for _, plan in recorder.plans)
+    return bool(found) and not is_seen and min(map(bits, found)) >= 32

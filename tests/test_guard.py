@@ -11,6 +11,7 @@ from flax import nnx
 from hypothesis import given, settings, strategies as st
 
 from jaxamp_like import (
+    AmpWarning,
     DynamicScalerState,
     dynamic_scale_value_and_grad,
     guard_step,
@@ -306,6 +307,31 @@ def test_no_scaling_guards_nothing_and_costs_nothing():
     state = jnp.array(1.0), NoScaler()
     program = str(jax.make_jaxpr(guard_step(step))(state, 2.0))
     assert program == str(jax.make_jaxpr(step)(state, 2.0))
+
+
+def test_state_that_stands_beside_the_state_is_told():
+    statistics = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
+
+    @guard_step
+    def step(state, statistics, x):
+        w, scaler = state
+        scaler, (loss, _) = dynamic_scale_value_and_grad(lambda w: (w * x).sum())(
+            w, dynamic_scaler_state=scaler
+        )
+        return (w, scaler), jax.tree.map(lambda s: s + x, statistics), loss
+
+    @guard_step
+    def right(state, batch):
+        w, scaler = state
+        scaler, _ = dynamic_scale_value_and_grad(lambda w: (w * batch["x"]).sum())(
+            w, dynamic_scaler_state=scaler
+        )
+        return (w, scaler), batch, {"x": batch["x"], "z": w}, w
+
+    state = jnp.ones(2), SCALER
+    right(state, {"x": jnp.ones(2), "y": jnp.ones(2)})
+    with pytest.warns(AmpWarning, match="returns argument 2 anew, beside its state"):
+        jax.jit(step)(state, statistics, jnp.ones(2))
 
 
 def test_several_losses_of_one_step():

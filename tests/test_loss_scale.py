@@ -567,6 +567,12 @@ def test_all_finite(tree, wanted):
     assert bool(all_finite(tree)) is wanted
 
 
+def test_check_scaler_tells_of_a_state_of_zeros():
+    state = {"scaler": jax.tree.map(jnp.zeros_like, DynamicScalerState())}
+    with pytest.raises(ValueError, match=r"scale of .*scaler.* a patience of 0 and"):
+        check_scaler(state)
+
+
 def test_check_scaler():
     state = DynamicScalerState(scaler=2, min_scaler=1)
     check_scaler(state)

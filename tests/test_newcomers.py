@@ -383,6 +383,21 @@ def test_an_optimizer_of_enable_amp_that_is_given_another_loss(dtype, wrap):
         tx.value_and_grad(curved, opt_state)(w, x)
 
 
+def test_an_optimizer_of_enable_amp_whose_loss_calls_no_model():
+    """A criterion alone, around which the model stays in float32."""
+    criterion, tx = enable_amp(
+        lambda out, y: jnp.mean((out - y) ** 2), adam, compute_dtype="bfloat16"
+    )
+
+    def loss(w):
+        return criterion(x @ w["in"], 1.0)
+
+    with pytest.warns(AmpWarning, match="products `amp` never saw.*calls the model"):
+        tx.grad(loss, tx.init(w))(w)
+    norm, tx = enable_amp(lambda w: jnp.sum(w["in"] ** 2), adam)
+    tx.grad(norm, tx.init(w))(w)  # there is nothing to lower
+
+
 def test_losses_that_are_low_or_on_purpose_in_full_are_not_told_of():
     def fresh():
         _, tx = enable_amp(curved, adam)

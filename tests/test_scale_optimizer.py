@@ -462,6 +462,21 @@ def test_a_scale_that_is_a_constant_of_the_program_is_told(is_loop):
         jax.jit(lambda w: gradient(w, opt_state))(w)
 
 
+def test_gradients_that_were_cast_to_float16_are_told():
+    w, tx = jnp.ones(3), loss_scale_optimizer(optax.sgd(0.1))
+    grads = tx.grad(lambda w: jnp.sum(w**2), tx.init(w))(w)
+    tx.update(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), tx.init(w), w)
+    with pytest.warns(AmpWarning, match="float16 gradients of float32 parameters"):
+        half = jax.tree.map(lambda g: g.astype(jnp.float16), grads)
+        tx.update(half, tx.init(w), w)
+
+
+def test_moments_in_float16_are_told():
+    loss_scale_optimizer(optax.adam(0.1, mu_dtype="bfloat16")).init(jnp.ones(3))
+    with pytest.warns(AmpWarning, match=r"float16 numbers \(`.*mu.*for wider param"):
+        loss_scale_optimizer(optax.adam(0.1, mu_dtype="float16")).init(jnp.ones(3))
+
+
 def test_a_scale_that_is_made_anew_in_each_step_is_told(monkeypatch):
     w, tx = jnp.ones(3), loss_scale_optimizer(optax.sgd(0.1))
     gradient = dynamic_scale_grad(lambda w: jnp.sum(w**2))

@@ -75,7 +75,11 @@ def instead_of_loss(fun: Any, out: Any, args: tuple[Any, ...]) -> str:
         return _OF_A_MODEL
     is_pair = isinstance(out, tuple) and len(out) == 2
     found = out[1] if is_pair else out
-    if not args or eqx.is_array_like(found) or _types(found) != _types(args[0]):
+    if (
+        not args
+        or eqx.is_array_like(found)
+        or float_types(found) != float_types(args[0])
+    ):
         return ""
     what = "a loss and a tree" if is_pair else "a tree"
     name = "value_and_grad" if is_pair else "grad"
@@ -85,7 +89,7 @@ def instead_of_loss(fun: Any, out: Any, args: tuple[Any, ...]) -> str:
     )
 
 
-def _types(tree: Any) -> Any:
+def float_types(tree: Any) -> Any:
     """The structure and the shapes of the floating-point arrays in a tree."""
     leaves, structure = jax.tree.flatten(eqx.filter(tree, eqx.is_inexact_array))
     return structure, [x.shape for x in leaves]

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._errors import calling_library, hiding_frames, showing_call
+from .._errors import calling_library, hiding_frames, showing_call, warn_or_raise
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
-from .calls import difference
+from .calls import difference, float_types
 from .state import DynamicScalerState, NoScaler, is_scaler
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -90,6 +90,7 @@ def guard_step(step: _Step) -> _Step:
         skipped = _skipped(were, are)
         if skipped is None:
             return out
+        _tell_of_state_beside(args, out)
         before.rewrite(functools.partial(_keep, "an NNX variable", skipped))
         pairs = zip(old, new, strict=True)
         return rebuild([_keep(p, skipped, now, then) for (p, then), now in pairs])
@@ -124,6 +125,26 @@ def _is_complete(x: Any) -> bool:
 def _flatten(state: Any) -> tuple[list[tuple[str, Any]], Any]:
     leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_complete)
     return [(jax.tree_util.keystr(path), x) for path, x in leaves], tree
+
+
+def _tell_of_state_beside(args: tuple[Any, ...], out: Any) -> None:
+    """Warns of a result that is an argument anew, but not in the guarded state.
+
+    A single array may be anything, such as a prediction beside its target."""
+    results = out[1:] if isinstance(out, tuple) else ()
+    for i, arg in enumerate(args, 2):
+        kind = float_types(arg)
+        if len(kind[1]) < 2 or is_node(arg):
+            continue
+        for result in results:
+            leaves = zip(jax.tree.leaves(result), jax.tree.leaves(arg), strict=False)
+            if float_types(result) == kind and any(x is not y for x, y in leaves):
+                warn_or_raise(
+                    f"A guarded step returns argument {i} anew, beside its state: "
+                    "where gradients overflow, that keeps what the overflow made of "
+                    f"it, such as NaN in the statistics of BatchNorm. {_FIRST}",
+                    strict=False,
+                )
 
 
 def _inner_scalers(nodes: list[Any]) -> list[Any]:

@@ -50,6 +50,7 @@ def check_scaler(state: Any, *, tolerate: int = 0, warn: bool = False) -> None:
     Raises:
         FloatingPointError: there were more such steps than `tolerate`.
         TypeError: there is no state in `state`.
+        ValueError: a state holds zeros for its settings, as `zeros_like` makes them.
 
     >>> state = DynamicScalerState(scaler=1, min_scaler=1)
     >>> check_scaler(state)
@@ -58,6 +59,14 @@ def check_scaler(state: Any, *, tolerate: int = 0, warn: bool = False) -> None:
     FloatingPointError: The loss scale is at its minimum, 1.0, and yet the last 1 ...
     """
     for path, one in scalers_in(state).items():
+        if int(jnp.min(one.patience)) < 1 or float(jnp.min(one.adjust_factor)) <= 1:
+            raise ValueError(
+                f"The loss scale{f' of {path}' if path else ''} has a patience of "
+                f"{int(jnp.min(one.patience))} and a factor of "
+                f"{float(jnp.min(one.adjust_factor))}, with which it can never be "
+                "right: it was made by `zeros_like`, or overwritten. Begin anew with "
+                "`tx.init(params)`, or `DynamicScalerState()`."
+            )
         stuck = int(jnp.max(one.stuck))
         if stuck <= tolerate:
             continue

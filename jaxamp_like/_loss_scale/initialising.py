@@ -32,7 +32,15 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
             f"`params` must hold arrays alone, but `params{path}` is a "
             f"{type(leaf).__name__}.\n{_instead(leaf)}"
         ) from e
-    if low := _float16_in(params) and _float16_in(state):
+    low = _float16_in(state)
+    if low and not _float16_in(params):
+        warn_or_raise(
+            f"The optimizer keeps float16 numbers (`{low[0]}`) for wider parameters: "
+            "gradients below 6e-8, and their squares, are zero there. Leave its dtype "
+            "out, or take bfloat16, as `mu_dtype`.",
+            strict=False,
+        )
+    elif low:
         warn_or_raise(
             f"The optimizer keeps float16 numbers (`{low[0]}`) for float16 parameters: "
             "squares of small gradients and an epsilon of 1e-8 are zero there, and "
@@ -56,6 +64,23 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
                 strict=False,
             )
     return state
+
+
+def tell_of_float16(grads: Any, params: Any) -> None:
+    """Warns of gradients that were cast to float16 after they were unscaled."""
+    dtypes = [
+        [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]
+        for tree in (grads, params)
+    ]
+    pairs = zip(*dtypes, strict=False) if len({*map(len, dtypes)}) == 1 else ()
+    if any(g == jnp.float16 and p == jnp.float32 for g, p in pairs):
+        warn_or_raise(
+            "`tx.update` was given float16 gradients of float32 parameters: they were "
+            "cast after they were unscaled, and those below 6e-8 are zero. Leave out "
+            "the cast: `tx.value_and_grad` gives gradients in the dtypes of the "
+            "parameters.",
+            strict=False,
+        )
 
 
 @contextmanager

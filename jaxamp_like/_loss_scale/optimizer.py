@@ -31,7 +31,7 @@ from .calls import (
     with_call_hints,
 )
 from .grads import dynamic_scale_tx
-from .initialising import explaining_other_parameters, initialised
+from .initialising import explaining_other_parameters, initialised, tell_of_float16
 from .marks import (
     Verdict,
     marked,
@@ -290,6 +290,8 @@ def loss_scale_optimizer(
         if isinstance(scaler, DynamicScalerState):
             refuse_unmarked(grads)
         grads, finite = read(grads, axis_name)
+        if isinstance(scaler, DynamicScalerState):
+            tell_of_float16(grads, params)
         # A line search is given the gradients a second time, by name.
         extra = unmarked(extra)
         with explaining_other_parameters(optimizer, grads, inner_state, params):

@@ -8,13 +8,14 @@ and loops, so a report can tell of every equation, backward ones too, which deci
 comes from: the very `Step` that was bound, not a second guess."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
+from .._primitives import CONTRACTIONS
 from .._recording import recorder_in_force as _current
 from .._structural import Plan, Step
 from .planner import Planner
@@ -68,22 +69,26 @@ def planner_in_force(planner: Planner) -> Planner:
     return planner if recorder is None else recorder.planner_for(planner)
 
 
-_made: ContextVar[int] = ContextVar("plans made", default=0)
+_with_contractions: ContextVar[int] = ContextVar("plans with contractions", default=0)
 _in_float16: ContextVar[int] = ContextVar("plans in float16", default=0)
 
 
-def plans_made() -> int:
-    """How many programs `amp` has rewritten so far, in this thread or task."""
-    return _made.get()
+def plans_with_contractions() -> int:
+    """How many programs that contract `amp` has rewritten, in this thread or task."""
+    return _with_contractions.get()
 
 
 def plans_in_float16() -> int:
-    """How many of them compute in float16."""
+    """How many programs it has rewritten to compute in float16."""
     return _in_float16.get()
 
 
-def record_plan(planner: Planner, plan: Plan) -> None:
-    _made.set(_made.get() + 1)
+def contracts(steps: Iterable[Step]) -> bool:
+    return any(step.eqn.primitive.name in CONTRACTIONS for step in steps)
+
+
+def record_plan(planner: Planner, plan: Plan, steps: Iterable[Step]) -> None:
+    _with_contractions.set(_with_contractions.get() + contracts(steps))
     _in_float16.set(_in_float16.get() + (planner.compute_dtype == jnp.float16))
     recorder = _current.get()
     if recorder is not None:
