@@ -68,6 +68,12 @@ def as_float_dtype(value: DTypeLike, argument: str) -> DType:
                 " It is a format of contractions alone, which a policy names: "
                 f"`amp_policy='{value[:5]}_from_mixed_bfloat16'`."
             )
+        elif str(value).lower() in ("tf32", "tensorfloat32"):
+            hint = (
+                " TF32 is a way to multiply float32 numbers, which a rule asks for: "
+                "`amp_policy={jax.lax.dot_general_p: "
+                "use_dot_algorithm('TF32_TF32_F32')}`."
+            )
         elif _EIGHT_BITS.match(str(value)):
             hint = (
                 " Contractions in 8 bits are a policy: "

@@ -463,7 +463,7 @@ maps = st.builds(
 
 def test_a_block_in_which_nothing_is_wrapped_is_told():
     low = amp(jnp.dot)
-    with pytest.warns(AmpWarning, match="had no effect: nothing in the block asked"):
+    with pytest.warns(AmpWarning, match="had no effect: nothing in the block, in its"):
         with using_policy("mixed_bfloat16"):
             low(jnp.ones(2), jnp.ones(2))
     with pytest.raises(ZeroDivisionError):  # an error says enough
@@ -724,3 +724,22 @@ def test_fields_of_modules(policy, w):
     grads = eqx.filter_grad(lambda module, x: fn(module, x).sum())(module, w)
     assert grads.static == grads.dynamic == policy
     assert dots(module, w) == [F16]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    (
+        ("fp8", "float8_from_mixed_bfloat16"),
+        ("mixed_float8", "float8_from_mixed_bfloat16"),
+        ("mixed_int8", "int8_from_mixed_bfloat16"),
+    ),
+)
+def test_names_of_8_bits_that_are_none_lead_to_those_that_are(name, meant):
+    with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+        amp(jnp.dot, amp_policy=name)
+    get_policy(meant)
+
+
+def test_tf32_is_no_dtype():
+    with pytest.raises(TypeError, match=r"TF32 is a way to multiply.*use_dot_algorith"):
+        amp(jnp.dot, compute_dtype="tf32")

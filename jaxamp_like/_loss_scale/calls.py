@@ -135,7 +135,7 @@ def difference(name: str, tree: Any, other_name: str, other: Any) -> str:
     ):
         if alone:
             more = ", ..." * (len(alone) > 3)
-            shown = ", ".join(f"`{path}`" for path in alone[:3])
+            shown = ", ".join(f"`{p}`" if p else "one by itself" for p in alone[:3])
             here = here[0].upper() + here[1:]
             return f"{here} holds arrays that {there} does not hold: {shown}{more}."
     if jax.tree.structure(tree) != jax.tree.structure(other):

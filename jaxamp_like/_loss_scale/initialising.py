@@ -108,8 +108,8 @@ def explaining_other_parameters(
             raise
         raise ValueError(
             f"{told}\nGive `tx.init` the parameters that the gradients are taken by, "
-            "and `tx.update` the same: of an Equinox model, `eqx.filter(model, "
-            "eqx.is_inexact_array)` in both."
+            "the first argument of the loss, and `tx.update` the same: of an Equinox "
+            "model, `eqx.filter(model, eqx.is_inexact_array)` in both."
         ) from e
 
 

@@ -40,6 +40,10 @@ _ELSEWHERE = {
     "32-true": "float32",
     "16-true": "float16",
     "bf16-true": "bfloat16",
+    "fp8": "float8_from_mixed_bfloat16",
+    "mixed_fp8": "float8_from_mixed_bfloat16",
+    "mixed_float8": "float8_from_mixed_bfloat16",
+    "mixed_int8": "int8_from_mixed_bfloat16",
 }
 
 

@@ -166,7 +166,8 @@ def _using(policy: Policy | PolicyMap) -> Iterator[Policy | PolicyMap]:
         outer.is_read = True  # it stood for what this block overrides
     if not using.is_read:
         warn_or_raise(
-            "`using_policy` had no effect: nothing in the block asked for the policy. "
+            "`using_policy` had no effect: nothing in the block, in its own thread, "
+            "asked for the policy. "
             "`amp` reads it where it wraps a function, not where that is called, and "
             "without `amp` nothing is lowered. Write `mixed = amp(fn)` in the block, "
             "or give `amp` the policy.",
