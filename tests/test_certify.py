@@ -1099,6 +1099,7 @@ def test_a_lock_in_another_encoding_is_read_or_told(lock, encoding):
 # down from the program and from that text, not from what a certificate said. The text
 # is counted by a regular expression, which shares nothing with the package's reader.
 NHWC = ("NHWC", "HWIO", "NHWC")
+IS_0_12 = jax.__version_info__ >= (0, 12)
 PIXELS, KERNEL = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 8))
 BF16, F16 = jnp.bfloat16, jnp.float16
 HALF, ROWS = jnp.ones((64, 64), BF16), jnp.arange(64) % 7
@@ -1217,13 +1218,13 @@ EXPECTED = {
     ),
     "branches": (both_ways, (X,), {FULL: 2}, {}, {}, {"dot": 2}),
     "recomputed": (
-        # XLA for CPUs does not honour `prevent_cse`: the product is not run again.
+        # Older XLA for CPUs does not honour `prevent_cse`: the product runs once.
         jax.grad(lambda x: jnp.sum(jnp.sin(jax.checkpoint(tanh_of_product)(x)))),
         (X,),
-        {FULL: 3},
+        {FULL: 3 + IS_0_12},
         {},
         {},
-        {"dot": 3},
+        {"dot": 3 + IS_0_12},
     ),
     "sum": (lambda x: jnp.sum(jnp.tanh(x), 1), (X,), {}, {SUM32: 1}, {}, {"reduce": 1}),
     "sum of 16 bits": (
@@ -1251,12 +1252,13 @@ EXPECTED = {
         {"reduce": 2},
     ),
     "sum by row": (
-        lambda x, i: jnp.zeros_like(x).at[i].add(x),  # written out as a loop
+        # A scatter, which older XLA for CPUs writes out as a loop.
+        lambda x, i: jnp.zeros_like(x).at[i].add(x),
         (X, ROWS),
         {},
+        {SUM32: 1} if IS_0_12 else {},
         {},
-        {},
-        {"while": 1},
+        {} if IS_0_12 else {"while": 1},
     ),
     "sum over devices": (
         over_devices(lambda x: lax.psum(x, "data")),
