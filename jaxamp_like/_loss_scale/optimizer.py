@@ -21,7 +21,7 @@ from .._errors import (
     warn_or_raise,
 )
 from .._frameworks.nnx import as_arrays, instances_in
-from .agree import AxisName, all_agree
+from .agree import OF_OPTIMIZER, AxisName, all_agree, tell_of_unnamed_axes
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import (
     GRADIENT,
@@ -30,7 +30,7 @@ from .calls import (
     of_checkpoint,
     with_call_hints,
 )
-from .grads import dynamic_scale_tx
+from .grads import scaled_by_state
 from .initialising import explaining_other_parameters, initialised
 from .marks import (
     Verdict,
@@ -193,7 +193,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         scaler = _scaler_of(opt_state)
         if self.scales and isinstance(scaler, NoScaler):
             warn_or_raise(_NO_LONGER, strict=False)
-        scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
+        scaled = scaled_by_state(transform, 0, self.axis_name, is_of_optimizer=True)
         step = scaled(fun, has_aux=has_aux, **options)
 
         @functools.wraps(fun, updated=())
@@ -296,8 +296,10 @@ def loss_scale_optimizer(
             updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
-        if finite is None:
+        if finite is None:  # something was done to them: they may have been averaged
             finite = all_agree(all_finite(grads), axis_name, like=scaler.scaler)
+        else:
+            tell_of_unnamed_axes(axis_name, OF_OPTIMIZER)
         following = scaler.update(finite)
         # This selects rather than branches: before a branch, all gradients would have
         # to be written to memory, while XLA fuses these selections with the update.
