@@ -219,7 +219,9 @@ def untracked(mesh, step):
 
 def test_devices_that_may_not_agree_are_told(mesh):
     untracked(mesh, dynamic_scale_grad(mean_loss, axis_name="d"))()
-    with pytest.warns(AmpWarning, match="names no `axis_name`.*Pass `axis_name='d'` to `dynamic"):
+    with pytest.warns(
+        AmpWarning, match="names no `axis_name`.*Pass `axis_name='d'` to `dynamic"
+    ):
         untracked(mesh, dynamic_scale_grad(mean_loss))()
 
 
