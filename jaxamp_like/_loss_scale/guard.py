@@ -154,9 +154,9 @@ def _next_state(
     of_method = _OF_METHOD if _is_object(state) else ""
     raise TypeError(
         "A guarded step must return the next state, or a tuple that begins with it, in "
-        f"the structure of its first argument.\n{_FIRST}{of_method}\nThe first argument is "
-        f"{_outlined(state)}, but the step returned {_outlined(out)}.{differ and ' '}"
-        f"{differ}"
+        f"the structure of its first argument.\n{_FIRST}{of_method}\nThe first "
+        f"argument is {_outlined(state)}, but the step returned {_outlined(out)}."
+        f"{differ and ' '}{differ}"
     )
 
 
