@@ -608,7 +608,8 @@ def test_layers_that_are_in_16_bits_as_written(by_hand, asked):
     params = half.init(jax.random.key(0), x)
     scale = r".*In float16, a loss wants a scale" if by_hand == "float16" else ""
     told = (
-        rf"{asked} changes nothing.*linear.py.* {by_hand} as written.*`dtype=`{scale}"
+        rf"{asked} changes nothing.*linear.py.* {by_hand} as written.*`dtype=`.*"
+        rf"`hk.mixed_precision`.*`cast_to_compute`{scale}"
     )
     with pytest.warns(AmpWarning, match=told):
         amp(half.apply, compute_dtype=asked)(params, x)
