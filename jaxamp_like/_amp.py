@@ -29,7 +29,7 @@ from ._blocks import Block
 from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
-from ._frameworks.modules import refuse_loops_of_keras
+from ._frameworks.modules import explain_methods_of_keras, refuse_loops_of_keras
 from ._frameworks.nnx import call_with_nodes
 from ._frameworks.written import holders, refusing_to_write, taking_over_compact
 from ._jax import (
@@ -66,7 +66,10 @@ from ._policies.settings import (
 from ._primitives.matmul_precision import without_setting
 from ._recording import is_recorded
 from ._rewrite.bind import Binder
-from ._rewrite.inner_gradients import report_of_unscaled_gradients
+from ._rewrite.inner_gradients import (
+    report_of_step_of_keras,
+    report_of_unscaled_gradients,
+)
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
@@ -85,6 +88,7 @@ from ._rewrite.unlowered import (
     report_of_another_16_bits,
     report_of_float16_on_tpus,
     report_of_float32_over_amp,
+    report_of_loss_of_keras,
     report_of_nothing_lowered,
     reports_of_scopes_low_as_written,
 )
@@ -191,7 +195,8 @@ def amp(
             mixed precision.
         compute_dtype: the dtype that contractions compute in; by default that of the
             policy, or else that of the global policy, which is float16 until it is set.
-            bfloat16 needs no loss scaling.
+            bfloat16 needs no loss scaling. None is the default, and does not turn
+            `amp` off: `disable_amp` does.
         amp_policy: a dict of rules, a `Policy`, the name of one ("mixed_bfloat16") or a
             `PolicyMap`; if not given, `global_policy()`, now and not when the function
             is called. A dict maps primitives, names of `jax.named_scope`s, paths of
@@ -272,6 +277,7 @@ def amp(
         if holds_arrays(fn):
             warn_or_raise(report_of_hidden_parameters(fn), strict)
         made = options.mix(fn)
+        explain_methods_of_keras(made, fn)
         if not is_said:
             note_wrapped(made, fn)
         return made
@@ -369,7 +375,8 @@ def amp_by(
         # In a program that `amp` traces, `amp_stop` is said to that `amp`, not to this.
         if is_in_amp_stop() and not is_traced_by_amp():
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
-        if tells_of_float16 and not is_in_scaled_loss():
+        # A report may take a derivative that nobody else takes.
+        if tells_of_float16 and not (is_in_scaled_loss() or is_recorded()):
             if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):
                 warn_or_raise(FLOAT16_BY_DEFAULT, strict=False)
         held = holders(fn, args, kwargs)
@@ -478,8 +485,12 @@ def run_by_plan(
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
     _report_unused(call, planner, plan, steps)
-    if report := report_of_no_scale_in_keras(call.fn, call.arrays, steps):
-        warn_or_raise(report, strict=False)
+    for report in (
+        report_of_no_scale_in_keras(call.fn, call.arrays, steps),
+        report_of_step_of_keras(call.fn, steps),
+    ):
+        if report is not None:
+            warn_or_raise(report, strict=False)
     record_plan(planner, plan, steps)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
@@ -519,6 +530,7 @@ def _report_unused(
         *reports_of_unmeasured(plan),
         *reports_of_quantising(plan, steps),
         report_of_nothing_lowered(planner.compute_dtype, steps),
+        report_of_loss_of_keras(call.fn, call.arrays, planner.compute_dtype, steps),
         report_of_another_16_bits(planner.compute_dtype, steps),
         report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),

@@ -50,6 +50,13 @@ def refuse_unbound(fn: Any) -> None:
     """Raises for models of Linen and Haiku that have no parameters yet."""
     if isinstance(fn, type):  # is refused as a class
         return
+    functions = jax.tree.leaves(getattr(fn, "apply", None))
+    if hasattr(fn, "init") and len(functions) > 1 and all(map(callable, functions)):
+        raise TypeError(
+            f"`fn` is a {type(fn).__name__}, whose `apply` holds {len(functions)} "
+            "functions. Wrap the loss that calls them, or one of them: "
+            "`amp(fn.apply[0])(params, rng, x)`, if `apply` is a tuple."
+        )
     applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
     is_bound = callable(fn) and not (
         getattr(fn, "scope", fn) is None and getattr(fn, "parent", fn) is None

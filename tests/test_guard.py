@@ -368,7 +368,7 @@ BAD = {
     ),
     "other order": (
         lambda: guard_step(lambda s: (jnp.ones(()), s))(STATE),
-        "first argument.*PyTreeDef.*but the step returned",
+        "first argument is a dict of .*but the step returned a tuple of",
     ),
     "more": (
         lambda: guard_step(lambda s: s | {"loss": jnp.ones(())})(STATE),

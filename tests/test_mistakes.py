@@ -488,7 +488,7 @@ def test_a_rule_may_name_the_parameters_of_its_primitive():
 @pytest.mark.parametrize(
     ("policy", "comes_first"),
     (
-        ({"net": "float32", "attention": "float32"}, "only where 'net' comes first"),
+        ({"net": "float32", "attention": "float32"}, "only where 'net' .*`PolicyMap`"),
         ({"net": "float32", lax.tanh_p: "float32"}, "only where 'net' comes first"),
         (
             {"net": "float32", re.compile("net/att.*"): "float32"},

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import flax.serialization
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxamp_like import (
     Policy,
     amp,
     calibrate,
+    default_amp_policy,
     disable_amp,
     dynamic_scale_grad,
     enable_amp,
@@ -621,7 +623,8 @@ def test_layers_that_are_in_16_bits_as_written(by_hand, asked):
     params = half.init(jax.random.key(0), x)
     scale = r".*In float16, a loss wants a scale" if by_hand == "float16" else ""
     told = (
-        rf"{asked} changes nothing.*linear.py.* {by_hand} as written.*`dtype=`{scale}"
+        rf"{asked} changes nothing.*linear.py.* {by_hand} as written.*`dtype=`.*"
+        rf"`hk.mixed_precision`.*`cast_to_compute`{scale}"
     )
     with pytest.warns(AmpWarning, match=told):
         amp(half.apply, compute_dtype=asked)(params, x)
@@ -1525,6 +1528,144 @@ def test_a_global_policy_that_comes_too_late_is_told():
         assert len(said) == 3
     finally:
         jaxamp_like.set_global_policy(None)
+
+
+def test_settings_of_a_scale_are_fields_of_its_state():
+    told = (
+        r"`{}\(\.\.\., scaler=DynamicScalerState\(scaler=\.\.\., patience=\.\.\.\)\)`"
+    )
+    settings: Any = {"init_scale": 2.0**16, "growth_interval": 500}
+    with pytest.raises(TypeError, match=told.format("enable_amp")):
+        enable_amp(loss, adam, **settings)
+    with pytest.raises(TypeError, match=told.format("loss_scale_optimizer")):
+        loss_scale_optimizer(adam, **settings)
+
+
+def test_the_optimizer_of_nnx_is_made_of_what_comes_back():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer: Any = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    told = r"(?s)was given Optimizer\.\n.*`nnx\.Optimizer\(model, tx, wrt=nnx.Param\)`"
+    with pytest.raises(TypeError, match=told):
+        enable_amp(loss, optimizer)
+
+
+def test_a_scale_in_a_checkpoint_for_an_optimizer_without_one_is_told():
+    mixed, scaling_tx = enable_amp(loss, adam, compute_dtype="float16")
+    _, tx = enable_amp(loss, adam, compute_dtype="bfloat16")
+    saved = flax.serialization.to_bytes(scaling_tx.init(w))
+    state = flax.serialization.from_bytes(tx.init(w), saved)
+    told = r"holds a loss scale.*this optimizer has none.*`opt_state._replace\(scaler="
+    with pytest.raises(TypeError, match=rf"(?s){told}"):
+        tx.value_and_grad(mixed, state)(w, x)
+    state = state._replace(scaler=scaling.NoScaler())
+    mixed, _ = enable_amp(loss, adam, compute_dtype="bfloat16")
+    _, grads = tx.value_and_grad(mixed, state)(w, x)
+    assert jnp.isfinite(grads["in"].value).all()
+
+
+class Trainer:
+    def __init__(self, guard):
+        self.mixed, self.tx = enable_amp(loss, adam, compute_dtype="float16")
+        if guard:
+            self.step = jax.jit(guard_step(self._step))
+
+    def _step(self, state, x):
+        w, opt_state = state
+        value, grads = self.tx.value_and_grad(self.mixed, opt_state)(w, x)
+        updates, opt_state = self.tx.update(grads, opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), value
+
+    guarded = guard_step(_step)
+
+
+def test_the_self_of_a_guarded_method_is_no_state():
+    trainer = Trainer(guard=True)
+    state = w, trainer.tx.init(w)
+    told = r"`self` of a method.*`self.step = jax.jit\(guard_step\(self._step\)\)`"
+    with pytest.raises(TypeError, match=told):
+        trainer.guarded(state, x)
+    (trained, _), _ = trainer.step(state, x)
+    assert (trained["in"] < w["in"]).all()
+
+
+def test_other_states_than_objects_are_not_told_of_methods():
+    trainer = Trainer(guard=False)
+    with pytest.raises(TypeError, match="structure of its first") as error:
+        guard_step(lambda state: trainer._step(state, x)[1])((w, trainer.tx.init(w)))
+    assert "`self`" not in str(error.value)
+
+
+def test_gradients_by_another_argument_are_told():
+    mixed, tx = enable_amp(lambda x, w: loss(w, x), adam)
+    opt_state = tx.init(w)
+    _, grads = tx.value_and_grad(mixed, opt_state)(x, w)
+    with pytest.raises(ValueError, match=r"(?s)by the first argument.*`tx.value_and_g"):
+        tx.update(grads, opt_state, w)
+    by_second = tx.value_and_grad(mixed, opt_state, filter=False, argnums=1)
+    tx.update(by_second(x, w)[1], opt_state, w)
+
+
+def test_gradients_beside_another_tree_say_what_to_mark():
+    mixed, tx = enable_amp(loss, adam)
+    grads = tx.grad(mixed, tx.init(w))(w, x)
+    with pytest.raises(
+        TypeError, match=r"`total = jax.tree.map\(lambda p: jaxamp_like"
+    ):
+        jax.tree.map(lambda a, b: a + b / 2, jax.tree.map(jnp.zeros_like, w), grads)
+    plain = jax.grad(loss)(w, x)
+    with pytest.raises(
+        ValueError, match=r"for plain arrays, to compare, `jax.tree.map"
+    ):
+        jax.tree.map(jnp.subtract, grads, plain)
+    arrays = jax.tree.map(
+        lambda g: g.value, grads, is_leaf=lambda g: isinstance(g, Unscaled)
+    )
+    np.testing.assert_allclose(arrays["in"], plain["in"], rtol=1e-3)
+
+
+def test_one_of_several_functions_of_haiku_is_wrapped():
+    def init():
+        first, second = hk.Linear(4), hk.Linear(8)
+        return lambda x: second(first(x)), (first, second)
+
+    net: Any = hk.multi_transform(init)
+    with pytest.raises(
+        TypeError, match=r"`apply` holds 2 functions.*`amp\(fn\.apply\["
+    ):
+        amp(net)
+    low = amp(net.apply[0], compute_dtype="bfloat16")
+    assert low(net.init(jax.random.key(0), x), None, x).shape == (3, 4)
+
+
+def test_layers_of_a_scan_share_a_scope():
+    def net(w, x):
+        def layer(x, w):
+            with jax.named_scope("block"):
+                return x @ w, None
+
+        with jax.named_scope("blocks"):
+            return jax.lax.scan(layer, x, w)[0]
+
+    stack = jnp.ones((3, 4, 4))
+    for key, told in {"blocks/2": "the key 'blocks'", "blocks/x": "Did you"}.items():
+        policy = default_amp_policy | {key: "float32"}
+        with pytest.warns(AmpWarning, match=f"{key}.*matched nothing.*{told}"):
+            amp(net, compute_dtype="bfloat16", amp_policy=policy)(stack, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    (
+        ("static_argnums", "Nothing is needed"),
+        ("donate_argnums", "the `jax.jit` around"),
+    ),
+)
+def test_arguments_of_jit_belong_there(name, told):
+    options: Any = {name: (1,)}
+    with pytest.raises(TypeError, match=told):
+        amp(loss, **options)
+    power = amp(lambda w, n: w["in"] ** n, compute_dtype="bfloat16")
+    assert (power(w, 2) == 1).all()
 
 
 def test_there_are_many_answers():

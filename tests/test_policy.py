@@ -244,6 +244,8 @@ def test_a_gradient_in_float16_that_nobody_asked_for_is_told(monkeypatch):
     ):
         jax.grad(asked)(w)
     amp(loss)(w)  # no gradient
+    explain(amp(loss))(w)  # the report's own gradient
+    explain(lambda w: 2 * amp(loss)(w))(w)
     scaled = dynamic_scale_grad(amp(loss))
     scaled(w, dynamic_scaler_state=DynamicScalerState())
     with using_policy("mixed_float16"):

@@ -219,7 +219,9 @@ def untracked(mesh, step):
 
 def test_devices_that_may_not_agree_are_told(mesh):
     untracked(mesh, dynamic_scale_grad(mean_loss, axis_name="d"))()
-    with pytest.warns(AmpWarning, match="names no `axis_name`.*Pass `axis_name='d'`"):
+    with pytest.warns(
+        AmpWarning, match="names no `axis_name`.*Pass `axis_name='d'` to `dynamic"
+    ):
         untracked(mesh, dynamic_scale_grad(mean_loss))()
 
 
@@ -258,6 +260,43 @@ def test_devices_with_models_of_their_own_need_not_agree():
         by_pmap, by_shard_map = jax.pmap(step(None))(w, states), run(w, states)
     np.testing.assert_array_equal(by_pmap, [0] + [1] * (N - 1))
     np.testing.assert_array_equal(by_shard_map, by_pmap)
+
+
+def pmapped_step(tx, share):
+    """A step of `jax.pmap`, run on a batch that overflows on one device of two."""
+
+    def body(w, opt_state, x):
+        grads = share(tx.grad(local_loss, opt_state)(w, x))
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state.scaler.scaler
+
+    w = jnp.float32(1)
+    x = np.asarray([[1.0], [np.inf]], np.float16)
+    devices = jax.devices()[:2]
+    axes = None, None, 0
+    run = jax.pmap(body, axis_name="d", in_axes=axes, devices=devices)
+    return run(w, tx.init(w), x)
+
+
+SHARED = {
+    "averaged": (loss_scale_optimizer(optax.sgd(0.1)), lambda g: lax.pmean(g, "d")),
+    "named": (loss_scale_optimizer(optax.sgd(0.1), axis_name="d"), lambda g: g),
+}
+
+
+@pytest.mark.filterwarnings("error::jaxamp_like.AmpWarning")
+@pytest.mark.parametrize(("tx", "share"), SHARED.values(), ids=SHARED)
+def test_devices_of_pmap_agree_by_averages_or_by_the_name(tx, share):
+    new, scales = pmapped_step(tx, share)
+    np.testing.assert_array_equal(new, [1, 1])
+    np.testing.assert_array_equal(scales, [2**14] * 2)
+
+
+def test_an_optimizer_in_pmap_without_an_average_is_told():
+    told = r"runs in `jax.pmap`.*`grads = jax.lax.pmean\(grads, 'd'\)`.*`axis_name='d'`"
+    with pytest.warns(AmpWarning, match=told):
+        _, scales = pmapped_step(loss_scale_optimizer(optax.sgd(0.1)), lambda g: g)
+    np.testing.assert_array_equal(scales, [2**15, 2**14])
 
 
 @pytest.mark.filterwarnings("ignore:A step with a loss scale")

@@ -83,6 +83,71 @@ def test_keras_trains_as_it_should(dtype, optimizer):
     assert not told(fitted(dtype, optimizer()))
 
 
+def keras_model_by(method, wrap, around=()):
+    """A compiled model, one or two of whose methods go through `amp`."""
+
+    def through_amp(name):
+        def mixed(self, *args, **kwargs):
+            return wrap(getattr(super(made, self), name))(*args, **kwargs)
+
+        return mixed
+
+    names = method, *around
+    made = type("Made", (keras.Model,), {name: through_amp(name) for name in names})
+    inputs = keras.Input((8,))
+    model = made(inputs, keras.layers.Dense(3)(inputs))
+    model.compile(Adam(), keras.losses.MeanSquaredError())
+    return functools.partial(model.fit, X, Y, verbose=0)
+
+
+in_bfloat16 = functools.partial(amp, compute_dtype="bfloat16")
+
+
+def test_a_loss_of_keras_that_is_given_the_outputs_is_told():
+    (message,) = told(keras_model_by("compute_loss", in_bfloat16))
+    assert "bfloat16 changes nothing: `compute_loss` of `Made` is given" in message
+    assert "`return amp(super().compute_loss_and_updates, compute_dtype='bf" in message
+
+
+def test_a_training_step_of_keras_in_amp_is_told():
+    (message,) = told(keras_model_by("train_step", in_bfloat16))
+    assert "`train_step` of `Made` takes the gradient inside of `amp`" in message
+    assert "Override `compute_loss_and_updates`" in message
+
+
+RIGHT = {
+    "the method": keras_model_by("compute_loss_and_updates", in_bfloat16),
+    "both": keras_model_by("compute_loss", in_bfloat16, ("compute_loss_and_updates",)),
+    "the step too": keras_model_by(
+        "compute_loss_and_updates", in_bfloat16, ("train_step",)
+    ),
+    "float32": keras_model_by("compute_loss", lambda f: amp(f, amp_policy="float32")),
+}
+
+
+@pytest.mark.parametrize("fit", RIGHT.values(), ids=RIGHT)
+def test_methods_of_keras_that_are_right_are_not_told_of(fit):
+    assert not told(fit)
+
+
+@pytest.mark.parametrize("method", ("compile", "fit", "predict"))
+def test_a_function_that_was_a_model_of_keras_says_how_to_train(method):
+    inputs = keras.Input((8,))
+    mixed = in_bfloat16(keras.Model(inputs, keras.layers.Dense(3)(inputs)))
+    assert mixed(X).shape == (4, 3)
+    with pytest.raises(TypeError, match=r"made a function of the `Functional`.*overr"):
+        getattr(mixed, method)(X)
+
+
+def test_keras_is_told_that_an_optimizer_is_of_optax():
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
+    _, tx = enable_amp(lambda w: w, optax.adam(1e-3))
+    with pytest.raises(ValueError, match=r"an Optax optimizer.*a training loop of"):
+        model.compile(tx)
+    assert "Keras" not in repr(tx)
+
+
 def test_a_model_of_keras_that_is_not_trained_by_fit():
     model = mixed_model("float16")
     model.compile(Adam(), keras.losses.MeanSquaredError())

@@ -1,7 +1,7 @@
 """Models that hold their parameters: of Equinox, NNX and Keras."""
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -42,6 +42,30 @@ def refuse_loops_of_keras(fn: Any) -> None:
 
 # The methods of a model that Keras' training step differentiates.
 _IN_TRAINING = ("compute_loss_and_updates", "compute_loss")
+
+
+def is_method_of_keras(fn: Any, name: str) -> bool:
+    """Whether `fn` is the method of this name of a model of Keras."""
+    keras, model = sys.modules.get("keras"), getattr(fn, "__self__", None)
+    return keras is not None and isinstance(model, keras.Model) and fn.__name__ == name
+
+
+def explain_methods_of_keras(made: Any, model: Any) -> None:
+    """Gives a function that was made of `model` methods that say what to do instead."""
+    if not is_keras(model):
+        return
+    kind = type(model).__name__
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"`amp` has made a function of the `{kind}`, which is called with inputs "
+            "and has no methods of Keras. To train by `fit`, override "
+            "`compute_loss_and_updates` in a subclass, so that it returns `amp(super()."
+            "compute_loss_and_updates)(*args, **kwargs)`, as the tutorial on Keras "
+            "does, and `compile` the model itself."
+        )
+
+    vars(made).update(dict.fromkeys(("compile", *_LOOPS_OF_KERAS), refuse))
 
 
 def optimizer_without_scale(fn: Any) -> Any:

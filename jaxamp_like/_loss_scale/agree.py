@@ -57,15 +57,26 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
     if like is not None:
         known = varying_axes(finite) - varying_axes(like)
         axes += tuple(sorted(known - {*axes}, key=str))
-        untracked = sorted(_untracked() - {*axes}, key=str)
-        if untracked and axis_name != ():
-            named = f"only {axis_name!r} by" if axes else "no"
-            wanted = (*axes, *untracked) if axes or len(untracked) > 1 else untracked[0]
-            report = _UNNAMED.format(untracked[0], named=named, wanted=wanted)
-            warn_or_raise(report, strict=False)
     if not axes:
         return finite
     return lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
+
+
+def tell_of_unnamed_axes(axis_name: AxisName, instead: str) -> None:
+    """Warns if devices go on by verdicts of their own, over an axis without a name.
+
+    Args:
+        axis_name: the axes that are named; `()` says that none is wanted.
+        instead: what to do; `{axis_name}` and `{axis}` stand for the axes."""
+    axes = _named_by(axis_name)
+    untracked = sorted(_untracked() - {*axes}, key=str)
+    if not untracked or axis_name == ():
+        return
+    named = f"only {axis_name!r} by" if axes else "no"
+    wanted = (*axes, *untracked) if axes or len(untracked) > 1 else untracked[0]
+    instead = instead.format(axis_name=repr(wanted), axis=repr(untracked[0]))
+    report = _UNNAMED.format(untracked[0], named=named, instead=instead)
+    warn_or_raise(report, strict=False)
 
 
 def _untracked() -> frozenset[Hashable]:
@@ -81,11 +92,22 @@ def _untracked() -> frozenset[Hashable]:
 
 
 _UNNAMED = (
-    "A step with a loss scale runs in `jax.shard_map` with `check_vma=False` and names "
-    "{named} `axis_name`: if gradients overflow on one device of the axis {0!r}, that "
-    "one alone skips the step and lowers its scale, and from then on devices differ. "
-    "Pass `axis_name={wanted!r}`, or leave out `check_vma=False`. Where each device "
-    "trains a model of its own, pass `axis_name=()`."
+    "A step with a loss scale runs in `jax.pmap`, or in `jax.shard_map` with "
+    "`check_vma=False`, and names {named} `axis_name`: if gradients overflow on one "
+    "device of the axis {0!r}, that one alone skips the step and lowers its scale, and "
+    "from then on devices differ. {instead} Where each device trains a model of its "
+    "own, pass `axis_name=()`."
+)
+OF_TRANSFORM = (
+    "Pass `axis_name={axis_name}` to `dynamic_scale_value_and_grad` (or to the "
+    "transform that you call in its place); in `jax.shard_map` you may leave out "
+    "`check_vma=False` instead."
+)
+OF_OPTIMIZER = (
+    "If devices share the gradients, average them before `tx.update`: `grads = "
+    "jax.lax.pmean(grads, {axis})`. If not, pass `axis_name={axis_name}` to "
+    "`enable_amp` or `loss_scale_optimizer`, or leave out the `check_vma=False` of "
+    "`jax.shard_map`."
 )
 
 

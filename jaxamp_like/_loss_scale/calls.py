@@ -57,11 +57,21 @@ def with_call_hints(
     def hints(
         parameters: Mapping[str, Any], args: Any, kwargs: dict[str, Any]
     ) -> list[str]:
+        unknown = [name for name in kwargs if name not in parameters]
+        of_scale = {"scaler", "optimizer"} <= {*parameters}
+        settings = [SETTINGS[name] for name in unknown if name in SETTINGS and of_scale]
         called = [
             f"Did you mean `{elsewhere[name]}` by `{name}`?"
-            for name in kwargs
-            if elsewhere.get(name) in parameters and name not in parameters
+            for name in unknown
+            if elsewhere.get(name) in parameters
         ]
+        if settings:
+            fields = ", ".join(f"{name}=..." for name in dict.fromkeys(settings))
+            call = example.split("(")[0]
+            called += [
+                f"Settings of the loss scale are fields of its state: `{call}(..., "
+                f"scaler=DynamicScalerState({fields}))`."
+            ]
         return [*called, f"Write `{example}`."]
 
     return explaining_misfits(example.split("(")[0], hints)

@@ -15,7 +15,7 @@ from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_jitted
 from .._recording import is_recorded
 from .._rewrite.switch import is_traced_by_amp, scaling_loss
-from .agree import AxisName, all_agree
+from .agree import OF_TRANSFORM, AxisName, all_agree, tell_of_unnamed_axes
 from .arithmetic import checked_loss
 from .calls import explaining_models, instead_of_loss, with_call_hints
 from .fields import known
@@ -115,6 +115,20 @@ def dynamic_scale_tx(
     ([3.0, 2.0], 1)
 
     See Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740)."""
+    return scaled_by_state(transform, redo_on_nan, axis_name)
+
+
+def scaled_by_state(
+    transform: Callable[..., Any],
+    redo_on_nan: int,
+    axis_name: AxisName,
+    *,
+    is_of_optimizer: bool = False,
+) -> Callable[..., Any]:
+    """What `dynamic_scale_tx` returns.
+
+    An optimizer may be given gradients that devices have averaged, so it is its
+    `update` that tells if they do not agree on a step."""
     _check_callable("transform", transform)
     redo = _check_redo(redo_on_nan)
 
@@ -152,6 +166,9 @@ def dynamic_scale_tx(
         ) -> Any:
             _tell_of_constants(dynamic_scaler_state, args)
             states, structure = split_groups(_check_state(dynamic_scaler_state))
+            is_scaled = not all(isinstance(state, NoScaler) for state in states)
+            if is_scaled and not is_of_optimizer:
+                tell_of_unnamed_axes(axis_name, OF_TRANSFORM)
             call = NnxCall(fun, args, fun_kwargs)
             if transform in _FILTERED and args:
                 _refuse_without_floats(args[0])

@@ -172,12 +172,19 @@ def _next_state(
         if _outlined(next_state) == _outlined(state):
             names = "the next state", "the first argument"
             differ = difference(names[0], next_state, names[1], state)
+    of_method = _OF_METHOD if _is_object(state) else ""
     raise TypeError(
         "A guarded step must return the next state, or a tuple that begins with it, in "
-        f"the structure of its first argument.\n{_FIRST}\nThe first argument is "
-        f"{_outlined(state)}, but the step returned {_outlined(out)}.{differ and ' '}"
-        f"{differ}"
+        f"the structure of its first argument.\n{_FIRST}{of_method}\nThe first "
+        f"argument is {_outlined(state)}, but the step returned {_outlined(out)}."
+        f"{differ and ' '}{differ}"
     )
+
+
+def _is_object(state: Any) -> bool:
+    """Whether a state is an object that JAX takes for a leaf, as `self` mostly is."""
+    is_leaf = any(leaf is state for leaf in jax.tree.leaves(state))
+    return is_leaf and not (is_node(state) or eqx.is_array_like(state))
 
 
 def _outlined(x: Any) -> str:
@@ -202,6 +209,13 @@ def _few(names: Iterable[str]) -> str:
 _FIRST = (
     "Put all that training changes into one first argument, and return it first; a "
     "batch comes after it. (Where only NNX objects change, begin with one of them.)"
+)
+
+
+_OF_METHOD = (
+    " If the first argument is the `self` of a method, guard a function of the "
+    "state: in `__init__`, `self.step = jax.jit(guard_step(self._step))`, where "
+    "`_step(self, state, batch)` is the method."
 )
 
 

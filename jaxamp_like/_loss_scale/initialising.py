@@ -108,8 +108,11 @@ def explaining_other_parameters(
             raise
         raise ValueError(
             f"{told}\nGive `tx.init` the parameters that the gradients are taken by, "
-            "the first argument of the loss, and `tx.update` the same: of an Equinox "
-            "model, `eqx.filter(model, eqx.is_inexact_array)` in both."
+            "and `tx.update` the same: of an Equinox model, `eqx.filter(model, "
+            "eqx.is_inexact_array)` in both. `tx.value_and_grad` takes gradients by "
+            "the first argument of the loss, so let that be the model or the "
+            "parameters; `tx.value_and_grad(loss_fn, opt_state, filter=False, "
+            "argnums=...)` takes them by another, of arrays alone."
         ) from e
 
 

@@ -31,8 +31,10 @@ class Verdict(NamedTuple):
 
 _OF_ARRAYS = ("shape", "dtype", "ndim", "size")  # loggers read them; nothing is lost
 _INSTEAD = (
-    "Write `jax.tree.map(lambda g: ..., grads)`, which keeps the mark for `update`, or "
-    "read the array: `grads.value`, or `grads[...]` of a variable of NNX."
+    "Write `jax.tree.map(lambda g: ..., grads)`, which keeps the mark for `update`. To "
+    "map over gradients and another tree, mark that as well: `total = jax.tree.map("
+    "lambda p: jaxamp_like.scaling.Unscaled(jnp.zeros_like(p)), params)`. Or read the "
+    "array: `grads.value`, or `grads[...]` of a variable of NNX."
 )
 
 
@@ -47,7 +49,9 @@ class _Explaining(type):
             f"<class 'jaxamp_like.scaling.{cls.__name__}'> (a gradient of a "
             "`loss_scale_optimizer`, for its own `tx.update`; a transform that keeps a "
             "state of gradients, or reads parameters beside them, sees plain arrays "
-            "within it: put it within `loss_scale_optimizer(...)`)"
+            "within it: put it within `loss_scale_optimizer(...)`; for plain arrays, "
+            "to compare, `jax.tree.map(lambda g: g.value, grads, is_leaf=lambda g: "
+            "isinstance(g, Unscaled))`)"
         )
 
 

@@ -1,7 +1,8 @@
 """Loss scaling as a wrapper around an Optax optimizer."""
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +21,8 @@ from .._errors import (
     no_attribute,
     warn_or_raise,
 )
-from .._frameworks.nnx import as_arrays, instances_in
-from .agree import AxisName, all_agree
+from .._frameworks.nnx import as_arrays, instances_in, is_node
+from .agree import OF_OPTIMIZER, AxisName, all_agree, tell_of_unnamed_axes
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import (
     GRADIENT,
@@ -30,7 +31,7 @@ from .calls import (
     of_checkpoint,
     with_call_hints,
 )
-from .grads import dynamic_scale_tx
+from .grads import scaled_by_state
 from .initialising import explaining_other_parameters, initialised, tell_of_float16
 from .marks import (
     Verdict,
@@ -92,6 +93,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     watch: (
         Callable[[Callable[..., Any], Any, Any], AbstractContextManager[None]] | None
     ) = None
+
+    def __repr__(self) -> str:
+        # An error of Keras shows what it can't take.
+        keras = sys.modules.get("keras")
+        is_shown = keras is not None and calling_library(keras) is not None
+        return super().__repr__() + _IN_KERAS * is_shown
 
     def __getattr__(self, name: str) -> Any:
         hint = _ELSEWHERE.get(name)
@@ -191,9 +198,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 "`tx.grad` likewise."
             )
         scaler = _scaler_of(opt_state)
+        if isinstance(scaler, Mapping) and not self.scales:
+            raise TypeError(_SCALE_OF_ANOTHER_RUN)
         if self.scales and isinstance(scaler, NoScaler):
             warn_or_raise(_NO_LONGER, strict=False)
-        scaled = dynamic_scale_tx(transform, axis_name=self.axis_name)
+        scaled = scaled_by_state(transform, 0, self.axis_name, is_of_optimizer=True)
         step = scaled(fun, has_aux=has_aux, **options)
 
         @functools.wraps(fun, updated=())
@@ -260,11 +269,14 @@ def loss_scale_optimizer(
     if isinstance(optimizer, LossScaleOptimizer):
         raise ValueError(_TWICE)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        name = getattr(optimizer, "__name__", "")
+        of_nnx = is_node(optimizer) and hasattr(optimizer, "tx")
+        name = getattr(optimizer, "__name__", "" if of_nnx else repr(optimizer)[:40])
         raise TypeError(
             "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
-            f"was given {type(optimizer).__name__} {name or repr(optimizer)[:40]}.\n"
+            f"was given {type(optimizer).__name__}{name and f' {name}'}.\n"
             "Give what is made by a call such as `optax.adam(1e-3)`."
+            + " The `nnx.Optimizer` is made of what comes back: "
+            "`nnx.Optimizer(model, tx, wrt=nnx.Param)`." * of_nnx
         )
     first = _first_state(scaler)
     inner_update = optax.with_extra_args_support(
@@ -298,8 +310,10 @@ def loss_scale_optimizer(
             updates, new_inner = inner_update(grads, inner_state, params, **extra)
         if isinstance(scaler, NoScaler):
             return updates, LossScaleState(scaler, new_inner)
-        if finite is None:
+        if finite is None:  # something was done to them: they may have been averaged
             finite = all_agree(all_finite(grads), axis_name, like=scaler.scaler)
+        else:
+            tell_of_unnamed_axes(axis_name, OF_OPTIMIZER)
         following = scaler.update(finite)
         # This selects rather than branches: before a branch, all gradients would have
         # to be written to memory, while XLA fuses these selections with the update.
@@ -423,6 +437,11 @@ def _scaler_of(opt_state: Any) -> Scaler:
     return as_arrays(found[0].scaler)
 
 
+_IN_KERAS = (
+    " (an Optax optimizer of `jaxamp_like`, for a training loop of your own; `compile` "
+    "takes optimizers of Keras, and for float16 `keras.optimizers.LossScaleOptimizer`: "
+    "see the tutorial on Keras)"
+)
 _SCALED_TWICE = (
     "`scale_loss` was called in a function whose loss `tx.value_and_grad` or `tx.grad` "
     "scales by the same state: gradients would be too large by the scale.\nReturn the "
@@ -434,6 +453,13 @@ _NO_LONGER = (
     "was made to scale: gradients below 6e-8 become zero in float16. To go on in "
     "float16, take `opt_state._replace(scaler=DynamicScalerState())`; to go on without "
     "a scale, give the optimizer `scaler=None`."
+)
+_SCALE_OF_ANOTHER_RUN = (
+    "`opt_state` was read from a checkpoint that holds a loss scale, as of a run in "
+    "float16, and this optimizer has none, as for bfloat16.\nTo go on without a scale, "
+    "take `opt_state._replace(scaler=NoScaler())` (`NoScaler` is in "
+    "`jaxamp_like.scaling`). To go on in float16, make the optimizer for float16, and "
+    "read the checkpoint into the types of its `tx.init(params)`."
 )
 # What PyTorch's scaler and the optimizers of PyTorch, Flax and Keras have instead.
 _ELSEWHERE = {

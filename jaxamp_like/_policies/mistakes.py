@@ -55,6 +55,14 @@ _OF_AMP = {
     "opt_level": "'O1' is `amp_policy='mixed_float16'`.",
     "cast_model_outputs": "Results are cast by `Policy(output_dtype=...)`.",
     "device_type": "A device is not told: `amp` rewrites for all of them.",
+    **dict.fromkeys(
+        ("static_argnums", "static_argnames"),
+        "Nothing is needed: what is no array is handed to the function as it is. Give "
+        "it to the `jax.jit` around `amp`.",
+    ),
+    **dict.fromkeys(
+        ("donate_argnums", "donate_argnames"), "Give it to the `jax.jit` around `amp`."
+    ),
     **dict.fromkeys(("loss_scale", "scaler", "optimizer"), _SCALED_BY),
 }
 # Arguments that converters of other libraries have.
@@ -105,13 +113,13 @@ def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
     """What to write instead of a keyword argument that does not exist."""
     if name in parameters:
         return ""
+    if instead := _MADE_ELSEWHERE.get(caller, {}).get(name):
+        return instead
     known = _ELSEWHERE.get(name)
     close = [known] if known in parameters else get_close_matches(name, parameters, 1)
     if close:
         return f"Did you mean `{close[0]}`?"
     hint = f"The arguments are {', '.join(parameters)}."
-    if instead := _MADE_ELSEWHERE.get(caller, {}).get(name):
-        return instead
     if "fn" in parameters and caller != "convert":
         hint += f" Those of the function come after: `{caller}(fn)(..., {name}=...)`."
     return hint

@@ -1,11 +1,14 @@
 """Gradients that are taken inside of the function that `amp` rewrites."""
 
 from collections.abc import Iterable
+from typing import Any
 
+from .._frameworks.modules import is_method_of_keras
 from .._jax import source_line
 from .._name_stacks import names
 from .._primitives import CONTRACTIONS
 from .._structural import Plan, Step, steps_of
+from .switch import is_traced_by_amp
 
 
 def of_gradients(steps: Iterable[Step]) -> list[Step]:
@@ -29,6 +32,20 @@ def report_of_unscaled_gradients(steps: list[Step]) -> str | None:
         "in bfloat16, `amp(loss_fn, compute_dtype='bfloat16')`, or take `enable_amp`, "
         "whose optimizer scales the loss. If you scale it by hand, say "
         "`compute_dtype='float16'`."
+    )
+
+
+def report_of_step_of_keras(fn: Any, steps: list[Step]) -> str | None:
+    """What to say of Keras' `train_step`, which takes the gradient inside of `amp`."""
+    if not is_method_of_keras(fn, "train_step") or is_traced_by_amp():
+        return None
+    if not any(step.is_compute for step in of_gradients(steps)):
+        return None
+    return (
+        f"`train_step` of `{type(fn.__self__).__name__}` takes the gradient inside of "
+        "`amp`, so that as much is kept for the backward pass as without `amp`. "
+        "Override `compute_loss_and_updates` instead, which is differentiated: `return "
+        "amp(super().compute_loss_and_updates, ...)(*args, **kwargs)`."
     )
 
 

@@ -1,17 +1,20 @@
 """Where the compute dtype changes nothing, or is not what the user wants."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType, bits, is_float
-from .._jax import Eqn, raw, source_line, subjaxprs
+from .._frameworks.modules import is_method_of_keras
+from .._jax import Eqn, are_differentiated, raw, source_line, subjaxprs
 from .._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
 from .._primitives import CONTRACTIONS
 from .._rules import UsePrecision
 from .._rules.computing import asks_for_precision
 from .._structural import Step
+from .switch import is_traced_by_amp
 
 _DECIDED = {*AMP_STOP, REWRITTEN}
 
@@ -34,6 +37,29 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
     return (
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
         f"lowered. The first, in {source_line(contractions[0].eqn)}, {reasons[0]}"
+    )
+
+
+def report_of_loss_of_keras(
+    fn: Any, arrays: Sequence[Any], compute_dtype: DType, steps: list[Step]
+) -> str | None:
+    """What to say of Keras' `compute_loss`, which is given the model's outputs.
+
+    Nothing is said unless a derivative is taken by the `arrays` that it is called with:
+    Keras also calls it to build a model."""
+    if not is_method_of_keras(fn, "compute_loss") or bits(compute_dtype) >= 32:
+        return None
+    if not are_differentiated(arrays):
+        return None
+    if is_traced_by_amp() or any(True for s in steps for _ in _contractions(s.eqn)):
+        return None
+    model = type(fn.__self__).__name__
+    return (
+        f"{compute_dtype.name} changes nothing: `compute_loss` of `{model}` is given "
+        "the outputs of the model and holds no contraction, so the layers run as "
+        "written. Override `compute_loss_and_updates`, which calls the layers and the "
+        "loss: `return amp(super().compute_loss_and_updates, compute_dtype="
+        f"{compute_dtype.name!r})(*args, **kwargs)`."
     )
 
 
@@ -143,7 +169,8 @@ _OTHER = {
 }
 _LAYERS = (
     "as written, and stays so. Leave the dtypes of layers (`dtype=`, `param_dtype=`, "
-    "Keras' policy) at float32, for `amp` to lower."
+    "Keras' policy, `hk.mixed_precision`) at float32, for `amp` to lower, and leave "
+    "out casts of parameters and inputs (`astype`, `cast_to_compute`)."
 )
 
 

@@ -9,6 +9,7 @@ from .._jax import Eqn, Jaxpr, Primitive, raw, scopes, source_line, subjaxprs
 from .._policies.classes import CLASSES
 from .._policies.dictionary import (
     AMP_DEFAULT,
+    AMP_STOP,
     REWRITTEN,
     Key,
     Scope,
@@ -102,6 +103,13 @@ def _hint(key: Key, steps: Sequence[_Equation], of_map: bool) -> str:
             "In a dict of rules a string is a name, or a path of names; an expression "
             f"is compiled: `re.compile({_whole(path, paths)!r})`. {_list(paths)}"
         )
+    stack, _, index = path.rpartition("/")
+    if index.isdigit() and stack in names:
+        return (
+            f"{stack!r} is a scope, and has none that is called {index!r} within: "
+            "layers that one `scan` runs (`nn.scan`, `jax.lax.scan`) share a scope, "
+            f"and the key {stack!r} is for all of them."
+        )
     close = get_close_matches(path, [*names, AMP_DEFAULT], 1)
     if close:
         return _question(close[0], names)
@@ -159,9 +167,12 @@ def _hidden_by(steps: Sequence[_Equation], of_map: bool = False) -> str:
         )
     keys = dict.fromkeys(step.match.key for step in steps)
     others = ", ".join(map(show_key, keys))
+    of_dict = not of_map and not {*keys} & {*AMP_STOP}
     return (
         f"It stands only where {others} comes first: of scopes the outermost wins, "
         "and scopes win over primitives."
+        + " In a `PolicyMap`, which maps scopes to whole policies, the innermost wins."
+        * of_dict
     )
 
 
