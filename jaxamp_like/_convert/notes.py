@@ -215,8 +215,9 @@ def _passed_on(jaxpr: Jaxpr, atom: Any) -> Any:
 
 def _place(eqn: Eqn, at: walk.ReportContext) -> str:
     place = at.place(eqn)
-    return _in(place.scope, without_folders(place.source)) or "in no scope"
+    return _in(place.scope, without_folders(place.source))
 
 
 def _in(scope: str, line: str) -> str:
-    return ", ".join(filter(None, (scope and f"in {scope}", line)))
+    found = ", ".join(filter(None, (scope and f"in {scope}", line)))
+    return found or "in no scope"
