@@ -184,6 +184,16 @@ def test_statistics_of_linen_that_change(train):
     assert len(made) == train
 
 
+def test_states_alike_that_are_handed_on():
+    def handed_on(p, x, one, other):
+        return x @ p["q"], one, other
+
+    states = {"mean": X}, {"mean": X + 1}
+    assert notes(handed_on, W, X, *states) == ()
+    (note,) = notes(lambda *a: handed_on(*a[:3], {"mean": X * 2}), W, X, *states)
+    assert note.startswith("A result is like input 1, with 1 of its 1 arrays changed")
+
+
 def test_results_that_are_no_states():
     def residual(p, x):
         return x + x @ p["q"], x @ p["k"]

@@ -157,19 +157,21 @@ def of_changed_states(
     made = {id(x): v for x, v in zip(shapes, outs, strict=True)}
     results = merge(shapes)
     for part in results if isinstance(results, tuple | list) else ():
-        for name, argument, variables in _arguments(jaxpr, params, inputs, part):
-            if jax.tree_util.all_leaves([argument]) or _types(argument) != _types(part):
-                continue
-            atoms = [made.get(id(x)) for x in jax.tree.leaves(part)]
-            news = [_passed_on(jaxpr, x) for x in atoms if x is not None]
-            changed = sum(new not in variables for new in news)
-            if changed:
+        atoms = [made.get(id(x)) for x in jax.tree.leaves(part)]
+        news = [_passed_on(jaxpr, x) for x in atoms if x is not None]
+        changed = {
+            name: sum(new not in variables for new in news)
+            for name, argument, variables in _arguments(jaxpr, params, inputs, part)
+            if not jax.tree_util.all_leaves([argument])
+            and _types(argument) == _types(part)
+        }
+        if all(changed.values()):  # else it is one of them, as it was given
+            for name, number in [*changed.items()][:1]:
                 yield (
-                    f"A result is like {name}, with {changed} of its {len(news)} "
-                    "arrays changed: a cache, or a state. If these are statistics, as "
+                    f"A result is like {name}, with {number} of its {len(news)} arrays "
+                    "changed: a cache, or a state. If these are statistics, as "
                     "BatchNorm's, convert the model as it is called for inference."
                 )
-                break
 
 
 def _arguments(
@@ -185,7 +187,8 @@ def _arguments(
         yield f"input {i}", given, mine
     if isinstance(part, Mapping) and isinstance(params, Mapping):
         if part.keys() < params.keys():
-            mine = [v for path, v in pairs if path[0].idx == 0 and path[1].key in part]
+            ours = [(path[1], v) for path, v in pairs if path[0].idx == 0]
+            mine = [v for entry, v in ours if getattr(entry, "key", None) in part]
             yield "a part of `params`", {key: params[key] for key in part}, mine
 
 
