@@ -363,6 +363,28 @@ def test_check_says_which_devices_there_are(check):
     assert "one of the names h200, b200, v4" in err
 
 
+@pytest.mark.parametrize(
+    ("made", "params"),
+    (
+        ("equinox.nn.Linear(2, 3, key=jax.random.key(0))", "None"),
+        ("flax.linen.Dense(3)", "params"),
+        ("haiku.transform(lambda x: haiku.Linear(3)(x))", "params"),
+    ),
+)
+def test_a_model_in_place_of_a_function_that_makes_one(
+    made, params, run, tmp_path, monkeypatch
+):
+    code = f"import equinox, flax.linen, haiku, jax\nnet = {made}\n"
+    (tmp_path / "its_net.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "its_net", raising=False)
+    for args in (("convert", "its_net:net", "-o", "art"), ("explain", "its_net:net")):
+        status, _, err = run(*args)
+        assert status == 2 and "its_net:net is a model (" in err
+        assert f"`def factory(): return net, {params}, x`" in err
+    status, _, err = run("check", "its_net:net", "a.lock")
+    assert status == 2 and "returns (step, *arguments), and name that" in err
+
+
 def test_check_says_what_a_factory_must_give(check):
     status, _, err = check("number")
     assert status == 2

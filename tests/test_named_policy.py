@@ -153,6 +153,11 @@ def test_bad_names_and_strings(spec, error, match):
         (lambda: Policy(rules={"a": Policy()}), TypeError, "`PolicyMap` gives"),
         (lambda: Policy.from_dict({"compute": F32}), ValueError, "keys compute_dtype"),
         (lambda: Policy.from_dict("float32"), ValueError, "data of a policy"),
+        (
+            lambda: Policy.from_dict(PolicyMap("float32").to_dict()),
+            ValueError,
+            r"read it by `PolicyMap\.from_dict\(data\)`",
+        ),
         (lambda: Policy.from_dict({"rules": [{"a": 1}]}), ValueError, "is malformed"),
         (lambda: Policy.from_dict({"limit": {}}), ValueError, "is malformed: KeyError"),
         (lambda: Policy().only(), ValueError, "`only` needs a key"),

@@ -176,6 +176,11 @@ def test_like_a_dict():
         ),
         (lambda: PolicyMap(F32, {"*": F32}), ValueError, "no valid regular expression"),
         (
+            lambda: PolicyMap.from_dict(Policy("bfloat16").to_dict()),
+            ValueError,
+            r"read it by `Policy\.from_dict\(data\)`",
+        ),
+        (
             lambda: PolicyMap.from_dict({}),
             ValueError,
             "keys default_policy and policies",

@@ -1,5 +1,6 @@
 """`convert`: makes a mixed model of a float32 one, with its parameters stored low."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -30,6 +31,12 @@ from .models import (
     parameters_in,
     path_name,
     take_apart,
+)
+from .notes import (
+    of_changed_states,
+    of_left_contractions,
+    of_random_numbers,
+    of_rounded_weights,
 )
 from .progress import ticked
 from .records import casts_of, contractions_of
@@ -144,7 +151,10 @@ def convert(
     kept = dict.fromkeys(_with_tied(_kept(keep_inputs, names), first), _KEPT)
     if not cast_params:
         kept = dict.fromkeys(range(len(names)), _AS_GIVEN)
-    stored = _stored(program, model.params, [kept.get(i) for i in range(len(leaves))])
+    again = functools.partial(traced, mixed, model.params, example_inputs)
+    left = list(of_left_contractions(program.jaxpr, again))
+    of = list(range(len(leaves)))
+    stored = _stored(program, model.params, [kept.get(i) for i in of])
     times = Counter(first)
     sizes = [
         None if i in kept else stored[j].bytes_now // times[j]
@@ -160,7 +170,11 @@ def convert(
         of = [i for i in range(len(leaves)) for _ in parts.get(i, (None,))]
         origins = [stored[i] if i in parts else None for i in of]
         stored = _stored(program, model.params, [kept.get(i) for i in of], origins)
-    summary = _summary(model.name, program, stored, model.params, example_inputs)
+    storable = [i not in kept for i in of]
+    summary = _summary(
+        model.name, program, stored, model.params, example_inputs, storable
+    )
+    summary = dataclasses.replace(summary, notes=(*left, *summary.notes))
     if cast_params and not kept and _saves_nothing(summary):
         warn_or_raise(_SAVES_NOTHING.format(model.name), strict=False)
     elif returns_gradients(program, model.params):
@@ -343,9 +357,16 @@ _OVERFLOW = (
 
 
 def _summary(
-    name: str, program: TracedModel, stored: Sequence[Stored], params: Any, inputs: Any
+    name: str,
+    program: TracedModel,
+    stored: Sequence[Stored],
+    params: Any,
+    inputs: Any,
+    storable: Sequence[bool],
 ) -> Summary:
-    """The summary; casts and contractions are those that the converted program runs."""
+    """The summary; casts and contractions are those that the converted program runs.
+
+    `storable` says of each parameter whether it may be stored in another form."""
     constants, of_constants = program.constants(), program.stored_constants()
     leaves = parameters_in((params, inputs))
     avals = [
@@ -360,10 +381,18 @@ def _summary(
     uses = uses_of_inputs(jaxpr)[-(len(constants) + len(leaves)) :]
     told = [*of_constants, *stored]
     casts = [c for s, u in zip(told, uses, strict=False) for c in casts_of(s.name, u)]
+    may_be = [*[True] * len(constants), *storable]
+    may_be += [False] * (len(leaves) - len(storable))
+    notes = [
+        *of_rounded_weights(jaxpr, may_be),
+        *of_random_numbers(jaxpr),
+        *of_changed_states(jaxpr, program.merge, params, inputs),
+    ]
     return Summary(
         name=name,
         parameters=tuple(stored),
         constants=of_constants,
         casts=tuple(casts),
         contractions=contractions_of(jaxpr),
+        notes=tuple(notes),
     )

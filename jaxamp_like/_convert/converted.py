@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from .._dtypes import is_float
 from .._errors import AmpError, no_attribute
@@ -214,6 +215,14 @@ class Converted:
             if not is_array_or_shape(mine):
                 continue
             now, expected = _shown(leaf), _shown(mine)
+            if now != expected and _is_of_bytes(leaf):
+                name = path_name(path)
+                raise ValueError(
+                    f"The parameter `{name}` is {now}, but is stored as {expected}. "
+                    "NumPy's files don't hold this dtype, only its bytes: "
+                    f"`leaf.view({mine.dtype.name!r})` reads them. `model."
+                    "save_parameters(path)` and `model.load_parameters(path)` keep it."
+                )
             if now != expected:
                 raise ValueError(
                     f"The parameter `{path_name(path)}` is {now}, but is stored as "
@@ -237,6 +246,11 @@ _ELSEWHERE = {
     **dict.fromkeys(("export", "serialize", "save_pretrained", "state_dict"), _SAVE),
     **dict.fromkeys(("predict", "stateless_call", "forward"), "Write `model(x)`."),
 }
+
+
+def _is_of_bytes(leaf: Any) -> bool:
+    """Whether an array has lost its dtype, as in a file that `np.save` wrote."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype.type is np.void
 
 
 def _is_like(one: Any, other: Any) -> bool:

@@ -1,5 +1,6 @@
 """Example inputs: what can't be one, and what to give instead."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -9,6 +10,7 @@ import jax
 from jax import export
 
 from .._errors import why_not_called
+from .._frameworks.modules import is_keras
 from .._jax import is_array_or_shape
 
 # What code raises that is given something else than it takes.
@@ -45,7 +47,7 @@ def explaining_examples(fn: Any, params: Any, inputs: Sequence[Any]) -> Iterator
     except FAILURES as e:
         if told := _misfit(fn, params, inputs):
             raise TypeError(told) from e
-        if told := _instead(inputs):
+        if told := _instead(fn, inputs):
             why = str(e).partition("\n")[0].rstrip(".")
             raise TypeError(f"`fn` fails: {why}.\n{told}") from e
         raise
@@ -56,6 +58,13 @@ def _misfit(fn: Any, params: Any, inputs: Sequence[Any]) -> str:
     called = getattr(fn, "apply", fn) if hasattr(fn, "init") else fn
     given = () if params is None else (params,)
     why = why_not_called(called, (*given, *inputs))
+    if why and _takes_state(called):
+        return (
+            f"`fn` can't be called with `params` ({outlined(params)}) and "
+            f"{len(inputs)} example inputs: {why}. It is the `apply` of a Haiku "
+            "transform with state, which takes a state and a key (or None) before the "
+            "inputs: write `convert(transformed, params, state, None, x)`."
+        )
     first = "None" if params is None else "params"
     with_params = f"`params` ({outlined(params)}) and " if given else ""
     return why and (
@@ -65,8 +74,20 @@ def _misfit(fn: Any, params: Any, inputs: Sequence[Any]) -> str:
     )
 
 
-def _instead(inputs: Sequence[Any]) -> str:
+def _takes_state(apply: Any) -> bool:
+    """Whether a function is the `apply` of what `hk.transform_with_state` returns."""
+    return [*inspect.signature(apply).parameters][:3] == ["params", "state", "rng"]
+
+
+def _instead(fn: Any, inputs: Sequence[Any]) -> str:
     """What to give instead of examples that are hardly meant so; "" if all may be."""
+    if is_keras(fn) and len(inputs) > 1:
+        listed = ", ".join("abcdefgh"[: len(inputs)])
+        return (
+            f"A model of Keras with several inputs takes them as one list: write "
+            f"`convert(model, None, [{listed}])`, and call `low([{listed}])`. If they "
+            "have names, a dict does as well."
+        )
     for i, x in enumerate(inputs):
         if not isinstance(x, tuple | list) or not x:
             continue

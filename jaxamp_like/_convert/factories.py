@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import OURS_AND_JAX, why_not_called
+from .._frameworks.modules import holds_parameters
 
 
 class WrongTarget(Exception):
@@ -49,6 +50,15 @@ def made(target: str, form: str, least: int) -> tuple[Any, ...]:
                 f"no {name!r}.{_instead_of_name(part, vars(factory))}"
             )
         factory = getattr(factory, part)
+    is_applied = hasattr(factory, "init") and hasattr(factory, "apply")  # Linen, Haiku
+    if is_applied or holds_parameters(factory):
+        params = "params" if is_applied else "None"
+        shown = f", such as `def factory(): return {name}, {params}, x`"
+        raise WrongTarget(
+            f"{target} is a model ({type(factory).__name__}), not a function that "
+            f"makes one. Write a function without arguments that returns {form}"
+            f"{shown * (least > 1)}, and name that: `{module}:factory`."
+        )
     try:
         given = factory() if callable(factory) else factory
     except TypeError:

@@ -291,7 +291,8 @@ def _checked(
     if digest is not None and digest != found:
         raise ArtifactError(
             f"The artifact in {folder} is whole, but it is another one: its digest is "
-            f"{found}, and not `digest`, {digest}."
+            f"{found}, and not `digest`, {digest}. If it was saved again since, give "
+            "what that `save` returned; if not, it is not the one that you saved."
         )
     files = {
         role: _checked_file(folder, role, manifest["files"], role in keep)

@@ -36,13 +36,15 @@ class Summary:
         parameters: how each parameter is stored.
         constants: how each array that the function closes over is stored.
         casts: casts of parameters that are left, because others read these in full.
-        contractions: the contractions of the converted program, in order."""
+        contractions: the contractions of the converted program, in order.
+        notes: sentences on what the program does at each call."""
 
     name: str
     parameters: tuple[Stored, ...]
     constants: tuple[Stored, ...] = ()
     casts: tuple[Cast, ...] = ()
     contractions: tuple[Contraction, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def leaves(self) -> tuple[Stored, ...]:
@@ -91,7 +93,7 @@ class Summary:
             names = list(dict.fromkeys(cast.name for cast in self.casts))
             more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
             lines.append(f"Still cast at each call: {', '.join(names[:_MOST])}{more}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
     __repr__ = __str__
 
@@ -101,9 +103,9 @@ class Summary:
         lists = {
             key: [item._asdict() for item in value]
             for key, value in vars(self).items()
-            if key != "name"
+            if key not in ("name", "notes")
         }
-        return {"name": self.name, **totals, **lists}
+        return {"name": self.name, **totals, **lists, "notes": list(self.notes)}
 
     def to_json(self) -> str:
         """All of it as JSON.
@@ -123,6 +125,8 @@ class Summary:
         title = "Parameters, the largest first"
         console.print(record_table(title, Stored, self._by_size(), MAX_ROWS))
         console.print(contraction_table(self))
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False)
 
     def save_html(self, path: str | Path) -> Path:
         """Writes one page that opens without a network.
@@ -145,6 +149,7 @@ class Summary:
             title=self.name,
             reports=[],
             headlines=[("converted", self._tiles())],
+            notes=self.notes,
             tables=_HEADINGS,
             numerics=None,
             sources=[],
@@ -190,4 +195,5 @@ def from_dict(data: dict[str, Any]) -> Summary:
         rows(Stored, "constants"),
         rows(Cast, "casts"),
         rows(Contraction, "contractions"),
+        tuple(data.get("notes", ())),  # artifacts of earlier versions have none
     )

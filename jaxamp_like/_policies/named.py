@@ -234,6 +234,11 @@ class Policy:
         Policy(compute_dtype='bfloat16')
         """
         known = (*DTYPE_FIELDS, "rules", "limit", "measured")
+        if isinstance(data, Mapping) and "default_policy" in data:
+            raise ValueError(
+                "The data is that of a `PolicyMap`: read it by "
+                "`PolicyMap.from_dict(data)`."
+            )
         if not isinstance(data, Mapping) or not set(data) <= set(known):
             raise ValueError(
                 f"The data of a policy is a dict with the keys {', '.join(known)}, but "

@@ -216,9 +216,11 @@ class PolicyMap(Mapping[Any, Policy]):
     def from_dict(cls, data: Mapping[str, Any]) -> "PolicyMap":
         """The map of which `data` is the `to_dict`; see `Policy.from_dict`."""
         if not isinstance(data, Mapping) or set(data) != {"default_policy", "policies"}:
+            is_policy = isinstance(data, Mapping) and "compute_dtype" in data
+            hint = " It is that of one policy: read it by `Policy.from_dict(data)`."
             raise ValueError(
                 "The data of a map is a dict with the keys default_policy and "
-                f"policies, but got {data!r}."
+                f"policies, but got {data!r}.{hint * is_policy}"
             )
         try:
             entries = {

@@ -51,6 +51,7 @@ from .worth import WORTH_IT
 
 NO_PARAMETER = "no operand is a parameter"
 NOT_OF_PARAMETERS = f"{NO_PARAMETER}, or made of parameters alone"
+HEAD_OR_EMBEDDING = "is a head or an embedding"
 
 NO_HEADS = (
     r"(?!multi_)(\w+_)?head",
@@ -244,7 +245,7 @@ class Quantising(Rule):
         if any(map(is_pending_sum, (*site.avals, *site.out_avals))):
             return "what is still to be summed over devices takes no scale"
         if (left := _excluded_name(site.scope, self.leave)) is not None:
-            return f"{left!r} is a head or an embedding"
+            return f"{left!r} {HEAD_OR_EMBEDDING}"
         if self.parameters_only and not _is_of_parameter(site):
             numbers = dot_numbers(site.params)
             is_batch = numbers is not None and bool(numbers[1][0])

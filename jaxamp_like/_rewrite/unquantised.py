@@ -10,7 +10,7 @@ from .._jax import source_line
 from .._quantised.delayed import NO_STATE
 from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
 from .._recording import is_recorded
-from .._rules import Origin, Rule
+from .._rules import INPUT_SOURCES, Fact, Origin, RematSource, Rule
 from .._structural import Plan, Step
 from .facts import fact_of
 from .unmatched import without_amp_scopes
@@ -25,6 +25,7 @@ def reports_of_quantising(plan: Plan, steps: list[Step]) -> Iterator[str | None]
         yield _of_nothing_quantised(steps)
         yield _of_few_quantised(steps)
         yield _of_weights_closed_over(plan)
+        yield _of_data_as_a_weight(plan)
         yield _of_another_backend(steps)
 
 
@@ -33,14 +34,14 @@ def _of_nothing_quantised(steps: list[Step]) -> str | None:
     asked = [step for step in steps if _may_quantise(step)]
     if not asked or any(step.decision.eight_bits for step in asked):
         return None
-    whys = Counter(map(_why_not, asked))
+    whys = Counter(map(why_not_quantised, asked))
     listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
     hint = f" {_WHICH} {_IN_LOOPS}" * any(NO_PARAMETER in why for why in whys)
     return (
-        f"No contraction is quantised. Of {len(asked)} that {_rules_of(asked)} would "
+        f"No contraction is quantised. Of {len(asked)} that {rules_of(asked)} would "
         f"quantise, there are {listed}. `explain` shows each; the arguments `where`, "
         "`leave` and `parameters_only` of the rule say which to leave alone: "
-        f"`{_asked_of(asked[0])[0].name}(where=None)` quantises small ones too.{hint}"
+        f"`{asked_of(asked[0])[0].name}(where=None)` quantises small ones too.{hint}"
     )
 
 
@@ -57,7 +58,7 @@ def _of_few_quantised(steps: list[Step]) -> str | None:
         return None
     how_many, verb = (f"Only {made}", "are") if made else ("None", "is")
     return (
-        f"{how_many} of the contractions of the forward pass that {_rules_of(asked)} "
+        f"{how_many} of the contractions of the forward pass that {rules_of(asked)} "
         f"would quantise {verb}, but of {len(left)} {NOT_OF_PARAMETERS}, the first in "
         f"{source_line(left[0].eqn)}. {_WHICH} {_IN_LOOPS}"
     )
@@ -76,7 +77,7 @@ def _of_another_backend(steps: list[Step]) -> str | None:
         return None
     return (
         f"JAX runs on a {here.upper()}, where the {len(made)} contractions that "
-        f"{_rules_of(made)} would quantise run in the compute dtype: only NVIDIA's "
+        f"{rules_of(made)} would quantise run in the compute dtype: only NVIDIA's "
         "GPUs have them. `emulate=True` computes with the rounded numbers here, in "
         "float32. A program that is compiled for such a GPU is as it should be."
     )
@@ -106,11 +107,44 @@ def _of_weights_closed_over(plan: Plan) -> str | None:
     if not beside or not alone:
         return None
     return (
-        f"{_rules_of(beside)} takes an argument for the weight of a contraction, in "
+        f"{rules_of(beside)} takes an argument for the weight of a contraction, in "
         f"{source_line(beside[0].eqn)}, but reads no other weight in the arguments: "
         f"those of {len(alone)} contractions are closed over. {_WHICH} Pass "
         "`argnums=()` if the function closes over all of its parameters, as in "
         "`amp(lambda x: model(x), argnums=())`."
+    )
+
+
+def _of_data_as_a_weight(plan: Plan) -> str | None:
+    """What to say where the batch seems to be first, and the parameters after it.
+
+    As in `f(x, params)`. One array is then taken for the only parameter, nothing that
+    is computed from it meets a parameter again, but all later layers multiply by arrays
+    of other arguments, which stand on the right, as weights do. On the left there may
+    be a matrix of data, such as a graph's."""
+    if sum(x.origin is Origin.PARAMETER for x in plan.in_facts if x) > 1:
+        return None
+    begins: list[Step] = []  # the parameter, beside an array as it was given
+    later: list[Step] = []  # what was computed, beside an array as it was given
+    for step, facts in _operand_facts(plan):
+        if not _may_quantise(step) or step.backward:
+            continue
+        lhs, rhs = facts
+        is_given = rhs.origin is Origin.DATA and rhs.remat_source in INPUT_SOURCES
+        if lhs.origin is Origin.PARAMETER and is_given:
+            begins.append(step)
+        elif max(lhs.origin, rhs.origin) >= Origin.MADE:
+            return None
+        elif lhs.remat_source is RematSource.NONE and is_given:
+            later.append(step)
+    if not begins or not later:
+        return None
+    return (
+        f"{rules_of(begins)} takes the first argument for the weight of a contraction, "
+        f"in {source_line(begins[0].eqn)}, and leaves {len(later)} alone that multiply "
+        f"by arrays of other arguments, the first in {source_line(later[0].eqn)}. If "
+        "these are the weights, say which arguments hold them, as in `amp(lambda x, "
+        "params: model(x, params), argnums=1)`, or make them the first. " + _WHICH
     )
 
 
@@ -126,19 +160,24 @@ _IN_LOOPS = (
 
 def _operands(plan: Plan) -> Iterator[tuple[Step, list[Origin]]]:
     """The steps of a plan, at any depth, with the origins of two floating operands."""
+    for step, facts in _operand_facts(plan):
+        yield step, [fact.origin for fact in facts]
+
+
+def _operand_facts(plan: Plan) -> Iterator[tuple[Step, list[Fact]]]:
     for step in plan.steps:
         facts = [fact_of(plan.facts, atom) for atom in step.eqn.invars[:2]]
         if all(facts) and facts:
-            yield step, [fact.origin for fact in facts if fact]
+            yield step, [fact for fact in facts if fact]
         for inner in step.inner:
-            yield from _operands(inner)
+            yield from _operand_facts(inner)
 
 
 def _may_quantise(step: Step) -> bool:
-    return bool(_asked_of(step))
+    return bool(asked_of(step))
 
 
-def _asked_of(step: Step) -> list[Quantising]:
+def asked_of(step: Step) -> list[Quantising]:
     """The rules of the policy that may quantise a step, perhaps on a condition."""
     name = step.eqn.primitive.name
     return [rule for rule in _quantising(step.match.rule) if rule.is_for(name)]
@@ -151,14 +190,15 @@ def _quantising(rule: Rule) -> list[Quantising]:
     return [one for part in rule.parts for one in _quantising(part)]
 
 
-def _rules_of(steps: list[Step]) -> str:
+def rules_of(steps: list[Step]) -> str:
+    """The rules that may quantise some steps, as they are written."""
     return " or ".join(
         f"`{rule!r}`"
-        for rule in dict.fromkeys(rule for step in steps for rule in _asked_of(step))
+        for rule in dict.fromkeys(rule for step in steps for rule in asked_of(step))
     )
 
 
-def _why_not(step: Step) -> str:
+def why_not_quantised(step: Step) -> str:
     """Why a step is not quantised: what follows on the first colon in its `why`.
 
     Without a colon, as where a condition leads to another rule, it is all of `why`."""
