@@ -132,8 +132,10 @@ def guarded():
 
     opt_state = tx.init(PARAMS)
     known = {
-        ("state", "parameters"): OF_PARAMS,
-        ("state", "optimizer state"): sum(x.nbytes for x in jax.tree.leaves(opt_state)),
+        ("state[0]", "parameters"): OF_PARAMS,
+        ("state[1]", "optimizer state"): sum(
+            x.nbytes for x in jax.tree.leaves(opt_state)
+        ),
     }
     return step, ((PARAMS, opt_state), X, Y), known
 

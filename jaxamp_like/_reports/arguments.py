@@ -6,10 +6,12 @@ a state: a tree of arrays with the same paths and shapes. What can't be told so 
 kind."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import keystr
 
 from .._dtypes import is_float
 from .._frameworks.nnx import FunctionalCall, is_node, variable_kind
@@ -76,16 +78,23 @@ def argument_records(
     else:
         held = [(leaf, None, leaf.value) for leaf in leaves]
     arrays = [(leaf, v) for leaf, v, x in held if is_array_or_shape(x)]
-    sizes: dict[tuple[str, ArgumentKind], int] = {}
+    sizes: dict[tuple[str, ArgumentKind], list[tuple[_Leaf, int]]] = {}
     for (leaf, variable), aval in zip(arrays, avals, strict=True):
         kind = leaf.kind or variable_kind(variable)
         is_told = leaf.is_told and variable is None  # else its type would say it
         is_told &= is_float(getattr(aval, "dtype", None))
         if not kind and (is_told or leaf.path in parameters):
             kind = "parameters"
-        key = leaf.argument, kind
-        sizes[key] = sizes.get(key, 0) + num_bytes(aval)
-    return tuple(ArgumentRecord(*key, size) for key, size in sizes.items() if size)
+        sizes.setdefault((leaf.argument, kind), []).append((leaf, num_bytes(aval)))
+    several = Counter(argument for argument, _ in sizes)
+    records: dict[tuple[str, ArgumentKind], int] = {}
+    for (argument, kind), parts in sizes.items():
+        for leaf, size in parts:
+            # Of a state that holds all, a row says which part of it is meant.
+            part = keystr(leaf.path[1:2]) if several[argument] > 1 else ""
+            key = argument + part, kind
+            records[key] = records.get(key, 0) + size
+    return tuple(ArgumentRecord(*key, size) for key, size in records.items() if size)
 
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
