@@ -45,7 +45,14 @@ from ._jax import (
     register_jet_and_sparsify_rules,
     trace,
 )
-from ._parameters import Argnums, after_model, argnums_of, as_argnums, origins_of
+from ._parameters import (
+    Argnums,
+    after_model,
+    argnums_of,
+    as_argnums,
+    origins_of,
+    returns_tree_like,
+)
 from ._policies.dictionary import REWRITTEN, Lookup
 from ._policies.frozen import FrozenRules
 from ._policies.mistakes import (
@@ -85,7 +92,6 @@ from ._rewrite.switch import (
 )
 from ._rewrite.unknown_shapes import reports_of_unknown_shapes
 from ._rewrite.unlowered import (
-    report_of_another_16_bits,
     report_of_float16_on_tpus,
     report_of_float32_over_amp,
     report_of_loss_of_keras,
@@ -453,10 +459,8 @@ def _rewritten(
 
         # Errors of JAX name the function that they arose in.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
-        num_scaled = losses_scaled()
         with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
-        is_scaled = is_in_scaled_loss() or losses_scaled() > num_scaled
         if are_partly_mapped([*arrays, *consts(jaxpr)]):
             in_force = in_force.of_partly_mapped
         if in_force.may_keep_in_8_bits:
@@ -465,7 +469,13 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
-            lacks_scale = tells_of_float16 and not is_scaled
+            # What a `jit` inside has scaled before is not seen again.
+            lacks_scale = tells_of_float16 and not losses_scaled()
+            if lacks_scale and not is_in_scaled_loss():
+                made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
+                lacks_scale = returns_tree_like(
+                    args, jax.tree.unflatten(out_tree, made)
+                )
             call = TracedCall(given, jaxpr, arrays, origins, lacks_scale)
             values = run(in_force, call)
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
@@ -531,7 +541,6 @@ def _report_unused(
         *reports_of_quantising(plan, steps),
         report_of_nothing_lowered(planner.compute_dtype, steps),
         report_of_loss_of_keras(call.fn, call.arrays, planner.compute_dtype, steps),
-        report_of_another_16_bits(planner.compute_dtype, steps),
         report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
         report_of_float16_on_tpus(steps),
     ):

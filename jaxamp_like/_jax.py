@@ -34,6 +34,8 @@ the documented API, and why:
 - the set `prim_requires_devices_during_lowering`: `jax.nn.scaled_matmul` partitions
   itself, and needs the devices of a program when it is lowered, which JAX does not
   notice within the lowering of another primitive;
+- `backends_are_initialized`: whether a program has computed anything, which must not
+  start a device only to ask;
 - `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables.
 
 What is private about hi-primitives is in `_hi_primitives`, and what is private about
@@ -306,6 +308,13 @@ def is_split(sharding: Any) -> bool:
     """Whether a sharding that the user gave puts parts on several devices."""
     given = isinstance(sharding, jax.sharding.Sharding)
     return given and not sharding.is_fully_replicated
+
+
+def has_computed() -> bool:
+    """Whether JAX has started a device in this process."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    return backends_are_initialized()
 
 
 def is_tracer(x: Any) -> bool:

@@ -76,7 +76,7 @@ def _is_in_full(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     found = [
         atom.aval.dtype
         for eqn, *_ in walk.walk(jaxpr, recorder.steps)
-        if walk.flops(eqn)
+        if walk.flops(eqn) and eqn.outvars[0].aval.shape  # no norm of parameters
         for atom in eqn.invars[:2]
         if is_float(atom.aval.dtype)
     ]

@@ -103,3 +103,18 @@ def _in_order(fn: Callable[..., Any]) -> list[str]:
     return [
         p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
+
+
+def returns_tree_like(args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a result is a tree like the first argument, of two arrays or more.
+
+    A gradient by parameters is one, and so are the parameters that a step returns."""
+    wanted = _types(args[0]) if args else ((), [])
+    parts = out if isinstance(out, tuple | list) else ()
+    is_tree = len(wanted[1]) >= 2
+    return is_tree and any(_types(x) == wanted for x in (out, *parts))
+
+
+def _types(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [getattr(x, "shape", None) for x in leaves]

@@ -224,7 +224,7 @@ def test_a_training_step_is_told_to_be_no_model():
         return jax.value_and_grad(loss, argnums=1)(w, x)
 
     convert(forces, w, x)
-    convert(lambda w, x: {"a": x @ w["a"], "b": x @ w["b"]}, w, x)
+    convert(lambda w, x: {"a": x @ w["a"], "b": x @ w["b"]}, w, jnp.ones((8, 8)))
 
 
 def test_a_number_that_is_too_large_for_a_parameter_is_told():
@@ -589,6 +589,8 @@ def of_two(params, x, y):
     return (x + y) @ params["w"]
 
 
+# JAX 0.12 refuses `None` itself, when the shape is made.
+NO_SIZES = (-1, "n", *([None] if jax.__version_info__ < (0, 12) else []))
 TWO = {"w": jnp.ones((4, 2))}
 ROWS = jnp.ones((3, 4))
 
@@ -619,7 +621,7 @@ def open_shape(*shape, scope=None):
                 (TWO, jax.ShapeDtypeStruct((size, 4), jnp.float32), ROWS),
                 rf"`inputs\[0\]` has the shape .*but {size!r} is no size.*symbolic",
             )
-            for size in (None, -1, "n")
+            for size in NO_SIZES
         ),
         (
             (TWO, open_shape("n", 4), open_shape("n", 4)),

@@ -544,4 +544,7 @@ def test_the_table_in_the_docs(capsys):
     def table(text):
         return text[text.index("  memory ") :]
 
-    assert table(capsys.readouterr().out) == table(fences[at + 1][1])
+    shown = table(fences[at + 1][1])
+    if jax.__version_info__ >= (0, 12):  # which keeps less for `gelu` as written
+        shown = shown.replace("224 MiB", "192 MiB")
+    assert table(capsys.readouterr().out) == shown

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import warnings
+from contextvars import ContextVar
 
 import jax
 import jax.extend as jex
@@ -34,6 +35,7 @@ from jaxamp_like import (
     set_global_policy,
     using_policy,
 )
+from jaxamp_like._rewrite import switch
 from jaxamp_like.rules import (
     use_compute_precision,
     use_original_precision,
@@ -257,28 +259,31 @@ def test_a_gradient_in_float16_that_nobody_asked_for_is_told(monkeypatch):
 
 def test_float16_that_nobody_asked_for_around_a_gradient_is_told(w, monkeypatch):
     monkeypatch.setattr(_errors, "_seen", set())
+    monkeypatch.setattr(switch, "_losses_scaled", ContextVar("scaled", default=0))
+    w = {"in": w, "out": w}
 
     def loss(w):
-        return jnp.sum(jnp.tanh(w @ w))
+        return jnp.sum(jnp.tanh(w["in"] @ w["in"]) @ w["out"])
 
     def step(w):
-        return w - 0.1 * jax.grad(loss)(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    def forces(w, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w["in"])))(x)
 
     amp(step, compute_dtype="float16")(w)
     amp(step, compute_dtype="bfloat16")(w)
-    tx = loss_scale_optimizer(optax.sgd(0.1))
-
-    def scaled(w):
-        return tx.value_and_grad(loss, tx.init(w))(w)[1]
-
-    amp(scaled)(w)
-    jax.jit(amp(scaled))(w)
+    amp(forces)(w, w["in"])
     amp(lambda w: jax.jvp(loss, (w,), (w,))[1])(w)  # no backward pass
-    amp(lambda w: lax.stop_gradient(jnp.cumsum(w)))(w)
     told = "float16, since nothing says a dtype, and stands around a gradient.*step"
     with pytest.warns(AmpWarning, match=told):
         jax.jit(amp(step))(w)
     amp(jax.grad(loss))(w)  # told once
+    monkeypatch.setattr(_errors, "_seen", set())
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    scaled = jax.jit(lambda w, state: tx.value_and_grad(loss, state)(w)[1])
+    for _ in range(2):  # at the second call, `jit` has it in its cache
+        amp(lambda w: scaled(w, tx.init(w)))(w)
 
 
 def test_float32_around_another_amp_is_told(w):
@@ -293,6 +298,9 @@ def test_float32_around_another_amp_is_told(w):
         jax.grad(amp(lambda w: lax.map(low, w[None]).sum(), amp_policy="float32"))(w)
     amp(lambda w: full(w) + 1, amp_policy="float32")(w)
     amp(lambda w: low(w) + 1, amp_policy={})(w)  # asks for nothing
+    mixed = default_amp_policy | {"elsewhere": HALF}
+    with pytest.warns(AmpWarning, match="'elsewhere' .* matched nothing"):
+        amp(lambda w: low(w) + 1, compute_dtype="float32", amp_policy=mixed)(w)
     amp(lambda w: low(w) + 1, compute_dtype="bfloat16")(w)
 
 
@@ -301,8 +309,11 @@ def test_a_global_policy_that_nothing_asks_for_is_told(w):
         set_global_policy("mixed_bfloat16")
         explain(amp(lambda w: w @ w, amp_policy="float32"))(w)
         with pytest.warns(AmpWarning, match="`set_global_policy` had no effect"):
-            set_global_policy("mixed_float16")
-        amp(lambda w: w @ w)(w)
+            set_global_policy(None)
+        set_global_policy("mixed_bfloat16")
+        set_global_policy("mixed_float16")  # such as that of a flag
+        with using_policy("float32"):
+            amp(lambda w: w @ w)(w)
     finally:
         set_global_policy(None)
 

@@ -14,10 +14,13 @@ from .._jax import (
     is_array_or_shape,
     merged,
     raw,
+    subjaxprs,
     to_classic,
     trace,
     typeof,
 )
+from .._name_stacks import names
+from .._parameters import returns_tree_like
 from .._quantised.linear import without_transposes
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
@@ -111,18 +114,14 @@ def _aval(x: Any) -> Any:
 
 
 def returns_gradients(program: TracedModel, params: Any) -> bool:
-    """Whether a result is a tree like `params`, of two arrays or more."""
-    outs = program.merge([out.aval for out in raw(program.jaxpr).outvars])
-    wanted = _types(params)
-    if len(wanted[1]) < 2:
-        return False
-    return any(_types(x) == wanted for x in (outs, *(outs if _is_plain(outs) else ())))
+    """Whether a result is a tree like `params`, in a program with a backward pass."""
+    jaxpr = raw(program.jaxpr)
+    outs = program.merge([out.aval for out in jaxpr.outvars])
+    return returns_tree_like((params,), outs) and _has_backward_pass(jaxpr)
 
 
-def _types(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [getattr(x, "shape", None) for x in leaves]
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, tuple | list)
+def _has_backward_pass(jaxpr: Jaxpr) -> bool:
+    return any(
+        names(eqn).backward or any(map(_has_backward_pass, subjaxprs(eqn.params)))
+        for eqn in raw(jaxpr).eqns
+    )

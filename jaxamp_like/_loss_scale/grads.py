@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from .._errors import hiding_frames, warn_or_raise
+from .._errors import hiding_frames, place_of, warn_or_raise
 from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_jitted
 from .._recording import is_recorded
@@ -164,7 +164,7 @@ def scaled_by_state(
         def step(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
-            _tell_of_constants(dynamic_scaler_state, args)
+            _tell_of_constants(dynamic_scaler_state, args, fun, redo)
             states, structure = split_groups(_check_state(dynamic_scaler_state))
             is_scaled = not all(isinstance(state, NoScaler) for state in states)
             if is_scaled and not is_of_optimizer:
@@ -375,7 +375,7 @@ def _check_state(state: Any) -> Any:
     return jax.tree.map(_rebuilt, state, is_leaf=is_scaler)
 
 
-def _tell_of_constants(state: Any, args: Any) -> None:
+def _tell_of_constants(state: Any, args: Any, fun: Any, redo: int) -> None:
     """Warns of a scale that does not change in the program that is being traced.
 
     `amp` traces at each call; what it closes over may well change from call to call. A
@@ -386,8 +386,8 @@ def _tell_of_constants(state: Any, args: Any) -> None:
         return
     for one in jax.tree.leaves(state, is_leaf=is_scaler):
         if isinstance(one, DynamicScalerState) and len(one) == len(one._fields):
-            if one.is_begun_in_trace:
-                warn_or_raise(_ANEW, strict=False)
+            if one.is_begun_in_trace and not redo:
+                warn_or_raise(f"{_ANEW} This is of {place_of(fun)}.", strict=False)
             least, most = (known(x) for x in (one.min_scaler, one.max_scaler))
             if known(one.scaler) is not None and (least is None or least != most):
                 warn_or_raise(_CONSTANT, strict=False)
@@ -403,10 +403,10 @@ _CONSTANT = (
 
 
 _ANEW = (
-    "The state of the loss scale is made anew in the program that is being traced: "
-    "each call begins with the same scale, and where gradients overflow all of them "
-    "are skipped. Make the state once, outside of the step; the step takes it as an "
-    "argument and returns the next one."
+    "The state of the loss scale is made in the program that is being traced. If that "
+    "is a step, each call begins with the same scale, and where gradients overflow all "
+    "of them are skipped: make the state once, outside of the step, which takes it as "
+    "an argument and returns the next one."
 )
 
 

@@ -1,6 +1,7 @@
 """Training steps that leave all of their state as it was when they are skipped."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
@@ -9,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._errors import calling_library, hiding_frames, showing_call, warn_or_raise
+from .._errors import (
+    calling_library,
+    hiding_frames,
+    place_of,
+    showing_call,
+    warn_or_raise,
+)
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
 from .calls import difference, float_types
 from .state import DynamicScalerState, NoScaler, is_scaler
@@ -90,7 +97,7 @@ def guard_step(step: _Step) -> _Step:
         skipped = _skipped(were, are)
         if skipped is None:
             return out
-        _tell_of_state_beside(args, out)
+        _tell_of_state_beside(step, args, out)
         before.rewrite(functools.partial(_keep, "an NNX variable", skipped))
         pairs = zip(old, new, strict=True)
         return rebuild([_keep(p, skipped, now, then) for (p, then), now in pairs])
@@ -127,14 +134,19 @@ def _flatten(state: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(jax.tree_util.keystr(path), x) for path, x in leaves], tree
 
 
-def _tell_of_state_beside(args: tuple[Any, ...], out: Any) -> None:
-    """Warns of a result that is an argument anew, but not in the guarded state.
+_STATISTICS = re.compile("mean|var|stat|moving|running|average|ema(?![a-z])")
 
-    A single array may be anything, such as a prediction beside its target."""
+
+def _tell_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Warns of statistics that are an argument and a result, but not in the state.
+
+    Results that look like a batch are told from them by the names of their arrays."""
     results = out[1:] if isinstance(out, tuple) else ()
     for i, arg in enumerate(args, 2):
         kind = float_types(arg)
-        if len(kind[1]) < 2 or is_node(arg):
+        paths, _ = jax.tree_util.tree_flatten_with_path(arg)
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
+        if len(kind[1]) < 2 or is_node(arg) or not any(map(_STATISTICS.search, names)):
             continue
         for result in results:
             leaves = zip(jax.tree.leaves(result), jax.tree.leaves(arg), strict=False)
@@ -142,7 +154,8 @@ def _tell_of_state_beside(args: tuple[Any, ...], out: Any) -> None:
                 warn_or_raise(
                     f"A guarded step returns argument {i} anew, beside its state: "
                     "where gradients overflow, that keeps what the overflow made of "
-                    f"it, such as NaN in the statistics of BatchNorm. {_FIRST}",
+                    f"it, such as NaN in the statistics of BatchNorm. {_FIRST} This "
+                    f"is of {place_of(step)}.",
                     strict=False,
                 )
 

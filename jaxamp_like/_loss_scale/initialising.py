@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,8 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
             f"`params` must hold arrays alone, but `params{path}` is a "
             f"{type(leaf).__name__}.\n{_instead(leaf)}"
         ) from e
-    low = _float16_in(state)
+    shapes = {jnp.shape(x) for x in jax.tree.leaves(params) if eqx.is_array_like(x)}
+    low = _float16_in(state, shapes - {()})
     if low and not _float16_in(params):
         warn_or_raise(
             f"The optimizer keeps float16 numbers (`{low[0]}`) for wider parameters: "
@@ -75,10 +76,10 @@ def tell_of_float16(grads: Any, params: Any) -> None:
     pairs = zip(*dtypes, strict=False) if len({*map(len, dtypes)}) == 1 else ()
     if any(g == jnp.float16 and p == jnp.float32 for g, p in pairs):
         warn_or_raise(
-            "`tx.update` was given float16 gradients of float32 parameters: they were "
-            "cast after they were unscaled, and those below 6e-8 are zero. Leave out "
-            "the cast: `tx.value_and_grad` gives gradients in the dtypes of the "
-            "parameters.",
+            "`tx.update` was given float16 gradients of float32 parameters, in which "
+            "those below 6e-8 are zero: they were cast, or taken by float16 copies of "
+            "the parameters. `tx.value_and_grad` by the float32 parameters gives "
+            "float32 gradients.",
             strict=False,
         )
 
@@ -142,11 +143,13 @@ def _instead(leaf: Any) -> str:
     return "Of an Equinox model, give `eqx.filter(model, eqx.is_inexact_array)`."
 
 
-def _float16_in(tree: Any) -> list[str]:
+def _float16_in(tree: Any, shapes: Container[Any] | None = None) -> list[str]:
+    """The paths of float16 arrays, of any of the shapes that are given."""
     return [
         keystr(path)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if getattr(x, "dtype", None) == jnp.float16
+        and (shapes is None or jnp.shape(x) in shapes)
     ]
 
 

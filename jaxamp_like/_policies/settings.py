@@ -5,6 +5,7 @@ that no program that was traced, compiled or cached before can depend on it."""
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -17,7 +18,8 @@ from jax.typing import DTypeLike
 
 from .._blocks import Block
 from .._dtypes import DType, as_compute_dtype
-from .._errors import AmpError, place_of, showing_call, warn_or_raise
+from .._errors import AmpError, AmpWarning, place_of, showing_call, warn_or_raise
+from .._jax import has_computed
 from .dictionary import Lookup
 from .frozen import checked_policy
 from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
@@ -83,8 +85,8 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
 
     Functions that `amp` has wrapped already keep the policy that they have, of which
     the first call warns. If no `amp` asks for the policy, an `AmpWarning` says so at
-    the end of the process, or when another one is set. A library should not call this;
-    see `using_policy`.
+    the end of the process, or when it is reset by `None`. A library should not call
+    this; see `using_policy`.
 
     Args:
         policy: a `Policy`, a `PolicyMap` or a name; `None` restores the initial policy.
@@ -105,7 +107,8 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
             "block ends. Call it outside, or nest another `using_policy`."
         )
     old, _global = _global, _Using(_INITIAL if policy is None else _as_policy(policy))
-    _tell_if_unread(old)
+    if policy is None:  # another one may replace a default of the program
+        _tell_if_unread(old)
     if _global.policy != _INITIAL and (places := [*_wrapped_before.values()]):
         _wrapped_before.clear()
         warn_or_raise(
@@ -128,7 +131,14 @@ def _tell_if_unread(using: _Using) -> None:
     )
 
 
-atexit.register(lambda: _tell_if_unread(_global))
+@atexit.register
+def _tell_at_the_end() -> None:
+    """As above, if the program has computed anything, and no error stopped it."""
+    if has_computed() and not hasattr(sys, "last_value"):
+        try:
+            _tell_if_unread(_global)
+        except AmpWarning as told:  # where warnings are errors, which is too late
+            print(told, file=sys.stderr)
 
 
 def using_policy(policy: Policy | PolicyMap | str) -> Block[Policy | PolicyMap]:
@@ -162,8 +172,9 @@ def _using(policy: Policy | PolicyMap) -> Iterator[Policy | PolicyMap]:
         yield policy
     finally:
         _block.reset(token)
-    if outer is not None and using.is_read:
-        outer.is_read = True  # it stood for what this block overrides
+    if using.is_read:
+        # It stood for what this block overrides.
+        (outer or _global).is_read = True
     if not using.is_read:
         warn_or_raise(
             "`using_policy` had no effect: nothing in the block, in its own thread, "
@@ -202,6 +213,8 @@ def may_compute_in(settings: Settings, dtype: DType) -> bool:
 def _names(value: Any, dtype: DType) -> bool:
     if is_dataclass(value) and not isinstance(value, type):
         return any(_names(getattr(value, one.name), dtype) for one in fields(value))
+    if isinstance(value, tuple | list):
+        return any(_names(one, dtype) for one in value)
     return isinstance(value, np.dtype) and value == dtype
 
 

@@ -63,8 +63,10 @@ def report_of_loss_of_keras(
     )
 
 
-def report_of_another_16_bits(compute_dtype: DType, steps: list[Step]) -> str | None:
-    """What to say where some contractions run in the other 16 bits, as written."""
+def note_of_another_16_bits(compute_dtype: DType, steps: list[Step]) -> str | None:
+    """What a report says of contractions in the other 16 bits, as written.
+
+    It may be meant: of a frozen part, or a cache, in these bits."""
     other = _OTHER.get(compute_dtype)
     if other is None:
         return None
@@ -76,13 +78,11 @@ def report_of_another_16_bits(compute_dtype: DType, steps: list[Step]) -> str | 
     found = [step for step in contractions if _is_by_default_in(other, step)]
     if not found or len(found) == len(contractions):
         return None
-    of_bfloat16 = "" if other == jnp.float16 else " In bfloat16, no loss wants a scale."
     return (
         f"{len(found)} of {len(contractions)} contractions run in {other.name}, beside "
         f"{compute_dtype.name}: they read {other.name} as written. The first is in "
-        f"{source_line(found[0].eqn)}. Leave the dtypes of layers and of the batch at "
-        f"float32, for `amp` to lower, or compute all of it in {other.name}."
-        f"{of_bfloat16}"
+        f"{source_line(found[0].eqn)}. If that is not meant, leave the dtypes of "
+        f"layers and of the batch at float32, or compute all in {other.name}"
     )
 
 
@@ -102,6 +102,8 @@ def report_of_float32_over_amp(
     """What to say where float32 is asked for, and an `amp` inside computes lower."""
     inside = [step.eqn for step in steps if REWRITTEN in step.scope]
     if not inside or bits(compute_dtype) < 32 or not [*policy.items()]:
+        return None
+    if policy.own_keys():  # one of mixed dtypes
         return None
     dtypes = {
         atom.aval.dtype

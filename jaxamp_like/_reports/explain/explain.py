@@ -16,8 +16,9 @@ from ..._primitives.matmul_precision import setting
 from ..._quantised.block_dot import BLOCK_DOT
 from ..._rewrite.inner_gradients import note_of_inner_gradients
 from ..._rewrite.record import Recorder
+from ..._rewrite.unlowered import note_of_another_16_bits
 from ..._rules import Match
-from ..._structural import Step
+from ..._structural import Step, steps_of
 from .. import walk
 from ..call import FlatCall
 from ..data.records import CastRecord, OpRecord, Program, RuleRecord, SavedRecord
@@ -123,6 +124,10 @@ def _notes(recorder: Recorder) -> Iterator[str]:
     """What may be better written otherwise."""
     if note := note_of_inner_gradients(plan for _, plan in recorder.plans):
         yield note
+    for planner, plan in recorder.plans:
+        steps = list(steps_of(plan))
+        if note := note_of_another_16_bits(planner.compute_dtype, steps):
+            yield note
     dtypes = [planner.compute_dtype for planner, _ in recorder.plans]
     low = next((dtype.name for dtype in dtypes if dtype.itemsize < 4), None)
     if low and setting() in _FULL:
