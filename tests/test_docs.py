@@ -5,6 +5,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxamp_like import set_global_policy
