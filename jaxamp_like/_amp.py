@@ -469,9 +469,10 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
-            # What a `jit` inside has scaled before is not seen again.
+            # Neither a scaled loss around this, nor one before: what a `jit` inside has
+            # scaled once is not seen again.
             lacks_scale = tells_of_float16 and not losses_scaled()
-            if lacks_scale and not is_in_scaled_loss():
+            if lacks_scale:
                 made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
                 lacks_scale = returns_tree_like(
                     args, jax.tree.unflatten(out_tree, made)

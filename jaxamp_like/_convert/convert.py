@@ -323,7 +323,9 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf if dtype is None else leaf.update(dtype=dtype)
         if dtype is None:
-            return copies.setdefault(id(leaf), _copied(leaf))
+            if id(leaf) not in copies:
+                copies[id(leaf)] = _copied(leaf)
+            return copies[id(leaf)]
         made = cast(jax.numpy.asarray(leaf), dtype)
         if _overflows(leaf, made):
             warn_or_raise(_OVERFLOW.format(row.name, dtype.name), strict=False)

@@ -24,11 +24,7 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
 
     Nothing is said if any can be, or is left alone by the policy: then the author
     mixed dtypes on purpose."""
-    contractions = [
-        step
-        for step in steps
-        if step.eqn.primitive.name in CONTRACTIONS and _DECIDED.isdisjoint(step.scope)
-    ]
+    contractions = _left_to_this_policy(steps)
     if not contractions or compute_dtype not in _OTHER:
         return None
     reasons = [_why_not_lowered(compute_dtype, step) for step in contractions]
@@ -38,6 +34,15 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
         f"lowered. The first, in {source_line(contractions[0].eqn)}, {reasons[0]}"
     )
+
+
+def _left_to_this_policy(steps: list[Step]) -> list[Step]:
+    """The contractions that neither `amp_stop` nor an `amp` inside has decided."""
+    return [
+        step
+        for step in steps
+        if step.eqn.primitive.name in CONTRACTIONS and _DECIDED.isdisjoint(step.scope)
+    ]
 
 
 def report_of_loss_of_keras(
@@ -70,11 +75,7 @@ def note_of_another_16_bits(compute_dtype: DType, steps: list[Step]) -> str | No
     other = _OTHER.get(compute_dtype)
     if other is None:
         return None
-    contractions = [
-        step
-        for step in steps
-        if step.eqn.primitive.name in CONTRACTIONS and _DECIDED.isdisjoint(step.scope)
-    ]
+    contractions = _left_to_this_policy(steps)
     found = [step for step in contractions if _is_by_default_in(other, step)]
     if not found or len(found) == len(contractions):
         return None
@@ -87,7 +88,7 @@ def note_of_another_16_bits(compute_dtype: DType, steps: list[Step]) -> str | No
 
 
 def _is_by_default_in(other: DType, step: Step) -> bool:
-    """Whether a contraction reads `other` as written, and no rule of its own says so"""
+    """Whether a contraction reads `other` as written, and no rule of its own asks."""
     rule = step.match.rule
     is_plain = isinstance(rule, UsePrecision) and rule.dtype is None
     if not is_plain or step.match.compute_dtype not in (None, *_OTHER):
