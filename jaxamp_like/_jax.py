@@ -351,6 +351,18 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     return jax.make_jaxpr(fn)(*avals)
 
 
+def eqns_read(jaxpr: Jaxpr) -> list[Eqn]:
+    """The equations that the results of a program depend on, and those with effects."""
+    inner = raw(jaxpr)
+    read = set(variables(inner.outvars))
+    kept: list[Eqn] = []
+    for eqn in reversed(inner.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            read |= set(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr."""
     return jax.core.eval_jaxpr(raw(from_classic(jaxpr)), consts(jaxpr), *args)

@@ -14,6 +14,7 @@ from .._jax import (
     Eqn,
     Jaxpr,
     Literal,
+    eqns_read,
     names,
     raw,
     source_line,
@@ -196,7 +197,7 @@ def _handed_over(
     def visit(jaxpr: Jaxpr, around: ReportContext) -> None:
         made: dict[Any, tuple[Eqn, ReportContext]] = {}
         live: dict[Any, None] = {}
-        for eqn in raw(jaxpr).eqns:
+        for eqn in eqns_read(jaxpr):
             at = around.at(eqn, steps)
             is_forward = at.phase == "forward"
             if is_forward == to_backward:
