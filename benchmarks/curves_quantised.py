@@ -8,6 +8,8 @@ numbers, not about speed. A seed sets the initial weights and the order of the d
 same in every precision. Fails where a mean final loss differs from that in bfloat16 by
 more than the spread over seeds, or is above it by more than 1.5 % in NVFP4 with its
 recipe. The recipe's parts are left out one by one to compare with, and float8's varied.
+To see what costs, weights, activations or cotangents are rounded alone, and all else is
+contracted in float32.
 
 Needs the extras `benchmarks` and `examples`."""
 
@@ -15,17 +17,27 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from jaxamp_like import Policy, amp, amp_with_state, get_policy, init_amp_state
+from jaxamp_like._quantised.axes import Axes
+from jaxamp_like._quantised.block_scaled import BlockScaled, Side
+from jaxamp_like._quantised.blocks import (
+    BlockRounding,
+    Blocks,
+    PowerOfTwoBlocks,
+    to_rows,
+)
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import Rule, float8, mxfp8, nvfp4
 
@@ -59,10 +71,12 @@ class Kind:
     Args:
         policy: of it.
         bound: by how much it may end above bfloat16, as a share of that loss; `None`
-            is the spread over seeds, either way; infinity is for what only compares."""
+            is the spread over seeds, either way; infinity is for what only compares.
+        ends_in_base: whether the last fifth of the steps is made in bfloat16."""
 
     policy: Policy
     bound: float | None = None
+    ends_in_base: bool = False
 
 
 def _kind(rule: Rule, bound: float | None = None) -> Kind:
@@ -77,6 +91,50 @@ def _nvfp4(bound: float | None = math.inf, **options: Any) -> Kind:
     return _kind(nvfp4(where=in_blocks, emulate=True, **options), bound)
 
 
+MXFP8 = mxfp8()
+
+
+class Exact(PowerOfTwoBlocks):
+    """An array that is laid out in blocks, and not rounded."""
+
+    def __call__(self, x: Any) -> Blocks:
+        rows = to_rows(x.astype(jnp.float32), self.axes)
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[-1] % self.size)))
+        scales = jnp.ones((*rows.shape[:-1], rows.shape[-1] // self.size))
+        return Blocks(rows, scales, None, x.shape, self.axes)
+
+
+@dataclass(frozen=True, repr=False)
+class OneSide(BlockScaled):
+    """A rule that rounds as another one does, but only one kind of operand.
+
+    Args:
+        rule: the other one, which must not rotate what it rounds.
+        side: the kind of operand."""
+
+    name: ClassVar[str] = "one_side"
+    size: ClassVar[int] = 0  # as `rule` says
+
+    rule: Rule = MXFP8
+    side: Side = "operand"
+    emulate: bool = True
+
+    def rounding(self, side: Side, axes: Axes, of_weight: bool) -> BlockRounding:
+        assert isinstance(self.rule, BlockScaled)
+        how = self.rule.rounding(side, axes, of_weight)
+        exact = Exact(jnp.dtype("float32"), axes, rounds_up=True, size=how.size)
+        return how if side == self.side else exact
+
+
+def _one_side(rule: Any, side: Side) -> Kind:
+    return _kind(OneSide(rule=rule, side=side, where=in_blocks), math.inf)
+
+
+SIDES: dict[str, Side] = {
+    "weights": "weight",
+    "activations": "operand",
+    "cotangents": "cotangent",
+}
 DELAYED = "float8, delayed"
 KINDS = {
     BASE: Kind(get_policy("mixed_bfloat16")),
@@ -95,22 +153,28 @@ KINDS = {
     "NVFP4, none of these": _nvfp4(
         stochastic=False, rotate=False, square_weights=False
     ),
+    "NVFP4, then bfloat16": replace(_nvfp4(), ends_in_base=True),
+    **{f"MXFP8, {k} alone": _one_side(MXFP8, side) for k, side in SIDES.items()},
+    **{
+        f"NVFP4, {k} alone": _one_side(nvfp4(rotate=False), side)
+        for k, side in SIDES.items()
+    },
 }
 
 
 def training(name: str, steps: int) -> Training:
-    tx, policy = make_optimiser(steps), KINDS[name].policy
+    tx, kind = make_optimiser(steps), KINDS[name]
     if name == DELAYED:
-        gradient = amp_with_state(jax.value_and_grad(GPT.loss), amp_policy=policy)
+        gradient = amp_with_state(jax.value_and_grad(GPT.loss), amp_policy=kind.policy)
     else:
-        gradient = jax.value_and_grad(amp(GPT.loss, amp_policy=policy))
+        gradient = _gradient(kind)
 
     def begin(key: Any, batch: Any) -> Any:
         params = GPT.init(key)
         state = init_amp_state(gradient, params, batch) if name == DELAYED else {}
         return params, tx.init(params), state
 
-    def step(state: Any, batch: Any) -> Any:
+    def step(gradient: Any, state: Any, batch: Any) -> Any:
         params, opt_state, amp_state = state
         if name == DELAYED:
             (loss, grads), amp_state = gradient(amp_state, params, batch)
@@ -119,7 +183,12 @@ def training(name: str, steps: int) -> Training:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, amp_state), loss
 
-    return Training(GPT, begin, step)
+    last = partial(step, _gradient(KINDS[BASE])) if kind.ends_in_base else None
+    return Training(GPT, begin, partial(step, gradient), last)
+
+
+def _gradient(kind: Kind) -> Any:
+    return jax.value_and_grad(amp(GPT.loss, amp_policy=kind.policy))
 
 
 def misses(results: dict[str, Figures]) -> Iterator[str]:

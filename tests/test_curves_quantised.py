@@ -36,7 +36,8 @@ def test_nvfp4_may_end_a_share_above():
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "DEPTH", 1)
     kinds = ["bfloat16", "float8, current", "float8, delayed", "MXFP8", "NVFP4"]
-    arguments = ["--steps", "3", "--seeds", "2", "--out", str(tmp_path)]
+    kinds += ["NVFP4, then bfloat16", "NVFP4, weights alone"]
+    arguments = ["--steps", "5", "--seeds", "2", "--out", str(tmp_path)]
     assert curves_quantised.main([*arguments, "--kinds", *kinds]) in (0, 1)
     assert (tmp_path / "curves_quantised.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "curves_quantised.json").read_text())
