@@ -1,8 +1,10 @@
 """`convert`: the same bits with parameters stored as they are read."""
 
 import copy
+import gc
 import json
 import re
+import weakref
 
 import equinox as eqx
 import flax.linen as nn
@@ -14,10 +16,20 @@ import pytest
 from flax import nnx, struct
 from jax import export, lax
 
-from jaxamp_like import AmpError, AmpWarning, amp, amp_stop, convert, load
+from jaxamp_like import (
+    AmpError,
+    AmpWarning,
+    amp,
+    amp_stop,
+    convert,
+    load,
+    presets,
+    rules,
+)
 from jaxamp_like._convert.models import take_apart
 from jaxamp_like._jax import Literal, raw, subjaxprs
 from jaxamp_like.presets import mxnet
+from jaxamp_like.reports import explain
 
 pytestmark = pytest.mark.sample(4)
 
@@ -795,3 +807,64 @@ def test_the_summary_tells_all(tmp_path, capsys):
     assert "dot_general" in capsys.readouterr().out
     page = low.summary.save_html(tmp_path / "page.html").read_text()
     assert "Casts that are left" in page and '"384 B"' not in page and "384 B" in page
+
+
+INT8 = presets.quantised(rules.int8(where=None))
+
+
+def dense(w, x):
+    return x @ w
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, "float16"),
+        ({"compute_dtype": "bfloat16"}, "bfloat16"),
+        ({"amp_policy": INT8}, "int8"),
+    ],
+)
+def test_the_summary_names_the_dtype(options, dtype):
+    low = convert(dense, jnp.ones((32, 32)), jnp.ones((4, 32)), **options)
+    assert str(low.summary).splitlines()[0].endswith(f"narrower: {dtype}")
+
+
+def test_the_summary_names_no_dtype_if_nothing_is_narrower():
+    low = convert(dense, jnp.ones((32, 32)), jnp.ones((4, 32)), keep_inputs=["params"])
+    assert str(low.summary).splitlines()[0].endswith("0 of 1 narrower")
+
+
+# ------------------------------------------------------------------- what is kept alive
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: eqx.nn.Linear(32, 32, key=jax.random.key(0)),
+        lambda: nnx.Linear(32, 32, rngs=nnx.Rngs(0)),
+    ],
+)
+def test_parameters_in_full_are_not_kept_alive(make):
+    module, x = make(), jnp.ones(32)
+    low, y = convert(module, None, x, **BF16), module(x)
+    (kernel,) = [
+        weakref.ref(leaf)
+        for leaf in jax.tree.leaves(module)
+        if getattr(leaf, "ndim", 0) == 2
+    ]
+    del module
+    gc.collect()
+    assert kernel() is None
+    np.testing.assert_allclose(low.module()(x), y, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("policy", [None, INT8])
+def test_explain_takes_what_convert_returns(policy):
+    x = jnp.ones((4, 32))
+    low = convert(
+        dense, jnp.ones((32, 32)), x, compute_dtype="bfloat16", amp_policy=policy
+    )
+    report = explain(low)(x)
+    (op,) = (op for op in report.now.ops if op.flops)
+    assert set(op.reads) == {"bfloat16" if policy is None else "int8"}
+    np.testing.assert_array_equal(low(x), jnp.full((4, 32), 32.0))

@@ -180,7 +180,7 @@ def convert(
     elif returns_gradients(program, model.params):
         warn_or_raise(_OF_TRAINING.format(model.name), strict=False)
     return Converted(
-        model=model,
+        model=model._replace(params=None),  # so that those in full are not kept alive
         mixed=mixed,
         authors=authors,
         params=_cast(model.params, stored),

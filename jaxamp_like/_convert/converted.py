@@ -15,6 +15,7 @@ import numpy as np
 from .._dtypes import is_float
 from .._errors import AmpError, no_attribute
 from .._jax import is_array_or_shape
+from .._rewrite.record import not_as_written
 from .examples import FAILURES, outlined
 from .models import Model, parameters_in, path_name
 from .summary import Summary
@@ -168,7 +169,8 @@ class Converted:
 
     def trace(self, inputs: Sequence[Any]) -> TracedModel:
         """The mixed program for inputs of these shapes; it must fit what is stored."""
-        program = traced(self.mixed, self.authors, inputs)
+        with not_as_written():
+            program = traced(self.mixed, self.authors, inputs)
         program.check(self.summary.parameters)
         return program
 

@@ -80,9 +80,13 @@ class Summary:
 
     def __str__(self) -> str:
         before, now = map(human_bytes, (self.bytes_before, self.bytes_now))
+        # Of what is stored quantised, float32 scales are as the parameters were.
+        new = {leaf.now for leaf in self.leaves} - {leaf.before for leaf in self.leaves}
+        dtypes = ", ".join(sorted(new))
         lines = [
             f"{self.name}: {before} of parameters stored in {now} "
             f"({self.share:.3f}), {len(self.changed)} of {len(self.leaves)} narrower"
+            + f": {dtypes}" * bool(dtypes)
         ]
         lines += [
             f"  {leaf.name} {leaf.was} stays: {leaf.why}" for leaf in self.kept[:_MOST]

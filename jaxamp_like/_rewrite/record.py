@@ -64,6 +64,19 @@ def amp_is_off() -> bool:
     return recorder is not None and recorder.as_written
 
 
+@contextlib.contextmanager
+def not_as_written() -> Iterator[None]:
+    """A context in which `amp` rewrites, even if all else is traced as written.
+
+    It is for a model whose parameters are stored low: its program as written, without
+    the casts, would not fit them."""
+    token = _current.set(None if amp_is_off() else _current.get())
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def planner_in_force(planner: Planner) -> Planner:
     recorder = _current.get()
     return planner if recorder is None else recorder.planner_for(planner)
