@@ -17,7 +17,7 @@ from jaxamp_like._calibrate.costs import H200, ContractionCost
 from jaxamp_like._calibrate.deciding import Deciding
 from jaxamp_like._calibrate.marks import Contraction
 from jaxamp_like._calibrate.measured_function import Point
-from jaxamp_like._calibrate.program import Program
+from jaxamp_like._calibrate.program import MarkedProgram
 from jaxamp_like._calibrate.runs import KEPT, Runs
 from jaxamp_like._calibrate.search import Choices
 from jaxamp_like._calibrate.state import MeasurementStore
@@ -29,7 +29,7 @@ EIGHT = frozenset(["float8", "int8"])
 MAX_PASSES = 26
 
 
-class ImaginedProgram(Program):
+class ImaginedProgram(MarkedProgram):
     def __post_init__(self) -> None:
         """There is nothing to trace."""
 

@@ -21,7 +21,7 @@ from .measured_function import (
     points_of,
 )
 from .prices import OBJECTIVES, Objective, Profile
-from .program import Program
+from .program import MarkedProgram
 from .progress import with_progress
 from .result import Calibration
 from .runs import Runs
@@ -149,7 +149,7 @@ def calibrate(
         "max_passes": max_passes,
     }
     with with_progress(progress) as tell:
-        program = Program(subject, points[0], lows, granularity)
+        program = MarkedProgram(subject, points[0], lows, granularity)
         if state is not None:
             settings["function"] = of_program(program.jaxpr)
             settings["batches"] = of_points([*points, *checks])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from .measured_function import Point
-from .program import Program
+from .program import MarkedProgram
 from .runs import Runs
 
 
@@ -42,7 +42,7 @@ def nothing_measured(runs: Runs, points: Sequence[Point]) -> str:
     )
 
 
-def unscaled(program: Program) -> str:
+def unscaled(program: MarkedProgram) -> str:
     """What to say of float16 without a loss scale; "" if there is no such thing."""
     in_float16 = any(one.compute == jnp.float16 for one in program.candidates)
     subject = program.subject

@@ -8,7 +8,7 @@ from .._quantised.rule import low_of, result_of
 from .._rules import Site
 from .._rules.weights import is_parameter, weight_side
 from .candidates import Candidate
-from .rounding import UNROUNDED, Rounding
+from .rounding import UNROUNDED, RoundingSteps
 
 
 class ContractionRoundings(NamedTuple):
@@ -21,11 +21,11 @@ class ContractionRoundings(NamedTuple):
         result: the result.
         cotangent: the cotangent of the result."""
 
-    reads: tuple[Rounding, ...]
-    residuals: tuple[Rounding, ...]
-    gradients: tuple[Rounding, ...]
-    result: Rounding
-    cotangent: Rounding
+    reads: tuple[RoundingSteps, ...]
+    residuals: tuple[RoundingSteps, ...]
+    gradients: tuple[RoundingSteps, ...]
+    result: RoundingSteps
+    cotangent: RoundingSteps
 
 
 def contraction_roundings(
@@ -35,24 +35,26 @@ def contraction_roundings(
 
     `read_low` says which operands it would then read low, and `makes_low` whether its
     result would be low."""
-    low = Rounding((candidate.compute,))
+    low = RoundingSteps((candidate.compute,))
     read = tuple(low if is_low else UNROUNDED for is_low in read_low)
     made = low if makes_low else UNROUNDED
     if candidate.rule is None or not candidate.quantises(site):
         return ContractionRoundings(read, read, read, made, made)
     rule, site = candidate.rule, candidate.site_under(site)
     reads = tuple(
-        Rounding(() if _is_weight(site, i) else read[i].dtypes, eight, rule.name)
+        RoundingSteps(() if _is_weight(site, i) else read[i].dtypes, eight, rule.name)
         for i, eight in enumerate(rule.roundings(site))
     )
     out = rule.product_dtype(result_of(site))
-    result = made if not makes_low else Rounding(_both(out, candidate.compute))
+    result = made if not makes_low else RoundingSteps(_both(out, candidate.compute))
     eight = rule.rounding_of_cotangents(site)
     if eight is None:
         return ContractionRoundings(reads, read, read, result, made)
     gradient = _both(rule.product_dtype(low_of(site)), candidate.compute)
-    gradients = tuple(Rounding(gradient) if one.dtypes else UNROUNDED for one in read)
-    cotangent = Rounding(made.dtypes, eight, rule.name)
+    gradients = tuple(
+        RoundingSteps(gradient) if one.dtypes else UNROUNDED for one in read
+    )
+    cotangent = RoundingSteps(made.dtypes, eight, rule.name)
     return ContractionRoundings(reads, reads, gradients, result, cotangent)
 
 

@@ -11,7 +11,7 @@ from .._reports.call import FlatCall
 from .._reports.walk import residuals
 from .._rewrite.record import Recorder
 from .policies import Writer
-from .program import Program
+from .program import MarkedProgram
 from .search import Choices
 
 
@@ -22,7 +22,7 @@ class KeptBytes:
     Args:
         program: what is measured."""
 
-    program: Program
+    program: MarkedProgram
 
     def __post_init__(self) -> None:
         self._counted: dict[Any, int] = {}

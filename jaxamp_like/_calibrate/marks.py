@@ -38,7 +38,7 @@ from .._rules.passes import CastPass, in_compute_dtype
 from .candidates import Candidate
 from .contraction_roundings import ContractionRoundings, contraction_roundings
 from .measured_function import MeasuredFunction, Point
-from .rounding import UNROUNDED, Rounding
+from .rounding import UNROUNDED, RoundingSteps
 
 
 class Contraction(NamedTuple):
@@ -93,8 +93,8 @@ def mark(
     x: Any,
     of: Contraction,
     role: Role,
-    to: Sequence[Rounding],
-    then: Sequence[Rounding] | None = None,
+    to: Sequence[RoundingSteps],
+    then: Sequence[RoundingSteps] | None = None,
 ) -> Any:
     """`x`, marked as what a contraction reads or makes.
 

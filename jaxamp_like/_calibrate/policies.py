@@ -20,7 +20,7 @@ from .._rules.saving_low import SavingLowBits
 from .._rules.storing import compute_in_full
 from .candidates import EIGHT_BITS, FULL, Candidate, compute_of
 from .marks import Contraction
-from .program import Program
+from .program import MarkedProgram
 from .search import Choices
 
 
@@ -34,7 +34,7 @@ class Writer:
     Args:
         program: the program that the policies are for."""
 
-    program: Program
+    program: MarkedProgram
 
     def policy(self, choices: Choices) -> Policy | PolicyMap:
         """The policy that gives each contraction the precision that was chosen.

@@ -14,7 +14,7 @@ from .survey import Survey, survey
 
 
 @dataclass
-class Program:
+class MarkedProgram:
     """The program of a pass, with marks, and what can be decided in it.
 
     Args:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType
-from .._quantised.passes import Rounding as OfFormat
+from .._quantised.passes import Rounding
 
 
-class Rounding(NamedTuple):
+class RoundingSteps(NamedTuple):
     """What an array is rounded to: to dtypes in turn, and then to 8 bits with scales.
 
     Without dtypes and 8 bits, the array stays as it is.
@@ -21,7 +21,7 @@ class Rounding(NamedTuple):
         eight_bits: the name of the candidate that `eight` belongs to."""
 
     dtypes: tuple[DType, ...] = ()
-    eight: OfFormat | None = None
+    eight: Rounding | None = None
     eight_bits: str | None = None
 
     def __repr__(self) -> str:
@@ -34,16 +34,16 @@ class Rounding(NamedTuple):
             x = rounded(x, dtype)
         return x if self.eight is None else _quantised(x, self.eight)
 
-    def batched(self, ndim: int) -> "Rounding":
+    def batched(self, ndim: int) -> "RoundingSteps":
         """The same rounding of arrays of `ndim` axes, batched along a first axis."""
         eight = self.eight and self.eight.batched(ndim)
         return self._replace(eight=eight)
 
 
-UNROUNDED = Rounding()
+UNROUNDED = RoundingSteps()
 
 
-def _quantised(x: Any, how: OfFormat) -> Any:
+def _quantised(x: Any, how: Rounding) -> Any:
     # Without the barrier, XLA might leave out a cast to float8 and back.
     numbers = lax.optimization_barrier(how(x))
     return numbers.restored().astype(x.dtype)
@@ -67,7 +67,7 @@ def rounded(x: Any, dtype: DType) -> Any:
     return jnp.where(jnp.abs(x) < float(info.tiny), on_grid, low)
 
 
-def chosen(x: Any, choice: Any, roundings: Sequence[Rounding]) -> Any:
+def chosen(x: Any, choice: Any, roundings: Sequence[RoundingSteps]) -> Any:
     """`x` as it is if `choice` is 0, else rounded by the `choice`-th of `roundings`."""
     same = x
     for number, how in enumerate(roundings, 1):

@@ -18,7 +18,7 @@ from .budget import ArrayErrors, Errors, compare, errors
 from .candidates import FULL
 from .choosing import run_chosen
 from .measured_function import Point, Results
-from .program import Program
+from .program import MarkedProgram
 from .search import Choices, digits
 from .state import MeasurementStore
 
@@ -34,7 +34,7 @@ class Runs:
         state: where measurements are remembered.
         tell: a function that is called with a line about each pass."""
 
-    program: Program
+    program: MarkedProgram
     state: MeasurementStore
     tell: Callable[[str], None]
     passes: int = 0

@@ -16,7 +16,7 @@ from .candidates import FULL
 from .costs import Device
 from .kept import KeptBytes
 from .prices import Prices, Profile, prices
-from .program import Program
+from .program import MarkedProgram
 from .records import Decided, Tried, show_error
 from .result import Calibration
 from .runs import Runs
@@ -41,7 +41,7 @@ class Trials:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def program(self) -> Program:
+    def program(self) -> MarkedProgram:
         return self.runs.program
 
     @functools.cached_property

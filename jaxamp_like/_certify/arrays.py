@@ -12,7 +12,7 @@ from functools import cached_property
 from .._hlo.graph import (
     FUSIONS,
     VIEWS,
-    Body,
+    CalledComputation,
     Node,
     Value,
     handed_on,
@@ -91,7 +91,7 @@ class Array:
         return first.one.opcode not in ("constant", "iota") and not is_empty
 
 
-def arrays(body: Body, large: int = LARGE) -> list[Array]:
+def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
     """The arrays of floats that a program writes, if they have so many bytes."""
     readers: dict[Value, list[tuple[Node, int]]] = defaultdict(list)
     results: list[Value] = []

@@ -40,7 +40,7 @@ from .drifts import (
 from .operations import Operation, Platform, operations
 from .places import named, source_of
 from .records import Certified, StoredArray
-from .stored import Stored, stored
+from .stored import CompiledArray, stored
 from .tie import Tied, tie
 
 
@@ -316,7 +316,7 @@ def _record(
     )
 
 
-def _array(one: Stored, steps: Sequence[Step]) -> StoredArray:
+def _array(one: CompiledArray, steps: Sequence[Step]) -> StoredArray:
     where, _ = _place(one.node.op_name, steps)
     return StoredArray(
         scope=where.scope,

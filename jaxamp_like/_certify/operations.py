@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .._hlo.graph import Body, Node, Value, handed_on, is_marker, nodes
+from .._hlo.graph import CalledComputation, Node, Value, handed_on, is_marker, nodes
 from .._hlo.numbers import (
     Numbers,
     adds,
@@ -142,7 +142,7 @@ class Operation:
         return tuple(one.name for one in self.reads), self.makes.name
 
 
-def operations(body: Body, platform: Platform) -> list[Operation]:
+def operations(body: CalledComputation, platform: Platform) -> list[Operation]:
     """All operations of a program, in the order in which they stand."""
     found = [
         one

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .._hlo.graph import Body, Node, Value, nodes, read_by
+from .._hlo.graph import CalledComputation, Node, Value, nodes, read_by
 from .._hlo.numbers import (
     ROUNDS,
     Numbers,
@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class Stored(NamedTuple):
+class CompiledArray(NamedTuple):
     """What is found of an array, or of what a kernel computes on the way to it.
 
     Args:
@@ -57,16 +57,19 @@ class Kept(NamedTuple):
         compiled: those of the compiled program.
         decided: how many bytes the decided program keeps, by dtype in XLA's words."""
 
-    compiled: list[Stored]
+    compiled: list[CompiledArray]
     decided: dict[str, int]
 
 
 def stored(
-    decided: Body, compiled: Body, platform: Platform, large: int = LARGE
+    decided: CalledComputation,
+    compiled: CalledComputation,
+    platform: Platform,
+    large: int = LARGE,
 ) -> Kept:
     """Compares the arrays of two programs that have so many bytes."""
     comparing = _Comparing(decided, platform, large)
-    found: list[Stored] = []
+    found: list[CompiledArray] = []
     for one in arrays(compiled, large):
         found += comparing.array(one)
     for node in nodes(compiled):
@@ -78,7 +81,7 @@ def stored(
 
 
 class _Comparing:
-    def __init__(self, decided: Body, platform: Platform, large: int):
+    def __init__(self, decided: CalledComputation, platform: Platform, large: int):
         self.platform: Platform = platform
         # By name, and by name and number of elements: of an optimizer, the equations of
         # all parameters have one name.
@@ -92,7 +95,7 @@ class _Comparing:
         self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
         self.untied = {*self.kept}
 
-    def array(self, array: Array) -> Iterator[Stored]:
+    def array(self, array: Array) -> Iterator[CompiledArray]:
         node, one = self._tied(array)
         shape, is_kept = array.shape, array.is_kept
         if _is_product(array) and not is_kept:
@@ -103,9 +106,9 @@ class _Comparing:
             drift = UNDECIDED
         else:
             drift = self._drift(array, node, one)
-        yield Stored(node, one, shape.dtype, shape.size_in_bytes, is_kept, drift)
+        yield CompiledArray(node, one, shape.dtype, shape.size_in_bytes, is_kept, drift)
 
-    def computed(self, node: Node, large: int) -> Iterator[Stored]:
+    def computed(self, node: Node, large: int) -> Iterator[CompiledArray]:
         """What is computed in fewer bits than any equation of its name."""
         if node.one.opcode not in _ELEMENTWISE:
             return
@@ -119,7 +122,9 @@ class _Comparing:
         low = of_dtype(shape.dtype)
         if equations and not any(self._may_be_in(each, low) for each in equations):
             size = shape.size_in_bytes
-            yield Stored(node, equations[0], shape.dtype, size, False, REDUCED_LOW)
+            yield CompiledArray(
+                node, equations[0], shape.dtype, size, False, REDUCED_LOW
+            )
 
     def _tied(self, array: Array) -> tuple[Node, Node | None]:
         """An instruction that names an array, and the decided one of that name."""

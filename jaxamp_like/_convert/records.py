@@ -25,7 +25,7 @@ class Cast(NamedTuple):
     line: Annotated[str, Column("source", "line")]
 
 
-class Contraction(NamedTuple):
+class ContractionRecord(NamedTuple):
     """A contraction of a program, and in what precision it runs.
 
     Args:
@@ -60,7 +60,7 @@ def casts_of(name: str, uses: Iterable[Use]) -> list[Cast]:
     return sorted(casts)
 
 
-def contractions_of(jaxpr: Jaxpr) -> tuple[Contraction, ...]:
+def contractions_of(jaxpr: Jaxpr) -> tuple[ContractionRecord, ...]:
     """The contractions of a program, at any depth."""
     found = []
     for eqn, at, is_structural in walk.walk(jaxpr, ()):
@@ -70,7 +70,7 @@ def contractions_of(jaxpr: Jaxpr) -> tuple[Contraction, ...]:
             continue
         place, out = at.place(eqn), eqn.outvars[0].aval
         found.append(
-            Contraction(
+            ContractionRecord(
                 primitive=eqn.primitive.name,
                 scope=place.scope,
                 line=without_folders(place.source),

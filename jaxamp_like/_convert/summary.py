@@ -11,7 +11,7 @@ from .._reports.page.data import table
 from .._reports.page.page import render, write_page
 from .._reports.page.table import MAX_ROWS, record_table
 from .._reports.versions import versions
-from .records import Cast, Contraction
+from .records import Cast, ContractionRecord
 from .storage import Stored
 
 _MOST = 12  # leaves to print
@@ -43,7 +43,7 @@ class Summary:
     parameters: tuple[Stored, ...]
     constants: tuple[Stored, ...] = ()
     casts: tuple[Cast, ...] = ()
-    contractions: tuple[Contraction, ...] = ()
+    contractions: tuple[ContractionRecord, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,11 +82,10 @@ class Summary:
         before, now = map(human_bytes, (self.bytes_before, self.bytes_now))
         # Of what is stored quantised, float32 scales are as the parameters were.
         new = {leaf.now for leaf in self.leaves} - {leaf.before for leaf in self.leaves}
-        dtypes = ", ".join(sorted(new))
+        dtypes = f": {', '.join(sorted(new))}" if new else ""
         lines = [
-            f"{self.name}: {before} of parameters stored in {now} "
-            f"({self.share:.3f}), {len(self.changed)} of {len(self.leaves)} narrower"
-            + f": {dtypes}" * bool(dtypes)
+            f"{self.name}: {before} of parameters stored in {now} ({self.share:.3f}), "
+            f"{len(self.changed)} of {len(self.leaves)} narrower{dtypes}"
         ]
         lines += [
             f"  {leaf.name} {leaf.was} stays: {leaf.why}" for leaf in self.kept[:_MOST]
@@ -145,7 +144,7 @@ class Summary:
         tables = {
             "parameters": table(Stored, self._by_size()),
             "leftCasts": table(Cast, self.casts),
-            "contractions": table(Contraction, self.contractions),
+            "contractions": table(ContractionRecord, self.contractions),
         }
         page = render(
             {"tables": tables, "charts": {}},
@@ -181,7 +180,9 @@ class Summary:
 
 def contraction_table(summary: Summary) -> Any:
     """The precision of each contraction, as a table of rich."""
-    return record_table("Contractions", Contraction, summary.contractions, MAX_ROWS)
+    return record_table(
+        "Contractions", ContractionRecord, summary.contractions, MAX_ROWS
+    )
 
 
 def from_dict(data: dict[str, Any]) -> Summary:
@@ -198,6 +199,6 @@ def from_dict(data: dict[str, Any]) -> Summary:
         rows(Stored, "parameters"),
         rows(Stored, "constants"),
         rows(Cast, "casts"),
-        rows(Contraction, "contractions"),
+        rows(ContractionRecord, "contractions"),
         tuple(data.get("notes", ())),  # artifacts of earlier versions have none
     )

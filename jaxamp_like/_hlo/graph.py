@@ -23,7 +23,7 @@ VIEWS = frozenset({"bitcast", "copy", "copy-start", "reshape", "slice-start"})
 
 
 @dataclass(frozen=True, eq=False)
-class Body:
+class CalledComputation:
     """A computation, where one instruction calls it.
 
     Args:
@@ -87,7 +87,7 @@ class Node:
     """An instruction, in one call of the computation that holds it."""
 
     one: Instruction
-    body: Body
+    body: CalledComputation
 
     def operand(self, i: int) -> "Node":
         return self.body.node(self.one.operands[i])
@@ -101,12 +101,12 @@ class Node:
         return f"{prefix}/{own}"
 
     @property
-    def bodies(self) -> list[Body]:
+    def bodies(self) -> list[CalledComputation]:
         """What it calls: of a loop, its body and not its condition."""
         return self._bodies if self.one.opcode in _CALLING else []
 
     @cached_property
-    def _bodies(self) -> list[Body]:
+    def _bodies(self) -> list[CalledComputation]:
         one, here = self.one, self.body
         times, is_counted = here.times, here.is_counted
         if one.opcode == "while":
@@ -122,17 +122,19 @@ class Node:
         is_inline = one.opcode in ("while", "conditional")
         prefix = here.prefix if is_inline else self.op_name
         return [
-            Body(computations[name], here.module, self, times, is_counted, prefix)
+            CalledComputation(
+                computations[name], here.module, self, times, is_counted, prefix
+            )
             for name in names
         ]
 
 
-def program(module: Module) -> Body:
+def program(module: Module) -> CalledComputation:
     """The computation that a program begins with."""
-    return Body(module.computations[module.entry], module)
+    return CalledComputation(module.computations[module.entry], module)
 
 
-def nodes(body: Body) -> list[Node]:
+def nodes(body: CalledComputation) -> list[Node]:
     """Every instruction that calls no others, in every call of its computation."""
     found: list[Node] = []
     for node in body:
@@ -144,7 +146,7 @@ def nodes(body: Body) -> list[Node]:
     return found
 
 
-def kernels(body: Body) -> list[Node]:
+def kernels(body: CalledComputation) -> list[Node]:
     """Every instruction that runs by itself, in every call of its computation."""
     found: list[Node] = []
     for node in body:
@@ -227,7 +229,9 @@ def _of_start(start: Node, path: tuple[int, ...]) -> Value:
     return Value(start, path)
 
 
-def _argument(body: Body, index: int, path: tuple[int, ...]) -> list[Value] | None:
+def _argument(
+    body: CalledComputation, index: int, path: tuple[int, ...]
+) -> list[Value] | None:
     caller = body.caller
     if caller is None:
         return None

@@ -17,7 +17,7 @@ from .._rules.measured import OfMeasuredShapes, Unmeasured, as_measured
 from .dictionary import Key, Lookup, Scope, is_stopped
 
 
-class Kind(NamedTuple):
+class MeasuredKind(NamedTuple):
     """Contractions that were measured in one scope.
 
     Args:
@@ -39,7 +39,7 @@ class Measured:
     Args:
         rows: sorted paths, each with the sorted kinds that were measured there."""
 
-    rows: tuple[tuple[str, tuple[Kind, ...]], ...]
+    rows: tuple[tuple[str, tuple[MeasuredKind, ...]], ...]
 
     @classmethod
     def of(cls, contractions: Iterable[tuple[Scope, str, str | None]]) -> "Measured":
@@ -81,14 +81,16 @@ class Measured:
                 "it out."
             )
 
-        def kinds(row: Any) -> tuple[Kind, ...]:
+        def kinds(row: Any) -> tuple[MeasuredKind, ...]:
             by_name = row if isinstance(row, Mapping) else dict.fromkeys(row, ())
-            return tuple(Kind(n, tuple(sorted(by_name[n]))) for n in sorted(by_name))
+            return tuple(
+                MeasuredKind(n, tuple(sorted(by_name[n]))) for n in sorted(by_name)
+            )
 
         return cls(tuple((path, kinds(data[path])) for path in sorted(data)))
 
     def to_dict(self) -> dict[str, Any]:
-        def row(kinds: tuple[Kind, ...]) -> Any:
+        def row(kinds: tuple[MeasuredKind, ...]) -> Any:
             if any(kind.shapes for kind in kinds):
                 return {kind.primitive: list(kind.shapes) for kind in kinds}
             return [kind.primitive for kind in kinds]
@@ -102,10 +104,10 @@ class Measured:
     def shapes(self, primitive: str, scope: Scope) -> tuple[str, ...] | None:
         """The shapes that were measured of a primitive in a scope; `None` if none were.
 
-        An empty tuple stands for any shapes, as in a `Kind`. A measured scope may be
-        called inside of other scopes, as a loss is in a training step. Contractions
-        that were measured outside of all scopes only count there: within other scopes
-        they could not be told from new ones."""
+        An empty tuple stands for any shapes, as in a `MeasuredKind`. A measured scope
+        may be called inside of other scopes, as a loss is in a training step.
+        Contractions that were measured outside of all scopes only count there: within
+        other scopes they could not be told from new ones."""
         starts = range(max(len(scope), 1))
         rows = [self._by_path.get("/".join(scope[start:]), {}) for start in starts]
         found = [row[primitive] for row in rows if primitive in row]

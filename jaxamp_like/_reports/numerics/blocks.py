@@ -64,7 +64,7 @@ class MeasuredEqn:
 
 
 @dataclass(eq=False)
-class Block:
+class EquationBlock:
     """Equations that run equally often: the body of a loop, or all outside of loops.
 
     Args:
@@ -155,7 +155,7 @@ class Location(NamedTuple):
 
     at: walk.ReportContext
     path: Path
-    block: Block
+    block: EquationBlock
 
     def within(self, eqn: Eqn, number: int) -> "Location":
         """The same for the program of this number that the equation holds."""

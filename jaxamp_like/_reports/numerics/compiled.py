@@ -284,13 +284,13 @@ def evaluated(
 ) -> list[Pair]:
     """The results of an equation; the arrays `dying` are not read after it."""
     wide = _widened(memory, eqn, operands)
-    fn = _Equation(eqn, role)
+    fn = _EquationFunction(eqn, role)
     outs, scratch = run_compiled(memory, fn, operands, wide, dying=dying)
     memory.discard([*wide, *scratch])
     return outs
 
 
-class _Equation:
+class _EquationFunction:
     """A function of an equation's operands; equal for equations that do the same."""
 
     def __init__(self, eqn: Eqn, role: Role):
@@ -310,7 +310,7 @@ class _Equation:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Equation) and self.key == other.key
+        return isinstance(other, _EquationFunction) and self.key == other.key
 
     def __call__(
         self, operands: list[Pair], wide: list[Any]

@@ -32,7 +32,7 @@ from ..._jax import (
 from ..._structural import CALLS, Step
 from .. import walk
 from . import pairs as p, rounding
-from .blocks import Block, Location, Loop, MeasuredEqn, Path, Tables
+from .blocks import EquationBlock, Location, Loop, MeasuredEqn, Path, Tables
 from .compiled import OPTIONS, Memory, evaluated, joined
 from .loops import HANDLERS, ONE_BY_ONE
 from .pairs import Pair, Value
@@ -58,7 +58,7 @@ class Interpreter:
     def run(self, jaxpr: Jaxpr, args: Sequence[Pair]) -> tuple[list[Pair], Tables]:
         """Runs a whole program. Arrays that it makes are written over once nothing
         reads them any more; those of `args` never are."""
-        block = Block((), (), Memory())
+        block = EquationBlock((), (), Memory())
         outs, found = self._run(jaxpr, args, Location(walk.ReportContext(), (), block))
         outs = [joined(block.memory, value) for value in outs]
         return outs, found | self._close(block)
@@ -88,14 +88,16 @@ class Interpreter:
         around, inner = where.block, where.within(eqn, index)
         loops = around.loops if loop is None else (*around.loops, loop)
         memory = Memory() if compiled else around.memory
-        block = Block(inner.path, loops, memory, compiled, (*around.axes, *axes))
+        block = EquationBlock(
+            inner.path, loops, memory, compiled, (*around.axes, *axes)
+        )
         outs, found = self._run(jaxpr, args, inner._replace(block=block))
         whole = [joined(memory, value).bare() for value in outs]
         memory.hold(p.arrays_of(outs))
         memory.transfer(p.arrays_of(whole), instead_of=p.arrays_of(outs))
         return whole, found | self._close(block)
 
-    def _close(self, block: Block) -> Tables:
+    def _close(self, block: EquationBlock) -> Tables:
         self.seen[block.path] = block.seen
         return block.tables()
 
