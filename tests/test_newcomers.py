@@ -234,6 +234,12 @@ def say(make, error, *parts):
             "read it outside",
         ),
         say(
+            lambda: check_scaler(jax.eval_shape(DynamicScalerState)),
+            TypeError,
+            "holds shapes, not numbers",
+            "Give the state that a step has returned",
+        ),
+        say(
             lambda: jax.jit(lambda s: ScalerLog(s).record(s))(DynamicScalerState()),
             TypeError,
             "was to be read while a function is traced",

@@ -179,3 +179,16 @@ def test_float32_beside_an_operand_that_is_low_by_hand(w):
 
     a, b = jnp.full((2, w.shape[0]), 1e5), jnp.ones(w.shape, jnp.bfloat16)
     assert jnp.isfinite(amp(product, compute_dtype="float16")(a, b)).all()
+
+
+@pytest.mark.parametrize(
+    ("compute", "original"),
+    [
+        ("bfloat16", "float32"),
+        (jnp.bfloat16, jnp.float32),
+        (jnp.dtype("bfloat16"), jnp.dtype("float32")),
+    ],
+)
+def test_a_rule_takes_dtypes_by_any_of_their_names(compute, original):
+    (x,), params = use_compute_precision(compute, [original], jnp.ones(3), axis=0)
+    assert x.dtype == jnp.bfloat16 and params == {"axis": 0}

@@ -35,6 +35,11 @@ def scalers_in(tree: Any) -> dict[str, DynamicScalerState]:
             "A loss scale was to be read while a function is traced, where it has no "
             "value yet.\nReturn the state from the jitted function; read it outside."
         )
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(states)):
+        raise TypeError(
+            "A loss scale was to be read, but its state holds shapes, not numbers, as "
+            "`jax.eval_shape` makes them.\nGive the state that a step has returned."
+        )
     return states
 
 

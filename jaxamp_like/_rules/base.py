@@ -361,11 +361,14 @@ class Rule:
                 "(A rule of your own calls it as `rule(compute_dtype, original_dtypes, "
                 "*invars, **bind_params)`, with a dtype for each of `invars`.)"
             )
+        dtypes = [
+            jnp.dtype(d) if isinstance(d, str | type) else d for d in original_dtypes
+        ]
         facts = tuple(
             Fact(x.dtype, Precision.LOW) if is_float(dtype) else None
-            for x, dtype in zip(invars, original_dtypes, strict=True)
+            for x, dtype in zip(invars, dtypes, strict=True)
         )
-        authors = tuple(d if is_float(d) else None for d in original_dtypes)
+        authors = tuple(d if is_float(d) else None for d in dtypes)
         avals = tuple(map(typeof, invars))
         site = Site(
             None, bind_params, (), jnp.dtype(compute_dtype), avals,
