@@ -18,8 +18,8 @@ from jaxamp_like._calibrate.marks import shadow
 from jaxamp_like._calibrate.measured_function import measured_function, points_of
 from jaxamp_like._calibrate.policies import Writer
 from jaxamp_like._calibrate.prices import Prices
-from jaxamp_like._calibrate.program import Program
-from jaxamp_like._calibrate.rounding import Rounding
+from jaxamp_like._calibrate.program import MarkedProgram
+from jaxamp_like._calibrate.rounding import RoundingSteps
 from jaxamp_like._calibrate.runs import Runs
 from jaxamp_like._calibrate.search import Ranking
 from jaxamp_like._calibrate.state import MeasurementStore
@@ -238,7 +238,7 @@ def test_roundings_are_those_of_the_rule(fn, name):
     lows = as_candidates(name)
     subject = measured_function(fn, (w, x), 0, 1.0, 0.1)
     points, _ = points_of(subject.call, [(w, x)], [(w, x)], 0.0, 0)
-    program = Program(subject, points[0], lows, "scope")
+    program = MarkedProgram(subject, points[0], lows, "scope")
     runs = Runs(program, MeasurementStore(None, {}), print)
     low = (1,) * len(program.groups)
     policy = Writer(program).policy(low)
@@ -257,7 +257,7 @@ def test_roundings_are_those_of_the_rule(fn, name):
 def test_a_batch_of_arrays_is_rounded_one_by_one(eight):
     xs = rng.normal(size=(3, 4, 5)) * 10.0 ** np.arange(3)[:, None, None]
     xs = xs.astype("float32")
-    how = Rounding((), eight)
+    how = RoundingSteps((), eight)
     single = jax.jit(lambda x: how(x))
     one_by_one = np.stack([single(one) for one in xs])
     together = jax.jit(lambda xs: how.batched(2)(xs))(xs)
