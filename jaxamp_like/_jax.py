@@ -265,6 +265,32 @@ def is_explicitly_sharded(aval: Any) -> bool:
     return sharding is not None and any(_parts(sharding.spec))
 
 
+def explicit_axes(aval: Any) -> frozenset[str]:
+    """The `Explicit` axes of the mesh in the type of an array, split or not."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = None if sharding is None else sharding.mesh
+    if mesh is None or mesh.empty:
+        return frozenset()
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def has_auto_axes() -> bool:
+    """Whether `in_auto_axes` can be used: what JAX 0.6 has fails in loops."""
+    return hasattr(jax.sharding, "auto_axes")
+
+
+def in_auto_axes(fn: Callable[..., Any], axes: frozenset[str], out: Any) -> Any:
+    """`fn`, within which some axes of the mesh are Auto, so that XLA shards.
+
+    Args:
+        fn: returns one array.
+        axes: names of axes that are Explicit outside.
+        out: the type of the result outside."""
+    names = tuple(sorted(axes))
+    return jax.sharding.auto_axes(fn, axes=names, out_sharding=out.sharding)
+
+
 def sharded_like(x: Any, other: Any) -> Any:
     """`x`, which multiplies `other`, sharded along `Explicit` axes as `other` is.
 

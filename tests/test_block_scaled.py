@@ -508,6 +508,58 @@ def test_examples_over_an_explicit_axis(rule):
         assert error(one, other) < (0.08 if rule is MX else 0.35)
 
 
+def one_product(w, x):
+    return jnp.sum(jnp.tanh(x @ w[0]) ** 2)
+
+
+def layers_in_a_loop(w, x):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+def each_by_vmap(w, x):
+    return jnp.sum(jax.vmap(lambda w: jnp.tanh(x @ w))(w) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "weights"),
+    [
+        (one_product, ()),
+        (one_product, (None, None, "model")),
+        (layers_in_a_loop, ()),
+        (layers_in_a_loop, (None, "model")),
+        (each_by_vmap, ("model",)),
+    ],
+)
+@both_formats
+def test_arrays_split_along_explicit_axes(fn, weights, rule):
+    """Results are those of one device, and split as those of the program as written."""
+    P = jax.sharding.PartitionSpec
+    kind = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    # Each device has whole blocks: what is added up in another order rounds otherwise.
+    w, x = values(2, 64, 64) / 8, values(64, 64)
+    mixed = jax.value_and_grad(low(fn, rule, argnums=0))
+    expected = jax.jit(mixed)(w, x)
+
+    def placed(x, *spec):
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))
+
+    if not hasattr(jax, "set_mesh"):
+        with jax.sharding.use_mesh(mesh), pytest.warns(AmpWarning, match="JAX 0.7"):
+            jax.jit(mixed)(placed(w, *weights), placed(x, "data"))
+        return
+    with jax.set_mesh(mesh):
+        args = placed(w, *weights), placed(x, "data")
+        made = jax.jit(mixed)(*args)
+        written = jax.jit(jax.value_and_grad(fn))(*args)
+        ops = explain(mixed)(*args).now.ops
+    assert {op.reads for op in ops if op.flops} == {(rule.name,)}
+    for one, other, plain in zip(made, expected, written, strict=True):
+        assert error(one, other) < 1e-5
+        assert one.sharding.is_equivalent_to(plain.sharding, plain.ndim)
+
+
 def test_devices_of_a_mesh():
     """Data, tensor and both: results are those of one device."""
     kind = jax.sharding.AxisType.Auto

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from .._dtypes import DType, lowered
-from .._jax import is_explicitly_sharded
+from .._jax import (
+    explicit_axes,
+    has_auto_axes,
+    in_auto_axes,
+    is_explicitly_sharded,
+)
 from .._primitives.contractions import exceeds_one, summed_axes
 from .._rules import Decision, EightBits, Site
 from .._rules.bilinear import bilinear
@@ -63,10 +68,10 @@ class BlockScaled(Quantising):
 
     def why_not(self, site: Site) -> str | None:
         name = site.primitive.name
-        if any(map(is_explicitly_sharded, site.avals)):
+        if _explicit_axes(site) and not has_auto_axes():
             return (
-                "blocks are not laid over axes of a mesh that are Explicit; Auto ones "
-                "and `shard_map` are no obstacle"
+                "before JAX 0.7, blocks are not laid over axes of a mesh that are "
+                "Explicit; Auto ones and `shard_map` are no obstacle"
             )
         if name == CONVOLUTION:
             windows = windows_of(site)
@@ -175,6 +180,16 @@ class BlockScaled(Quantising):
         return self.rounding("cotangent", Axes(summed, kept, batch), of_weight)
 
     def quantise(self, site: Site) -> Decision:
+        decision = self._quantised(site)
+        if not (axes := _explicit_axes(site)):
+            return decision
+        # Where blocks go is XLA's to say: a sum may be cut within a block, and numbers
+        # of a weight that is rounded before a loop would be of a type of their own.
+        assert decision.bind is not None
+        bind = in_auto_axes(decision.bind, axes, site.out_avals[0])
+        return decision._replace(bind=bind, quantisers=())
+
+    def _quantised(self, site: Site) -> Decision:
         if (product := _as_product(site)) is not None:
             return self._of_windows(site, *product)
         # A weight is rounded along two axes, and in the compute dtype is read faster.
@@ -184,7 +199,7 @@ class BlockScaled(Quantising):
 
     def _of_windows(self, site: Site, product: Site, windows: Windows) -> Decision:
         """The decision for a convolution that is made as a `dot_general`."""
-        made = self.quantise(product)
+        made = self._quantised(product)
         assert made.bind is not None
         dot = made.bind
 
@@ -244,6 +259,13 @@ class BlockScaled(Quantising):
             which = "left" if kinds[0] == "compute" else "right"
             return f"{text}; the gradient of the {which} operand in {low}"
         return text
+
+
+def _explicit_axes(site: Site) -> frozenset[str]:
+    """The `Explicit` axes of a mesh, if an operand is split along one."""
+    if not any(map(is_explicitly_sharded, site.avals)):
+        return frozenset()
+    return frozenset.union(*map(explicit_axes, site.avals))
 
 
 def _as_product(site: Site) -> tuple[Site, Windows] | None:
