@@ -13,8 +13,8 @@ from jax import export, lax
 from benchmarks import inference
 from jaxamp_like import AmpError, AmpWarning, amp, convert, load
 from jaxamp_like.presets import quantised
-from jaxamp_like.rules import int8
-from tests.programs import eps
+from jaxamp_like.rules import float8, int8
+from tests.programs import eps, values
 from tests.test_convert import BF16, ONE, carried, check, randoms, same_bits
 
 pytestmark = pytest.mark.sample(3)
@@ -200,3 +200,30 @@ def check_tied(fn, p, x, path, keep_inputs=(), **options):
     assert 0 < file.stat().st_size - low.summary.bytes_now < 1024
     assert same_bits(load(path)(x), low(x))
     return low
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        int8(where=None),
+        int8(where=None, weight_only=True),
+        float8(where=None, granularity="row"),
+    ],
+    ids=repr,
+)
+def test_inputs_may_have_another_rank_than_the_example(rule):
+    """What multiplies a result is stored without the axes that the example has."""
+    policy = quantised(rule)
+    w, x = values(40, 24), values(9, 40)
+
+    def fn(w, x):
+        return jnp.tanh(x @ w)
+
+    mixed = jax.jit(amp(fn, compute_dtype="bfloat16", amp_policy=policy))
+    for example in (x, x[0], x[None]):
+        low = convert(fn, w, example, compute_dtype="bfloat16", amp_policy=policy)
+        for some in (x, x[:1], x[0], x[None], x.reshape(3, 3, 40)):
+            np.testing.assert_array_equal(low(some), mixed(w, some))
+        np.testing.assert_array_equal(
+            jax.vmap(low)(x), jax.vmap(mixed, (None, 0))(w, x)
+        )

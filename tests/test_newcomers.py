@@ -1713,3 +1713,10 @@ def test_integers_that_are_differentiated_are_told():
     with pytest.raises(TypeError) as raised:
         amp(jax.grad(objective))({"a": jnp.ones((4, 3), int)}, X)
     assert "`jnp.asarray(w, jnp.float32)`" in raised.value.__notes__[-1]
+
+
+def test_the_place_of_what_jax_contracts_itself_is_not_left_empty():
+    w = jnp.eye(8) + 0.1
+    told = "changes nothing.*The first, in a function of JAX that the code calls, asks"
+    with pytest.warns(AmpWarning, match=told):
+        amp(lambda w: jnp.linalg.lstsq(w, w[0])[0], compute_dtype="bfloat16")(w)

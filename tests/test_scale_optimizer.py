@@ -762,3 +762,18 @@ def test_which_leaves_overflowed_is_still_told(dtype):
     (leaf,) = overflowed_leaves(bad)
     assert leaf.path == "['w']" and leaf.size == 2
     assert overflowed_leaves(grad(p, jnp.array([0.25, 0.5]))) == []
+
+
+def test_a_skipped_step_leaves_numpy_arrays_of_the_state_as_they_were():
+    def update(grads, state, params=None):
+        return grads, state + np.float32(1)
+
+    counting = optax.GradientTransformation(lambda _: np.zeros(1, np.float32), update)
+    tx = loss_scale_optimizer(counting)
+    w = {"w": jnp.ones(3)}
+    state = tx.init(w)
+    for factor, count in ((jnp.inf, 0), (1.0, 1)):
+        gradient = tx.grad(lambda w, by=factor: jnp.sum(w["w"] * by), state)
+        _, state = tx.update(gradient(w), state, w)
+        (found,) = (x for x in jax.tree.leaves(state) if np.shape(x) == (1,))
+        assert found == count

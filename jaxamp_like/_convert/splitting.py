@@ -120,7 +120,10 @@ def _need(made: Split, atoms: Iterable[Any]) -> None:
 
 
 def _leave_widening(made: Split) -> None:
-    """Replaces each needed value by the narrowest that casts and moves make it of."""
+    """Replaces each needed value by the narrowest that casts and moves make it of.
+
+    Axes of length 1 are left to the rest, too: how many there are depends on the rank
+    of an input, which may be another one at the next call."""
     makers = {v: eqn for eqn in raw(made.jaxpr).eqns for v in eqn.outvars}
     for needed in list(made.needed):
         chain, v = [needed], needed
@@ -128,7 +131,11 @@ def _leave_widening(made: Split) -> None:
             v = eqn.invars[0]
             chain.append(v)
         best = min(chain, key=_bytes)
-        if _bytes(best) < _bytes(needed):
+        for v in chain[chain.index(best) :]:
+            if _without_ones(v) != _without_ones(best):
+                break
+            best = v
+        if best is not needed:
             made.recomputed |= {id(makers[v]) for v in chain[: chain.index(best)]}
             del made.needed[needed]
             made.needed[best] = None
@@ -140,6 +147,10 @@ def _is_view(eqn: Eqn) -> bool:
 
 def _bytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
+
+
+def _without_ones(var: Any) -> Any:
+    return var.aval.dtype, [n for n in var.aval.shape if n != 1]
 
 
 def _split_eqn(made: Split, eqn: Eqn) -> None:

@@ -100,7 +100,7 @@ def checked(state: State, tensors: Mapping[str, Tensor]) -> State:
                 )
                 if keys
             )
-            + f". {_INSTEAD if missing else _PART}"
+            + f". {_INSTEAD if missing else _PART} {_ONE_ROW}"
         )
     for key, tensor in tensors.items():
         _check(key, state[key], tensor)
@@ -135,6 +135,12 @@ _PART = (
     "A function that makes less, as evaluation does, is given its part: `part = {key: "
     "state[key] for key in init_amp_state(step, *args)}`. What it returns of that is "
     "not to train on: `state` is."
+)
+
+
+_ONE_ROW = (
+    "If the batch has a single row, or none: the gradient of a weight then sums "
+    "nothing, and is left alone. Leave such a last batch out."
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from .agree import AxisName, all_agree
@@ -36,7 +37,9 @@ def chosen(pred: Array, new: Any, old: Any) -> Any:
 
     Leaves that are no arrays are taken from `new`."""
     return jax.tree.map(
-        lambda x, y: jnp.where(pred, x, y) if isinstance(x, Array) else x, new, old
+        lambda x, y: jnp.where(pred, x, y) if isinstance(x, Array | np.ndarray) else x,
+        new,
+        old,
     )
 
 

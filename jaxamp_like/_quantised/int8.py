@@ -296,7 +296,7 @@ def int8(
             (nothing) to 1, for each channel that is summed over; 0.5 evens them out. It
             is for activations of which a few channels are much larger than others.
         epsilon: is added to each maximum, as Keras does. Rows not much larger than
-            this lose their precision.
+            this lose their precision, and much smaller ones become 0.
         where: as for `float8`. Unless weights are stored in int8, they are read in full
             to be rounded.
         leave: as for `float8`.

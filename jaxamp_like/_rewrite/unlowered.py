@@ -30,9 +30,11 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
     reasons = [_why_not_lowered(compute_dtype, step) for step in contractions]
     if not all(reasons):
         return None
+    place = source_line(contractions[0].eqn)
+    where = f"in {place}" if place else "in a function of JAX that the code calls"
     return (
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
-        f"lowered. The first, in {source_line(contractions[0].eqn)}, {reasons[0]}"
+        f"lowered. The first, {where}, {reasons[0]}"
     )
 
 

@@ -78,7 +78,8 @@ def apply_updates(
             to as `optax.apply_updates` does.
         updates: of the same structure, or with `None` for what stays. They are best in
             float32, as `update_in_float32` makes them.
-        rounding: "stochastic", or "nearest".
+        rounding: "stochastic", or "nearest". By chance, what is finite stays finite: a
+            sum above the largest number of a dtype becomes that number, and no inf.
         key: of the stochastic rounding, a new one for each step. It decides the same
             however `jit` lays parameters over devices.
     Returns:
