@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         "--kinds", nargs="+", choices=KINDS, default=[*KINDS], help=f"{BASE} among them"
     )
     options = parser.parse_args(argv)
-    console = Console(width=max(Console().width, 120))
+    console = Console(width=max(Console().width, 150))
     began = time.perf_counter()
     trained = train_all(
         {name: training(name, options.steps) for name in options.kinds},
