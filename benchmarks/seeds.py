@@ -64,13 +64,9 @@ def train(
     first = next(batches)
     keys = jax.vmap(jr.key)(jnp.arange(seeds))
     state = eqx.filter_jit(eqx.filter_vmap(training.begin))(keys, first)
-    step, last_step = (
-        # Equinox hands options on to JAX, but its types don't tell.
-        eqx.filter_jit(  # pyright: ignore
-            eqx.filter_vmap(fn), donate="all", compiler_options=EXACT
-        )
-        for fn in (training.step, training.last_step or training.step)
-    )
+    step = last_step = _compiled(training.step)
+    if training.last_step is not None:
+        last_step = _compiled(training.last_step)
     losses = []
     for n, batch in enumerate((first, *batches)):
         state, loss = (step if n < 0.8 * steps else last_step)(state, batch)
@@ -82,6 +78,14 @@ def train(
     size = sum(x.size for x in jax.tree.leaves(params))
     kept = sum(x.nbytes for x in jax.tree.leaves((params, state[1])))
     return Trained([Run(row, int(n), 1.0) for row, n in by_seed], kept / size)
+
+
+def _compiled(step: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+    """The step of all seeds, compiled."""
+    # Equinox hands options on to JAX, but its types don't tell.
+    return eqx.filter_jit(  # pyright: ignore
+        eqx.filter_vmap(step), donate="all", compiler_options=EXACT
+    )
 
 
 def _batches(task: Task, steps: int, seeds: int) -> Iterator[Any]:

@@ -377,16 +377,21 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     return jax.make_jaxpr(fn)(*avals)
 
 
-def eqns_read(jaxpr: Jaxpr) -> list[Eqn]:
-    """The equations that the results of a program depend on, and those with effects."""
+def variables_read(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that the results of a program, or its effects, depend on."""
     inner = raw(jaxpr)
     read = set(variables(inner.outvars))
-    kept: list[Eqn] = []
     for eqn in reversed(inner.eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read |= set(variables(eqn.invars))
-            kept.append(eqn)
-    return kept[::-1]
+            read.update(variables(eqn.invars))
+    return read
+
+
+def eqns_read(jaxpr: Jaxpr) -> list[Eqn]:
+    """The equations that the results of a program depend on, and those with effects."""
+    read = variables_read(jaxpr)
+    eqns = raw(jaxpr).eqns
+    return [eqn for eqn in eqns if eqn.effects or not read.isdisjoint(eqn.outvars)]
 
 
 def run_jaxpr(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -601,6 +606,14 @@ def is_jet_tracer(x: Any) -> bool:
 
     Its tracer has no public name."""
     return type(x).__name__ == "JetTracer"
+
+
+def hands_on_what_is_unread() -> bool:
+    """Whether `jax.vjp` may return residuals that the backward pass does not read.
+
+    JAX removes those, but where a `custom_jvp` function is a hi-primitive (checked on
+    JAX 0.12): it hands a residual on whose derivative is zero."""
+    return getattr(jax.config, "jax_custom_jvp3", False)
 
 
 def tangent_aval(x: Any) -> Any:

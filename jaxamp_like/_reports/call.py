@@ -6,23 +6,23 @@ from itertools import compress
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._dtypes import is_float
 from .._frameworks.nnx import FunctionalCall
 from .._jax import (
     Jaxpr,
-    eqns_read,
+    hands_on_what_is_unread,
     is_array_or_shape,
     merged,
     raw,
+    tangent_aval,
     to_classic,
     trace,
     traced_afresh,
-    variables,
+    variables_read,
 )
 from .._rewrite.record import Recorder, recording
+from .._structural.zeros import zeros
 
 
 @dataclass(frozen=True)
@@ -72,28 +72,18 @@ class FlatCall:
 
 
 def _read_residuals(vjp: Any, outs: Sequence[Any]) -> list[Any]:
-    """What the forward pass hands to the backward pass `vjp`, which reads all of it.
-
-    JAX itself removes what is not read, but not yet where a `custom_jvp` function is a
-    hi-primitive: there a residual of a derivative that is zero is handed on."""
+    """What the forward pass hands to the backward pass `vjp`, which reads all of it."""
     residuals, tree = jax.tree.flatten(vjp)
-    if not getattr(jax.config, "jax_custom_jvp3", False):
+    if not hands_on_what_is_unread():
         return residuals
 
     def backward(*residuals):
-        cotangents = [_zero_cotangent(x) for x in outs]
+        cotangents = [zeros(tangent_aval(x)) for x in outs]
         return jax.tree.leaves(jax.tree.unflatten(tree, residuals)(cotangents))
 
     jaxpr = trace(backward, residuals)
-    read = {v for eqn in eqns_read(jaxpr) for v in variables(eqn.invars)}
+    read = variables_read(jaxpr)
     return [x for x, v in zip(residuals, raw(jaxpr).invars, strict=True) if v in read]
-
-
-def _zero_cotangent(x: Any) -> Any:
-    aval = jax.typeof(x).to_tangent_aval()
-    if aval.dtype == jax.dtypes.float0:
-        return np.zeros(aval.shape, aval.dtype)
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jaxpr:

@@ -51,12 +51,18 @@ _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[Recorder]:
+def _in_force(recorder: Recorder | None) -> Iterator[None]:
     token = _current.set(recorder)
     try:
-        yield recorder
+        yield
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    with _in_force(recorder):
+        yield recorder
 
 
 def amp_is_off() -> bool:
@@ -64,17 +70,12 @@ def amp_is_off() -> bool:
     return recorder is not None and recorder.as_written
 
 
-@contextlib.contextmanager
-def not_as_written() -> Iterator[None]:
+def not_as_written() -> contextlib.AbstractContextManager[None]:
     """A context in which `amp` rewrites, even if all else is traced as written.
 
     It is for a model whose parameters are stored low: its program as written, without
     the casts, would not fit them."""
-    token = _current.set(None if amp_is_off() else _current.get())
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return _in_force(None) if amp_is_off() else _NOTHING
 
 
 def planner_in_force(planner: Planner) -> Planner:

@@ -118,9 +118,11 @@ _OPERAND = _identity("amp_recorded", _recording)
 
 
 def instantiated(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
+    return zeros(cotangent.aval) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def zeros(aval: Any) -> Any:
+    """An array of zeros of a type of tangents, which may be float0."""
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, jax.dtypes.float0)
     return zeros_like_aval(aval)
