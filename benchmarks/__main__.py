@@ -156,7 +156,7 @@ JOBS = {
     "certificates": Job(
         "certificates",
         "",
-        f"--models MLP CNN LSTM {TOY}",
+        f"--programs MLP CNN LSTM {TOY}",
         "certificates.json",
         ("docs/certify.md",),
         needs=f"{COMPILER}; {TPU_COMPILER}",
@@ -164,7 +164,7 @@ JOBS = {
     "certificates-toy": Job(
         "certificates",
         TOY,
-        f"--models MLP CNN LSTM {TOY}",
+        f"--programs MLP CNN LSTM {TOY}",
         "certificates-toy.json",
         ("docs/certify.md",),
         needs=f"{COMPILER}; {TPU_COMPILER}",

@@ -1,12 +1,13 @@
-"""Whether training steps run in the dtypes that were decided, on GPUs and TPUs.
+"""Whether training steps run in the dtypes that were decided, on GPUs, TPUs and CPUs.
 
-None of the devices is needed: XLA compiles for described ones.
+None of the GPUs and TPUs is needed: XLA compiles for described ones.
 
     pip install -e '.[gpu-compile,tpu-compile]'
     python -m benchmarks.certificates --json certificates.json
 
 What is certified is the value and gradient of a loss by its parameters, under `amp`
-with its default policy. The record is written after each model. What it holds already,
+with its default policy, or with one that quantises; and split over eight devices. The
+record is written after each model. What it holds already,
 made by the same versions, is not compiled again: the command may be stopped, and run in
 pieces."""
 
@@ -16,7 +17,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,17 +28,22 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jaxamp_like import amp
+from jaxamp_like import amp, default_amp_policy
 from jaxamp_like._certify.certificate import Certificate
 from jaxamp_like._certify.certify import compared
-from jaxamp_like._hlo.devices import described
+from jaxamp_like._hlo.devices import described, gpus, tpus
+from jaxamp_like.presets import quantised
+from jaxamp_like.rules import Rule, float8, int8, mxfp8, nvfp4
 
+from . import xla_flags
+from .collectives import MODELS as SPLIT_MODELS, WAYS, Way, lowered, mesh_of, placed
 from .front import MODELS, load_record
 from .rewrite import add_section, make_table, versions
 from .roofline import PLUGINS, lower_step
+from .split_models import SPLITS, Split, in_style
 from .workloads import WORKLOADS, Model
 
-DEVICES = ("h200", "b200", "v5e")
+DEVICES = ("h200", "b200", "v5e", "cpu")
 # Of the zoo: attention, a mask, convolutions, gathers and matrices made of functions.
 ZOO = (
     "GPT-2 (Equinox)",
@@ -46,6 +52,97 @@ ZOO = (
     "ConvNeXt (Linen)",
     "experts",
 )
+SIZES = ("toy", "real")
+COUNT = 8  # devices that the work is split over
+
+
+# --------------------------------------------------------------------------- programs
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step to certify.
+
+    Args:
+        lower: lowers it, given a dtype, a size and the name of a device.
+        devices: those that it is for.
+        sizes: and the sizes. Toy ones can't be split over the devices."""
+
+    lower: Callable[[str, str, str], Any]
+    devices: Sequence[str] = DEVICES
+    sizes: Sequence[str] = SIZES
+
+
+def one_device(name: str) -> Any:
+    return jax.devices("cpu")[0] if name == "cpu" else described(name)
+
+
+def devices(name: str) -> Sequence[Any]:
+    if name == "cpu":
+        return jax.devices("cpu")[:COUNT]
+    if name == "v5e":
+        return tpus(f"v5e:2x{COUNT // 2}")
+    return gpus(name, COUNT)
+
+
+def of_model(
+    model: Model, dtype: str, size: str, device: str, rule: Rule | None = None
+) -> Any:
+    policy = default_amp_policy if rule is None else quantised(rule)
+    loss = amp(model.loss, compute_dtype=dtype, amp_policy=policy)
+    return lower_step(loss, model.shapes(size), one_device(device))
+
+
+def of_way(model: Model, way: Way, dtype: str, size: str, device: str) -> Any:
+    mesh = mesh_of(way.axes, devices(device))
+    loss = amp(model.loss, compute_dtype=dtype)
+    return lowered(loss, placed(model.shapes(size), way, mesh), mesh)
+
+
+def of_split(split: Split, dtype: str, size: str, device: str) -> Any:
+    del size  # they have one
+    mesh = mesh_of(split.axes, devices(device), split.axis_type)
+    policy = default_amp_policy | split.rules
+    plain = in_style(split, None, False, mesh)
+    loss = amp(plain, compute_dtype=dtype, amp_policy=policy)
+    return lowered(loss, split.arguments(mesh, mesh.size), mesh)
+
+
+# Each with the devices that have kernels for it.
+RULES = {
+    "int8": (int8(where=None), DEVICES),
+    "float8": (float8(where=None), ("h200", "b200")),
+    "mxfp8": (mxfp8(where=None), ("b200",)),
+    "nvfp4": (nvfp4(where=None), ("b200",)),
+}
+QUANTISED_MODELS = ("MLP", "GPT scanned")
+
+PROGRAMS = {
+    **{name: Program(partial(of_model, MODELS[name])) for name in (*WORKLOADS, *ZOO)},
+    **{
+        f"{name}, {rule_name}": Program(partial(of_model, MODELS[name], rule=rule), on)
+        for name in QUANTISED_MODELS
+        for rule_name, (rule, on) in RULES.items()
+    },
+    **{
+        f"{name}, {way}": Program(
+            partial(of_way, WORKLOADS[name], WAYS[way]), sizes=("real",)
+        )
+        for name in SPLIT_MODELS
+        for way in WAYS
+    },
+    **{
+        name: Program(partial(of_split, split), sizes=("real",))
+        for name, split in SPLITS.items()
+    },
+}
+
+
+def is_for(program: str, device: str, size: str) -> bool:
+    return device in PROGRAMS[program].devices and size in PROGRAMS[program].sizes
+
+
+# ---------------------------------------------------------------------------- figures
 
 
 @dataclass(frozen=True)
@@ -104,11 +201,10 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def certified(
-    model: Model, dtype: str, size: str, device: Any, hlo: Path | None = None
+    name: str, dtype: str, size: str, device: str, hlo: Path | None = None
 ) -> Figures:
-    """The figures of one model; both of its programs go to the folder `hlo`."""
-    loss = amp(model.loss, compute_dtype=dtype)
-    lowered = lower_step(loss, model.shapes(size), device)
+    """The figures of one program, whose two texts go to the folder `hlo`."""
+    lowered = PROGRAMS[name].lower(dtype, size, device)
     (compiled, options), compile_seconds = timed(partial(compiled_with, lowered))
 
     before = lowered.as_text(dialect="hlo", debug_info=True)
@@ -116,9 +212,9 @@ def certified(
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
         for text, stage in ((before, "decided"), (after, "compiled")):
-            file = f"{model.name} {stage}.hlo".replace(" ", "_")
+            file = f"{name} {stage}.hlo".replace(" ", "_")
             (hlo / file).write_text(text)
-    compare = partial(compared, before, after, name=model.name, device=device)
+    compare = partial(compared, before, after, name=name, device=one_device(device))
     certificate, certify_seconds = timed(compare)
     return figures(certificate, options, compile_seconds, certify_seconds)
 
@@ -176,20 +272,28 @@ def row(one: Figures) -> list[str]:
 
 
 Record = dict[str, dict[str, Figures]]
-"""By device, then by model."""
+"""By device, then by program."""
 
 
 def as_table(record: Record, note: str) -> Table:
     table = make_table(f"Certificates ({note})", COLUMNS)
-    models = dict.fromkeys(model for rows in record.values() for model in rows)
-    for model in models:
+    names = dict.fromkeys(name for rows in record.values() for name in rows)
+    for name in names:
         rows = {
-            device: row(found[model])
+            device: row(found[name])
             for device, found in record.items()
-            if model in found
+            if name in found
         }
-        add_section(table, model, rows)
+        add_section(table, name, rows)
     return table
+
+
+def as_json(head: Mapping[str, Any], record: Record) -> str:
+    rows = {
+        device: {name: asdict(one) for name, one in found.items()}
+        for device, found in record.items()
+    }
+    return json.dumps({**head, "devices": rows}, indent=1) + "\n"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -199,11 +303,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--size", default="real", choices=("toy", "real"))
+    parser.add_argument("--size", default="real", choices=SIZES)
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=[*DEVICES])
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=[*WORKLOADS, *ZOO]
-    )
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS])
     parser.add_argument("--json", type=Path, help="the record, read and written")
     parser.add_argument("--hlo", type=Path, help="a folder for both programs of each")
     return parser.parse_args(argv)
@@ -211,6 +313,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    xla_flags.add(f"--xla_force_host_platform_device_count={COUNT}")
     jax.config.update("jax_platforms", "cpu")  # what is described, not what is here
     console = Console(width=max(Console().width, 110))
     head = {
@@ -220,28 +323,23 @@ def main(argv: list[str] | None = None) -> int:
     }
     known = load_record(args.json, head).get("devices", {})
     record: Record = {
-        device: {model: Figures(**one) for model, one in rows.items()}
+        device: {name: Figures(**one) for name, one in rows.items()}
         for device, rows in known.items()
     }
-    for name in args.devices:
-        device = described(name)
-        rows = record.setdefault(name, {})
-        lacking = [model for model in args.models if model not in rows]
-        for model in track(lacking, f"Compiling for {name}", console=console):
-            hlo = args.hlo / name if args.hlo else None
-            rows[model] = certified(MODELS[model], args.dtype, args.size, device, hlo)
+    for device in args.devices:
+        rows = record.setdefault(device, {})
+        wanted = [one for one in args.programs if is_for(one, device, args.size)]
+        lacking = [one for one in wanted if one not in rows]
+        for name in track(lacking, f"Compiling for {device}", console=console):
+            hlo = args.hlo / device if args.hlo else None
+            rows[name] = certified(name, args.dtype, args.size, device, hlo)
             if args.json is not None:
-                devices = {
-                    device: {model: asdict(one) for model, one in found.items()}
-                    for device, found in record.items()
-                }
-                text = json.dumps(head | {"devices": devices}, indent=1)
-                args.json.write_text(text + "\n")
+                args.json.write_text(as_json(head, record))
     console.print(as_table(record, f"{args.dtype}, {args.size} size"))
     for device, rows in record.items():
-        for model, one in rows.items():
+        for name, one in rows.items():
             for drift in one.drifts:
-                console.print(f"{device}, {model}: {drift}", highlight=False)
+                console.print(f"{device}, {name}: {drift}", highlight=False)
     return 0
 
 

@@ -366,7 +366,7 @@ def on(mesh: Mesh) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh) if has_set else jax.sharding.use_mesh(mesh)  # pyright: ignore
 
 
-def compile_step(loss: Any, args: Any, mesh: Mesh, forward: bool = False) -> Any:
+def lowered(loss: Any, args: Any, mesh: Mesh, forward: bool = False) -> Any:
     """The step, whose gradients lie as the parameters do; or its loss alone."""
     where = jax.tree.map(lambda x: x.sharding, args[0])
     whole = NamedSharding(mesh, P())
@@ -375,7 +375,7 @@ def compile_step(loss: Any, args: Any, mesh: Mesh, forward: bool = False) -> Any
         step = jax.jit(
             loss if forward else jax.value_and_grad(loss), out_shardings=outs
         )
-        return step.lower(*args).compile()
+        return step.lower(*args)
 
 
 def read_off(compiled: Any, devices: int, machine: Machine, params: Any = None) -> Row:
@@ -446,7 +446,7 @@ def compare(
     forward: bool = False,
 ) -> dict[str, Row]:
     def row(loss: Any) -> Row:
-        compiled = compile_step(loss, args, mesh, forward)
+        compiled = lowered(loss, args, mesh, forward).compile()
         return read_off(compiled, mesh.size, machine, args[0])
 
     return {

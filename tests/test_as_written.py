@@ -19,7 +19,7 @@ from jaxamp_like.rules import (
     when,
 )
 
-pytestmark = pytest.mark.sample(12)
+pytestmark = pytest.mark.sample(14)
 
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -99,6 +99,7 @@ def value_and_grads(fn, *args):
     return fn(*args), jax.grad(loss, tuple(range(len(args))))(*args)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.filterwarnings("ignore::jaxamp_like.AmpWarning")
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -14,9 +14,13 @@ from jaxamp_like.rules import mxfp8, nvfp4
 from tests import blocks_in_numpy as reference
 from tests.programs import error, values
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(lax, "ragged_dot_general"), reason="this JAX has another ragged product"
-)
+pytestmark = [
+    pytest.mark.rest,
+    pytest.mark.skipif(
+        not hasattr(lax, "ragged_dot_general"),
+        reason="this JAX has another ragged product",
+    ),
+]
 
 MX, NV = mxfp8(where=None, emulate=True), nvfp4(where=None, emulate=True)
 PLAIN_NV = nvfp4(
@@ -79,6 +83,7 @@ def contractions(x, w, ct, sizes, rule):
     return out, dx, np.stack([one.T @ other for one, other in pairs])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("outermost", ("amp", "grad"))
 @pytest.mark.parametrize("rule", (MX, PLAIN_NV), ids=("mxfp8", "nvfp4"))
 @pytest.mark.parametrize("rows, sizes", GROUPS.values(), ids=GROUPS)
@@ -122,6 +127,7 @@ def weights():
     return values(3, 40, 56, seed=1) / 6, values(3, 56, 40, seed=2) / 7
 
 
+@pytest.mark.sample(4)
 @both_formats
 @pytest.mark.parametrize("fn", (experts, scanned))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -129,31 +135,34 @@ def test_programs(fn, rule, dtype):
     w, x = weights(), values(48, 40)
     made = jax.jit(jax.grad(low(fn, rule, dtype), (0, 1)))(w, x)
     inside = jax.jit(low(jax.grad(fn, (0, 1)), rule, dtype, argnums=0))(w, x)
-    exact = jax.grad(fn, (0, 1))(w, x)
+    exact = jax.jit(jax.grad(fn, (0, 1)))(w, x)
     most = 0.12 if rule is MX else 0.6
     for some in (made, inside):
         for one, other in zip(*map(jax.tree.leaves, (some, exact)), strict=True):
             assert 2**-7 < error(one, other) < most
 
 
+@pytest.mark.sample(2)
 @both_formats
 def test_forward_mode_and_transposes(rule):
     w, x = weights()[0], values(48, 40)
     groups = jnp.array([30, 0, 18], jnp.int32)
     fn = low(lambda w, x: lax.ragged_dot(x, w, groups), rule)
-    out, tangent = jax.jvp(fn, (w, x), (w, x))
+    out, tangent = jax.jvp(jax.jit(fn), (w, x), (w, x))
     assert error(tangent, 2 * out) < (0.1 if rule is MX else 0.5)
-    (made,) = jax.linear_transpose(lambda x: fn(w, x), x)(out)
-    (exact,) = jax.linear_transpose(lambda x: lax.ragged_dot(x, w, groups), x)(out)
+    (made,) = jax.jit(jax.linear_transpose(lambda x: fn(w, x), x))(out)
+    exact = jax.linear_transpose(lambda x: lax.ragged_dot(x, w, groups), x)
+    (exact,) = jax.jit(exact)(out)
     assert error(made, exact) < 2**-6
 
 
+@pytest.mark.sample(2)
 @both_formats
 def test_a_nan_stays_in_its_group(rule):
     w, x = weights()[0], values(48, 40).at[3, 5].set(jnp.nan)
     groups = jnp.array([30, 0, 10], jnp.int32)
     fn = low(lambda w, x: lax.ragged_dot(x, w, groups), rule)
-    out, back = jax.vjp(fn, w, x.at[45].set(jnp.inf))
+    out, back = jax.vjp(jax.jit(fn), w, x.at[45].set(jnp.inf))
     assert jnp.isnan(out[3]).all()
     assert jnp.isfinite(jnp.delete(out, 3, axis=0)).all()
     dw, _ = back(jnp.ones_like(out))
@@ -175,6 +184,7 @@ def test_without_emulation_the_compute_dtype_is_taken_and_told(make):
     assert "`emulate=True` computes with its numbers" in whys.pop()
 
 
+@pytest.mark.sample(2)
 @both_formats
 def test_the_gradient_of_weights_may_be_left(rule):
     w, x = weights(), values(48, 40)

@@ -15,6 +15,8 @@ from jaxamp_like.rules import mxfp8, nvfp4
 from tests import blocks_in_numpy as reference
 from tests.programs import error, values
 
+pytestmark = pytest.mark.rest
+
 MX, NV = mxfp8(where=None, emulate=True), nvfp4(where=None, emulate=True)
 PLAIN_NV = nvfp4(
     where=None, emulate=True, square_weights=False, rotate=False, stochastic=False
@@ -53,6 +55,7 @@ def restored(rows, rule):
     return reference.restored(*reference.nvfp4(rows), length=rows.shape[1])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rule", (MX, PLAIN_NV), ids=("mxfp8", "nvfp4"))
 @pytest.mark.parametrize("layout", (LAST, FIRST), ids=("channels last", "first"))
 @all_cases
@@ -105,6 +108,7 @@ def loss(strides):
     return lambda w, x: jnp.mean(jnp.tanh(conv(w, x, strides)) ** 2)
 
 
+@pytest.mark.sample(4)
 @both_formats
 @all_cases
 def test_inside_of_amp_too(x, w, strides, rule):
@@ -168,6 +172,7 @@ def test_symbolic_lengths_are_left():
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", (MX, PLAIN_NV), ids=("mxfp8", "nvfp4"))
 def test_calibrate_measures_what_the_rule_rounds(rule, monkeypatch):
     monkeypatch.setitem(candidates.EIGHT_BITS, rule.name, rule)

@@ -724,6 +724,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("when", (0, 5, -2))
 def test_a_kill_loses_no_pass_but_its_own(when, found, tmp_path, monkeypatch):
     path, count = tmp_path / "state.json", itertools.count()

@@ -24,6 +24,8 @@ from jaxamp_like._calibrate.costs import ContractionCost
 from jaxamp_like.reports import Calibration
 from jaxamp_like.rules import saving_low
 
+pytestmark = pytest.mark.rest
+
 INT8 = "bfloat16+int8"
 RNG = np.random.default_rng(0)
 
@@ -81,6 +83,7 @@ def kept(fn, batch, **settings):
     return explain(jax.grad(amp(fn, **settings)))(*batch).now.totals.saved_bytes
 
 
+@pytest.mark.sample(2)
 @models
 def test_with_room_all_is_kept_in_8_bits(fn, batches):
     found = calibrate(fn, batches, budget=0.2, objective="memory")
@@ -100,6 +103,7 @@ def test_with_room_all_is_kept_in_8_bits(fn, batches):
     assert found.saved["chosen"] < 0.6 * default < 0.6 * written
 
 
+@pytest.mark.sample(4)
 @models
 @pytest.mark.parametrize("room", (1.1, 1.5))
 def test_where_the_default_fits_no_more_is_kept_than_by_it(fn, batches, room):

@@ -374,6 +374,31 @@ EDITS = {
         },
         {("all_gather", WIDE)},
     ),
+    "gathered wide while other things run": (
+        {
+            "%g = bf16[64,64] all-gather(%wb), dimensions={0}": (
+                "%w32 = f32[8,64] convert(%wb)\n"
+                "  %gs = (f32[8,64], f32[64,64]) all-gather-start(%w32), "
+                f"dimensions={{0}}, {GATHER}\n"
+                "  %g32 = f32[64,64] all-gather-done(%gs)"
+            ),
+            "  %xb": "  %g = bf16[64,64] convert(%g32)\n  %xb",
+        },
+        {("all_gather", WIDE)},
+    ),
+    "gathered wide beside another array": (
+        {
+            "%g = bf16[64,64] all-gather(%wb), dimensions={0}": (
+                "%w32 = f32[8,64] convert(%wb)\n"
+                "  %gs = (bf16[8,64], f32[8,64], bf16[64,64], f32[64,64]) "
+                f"all-gather-start(%wb, %w32), dimensions={{0}}, {GATHER}\n"
+                "  %gd = (bf16[64,64], f32[64,64]) all-gather-done(%gs)\n"
+                "  %g32 = f32[64,64] get-tuple-element(%gd), index=1"
+            ),
+            "  %xb": "  %g = bf16[64,64] convert(%g32)\n  %xb",
+        },
+        {("all_gather", WIDE)},
+    ),
     "cast of an activation left out": (
         {LEFT_OUT: "", "dot(%xb, %g)": "dot(%x, %g)"},
         {("dot_general", DROPPED)},
@@ -945,6 +970,7 @@ print(certify(step, params, jnp.ones((8, 32))).save("its.lock"))
 """
 
 
+@pytest.mark.rest
 def test_a_lock_is_the_same_from_two_processes_in_two_folders(tmp_path):
     # Hashes of strings differ, and so does the order of sets.
     written = set()

@@ -59,6 +59,7 @@ def run(tmp_path, monkeypatch, capfd):
 LOW = ("--compute-dtype", "bfloat16")
 
 
+@pytest.mark.rest
 def test_convert_then_inspect_and_explain(run):
     code, out, _ = run("convert", "its_model:digits", "-o", "art", *LOW)
     assert code == 0 and "Saved to art, digest" in out
@@ -211,6 +212,7 @@ def training():
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("args", ((), ("--help",)), ids=("alone", "help"))
 def test_the_examples_that_help_shows_run(args, run, tmp_path, monkeypatch):
     shown = subprocess.run(
@@ -255,6 +257,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("command", CALLS)
 @pytest.mark.parametrize("factory", ("fails", "refuses", "step"))
 def test_an_error_of_the_user_shows_the_users_frames(command, factory, tmp_path):

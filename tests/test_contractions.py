@@ -17,7 +17,7 @@ from jaxamp_like._rules import Demand
 from jaxamp_like._rules.by_pass import PassPrecision
 from jaxamp_like.rules import use_dot_algorithm, use_precision_by_pass, wide
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 enable_x64 = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
@@ -392,7 +392,7 @@ BLOCKS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit])
 def test_loops_and_remat(name, wrap):

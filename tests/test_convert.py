@@ -31,7 +31,7 @@ from jaxamp_like._jax import Literal, raw, subjaxprs
 from jaxamp_like.presets import mxnet
 from jaxamp_like.reports import explain
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 BF16 = {"compute_dtype": "bfloat16"}
 

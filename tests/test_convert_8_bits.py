@@ -17,7 +17,7 @@ from jaxamp_like.rules import float8, int8
 from tests.programs import eps, values
 from tests.test_convert import BF16, ONE, carried, check, randoms, same_bits
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 EIGHT = quantised(int8(weight_only=True, where=None))
 INT8 = {"weights alone": EIGHT, "both": quantised(int8(where=None))}
@@ -202,6 +202,7 @@ def check_tied(fn, p, x, path, keep_inputs=(), **options):
     return low
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "rule",
     [

@@ -74,6 +74,7 @@ def test_all_of_them_are_counted_also_in_loops_and_calls():
     assert "the weights of 2 quantised products, the first (in attention, " in note
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 def test_weights_of_one_parameter_are_not_told(rule):
     assert notes(layers, W, X, rule=rule) == ()

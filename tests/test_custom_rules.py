@@ -118,6 +118,7 @@ def by_cond(fn):
     return lambda x, w: jax.lax.cond(True, fn, fn, x, w)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", (3, 4))
 @pytest.mark.parametrize("around", (jax.jit, jax.checkpoint, by_cond))
 @pytest.mark.parametrize("fn", (ruled, asking), ids=("ruled", "asking"))

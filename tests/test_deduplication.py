@@ -143,6 +143,7 @@ def test_what_differs_stays_apart(layer):
     assert number == most if layer in DIFFERENT else number < most
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ("GPT unrolled", "GPT RoPE", "ViT"))
 def test_workloads(name):
     workload = WORKLOADS[name]
@@ -167,6 +168,7 @@ KINDS = (
 )
 
 
+@pytest.mark.rest
 @settings(max_examples=8)
 @given(st.lists(st.sampled_from(KINDS), min_size=2, max_size=6), st.booleans())
 def test_any_stack(layers, is_shared):

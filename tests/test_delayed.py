@@ -41,7 +41,7 @@ from jaxamp_like.rules import float8
 from tests.programs import error, values
 from tests.test_quantised import contractions
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 LENGTH = 4
 
@@ -150,6 +150,7 @@ def steps_with_state(dtype, batches, trained):
         yield value, grads, found
 
 
+@pytest.mark.rest
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_agrees_with_flax_step_by_step(dtype):
@@ -504,6 +505,7 @@ SHARING = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("case", SHARING)
 def test_what_shares_a_history_is_the_same_tensor(case, monkeypatch):
@@ -535,6 +537,7 @@ def product(w, x):
     return jnp.sum(x @ w)
 
 
+@pytest.mark.rest
 def test_first_by_what_is_there_then_by_what_was_seen():
     """Scales are powers of two, of the largest of the last steps."""
     step = amp_with_state(product, amp_policy=POLICY)
@@ -617,6 +620,7 @@ def test_the_first_step_is_scaled_by_what_it_measures(size):
         )
 
 
+@pytest.mark.rest
 def test_the_first_step_of_layers_in_a_scan_is_measured_for_each():
     sizes = jnp.array([1.0, 1e-3, 1e4])
 
@@ -725,6 +729,7 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("names", (("first", "last"), (None, None)))
 def test_a_state_fits_with_and_without_remat(names):
     """Modules without a name have another one in Linen, with their parameters."""

@@ -17,6 +17,8 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import values
 
+pytestmark = pytest.mark.rest
+
 WS, X = values(2, 8, 8) / 2, values(8, 8, seed=1)
 SPLIT = P("d")
 
@@ -164,6 +166,7 @@ def check(made, other, rtol):
         )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cross("name", where=2, rule=len(RULES))
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("where", (outside, inside))
@@ -208,6 +211,7 @@ def uneven(ws, x):
     return lax.while_loop(lambda x: jnp.max(x) < 9, step, abs(x)) @ ws[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fn", (branching, both_alike, uneven))
 def test_branches_and_loops_that_each_device_takes_by_itself(fn):
     def run(check_vma):
@@ -233,6 +237,7 @@ def test_branches_and_loops_that_each_device_takes_by_itself(fn):
         assert np.array_equal(state[key].history, tensor.history), key
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("fn", (unrolled, regular))
 def test_a_state_within_a_shard_map_is_each_devices_own(fn, check_vma):

@@ -13,7 +13,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8
 from tests.programs import values
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 
 @contextlib.contextmanager

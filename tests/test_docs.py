@@ -78,6 +78,7 @@ def test_the_code_of_guides_runs(guide, tmp_path, monkeypatch):
     assert len(names) > 2
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_training_step_of_the_readme_trains_from_the_first_step_on(dtype):
     names = {"__name__": "readme"}
@@ -96,6 +97,7 @@ def test_the_training_step_of_the_readme_trains_from_the_first_step_on(dtype):
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("page", (README, FIRST_STEPS), ids=("README", "first_steps"))
 def test_the_first_outputs_are_those_that_are_shown(page, capsys):
     """A block without a language shows what the Python above it prints."""
@@ -141,6 +143,7 @@ def test_there_is_a_table_for_each_system():
     assert all(run and hold for rows in TABLES.values() for run, hold in rows)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("heading", TABLES)
 @pytest.mark.filterwarnings("ignore:`set_global_policy` comes after")  # other rows
 def test_each_row_of_the_migration_tables(heading, tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ from jaxamp_like._reports.data.records import scope_tree
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, smaller_than
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 BF16 = {"compute_dtype": "bfloat16"}
 

@@ -47,7 +47,7 @@ from .programs import (
     waves,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 expect = functools.partial(programs.expect, policy=FOLLOWING)
 
@@ -154,6 +154,7 @@ def test_masks_that_are_added_or_read_low(fill, dtype):
     assert ("select_n", "float32") in ops(low)
 
 
+@pytest.mark.rest
 @pytest.mark.sample(2)
 @every_dtype
 @pytest.mark.parametrize("approximate", [True, False])

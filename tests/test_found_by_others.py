@@ -37,6 +37,7 @@ def test_what_a_function_closes_over_is_freed(is_outside):
     assert not [x for x in jax.live_arrays() if x.shape == (7, 13)]
 
 
+@pytest.mark.rest
 def test_a_rule_under_vmap_may_hold_constants():
     def loss(y):
         t = jnp.array([0.0, 1.0])
@@ -155,6 +156,7 @@ def _batched(x):
     return jax.vmap(_given)(jnp.arange(3.0) + x).sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="JAX has no rules on them")
 @pytest.mark.parametrize(
     "loss",
@@ -173,6 +175,7 @@ def test_what_stands_in_a_reference_has_its_cotangent_from_a_rule(loss):
     assert len({float(grad(3.0)) for grad in grads.values()}) == 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "settings", ({"amp_policy": {}}, {"compute_dtype": "bfloat16"})
 )

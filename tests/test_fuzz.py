@@ -24,6 +24,7 @@ FIRSTS = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("first", FIRSTS)
 def test_cases(first):
     _check_all(range(first, first + PER_TEST))
@@ -82,6 +83,7 @@ def test_a_case_alone_is_as_among_others():
     assert [check(make_case(seed)) for seed in range(SHARED)][-1] == alone
 
 
+@pytest.mark.rest
 def test_a_failing_case_becomes_small_and_runs_as_a_file(tmp_path):
     def holds_a_contraction(case):
         return "@" in case.program.function_code()

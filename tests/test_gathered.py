@@ -20,6 +20,8 @@ from jaxamp_like.rules import float8, int8, mxfp8
 from tests.programs import error
 from tests.test_many_devices import in_mesh, reshard
 
+pytestmark = pytest.mark.rest
+
 N, DIM, HIDDEN, ROWS = 8, 64, 256, 64
 FLOAT8 = float8(where=None)
 RULES = {
@@ -176,6 +178,7 @@ def moved(fn, args, name):
     return [x.aval.dtype.name for eqn in found for x in eqn.invars if x.aval.ndim > 1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", BY_HAND)
 def test_in_shard_map_float8_is_gathered_and_scattered_low(way):
     fn, alone = BY_HAND[way]
@@ -189,6 +192,7 @@ def test_in_shard_map_float8_is_gathered_and_scattered_low(way):
     assert error(results, exact) < 1.1 * error(one, exact)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("way", ("plain", "transposed", "as_new_axes", "before_loop"))
 def test_numbers_are_those_of_one_device(rule, way):
@@ -207,6 +211,7 @@ def test_numbers_are_those_of_one_device(rule, way):
     np.testing.assert_allclose(results, np.full(N, one), rtol=1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "way", ("plain", "as_new_axes", "in_checkpoint", "before_loop")
 )

@@ -682,6 +682,7 @@ def is_as_good(program: Any, dtype: str, **options: Any) -> None:
     assert (mixed <= FACTOR * np.maximum(oracle, floor)).all(), (mixed, oracle)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("program", SUMS.values(), ids=SUMS.keys())
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rest)]
@@ -690,6 +691,7 @@ def test_sums_are_not_rounded(program, dtype):
     is_as_good(program, dtype)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("program", SHARED.values(), ids=SHARED.keys())
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rest)]
@@ -698,6 +700,7 @@ def test_cotangents_add_up_in_full(program, dtype):
     is_as_good(program, dtype)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("program", READ.values(), ids=READ.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_reads_a_value_reads_it_as_it_is(program, dtype):

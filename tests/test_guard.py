@@ -19,7 +19,7 @@ from jaxamp_like import (
 )
 from jaxamp_like.scaling import NoScaler, merge_scalers
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 # Powers of two are undone without a trace: another scale changes no bit.
 SCALER = DynamicScalerState(scaler=2.0**10, patience=2)

@@ -33,7 +33,7 @@ from tests import int4_in_numpy as reference
 from tests.test_block_scaled import arrays, bits
 from tests.test_convert import ONE, check, randoms, same_bits
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 ROWS = Axes((1,), ((0, 0),))
 RULES = {
@@ -77,6 +77,7 @@ def check_numbers(x, size, zero_point):
     np.testing.assert_array_equal(bits(restored), bits(reference.flushed(wanted)))
 
 
+@pytest.mark.rest
 @settings(max_examples=60, deadline=None)
 @given(arrays(most_columns=140), st.sampled_from([32, 64, 128]), st.booleans())
 def test_numbers_of_any_magnitude(x, size, zero_point):
@@ -152,6 +153,7 @@ def test_gradients_are_those_of_the_compute_dtype(rule):
     np.testing.assert_array_equal(*made)
 
 
+@pytest.mark.rest
 @each_rule
 def test_examples_of_vmap_are_as_alone(rule):
     p, x = dense_args(4)
@@ -180,6 +182,7 @@ def test_a_convolution_reads_groups_of_its_kernel():
     )
 
 
+@pytest.mark.rest
 def test_reports_name_it():
     p, x = dense_args()
     rule = int4(group_size=64, zero_point=True)
@@ -254,6 +257,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(6)
 @each_rule
 @pytest.mark.parametrize("rows", (1, 4))
 @pytest.mark.parametrize("place", PLACES)

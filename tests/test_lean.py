@@ -22,7 +22,7 @@ from jaxamp_like._jax import raw, to_classic
 
 from .following import FOLLOWING
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 BF16 = "bfloat16"
 REGIONS = ("checkpoint", "remat2", "custom_jvp_call")  # this one keeps its inputs low

@@ -29,7 +29,7 @@ from jaxamp_like.scaling import check_scaler
 from .constructs import new_ref
 from .scalers import GREATEST, LEAST, plain_scalers
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 relaxed = settings(deadline=None, max_examples=60)
 # Early versions of JAX have it as an experiment only.
@@ -383,6 +383,7 @@ def test_with_x64(redo):
         assert eqx.tree_equal(results, wanted, typematch=True)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("redo", [0, 3])
 def test_vmap_over_the_step(redo):
     step = dynamic_scale_value_and_grad(half_loss, redo_on_nan=redo)

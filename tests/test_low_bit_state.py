@@ -31,7 +31,7 @@ from jaxamp_like.storage import (
     update_in_float32,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = [pytest.mark.rest, pytest.mark.sample(5)]
 
 FORMATS = "int8", "int4", "float8", "bfloat16"
 enable_x64 = (
@@ -157,6 +157,7 @@ def test_tiny_and_huge_numbers_keep_their_size(format):
     assert (got[:64] <= 1e-37).all()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(1,), (0, 3), (5, 7), (4097, 1), (3, 3, 5, 9)])
 def test_any_shape_is_stored(format, shape, getkey):
@@ -207,7 +208,7 @@ def arguments_of(name: str, params: Any) -> dict[str, Any]:
     return {"obj_fn": lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(p))}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("format, share", [("int8", 0.27), ("int4", 0.15)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_of_optax_takes_a_share_of_the_memory(name, format, share, getkey):
@@ -596,6 +597,7 @@ def test_a_block_crosses_no_border_of_devices():
     assert tile_of(x, 256) == (1, 172)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX has no `set_mesh`")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(

@@ -225,6 +225,7 @@ STEPS = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("made", STEPS, ids=lambda made: made.__name__)
 def test_arguments_of_a_step(made):
     step, args, known = made()

@@ -17,6 +17,7 @@ def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w["in"]) ** 2)
 
 
+@pytest.mark.rest
 def test_the_state_of_an_optimizer():
     mixed, tx = enable_amp(loss, optax.adam(1e-3))
     opt_state = tx.init(w)

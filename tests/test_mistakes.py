@@ -406,6 +406,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("around", AROUND)
 def test_keys_that_match_in_a_derivative_rule_alone(around, rule):

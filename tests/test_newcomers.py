@@ -406,6 +406,7 @@ def test_an_optimizer_of_enable_amp_whose_loss_calls_no_model():
     tx.grad(norm, tx.init(w))(w)  # there is nothing to lower
 
 
+@pytest.mark.rest
 def test_losses_that_are_low_or_on_purpose_in_full_are_not_told_of():
     def fresh():
         _, tx = enable_amp(curved, adam)
@@ -534,6 +535,7 @@ def test_a_guarded_step_of_nnx_objects_under_another_jit(jit):
         jit(guard_step(step))(model, optimizer, x)
 
 
+@pytest.mark.rest
 def test_a_guarded_step_of_nnx_objects_whose_changes_are_kept():
     model, optimizer, step = nnx_step()
     guarded = guard_step(step)

@@ -21,7 +21,7 @@ from jaxamp_like import (
     scope_modules,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 same = functools.partial(amp, amp_policy={})  # changes no bit
@@ -89,6 +89,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.rest
 @settings(max_examples=12)
 @given(st.lists(st.sampled_from([*CHANGES]), min_size=1, max_size=4), st.booleans())
 def test_every_change_of_every_kind_of_object_is_kept(names, jit):
@@ -158,6 +159,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.sample(4)
 @pytest.mark.cross("make", jit=2, redo=2)
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])

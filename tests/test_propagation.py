@@ -46,7 +46,7 @@ from .programs import (
     waves,
 )
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 SOFTMAX = "F reduce_max max sub exp reduce_sum div"
 

@@ -30,7 +30,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8, worth_eight_bits
 from tests.programs import error, values
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(6)
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOAT8, INT8 = float8(where=None), int8(where=None)
@@ -810,7 +810,7 @@ AROUND = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("is_outside", (False, True), ids=("grad(amp)", "amp(grad)"))
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("order", RULES)

@@ -11,7 +11,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8
 from tests.programs import values
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 
 def product(w, x):
@@ -78,6 +78,7 @@ def in_a_while(w, x):
     return jax.lax.while_loop(lambda state: state[0] < 1, body, (0, x))[1]
 
 
+@pytest.mark.rest
 @pytest.mark.sample(8)
 @pytest.mark.cross("rule", fn=3)
 @pytest.mark.parametrize("rule", COARSE, ids=repr)
@@ -122,6 +123,7 @@ def test_the_first_step_by_delayed_scales_is_scaled_by_what_it_measures():
     np.testing.assert_allclose(op.error, expected, rtol=0.01)
 
 
+@pytest.mark.rest
 def test_another_power_of_two_is_no_error_of_a_delayed_scale():
     """The largest cotangent lies so near one that rounding takes it to the next."""
     policy = quantised(float8(where=None, delayed=True, amax_history_length=2))
@@ -137,6 +139,7 @@ def test_another_power_of_two_is_no_error_of_a_delayed_scale():
         _, state = step(state, w, x)
 
 
+@pytest.mark.rest
 def test_in_a_loop_shares_are_those_of_all_iterations():
     def fn(w, x):
         return jax.lax.scan(lambda _, x: (None, product(w, x)), None, x)[1]

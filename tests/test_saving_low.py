@@ -29,6 +29,8 @@ from jaxamp_like.rules import (
     when,
 )
 
+pytestmark = pytest.mark.rest
+
 X = jr.normal(jr.key(0), (5, 7))
 FULL = saving_low(use_original_precision)
 
@@ -118,6 +120,7 @@ def decoded(x, form="int8", block=BLOCK):
     return jax.grad(square)(x) / 2
 
 
+@pytest.mark.sample(4)
 @formats
 @pytest.mark.parametrize("shape, block", [((4, 64), 32), ((3, 7), 4), ((97,), 32)])
 @pytest.mark.parametrize("scale", (1.0, 1e-20, 1e20))
@@ -157,6 +160,7 @@ def test_zeros_and_nothing_at_all():
     assert decoded(jnp.zeros((2, 0))).shape == (2, 0)
 
 
+@pytest.mark.sample(4)
 @formats
 @pytest.mark.parametrize("axis", (0, 1, 2))
 def test_examples_of_vmap_are_rounded_one_by_one(form, axis):
@@ -280,6 +284,7 @@ def in_8_bits(fn, lean="int8", dtype="float32", **options):
     return amp(fn, compute_dtype=dtype, lean=lean, **options)
 
 
+@pytest.mark.sample(4)
 @formats
 @programs
 def test_gradients_are_those_at_decoded_values(program, form):
@@ -300,6 +305,7 @@ def test_gradients_are_those_at_decoded_values(program, form):
         assert float(jnp.linalg.norm(one - other)) / size < 0.02 * gap
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", PROGRAMS[:-1], ids=lambda fn: fn.__name__)
 def test_values_and_forward_mode_are_unaffected(program):
     fn, args, moves = loss(program), (W, V, XS), (V, W, XS)
@@ -311,8 +317,8 @@ def test_values_and_forward_mode_are_unaffected(program):
     np.testing.assert_array_equal(ours[0], true[0])
     np.testing.assert_allclose(ours[1], true[1], rtol=1e-5)
     # What `linearize` keeps is what the backward pass keeps.
-    linear = jax.linearize(in_8_bits(fn), *args)[1](*moves)
-    grads = jax.grad(in_8_bits(fn), (0, 1, 2))(*args)
+    linear = jax.linearize(jax.jit(in_8_bits(fn)), *args)[1](*moves)
+    grads = jax.jit(jax.grad(in_8_bits(fn), (0, 1, 2)))(*args)
     products = [jnp.vdot(g, t) for g, t in zip(grads, moves, strict=True)]
     bound = 1e-4 * sum(map(abs, products))
     assert abs(linear - sum(products)) < bound
@@ -329,6 +335,7 @@ def test_what_is_kept(program):
     assert count.total() < most * whole.total()
 
 
+@pytest.mark.sample(2)
 @programs
 def test_retracing_changes_nothing(program):
     grad = jax.grad(in_8_bits(loss(program)))
@@ -615,6 +622,7 @@ def test_no_number_but_zero_becomes_zero_where_signs_count(form):
     np.testing.assert_array_equal(jnp.sign(numbers), jnp.sign(x))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "heads",
     (

@@ -22,7 +22,7 @@ from jaxamp_like import (
     loss_scale_optimizer,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 N = 8
 
@@ -236,7 +236,7 @@ def test_axes_that_are_left_out_of_several_are_told():
         check_vma=False,
     )
     with pytest.warns(AmpWarning, match=r"only 'a' by.*Pass `axis_name=\('a', 'b'\)`"):
-        run(jnp.ones(4), DynamicScalerState())
+        jax.jit(run)(jnp.ones(4), DynamicScalerState())
 
 
 def test_devices_with_models_of_their_own_need_not_agree():
@@ -257,7 +257,7 @@ def test_devices_with_models_of_their_own_need_not_agree():
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", AmpWarning)
-        by_pmap, by_shard_map = jax.pmap(step(None))(w, states), run(w, states)
+        by_pmap, by_shard_map = jax.pmap(step(None))(w, states), jax.jit(run)(w, states)
     np.testing.assert_array_equal(by_pmap, [0] + [1] * (N - 1))
     np.testing.assert_array_equal(by_shard_map, by_pmap)
 
@@ -299,6 +299,7 @@ def test_an_optimizer_in_pmap_without_an_average_is_told():
     np.testing.assert_array_equal(scales, [2**15, 2**14])
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore:A step with a loss scale")
 def test_retry_that_would_wait_for_ever_is_refused(mesh):
     run = untracked(mesh, dynamic_scale_grad(mean_loss, redo_on_nan=1))

@@ -41,7 +41,7 @@ from jaxamp_like.scaling import (
     unscale_grads,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 
 def half_loss(w, x):
@@ -249,6 +249,7 @@ def test_extra_arguments_and_one_state_for_two_losses():
     assert opt_state.scaler.count == 1
 
 
+@pytest.mark.rest
 def test_a_line_search_is_given_plain_gradients_by_name():
     """As `optax.lbfgs` is, whose search keeps them in the carry of a loop."""
     w, x = {"w": jr.normal(jr.key(0), (4, 2))}, jr.normal(jr.key(1), (8, 4))

@@ -26,7 +26,7 @@ from jaxamp_like.scaling import (
 
 from .scalers import GREATEST, LEAST, MOST, extreme_scalers, plain_scalers
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 STEPS = 10_000
 

@@ -181,6 +181,7 @@ def test_twice_is_once(model):
     assert stacks(part[1], x) == ["1/inner"]
 
 
+@pytest.mark.rest
 def test_training(model):
     """Gradients and optimizer states have the structure of the scoped model."""
     scoped = scope_modules(model)

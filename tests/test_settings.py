@@ -24,7 +24,7 @@ from .constructs import CONSTRUCTS, identity
 from .fuzz.runtime import with_backward
 from .test_structure import is_contraction, left_behind, run_and_differentiate
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 DEFAULT = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)

@@ -23,7 +23,7 @@ from jaxamp_like.rules import use_compute_precision, use_dot_algorithm
 
 from .constructs import new_ref
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 DTYPES = ("float16", "bfloat16")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

@@ -31,7 +31,7 @@ from .programs import (
     values,
 )
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(5)
 
 
 class Low(Evaluator):

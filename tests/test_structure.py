@@ -34,7 +34,7 @@ from jaxamp_like import amp
 from . import constructs
 from .constructs import CONSTRUCTS, Construct, Fn, identity, is_float, named
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = pytest.mark.sample(7)
 
 DTYPES = ("float16", "bfloat16")
 PLACEMENTS = ("inside", "outside", "both")

@@ -148,6 +148,7 @@ def test_keras_is_told_that_an_optimizer_is_of_optax():
     assert "Keras" not in repr(tx)
 
 
+@pytest.mark.rest
 def test_a_model_of_keras_that_is_not_trained_by_fit():
     model = mixed_model("float16")
     model.compile(Adam(), keras.losses.MeanSquaredError())
@@ -185,6 +186,7 @@ def in_4_bits(fn, rule=None):
     return amp(fn, compute_dtype="bfloat16", amp_policy=quantised(rule or int4()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "transform",
     (
@@ -203,6 +205,7 @@ def test_a_weight_that_is_trained_in_int4(transform):
     assert not told(train, W, TEXT)
 
 
+@pytest.mark.rest
 def test_int4_as_it_should_be():
     assert not told(in_4_bits(loss), W, TEXT)
     assert not told(explain(in_4_bits(loss)), W, TEXT)

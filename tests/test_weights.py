@@ -207,6 +207,7 @@ BATCHES = {
 PARAMETERS = {"an array": (lambda p: p, W), "a dict": (lambda p: p["w"], {"w": W})}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("params", PARAMETERS)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_container_of_the_batch_decides_nothing(batch, params):
@@ -227,6 +228,7 @@ def test_the_container_of_the_batch_decides_nothing(batch, params):
         assert error(low(b), exact) < 0.02
 
 
+@pytest.mark.rest
 def test_a_known_range_of_activations_is_theirs_in_any_layout():
     """`eqx.nn.Linear` under `vmap` has its weight on the left."""
     model = eqx.nn.MLP(32, 32, 64, 2, key=jax.random.key(0))
@@ -289,6 +291,7 @@ def test_argnums_are_checked():
         amp(swapped, argnums=2)(X, W)
 
 
+@pytest.mark.rest
 def test_all_that_ask_take_argnums():
     rule = {"compute_dtype": "bfloat16", "amp_policy": WEIGHT_ONLY, "argnums": 1}
     (op,) = (op for op in explain(swapped, **rule)(X, W).now.ops if op.flops)
@@ -415,6 +418,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rule", (INT8, FLOAT8), ids=("int8", "float8"))
 @pytest.mark.parametrize("name", MODELS)
 def test_models_with_a_dtype_of_their_own(name, rule):
@@ -563,6 +567,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("nest", LAYERS)
 @pytest.mark.parametrize("layer", [attend, experts])
 def test_all_passes_of_a_contraction_are_quantised_or_none(layer, nest):

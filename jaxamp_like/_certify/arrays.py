@@ -15,6 +15,7 @@ from .._hlo.graph import (
     CalledComputation,
     Node,
     Value,
+    first_result,
     handed_on,
     kernels,
     written_by,
@@ -125,7 +126,8 @@ def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
             continue
         is_tuple = len(kernel.one.shapes) > 1
         for i, shape in enumerate(kernel.one.shapes):
-            if shape.is_float and shape.size_in_bytes >= large:
+            is_result = i >= first_result(kernel.one)
+            if is_result and shape.is_float and shape.size_in_bytes >= large:
                 results.append(Value(kernel, (i,) if is_tuple else ()))
     found = []
     for value in results:

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from .._hlo.graph import CalledComputation, Node, Value, handed_on, is_marker, nodes
+from .._hlo.graph import (
+    COLLECTIVES,
+    CalledComputation,
+    Node,
+    Value,
+    handed_on,
+    is_marker,
+    nodes,
+    received,
+)
 from .._hlo.numbers import (
     Numbers,
     adds,
@@ -22,10 +31,6 @@ from .places import source_of
 
 Kind = Literal["contraction", "reduction", "collective", "quantisation", "kernel"]
 
-_COLLECTIVES = frozenset(
-    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
-    "collective-permute collective-broadcast".split()
-)
 # What may stand between the multiplication and the sum of a contraction.
 _BEFORE_SUMS = frozenset(
     {"bitcast", "convert", "reduce-window", "reshape", "transpose"}
@@ -34,7 +39,7 @@ _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
 # XLA compiles these to calls of a library, or to loops. They count as kernels.
 _LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
 _OPCODES = (
-    _COLLECTIVES
+    COLLECTIVES
     | _REDUCTIONS
     | _LIBRARIES
     | {"convert", "convolution", "custom-call", "dot", "multiply", "ragged-dot"}
@@ -159,7 +164,7 @@ def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
     opcode = one.opcode.removesuffix("-start")
     if flops := contraction_flops(one, node.body.computation):
         yield _contraction(node, flops, platform)
-    elif opcode in _COLLECTIVES:
+    elif opcode in COLLECTIVES:
         yield from _collective(node, opcode, platform)
     elif opcode in _REDUCTIONS and one.shape.is_float and adds(node):
         product = _product(node)
@@ -237,7 +242,7 @@ def _held(operands: Sequence[Node], constants: bool = True) -> tuple[Numbers, ..
 def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operation]:
     """An operation for each array of floats that is sent."""
     operands = [node.operand(i) for i in range(len(node.one.operands))]
-    for operand in operands:
+    for i, operand in enumerate(operands):
         if operand.one.shape.is_float:
             held = _held([operand])
             yield Operation(
@@ -249,16 +254,17 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
                 reads=held,
                 surely=held,
                 stored=(operand.one.shape.dtype,),
-                makes=_sent(node, operand),
+                makes=_read_of(node, i),
                 elements=operand.one.shape.elements,
             )
 
 
-def _sent(node: Node, operand: Node) -> Numbers:
-    """The numbers of an array that is sent, as its readers round it if it is alone."""
-    if len(node.one.operands) == 1:
-        return numbers_read(node)
-    return of_dtype(operand.one.shape.dtype)
+def _read_of(node: Node, i: int) -> Numbers:
+    """The numbers of an array that is sent, as its readers round it."""
+    results = received(node, i)
+    if not results:
+        return of_dtype(node.operand(i).one.shape.dtype)
+    return union(map(numbers_read, results))
 
 
 def _reduction(node: Node, platform: Platform) -> Operation:

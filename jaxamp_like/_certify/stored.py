@@ -7,7 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .._hlo.graph import CalledComputation, Node, Value, nodes, read_by
+from .._hlo.graph import (
+    COLLECTIVES,
+    CalledComputation,
+    Node,
+    Value,
+    nodes,
+    read_by,
+)
 from .._hlo.numbers import (
     ROUNDS,
     Numbers,
@@ -98,8 +105,8 @@ class _Comparing:
     def array(self, array: Array) -> Iterator[CompiledArray]:
         node, one = self._tied(array)
         shape, is_kept = array.shape, array.is_kept
-        if _is_product(array) and not is_kept:
-            return  # compared as a contraction
+        if not is_kept and (_is_product(array) or _is_sent(array)):
+            return  # compared as a contraction, or as a collective
         if node.one.opcode == "parameter":  # a copy of an argument
             one, drift = node, ""
         elif one is None:
@@ -176,8 +183,7 @@ class _Comparing:
 
     def _fits(self, one: Node, now: Numbers) -> bool:
         """Whether numbers are those of an equation, or what its readers read."""
-        own = of_dtype(one.one.shape.dtype)
-        return own.are_in(now) or self._read(one).are_in(now)
+        return numbers(Value(one)).are_in(now) or self._read(one).are_in(now)
 
     def _may_be_in(self, one: Node, low: Numbers) -> bool:
         """Whether an equation may be computed in a dtype with such numbers.
@@ -234,6 +240,10 @@ def _is_product(array: Array) -> bool:
     if first.one.opcode == "reduce":
         first = Array(Value(first.operand(0))).origins[-1]
     return _is_contraction(first)
+
+
+def _is_sent(array: Array) -> bool:
+    return array.kernel.one.opcode.removesuffix("-start") in COLLECTIVES
 
 
 def _is_contraction(node: Node) -> bool:

@@ -18,6 +18,10 @@ _MARKERS = frozenset(
     "MoveToHost MoveToDevice".split()
 )
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
+COLLECTIVES = frozenset(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
+    "collective-permute collective-broadcast".split()
+)
 VIEWS = frozenset({"bitcast", "copy", "copy-start", "reshape", "slice-start"})
 """Instructions that give their operand another shape or place, or a part of it."""
 
@@ -224,9 +228,35 @@ def written_by(value: Value) -> list[Value]:
 
 def _of_start(start: Node, path: tuple[int, ...]) -> Value:
     """The result of what was started: of a copy, that is its operand."""
-    if start.one.opcode == "copy-start":
+    one = start.one
+    if one.opcode == "copy-start":
         return Value(start.operand(0), path)
+    if first := first_result(one):
+        return Value(start, (first + (path[0] if path else 0), *path[1:]))
     return Value(start, path)
+
+
+def first_result(one: Instruction) -> int:
+    """The place of the first result among the shapes of an instruction.
+
+    What starts a collective has its operands before its results."""
+    opcode = one.opcode.removesuffix("-start")
+    has_operands = opcode in COLLECTIVES and opcode != "all-reduce"
+    return len(one.operands) if has_operands and opcode != one.opcode else 0
+
+
+def received(node: Node, i: int) -> list[Node] | None:
+    """The instructions whose result is the `i`-th array that a collective leaves.
+
+    None if something reads several of them together."""
+    is_started = node.one.opcode.endswith("-start")
+    found = list(read_by(node)) if is_started else [node]
+    if len(node.one.operands) == 1:
+        return found
+    readers = [reader for one in found for reader in read_by(one)]
+    if any(reader.one.opcode != "get-tuple-element" for reader in readers):
+        return None
+    return [reader for reader in readers if reader.one.number("index") == i]
 
 
 def _argument(

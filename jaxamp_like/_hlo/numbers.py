@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from .graph import Node, Value, handed_on, read_by
+from .graph import Node, Value, first_result, handed_on, read_by
 from .text import Shape, full_name
 
 # Bits of the exponent, and of the mantissa behind the leading one.
@@ -163,8 +163,8 @@ def _chosen(value: Value, constants: bool) -> list[Value] | None:
             chosen = (path[0],)
         case "dynamic-update-slice" | "pad":
             chosen = (0, 1)
-        case opcode if opcode in _MOVES:
-            chosen = (0,)
+        case opcode if opcode in _MOVES:  # a collective may move several arrays
+            chosen = (path[0] - first_result(one),) if path else (0,)
         case opcode if opcode in _CHOICES:
             chosen = range(len(one.operands))
         case _:
