@@ -32,7 +32,7 @@ def test_nvfp4_may_end_a_share_above():
     assert missed("NVFP4, not rotated", 3.0) == 0  # only compares
 
 
-@pytest.mark.rest
+@pytest.mark.nightly
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "DEPTH", 1)
     kinds = ["bfloat16", "float8, current", "float8, delayed", "MXFP8", "NVFP4"]

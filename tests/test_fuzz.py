@@ -24,6 +24,7 @@ FIRSTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.rest
 @pytest.mark.parametrize("first", FIRSTS)
 def test_cases(first):
@@ -43,6 +44,7 @@ def _check_all(seeds, kind=None):
     assert sum(x.numbers for x in outcomes.values()) > 0.75 * PER_TEST
 
 
+@pytest.mark.sample(2)
 @pytest.mark.rest
 @pytest.mark.parametrize(
     "name", ["dropped_cast", "wrong_operand", "lost_carry", "lost_scale"]
@@ -52,6 +54,7 @@ def test_a_planted_fault_is_found(name):
     assert planted.find(name, most=30 * SHARED) is not None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.rest
 @pytest.mark.parametrize("name", planted_gradients.OF_GRADIENTS)
 def test_a_planted_fault_of_gradients_is_found(name):

@@ -30,6 +30,7 @@ from jaxamp_like._quantised.int4 import AsInt4
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import int4
 from tests import int4_in_numpy as reference
+from tests.programs import error, values
 from tests.test_block_scaled import arrays, bits
 from tests.test_convert import ONE, check, randoms, same_bits
 
@@ -390,3 +391,31 @@ def test_decoding_one_text_reads_packed_bytes():
     table = params["embed"].size * 2  # the cast of the table that rows are taken of
     moved = sum(one.bytes * one.times for one in kernels)
     assert moved <= 1.1 * packed + 3 * cache + 2 * table
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX has no `set_mesh`")
+@pytest.mark.parametrize(
+    "spec", ((None, "model"), ("model", None), ("data", "model")), ids=str
+)
+@each_rule
+def test_weights_that_are_split_along_explicit_axes(rule, spec):
+    """Results are those of one device, and split as those of the program as written."""
+    P, kind = jax.sharding.PartitionSpec, jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+
+    def fn(w, x):
+        return jnp.tanh(jnp.einsum("bk,kn->bn", x, w, out_sharding=split))
+
+    split = None
+    w, x = values(256, 64, seed=1) / 16, values(8, 256)
+    expected = jax.jit(low(fn, rule))(w, x)
+
+    def placed(x, *spec):
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))
+
+    with jax.set_mesh(mesh):
+        args, split = (placed(w, *spec), placed(x)), P(None, spec[1])
+        made, as_written = jax.jit(low(fn, rule))(*args), jax.jit(fn)(*args)
+    assert made.sharding == as_written.sharding
+    assert error(made, expected) < 2**-7
+    assert error(made, as_written) > 0.01

@@ -14,6 +14,7 @@ from .._dtypes import is_float
 from .._errors import AmpError
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
+from .._quantised.block_dot import emulated
 from .budget import ArrayErrors, Errors, compare, errors
 from .candidates import FULL
 from .choosing import run_chosen
@@ -159,7 +160,8 @@ class Runs:
                 is_as_written = policy == Policy(FULL)
                 return fn if is_as_written else amp(fn, amp_policy=policy, argnums=of)
 
-            self._mixed[name] = self._compiled(self.program.subject.program(mix))
+            with emulated():
+                self._mixed[name] = self._compiled(self.program.subject.program(mix))
         return self._mixed[name]
 
     def _measure(

@@ -46,6 +46,11 @@ def chosen(pred: Array, new: Any, old: Any) -> Any:
 def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     """Whether every floating-point or complex number in a pytree is finite.
 
+    If you select by it between a new and an old state yourself, leave out the loss
+    scale, and an optimizer's state that holds one: from a step that overflowed, the
+    old scale would come back and overflow again. `scaler.accept(new, old)` and
+    `guard_step` see to that.
+
     Args:
         tree: any pytree; leaves of other types are ignored.
         axis_name: axes of `jax.shard_map`, `jax.pmap` or `jax.vmap`, one or several,

@@ -5,7 +5,9 @@ JAX has `jax.nn.scaled_matmul` for it, which compiles for CUDA alone and has no 
 they were rounded, or the numbers that the blocks stand for. The primitive also tells
 reports which format it computes in, which the dtypes of its operands do not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -20,6 +22,24 @@ from .blocks import restored_rows, to_rows
 from .passes import RoundedContraction
 
 _ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands
+
+_emulated: ContextVar[bool] = ContextVar("emulated", default=False)
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """What is traced within computes with the numbers of the blocks on all platforms.
+
+    So a policy is measured as the machine runs it that it is meant for."""
+    token = _emulated.set(True)
+    try:
+        yield
+    finally:
+        _emulated.reset(token)
+
+
+def is_emulated() -> bool:
+    return _emulated.get()
 
 
 def contraction_of_blocks(

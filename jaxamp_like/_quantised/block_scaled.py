@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from .._dtypes import DType, lowered
-from .._jax import (
-    explicit_axes,
-    has_auto_axes,
-    in_auto_axes,
-    is_explicitly_sharded,
-)
 from .._primitives.contractions import exceeds_one, summed_axes
 from .._rules import Decision, EightBits, Site
 from .._rules.bilinear import bilinear
 from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .axes import Axes, site_axes
-from .block_dot import contraction_of_blocks, turned_contraction_of_blocks
+from .block_dot import (
+    contraction_of_blocks,
+    is_emulated,
+    turned_contraction_of_blocks,
+)
 from .blocks import BlockRounding
+from .explicit import along_axes, why_not_along_axes
 from .passes import RoundedContraction, Rounding
 from .ragged import RAGGED, RaggedPass, contraction_of_groups, why_no_groups
 from .rule import (
@@ -68,11 +67,8 @@ class BlockScaled(Quantising):
 
     def why_not(self, site: Site) -> str | None:
         name = site.primitive.name
-        if _explicit_axes(site) and not has_auto_axes():
-            return (
-                "before JAX 0.7, blocks are not laid over axes of a mesh that are "
-                "Explicit; Auto ones and `shard_map` are no obstacle"
-            )
+        if (why := why_not_along_axes(site.avals, "blocks")) is not None:
+            return why
         if name == CONVOLUTION:
             windows = windows_of(site)
             if isinstance(windows, str):
@@ -180,14 +176,7 @@ class BlockScaled(Quantising):
         return self.rounding("cotangent", Axes(summed, kept, batch), of_weight)
 
     def quantise(self, site: Site) -> Decision:
-        decision = self._quantised(site)
-        if not (axes := _explicit_axes(site)):
-            return decision
-        # Where blocks go is XLA's to say: a sum may be cut within a block, and numbers
-        # of a weight that is rounded before a loop would be of a type of their own.
-        assert decision.bind is not None
-        bind = in_auto_axes(decision.bind, axes, site.out_avals[0])
-        return decision._replace(bind=bind, quantisers=())
+        return along_axes(site.avals, site, self._quantised(site))
 
     def _quantised(self, site: Site) -> Decision:
         if (product := _as_product(site)) is not None:
@@ -236,19 +225,25 @@ class BlockScaled(Quantising):
         """See `Quantising`. Of a gradient, `is_turned` says that what it is added up
         in has one of the cotangent's axes last, which JAX puts before all others."""
         if is_turned and made.is_gradient:
-            return turned_contraction_of_blocks(made, dtype, self.name, self.emulate)
-        return contraction_of_blocks(made, dtype, self.name, self.emulate)
+            return turned_contraction_of_blocks(made, dtype, self.name, self._emulates)
+        return contraction_of_blocks(made, dtype, self.name, self._emulates)
+
+    @property
+    def _emulates(self) -> bool:
+        return self.emulate or is_emulated()
 
     def eight_bits(self, site: Site) -> EightBits:
         scales = f"blocks of {self.size} x blocks of {self.size}"
         if site.primitive.name == RAGGED:
             return EightBits(scales, "the same numbers in float32 on all devices")
-        elsewhere = "the same numbers in float32" if self.emulate else low_of(site).name
+        elsewhere = (
+            "the same numbers in float32" if self._emulates else low_of(site).name
+        )
         runs = (
             "native on Blackwell GPUs; restored to 16 bits by XLA on older ones, which "
             f"saves no time; {elsewhere} on other devices"
         )
-        return EightBits(scales, runs, backend=None if self.emulate else "gpu")
+        return EightBits(scales, runs, backend=None if self._emulates else "gpu")
 
     def why(self, site: Site) -> str:
         low, kinds = low_of(site).name, self._kinds(site)
@@ -259,13 +254,6 @@ class BlockScaled(Quantising):
             which = "left" if kinds[0] == "compute" else "right"
             return f"{text}; the gradient of the {which} operand in {low}"
         return text
-
-
-def _explicit_axes(site: Site) -> frozenset[str]:
-    """The `Explicit` axes of a mesh, if an operand is split along one."""
-    if not any(map(is_explicitly_sharded, site.avals)):
-        return frozenset()
-    return frozenset.union(*map(explicit_axes, site.avals))
 
 
 def _as_product(site: Site) -> tuple[Site, Windows] | None:

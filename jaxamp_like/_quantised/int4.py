@@ -13,10 +13,10 @@ from jax import lax
 
 from .._dtypes import cast
 from .._errors import listing_arguments, warn_or_raise
-from .._jax import is_explicitly_sharded, new_primitive, raw, trace
+from .._jax import new_primitive, raw, trace
 from .._primitives.contractions import summed_axes
 from .._recording import is_recorded
-from .._rules import EightBits, Rule, Site
+from .._rules import Decision, EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
 from .._rules.constant import no_derivative, no_series
 from .._rules.passes import CastPass, Pass
@@ -24,6 +24,7 @@ from .._rules.weights import weight_side
 from .axes import Axes, site_axes
 from .block_scaled import has_lengths
 from .blocks import from_rows, to_rows
+from .explicit import along_axes, why_not_along_axes
 from .one_row import product_with_row, rows_of_weight
 from .rule import NO_HEADS, Quantising, low_of, result_of
 from .stored import rounded, stored
@@ -283,12 +284,11 @@ class Int4(Quantising):
             return why
         if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
             return "sums of a length that is not known can't be cut into groups"
-        if is_explicitly_sharded(site.avals[weight_side(site)]):
-            return (
-                "groups are not laid over axes of a mesh that are Explicit; Auto ones "
-                "and `shard_map` are no obstacle"
-            )
-        return None
+        return why_not_along_axes([site.avals[weight_side(site)]], "groups")
+
+    def quantise(self, site: Site) -> Decision:
+        # What is not rounded may lie anywhere.
+        return along_axes([site.avals[weight_side(site)]], site, super().quantise(site))
 
     def roundings(self, site: Site) -> list[AsInt4 | None]:
         """How the weight is rounded; the other operand is not."""
