@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .._hlo.graph import Value
 from .._hlo.numbers import (
     NONE,
     Numbers,
@@ -95,7 +96,7 @@ def _is_rounded_after(one: Operation, run: Operation) -> bool:
     return (
         (one.kind, run.platform) == ("reduction", "tpu")
         and one.makes.are_in(run.adds_in)
-        and numbers_read(one.node).are_in(run.makes)
+        and numbers_read(Value(one.node)).are_in(run.makes)
     )
 
 

@@ -13,7 +13,7 @@ from .._hlo.graph import (
     handed_on,
     is_marker,
     nodes,
-    received,
+    result_of,
 )
 from .._hlo.numbers import (
     Numbers,
@@ -229,7 +229,7 @@ def _contraction(
         reads=reads,
         surely=limited(_held(operands, constants=False)),
         stored=tuple(operand.one.shape.dtype for operand in operands),
-        makes=numbers_read(result or node),
+        makes=numbers_read(Value(result or node)),
         arithmetic=name if reads != held else "",
         flops=flops * (4 if is_complex else 1),
     )
@@ -254,17 +254,9 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
                 reads=held,
                 surely=held,
                 stored=(operand.one.shape.dtype,),
-                makes=_read_of(node, i),
+                makes=numbers_read(result_of(node, i)),
                 elements=operand.one.shape.elements,
             )
-
-
-def _read_of(node: Node, i: int) -> Numbers:
-    """The numbers of an array that is sent, as its readers round it."""
-    results = received(node, i)
-    if not results:
-        return of_dtype(node.operand(i).one.shape.dtype)
-    return union(map(numbers_read, results))
 
 
 def _reduction(node: Node, platform: Platform) -> Operation:

@@ -199,12 +199,12 @@ class _Comparing:
         """Whether any reader of an equation rounds what it reads to such numbers."""
         return self._fits(one, now) or any(
             rounding_of(reader).are_in(now)
-            for reader in read_by(one)
+            for reader in read_by(Value(one))
             if reader.one.opcode in ROUNDS
         )
 
     def _read(self, node: Node) -> Numbers:
-        return numbers_read(node, limit=self._limit)
+        return numbers_read(Value(node), limit=self._limit)
 
     def _limit(self, reader: Node) -> Numbers | None:
         """What a matrix unit rounds its operands to."""

@@ -22,6 +22,7 @@ COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
     "collective-permute collective-broadcast".split()
 )
+_STARTS = frozenset(f"{opcode}-start" for opcode in COLLECTIVES)
 VIEWS = frozenset({"bitcast", "copy", "copy-start", "reshape", "slice-start"})
 """Instructions that give their operand another shape or place, or a part of it."""
 
@@ -245,18 +246,12 @@ def first_result(one: Instruction) -> int:
     return len(one.operands) if has_operands and opcode != one.opcode else 0
 
 
-def received(node: Node, i: int) -> list[Node] | None:
-    """The instructions whose result is the `i`-th array that a collective leaves.
-
-    None if something reads several of them together."""
-    is_started = node.one.opcode.endswith("-start")
-    found = list(read_by(node)) if is_started else [node]
-    if len(node.one.operands) == 1:
-        return found
-    readers = [reader for one in found for reader in read_by(one)]
-    if any(reader.one.opcode != "get-tuple-element" for reader in readers):
-        return None
-    return [reader for reader in readers if reader.one.number("index") == i]
+def result_of(node: Node, i: int) -> Value:
+    """The `i`-th array that a collective leaves."""
+    one = node.one
+    if (first := first_result(one)) or len(one.operands) > 1:
+        return Value(node, (first + i,))
+    return Value(node)
 
 
 def _argument(
@@ -272,19 +267,46 @@ def _argument(
     return [Value(caller.operand(index), path)]
 
 
-def read_by(node: Node) -> Iterator[Node]:
-    """The instructions that read a value, also those within fusions and calls."""
+def read_by(value: Value) -> Iterator[Node]:
+    """The instructions that read a value, also those within fusions and calls.
+
+    What is handed on as it is, in a tuple or through a barrier, is followed. A result
+    of the program, of a loop or of a branch is read by the instruction that makes it
+    one: that of the value, or the tuple that it is in."""
+    node, path = value
     for reader, i in node.body.readers[node.one.name]:
-        bodies = reader.bodies if reader.one.opcode in _CALLS else []
+        opcode = reader.one.opcode
+        bodies = reader.bodies if opcode in _CALLS else []
         parameters = [
             inner
             for body in bodies
             for inner in body
             if inner.one.opcode == "parameter" and int(inner.one.literal) == i
         ]
-        if not parameters:
+        if parameters:
+            for inner in parameters:
+                yield from read_by(Value(inner, path))
+        elif opcode == "tuple":
+            yield from read_by(Value(reader, (i, *path)))
+        elif opcode == "get-tuple-element" and path:
+            if (reader.one.number("index") or 0) == path[0]:
+                yield from read_by(Value(reader, path[1:]))
+        elif opcode in _HANDED_ON and i == 0:
+            yield from read_by(Value(reader, path))
+        elif opcode.endswith("-done") and node.one.opcode in _STARTS:
+            yield from read_by(Value(reader, _after_start(node.one, path)))
+        else:
             yield reader
-        for inner in parameters:
-            yield from read_by(inner)
-    if node.one.is_root and node.body.caller and node.body.caller.one.opcode in _CALLS:
-        yield from read_by(node.body.caller)
+    if node.one.is_root:
+        caller = node.body.caller
+        if caller is not None and caller.one.opcode in _CALLS:
+            yield from read_by(Value(caller, path))
+        else:
+            yield node
+
+
+def _after_start(start: Instruction, path: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a result of what was started is among the results of its end."""
+    if not path or len(start.operands) == 1:
+        return path[1:]
+    return (path[0] - first_result(start), *path[1:])

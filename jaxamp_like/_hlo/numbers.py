@@ -226,25 +226,28 @@ def _keeps_rounding(node: Node) -> bool:
 
 
 def numbers_read(
-    node: Node, depth: int = 0, limit: Callable[[Node], Numbers | None] | None = None
+    value: Value, depth: int = 0, limit: Callable[[Node], Numbers | None] | None = None
 ) -> Numbers:
     """The numbers that are left of a result after all of its readers have rounded it.
 
     XLA may round where a result is made instead of where it is read.
 
     Args:
-        node: whose result it is.
+        value: the result.
         depth: how many instructions have handed it on.
         limit: what a reader that computes rounds its operands to, if it does."""
-    own = of_dtype(node.one.shape.dtype)
+    (node, path), one = value, value.node.one
+    own = of_dtype(one.shapes[path[0] if path else 0].dtype)
     if depth > 8:
         return own
     found = []
-    for reader in read_by(node):
+    for reader in read_by(value):
+        if reader is node:  # a result of the program
+            return own
         if reader.one.opcode in ROUNDS:
             found.append(rounding_of(reader))
         elif _keeps_rounding(reader):
-            found.append(numbers_read(reader, depth + 1, limit))
+            found.append(numbers_read(Value(reader), depth + 1, limit))
         elif limit is not None and (rounding := limit(reader)) is not None:
             found.append(rounding)
         else:
