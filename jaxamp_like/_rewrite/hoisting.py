@@ -149,6 +149,8 @@ class _Values:
             return False
         if step.handler is not None:
             return self._call(step).has(_result(step, atom))
+        if _is_barrier(step):
+            return self.has(_before(step, atom))
         operands = variables(step.eqn.invars)
         return bool(operands) and all(map(self.has, operands))
 
@@ -182,6 +184,9 @@ class _Values:
         if step.handler is not None:
             self.binder.env[atom] = self._call(step).value(_result(step, atom))
             return
+        if _is_barrier(step):
+            self.binder.env[atom] = self.value(_before(step, atom))
+            return
         for operand in step.eqn.invars:
             self._make(operand)
         with in_step_scope(step), eqn_context(step.eqn):
@@ -196,8 +201,20 @@ class _Values:
 def _makes_views(step: Step) -> bool:
     """Whether a step may make views of operands: it moves one, or it is a call."""
     if step.handler is None:
-        return step.eqn.primitive.name in _MOVES
+        return step.eqn.primitive.name in _MOVES or _is_barrier(step)
     return passes_hoisted_weights(step) and step.handler.is_call
+
+
+def _is_barrier(step: Step) -> bool:
+    """Whether a step hands values on as they are.
+
+    JAX puts one around what a checkpoint runs again. A weight is not made there."""
+    return step.eqn.primitive.name == "optimization_barrier"
+
+
+def _before(step: Step, var: Any) -> Any:
+    """The operand of a barrier that becomes a result of it."""
+    return step.eqn.invars[step.eqn.outvars.index(var)]
 
 
 def passes_hoisted_weights(step: Step) -> bool:
