@@ -37,6 +37,8 @@ _ELEMENTWISE = frozenset(
     "tanh".split()
 )
 
+_MOVES = frozenset({"bitcast", "copy", "reshape", "slice", "transpose"})
+
 
 class CompiledArray(NamedTuple):
     """What is found of an array, or of what a kernel computes on the way to it.
@@ -167,6 +169,8 @@ class _Comparing:
         )
         before = array.origins[: array.origins.index(node)]
         is_rounded = any(each.one.opcode in ROUNDS for each in before)
+        if not is_rounded and _moves_operand(node, one, now):
+            return ""
         # A rounded copy may be for one of the readers alone.
         if not (self._is_rounded_to(one, now) if is_rounded else self._fits(one, now)):
             return REDUCED_LOW
@@ -240,6 +244,18 @@ def _is_product(array: Array) -> bool:
     if first.one.opcode == "reduce":
         first = Array(Value(first.operand(0))).origins[-1]
     return _is_contraction(first)
+
+
+def _moves_operand(node: Node, one: Node, now: Numbers) -> bool:
+    """Whether an instruction may move an operand of what it is named after.
+
+    The partitioner names so what it puts around an equation."""
+    if node.one.opcode not in _MOVES or one.one.opcode in _MOVES:
+        return False
+    operands = [one.operand(i) for i in range(len(one.one.operands))]
+    floats = [each for each in operands if each.one.shapes and each.one.shape.is_float]
+    held = [numbers(Value(each)) for each in floats]
+    return any(each.name and each.are_in(now) for each in held)
 
 
 def _is_sent(array: Array) -> bool:
