@@ -99,7 +99,7 @@ def value_and_grads(fn, *args):
     return fn(*args), jax.grad(loss, tuple(range(len(args))))(*args)
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(48)
 @pytest.mark.filterwarnings("ignore::jaxamp_like.AmpWarning")
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)

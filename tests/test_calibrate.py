@@ -42,6 +42,8 @@ from jaxamp_like.reports import Calibration, Device
 
 from .planted import KINDS, planted
 
+pytestmark = pytest.mark.rest
+
 # What `amp` is to do with it.
 
 
@@ -147,7 +149,6 @@ def test_the_front_falls(found):
     assert list(costs) == sorted(costs) and list(errors) == sorted(errors)[::-1]
 
 
-@pytest.mark.rest
 def test_the_page_shows_the_groups(found, tmp_path):
     page = found.save_html(tmp_path / "new" / "page.html").read_text()
     assert all(name in page for name in NAMES) and "alone, " in page
@@ -375,7 +376,6 @@ def test_each_group_gets_the_candidate_that_it_bears():
     assert isinstance(found.policy, PolicyMap) and found.low_share == 1
 
 
-@pytest.mark.rest
 def test_the_objective_decides_between_what_does_not_fit_together():
     # Alike but for size: much is computed here, much is kept there.
     def loss(w, x):

@@ -29,7 +29,7 @@ from jaxamp_like._reports.walk import CONTRACTIONS, walk
 from jaxamp_like.reports import Calibration, Device
 from jaxamp_like.rules import float8
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = [pytest.mark.rest, pytest.mark.sample(6)]
 
 DIM = 16
 LOUD = np.ones(DIM, "float32")

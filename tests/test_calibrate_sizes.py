@@ -14,6 +14,8 @@ from jaxamp_like._calibrate.sizes import _merged
 from jaxamp_like._reports.walk import CONTRACTIONS, walk
 from jaxamp_like._rules.by_shapes import as_dims, as_text, overlap
 
+pytestmark = pytest.mark.rest
+
 BF16, F32 = "bfloat16", "float32"
 
 

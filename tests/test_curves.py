@@ -22,7 +22,7 @@ def small(monkeypatch):
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.mark.rest
+@pytest.mark.nightly
 def test_the_command(small, tmp_path, capsys):
     curves.main(["--steps", "2", "--seeds", "1", "--out", str(tmp_path)])
     assert "One seed has no spread" in capsys.readouterr().out

@@ -143,6 +143,7 @@ def test_what_differs_stays_apart(layer):
     assert number == most if layer in DIFFERENT else number < most
 
 
+@pytest.mark.rest
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ("GPT unrolled", "GPT RoPE", "ViT"))
 def test_workloads(name):

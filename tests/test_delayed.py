@@ -658,6 +658,7 @@ KEEPING = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("loss", KEEPING.values(), ids=KEEPING)
 def test_keeps_no_more_than_current_scaling_and_no_weight(loss):

@@ -61,6 +61,7 @@ def test_a_planted_fault_of_gradients_is_found(name):
     assert planted.find(name, most=planted_gradients.MOST) is not None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["wide", "scoped", "ruled", "contained", "tailed"])
 def test_cases_of_a_kind(kind):

@@ -303,7 +303,7 @@ def test_an_artifact_holds_packed_numbers(tmp_path):
 # A language model.
 
 
-@pytest.mark.rest
+@pytest.mark.nightly
 def test_a_language_model_keeps_its_perplexity_and_loses_its_bytes(tmp_path):
     """The GPT of characters of `benchmarks.curves`, after 300 steps."""
     (task,) = (one for one in curves.TASKS if one.name == "character GPT")

@@ -19,6 +19,8 @@ from jaxamp_like import DynamicScalerState, amp, enable_amp, explain, guard_step
 from jaxamp_like._hlo.devices import described
 from jaxamp_like.storage import apply_updates, low_bit_state, update_in_float32
 
+pytestmark = pytest.mark.rest
+
 BF16 = {"compute_dtype": "bfloat16"}
 
 

@@ -251,6 +251,7 @@ def test_methods_of_a_mixed_module():
     assert "Mixed" in repr(mixed)
 
 
+@pytest.mark.rest
 def test_an_nnx_module_trains():
     model, tx = NNXNet(nnx.Rngs(0)), optax.sgd(0.05)
     mixed = amp(model, **BF16)

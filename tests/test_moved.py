@@ -49,6 +49,7 @@ def test_what_came_and_went_is_told():
     ]
 
 
+@pytest.mark.rest
 def test_nothing_moves_from_a_version_to_itself(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(moved, "CONSTRUCTS", moved.CONSTRUCTS[:6])
     file = tmp_path / "surface.json"

@@ -41,7 +41,7 @@ def test_reads_a_number():
 """
 
 
-@pytest.mark.rest
+@pytest.mark.nightly
 def test_verdicts_on_a_suite(tmp_path):
     """What ends otherwise by an assertion is numbers, and else a finding."""
     suite = tmp_path / "suite"

@@ -35,6 +35,8 @@ from jaxamp_like.rules import (
 )
 from tests.programs import error, values
 
+pytestmark = pytest.mark.rest
+
 FLOAT8, INT8 = float8(where=None), int8(where=None)
 BY_ROW = float8(where=None, granularity="row")
 either = pytest.mark.parametrize("rule", (FLOAT8, INT8), ids=("float8", "int8"))

@@ -74,6 +74,7 @@ def sends(fn, *args):
                 yield x.aval.dtype.name, makers, readers
 
 
+@pytest.mark.sample(2)
 @pytest.mark.cross("tick", dtype=2)
 @pytest.mark.parametrize("tick", TICKS)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
