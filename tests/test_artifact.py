@@ -33,6 +33,8 @@ from jaxamp_like._convert import artifact as artifacts, folder as folders
 from jaxamp_like.inference import ArtifactError
 from tests import across
 
+pytestmark = pytest.mark.rest
+
 BF16 = {"compute_dtype": "bfloat16"}
 Answer = collections.namedtuple("Answer", "scores best")
 
@@ -103,7 +105,6 @@ def test_what_is_loaded_answers_the_same_for_any_batch(converted, saved):
     assert loaded.summary.share < 0.6
 
 
-@pytest.mark.rest
 def test_a_fresh_process_without_the_source_has_the_same_bits(
     converted, saved, tmp_path
 ):
@@ -735,7 +736,6 @@ def test_a_kill_at_any_operation_leaves_the_old_or_none(tmp_path):
     assert tries > 30 and {None, 1, 2} == set(outcomes)
 
 
-@pytest.mark.rest
 def test_a_process_that_is_killed_leaves_a_whole_artifact(tmp_path):
     """One hundred kills, of a process that saves in an endless loop."""
     code = textwrap.dedent(

@@ -26,6 +26,8 @@ from jaxamp_like import (
 
 from .programs import W, X
 
+pytestmark = pytest.mark.rest
+
 BF16 = {"compute_dtype": "bfloat16"}
 
 
@@ -121,7 +123,6 @@ def test_a_mixed_module_trains_as_one_whose_loss_is_mixed():
     }
 
 
-@pytest.mark.rest
 def test_functions_of_modules_take_a_mixed_one():
     mixed = amp(Net(), **BF16)
     zero = jnp.zeros_like(mixed.first.weight)
@@ -138,7 +139,6 @@ def test_functions_of_modules_take_a_mixed_one():
     assert outs.shape == (3, 4, 2) and dtypes(stacked.first, X[0]) == {"float32"}
 
 
-@pytest.mark.rest
 def test_transforms_of_jax_take_a_mixed_module_as_a_function():
     mixed = amp(Net(), **BF16)
     expected = mixed(X)
@@ -251,7 +251,6 @@ def test_methods_of_a_mixed_module():
     assert "Mixed" in repr(mixed)
 
 
-@pytest.mark.rest
 def test_an_nnx_module_trains():
     model, tx = NNXNet(nnx.Rngs(0)), optax.sgd(0.05)
     mixed = amp(model, **BF16)
@@ -286,7 +285,6 @@ def test_bound_modules_of_linen_stay_functions():
     assert amp(dense.bind(params))(X).shape == (4, 2)
 
 
-@pytest.mark.rest
 def test_a_mixed_module_under_loss_scaling():
     mixed, tx = amp(Net()), enable_amp(loss, optax.sgd(0.1))[1]
     opt_state = tx.init(eqx.filter(mixed, eqx.is_inexact_array))
@@ -296,7 +294,6 @@ def test_a_mixed_module_under_loss_scaling():
     assert (trained.first.weight != mixed.first.weight).any()
 
 
-@pytest.mark.rest
 def test_a_method_that_returns_before_it_computes_is_left_as_it_is():
     class Streaming(Net):
         async def stream(self, x):

@@ -21,7 +21,7 @@ from .constructs import CONSTRUCTS, identity
 from .hi_primitives import flags
 from .test_structure import loss
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = [pytest.mark.rest, pytest.mark.sample(5)]
 
 W = jr.normal(jr.key(0), (8, 8)) / 4
 X = jr.normal(jr.key(1), (16, 8))
@@ -379,7 +379,6 @@ def test_a_rule_that_closes_over_what_is_differentiated_within():
     assert any("as an argument" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.rest
 def test_gradient_through_odeint():
     def loss(w, y):
         times = jnp.linspace(0.0, 1.0, 3)

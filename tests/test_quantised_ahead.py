@@ -16,7 +16,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8, mxfp8, nvfp4
 from tests.programs import values
 
-pytestmark = pytest.mark.sample(5)
+pytestmark = [pytest.mark.rest, pytest.mark.sample(5)]
 
 ROUNDS = {"float8_e4m3fn", "float8_e5m2", "int8"}
 
@@ -166,7 +166,6 @@ def times_rounded(fn, *args):
     return found[False], found[True]
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize("make", (mxfp8, nvfp4))
 @pytest.mark.parametrize("fn", (recurrent, of_stack))
 def test_blocks_of_gradients_are_rounded_before_loops_too(fn, make, monkeypatch):

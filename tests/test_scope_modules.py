@@ -18,6 +18,8 @@ from jax import lax
 from benchmarks.measure import walk
 from jaxamp_like import PolicyMap, amp, default_amp_policy, scope_modules
 
+pytestmark = pytest.mark.rest
+
 WIDTH = 4
 linear = functools.partial(eqx.nn.Linear, WIDTH, WIDTH)
 
@@ -181,7 +183,6 @@ def test_twice_is_once(model):
     assert stacks(part[1], x) == ["1/inner"]
 
 
-@pytest.mark.rest
 def test_training(model):
     """Gradients and optimizer states have the structure of the scoped model."""
     scoped = scope_modules(model)
