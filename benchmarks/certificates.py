@@ -5,11 +5,11 @@ None of the GPUs and TPUs is needed: XLA compiles for described ones.
     pip install -e '.[gpu-compile,tpu-compile]'
     python -m benchmarks.certificates --json certificates.json
 
-What is certified is the value and gradient of a loss by its parameters, under `amp`
-with its default policy, or with one that quantises; and split over eight devices. The
-record is written after each model. What it holds already,
-made by the same versions, is not compiled again: the command may be stopped, and run in
-pieces."""
+What is certified is the value and gradient of a loss by its parameters, under `amp`: on
+one device with its default policy or with one that quantises, and with its default
+policy split over eight devices. The record is written after each program. What it holds
+already, made by the same versions, is not compiled again: the command may be stopped,
+and run in pieces."""
 
 import argparse
 import json
@@ -35,13 +35,13 @@ from jaxamp_like._hlo.devices import described, gpus, tpus
 from jaxamp_like.presets import quantised
 from jaxamp_like.rules import Rule, float8, int8, mxfp8, nvfp4
 
-from . import xla_flags
-from .collectives import MODELS as SPLIT_MODELS, WAYS, Way, lowered, mesh_of, placed
+from . import collectives, xla_flags
+from .collectives import WAYS, Way, mesh_of
 from .front import MODELS, load_record
 from .rewrite import add_section, make_table, versions
 from .roofline import PLUGINS, lower_step
-from .split_models import SPLITS, Split, in_style
-from .workloads import WORKLOADS, Model
+from .split_models import SPLITS, Split
+from .workloads import WORKLOADS, Model, Workload
 
 DEVICES = ("h200", "b200", "v5e", "cpu")
 # Of the zoo: attention, a mask, convolutions, gathers and matrices made of functions.
@@ -93,19 +93,17 @@ def of_model(
     return lower_step(loss, model.shapes(size), one_device(device))
 
 
-def of_way(model: Model, way: Way, dtype: str, size: str, device: str) -> Any:
+def of_way(model: Workload, way: Way, dtype: str, size: str, device: str) -> Any:
     mesh = mesh_of(way.axes, devices(device))
-    loss = amp(model.loss, compute_dtype=dtype)
-    return lowered(loss, placed(model.shapes(size), way, mesh), mesh)
+    args, losses = collectives.of_workload(model, way, dtype, size, mesh)
+    return collectives.lowered(losses["amp"], args, mesh)
 
 
 def of_split(split: Split, dtype: str, size: str, device: str) -> Any:
     del size  # they have one
     mesh = mesh_of(split.axes, devices(device), split.axis_type)
-    policy = default_amp_policy | split.rules
-    plain = in_style(split, None, False, mesh)
-    loss = amp(plain, compute_dtype=dtype, amp_policy=policy)
-    return lowered(loss, split.arguments(mesh, mesh.size), mesh)
+    args, losses = collectives.of_split(split, dtype, mesh)
+    return collectives.lowered(losses["amp"], args, mesh)
 
 
 # Each with the devices that have kernels for it.
@@ -128,7 +126,7 @@ PROGRAMS = {
         f"{name}, {way}": Program(
             partial(of_way, WORKLOADS[name], WAYS[way]), sizes=("real",)
         )
-        for name in SPLIT_MODELS
+        for name in collectives.MODELS
         for way in WAYS
     },
     **{

@@ -20,6 +20,7 @@ from .._hlo.graph import (
     kernels,
     written_by,
 )
+from .._hlo.numbers import ROUNDS
 from .._hlo.text import Instruction, Shape
 
 LARGE = 2**20
@@ -34,8 +35,9 @@ _WRITES_NOTHING = VIEWS | {
     "parameter",
     "tuple",
 }
-# What these make is the data of their operand, rounded or elsewhere.
-_PASSES = VIEWS | {"convert", "pad", "reduce-precision", "slice", "transpose"}
+MOVES = VIEWS | {"pad", "slice", "transpose"}
+"""Instructions that make the data of their operand again, elsewhere."""
+_PASSES = MOVES | ROUNDS
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from .._hlo.numbers import (
 )
 from .._hlo.text import contraction_flops
 from .arithmetic import Platform, arithmetic
-from .arrays import LARGE, Array, arrays
+from .arrays import LARGE, MOVES, Array, arrays
 from .drifts import EMULATED, KEPT_WIDE, REDUCED_LOW, UNDECIDED, WRITTEN_WIDE
 from .places import source_of
 
@@ -36,8 +36,6 @@ _ELEMENTWISE = frozenset(
     "log-plus-one logistic multiply power remainder rsqrt sine sqrt subtract tan "
     "tanh".split()
 )
-
-_MOVES = frozenset({"bitcast", "copy", "reshape", "slice", "transpose"})
 
 
 class CompiledArray(NamedTuple):
@@ -250,7 +248,7 @@ def _moves_operand(node: Node, one: Node, now: Numbers) -> bool:
     """Whether an instruction may move an operand of what it is named after.
 
     The partitioner names so what it puts around an equation."""
-    if node.one.opcode not in _MOVES or one.one.opcode in _MOVES:
+    if node.one.opcode not in MOVES or one.one.opcode in MOVES:
         return False
     operands = [one.operand(i) for i in range(len(one.one.operands))]
     floats = [each for each in operands if each.one.shapes and each.one.shape.is_float]

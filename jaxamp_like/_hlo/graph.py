@@ -241,9 +241,8 @@ def first_result(one: Instruction) -> int:
     """The place of the first result among the shapes of an instruction.
 
     What starts a collective has its operands before its results."""
-    opcode = one.opcode.removesuffix("-start")
-    has_operands = opcode in COLLECTIVES and opcode != "all-reduce"
-    return len(one.operands) if has_operands and opcode != one.opcode else 0
+    has_operands = one.opcode in _STARTS and one.opcode != "all-reduce-start"
+    return len(one.operands) if has_operands else 0
 
 
 def result_of(node: Node, i: int) -> Value:
