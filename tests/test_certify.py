@@ -833,7 +833,7 @@ def test_sums_of_one_name_that_run_in_steps_are_as_decided():
 def test_names_in_loops_of_called_functions_are_whole():
     lowered = jax.jit(lambda ws, x: jnp.sin(jax.jit(scanned)(ws, x))).lower(WS, X)
     text = lowered.as_text(dialect="hlo", debug_info=True)
-    names = {node.op_name for node in graph.nodes(graph.program(parse(text)))}
+    names = {node.op_name for node in graph.program(parse(text)).innermost}
     (product,) = (name for name in names if name.endswith("/dot_general"))
     assert product.count("while") == 1
     (one,) = contractions(certify(lowered))
@@ -856,7 +856,7 @@ def test_names_in_calls_within_calls_have_the_scopes_around_all_of_them():
             return outer(w, x)
 
     text = jax.jit(step).lower(WS[0], X).as_text(dialect="hlo", debug_info=True)
-    names = {node.op_name for node in graph.nodes(graph.program(parse(text)))}
+    names = {node.op_name for node in graph.program(parse(text)).innermost}
     (product,) = (name for name in names if name.endswith("/dot_general"))
     assert named(product).inner == ("step", "outer", "inner")
     assert product.startswith("jit(step)/")
@@ -877,6 +877,66 @@ def test_contractions_that_became_one_are_tied():
     assert certificate.is_as_decided
     assert certificate.share_tied == 1
     assert not [one for one in contractions(certificate) if not one.opcodes]
+
+
+DOT = f"  %d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n"
+AGAIN = DOT.replace("%d", "%d2")
+COPIES = {
+    "of the same operands": AGAIN,
+    "without a name": AGAIN.replace(f", {ENC}", ""),
+    "of operands that are computed again": (
+        "  %x1 = bf16[32,64] copy(%xb)\n  %x2 = bf16[32,64] convert(%x)\n"
+        + AGAIN.replace("%xb", "%x2")
+    ),
+    "behind a barrier": (
+        "  %both = (bf16[32,64], bf16[64,64]) tuple(%xb, %g)\n"
+        "  %kept = (bf16[32,64], bf16[64,64]) opt-barrier(%both)\n"
+        "  %x2 = bf16[32,64] get-tuple-element(%kept), index=0\n"
+        "  %g2 = bf16[64,64] get-tuple-element(%kept), index=1\n"
+        + AGAIN.replace("%xb, %g", "%x2, %g2")
+    ),
+}
+"""By name, a contraction that computes what another one of `DECIDED` does."""
+
+
+def duplicated(decided, compiled):
+    certificate = compared(in_entry(decided), in_entry(compiled), name="", device=GPU)
+    return [one.primitive for one in certificate.drifts if DUPLICATED in one.drifts]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_is_computed_again_is_told(name):
+    twice = DECIDED.replace(DOT, DOT + COPIES[name])
+    assert duplicated(DECIDED, twice) == ["dot_general"]
+    thrice = twice.replace("%d2", "%d3").replace(DOT, DOT + COPIES[name])
+    assert duplicated(twice, twice) == []
+    assert duplicated(twice, DECIDED) == []
+    assert duplicated(twice, thrice) == ["dot_general"]
+
+
+def test_it_is_told_where_others_were_merged():
+    q = DOT.replace("%d", "%k").replace("enc/", "k/")
+    decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")
+    large = f"  %ddd = bf16[32,192] dot(%xb, %ggg), {DIMS}, {ENC}\n"
+    merged = DECIDED.replace(
+        DOT,
+        "  %ggg = bf16[64,192] concatenate(%g, %g, %g), dimensions={1}\n"
+        f"{large}  %d = bf16[32,64] slice(%ddd), slice={{[0:32], [0:64]}}\n",
+    )
+    assert duplicated(decided, merged) == []
+    again = merged.replace(large, large + large.replace("%ddd", "%again"))
+    assert duplicated(decided, again) == ["dot_general"]
+
+
+def test_it_is_told_where_each_device_has_a_part():
+    x = "  %x = f32[32,64] get-tuple-element(%all), index=1\n"
+    part = DECIDED.replace(x, x.replace("32", "8"))
+    part = re.sub(r"((bf16|f32|f8e4m3fn)\[)32([],])", r"\g<1>8\3", part)
+    part_of_dot = DOT.replace("[32,64]", "[8,64]")
+    assert part_of_dot in part
+    again = part_of_dot + part_of_dot.replace("%d", "%d2")
+    assert duplicated(DECIDED, part) == []
+    assert duplicated(DECIDED, part.replace(part_of_dot, again)) == ["dot_general"]
 
 
 @pytest.mark.parametrize(

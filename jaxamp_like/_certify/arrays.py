@@ -21,7 +21,7 @@ from .._hlo.graph import (
     written_by,
 )
 from .._hlo.numbers import ROUNDS
-from .._hlo.text import Instruction, Shape
+from .._hlo.text import Shape
 
 LARGE = 2**20
 """Bytes of an array that is worth a row."""
@@ -100,15 +100,12 @@ def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
     results: list[Value] = []
     late: set[Node] = set()  # kernels of the backward pass
 
-    def has_large(one: Instruction) -> bool:
-        return any(shape.size_in_bytes >= large for shape in one.shapes)
-
     for kernel in kernels(body):
         one, scope = kernel.one, kernel.body.computation
         large_operands = [
-            i for i, name in enumerate(one.operands) if has_large(scope[name])
+            i for i, name in enumerate(one.operands) if scope[name].largest >= large
         ]
-        if not large_operands and not has_large(one):
+        if not large_operands and one.largest < large:
             continue
         reads: list[Value] = []
         for i in large_operands:

@@ -29,6 +29,7 @@ from . import lock as locks
 from .arrays import LARGE
 from .certificate import Certificate
 from .drifts import (
+    DUPLICATED,
     GONE,
     REDUCED_LOW,
     SUMS,
@@ -267,7 +268,9 @@ def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
         became[runs[0]].append(one)
     for one, runs in tied.pairs:
         others = [each for each in became[runs[0]] if each is not one]
-        drifts = found(together(one, others), runs)
+        drifts = list(found(together(one, others), runs))
+        if not tied.repeated.isdisjoint(runs):
+            drifts.append(DUPLICATED)
         yield _record(one, one, runs, drifts, steps)
     for one in tied.gone:
         yield _record(one, one, [], (GONE,), steps)

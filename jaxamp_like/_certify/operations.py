@@ -12,7 +12,6 @@ from .._hlo.graph import (
     Value,
     handed_on,
     is_marker,
-    nodes,
     result_of,
 )
 from .._hlo.numbers import (
@@ -151,7 +150,7 @@ def operations(body: CalledComputation, platform: Platform) -> list[Operation]:
     """All operations of a program, in the order in which they stand."""
     found = [
         one
-        for node in nodes(body)
+        for node in body.innermost
         if node.one.opcode.removesuffix("-start") in _OPCODES
         for one in _of_node(node, platform)
     ]

@@ -5,6 +5,7 @@ arrays, in a kernel, is compared by name as well."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from .._hlo.graph import (
@@ -12,7 +13,6 @@ from .._hlo.graph import (
     CalledComputation,
     Node,
     Value,
-    nodes,
     read_by,
 )
 from .._hlo.numbers import (
@@ -79,7 +79,7 @@ def stored(
     found: list[CompiledArray] = []
     for one in arrays(compiled, large):
         found += comparing.array(one)
-    for node in nodes(compiled):
+    for node in compiled.innermost:
         found += comparing.computed(node, large)
     count: dict[str, int] = defaultdict(int)
     for one in comparing.kept.values():
@@ -87,18 +87,49 @@ def stored(
     return Kept(found, dict(count))
 
 
+class _Alike:
+    """The decided instructions of one name."""
+
+    def __init__(self, nodes: list[Node]):
+        self.nodes = nodes
+
+    @cached_property
+    def computing(self) -> "_Alike":
+        """Those that compute each element of an array from one of another."""
+        return _Alike([one for one in self.nodes if one.one.opcode in _ELEMENTWISE])
+
+    def near(self, node: Node) -> list[Node]:
+        """Those of an instruction's line, if any are and they differ in dtype."""
+        by_line = self._mixed
+        return by_line.get(source_of(node), self.nodes) if by_line else self.nodes
+
+    @cached_property
+    def _mixed(self) -> dict[str, list[Node]]:
+        """All by their lines, if they differ in dtype."""
+        if len({one.one.shape.dtype for one in self.nodes}) < 2:
+            return {}
+        found: dict[str, list[Node]] = defaultdict(list)
+        for one in self.nodes:
+            found[source_of(one)].append(one)
+        return found
+
+
+_NONE_ALIKE = _Alike([])
+
+
 class _Comparing:
     def __init__(self, decided: CalledComputation, platform: Platform, large: int):
         self.platform: Platform = platform
         # By name, and by name and number of elements: of an optimizer, the equations of
         # all parameters have one name.
-        self.named: dict[tuple[str, int | None], list[Node]] = defaultdict(list)
-        for node in nodes(decided):
+        named: dict[tuple[str, int | None], list[Node]] = defaultdict(list)
+        for node in decided.innermost:
             shape = node.one.shape
             # In 8 bits, an array may be large in one program and not in the other.
             if 8 * shape.elements >= large and shape.is_float and node.op_name:
-                self.named[node.op_name, None].append(node)
-                self.named[node.op_name, shape.elements].append(node)
+                named[node.op_name, None].append(node)
+                named[node.op_name, shape.elements].append(node)
+        self.named = {name: _Alike(some) for name, some in named.items()}
         self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
         self.untied = {*self.kept}
 
@@ -123,9 +154,7 @@ class _Comparing:
         # In float32, whatever it is computed in.
         if not shape.is_float or 4 * shape.elements < large:
             return
-        alike = self._named(node, shape.elements)
-        equations = [one for one in alike if one.one.opcode in _ELEMENTWISE]
-        equations = _of_source(equations, node)
+        equations = self._named(node, shape.elements).computing.near(node)
         low = of_dtype(shape.dtype)
         if equations and not any(self._may_be_in(each, low) for each in equations):
             size = shape.size_in_bytes
@@ -139,17 +168,17 @@ class _Comparing:
             for node in array.origins:
                 elements = array.shape.elements if is_exact else None
                 alike = self._named(node, elements)
-                if alike:
+                if alike.nodes:
                     return node, self._closest(alike, node, array)
         return array.origins[-1], None
 
-    def _named(self, node: Node, elements: int | None) -> list[Node]:
+    def _named(self, node: Node, elements: int | None) -> _Alike:
         """The decided instructions of a name that make so many elements."""
-        return self.named.get((node.op_name, elements), [])
+        return self.named.get((node.op_name, elements), _NONE_ALIKE)
 
-    def _closest(self, alike: list[Node], node: Node, array: Array) -> Node:
-        alike = _of_source(alike, node)
-        same = [one for one in alike if one.one.shape.dtype == array.shape.dtype]
+    def _closest(self, named: _Alike, node: Node, array: Array) -> Node:
+        alike, dtype = named.near(node), array.shape.dtype
+        same = [one for one in alike if one.one.shape.dtype == dtype]
         if array.is_kept:
             # Each that is kept is tied once: stacks of a loop differ in nothing else.
             kept = [one for one in alike if one in self.untied]
@@ -158,7 +187,7 @@ class _Comparing:
                 chosen = (ours or kept or same)[0]
                 self.untied.discard(chosen)
                 return chosen
-        now = of_dtype(array.shape.dtype)
+        now = of_dtype(dtype)
         return (same or [one for one in alike if self._fits(one, now)] or alike)[0]
 
     def _drift(self, array: Array, node: Node, one: Node) -> str:
@@ -225,15 +254,6 @@ class _Comparing:
                 if node.one.opcode == "parameter" and int(node.one.literal) == i:
                     return self._read(node)
         return of_dtype(reader.operand(i).one.shape.dtype)
-
-
-def _of_source(alike: list[Node], node: Node) -> list[Node]:
-    """Those of the same line as an instruction, if any are and they differ in dtype."""
-    first = alike[0].one.shape.dtype if alike else None
-    if all(one.one.shape.dtype == first for one in alike):
-        return alike
-    source = source_of(node)
-    return [one for one in alike if source_of(one) == source] or alike
 
 
 def _is_product(array: Array) -> bool:

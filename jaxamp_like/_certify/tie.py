@@ -7,11 +7,12 @@ strictest key first. Contractions that share an operand may become a larger one,
 is told by its FLOPs."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from itertools import chain, combinations
 from typing import NamedTuple
 
 from .operations import Operation
+from .repeated import can_repeat, repeated
 
 
 class Tied(NamedTuple):
@@ -20,29 +21,66 @@ class Tied(NamedTuple):
     Args:
         pairs: decided operations, each with the compiled ones that run it.
         gone: decided operations that nothing was compiled for.
-        others: compiled operations that belong to no decided one."""
+        others: compiled operations that belong to no decided one.
+        repeated: compiled operations that only repeat what another one computes."""
 
     pairs: list[tuple[Operation, list[Operation]]]
     gone: list[Operation]
     others: list[Operation]
+    repeated: frozenset[Operation]
 
 
 def tie(decided: Iterable[Operation], compiled: Iterable[Operation]) -> Tied:
     """Ties the operations of the compiled program to those of the decided one."""
     # A compiled multiplication may be a contraction, a part of one, or its scaling: it
     # is tied late, and by its name alone. Decided multiplications are left out.
-    found = _Found(one for one in decided if not one.is_only_multiplied)
-    products, after = [], []
+    decided = [one for one in decided if not one.is_only_multiplied]
+    compiled = list(compiled)
+    tied = _tied(decided, compiled, {}, {})
+    if _is_one_to_one(tied):
+        return tied
+    return _tied(decided, compiled, repeated(decided), repeated(compiled))
+
+
+Repeated = Mapping[Operation, Operation]
+"""Operations that compute what another one has computed already, with that one."""
+
+
+def _tied(
+    decided: list[Operation],
+    compiled: list[Operation],
+    written_again: Repeated,
+    run_again: Repeated,
+) -> Tied:
+    found = _Found(decided)
+    products, repetitions, after = [], [], []
     for one in compiled:
-        (products if one.is_only_multiplied else after).append(one)
+        if one.is_only_multiplied:
+            products.append(one)
+        else:
+            (repetitions if one in run_again else after).append(one)
     for key in _SURE:
         after = found.by_key(key, after)
+    for key in _SURE:
+        repetitions = found.by_key(key, repetitions, written_again)
     after = [one for one in after if not found.merged(one)]
     for key in _LIKELY:
         after = found.by_key(key, after)
     found.by_key(_by_name, products)
-    others = found.again(found.by_elimination(after))
-    return Tied(list(found.pairs.items()), list(found.left), others)
+    after = found.by_elimination(after)
+    for key in (*_SURE, *_LIKELY_REPEATED):
+        repetitions = found.by_key(key, repetitions)
+    unknown = found.repeated(repetitions, run_again)
+    others = found.again([*after, *unknown])
+    again = frozenset(repetitions).difference(unknown)
+    return Tied(list(found.pairs.items()), list(found.left), others, again)
+
+
+def _is_one_to_one(tied: Tied) -> bool:
+    """Whether each contraction and quantisation was compiled as one of its own."""
+    runs = [run for _, some in tied.pairs for run in some]
+    rest = [*tied.gone, *tied.others]
+    return len({*runs}) == len(tied.pairs) and not any(map(can_repeat, rest))
 
 
 class _Found:
@@ -52,11 +90,20 @@ class _Found:
         self.left = dict.fromkeys(decided)
         self.pairs: dict[Operation, list[Operation]] = {}
 
-    def by_key(self, key: "Key", compiled: list[Operation]) -> list[Operation]:
-        """Ties operations to those that have the same key; returns the others."""
+    def by_key(
+        self,
+        key: "Key",
+        compiled: list[Operation],
+        among: Container[Operation] | None = None,
+    ) -> list[Operation]:
+        """Ties operations to those, perhaps `among` some, that have the same key.
+
+        Returns:
+            The others."""
         waiting: dict[Hashable, list[Operation]] = defaultdict(list)
         for one in self.left:
-            waiting[key(one)].append(one)
+            if among is None or one in among:
+                waiting[key(one)].append(one)
         others = []
         for one in compiled:
             own = key(one)
@@ -130,6 +177,20 @@ class _Found:
                 self.pairs.setdefault(original, []).append(one)
         return others
 
+    def repeated(self, compiled: list[Operation], firsts: Repeated) -> list[Operation]:
+        """Ties what was not written twice to what is run first.
+
+        Returns:
+            The others."""
+        runs = {one: decided for decided, some in self.pairs.items() for one in some}
+        others = []
+        for one in compiled:
+            if decided := runs.get(firsts[one]):
+                self.pairs[decided].append(one)
+            else:
+                others.append(one)
+        return others
+
     def _tie(self, decided: Operation, one: Operation) -> None:
         del self.left[decided]
         self.pairs[decided] = [one]
@@ -189,4 +250,10 @@ _LIKELY: tuple[Key, ...] = (
     lambda one: (one.kind, one.source, _is_conv(one)) if one.flops else None,
     lambda one: (one.opcode, one.elements) if one.kind == "collective" else None,
     lambda one: (one.kind, one.opcode) if one.kind == "kernel" else None,
+)
+# What computes the same as another one may have been written twice.
+_LIKELY_REPEATED: tuple[Key, ...] = (
+    lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
+    lambda one: (one.kind, one.source, one.work) if one.flops else None,
+    lambda one: (one.kind, one.work) if one.flops else None,
 )

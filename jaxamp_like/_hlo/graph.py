@@ -61,6 +61,18 @@ class CalledComputation:
         return [self.node(name) for name in self.computation]
 
     @cached_property
+    def innermost(self) -> "list[Node]":
+        """Every instruction that calls no others, here and in what is called."""
+        found: list[Node] = []
+        for node in self:
+            if bodies := node.bodies:
+                for inner in bodies:
+                    found += inner.innermost
+            else:
+                found.append(node)
+        return found
+
+    @cached_property
     def root(self) -> "Node":
         return next(node for node in self if node.one.is_root)
 
@@ -137,18 +149,6 @@ class Node:
 def program(module: Module) -> CalledComputation:
     """The computation that a program begins with."""
     return CalledComputation(module.computations[module.entry], module)
-
-
-def nodes(body: CalledComputation) -> list[Node]:
-    """Every instruction that calls no others, in every call of its computation."""
-    found: list[Node] = []
-    for node in body:
-        if bodies := node.bodies:
-            for inner in bodies:
-                found += nodes(inner)
-        else:
-            found.append(node)
-    return found
 
 
 def kernels(body: CalledComputation) -> list[Node]:

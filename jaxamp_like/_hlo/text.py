@@ -19,6 +19,7 @@ _OPERANDS = re.compile(r"%?[\w.-]+(?:, %?[\w.-]+)*$")  # and nothing else
 _CALLED = re.compile(r"%?[\w.-]+|{[^}]*}")
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _OP_NAME = 'op_name="'
+_METADATA = re.compile(r', metadata={(?:[^{}"]|"[^"]*")*}')
 # An instruction has `algorithm=dot_...`, a library's call `"algorithm":"ALG_DOT_..."`.
 _ALGORITHM = re.compile(r'\balgorithm"?[=:]"?(?:alg_)?dot_(\w+)', re.IGNORECASE)
 _FLOAT = re.compile(r"(b?f\d+)(\w*)$")
@@ -93,6 +94,11 @@ class Instruction:
     def shape(self) -> Shape:
         return self.shapes[0] if self.shapes else Shape("token")
 
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of its largest result."""
+        return max((shape.size_in_bytes for shape in self.shapes), default=0)
+
     def called(self, *keys: str) -> list[str]:
         """The computations named by an attribute, such as `calls`."""
         for key in keys:
@@ -120,6 +126,11 @@ class Instruction:
         """What the author chose for a contraction, as in "BF16_BF16_F32_X3"; or ""."""
         found = _ALGORITHM.search(self.attributes)
         return found[1].upper() if found else ""
+
+    @property
+    def settings(self) -> str:
+        """The attributes that say what it computes, and not where it comes from."""
+        return _METADATA.sub("", self.attributes)
 
     @cached_property
     def op_name(self) -> str:

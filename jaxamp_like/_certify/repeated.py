@@ -1,0 +1,64 @@
+"""Finds operations that compute what another one has computed already."""
+
+from collections.abc import Hashable, Iterable
+
+from .._hlo.graph import CalledComputation, Node, Value, handed_on
+from .operations import Operation
+
+
+def repeated(operations: Iterable[Operation]) -> dict[Operation, Operation]:
+    """Contractions and quantisations that run again, each with the first run.
+
+    XLA may compute their operands again, too: two values are the same if the same
+    instructions make them of the same values (value numbering)."""
+    numbers: dict[Node, Hashable] = {}
+    firsts: dict[Hashable, Operation] = {}
+    found: dict[Operation, Operation] = {}
+    for one in operations:
+        if not numbers:
+            numbers = _numbered(_program(one.node))
+        if can_repeat(one):
+            first = firsts.setdefault((numbers.get(one.node, one.node), one.times), one)
+            if first is not one:
+                found[one] = first
+    return found
+
+
+def can_repeat(one: Operation) -> bool:
+    """Whether it is a kind of operation that `repeated` finds."""
+    return one.kind in ("contraction", "quantisation")
+
+
+def _program(node: Node) -> CalledComputation:
+    body = node.body
+    while body.caller is not None:
+        body = body.caller.body
+    return body
+
+
+def _numbered(body: CalledComputation) -> dict[Node, Hashable]:
+    """Numbers for instructions, which are the same if their results are."""
+    found: dict[Node, Hashable] = {}
+    known: dict[Hashable, int] = {}
+    for node in body.innermost:
+        one = node.one
+        if not one.operands and one.opcode != "constant":
+            continue  # it is the same as itself alone
+        if handed_on(Value(node)) is not None:
+            continue  # it is what it hands on
+        reads = []
+        for i in range(len(one.operands)):
+            operand, path = node.operand(i), ()
+            if operand not in found:
+                operand, path = _origin(Value(operand))
+            reads.append((found.get(operand, operand), path))
+        key = one.opcode, one.shapes, one.literal, one.settings, *reads
+        found[node] = known.setdefault(key, len(known))
+    return found
+
+
+def _origin(value: Value) -> Value:
+    """Where a value comes from, if only one instruction can have made it."""
+    while (before := handed_on(value)) and len(before) == 1:
+        (value,) = before
+    return value
