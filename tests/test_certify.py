@@ -39,6 +39,8 @@ from jaxamp_like._hlo import devices, graph
 from jaxamp_like._hlo.text import parse
 from jaxamp_like.rules import use_original_precision
 
+from . import locks
+
 ROOT = Path(__file__).parents[1]
 LOW = "bfloat16 x bfloat16 -> bfloat16"
 FULL = "float32 x float32 -> float32"
@@ -1048,6 +1050,12 @@ def test_a_lock_is_the_same_from_two_processes_in_two_folders(tmp_path):
         written.add((folder / "its.lock").read_text())
     (text,) = written
     assert "encoder: forward dot_general" in text
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", locks.MODELS)
+def test_locks_of_whole_models_hold_on_every_machine(name):
+    locks.certificate_of(name).check(locks.path_of(name))
 
 
 @pytest.mark.parametrize("text", ("", "precision lock, format 9\n"))
