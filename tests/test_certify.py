@@ -916,6 +916,66 @@ def test_what_is_computed_again_is_told(name):
     assert duplicated(twice, thrice) == ["dot_general"]
 
 
+LOOP = """
+HloModule jit_step
+
+%condition (p: f32[]) -> pred[] {
+  %carried = (s32[], f32[1024], f32[1024]) parameter(0)
+  %count = s32[] get-tuple-element(%carried), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%count, %three), direction=LT
+}
+
+%body (p: f32[]) -> f32[] {
+  %p = (s32[], f32[1024], f32[1024]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  %c = f32[1024] get-tuple-element(%p), index=1
+  %d = f32[1024] get-tuple-element(%p), index=2
+  %cb = bf16[1024] convert(%c)
+  %t = bf16[1024] tanh(%cb), metadata={op_name="jit(step)/tanh"}
+  %wide = f32[1024] convert(%t)
+  %e = f32[1024] exponential(%d), metadata={op_name="jit(step)/exp"}
+  %yes = pred[1024] compare(%wide, %e), direction=GT
+  %s = f32[1024] select(%yes, %wide, %e), metadata={op_name="jit(step)/select_n"}
+  ROOT %next = (s32[], f32[1024], f32[1024]) tuple(%j, %s, %e)
+}
+
+ENTRY %main (x: f32[]) -> f32[] {
+  %x = f32[1024] parameter(0)
+  %zero = s32[] constant(0)
+  %first = (s32[], f32[1024], f32[1024]) tuple(%zero, %x, %x)
+  %loop = (s32[], f32[1024], f32[1024]) while(%first), condition=%condition, body=%body
+  %last = f32[1024] get-tuple-element(%loop), index=1
+  %low = bf16[1024] convert(%last)
+  ROOT %out = (bf16[1024]) tuple(%low)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("reader", "is_told"),
+    (
+        ("", False),
+        ("%cb = bf16[1024] convert(%c)", True),  # in the next iteration
+        ("%low = bf16[1024] convert(%last)", True),  # after the last one
+    ),
+)
+def test_what_a_loop_carries_may_be_rounded_if_all_readers_round_it(reader, is_told):
+    wide = reader.replace("bf16", "f32").replace("convert", "exponential")
+    decided = LOOP.replace(reader, wide) if reader else LOOP
+    decided = decided.replace("tanh(%cb)", "tanh(%wb)").replace(
+        "  %t = ", "  %wb = bf16[1024] convert(%cb)\n  %t = "
+    )
+    low = decided.replace("%s = f32[1024] select", "%sb = bf16[1024] select").replace(
+        "  ROOT %next", "  %s = f32[1024] convert(%sb)\n  ROOT %next"
+    )
+    certificate = compared(decided, low, name="step", device=TPU, large=1024)
+    told = {one.primitive for one in certificate.arrays if one.drift == REDUCED_LOW}
+    assert ("select_n" in told) is is_told
+
+
 def test_it_is_told_where_others_were_merged():
     q = DOT.replace("%d", "%k").replace("enc/", "k/")
     decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")
@@ -1622,6 +1682,51 @@ def test_arrays_that_are_stored_otherwise_are_told(name, around):
     assert found == expected
     assert certificate.is_as_decided is (expected <= {("sine", UNDECIDED)})
     assert certificate.kept == {"bfloat16": 2 * 32 * 64, "float32": 4 * 32 * 64}
+
+
+@pytest.mark.parametrize("operand", ("%t", "%x"))
+def test_what_moves_a_rounded_copy_may_have_the_name_of_what_was_copied(operand):
+    decided = in_entry(KEEPING.replace("convert(%t)", f"convert({operand})"))
+    decided = decided.replace("%w, %x, %wq, %r", "%x, %r")
+    tanh = of("jvp(enc)/tanh")
+    moved = f"  %m = bf16[64,32] transpose(%k), dimensions={{1,0}}, {tanh}\n  %s = "
+    run = decided.replace("  %s = ", moved)
+    certificate = compared(decided, run, name="step", device=GPU, large=1)
+    told = {one.primitive for one in certificate.arrays if one.drift == REDUCED_LOW}
+    assert ("tanh" in told) is (operand == "%x")
+
+
+def test_a_rounded_copy_is_that_of_the_equation_that_is_rounded():
+    added = of("block/add")
+    lines = f"""
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %a = f32[32,64] add(%x, %x), {added}
+  %b = f32[32,64] add(%a, %x), {added}
+  %c = bf16[32,64] convert(%b)
+  %s = f32[32,64] sine(%c), {of("block/sin")}
+  %r = f32[32,64] multiply(%s, %b), {of("block/mul")}
+"""
+    text = in_entry(lines).replace("%w, %x, %wq, %r", "%x, %r")
+    assert compared(text, text, name="step", device=GPU, large=1).is_as_decided
+
+
+def test_sums_in_windows_are_not_taken_for_others():
+    summed = "to_apply=%add, " + of("cumsum/reduce_window_sum")
+    lines = f"""
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %p = pred[32,64] compare(%x, %x), direction=GT
+  %o = f32[32,64] convert(%p)
+  %zero = f32[] constant(0)
+  %c = f32[32,64] reduce-window(%o, %zero), window={{size=32x1 pad=31_0x0_0}}, {summed}
+  %y = f32[32,64] multiply(%c, %x)
+  %gone = f32[32] reduce(%y, %zero), dimensions={{1}}, to_apply=%add, {of("sum")}
+  %r = f32[32] reduce(%y, %zero), dimensions={{1}}, to_apply=%add, {of("sum")}
+"""
+    run = lines.replace("cumsum/reduce_window_sum", "reduce-window")
+    run = "".join(line for line in run.splitlines(True) if "%gone" not in line)
+    decided, run = (in_entry(one).replace("%w, %x, %wq", "%x") for one in (lines, run))
+    certificate = compared(decided, run, name="step", device=TPU)
+    assert certificate.is_as_decided, certificate
 
 
 TWINS = f"""

@@ -187,19 +187,16 @@ class _Comparing:
                 chosen = (ours or kept or same)[0]
                 self.untied.discard(chosen)
                 return chosen
-        now = of_dtype(dtype)
-        return (same or [one for one in alike if self._fits(one, now)] or alike)[0]
+        may = [] if same else [one for one in alike if self._may_hold(array, node, one)]
+        return (same or may or alike)[0]
 
     def _drift(self, array: Array, node: Node, one: Node) -> str:
         decided, now = (
             of_dtype(dtype) for dtype in (one.one.shape.dtype, array.shape.dtype)
         )
-        before = array.origins[: array.origins.index(node)]
-        is_rounded = any(each.one.opcode in ROUNDS for each in before)
-        if not is_rounded and _moves_operand(node, one, now):
+        if not _is_rounded(array, node) and _moves_operand(node, one, now):
             return ""
-        # A rounded copy may be for one of the readers alone.
-        if not (self._is_rounded_to(one, now) if is_rounded else self._fits(one, now)):
+        if not self._may_hold(array, node, one):
             return REDUCED_LOW
         is_wide = decided.are_in(now) and decided != now
         if decided == now and array.is_kept and one not in self.kept:
@@ -211,6 +208,15 @@ class _Comparing:
         if self.platform == "cpu":
             return EMULATED
         return KEPT_WIDE if array.is_kept else WRITTEN_WIDE
+
+    def _may_hold(self, array: Array, node: Node, one: Node) -> bool:
+        """Whether the dtype of an array will do for an equation, or its readers.
+
+        A rounded copy may be for one of the readers alone. The partitioner names what
+        moves one after the equation that was copied."""
+        is_copy = _is_rounded(array, node) or node.one.opcode in MOVES
+        holds = self._is_rounded_to if is_copy else self._fits
+        return holds(one, of_dtype(array.shape.dtype))
 
     def _fits(self, one: Node, now: Numbers) -> bool:
         """Whether numbers are those of an equation, or what its readers read."""
@@ -254,6 +260,12 @@ class _Comparing:
                 if node.one.opcode == "parameter" and int(node.one.literal) == i:
                     return self._read(node)
         return of_dtype(reader.operand(i).one.shape.dtype)
+
+
+def _is_rounded(array: Array, node: Node) -> bool:
+    """Whether an array is a rounded copy of what an instruction makes."""
+    after = array.origins[: array.origins.index(node)]
+    return any(each.one.opcode in ROUNDS for each in after)
 
 
 def _is_product(array: Array) -> bool:

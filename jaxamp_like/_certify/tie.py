@@ -229,6 +229,11 @@ def _by_name(one: Operation) -> Hashable:
     return (one.kind, one.op_name) if one.op_name else None
 
 
+def _opcode_of_sum(one: Operation) -> str:
+    """`reduce` or `reduce-window`, for which XLA has names of its own."""
+    return one.opcode if one.kind == "reduction" else ""
+
+
 _SURE: tuple[Key, ...] = (
     lambda one: (
         (one.kind, one.op_name, one.source, one.tiled_flops, one.elements, one.times)
@@ -239,7 +244,9 @@ _SURE: tuple[Key, ...] = (
 )
 _LIKELY: tuple[Key, ...] = (
     _by_name,
-    lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
+    lambda one: (
+        (one.kind, _opcode_of_sum(one), _parent(one), one.work) if one.op_name else None
+    ),
     lambda one: (one.kind, one.source, one.work) if one.flops else None,
     lambda one: (
         (one.kind, one.work, one.node.one.shape.elements) if one.flops else None

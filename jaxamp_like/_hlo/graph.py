@@ -137,7 +137,7 @@ class Node:
         computations = here.module.computations
         # What a loop or a branch holds is named as what stands around it.
         is_inline = one.opcode in ("while", "conditional")
-        prefix = here.prefix if is_inline else self.op_name
+        prefix = here.prefix if is_inline else self.op_name or here.prefix
         return [
             CalledComputation(
                 computations[name], here.module, self, times, is_counted, prefix
@@ -267,41 +267,80 @@ def _argument(
 
 
 def read_by(value: Value) -> Iterator[Node]:
-    """The instructions that read a value, also those within fusions and calls.
+    """The instructions that read a value, also those within fusions, calls and loops.
 
-    What is handed on as it is, in a tuple or through a barrier, is followed. A result
-    of the program, of a loop or of a branch is read by the instruction that makes it
-    one: that of the value, or the tuple that it is in."""
-    node, path = value
-    for reader, i in node.body.readers[node.one.name]:
-        opcode = reader.one.opcode
-        bodies = reader.bodies if opcode in _CALLS else []
-        parameters = [
-            inner
-            for body in bodies
-            for inner in body
-            if inner.one.opcode == "parameter" and int(inner.one.literal) == i
-        ]
-        if parameters:
-            for inner in parameters:
-                yield from read_by(Value(inner, path))
-        elif opcode == "tuple":
-            yield from read_by(Value(reader, (i, *path)))
-        elif opcode == "get-tuple-element" and path:
-            if (reader.one.number("index") or 0) == path[0]:
-                yield from read_by(Value(reader, path[1:]))
-        elif opcode in _HANDED_ON and i == 0:
-            yield from read_by(Value(reader, path))
-        elif opcode.endswith("-done") and node.one.opcode in _STARTS:
-            yield from read_by(Value(reader, _after_start(node.one, path)))
-        else:
-            yield reader
-    if node.one.is_root:
+    What is handed on as it is, in a tuple, through a barrier or from one iteration of a
+    loop to the next, is followed. A result of the program is read by the instruction
+    that makes it one: that of the value, or the tuple that it is in."""
+    seen: set[Value] = set()
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        node, path = value
+        for reader, i in node.body.readers[node.one.name]:
+            passed_on = _passed_on(value, reader, i)
+            if passed_on is None:
+                yield reader
+            else:
+                pending += passed_on
         caller = node.body.caller
-        if caller is not None and caller.one.opcode in _CALLS:
-            yield from read_by(Value(caller, path))
-        else:
+        if node.one.is_root and caller is None:
             yield node
+        elif node.one.is_root and caller is not None:
+            pending.append(Value(caller, path))
+            if caller.one.opcode == "while":
+                pending += _parameters(node.body, 0, path)
+
+
+def _passed_on(value: Value, reader: Node, i: int) -> list[Value] | None:
+    """The values as which an instruction hands its `i`-th operand on.
+
+    None if it computes something of it."""
+    (node, path), opcode = value, reader.one.opcode
+    match opcode:
+        case "tuple":
+            return [Value(reader, (i, *path))]
+        case "get-tuple-element" if path:
+            is_this = (reader.one.number("index") or 0) == path[0]
+            return [Value(reader, path[1:])] if is_this else []
+        case "while" if not _is_read_by_condition(reader, path):
+            inner = [
+                each for body in reader.bodies for each in _parameters(body, 0, path)
+            ]
+            return [Value(reader, path), *inner]
+        case "conditional" if i > 0:
+            return _parameters(reader.bodies[i - 1], 0, path)
+        case _ if opcode in _CALLS:
+            inner = [
+                each for body in reader.bodies for each in _parameters(body, i, path)
+            ]
+            return inner or None
+        case _ if opcode in _HANDED_ON and i == 0:
+            return [Value(reader, path)]
+        case _ if opcode.endswith("-done") and node.one.opcode in _STARTS:
+            return [Value(reader, _after_start(node.one, path))]
+    return None
+
+
+def _parameters(body: CalledComputation, i: int, path: tuple[int, ...]) -> list[Value]:
+    """A part of the `i`-th argument of a computation, as it is within."""
+    own = (node for node in body if node.one.opcode == "parameter")
+    return [Value(node, path) for node in own if int(node.one.literal) == i]
+
+
+def _is_read_by_condition(loop: Node, path: tuple[int, ...]) -> bool:
+    """Whether the condition of a loop may read a part of what the loop carries."""
+    computations = loop.body.module.computations
+    inner = [
+        one
+        for name in loop.one.called("condition")
+        for one in computations.get(name, {}).values()
+    ]
+    taken = [one.number("index") for one in inner if one.opcode == "get-tuple-element"]
+    return not path or path[0] in taken
 
 
 def _after_start(start: Instruction, path: tuple[int, ...]) -> tuple[int, ...]:
