@@ -116,10 +116,8 @@ def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
         opcode = kernel.one.opcode
         if opcode in _WRITES_NOTHING or opcode.endswith("-done"):
             continue
-        names = [node.op_name for node in inside(kernel) if node.op_name]
-        if any("transpose(" in name for name in names):
-            late.add(kernel)
-        elif not names and any(value.node in late for value in reads):
+        is_late = _is_of_backward_pass(kernel)
+        if is_late or (is_late is None and any(value.node in late for value in reads)):
             late.add(kernel)
         if opcode == "custom-call" and handed_on(Value(kernel)) is not None:
             continue
@@ -133,6 +131,20 @@ def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
         ours = () if value.node in late else readers[value]
         found.append(Array(value, tuple(each for each in ours if each[0] in late)))
     return [one for one in found if one.is_data]
+
+
+def _is_of_backward_pass(kernel: Node) -> bool | None:
+    """What the names of a kernel's instructions say; None if they have none."""
+    names = (kernel.op_name,)
+    if kernel.one.opcode in FUSIONS:
+        names = (node.op_name for node in inside(kernel))
+    found = None
+    for name in names:
+        if "transpose(" in name:
+            return True
+        if name:
+            found = False
+    return found
 
 
 def inside(kernel: Node) -> Iterator[Node]:

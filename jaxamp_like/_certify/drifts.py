@@ -102,17 +102,20 @@ def _is_rounded_after(one: Operation, run: Operation) -> bool:
 
 def _of_reading(one: Operation, run: Operation) -> Iterator[str]:
     """Whether operands are rounded less or more. XLA may exchange the operands."""
-    crossed = replace(run, reads=run.reads[::-1], surely=run.surely[::-1])
-    each = [list(_of_operands(one, way)) for way in (run, crossed)]
-    yield from min(each, key=len)
+    told = list(_of_operands(one, run))
+    if told:
+        crossed = replace(run, reads=run.reads[::-1], operands=run.operands[::-1])
+        told = min(told, list(_of_operands(one, crossed)), key=len)
+    yield from told
 
 
 def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
-    if not all(map(Numbers.are_in, run.surely, one.holds)):
-        # A sum of what was not rounded is nearer to the sum of the exact numbers.
-        yield EXCESS if one.kind == "reduction" else DROPPED
-    elif not all(map(Numbers.are_in, run.reads, one.holds)):
-        yield UNREAD
+    if not all(map(Numbers.are_in, run.reads, one.holds)):
+        if all(map(Numbers.are_in, run.surely, one.holds)):
+            yield UNREAD
+        else:
+            # A sum of what was not rounded is nearer to the sum of the exact numbers.
+            yield EXCESS if one.kind == "reduction" else DROPPED
     # Of a constant, nothing but its literal is known.
     if not all(
         b.are_in(a) or not a.name for a, b in zip(run.reads, one.reads, strict=False)

@@ -63,8 +63,6 @@ class Operation:
         reads: the same, rounded to what the matrix unit reads. JAX's default precision
             permits this rounding. A chosen algorithm requires it; then `holds` is
             rounded, too.
-        surely: `reads`, with constants taken to hold nothing: XLA computes constants
-            ahead and does not print their values.
         stored: the dtypes of the operands as they are handed to it, in XLA's words.
         makes: the numbers of its result, after all of its readers have rounded it if
             they do; see `numbers_read`.
@@ -72,7 +70,9 @@ class Operation:
             "" elsewhere.
         flops: of a contraction, of one run.
         elements: of what a collective sends, or of what is rounded to 8 bits.
-        steps: the sums before, if the node is the last step of one."""
+        steps: the sums before, if the node is the last step of one.
+        operands: of a contraction or a sum.
+        limit: what a matrix unit rounds them to, if it does."""
 
     platform: Platform
     kind: Kind
@@ -80,13 +80,23 @@ class Operation:
     node: Node
     holds: tuple[Numbers, ...]
     reads: tuple[Numbers, ...]
-    surely: tuple[Numbers, ...]
     stored: tuple[str, ...]
     makes: Numbers
     arithmetic: str = ""
     flops: int = 0
     elements: int = 0
     steps: tuple[Node, ...] = ()
+    operands: tuple[Node, ...] = ()
+    limit: Numbers | None = None
+
+    @property
+    def surely(self) -> tuple[Numbers, ...]:
+        """`reads`, with constants taken to hold nothing.
+
+        XLA computes constants ahead and does not print their values."""
+        if not self.operands:
+            return self.reads
+        return _limited(_held(self.operands, constants=False), self.limit)
 
     @property
     def times(self) -> int:
@@ -209,15 +219,12 @@ def _contraction(
     node: Node, flops: int, platform: Platform, result: Node | None = None
 ) -> Operation:
     one = node.one
-    operands = [node.operand(i) for i in (0, 1)]
+    operands = (node.operand(0), node.operand(1))
     # Where XLA writes a multiplication and a sum, no matrix unit rounds the operands.
     limit, asks, name = (None, False, "") if result else arithmetic(node, platform)
 
-    def limited(sets: tuple[Numbers, ...]) -> tuple[Numbers, ...]:
-        return tuple(rounded(each, limit) for each in sets) if limit else sets
-
     held = _held(operands)
-    reads = limited(held)
+    reads = _limited(held, limit)
     is_complex = one.shape.dtype.startswith("c")
     return Operation(
         platform,
@@ -226,12 +233,17 @@ def _contraction(
         node=result or node,
         holds=reads if asks else held,
         reads=reads,
-        surely=limited(_held(operands, constants=False)),
         stored=tuple(operand.one.shape.dtype for operand in operands),
         makes=numbers_read(Value(result or node)),
         arithmetic=name if reads != held else "",
         flops=flops * (4 if is_complex else 1),
+        operands=operands,
+        limit=limit,
     )
+
+
+def _limited(sets: tuple[Numbers, ...], limit: Numbers | None) -> tuple[Numbers, ...]:
+    return tuple(rounded(each, limit) for each in sets) if limit else sets
 
 
 def _held(operands: Sequence[Node], constants: bool = True) -> tuple[Numbers, ...]:
@@ -251,7 +263,6 @@ def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operati
                 node=node,
                 holds=held,
                 reads=held,
-                surely=held,
                 stored=(operand.one.shape.dtype,),
                 makes=numbers_read(result_of(node, i)),
                 elements=operand.one.shape.elements,
@@ -268,7 +279,7 @@ def _reduction(node: Node, platform: Platform) -> Operation:
             break
         operand, makes = _added(step), rounded(of_dtype(step.one.shape.dtype), makes)
         steps.append(step)
-    held, surely = _held([operand]), _held([operand], constants=False)
+    held = _held([operand])
     return Operation(
         platform,
         kind="reduction",
@@ -276,10 +287,10 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         node=node,
         holds=held,
         reads=held,
-        surely=surely,
         stored=(operand.one.shape.dtype,),
         makes=makes,
         steps=tuple(steps),
+        operands=(operand,),
     )
 
 
@@ -296,7 +307,6 @@ def _quantisation(node: Node, platform: Platform) -> Operation:
         node=node,
         holds=(),
         reads=(),
-        surely=(),
         stored=(node.operand(0).one.shape.dtype,),
         makes=of_dtype(node.one.shape.dtype),
         elements=node.one.shape.elements,
@@ -321,7 +331,6 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
         node=node,
         holds=reads,
         reads=reads,
-        surely=reads,
         stored=tuple(operand.one.shape.dtype for operand in floats),
         makes=of_dtype(next(s.dtype for s in one.shapes if s.is_float)),
     )

@@ -99,7 +99,7 @@ def _is_whole(name: str, prefix: str) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Node:
     """An instruction, in one call of the computation that holds it."""
 

@@ -69,7 +69,7 @@ class Shape:
         return self.elements * self.bits // 8
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Instruction:
     """One line of HLO.
 
