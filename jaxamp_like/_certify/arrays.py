@@ -94,7 +94,7 @@ class Array:
         return first.one.opcode not in ("constant", "iota") and not is_empty
 
 
-def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
+def arrays(body: CalledComputation, large: int = LARGE) -> Iterator[Array]:
     """The arrays of floats that a program writes, if they have so many bytes."""
     readers: dict[Value, list[tuple[Node, int]]] = defaultdict(list)
     results: list[Value] = []
@@ -126,11 +126,9 @@ def arrays(body: CalledComputation, large: int = LARGE) -> list[Array]:
             is_result = i >= first_result(kernel.one)
             if is_result and shape.is_float and shape.size_in_bytes >= large:
                 results.append(Value(kernel, (i,) if is_tuple else ()))
-    found = []
     for value in results:
         ours = () if value.node in late else readers[value]
-        found.append(Array(value, tuple(each for each in ours if each[0] in late)))
-    return [one for one in found if one.is_data]
+        yield Array(value, tuple(each for each in ours if each[0] in late))
 
 
 def _is_of_backward_pass(kernel: Node) -> bool | None:

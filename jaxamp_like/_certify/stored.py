@@ -78,7 +78,8 @@ def stored(
     comparing = _Comparing(decided, platform, large)
     found: list[CompiledArray] = []
     for one in arrays(compiled, large):
-        found += comparing.array(one)
+        if one.is_data:
+            found += comparing.array(one)
     for node in compiled.innermost:
         found += comparing.computed(node, large)
     count: dict[str, int] = defaultdict(int)
@@ -130,7 +131,8 @@ class _Comparing:
                 named[node.op_name, None].append(node)
                 named[node.op_name, shape.elements].append(node)
         self.named = {name: _Alike(some) for name, some in named.items()}
-        self.kept = {one.kernel: one for one in arrays(decided, large) if one.is_kept}
+        kept = (one for one in arrays(decided, large) if one.is_kept and one.is_data)
+        self.kept = {one.kernel: one for one in kept}
         self.untied = {*self.kept}
 
     def array(self, array: Array) -> Iterator[CompiledArray]:

@@ -18,6 +18,12 @@ _MARKERS = frozenset(
     "MoveToHost MoveToDevice".split()
 )
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
+_MAY_HAND_ON = _CALLING | _HANDED_ON | {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "custom-call",
+}
 COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
     "collective-permute collective-broadcast".split()
@@ -183,6 +189,8 @@ def handed_on(value: Value) -> list[Value] | None:
     None if it computes something, or is an argument of the program. A loop hands on
     what it begins with and what its body gives."""
     (node, path), one = value, value.node.one
+    if one.opcode not in _MAY_HAND_ON and not one.opcode.endswith("-done"):
+        return None
     match one.opcode:
         case "parameter":
             return _argument(node.body, int(one.literal), path)
