@@ -1,4 +1,4 @@
-"""Policies that quantise, and what 8 bits should give: by plain formulas of NumPy.
+"""Policies that quantise, and what few bits should give: by plain formulas of NumPy.
 
 The formulas are those of the papers, not of the library: a scale from the largest
 magnitude, a division, a cast. An oracle rounds the operands of every contraction, also
@@ -36,7 +36,14 @@ _NVFP4 = [
     "seed=3",
     'weight_gradient="compute"',
 ]
-_RULES = {"float8": _FLOAT8, "int8": _INT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
+_INT4 = ["group_size=64", "group_size=128", "zero_point=True"]
+_RULES = {
+    "float8": _FLOAT8,
+    "int8": _INT8,
+    "mxfp8": _MXFP8,
+    "nvfp4": _NVFP4,
+    "int4": _INT4,
+}
 _BOTH = ["parameters_only=False", "leave=()"]
 
 
@@ -79,6 +86,8 @@ def oracles(
         kinds += [Int8]
         if "migration" in settings:
             kinds += [Int8Migrated]
+    if "int4(" in settings:
+        kinds += [Int4]
     return [(kind, dtype) for kind in kinds]
 
 
@@ -122,6 +131,17 @@ def as_int8(x: Any, axes: Any) -> Any:
     top = _largest(x, axes) + np.float32(1e-7)
     step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(127)
     return (xp.clip(xp.rint(x / step), -127, 127) * step).astype(np.float32)
+
+
+def as_int4(x: Any, axes: Any) -> Any:
+    """`x` as integers up to 7, by the largest magnitude of each row.
+
+    Groups within a row have smaller steps, so that they err less."""
+    xp = _np(x)
+    top = _largest(x, axes)
+    step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(7)
+    codes = xp.clip(xp.rint(x / xp.where(step > 0, step, 1)), -7, 7)
+    return (codes * step).astype(np.float32)
 
 
 def as_blocks(x: Any, axes: Any, dtype: str, size: int) -> Any:
@@ -234,6 +254,13 @@ class Int8(Quantising):
 
     def quantised(self, step: Step, args: list[Any]) -> list[Any]:
         return [as_int8(x, a) for x, a in zip(args, summed(step), strict=True)]
+
+
+class Int4(Quantising):
+    size = 2.0**-4
+
+    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
+        return [as_int4(x, a) for x, a in zip(args, summed(step), strict=True)]
 
 
 class Int8Migrated(Int8):
