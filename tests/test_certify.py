@@ -976,6 +976,84 @@ def test_what_a_loop_carries_may_be_rounded_if_all_readers_round_it(reader, is_t
     assert ("select_n" in told) is is_told
 
 
+def test_it_is_told_where_an_equal_amount_of_work_is_gone():
+    other = DOT.replace("%d", "%k").replace("enc/", "k/").replace("%xb", "%xc")
+    other = "  %xc = bf16[32,64] negate(%xb)\n" + other
+    decided = DECIDED.replace(DOT, DOT + other)
+    again = DECIDED.replace(DOT, DOT + AGAIN)  # the other one is unused, say
+    assert duplicated(decided, DECIDED) == []
+    assert duplicated(decided, again) == ["dot_general"]
+
+
+def test_it_is_told_where_the_first_run_has_no_name():
+    quantised = next(line for line in DECIDED.splitlines(True) if "  %q = " in line)
+    first = re.sub(", metadata=.*", "", quantised).replace("%q", "%q0")
+    again = DECIDED.replace(quantised, first + quantised)
+    assert duplicated(DECIDED, again) == ["convert_element_type"]
+
+
+SUMS = """
+  %x = f32[32,64] get-tuple-element(%all), index=1
+  %zero = f32[] constant(0)
+  %s = f32[] reduce(%x, %zero), dimensions={0,1}, to_apply=%add
+  %one = f32[1] reshape(%s)
+  %flat = f32[2048] reshape(%x)
+"""
+
+
+@pytest.mark.parametrize("dtype", ("f32", "bf16"))
+def test_sums_over_devices_that_became_one_are_tied(dtype):
+    def summed(name, operand, size, named=""):
+        metadata = f", {of(named)}" if named else ""
+        return (
+            f"  {name} = f32[{size}] all-reduce({operand}), to_apply=%add{metadata}\n"
+        )
+
+    tail = "  %r = f32[2048] negate(%b)\n"
+    decided = SUMS + summed("%a", "%one", 1, "loss/psum")
+    decided += summed("%b", "%flat", 2048, "grad/psum") + tail
+    run = SUMS + "  %c = f32[2049] concatenate(%one, %flat), dimensions={0}\n"
+    run += f"  %cd = {dtype}[2049] convert(%c)\n"
+    run += summed("%both", "%cd", 2049).replace("= f32", f"= {dtype}")
+    run += "  %wide = f32[2049] convert(%both)\n"
+    run += "  %b = f32[2048] slice(%wide), slice={[1:2049]}\n" + tail
+    texts = (
+        in_entry(one).replace("%w, %x, %wq, %r", "%x, %r") for one in (decided, run)
+    )
+    certificate = compared(*texts, name="step", device=GPU)
+    found = {one.scope for one in certificate.drifts if REDUCED_LOW in one.drifts}
+    assert found == ({"loss", "grad"} if dtype == "bf16" else set())
+    sent = [one for one in certificate.operations if one.kind == "collective"]
+    assert not [one for one in sent if GONE in one.drifts]
+
+
+def test_arrays_may_be_cast_before_they_are_moved():
+    gathered = DECIDED.replace(
+        "%wb = bf16[8,64] convert(%w)", "%wb = f32[8,64] copy(%w)"
+    )
+    gathered = gathered.replace(
+        "%g = bf16[64,64] all-gather", "%gw = f32[64,64] all-gather"
+    )
+    gathered = gathered.replace("  %d = ", "  %g = bf16[64,64] convert(%gw)\n  %d = ")
+    texts = map(in_entry, (gathered, DECIDED))
+    assert compared(*texts, name="step", device=GPU).is_as_decided
+
+
+def test_a_step_without_arguments_has_a_lock(tmp_path):
+    certificate = certify(lambda: jnp.ones(3) * 2)
+    certificate.check(certificate.save(tmp_path / "a.lock"))
+
+
+@pytest.mark.parametrize("scope", ("a\nb", "a\x0cb", "a\u2028b"))
+def test_a_scope_with_line_breaks_has_a_lock(tmp_path, scope):
+    def fn(x):
+        with jax.named_scope(scope):
+            return x @ x
+
+    certificate = certify(fn, X)
+    certificate.check(certificate.save(tmp_path / "a.lock"))
+
+
 def test_it_is_told_where_others_were_merged():
     q = DOT.replace("%d", "%k").replace("enc/", "k/")
     decided = DECIDED + q + q.replace("%k", "%v").replace("k/", "v/")
@@ -1525,6 +1603,46 @@ DESCRIBED = (
     pytest.param("b200", "NVIDIA B200", marks=OF_GPUS),
     pytest.param("v5e", "TPU v5 lite", marks=needs("libtpu")),
 )
+
+
+def carried(w, x):
+    def block(c, w):
+        return c + jnp.tanh(c @ w) @ w.T, None
+
+    return jnp.mean(lax.scan(jax.checkpoint(block), x, w)[0] ** 2)
+
+
+def summed_in_branches(w, x):
+    y = lax.cond(x[0, 0] > 0, lambda x: x @ w[0], lambda x: x * 2, x)
+    return jnp.mean(jnp.sum(y, -1) ** 2)
+
+
+def transformed(w, x):
+    return jnp.mean(jnp.abs(jnp.fft.rfft(x @ w[0])) ** 2)
+
+
+def grouped(w, x):
+    shape = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=2)
+    y = lax.conv_general_dilated(
+        x.reshape(4, 8, 8, 16),
+        w.ravel()[:1152].reshape(3, 3, 8, 16),
+        (1, 1),
+        "SAME",
+        **shape,
+    )
+    return jnp.mean(jnp.tanh(y) ** 2)
+
+
+@needs("libtpu")
+@pytest.mark.parametrize(
+    "fn",
+    (carried, summed_in_branches, transformed, grouped),
+    ids=lambda fn: fn.__name__,
+)
+def test_what_libtpu_rewrites_is_no_drift(fn):
+    certificate = certify(jax.grad(low(fn), argnums=(0, 1)), WS, X, device="v5e")
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
 
 
 @pytest.mark.cross("program", name=3)

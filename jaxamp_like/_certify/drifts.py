@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.graph import Value
+from .._hlo.graph import CalledComputation, Node, Value
 from .._hlo.numbers import (
     NONE,
     Numbers,
@@ -57,6 +57,7 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
     Args:
         one: as it was decided.
         runs: what was compiled for it."""
+    runs = list(_united(runs))
     for run in runs:
         yield from _of_reading(one, run)
         # A collective that only moves data does not round; its readers do.
@@ -70,6 +71,31 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
             yield from of_sending(run, one)
     if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
         yield DUPLICATED
+
+
+def _united(runs: Sequence[Operation]) -> Iterator[Operation]:
+    """Runs of which one is chosen, as XLA moves an operation into branches, as one."""
+    branches: dict[Node | Operation, list[tuple[Operation, CalledComputation]]] = {}
+    for run in runs:
+        branch = _branch_around(run.node)
+        choice = run if branch.caller is None else branch.caller
+        branches.setdefault(choice, []).append((run, branch))
+    for some in branches.values():
+        ours = [run for run, _ in some]
+        if len(some) < 2 or len({branch for _, branch in some}) < len(some):
+            yield from ours
+            continue
+        reads = tuple(map(union, zip(*(run.reads for run in ours), strict=False)))
+        makes = union(run.makes for run in ours)
+        yield replace(ours[0], reads=reads, makes=makes, operands=())
+
+
+def _branch_around(node: Node) -> CalledComputation:
+    """The branch of a conditional that an instruction is in, or else the program."""
+    body = node.body
+    while body.caller is not None and body.caller.one.opcode != "conditional":
+        body = body.caller.body
+    return body
 
 
 def together(one: Operation, others: Sequence[Operation]) -> Operation:
@@ -116,6 +142,10 @@ def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
         else:
             # A sum of what was not rounded is nearer to the sum of the exact numbers.
             yield EXCESS if one.kind == "reduction" else DROPPED
+    # What only moves data may be rounded before as well as after.
+    is_move = one.kind == "collective" and run.opcode not in SUMS
+    if is_move and all(map(one.makes.are_in, run.reads)):
+        return
     # Of a constant, nothing but its literal is known.
     if not all(
         b.are_in(a) or not a.name for a, b in zip(run.reads, one.reads, strict=False)

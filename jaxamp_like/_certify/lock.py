@@ -43,7 +43,7 @@ def read(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         text = ""
-    old = [line.rstrip() for line in text.splitlines()]
+    old = [line.rstrip() for line in text.split("\n")]
     if not old or old[0] != _FORMAT:
         first = old[0] if old else ""
         raise ValueError(
@@ -96,7 +96,7 @@ def _first_difference(theirs: str | None, ours: str | None) -> str:
 
 
 def _head(about: Mapping[str, str]) -> list[str]:
-    return [_FORMAT, *(f"{name}: {text}" for name, text in about.items())]
+    return [_FORMAT, *(f"{name}: {text}".rstrip() for name, text in about.items())]
 
 
 def _lines(operations: Iterable[Certified]) -> list[str]:
@@ -104,7 +104,8 @@ def _lines(operations: Iterable[Certified]) -> list[str]:
     for one in operations:
         # Whether JAX calls something recomputed differs among its versions.
         phase = "forward" if one.phase == "forward" else "backward"
-        text = f"{one.scope or '(no scope)'}: {phase} {one.primitive}: "
+        scope = one.scope.replace("\n", "\\n") or "(no scope)"
+        text = f"{scope}: {phase} {one.primitive}: "
         text += one.decided or "decided by no equation"
         if one.real_drifts or not one.decided:
             compiled = " and ".join(sorted(set(one.compiled)))

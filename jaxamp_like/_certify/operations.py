@@ -23,7 +23,7 @@ from .._hlo.numbers import (
     rounded,
     union,
 )
-from .._hlo.text import contraction_flops, is_block_scaled, tiled_flops
+from .._hlo.text import Shape, contraction_flops, is_block_scaled, tiled_flops
 from .._primitives import CONTRACTIONS
 from .arithmetic import Platform, arithmetic
 from .places import source_of
@@ -194,6 +194,20 @@ def _is_of_contraction(node: Node) -> bool:
     return node.op_name.rpartition("/")[2] in CONTRACTIONS
 
 
+def equation_of(node: Node) -> str:
+    """The name of the contraction that an instruction has, or is in; "" of others.
+
+    XLA may call a kernel for it, which has a name within that of the equation."""
+    name = node.op_name
+    parent = name.rpartition("/")[0]
+    named = (one for one in (name, parent) if one.rpartition("/")[2] in CONTRACTIONS)
+    return next(named, "")
+
+
+def _has_floats(shape: Shape) -> bool:
+    return shape.is_float or shape.dtype.startswith("c")
+
+
 def _product(node: Node) -> Node | None:
     """The multiplication of a contraction that XLA writes as one and a sum.
 
@@ -318,21 +332,21 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
     one = node.one
     target = one.target or one.opcode
     operands = [node.operand(i) for i in range(len(one.operands))]
-    floats = [operand for operand in operands if operand.one.shape.is_float]
-    is_float = any(shape.is_float for shape in one.shapes)
-    if not floats or not is_float or target in _TRIVIAL or is_marker(one):
+    floats = [operand for operand in operands if _has_floats(operand.one.shape)]
+    made = [shape for shape in one.shapes if _has_floats(shape)]
+    if not floats or not made or target in _TRIVIAL or is_marker(one):
         return
     reads = tuple(of_dtype(operand.one.shape.dtype) for operand in floats)
     # XLA for TPUs has kernels for some contractions.
     yield Operation(
         platform,
-        kind="contraction" if _is_of_contraction(node) else "kernel",
+        kind="contraction" if equation_of(node) else "kernel",
         opcode=target,
         node=node,
         holds=reads,
         reads=reads,
         stored=tuple(operand.one.shape.dtype for operand in floats),
-        makes=of_dtype(next(s.dtype for s in one.shapes if s.is_float)),
+        makes=of_dtype(made[0].dtype),
     )
 
 

@@ -1,8 +1,10 @@
 """Finds operations that compute what another one has computed already."""
 
+import re
 from collections.abc import Hashable, Iterable
 
 from .._hlo.graph import CalledComputation, Node, Value, handed_on
+from .._hlo.numbers import combines_by
 from .operations import Operation
 
 
@@ -14,7 +16,8 @@ def repeated(operations: Iterable[Operation]) -> dict[Operation, Operation]:
     numbers: dict[Node, Hashable] = {}
     firsts: dict[Hashable, Operation] = {}
     found: dict[Operation, Operation] = {}
-    for one in operations:
+    # What has a name of its equation comes before what XLA left nameless.
+    for one in sorted(operations, key=lambda one: not one.op_name):
         if not numbers:
             numbers = _numbered(_program(one.node))
         if can_repeat(one):
@@ -42,7 +45,7 @@ def _numbered(body: CalledComputation) -> dict[Node, Hashable]:
     known: dict[Hashable, int] = {}
     for node in body.innermost:
         one = node.one
-        if not one.operands and one.opcode != "constant":
+        if not one.operands and one.opcode not in ("constant", "iota"):
             continue  # it is the same as itself alone
         if handed_on(Value(node)) is not None:
             continue  # it is what it hands on
@@ -52,9 +55,20 @@ def _numbered(body: CalledComputation) -> dict[Node, Hashable]:
             if operand not in found:
                 operand, path = _origin(Value(operand))
             reads.append((found.get(operand, operand), path))
-        key = one.opcode, one.shapes, one.literal, one.settings, *reads
+        key = one.opcode, one.shapes, one.literal, _settings(node), *reads
         found[node] = known.setdefault(key, len(known))
     return found
+
+
+_REGION = re.compile(r", to_apply=%?[\w.-]+")
+
+
+def _settings(node: Node) -> Hashable:
+    """What an instruction computes; of a reduction, XLA may have copied how it adds."""
+    settings = node.one.settings
+    if "to_apply=" not in settings:
+        return settings
+    return _REGION.sub("", settings), frozenset(combines_by(node))
 
 
 def _origin(value: Value) -> Value:

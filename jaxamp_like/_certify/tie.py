@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from itertools import chain, combinations
 from typing import NamedTuple
 
-from .operations import Operation
+from .operations import Operation, equation_of
 from .repeated import can_repeat, repeated
 
 
@@ -61,14 +61,20 @@ def _tied(
             (repetitions if one in run_again else after).append(one)
     for key in _SURE:
         after = found.by_key(key, after)
-    for key in _SURE:
-        repetitions = found.by_key(key, repetitions, written_again)
-    after = [one for one in after if not found.merged(one)]
-    for key in _LIKELY:
+    repetitions = found.written_again(repetitions, run_again, written_again)
+    after = found.by_merging(after)
+    likely = _LIKELY
+    if repetitions:  # what is computed twice is sought among what was written twice
+        several = {*written_again, *written_again.values()}
+        several |= {*run_again, *run_again.values()}
+        likely = (*(_together_with(key, several) for key in _LIKELY), *_LIKELY)
+    for key in likely:
         after = found.by_key(key, after)
+        repetitions = found.written_again(repetitions, run_again, written_again)
     found.by_key(_by_name, products)
     after = found.by_elimination(after)
-    for key in (*_SURE, *_LIKELY_REPEATED):
+    repetitions = found.written_again(repetitions, run_again, written_again)
+    for key in _SURE:
         repetitions = found.by_key(key, repetitions)
     unknown = found.repeated(repetitions, run_again)
     others = found.again([*after, *unknown])
@@ -77,10 +83,11 @@ def _tied(
 
 
 def _is_one_to_one(tied: Tied) -> bool:
-    """Whether each contraction and quantisation was compiled as one of its own."""
-    runs = [run for _, some in tied.pairs for run in some]
-    rest = [*tied.gone, *tied.others]
-    return len({*runs}) == len(tied.pairs) and not any(map(can_repeat, rest))
+    """Whether each contraction and quantisation runs once, under its own name."""
+    pairs = [(one, runs) for one, runs in tied.pairs if can_repeat(one)]
+    return not any(map(can_repeat, (*tied.gone, *tied.others))) and all(
+        [one.op_name] == [run.op_name for run in runs] for one, runs in pairs
+    )
 
 
 class _Found:
@@ -90,20 +97,11 @@ class _Found:
         self.left = dict.fromkeys(decided)
         self.pairs: dict[Operation, list[Operation]] = {}
 
-    def by_key(
-        self,
-        key: "Key",
-        compiled: list[Operation],
-        among: Container[Operation] | None = None,
-    ) -> list[Operation]:
-        """Ties operations to those, perhaps `among` some, that have the same key.
-
-        Returns:
-            The others."""
+    def by_key(self, key: "Key", compiled: list[Operation]) -> list[Operation]:
+        """Ties operations to those that have the same key; returns the others."""
         waiting: dict[Hashable, list[Operation]] = defaultdict(list)
         for one in self.left:
-            if among is None or one in among:
-                waiting[key(one)].append(one)
+            waiting[key(one)].append(one)
         others = []
         for one in compiled:
             own = key(one)
@@ -114,6 +112,35 @@ class _Found:
             waiting[own].remove(closest)
             self._tie(closest, one)
         return others
+
+    def by_merging(self, compiled: list[Operation]) -> list[Operation]:
+        """Ties what became one, if fewer contractions are compiled than decided.
+
+        Returns:
+            The others."""
+        wanted = sum(one.kind == "contraction" for one in self.left)
+        there = sum(one.kind == "contraction" for one in compiled)
+        if there >= wanted:
+            return [one for one in compiled if not self.concatenated(one)]
+        return [
+            one for one in compiled if not (self.merged(one) or self.concatenated(one))
+        ]
+
+    def concatenated(self, one: Operation) -> bool:
+        """Ties a collective to those whose arrays it sends side by side.
+
+        XLA gives it no name. They stand one after the other."""
+        if one.kind != "collective" or one.op_name:
+            return False
+        alike = [c for c in self.left if c.opcode == one.opcode]
+        for start in range(len(alike)):
+            for stop in range(start + 2, len(alike) + 1):
+                some = alike[start:stop]
+                if sum(c.elements for c in some) == one.elements:
+                    for each in some:
+                        self._tie(each, one)
+                    return True
+        return False
 
     def merged(self, one: Operation) -> bool:
         """Ties a contraction to those whose FLOPs add up to its own.
@@ -142,10 +169,13 @@ class _Found:
         Returns:
             The others."""
         tied: set[Operation] = set()
-        for is_conv in (True, False):
+        for kinds in ((True,), (False,), (True, False)):
             nameless, alike = (
-                [c for c in some if c.kind == "contraction" and _is_conv(c) is is_conv]
-                for some in ((one for one in compiled if not one.op_name), self.left)
+                [c for c in some if c.kind == "contraction" and _is_conv(c) in kinds]
+                for some in (
+                    [c for c in compiled if not c.op_name and c not in tied],
+                    self.left,
+                )
             )
             if len(nameless) == len(alike):
                 for decided, one in zip(alike, nameless, strict=True):
@@ -177,15 +207,37 @@ class _Found:
                 self.pairs.setdefault(original, []).append(one)
         return others
 
+    def written_again(
+        self, compiled: list[Operation], firsts: Repeated, written_again: Repeated
+    ) -> list[Operation]:
+        """Ties repetitions to decided operations that compute the same.
+
+        Returns:
+            The others."""
+        others = []
+        for one in compiled:
+            first = self._decided_of(firsts[one])
+            value = written_again.get(first, first) if first else None
+            same = [c for c in self.left if value in (c, written_again.get(c))]
+            if value is None or not same:
+                others.append(one)
+                continue
+            named = [c for c in same if c.op_name == one.op_name]
+            self._tie(_closest(named or same, one), one)
+        return others
+
+    def _decided_of(self, run: Operation) -> Operation | None:
+        found = (one for one, runs in self.pairs.items() if run in runs)
+        return next(found, None)
+
     def repeated(self, compiled: list[Operation], firsts: Repeated) -> list[Operation]:
         """Ties what was not written twice to what is run first.
 
         Returns:
             The others."""
-        runs = {one: decided for decided, some in self.pairs.items() for one in some}
         others = []
         for one in compiled:
-            if decided := runs.get(firsts[one]):
+            if decided := self._decided_of(firsts[one]):
                 self.pairs[decided].append(one)
             else:
                 others.append(one)
@@ -207,6 +259,7 @@ def _is_near(decided: Operation, one: Operation) -> bool:
     """Whether two operations have a name, its scopes or a line in common."""
     return (
         decided.op_name == one.op_name != ""
+        or _parent(decided) == one.op_name != ""
         or _parent(decided) == _parent(one) != ""
         or decided.source == one.source != ""
     )
@@ -221,12 +274,22 @@ def _closest(candidates: list[Operation], one: Operation) -> Operation:
 Key = Callable[[Operation], Hashable]
 
 
+def _together_with(key: Key, some: Container[Operation]) -> Key:
+    """A key that tells apart whether an operation is one of some."""
+
+    def both(one: Operation) -> Hashable:
+        own = key(one)
+        return None if own is None else (own, one in some)
+
+    return both
+
+
 def _parent(one: Operation) -> str:
     return one.op_name.rpartition("/")[0]
 
 
 def _by_name(one: Operation) -> Hashable:
-    return (one.kind, one.op_name) if one.op_name else None
+    return (one.kind, equation_of(one.node) or one.op_name) if one.op_name else None
 
 
 def _opcode_of_sum(one: Operation) -> str:
@@ -257,10 +320,4 @@ _LIKELY: tuple[Key, ...] = (
     lambda one: (one.kind, one.source, _is_conv(one)) if one.flops else None,
     lambda one: (one.opcode, one.elements) if one.kind == "collective" else None,
     lambda one: (one.kind, one.opcode) if one.kind == "kernel" else None,
-)
-# What computes the same as another one may have been written twice.
-_LIKELY_REPEATED: tuple[Key, ...] = (
-    lambda one: (one.kind, _parent(one), one.work) if one.op_name else None,
-    lambda one: (one.kind, one.source, one.work) if one.flops else None,
-    lambda one: (one.kind, one.work) if one.flops else None,
 )

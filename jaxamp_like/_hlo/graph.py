@@ -18,12 +18,16 @@ _MARKERS = frozenset(
     "MoveToHost MoveToDevice".split()
 )
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
-_MAY_HAND_ON = _CALLING | _HANDED_ON | {
-    "parameter",
-    "get-tuple-element",
-    "tuple",
-    "custom-call",
-}
+_MAY_HAND_ON = (
+    _CALLING
+    | _HANDED_ON
+    | {
+        "parameter",
+        "get-tuple-element",
+        "tuple",
+        "custom-call",
+    }
+)
 COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
     "collective-permute collective-broadcast".split()
@@ -342,12 +346,15 @@ def _parameters(body: CalledComputation, i: int, path: tuple[int, ...]) -> list[
 def _is_read_by_condition(loop: Node, path: tuple[int, ...]) -> bool:
     """Whether the condition of a loop may read a part of what the loop carries."""
     computations = loop.body.module.computations
-    inner = [
-        one
-        for name in loop.one.called("condition")
-        for one in computations.get(name, {}).values()
-    ]
-    taken = [one.number("index") for one in inner if one.opcode == "get-tuple-element"]
+    taken = set()
+    for name in loop.one.called("condition"):
+        inner = computations.get(name, {}).values()
+        read = {operand for one in inner for operand in one.operands}
+        taken |= {
+            one.number("index")
+            for one in inner
+            if one.opcode == "get-tuple-element" and (one.name in read or one.is_root)
+        }
     return not path or path[0] in taken
 
 

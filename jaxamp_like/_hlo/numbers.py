@@ -103,7 +103,7 @@ _MOVES = frozenset(
 )
 _CHOICES = frozenset("concatenate maximum minimum clamp sort".split())
 # Rounded before or after these, numbers are the same.
-_KEEPS_ROUNDING = _MOVES | _CHOICES | {"pad", "select"}
+_KEEPS_ROUNDING = _MOVES | _CHOICES | {"dynamic-update-slice", "pad", "select"}
 
 
 def numbers(value: Value, constants: bool = True) -> Numbers:
@@ -226,7 +226,7 @@ def _keeps_rounding(node: Node) -> bool:
 
 
 def numbers_read(
-    value: Value, depth: int = 0, limit: Callable[[Node], Numbers | None] | None = None
+    value: Value, limit: Callable[[Node], Numbers | None] | None = None
 ) -> Numbers:
     """The numbers that are left of a result after all of its readers have rounded it.
 
@@ -234,22 +234,29 @@ def numbers_read(
 
     Args:
         value: the result.
-        depth: how many instructions have handed it on.
         limit: what a reader that computes rounds its operands to, if it does."""
-    (node, path), one = value, value.node.one
-    own = of_dtype(one.shapes[path[0] if path else 0].dtype)
-    if depth > 8:
-        return own
-    found = []
-    for reader in read_by(value):
-        if reader is node:  # a result of the program
-            return own
-        if reader.one.opcode in ROUNDS:
-            found.append(rounding_of(reader))
-        elif _keeps_rounding(reader):
-            found.append(numbers_read(Value(reader), depth + 1, limit))
-        elif limit is not None and (rounding := limit(reader)) is not None:
-            found.append(rounding)
-        else:
-            return own
+    own = _own(value)
+    found: list[Numbers] = []
+    seen: set[tuple[Value, Numbers]] = set()
+    pending = [(value, own)]
+    while pending:  # each with what it is rounded to on the way
+        value, left = one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        for reader in read_by(value):
+            is_result = reader is value.node and reader.one.is_root
+            if is_result and reader.body.caller is None:  # of the program
+                found.append(left)
+            elif reader.one.opcode in ROUNDS:
+                found.append(rounded(left, rounding_of(reader)))
+            elif _keeps_rounding(reader):
+                after = Value(reader)  # which may round, too, on TPUs
+                pending.append((after, rounded(left, _own(after))))
+            elif limit is not None and (rounding := limit(reader)) is not None:
+                found.append(rounded(left, rounding))
+            elif left == own:
+                return own
+            else:
+                found.append(left)
     return rounded(own, union(found)) if found else own
