@@ -58,8 +58,8 @@ class Array:
 
     @property
     def shape(self) -> Shape:
-        path, shapes = self.value.path, self.kernel.one.shapes
-        return shapes[path[0] if path else 0]
+        path = self.value.path
+        return _results(self.kernel)[path[0] if path else 0]
 
     @property
     def is_kept(self) -> bool:
@@ -121,14 +121,22 @@ def arrays(body: CalledComputation, large: int = LARGE) -> Iterator[Array]:
             late.add(kernel)
         if opcode == "custom-call" and handed_on(Value(kernel)) is not None:
             continue
-        is_tuple = len(kernel.one.shapes) > 1
-        for i, shape in enumerate(kernel.one.shapes):
+        shapes = _results(kernel)
+        is_tuple = len(shapes) > 1
+        for i, shape in enumerate(shapes):
             is_result = i >= first_result(kernel.one)
             if is_result and shape.is_float and shape.size_in_bytes >= large:
                 results.append(Value(kernel, (i,) if is_tuple else ()))
     for value in results:
         ours = () if value.node in late else readers[value]
         yield Array(value, tuple(each for each in ours if each[0] in late))
+
+
+def _results(kernel: Node) -> tuple[Shape, ...]:
+    """The shapes that a kernel gives. What is started has its operands there, too."""
+    if kernel.one.opcode == "fusion-start":
+        return kernel.bodies[0].root.one.shapes
+    return kernel.one.shapes
 
 
 def _is_of_backward_pass(kernel: Node) -> bool | None:

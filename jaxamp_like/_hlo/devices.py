@@ -101,12 +101,19 @@ def placed(args: Any, device: Any) -> Any:
 def gpus(name: str, count: int) -> Sequence[Any]:
     """GPUs of a name, up to eight in a host."""
     _need("gpu-compile", "NVIDIA GPUs", "jax_cuda13_plugin", "jax_cuda12_plugin")
-    topology = topologies.get_topology_desc(
-        "",
-        platform="cuda",
-        target_config=_GPU.format(**_GPUS[name]),
-        topology=f"{-(-count // 8)}x{min(count, 8)}x1",
-    )
+    try:
+        topology = topologies.get_topology_desc(
+            "",
+            platform="cuda",
+            target_config=_GPU.format(**_GPUS[name]),
+            topology=f"{-(-count // 8)}x{min(count, 8)}x1",
+        )
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        raise ImportError(
+            f"The compiler for NVIDIA GPUs of JAX {jax.__version__} can't compile for "
+            f"a GPU that is only described: {error}. Use a newer JAX with its plugin, "
+            "or a TPU such as 'v5e'."
+        ) from error
     return topology.devices
 
 
