@@ -161,6 +161,23 @@ JOBS = {
         ("docs/certify.md",),
         needs=f"{COMPILER}; {TPU_COMPILER}",
     ),
+    # libtpu of JAX 0.12 aborts on two programs: name the others for `--devices v5e`.
+    "certificates-jax-0.12": Job(
+        "certificates",
+        "--jax 0.12 --devices h200 b200 cpu",
+        f"--programs MLP CNN LSTM {TOY}",
+        "certificates-jax-0.12.json",
+        ("docs/certify.md",),
+        needs=f"JAX 0.12; {COMPILER}",
+    ),
+    "certificates-jax-0.6": Job(
+        "certificates",
+        "--jax 0.6 --devices v5e cpu",
+        f"--programs MLP CNN LSTM {TOY}",
+        "certificates-jax-0.6.json",
+        ("docs/certify.md",),
+        needs=f"JAX 0.6; {TPU_COMPILER}",
+    ),
     "certificates-toy": Job(
         "certificates",
         TOY,

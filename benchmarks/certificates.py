@@ -304,6 +304,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="real", choices=SIZES)
     parser.add_argument("--devices", nargs="+", choices=DEVICES, default=[*DEVICES])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS])
+    parser.add_argument("--jax", default="", help="the version that it is meant for")
     parser.add_argument("--json", type=Path, help="the record, read and written")
     parser.add_argument("--hlo", type=Path, help="a folder for both programs of each")
     return parser.parse_args(argv)
@@ -311,6 +312,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if not jax.__version__.startswith(args.jax):
+        raise SystemExit(f"This is JAX {jax.__version__}, and not {args.jax}.")
     xla_flags.add(f"--xla_force_host_platform_device_count={COUNT}")
     jax.config.update("jax_platforms", "cpu")  # what is described, not what is here
     console = Console(width=max(Console().width, 110))
