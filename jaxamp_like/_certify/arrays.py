@@ -133,14 +133,18 @@ def arrays(body: CalledComputation, large: int = LARGE) -> Iterator[Array]:
 
 
 def _results(kernel: Node) -> tuple[Shape, ...]:
-    """The shapes that a kernel gives. What is started has its operands there, too."""
+    """The shapes of a kernel's results.
+
+    An instruction that starts a fusion has those of its operands before them."""
     if kernel.one.opcode == "fusion-start":
         return kernel.bodies[0].root.one.shapes
     return kernel.one.shapes
 
 
 def _is_of_backward_pass(kernel: Node) -> bool | None:
-    """What the names of a kernel's instructions say; None if they have none."""
+    """Whether a kernel runs in the backward pass, by the names of its instructions.
+
+    None if they have no names."""
     names = (kernel.op_name,)
     if kernel.one.opcode in FUSIONS:
         names = (node.op_name for node in inside(kernel))

@@ -74,7 +74,9 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
 
 
 def _united(runs: Sequence[Operation]) -> Iterator[Operation]:
-    """Runs of which one is chosen, as XLA moves an operation into branches, as one."""
+    """The runs, where those in different branches of a conditional count as one.
+
+    XLA may move an operation into branches, of which one is chosen."""
     branches: dict[Node | Operation, list[tuple[Operation, CalledComputation]]] = {}
     for run in runs:
         branch = _branch_around(run.node)

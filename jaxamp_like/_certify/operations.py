@@ -195,9 +195,9 @@ def _is_of_contraction(node: Node) -> bool:
 
 
 def equation_of(node: Node) -> str:
-    """The name of the contraction that an instruction has, or is in; "" of others.
+    """The name of the contraction that an instruction was made for; "" if for none.
 
-    XLA may call a kernel for it, which has a name within that of the equation."""
+    XLA may call a kernel for it, whose name begins with that of the equation."""
     name = node.op_name
     parent = name.rpartition("/")[0]
     named = (one for one in (name, parent) if one.rpartition("/")[2] in CONTRACTIONS)

@@ -13,13 +13,14 @@ def repeated(operations: Iterable[Operation]) -> dict[Operation, Operation]:
 
     XLA may compute their operands again, too: two values are the same if the same
     instructions make them of the same values (value numbering)."""
-    numbers: dict[Node, Hashable] = {}
+    operations = list(operations)
+    if not operations:
+        return {}
+    numbers = _numbered(_program(operations[0].node))
     firsts: dict[Hashable, Operation] = {}
     found: dict[Operation, Operation] = {}
     # What has a name of its equation comes before what XLA left nameless.
     for one in sorted(operations, key=lambda one: not one.op_name):
-        if not numbers:
-            numbers = _numbered(_program(one.node))
         if can_repeat(one):
             first = firsts.setdefault((numbers.get(one.node, one.node), one.times), one)
             if first is not one:

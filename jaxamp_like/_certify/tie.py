@@ -61,7 +61,7 @@ def _tied(
             (repetitions if one in run_again else after).append(one)
     for key in _SURE:
         after = found.by_key(key, after)
-    repetitions = found.written_again(repetitions, run_again, written_again)
+    repetitions = found.by_value(repetitions, run_again, written_again)
     after = found.by_merging(after)
     likely = _LIKELY
     if repetitions:  # what is computed twice is sought among what was written twice
@@ -70,13 +70,13 @@ def _tied(
         likely = (*(_together_with(key, several) for key in _LIKELY), *_LIKELY)
     for key in likely:
         after = found.by_key(key, after)
-        repetitions = found.written_again(repetitions, run_again, written_again)
+        repetitions = found.by_value(repetitions, run_again, written_again)
     found.by_key(_by_name, products)
     after = found.by_elimination(after)
-    repetitions = found.written_again(repetitions, run_again, written_again)
+    repetitions = found.by_value(repetitions, run_again, written_again)
     for key in _SURE:
         repetitions = found.by_key(key, repetitions)
-    unknown = found.repeated(repetitions, run_again)
+    unknown = found.by_first_run(repetitions, run_again)
     others = found.again([*after, *unknown])
     again = frozenset(repetitions).difference(unknown)
     return Tied(list(found.pairs.items()), list(found.left), others, again)
@@ -96,6 +96,7 @@ class _Found:
     def __init__(self, decided: Iterable[Operation]):
         self.left = dict.fromkeys(decided)
         self.pairs: dict[Operation, list[Operation]] = {}
+        self.run_by: dict[Operation, Operation] = {}  # the decided one of a compiled
 
     def by_key(self, key: "Key", compiled: list[Operation]) -> list[Operation]:
         """Ties operations to those that have the same key; returns the others."""
@@ -207,7 +208,7 @@ class _Found:
                 self.pairs.setdefault(original, []).append(one)
         return others
 
-    def written_again(
+    def by_value(
         self, compiled: list[Operation], firsts: Repeated, written_again: Repeated
     ) -> list[Operation]:
         """Ties repetitions to decided operations that compute the same.
@@ -216,7 +217,7 @@ class _Found:
             The others."""
         others = []
         for one in compiled:
-            first = self._decided_of(firsts[one])
+            first = self.run_by.get(firsts[one])
             value = written_again.get(first, first) if first else None
             same = [c for c in self.left if value in (c, written_again.get(c))]
             if value is None or not same:
@@ -226,18 +227,16 @@ class _Found:
             self._tie(_closest(named or same, one), one)
         return others
 
-    def _decided_of(self, run: Operation) -> Operation | None:
-        found = (one for one, runs in self.pairs.items() if run in runs)
-        return next(found, None)
-
-    def repeated(self, compiled: list[Operation], firsts: Repeated) -> list[Operation]:
-        """Ties what was not written twice to what is run first.
+    def by_first_run(
+        self, compiled: list[Operation], firsts: Repeated
+    ) -> list[Operation]:
+        """Ties each repetition that was not written twice to what its first run is.
 
         Returns:
             The others."""
         others = []
         for one in compiled:
-            if decided := self._decided_of(firsts[one]):
+            if decided := self.run_by.get(firsts[one]):
                 self.pairs[decided].append(one)
             else:
                 others.append(one)
@@ -246,6 +245,7 @@ class _Found:
     def _tie(self, decided: Operation, one: Operation) -> None:
         del self.left[decided]
         self.pairs[decided] = [one]
+        self.run_by.setdefault(one, decided)
 
 
 _AROUND = 6  # contractions on either side among which those that became one are sought
@@ -275,7 +275,7 @@ Key = Callable[[Operation], Hashable]
 
 
 def _together_with(key: Key, some: Container[Operation]) -> Key:
-    """A key that tells apart whether an operation is one of some."""
+    """A key that also says whether an operation is among some."""
 
     def both(one: Operation) -> Hashable:
         own = key(one)

@@ -1,6 +1,6 @@
 """Where the values of an HLO program come from: across fusions, calls and loops."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -18,16 +18,8 @@ _MARKERS = frozenset(
     "MoveToHost MoveToDevice".split()
 )
 _HANDED_ON = frozenset({"opt-barrier", "add-dependency", "domain"})
-_MAY_HAND_ON = (
-    _CALLING
-    | _HANDED_ON
-    | {
-        "parameter",
-        "get-tuple-element",
-        "tuple",
-        "custom-call",
-    }
-)
+_MAY_HAND_ON = _CALLING | _HANDED_ON
+_MAY_HAND_ON |= {"parameter", "get-tuple-element", "tuple", "custom-call"}
 COLLECTIVES = frozenset(
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
     "collective-permute collective-broadcast".split()
@@ -304,7 +296,7 @@ def read_by(value: Value) -> Iterator[Node]:
         elif node.one.is_root and caller is not None:
             pending.append(Value(caller, path))
             if caller.one.opcode == "while":
-                pending += _parameters(node.body, 0, path)
+                pending += _parameters([node.body], 0, path)
 
 
 def _passed_on(value: Value, reader: Node, i: int) -> list[Value] | None:
@@ -319,17 +311,11 @@ def _passed_on(value: Value, reader: Node, i: int) -> list[Value] | None:
             is_this = (reader.one.number("index") or 0) == path[0]
             return [Value(reader, path[1:])] if is_this else []
         case "while" if not _is_read_by_condition(reader, path):
-            inner = [
-                each for body in reader.bodies for each in _parameters(body, 0, path)
-            ]
-            return [Value(reader, path), *inner]
+            return [Value(reader, path), *_parameters(reader.bodies, 0, path)]
         case "conditional" if i > 0:
-            return _parameters(reader.bodies[i - 1], 0, path)
+            return _parameters([reader.bodies[i - 1]], 0, path)
         case _ if opcode in _CALLS:
-            inner = [
-                each for body in reader.bodies for each in _parameters(body, i, path)
-            ]
-            return inner or None
+            return _parameters(reader.bodies, i, path) or None
         case _ if opcode in _HANDED_ON and i == 0:
             return [Value(reader, path)]
         case _ if opcode.endswith("-done") and node.one.opcode in _STARTS:
@@ -337,9 +323,11 @@ def _passed_on(value: Value, reader: Node, i: int) -> list[Value] | None:
     return None
 
 
-def _parameters(body: CalledComputation, i: int, path: tuple[int, ...]) -> list[Value]:
-    """A part of the `i`-th argument of a computation, as it is within."""
-    own = (node for node in body if node.one.opcode == "parameter")
+def _parameters(
+    bodies: Sequence[CalledComputation], i: int, path: tuple[int, ...]
+) -> list[Value]:
+    """A part of the `i`-th argument of computations, as it is within them."""
+    own = (node for body in bodies for node in body if node.one.opcode == "parameter")
     return [Value(node, path) for node in own if int(node.one.literal) == i]
 
 

@@ -125,23 +125,14 @@ def as_float8(x: Any, axes: Any, dtype: str) -> Any:
     return (y.astype(jnp.dtype(dtype)).astype(np.float32) * scale).astype(np.float32)
 
 
-def as_int8(x: Any, axes: Any) -> Any:
-    """`x` as integers up to 127, by the largest magnitude of each row."""
-    xp = _np(x)
-    top = _largest(x, axes) + np.float32(1e-7)
-    step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(127)
-    return (xp.clip(xp.rint(x / step), -127, 127) * step).astype(np.float32)
-
-
-def as_int4(x: Any, axes: Any) -> Any:
-    """`x` as integers up to 7, by the largest magnitude of each row.
+def as_integers(x: Any, axes: Any, largest: int) -> Any:
+    """`x` as integers up to a largest one, by the largest magnitude of each row.
 
     Groups within a row have smaller steps, so that they err less."""
     xp = _np(x)
-    top = _largest(x, axes)
-    step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(7)
-    codes = xp.clip(xp.rint(x / xp.where(step > 0, step, 1)), -7, 7)
-    return (codes * step).astype(np.float32)
+    top = _largest(x, axes) + np.float32(1e-7)
+    step = xp.where(xp.isfinite(top), top, np.float32(np.nan)) / np.float32(largest)
+    return (xp.clip(xp.rint(x / step), -largest, largest) * step).astype(np.float32)
 
 
 def as_blocks(x: Any, axes: Any, dtype: str, size: int) -> Any:
@@ -250,17 +241,17 @@ class E2M1ByBlock(E4M3ByBlock):
 
 
 class Int8(Quantising):
-    size = 2.0**-8
+    size, largest = 2.0**-8, 127
 
     def quantised(self, step: Step, args: list[Any]) -> list[Any]:
-        return [as_int8(x, a) for x, a in zip(args, summed(step), strict=True)]
+        return [
+            as_integers(x, a, self.largest)
+            for x, a in zip(args, summed(step), strict=True)
+        ]
 
 
-class Int4(Quantising):
-    size = 2.0**-4
-
-    def quantised(self, step: Step, args: list[Any]) -> list[Any]:
-        return [as_int4(x, a) for x, a in zip(args, summed(step), strict=True)]
+class Int4(Int8):
+    size, largest = 2.0**-4, 7
 
 
 class Int8Migrated(Int8):
