@@ -1641,6 +1641,11 @@ def grouped(w, x):
 )
 def test_what_libtpu_rewrites_is_no_drift(fn):
     certificate = certify(jax.grad(low(fn), argnums=(0, 1)), WS, X, device="v5e")
+    if fn is transformed and jax.__version_info__ < (0, 7):
+        # Its libtpu leaves out the names of the products that an FFT becomes.
+        told = {drift for one in certificate.drifts for drift in one.drifts}
+        assert told == {UNDECIDED}
+        return
     assert certificate.is_as_decided, certificate
     assert certificate.share_tied == 1
 
