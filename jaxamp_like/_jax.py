@@ -14,7 +14,9 @@ the documented API, and why:
   `batch_dim` and `primal`; the class names `BatchTrace` and `DynamicJaxprTrace`): which
   values a `vmap` around maps. The class names `JVPTrace` and `LinearizeTrace`: whether
   a derivative is taken. A trace's `frame.debug_info.traced_for`: whether `jax.jit`
-  traces a program, or the body of a loop is traced anew;
+  traces a program, the body of a loop is traced anew, or up to JAX 0.7 `jax.pmap`
+  traces its body, whose axis `get_axis_env` tells (an axis without a name is of the
+  class `_TempAxisName`); `trace_ctx.trace` is the trace around;
 - the name that JAX gives to the axis of a `pmap` without one (`UNNAMED_PMAP`), which is
   not to be named to users;
 - `use_abstract_mesh` (JAX 0.6 does not export it): a cast of what lies in another mesh
@@ -201,10 +203,23 @@ UNNAMED_PMAP = "_internal_pmap_axis_name"
 def device_axes(eqn: Eqn | None = None) -> frozenset[Any]:
     """The axes of devices that a mapped program may name: of `eqn`, or around here."""
     if eqn is None:
-        return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        return frozenset(jax.sharding.get_abstract_mesh().manual_axes) | _of_pmap()
     if eqn.primitive.name == "xla_pmap":
         return frozenset([eqn.params["axis_name"]])
     return frozenset(_manual_axes(eqn.params) or ())
+
+
+def _of_pmap() -> frozenset[Any]:
+    """The named axis of a `pmap` whose body is traced here.
+
+    Up to JAX 0.7, no `shard_map` is made of it."""
+    from jax._src.core import get_axis_env, trace_ctx
+
+    frame = getattr(trace_ctx.trace, "frame", None)
+    if getattr(getattr(frame, "debug_info", None), "traced_for", None) != "pmap":
+        return frozenset()
+    axes = get_axis_env().axis_sizes
+    return frozenset(axis for axis in axes if type(axis).__name__ != "_TempAxisName")
 
 
 def _manual_axes(params: dict[str, Any]) -> Any:

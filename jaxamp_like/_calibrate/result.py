@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from .._files import write_text
 from .._policies.named import Policy
 from .._policies.policy_map import PolicyMap
 from .._reports.data.units import human_bytes
 from .._reports.extras import need
 from .._reports.page.data import table
-from .._reports.page.page import render, write_page
+from .._reports.page.page import render
 from .._reports.page.table import record_table
 from .budget import Budget, Errors
 from .chart import error_against_cost
@@ -172,7 +173,7 @@ class Calibration:
             policy=repr(self.policy),
             versions=self.versions,
         )
-        return write_page(path, page)
+        return write_text(path, page, "report")
 
     def _tiles(self) -> list[tuple[str, str, str]]:
         low = len(self.groups) - len(self.kept_full)

@@ -46,11 +46,12 @@ class Array:
 
     Args:
         value: the result of the kernel.
-        late_readers: the kernels of the backward pass that read it, and as which
-            operand; none if it is written there itself."""
+        readers: the kernels that read it, and as which operand.
+        is_kept: whether the forward pass writes it and the backward pass reads it."""
 
     value: Value
-    late_readers: tuple[tuple[Node, int], ...] = ()
+    readers: tuple[tuple[Node, int], ...] = ()
+    is_kept: bool = False
 
     @property
     def kernel(self) -> Node:
@@ -60,10 +61,6 @@ class Array:
     def shape(self) -> Shape:
         path = self.value.path
         return _results(self.kernel)[path[0] if path else 0]
-
-    @property
-    def is_kept(self) -> bool:
-        return bool(self.late_readers)
 
     @cached_property
     def origins(self) -> list[Node]:
@@ -128,8 +125,11 @@ def arrays(body: CalledComputation, large: int = LARGE) -> Iterator[Array]:
             if is_result and shape.is_float and shape.size_in_bytes >= large:
                 results.append(Value(kernel, (i,) if is_tuple else ()))
     for value in results:
-        ours = () if value.node in late else readers[value]
-        yield Array(value, tuple(each for each in ours if each[0] in late))
+        ours = readers[value]
+        is_kept = value.node not in late and any(one in late for one, _ in ours)
+        if is_kept:
+            ours = [each for each in ours if each[0] in late]
+        yield Array(value, tuple(ours), is_kept)
 
 
 def _results(kernel: Node) -> tuple[Shape, ...]:

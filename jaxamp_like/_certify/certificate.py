@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .._errors import AmpError
+from .._files import write_text
 from . import lock as locks
 from .arithmetic import OF_UNITS, Arithmetic, Platform
 from .drifts import GONE, MEANINGS, UNDECIDED
@@ -105,11 +106,10 @@ class Certificate:
         Returns:
             The path.
         Raises:
+            TypeError: it is no path.
             OSError: the path can't be written to."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(locks.written(self._head(), self.operations), encoding="utf-8")
-        return path
+        text = locks.written(self._head(), self.operations)
+        return write_text(path, text, "lock file")
 
     def _head(self) -> dict[str, str]:
         """The program that a lock file describes."""
@@ -127,9 +127,11 @@ class Certificate:
         Raises:
             AmpError: something runs in another precision than the file says; the
                 message is a diff.
+            TypeError: `path` is no path.
             ValueError: the file is no lock file, or one of another program.
             OSError: it can't be read."""
-        if difference := locks.difference(self._head(), self.operations, Path(path)):
+        path = locks.as_path(path, "path")
+        if difference := locks.difference(self._head(), self.operations, path):
             raise AmpError(difference)
 
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 
 from .._errors import explaining_arguments, explaining_misfits
 from .._hlo.devices import as_device, placed
@@ -103,18 +103,19 @@ def certify(
     ('encoder', 'bfloat16 x bfloat16 -> bfloat16')
     """
     device = None if device is None else as_device(device, "device")
-    if lock is not None and not isinstance(lock, str | PathLike):
-        raise TypeError(
-            f"`lock` must be the path of a lock file, but got {type(lock).__name__}. "
-            "Write the file by `certificate.save(path)`, and give `lock=path`."
-        )
     if lock is not None:
-        locks.read(Path(lock))  # raises before anything is compiled
+        lock = locks.as_path(lock, "lock")
+        locks.read(lock)  # raises before anything is compiled
     recorder = Recorder()
     if isinstance(step, jax.stages.Compiled):
         raise TypeError(
             "`step` is compiled already, and what was decided is not in it: give the "
             "function, or what its `lower(...)` gives."
+        )
+    if isinstance(step, jax.export.Exported):
+        raise TypeError(
+            "`step` is exported already, and the names of its equations are not in it: "
+            "give the function that was exported."
         )
     if isinstance(step, jax.stages.Traced):
         step = step.lower()
@@ -287,8 +288,9 @@ def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
 
 def _of_partitioner(one: Operation, decided: Iterable[Operation]) -> Iterator[str]:
     """The drifts of a collective that no equation asked for."""
-    yield from of_sending(one)
-    made = union(other.makes for other in decided if other.op_name == one.op_name)
+    alike = [other for other in decided if other.op_name == one.op_name != ""]
+    yield from of_sending(one, union(other.returns for other in alike))
+    made = union(other.makes for other in alike)
     if one.opcode in SUMS and not made.are_in(union(one.reads)):
         yield REDUCED_LOW
 

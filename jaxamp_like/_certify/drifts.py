@@ -63,12 +63,13 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         # A collective that only moves data does not round; its readers do.
         computes = one.kind != "collective" or run.opcode in SUMS
         is_low = run.makes.name and not one.makes.are_in(run.makes)
-        if computes and is_low and not _is_rounded_after(one, run):
+        is_low = is_low and not _is_rounded_after(one, run)
+        if computes and (is_low or _adds_low(one, run)):
             yield REDUCED_LOW
         if one.kind == "contraction" and _is_emulated(one, run):
             yield EMULATED
         if one.kind == "collective":
-            yield from of_sending(run, one)
+            yield from of_sending(run, _stored(one.stored[0]))
     if one.kind in ("contraction", "quantisation") and _is_run_again(one, runs):
         yield DUPLICATED
 
@@ -128,6 +129,11 @@ def _is_rounded_after(one: Operation, run: Operation) -> bool:
     )
 
 
+def _adds_low(one: Operation, run: Operation) -> bool:
+    """Whether sums are added up in fewer bits than was decided."""
+    return bool(run.adds_in.name) and not one.adds_in.are_in(run.adds_in)
+
+
 def _of_reading(one: Operation, run: Operation) -> Iterator[str]:
     """Whether operands are rounded less or more. XLA may exchange the operands."""
     told = list(_of_operands(one, run))
@@ -165,7 +171,7 @@ def _is_emulated(one: Operation, run: Operation) -> bool:
     )
 
 
-def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
+def of_sending(run: Operation, decided: Numbers) -> Iterator[str]:
     """Whether a collective sends more bits than its numbers need, or its readers read.
 
     Sums over devices need the bits that were decided. CPUs have no collectives of 16
@@ -173,12 +179,11 @@ def of_sending(run: Operation, one: Operation | None = None) -> Iterator[str]:
 
     Args:
         run: as it was compiled.
-        one: as it was decided, unless no equation asked for it."""
+        decided: the numbers that were to be added up; `NONE` if they are not known."""
     sent = _stored(run.stored[0])
+    needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
     if run.opcode in SUMS:
-        needed = _stored(one.stored[0]) if one else sent
-    else:
-        needed = run.makes if run.makes.are_in(run.reads[0]) else run.reads[0]
+        needed = decided if decided.name else union([run.makes, *run.reads])
     is_less = needed.are_in(sent) and bits_needed(needed) < bits_needed(sent)
     if needed.name and is_less:
         yield EMULATED if run.platform == "cpu" else WIDE

@@ -9,6 +9,7 @@ import difflib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 
 from .records import Certified
@@ -23,6 +24,17 @@ def written(about: Mapping[str, str], operations: Iterable[Certified]) -> str:
         about: the program that the lock describes: lines of its head, by name.
         operations: of the program."""
     return "\n".join([*_head(about), "", *_lines(operations), ""])
+
+
+def as_path(path: object, name: str) -> Path:
+    """The path of a lock file, which an argument of this name gives."""
+    if not isinstance(path, str | PathLike) or not str(path):
+        given = repr(path) if isinstance(path, str) else type(path).__name__
+        raise TypeError(
+            f"`{name}` must be the path of a lock file, but got {given}. Write one by "
+            "`certificate.save(path)`, and give its path."
+        )
+    return Path(path)
 
 
 def read(path: Path) -> list[str]:

@@ -1,8 +1,9 @@
 """The operations of an HLO program whose precision matters."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Literal
 
 from .._hlo.graph import (
@@ -12,9 +13,11 @@ from .._hlo.graph import (
     Value,
     handed_on,
     is_marker,
+    main_result,
     result_of,
 )
 from .._hlo.numbers import (
+    NONE,
     Numbers,
     adds,
     numbers,
@@ -37,6 +40,7 @@ _BEFORE_SUMS = frozenset(
 _REDUCTIONS = frozenset({"reduce", "reduce-window", "scatter"})
 # XLA compiles these to calls of a library, or to loops. They count as kernels.
 _LIBRARIES = frozenset({"triangular-solve", "cholesky", "fft"})
+_MULTIPLY = frozenset({"convolution", "custom-call", "dot"})
 _OPCODES = (
     COLLECTIVES
     | _REDUCTIONS
@@ -70,7 +74,9 @@ class Operation:
             "" elsewhere.
         flops: of a contraction, of one run.
         elements: of what a collective sends, or of what is rounded to 8 bits.
-        steps: the sums before, if the node is the last step of one.
+        sums: the instructions that add up.
+        parts: those whose results they add up, if XLA made several of one: products,
+            smaller contractions, or sums of parts.
         operands: of a contraction or a sum.
         limit: what a matrix unit rounds them to, if it does."""
 
@@ -85,7 +91,8 @@ class Operation:
     arithmetic: str = ""
     flops: int = 0
     elements: int = 0
-    steps: tuple[Node, ...] = ()
+    sums: tuple[Node, ...] = ()
+    parts: tuple[Node, ...] = ()
     operands: tuple[Node, ...] = ()
     limit: Numbers | None = None
 
@@ -133,13 +140,21 @@ class Operation:
         return self.node.one.shape.elements
 
     @property
+    def returns(self) -> Numbers:
+        """The numbers of its result's dtype, whatever its readers make of them."""
+        return of_dtype(self.node.one.shape.dtype)
+
+    @cached_property
     def adds_in(self) -> Numbers:
-        """The numbers that a sum adds up in, before its result is rounded."""
-        computations = self.node.body.module.computations
-        names = self.node.one.called("to_apply")
-        inner = [one for name in names for one in computations[name].values()]
-        dtypes = (one.shape.dtype for one in inner if one.opcode == "add")
-        return union(map(of_dtype, dtypes))
+        """The numbers that a sum adds up in, before its result is rounded.
+
+        A contraction adds up in float32 at least. Parts may be rounded before they are
+        added up."""
+        held = [numbers_read(main_result(part)) for part in self.parts]
+        held += map(_adds_in, self.sums)
+        if self.kind == "contraction":
+            held.append(union([of_dtype("f32"), self.returns]))
+        return reduce(rounded, held) if held else NONE
 
     @property
     def op_name(self) -> str:
@@ -156,26 +171,45 @@ class Operation:
         return tuple(one.name for one in self.reads), self.makes.name
 
 
+def _adds_in(node: Node) -> Numbers:
+    computations = node.body.module.computations
+    names = node.one.called("to_apply")
+    inner = [one for name in names for one in computations[name].values()]
+    return union(of_dtype(one.shape.dtype) for one in inner if one.opcode == "add")
+
+
 def operations(body: CalledComputation, platform: Platform) -> list[Operation]:
     """All operations of a program, in the order in which they stand."""
-    found = [
-        one
+    nodes = [
+        node
         for node in body.innermost
         if node.one.opcode.removesuffix("-start") in _OPCODES
-        for one in _of_node(node, platform)
     ]
-    steps = {step for one in found for step in one.steps}
-    return [one for one in found if one.node not in steps]
+    sums: dict[Node, list[Node]] = defaultdict(list)
+    for node in nodes:
+        if (part := _part(node)) is not None:
+            sums[part].append(node)
+    added = {node for some in sums.values() for node in some}
+    found = [
+        one
+        for node in nodes
+        if node not in added
+        for one in _of_node(node, platform, sums.get(node, ()))
+    ]
+    parts = {part for one in found for part in one.parts if part is not one.node}
+    return [one for one in found if one.node not in parts]
 
 
-def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
+def _of_node(
+    node: Node, platform: Platform, sums: Sequence[Node]
+) -> Iterator[Operation]:
     one = node.one
     opcode = one.opcode.removesuffix("-start")
-    if flops := contraction_flops(one, node.body.computation):
-        yield _contraction(node, flops, platform)
+    if flops := _flops(node):
+        yield _contraction(node, flops, platform, sums=sums)
     elif opcode in COLLECTIVES:
         yield from _collective(node, opcode, platform)
-    elif opcode in _REDUCTIONS and one.shape.is_float and adds(node):
+    elif _is_sum(node):
         product = _product(node)
         if product is None:
             yield _reduction(node, platform)
@@ -188,6 +222,11 @@ def _of_node(node: Node, platform: Platform) -> Iterator[Operation]:
         yield _quantisation(node, platform)
     elif opcode == "custom-call" or opcode in _LIBRARIES:
         yield from _kernel(node, platform)
+
+
+def _is_sum(node: Node) -> bool:
+    one = node.one
+    return one.opcode in _REDUCTIONS and one.shape.is_float and adds(node)
 
 
 def _is_of_contraction(node: Node) -> bool:
@@ -217,6 +256,21 @@ def _product(node: Node) -> Node | None:
     return _before_sum(Value(node.operand(0)), {"multiply"})
 
 
+def _part(node: Node) -> Node | None:
+    """The contraction whose parts a sum adds up, if it does."""
+    if not _is_sum(node):
+        return None
+    found = _before_sum(Value(node.operand(0)), _MULTIPLY)
+    if found is None or not _flops(found):
+        return None
+    is_nameless = not found.op_name and _is_of_contraction(node)
+    return found if is_nameless or found.op_name == node.op_name != "" else None
+
+
+def _flops(node: Node) -> int:
+    return contraction_flops(node.one, node.body.computation)
+
+
 def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
     """The instruction of these opcodes whose results are summed, moved or cast."""
     while value.node.one.opcode not in opcodes:
@@ -230,7 +284,11 @@ def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
 
 
 def _contraction(
-    node: Node, flops: int, platform: Platform, result: Node | None = None
+    node: Node,
+    flops: int,
+    platform: Platform,
+    result: Node | None = None,
+    sums: Sequence[Node] = (),
 ) -> Operation:
     one = node.one
     operands = (node.operand(0), node.operand(1))
@@ -239,6 +297,7 @@ def _contraction(
 
     held = _held(operands)
     reads = _limited(held, limit)
+    sums = sums or ([result] if result and result is not node else [])
     is_complex = one.shape.dtype.startswith("c")
     return Operation(
         platform,
@@ -248,9 +307,11 @@ def _contraction(
         holds=reads if asks else held,
         reads=reads,
         stored=tuple(operand.one.shape.dtype for operand in operands),
-        makes=numbers_read(Value(result or node)),
+        makes=union(numbers_read(main_result(each)) for each in sums or [node]),
         arithmetic=name if reads != held else "",
         flops=flops * (4 if is_complex else 1),
+        sums=tuple(sums),
+        parts=(node,) if sums else (),
         operands=operands,
         limit=limit,
     )
@@ -287,12 +348,12 @@ def _reduction(node: Node, platform: Platform) -> Operation:
     one = node.one
     operand, makes = _added(node), of_dtype(one.shape.dtype)
     # XLA may compute a sum in several steps, of which the last one stands for all.
-    steps: list[Node] = []
+    sums = [node]
     while (step := _before_sum(Value(operand), _REDUCTIONS)) is not None:
         if not adds(step) or step.op_name not in ("", node.op_name):
             break
         operand, makes = _added(step), rounded(of_dtype(step.one.shape.dtype), makes)
-        steps.append(step)
+        sums.append(step)
     held = _held([operand])
     return Operation(
         platform,
@@ -303,7 +364,8 @@ def _reduction(node: Node, platform: Platform) -> Operation:
         reads=held,
         stored=(operand.one.shape.dtype,),
         makes=makes,
-        steps=tuple(steps),
+        sums=tuple(sums),
+        parts=tuple(sums[1:]),
         operands=(operand,),
     )
 

@@ -13,7 +13,7 @@ from .._hlo.graph import Node
 from .._name_stacks import RECOMPUTED
 from .._policies.dictionary import REWRITTEN
 from .._reports.data.records import Phase
-from .._rewrite.record import STEP_SCOPE
+from .._rewrite.record import number_in
 from .._structural import STRUCTURAL
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
@@ -74,8 +74,8 @@ def named(op_name: str) -> Named:
         elif name == REWRITTEN:
             # Differentiation repeats the scopes around `amp`, and those in it.
             outer, scopes = scopes if outer is None else outer, []
-        elif name.startswith(STEP_SCOPE):
-            step = int(name.removeprefix(STEP_SCOPE))
+        elif (number := number_in(name)) is not None:
+            step = number
         elif name and name not in _STRUCTURE and not _BRANCH.match(name):
             scopes.append(name)
     if derivatives > 1:  # a checkpoint's own derivative repeats what is around it
@@ -95,7 +95,8 @@ def _parts(op_name: str) -> list[str]:
         if letter == "/" and depth == 0:
             parts.append(op_name[start:i])
             start = i + 1
-    return [*parts, op_name[start:]]
+    # A scope whose own parentheses do not match hides where names end.
+    return [*parts, op_name[start:]] if depth == 0 else plain
 
 
 def _unwrapped(part: str) -> tuple[list[str], str]:

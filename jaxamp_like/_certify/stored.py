@@ -156,13 +156,13 @@ class _Comparing:
         # In float32, whatever it is computed in.
         if not shape.is_float or 4 * shape.elements < large:
             return
-        equations = self._named(node, shape.elements).computing.near(node)
-        low = of_dtype(shape.dtype)
-        if equations and not any(self._may_be_in(each, low) for each in equations):
+        equations = self._named(node, shape.elements).computing
+        if not equations.nodes:  # split over devices, it has fewer elements
+            equations = self._named(node, None).computing
+        low, alike = of_dtype(shape.dtype), equations.near(node)
+        if alike and not any(self._may_be_in(each, low) for each in alike):
             size = shape.size_in_bytes
-            yield CompiledArray(
-                node, equations[0], shape.dtype, size, False, REDUCED_LOW
-            )
+            yield CompiledArray(node, alike[0], shape.dtype, size, False, REDUCED_LOW)
 
     def _tied(self, array: Array) -> tuple[Node, Node | None]:
         """An instruction that names an array, and the decided one of that name."""
@@ -201,9 +201,9 @@ class _Comparing:
         if not self._may_hold(array, node, one):
             return REDUCED_LOW
         is_wide = decided.are_in(now) and decided != now
-        if decided == now and array.is_kept and one not in self.kept:
+        if decided == now and array.readers and one not in self.kept:
             # XLA keeps it in place of what was made of it.
-            needed = self._needed(array.late_readers)
+            needed = self._needed(array.readers)
             is_wide = needed.are_in(now) and bits_needed(needed) < bits_needed(now)
         if not is_wide:
             return ""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._files import write_text
 from .._reports.data.units import human_bytes
 from .._reports.extras import need
 from .._reports.page.data import table
-from .._reports.page.page import render, write_page
+from .._reports.page.page import render
 from .._reports.page.table import MAX_ROWS, record_table
 from .._reports.versions import versions
 from .records import Cast, ContractionRecord
@@ -158,7 +159,7 @@ class Summary:
             sources=[],
             versions=versions(),
         )
-        return write_page(path, page)
+        return write_text(path, page, "report")
 
     def _by_size(self) -> list[Stored]:
         return sorted(self.leaves, key=lambda leaf: -leaf.bytes_before)

@@ -249,6 +249,11 @@ def first_result(one: Instruction) -> int:
     return len(one.operands) if has_operands else 0
 
 
+def main_result(node: Node) -> Value:
+    """The result of an instruction; a library's call has its workspace beside it."""
+    return Value(node, (0,) if len(node.one.shapes) > 1 else ())
+
+
 def result_of(node: Node, i: int) -> Value:
     """The `i`-th array that a collective leaves."""
     one = node.one

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._files import write_text
 from .data.explained import ReportData
 from .data.numbers import NumericsData
 from .page.compiled import Compiled
-from .page.page import notebook_numerics, notebook_view, page, write_page
+from .page.page import notebook_numerics, notebook_view, page
 from .page.table import print_numerics, print_report
 
 
@@ -46,7 +47,7 @@ class NumericsReport(NumericsData):
         Raises:
             ImportError: the extra "report" is not installed.
             OSError: the path can't be written to; the message says why."""
-        return write_page(path, page(None, numerics=self))
+        return write_text(path, page(None, numerics=self), "report")
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,7 +111,7 @@ class Report(ReportData):
                 "`certificate` must be what `certify(step, *args)` gives, but got "
                 f"{type(certificate).__name__}."
             )
-        return write_page(path, page(self, against, numerics, certificate))
+        return write_text(path, page(self, against, numerics, certificate), "report")
 
 
 def _check_kind(name: str, given: Any, kind: type, maker: str) -> None:

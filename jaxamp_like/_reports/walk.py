@@ -25,7 +25,7 @@ from .._policies.dictionary import REWRITTEN
 from .._primitives import CONTRACTIONS
 from .._primitives.contractions import summed_axes
 from .._quantised.block_dot import BLOCK_DOT
-from .._rewrite.record import STEP_SCOPE
+from .._rewrite.record import number_in
 from .._rewrite.solvers import without_solver_scope
 from .._structural import SOLVER, STRUCTURAL, Step
 from .._structural.saved import is_marked_saved
@@ -60,8 +60,8 @@ class ReportContext:
         for name in own.scopes:
             if name == REWRITTEN:
                 in_amp, base = True, scope
-            elif name.startswith(STEP_SCOPE):
-                step = steps[int(name.removeprefix(STEP_SCOPE))]
+            elif (number := number_in(name)) is not None:
+                step = steps[number]
             elif name != SOLVER:
                 scope = (*scope, name)
         if step is not None and step is not self.step:

@@ -23,6 +23,13 @@ from .planner import Planner
 STEP_SCOPE = "amp_equation:"
 
 
+def number_in(scope: str) -> int | None:
+    """The number of the step that a scope of the library names; None of another."""
+    number = scope.removeprefix(STEP_SCOPE)
+    is_ours = number != scope and number.isdecimal()
+    return int(number) if is_ours else None
+
+
 @dataclass(eq=False)
 class Recorder:
     """Collects what is planned and bound while it records.

@@ -23,7 +23,7 @@ from .._policies.named import Policy
 from .._rules import Match
 from .._structural import Plan, Step, derivative_of
 from .planner import Planner
-from .record import STEP_SCOPE
+from .record import number_in
 
 _MOST = 8  # scopes to list
 _AS_IN_PYTHON = re.compile(r"""\w+([./]\w+|\[(\d+|'\w+'|"\w+")\])*""")
@@ -147,7 +147,7 @@ def _names(paths: dict[Scope, _Equation]) -> dict[str, _Equation]:
 
 def without_amp_scopes(scope: Scope) -> Scope:
     """The scope without the names that the library adds."""
-    return tuple(x for x in scope if x != REWRITTEN and not x.startswith(STEP_SCOPE))
+    return tuple(x for x in scope if x != REWRITTEN and number_in(x) is None)
 
 
 def place_of_step(step: Step) -> str:

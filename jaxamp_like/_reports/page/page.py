@@ -10,7 +10,6 @@ import html
 import json
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from ..data.explained import ReportData, about_memory, shares, summary
@@ -121,22 +120,6 @@ def _for_script(text: str) -> str:
 def _vega() -> str:
     bundle: str = need("vl_convert", "vl-convert-python").javascript_bundle()
     return bundle.replace("</script", "<\\/script")
-
-
-def write_page(path: str | Path, page: str) -> Path:
-    """Writes a page; errors name the path and what to do."""
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, "utf-8")
-    except OSError as e:
-        raise type(e)(
-            e.errno,
-            f"{e.strerror}; the report could not be written, give a `path` to a file "
-            "in a folder that you may write to",
-            str(path),
-        ) from None
-    return path
 
 
 # -------------------------------------------------------------------------- notebooks
