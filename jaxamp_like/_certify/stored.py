@@ -160,7 +160,12 @@ class _Comparing:
         if not equations.nodes:  # split over devices, it has fewer elements
             equations = self._named(node, None).computing
         low, alike = of_dtype(shape.dtype), equations.near(node)
-        if alike and not any(self._may_be_in(each, low) for each in alike):
+        may_be_in = self._may_be_in
+        read = {node.operand(i).one.shape.dtype for i in range(len(node.one.operands))}
+        if self.platform == "tpu" and read != {shape.dtype}:
+            # It rounds its own result, perhaps for some of the readers alone.
+            may_be_in = self._is_rounded_to
+        if alike and not any(may_be_in(each, low) for each in alike):
             size = shape.size_in_bytes
             yield CompiledArray(node, alike[0], shape.dtype, size, False, REDUCED_LOW)
 
@@ -201,8 +206,8 @@ class _Comparing:
         if not self._may_hold(array, node, one):
             return REDUCED_LOW
         is_wide = decided.are_in(now) and decided != now
-        if decided == now and array.readers and one not in self.kept:
-            # XLA keeps it in place of what was made of it.
+        if decided == now and _might_be_rounded(array) and one not in self.kept:
+            # XLA writes it in place of what is made of it.
             needed = self._needed(array.readers)
             is_wide = needed.are_in(now) and bits_needed(needed) < bits_needed(now)
         if not is_wide:
@@ -262,6 +267,15 @@ class _Comparing:
                 if node.one.opcode == "parameter" and int(node.one.literal) == i:
                     return self._read(node)
         return of_dtype(reader.operand(i).one.shape.dtype)
+
+
+def _might_be_rounded(array: Array) -> bool:
+    """Whether XLA could write a rounded array instead, if all readers round it.
+
+    What is kept could be rounded before; else its own kernel has to round it, as one
+    that is elementwise can, but not one that sorts or scatters."""
+    is_elementwise = array.origins[-1].one.opcode in _ELEMENTWISE
+    return array.is_kept or (is_elementwise and bool(array.readers))
 
 
 def _is_rounded(array: Array, node: Node) -> bool:
