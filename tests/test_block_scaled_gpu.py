@@ -228,7 +228,11 @@ def test_small_programs_are_as_decided(name, make):
     if make is nvfp4 and jax.__version_info__ >= (0, 12):
         # Its XLA rounds the scales, one for 16 numbers, in two kernels each.
         scales = "float32 -> float8_e4m3fn"
-        drifts = [one for one in drifts if (scales, (DUPLICATED,)) != (one.decided, one.drifts)]
+        drifts = [
+            one
+            for one in drifts
+            if (scales, (DUPLICATED,)) != (one.decided, one.drifts)
+        ]
     assert not drifts, certificate
     assert certificate.share_tied == 1
     native = [
