@@ -35,6 +35,13 @@ SHORT_NAMES = {
 }
 
 
+def in_words(x: Any) -> str:
+    """The dtype and shape of an array, as "float32[2, 3]"; the type of else."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return type(x).__name__
+    return f"{x.dtype}{[*x.shape]}"
+
+
 def full_name(name: str) -> str:
     """The name of a dtype for a short name of it; other strings are left alone."""
     name = name.strip()

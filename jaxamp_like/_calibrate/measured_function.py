@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._amp import compute_dtype_of
-from .._dtypes import is_float
+from .._dtypes import in_words, is_float
 from .._errors import explaining_arguments
 from .._jax import is_array
 from .._parameters import as_argnums
@@ -266,6 +266,4 @@ def _unlike(shape: tuple[Any, list[Any]], first: tuple[Any, list[Any]]) -> str:
 
 
 def _kind(leaf: Any) -> Any:
-    if is_array(leaf):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    return leaf
+    return in_words(leaf) if is_array(leaf) else leaf

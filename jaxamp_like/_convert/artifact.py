@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 from jax import export
 
+from .._dtypes import in_words
 from .._errors import AmpError, no_attribute, showing_call
 from .._jax import is_array_or_shape, lowering_without_folders
 from .._reports.versions import versions
@@ -305,7 +306,7 @@ def _check_types(
         if (aval.dtype, aval.shape) != (leaf.dtype, leaf.shape):
             raise ArtifactError(
                 f"The artifact is damaged: its program takes {aval}, and not a "
-                f"parameter that is {leaf.dtype}{list(leaf.shape)}."
+                f"parameter that is {in_words(leaf)}."
             )
 
 

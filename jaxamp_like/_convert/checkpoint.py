@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._dtypes import in_words
 from .._errors import how_to_install
 from .._jax import is_array_or_shape
 
@@ -65,8 +66,7 @@ def _check(found: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> N
     """Compares shapes and dtypes, since Orbax would cast arrays of another dtype."""
     for name in [*wanted, *found]:
         here, there = (
-            f"{x[name].dtype}{list(x[name].shape)}" if name in x else "not there"
-            for x in (wanted, found)
+            in_words(x[name]) if name in x else "not there" for x in (wanted, found)
         )
         if here != there:
             raise ValueError(

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._dtypes import is_float
+from .._dtypes import in_words, is_float
 from .._errors import AmpError, no_attribute
 from .._jax import is_array_or_shape
 from .._rewrite.record import not_as_written
@@ -216,7 +216,7 @@ class Converted:
         for (path, mine), leaf in zip(known, leaves, strict=True):
             if not is_array_or_shape(mine):
                 continue
-            now, expected = _shown(leaf), _shown(mine)
+            now, expected = in_words(leaf), in_words(mine)
             if now != expected and _is_of_bytes(leaf):
                 name = path_name(path)
                 raise ValueError(
@@ -283,12 +283,6 @@ def _size(dim: Any) -> int:
             "any. Convert with inputs of certain shapes."
         )
     return 3
-
-
-def _shown(leaf: Any) -> str:
-    if not is_array_or_shape(leaf):
-        return f"{type(leaf).__name__}"
-    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def type_of(leaf: Any) -> Any:

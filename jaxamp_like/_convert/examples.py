@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import export
 
+from .._dtypes import in_words
 from .._errors import why_not_called
 from .._frameworks.modules import is_keras
 from .._jax import is_array_or_shape
@@ -121,7 +122,7 @@ def several_scopes(inputs: Sequence[Any]) -> str:
 def outlined(x: Any) -> str:
     """An input in a few words: the types of arrays, and no numbers."""
     if is_array_or_shape(x):
-        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+        return in_words(x)
     if isinstance(x, dict):
         return _listed("{", (f"{k!r}: {outlined(v)}" for k, v in [*x.items()][:5]), x)
     if isinstance(x, tuple | list):

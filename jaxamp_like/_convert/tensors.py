@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import in_words
 from .extra import needed
 from .folder import ArtifactError
 from .models import first_positions
@@ -110,7 +111,7 @@ def _array(x: np.ndarray, row: dict[str, Any]) -> Any:
         made = jnp.asarray(np.frombuffer(x.tobytes(), row["dtype"]).reshape(shape))
     if (str(made.dtype), made.shape) != (row["dtype"], shape):
         raise ArtifactError(
-            f"The parameter {row['name']!r} is {made.dtype}{list(made.shape)} here, "
+            f"The parameter {row['name']!r} is {in_words(made)} here, "
             f"but was saved as {printable(row['dtype'])}{list(shape)}."
             + (" Set `jax_enable_x64`." if "64" in row["dtype"] else "")
         )

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._dtypes import in_words
 from .._errors import AmpError
 from .._jax import is_array
 from .._policies.dictionary import REWRITTEN
@@ -160,7 +161,7 @@ def _check(key: str, given: TensorScale, tensor: Tensor) -> None:
         if name == "history" and x.shape[:-1] == shape and x.dtype == jnp.float32:
             what = f"The policy says `amax_history_length={length}`"
         raise AmpError(
-            f"{what}: the {name} of {key!r} is {x.dtype.name}{list(x.shape)}, and must "
+            f"{what}: the {name} of {key!r} is {in_words(x)}, and must "
             f"be float32{list(wanted)}. {_INSTEAD}"
         )
 

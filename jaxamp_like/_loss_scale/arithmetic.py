@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from .._dtypes import in_words
 from .agree import AxisName, all_agree
 
 
@@ -90,7 +91,7 @@ def checked_loss(loss: Any, name: str | None = None, instead: str = "") -> Array
             if name
             else "`loss` must be a floating-point scalar, but was given "
         )
-        raise TypeError(f"{wanted}{_shown(loss)}.\n{instead or _REDUCE}")
+        raise TypeError(f"{wanted}{in_words(loss)}.\n{instead or _REDUCE}")
     return jnp.asarray(loss)
 
 
@@ -107,7 +108,7 @@ def checked_finite(finite: Any) -> Array:
     if not _is_scalar(finite, jnp.bool_):
         raise TypeError(
             "`finite` must be a boolean scalar, whether the gradients of the step are "
-            f"all finite, but was given {_shown(finite)}.\nWrite "
+            f"all finite, but was given {in_words(finite)}.\nWrite "
             "`scaler.update(all_finite(grads))`."
         )
     return jnp.asarray(finite)
@@ -117,9 +118,3 @@ def _is_scalar(x: Any, kind: Any) -> bool:
     """Whether `x` is one number whose dtype is of a kind."""
     is_number = eqx.is_array_like(x) and jnp.shape(x) == ()
     return is_number and jnp.issubdtype(jnp.result_type(x), kind)
-
-
-def _shown(x: Any) -> str:
-    if not eqx.is_array_like(x):
-        return type(x).__name__
-    return f"{jnp.result_type(x)}{[*jnp.shape(x)]}"

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._dtypes import in_words
 from .._errors import (
     calling_library,
     hiding_frames,
@@ -206,12 +207,8 @@ def _outlined(x: Any) -> str:
     if isinstance(x, dict):
         return f"a {name} of {_few(map(repr, x))}"
     if type(x) not in (tuple, list):
-        return _typed(x)
-    return f"a {name} of {_few(map(_typed, x))}"
-
-
-def _typed(x: Any) -> str:
-    return f"{x.dtype}{[*x.shape]}" if eqx.is_array(x) else type(x).__name__
+        return in_words(x)
+    return f"a {name} of {_few(map(in_words, x))}"
 
 
 def _few(names: Iterable[str]) -> str:
@@ -271,7 +268,7 @@ def _skipped(were: list[Any], are: list[Any]) -> Array | None:
 def _keep(path: str, skipped: Array, now: Any, then: Any) -> Any:
     if now is then or _is_complete(now) or not eqx.is_array_like(now):
         return now
-    types = [f"{x.dtype}{[*x.shape]}" for x in (then, now) if hasattr(x, "dtype")]
+    types = [in_words(x) for x in (then, now) if hasattr(x, "dtype")]
     if len({*types}) > 1:
         raise TypeError(
             f"A guarded step must keep the types of its state, but {path or 'it'} was "
