@@ -16,9 +16,10 @@ def write_text(path: str | PathLike[str], text: str, what: str) -> Path:
     Raises:
         TypeError: `path` is no path.
         OSError: the file can't be written; the message says what to do."""
-    if not isinstance(path, str | PathLike):
+    if not isinstance(path, str | PathLike) or not str(path):
+        given = repr(path) if isinstance(path, str) else type(path).__name__
         raise TypeError(
-            f"`path` must be the path of a file, but got {type(path).__name__}: say "
+            f"`path` must be the path of a file, but got {given}: say "
             f"where the {what} is to be written."
         )
     path = Path(path)

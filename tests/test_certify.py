@@ -2021,6 +2021,7 @@ def test_products_with_a_vector_are_rounded_unless_float32_is_asked_for(
     x = jax.ShapeDtypeStruct((*rows, 512), jnp.bfloat16)
     (one,) = certify(matvec, w, x, device=name).drifts
     assert one.real_drifts == (REDUCED_LOW,)
+    assert one.compiled == (f"{LOW}, adding up bfloat16",)
     assert certify(exact_matvec, w, x, device=name).is_as_decided
 
 
@@ -2035,6 +2036,66 @@ def test_sums_that_the_partitioner_adds_are_told_if_they_are_wide(op_name):
     for run, told in ((low, set()), (wide, {WIDE})):
         certificate = compared_in_entry(DECIDED, DECIDED.replace(WHOLE, run))
         assert {d for one in certificate.drifts for d in one.real_drifts} == told
+
+
+def test_sums_of_the_partitioner_that_are_rounded_before_their_result_are_told():
+    wide = DECIDED.replace(WHOLE, WHOLE.replace("%d = bf16", "%df = f32"))
+    wide = wide.replace("  %t =", "  %d = bf16[32,64] convert(%df)\n  %t =")
+    part = wide.replace("%df = f32[32,64] dot", "%dp = f32[32,64] dot")
+    exact = f"  %df = f32[32,64] all-reduce(%dp), to_apply=%add, {ENC}\n  %d ="
+    low = "  %dl = bf16[32,64] convert(%dp)\n"
+    low += f"  %d = bf16[32,64] all-reduce(%dl), to_apply=%add, {ENC}\n"
+    runs = {
+        part.replace("  %d =", exact): set(),
+        part.replace("  %d = bf16[32,64] convert(%df)\n", low): {REDUCED_LOW},
+    }
+    for run, told in runs.items():
+        certificate = compared_in_entry(wide, run)
+        assert {d for one in certificate.drifts for d in one.real_drifts} == told
+
+
+def largest(x):
+    return jnp.argmax(x, 1), jnp.tanh(x) * 2
+
+
+def widened(x):
+    return jnp.tanh(x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(("name", "kind"), DESCRIBED)
+@pytest.mark.parametrize("fn", (largest, widened), ids=lambda fn: fn.__name__)
+def test_results_of_any_structure_are_as_decided(name, kind, fn):
+    certificate = certify(fn, MANY_XS, device=name)
+    assert certificate.is_as_decided, certificate
+    assert certificate.arrays
+
+
+def split_over(these, shape, *axes, dtype=jnp.float32):
+    mesh = jax.sharding.Mesh(np.asarray(these), ("d",))
+    where = NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+
+@needs("libtpu")
+def test_weights_may_be_gathered_as_a_matrix_unit_reads_them():
+    ws = [split_over(devices.tpus("v5e:2x4"), (1024, 1024), "d")] * 2
+    loss = lambda ws, x: jnp.sum(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)  # noqa: E731
+    certificate = certify(jax.grad(loss), ws, ws[0])
+    assert any(
+        one.opcodes[0].startswith("all-gather") for one in certificate.operations
+    )
+    assert certificate.is_as_decided, certificate
+
+
+@OF_GPUS
+def test_what_xla_names_by_itself_is_tied_in_order():
+    these = devices.gpus("h200", 8)
+    embedding = split_over(these, (256, 256), "d")
+    tokens = split_over(these, (64,), dtype=jnp.int32)
+    loss = lambda e, i: jnp.sum(low(lambda e, i: e[i] @ e.T)(e, i) ** 2)  # noqa: E731
+    certificate = certify(jax.grad(loss), embedding, tokens)
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
 
 
 def test_what_all_readers_round_is_written_wide():
@@ -2067,7 +2128,7 @@ def test_what_is_no_path_of_a_lock_is_told(path):
                 call(path)
 
 
-@pytest.mark.parametrize("path", (None, 3))
+@pytest.mark.parametrize("path", (None, 3, ""))
 def test_what_is_no_path_to_write_to_is_told(path):
     with pytest.raises(TypeError, match="where the lock file is to be written"):
         certify(layers, WS, X).save(path)

@@ -59,8 +59,7 @@ class Array:
 
     @property
     def shape(self) -> Shape:
-        path = self.value.path
-        return _results(self.kernel)[path[0] if path else 0]
+        return _results(self.kernel)[self.value.path]
 
     @cached_property
     def origins(self) -> list[Node]:
@@ -118,12 +117,9 @@ def arrays(body: CalledComputation, large: int = LARGE) -> Iterator[Array]:
             late.add(kernel)
         if opcode == "custom-call" and handed_on(Value(kernel)) is not None:
             continue
-        shapes = _results(kernel)
-        is_tuple = len(shapes) > 1
-        for i, shape in enumerate(shapes):
-            is_result = i >= first_result(kernel.one)
-            if is_result and shape.is_float and shape.size_in_bytes >= large:
-                results.append(Value(kernel, (i,) if is_tuple else ()))
+        for path, shape in _results(kernel).items():
+            if shape.is_float and shape.size_in_bytes >= large:
+                results.append(Value(kernel, path))
     for value in results:
         ours = readers[value]
         is_kept = value.node not in late and any(one in late for one, _ in ours)
@@ -132,13 +128,16 @@ def arrays(body: CalledComputation, large: int = LARGE) -> Iterator[Array]:
         yield Array(value, tuple(ours), is_kept)
 
 
-def _results(kernel: Node) -> tuple[Shape, ...]:
-    """The shapes of a kernel's results.
+def _results(kernel: Node) -> dict[tuple[int, ...], Shape]:
+    """The shapes of a kernel's results, by where they are in what it gives.
 
-    An instruction that starts a fusion has those of its operands before them."""
-    if kernel.one.opcode == "fusion-start":
-        return kernel.bodies[0].root.one.shapes
-    return kernel.one.shapes
+    An instruction that starts a fusion or a collective has its operands before them."""
+    one = kernel.one
+    if first := first_result(one):
+        return {(i,): shape for i, shape in enumerate(one.shapes) if i >= first}
+    if one.opcode == "fusion-start":
+        one = kernel.bodies[0].root.one
+    return dict(zip(one.paths, one.shapes, strict=False))
 
 
 def _is_of_backward_pass(kernel: Node) -> bool | None:

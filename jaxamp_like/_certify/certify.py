@@ -34,6 +34,7 @@ from .drifts import (
     REDUCED_LOW,
     SUMS,
     UNDECIDED,
+    adds_low,
     found,
     of_sending,
     together,
@@ -288,10 +289,10 @@ def _certified(tied: Tied, steps: Sequence[Step]) -> Iterator[Certified]:
 
 def _of_partitioner(one: Operation, decided: Iterable[Operation]) -> Iterator[str]:
     """The drifts of a collective that no equation asked for."""
-    alike = [other for other in decided if other.op_name == one.op_name != ""]
-    yield from of_sending(one, union(other.returns for other in alike))
-    made = union(other.makes for other in alike)
-    if one.opcode in SUMS and not made.are_in(union(one.reads)):
+    alike = (other for other in decided if other.op_name == one.op_name != "")
+    returned = union(other.returns for other in alike)
+    yield from of_sending(one, returned)
+    if one.opcode in SUMS and not returned.are_in(union(one.reads)):
         yield REDUCED_LOW
 
 
@@ -310,7 +311,7 @@ def _record(
         primitive=where.primitive or place.opcode,
         source=place.source,
         decided=_signature(decided) if decided else "",
-        compiled=tuple(dict.fromkeys(map(_signature, runs))),
+        compiled=tuple(dict.fromkeys(_compiled(run, decided) for run in runs)),
         stored=tuple(dict.fromkeys(map(_stored, runs))),
         arithmetic=next((run.arithmetic for run in runs), ""),
         opcodes=tuple(dict.fromkeys(run.opcode for run in runs)),
@@ -362,6 +363,12 @@ def _signature(one: Operation) -> str:
     """Such as "bfloat16 x bfloat16 -> float32"."""
     reads = " x ".join(numbers.name or "constants" for numbers in one.reads)
     return f"{reads or _stored(one)} -> {one.makes.name or 'constants'}"
+
+
+def _compiled(run: Operation, decided: Operation | None) -> str:
+    """The same of what was compiled; and what it adds up, if that is less precise."""
+    adds = decided is not None and adds_low(decided, run)
+    return _signature(run) + f", adding up {run.adds_in.name}" * adds
 
 
 def _stored(one: Operation) -> str:

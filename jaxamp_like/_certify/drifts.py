@@ -64,7 +64,7 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         computes = one.kind != "collective" or run.opcode in SUMS
         is_low = run.makes.name and not one.makes.are_in(run.makes)
         is_low = is_low and not _is_rounded_after(one, run)
-        if computes and (is_low or _adds_low(one, run)):
+        if computes and (is_low or adds_low(one, run)):
             yield REDUCED_LOW
         if one.kind == "contraction" and _is_emulated(one, run):
             yield EMULATED
@@ -129,8 +129,8 @@ def _is_rounded_after(one: Operation, run: Operation) -> bool:
     )
 
 
-def _adds_low(one: Operation, run: Operation) -> bool:
-    """Whether sums are added up in fewer bits than was decided."""
+def adds_low(one: Operation, run: Operation) -> bool:
+    """Whether numbers are added up in fewer bits, or with fewer, than was decided."""
     return bool(run.adds_in.name) and not one.adds_in.are_in(run.adds_in)
 
 

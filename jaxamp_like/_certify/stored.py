@@ -22,6 +22,7 @@ from .._hlo.numbers import (
     numbers,
     numbers_read,
     of_dtype,
+    rounded,
     rounding_of,
     union,
 )
@@ -201,11 +202,13 @@ class _Comparing:
         decided, now = (
             of_dtype(dtype) for dtype in (one.one.shape.dtype, array.shape.dtype)
         )
-        if not _is_rounded(array, node) and _moves_operand(node, one, now):
+        if not _is_rounded(array, node) and self._moves_operand(node, one, now):
             return ""
         if not self._may_hold(array, node, one):
             return REDUCED_LOW
         is_wide = decided.are_in(now) and decided != now
+        if is_wide and not array.is_kept and _is_widened(one, array.shape.dtype):
+            return ""
         if decided == now and _might_be_rounded(array) and one not in self.kept:
             # XLA writes it in place of what is made of it.
             needed = self._needed(array.readers)
@@ -215,6 +218,23 @@ class _Comparing:
         if self.platform == "cpu":
             return EMULATED
         return KEPT_WIDE if array.is_kept else WRITTEN_WIDE
+
+    def _moves_operand(self, node: Node, one: Node, now: Numbers) -> bool:
+        """Whether an instruction may move an operand of what it is named after.
+
+        The partitioner names so what it puts around an equation. What a matrix unit
+        rounds may be rounded before it is moved."""
+        moves = MOVES | COLLECTIVES
+        if (
+            node.one.opcode.removesuffix("-start") not in moves
+            or one.one.opcode in moves
+        ):
+            return False
+        operands = [one.operand(i) for i in range(len(one.one.operands))]
+        floats = [x for x in operands if x.one.shapes and x.one.shape.is_float]
+        limit = self._limit(one) or of_dtype("any")
+        held = (rounded(numbers(Value(each)), limit) for each in floats)
+        return any(each.name and each.are_in(now) for each in held)
 
     def _may_hold(self, array: Array, node: Node, one: Node) -> bool:
         """Whether the dtype of an array will do for an equation, or its readers.
@@ -269,6 +289,15 @@ class _Comparing:
         return of_dtype(reader.operand(i).one.shape.dtype)
 
 
+def _is_widened(one: Node, dtype: str) -> bool:
+    """Whether the decided program itself converts a result to a wider dtype."""
+    readers = read_by(Value(one))
+    return any(
+        reader.one.opcode == "convert" and reader.one.shape.dtype == dtype
+        for reader in readers
+    )
+
+
 def _might_be_rounded(array: Array) -> bool:
     """Whether XLA could write a rounded array instead, if all readers round it.
 
@@ -290,18 +319,6 @@ def _is_product(array: Array) -> bool:
     if first.one.opcode == "reduce":
         first = Array(Value(first.operand(0))).origins[-1]
     return _is_contraction(first)
-
-
-def _moves_operand(node: Node, one: Node, now: Numbers) -> bool:
-    """Whether an instruction may move an operand of what it is named after.
-
-    The partitioner names so what it puts around an equation."""
-    if node.one.opcode not in MOVES or one.one.opcode in MOVES:
-        return False
-    operands = [one.operand(i) for i in range(len(one.one.operands))]
-    floats = [each for each in operands if each.one.shapes and each.one.shape.is_float]
-    held = [numbers(Value(each)) for each in floats]
-    return any(each.name and each.are_in(now) for each in held)
 
 
 def _is_sent(array: Array) -> bool:

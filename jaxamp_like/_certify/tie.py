@@ -165,7 +165,7 @@ class _Found:
         return False
 
     def by_elimination(self, compiled: list[Operation]) -> list[Operation]:
-        """Ties contractions without a name, in order, if as many are left.
+        """Ties contractions without a name of JAX's, in order, if as many are left.
 
         Returns:
             The others."""
@@ -174,7 +174,7 @@ class _Found:
             nameless, alike = (
                 [c for c in some if c.kind == "contraction" and _is_conv(c) in kinds]
                 for some in (
-                    [c for c in compiled if not c.op_name and c not in tied],
+                    [c for c in compiled if not _is_named(c) and c not in tied],
                     self.left,
                 )
             )
@@ -249,6 +249,11 @@ class _Found:
 
 
 _AROUND = 6  # contractions on either side among which those that became one are sought
+
+
+def _is_named(one: Operation) -> bool:
+    """Whether JAX has named it: XLA's own names tell of no function, as `jit(f)`."""
+    return "(" in one.op_name
 
 
 def _is_conv(one: Operation) -> bool:

@@ -137,6 +137,8 @@ def _own(value: Value) -> Numbers:
     (node, path), one = value, value.node.one
     if one.opcode == "reduce-precision":
         return rounding_of(node)
+    if path in one.paths:
+        return of_dtype(one.shapes[one.paths.index(path)].dtype)
     i = min(path[0], len(one.shapes) - 1) if path else 0
     return of_dtype(one.shapes[i].dtype)
 

@@ -4,6 +4,7 @@ Both are written in one language (https://openxla.org/xla/hlo_to_thunks). The co
 one has a percent sign before each name, the other one has none."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -80,7 +81,8 @@ class Instruction:
         operands: names of other instructions of the same computation.
         attributes: the rest of the line, unparsed.
         is_root: whether it is the computation's result.
-        literal: the value of a constant and the number of a parameter, as written."""
+        literal: the value of a constant and the number of a parameter, as written.
+        nested: the shapes as written, if the result is a tuple that holds a tuple."""
 
     name: str
     opcode: str
@@ -89,6 +91,15 @@ class Instruction:
     attributes: str = ""
     is_root: bool = False
     literal: str = ""
+    nested: str = ""
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Where each of `shapes` is in the result: `()` if it is the result."""
+        if self.nested:
+            return tuple(_leaves_of(self.nested))
+        count = len(self.shapes)
+        return tuple((i,) for i in range(count)) if count > 1 else ((),) * count
 
     @property
     def shape(self) -> Shape:
@@ -242,7 +253,27 @@ def parse_instruction(line: str) -> Instruction | None:
         attributes=attributes,
         is_root=root is not None,
         literal=inner if is_literal else "",
+        nested=shapes if _NESTED.search(shapes) else "",
     )
+
+
+_LAYOUT = re.compile(r"\{[^}]*\}|/\*.*?\*/")
+_NESTED = re.compile(r"\(\(|, \(|\*/\(")
+
+
+def _leaves_of(text: str) -> Iterator[tuple[int, ...]]:
+    """The paths of the arrays in a nested tuple, as XLA writes it."""
+    path: list[int] = []
+    for found in re.finditer(r"[(),]|\w+\[", _LAYOUT.sub("", text)):
+        match found[0]:
+            case "(":
+                path.append(0)
+            case ")":
+                path.pop()
+            case ",":
+                path[-1] += 1
+            case _:
+                yield tuple(path)
 
 
 def _parts(line: str) -> tuple[Any, ...] | None:
