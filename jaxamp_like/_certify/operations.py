@@ -206,7 +206,7 @@ def _of_node(
     one = node.one
     opcode = one.opcode.removesuffix("-start")
     if flops := _flops(node):
-        yield _contraction(node, flops, platform, sums=sums)
+        yield _contraction(node, flops, platform, sums)
     elif opcode in COLLECTIVES:
         yield from _collective(node, opcode, platform)
     elif _is_sum(node):
@@ -215,9 +215,9 @@ def _of_node(
             yield _reduction(node, platform)
         else:  # a product with a vector, say
             flops = 2 * product.one.shape.elements
-            yield _contraction(product, flops, platform, result=node)
+            yield _contraction(product, flops, platform, [node])
     elif opcode == "multiply" and _is_of_contraction(node):
-        yield _contraction(node, 2 * one.shape.elements, platform, result=node)
+        yield _contraction(node, 2 * one.shape.elements, platform)
     elif opcode == "convert" and _is_quantisation(node):
         yield _quantisation(node, platform)
     elif opcode == "custom-call" or opcode in _LIBRARIES:
@@ -284,26 +284,26 @@ def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
 
 
 def _contraction(
-    node: Node,
-    flops: int,
-    platform: Platform,
-    result: Node | None = None,
-    sums: Sequence[Node] = (),
+    node: Node, flops: int, platform: Platform, sums: Sequence[Node] = ()
 ) -> Operation:
+    """A contraction.
+
+    Args:
+        node: what multiplies.
+        sums: those of its results that XLA writes by themselves."""
     one = node.one
     operands = (node.operand(0), node.operand(1))
-    # Where XLA writes a multiplication and a sum, no matrix unit rounds the operands.
-    limit, asks, name = (None, False, "") if result else arithmetic(node, platform)
+    is_product = one.opcode == "multiply"  # whose operands no matrix unit rounds
+    limit, asks, name = (None, False, "") if is_product else arithmetic(node, platform)
 
     held = _held(operands)
     reads = _limited(held, limit)
-    sums = sums or ([result] if result and result is not node else [])
     is_complex = one.shape.dtype.startswith("c")
     return Operation(
         platform,
         kind="contraction",
         opcode=one.target or one.opcode,
-        node=result or node,
+        node=sums[0] if is_product and sums else node,
         holds=reads if asks else held,
         reads=reads,
         stored=tuple(operand.one.shape.dtype for operand in operands),

@@ -225,10 +225,8 @@ class _Comparing:
         The partitioner names so what it puts around an equation. What a matrix unit
         rounds may be rounded before it is moved."""
         moves = MOVES | COLLECTIVES
-        if (
-            node.one.opcode.removesuffix("-start") not in moves
-            or one.one.opcode in moves
-        ):
+        is_move = node.one.opcode.removesuffix("-start") in moves
+        if not is_move or one.one.opcode in moves:
             return False
         operands = [one.operand(i) for i in range(len(one.one.operands))]
         floats = [x for x in operands if x.one.shapes and x.one.shape.is_float]
@@ -291,11 +289,10 @@ class _Comparing:
 
 def _is_widened(one: Node, dtype: str) -> bool:
     """Whether the decided program itself converts a result to a wider dtype."""
-    readers = read_by(Value(one))
-    return any(
-        reader.one.opcode == "convert" and reader.one.shape.dtype == dtype
-        for reader in readers
+    converts = (
+        each.one for each in read_by(Value(one)) if each.one.opcode == "convert"
     )
+    return any(each.shape.dtype == dtype for each in converts)
 
 
 def _might_be_rounded(array: Array) -> bool:
