@@ -9,6 +9,9 @@ from .state import DynamicScalerState
 def restore_scaler(saved: Any) -> DynamicScalerState:
     """Restores a state from an older version, or from another container or dtype.
 
+    The scale goes on as it was saved, with the settings of then, such as `patience`.
+    For others, write `restore_scaler(saved)._replace(patience=1000)`.
+
     Args:
         saved: a mapping by field names, as checkpoints are read back without a target;
             or the fields in order, such as a named tuple. Fields that an older version

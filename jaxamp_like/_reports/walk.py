@@ -61,7 +61,7 @@ class ReportContext:
             if name == REWRITTEN:
                 in_amp, base = True, scope
             elif (number := number_in(name)) is not None:
-                step = steps[number]
+                step = steps[number] if number < len(steps) else step
             elif name != SOLVER:
                 scope = (*scope, name)
         if step is not None and step is not self.step:
