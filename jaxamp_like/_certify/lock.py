@@ -31,8 +31,8 @@ def as_path(path: object, name: str) -> Path:
     if not isinstance(path, str | PathLike) or not str(path):
         given = repr(path) if isinstance(path, str) else type(path).__name__
         raise TypeError(
-            f"`{name}` must be the path of a lock file, but got {given}. Write one by "
-            "`certificate.save(path)`, and give its path."
+            f"`{name}` must be the path of a lock file, but got {given}. Write the "
+            "file by `certificate.save(path)`, and give its path."
         )
     return Path(path)
 
