@@ -36,7 +36,7 @@ SHORT_NAMES = {
 
 
 def in_words(x: Any) -> str:
-    """The dtype and shape of an array, as "float32[2, 3]"; the type of else."""
+    """An array in words, as "float32[2, 3]"; of anything else, the name of its type."""
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return type(x).__name__
     return f"{x.dtype}{[*x.shape]}"

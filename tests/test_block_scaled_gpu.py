@@ -227,12 +227,8 @@ def test_small_programs_are_as_decided(name, make):
     drifts = certificate.drifts
     if make is nvfp4 and jax.__version_info__ >= (0, 12):
         # Its XLA rounds the scales, one for 16 numbers, in two kernels each.
-        scales = "float32 -> float8_e4m3fn"
-        drifts = [
-            one
-            for one in drifts
-            if (scales, (DUPLICATED,)) != (one.decided, one.drifts)
-        ]
+        twice = "float32 -> float8_e4m3fn", (DUPLICATED,)
+        drifts = [one for one in drifts if (one.decided, one.drifts) != twice]
     assert not drifts, certificate
     assert certificate.share_tied == 1
     native = [

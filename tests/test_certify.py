@@ -2121,11 +2121,14 @@ def test_a_folder_in_place_of_a_lock_is_told(tmp_path):
 
 @pytest.mark.parametrize("path", (None, 3, ""))
 def test_what_is_no_path_of_a_lock_is_told(path):
-    certificate = certify(layers, WS, X)
-    for call in (certificate.check, lambda path: certify(layers, WS, X, lock=path)):
-        if path is not None or call == certificate.check:
-            with pytest.raises(TypeError, match="must be the path of a lock file"):
-                call(path)
+    with pytest.raises(TypeError, match="`path` must be the path of a lock file"):
+        certify(layers, WS, X).check(path)
+
+
+@pytest.mark.parametrize("lock", (3, ""))
+def test_a_lock_that_is_no_path_is_told(lock):
+    with pytest.raises(TypeError, match="`lock` must be the path of a lock file"):
+        certify(layers, WS, X, lock=lock)
 
 
 @pytest.mark.parametrize("path", (None, 3, ""))

@@ -204,12 +204,9 @@ def without_names_of_others():
 
     With `jax_remat3` and `jax_custom_vjp3`, JAX keeps what it traced of a checkpoint
     around a function with a derivative rule, with the names of where that stood."""
-    if all(is_on("jax_" + flag) for flag in ("remat3", "custom_vjp3")):
+    flags = "jax_remat3", "jax_custom_vjp3"
+    if all(getattr(jax.config, flag, False) for flag in flags):
         jax.clear_caches()
-
-
-def is_on(flag):
-    return getattr(jax.config, flag, False)
 
 
 @pytest.mark.usefixtures("without_names_of_others")

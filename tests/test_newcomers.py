@@ -267,7 +267,7 @@ def say(make, error, *parts):
             "was given dict",
             "`scaler.update(all_finite(grads))`",
         ),
-        say(lambda: scaler.update(jnp.nan), TypeError, "was given float"),
+        say(lambda: scaler.update(jnp.nan), TypeError, "was given float32[]"),
         say(lambda: scaler.update([True]), TypeError, "was given list"),
         say(
             lambda: unscale_grads(tx.grad(loss, tx.init(w))(w, x), tx.init(w)),

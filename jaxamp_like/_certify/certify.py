@@ -366,7 +366,7 @@ def _signature(one: Operation) -> str:
 
 
 def _compiled(run: Operation, decided: Operation | None) -> str:
-    """The same of what was compiled; and what it adds up, if that is less precise."""
+    """The signature of what was compiled, and what it adds up if that is less."""
     adds = decided is not None and adds_low(decided, run)
     return _signature(run) + f", adding up {run.adds_in.name}" * adds
 

@@ -130,7 +130,7 @@ def _is_rounded_after(one: Operation, run: Operation) -> bool:
 
 
 def adds_low(one: Operation, run: Operation) -> bool:
-    """Whether numbers are added up in fewer bits, or with fewer, than was decided."""
+    """Whether a run adds up numbers that have fewer bits than was decided."""
     return bool(run.adds_in.name) and not one.adds_in.are_in(run.adds_in)
 
 

@@ -9,9 +9,9 @@ import difflib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from os import PathLike
 from pathlib import Path
 
+from .. import _files
 from .records import Certified
 
 _FORMAT = "jaxamp_like precision lock, format 1"
@@ -28,13 +28,8 @@ def written(about: Mapping[str, str], operations: Iterable[Certified]) -> str:
 
 def as_path(path: object, name: str) -> Path:
     """The path of a lock file, which an argument of this name gives."""
-    if not isinstance(path, str | PathLike) or not str(path):
-        given = repr(path) if isinstance(path, str) else type(path).__name__
-        raise TypeError(
-            f"`{name}` must be the path of a lock file, but got {given}. Write the "
-            "file by `certificate.save(path)`, and give its path."
-        )
-    return Path(path)
+    instead = ". Write the file by `certificate.save(path)`, and give its path."
+    return _files.as_path(path, name, "a lock file", instead)
 
 
 def read(path: Path) -> list[str]:

@@ -75,8 +75,8 @@ class Operation:
         flops: of a contraction, of one run.
         elements: of what a collective sends, or of what is rounded to 8 bits.
         sums: the instructions that add up.
-        parts: those whose results they add up, if XLA made several of one: products,
-            smaller contractions, or sums of parts.
+        parts: the instructions whose results these add up, if XLA made several of one
+            equation: products, smaller contractions, or sums of parts.
         operands: of a contraction or a sum.
         limit: what a matrix unit rounds them to, if it does."""
 
@@ -172,6 +172,7 @@ class Operation:
 
 
 def _adds_in(node: Node) -> Numbers:
+    """The numbers of the dtype in which a sum adds."""
     computations = node.body.module.computations
     names = node.one.called("to_apply")
     inner = [one for name in names for one in computations[name].values()]
@@ -185,19 +186,18 @@ def operations(body: CalledComputation, platform: Platform) -> list[Operation]:
         for node in body.innermost
         if node.one.opcode.removesuffix("-start") in _OPCODES
     ]
+    parts = {node: part for node in nodes if (part := _part(node)) is not None}
     sums: dict[Node, list[Node]] = defaultdict(list)
-    for node in nodes:
-        if (part := _part(node)) is not None:
-            sums[part].append(node)
-    added = {node for some in sums.values() for node in some}
+    for node, part in parts.items():
+        sums[part].append(node)
     found = [
         one
         for node in nodes
-        if node not in added
+        if node not in parts
         for one in _of_node(node, platform, sums.get(node, ()))
     ]
-    parts = {part for one in found for part in one.parts if part is not one.node}
-    return [one for one in found if one.node not in parts]
+    inner = {part for one in found for part in one.parts if part is not one.node}
+    return [one for one in found if one.node not in inner]
 
 
 def _of_node(
@@ -289,8 +289,8 @@ def _contraction(
     """A contraction.
 
     Args:
-        node: what multiplies.
-        sums: those of its results that XLA writes by themselves."""
+        node: the instruction that multiplies.
+        sums: the instructions that add up what it makes, if there are any."""
     one = node.one
     operands = (node.operand(0), node.operand(1))
     is_product = one.opcode == "multiply"  # whose operands no matrix unit rounds

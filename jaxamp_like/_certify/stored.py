@@ -222,8 +222,8 @@ class _Comparing:
     def _moves_operand(self, node: Node, one: Node, now: Numbers) -> bool:
         """Whether an instruction may move an operand of what it is named after.
 
-        The partitioner names so what it puts around an equation. What a matrix unit
-        rounds may be rounded before it is moved."""
+        XLA's partitioner gives what it puts around an equation the name of that. What a
+        matrix unit rounds may be rounded before it is moved."""
         moves = MOVES | COLLECTIVES
         is_move = node.one.opcode.removesuffix("-start") in moves
         if not is_move or one.one.opcode in moves:
@@ -298,8 +298,9 @@ def _is_widened(one: Node, dtype: str) -> bool:
 def _might_be_rounded(array: Array) -> bool:
     """Whether XLA could write a rounded array instead, if all readers round it.
 
-    What is kept could be rounded before; else its own kernel has to round it, as one
-    that is elementwise can, but not one that sorts or scatters."""
+    What is kept could be rounded by any kernel of the forward pass. Another array has
+    to be rounded by the kernel that writes it: an elementwise one can do so, and one
+    that sorts or scatters can't."""
     is_elementwise = array.origins[-1].one.opcode in _ELEMENTWISE
     return array.is_kept or (is_elementwise and bool(array.readers))
 

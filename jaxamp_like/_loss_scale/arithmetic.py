@@ -91,7 +91,7 @@ def checked_loss(loss: Any, name: str | None = None, instead: str = "") -> Array
             if name
             else "`loss` must be a floating-point scalar, but was given "
         )
-        raise TypeError(f"{wanted}{in_words(loss)}.\n{instead or _REDUCE}")
+        raise TypeError(f"{wanted}{_shown(loss)}.\n{instead or _REDUCE}")
     return jnp.asarray(loss)
 
 
@@ -108,7 +108,7 @@ def checked_finite(finite: Any) -> Array:
     if not _is_scalar(finite, jnp.bool_):
         raise TypeError(
             "`finite` must be a boolean scalar, whether the gradients of the step are "
-            f"all finite, but was given {in_words(finite)}.\nWrite "
+            f"all finite, but was given {_shown(finite)}.\nWrite "
             "`scaler.update(all_finite(grads))`."
         )
     return jnp.asarray(finite)
@@ -118,3 +118,8 @@ def _is_scalar(x: Any, kind: Any) -> bool:
     """Whether `x` is one number whose dtype is of a kind."""
     is_number = eqx.is_array_like(x) and jnp.shape(x) == ()
     return is_number and jnp.issubdtype(jnp.result_type(x), kind)
+
+
+def _shown(x: Any) -> str:
+    """An argument in words; a number of Python's as the array that JAX makes of it."""
+    return in_words(jax.eval_shape(lambda: x) if eqx.is_array_like(x) else x)
