@@ -80,14 +80,14 @@ VOCABULARY = 128  # ASCII
 DIM, DEPTH, LENGTH, BATCH = 64, 2, 64, 16
 
 
-def init_char_gpt(key: Array) -> Params:
+def init_char_gpt(key: Array, dim: int = DIM, depth: int = DEPTH) -> Params:
     keys = jr.split(key, 4)
     return {
-        "embed": normal(keys[0], VOCABULARY, DIM, fan_in=1),
-        "position": 0.1 * normal(keys[1], LENGTH, DIM, fan_in=1),
-        "blocks": init_blocks(keys[2], DEPTH, DIM),
-        "norm": init_norm(DIM),
-        "head": normal(keys[3], DIM, VOCABULARY),
+        "embed": normal(keys[0], VOCABULARY, dim, fan_in=1),
+        "position": 0.1 * normal(keys[1], LENGTH, dim, fan_in=1),
+        "blocks": init_blocks(keys[2], depth, dim),
+        "norm": init_norm(dim),
+        "head": normal(keys[3], dim, VOCABULARY),
     }
 
 
@@ -133,12 +133,16 @@ class State(NamedTuple):
 Step = Callable[[State, Any], tuple[State, Array]]
 
 
-def make_optimiser(steps: int) -> optax.GradientTransformation:
+def make_optimiser(
+    steps: int,
+    peak_rate: float = PEAK_RATE,
+    optimizer: Callable[[Any], optax.GradientTransformation] = optax.adamw,
+) -> optax.GradientTransformation:
     rates = optax.warmup_cosine_decay_schedule(
-        0.0, PEAK_RATE, max(steps // 10, 1), max(steps, 2)
+        0.0, peak_rate, max(steps // 10, 1), max(steps, 2)
     )
     # A step whose gradients are not finite is skipped, however many came before it.
-    return optax.apply_if_finite(optax.adamw(rates), max_consecutive_errors=steps)
+    return optax.apply_if_finite(optimizer(rates), max_consecutive_errors=steps)
 
 
 def make_step(loss: Loss, precision: str, tx: optax.GradientTransformation) -> Step:

@@ -123,8 +123,8 @@ WAYS = {
 }
 
 
-def training(task: Task, way: Way, steps: int) -> Training:
-    tx = way.wrap(make_optimiser(steps))
+def training(task: Task, way: Way, optimizer: Any) -> Training:
+    tx = way.wrap(optimizer)
 
     def begin(key: Any, batch: Any) -> Any:
         del batch
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     models = [task for task in MODELS if task.name in options.tasks]
     trained = train_all(
         {
-            f"{task.name}, {name}": training(task, way, options.steps)
+            f"{task.name}, {name}": training(task, way, make_optimiser(options.steps))
             for task in models
             for name, way in WAYS.items()
         },

@@ -4,9 +4,10 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from jaxamp_like.storage import to_full_state
 from .curves import EXACT, Run, Task, at_least_one
 from .rewrite import machine, versions
 from .timing import attempts_side_by_side
+
+CALL = 40  # steps of one call of the compiled program
 
 
 @dataclass(frozen=True)
@@ -57,23 +60,27 @@ class Trained:
 
 
 def train(
-    training: Training, steps: int, seeds: int, advance: Callable[[], None]
+    training: Training, steps: int, seeds: int, advance: Callable[[int], None]
 ) -> Trained:
     """Trains from all seeds at once: `vmap` makes one program of them."""
-    batches = _batches(training.task, steps, seeds)
-    first = next(batches)
     keys = jax.vmap(jr.key)(jnp.arange(seeds))
-    state = eqx.filter_jit(eqx.filter_vmap(training.begin))(keys, first)
-    step = last_step = _compiled(training.step)
+    generators = _generators(seeds)
+    run = last_run = _compiled(training.step)
+    stops, begins_last = {*range(0, steps, CALL), steps}, steps
     if training.last_step is not None:
-        last_step = _compiled(training.last_step)
+        last_run, begins_last = _compiled(training.last_step), round(0.8 * steps)
+        stops.add(begins_last)
+    one_step = _batches(training.task, _generators(seeds), 1)
+    first = jax.tree.map(lambda x: x[0], one_step)
+    state = eqx.filter_jit(eqx.filter_vmap(training.begin))(keys, first)
     losses = []
-    for n, batch in enumerate((first, *batches)):
-        state, loss = (step if n < 0.8 * steps else last_step)(state, batch)
+    for start, stop in pairwise(sorted(stops)):
+        batches = _batches(training.task, generators, stop - start)
+        state, loss = (run if start < begins_last else last_run)(state, batches)
         losses.append(np.asarray(loss))
-        advance()
+        advance(stop - start)
     skipped = optax.tree_utils.tree_get(to_full_state(state[1]), "total_notfinite")
-    by_seed = zip(np.stack(losses, axis=1), np.asarray(skipped), strict=True)
+    by_seed = zip(np.concatenate(losses).T, np.asarray(skipped), strict=True)
     params = eqx.filter(state[0], eqx.is_inexact_array)
     size = sum(x.size for x in jax.tree.leaves(params))
     kept = sum(x.nbytes for x in jax.tree.leaves((params, state[1])))
@@ -81,18 +88,33 @@ def train(
 
 
 def _compiled(step: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
-    """The step of all seeds, compiled."""
+    """Many steps of all seeds, one after the other, compiled."""
+
+    def run(state: Any, batches: Any) -> Any:
+        arrays, static = eqx.partition(state, eqx.is_array)
+
+        def one(arrays: Any, batch: Any) -> Any:
+            after, loss = eqx.filter_vmap(step)(eqx.combine(arrays, static), batch)
+            return eqx.filter(after, eqx.is_array), loss
+
+        arrays, losses = jax.lax.scan(one, arrays, batches)
+        return eqx.combine(arrays, static), losses
+
     # Equinox hands options on to JAX, but its types don't tell.
     return eqx.filter_jit(  # pyright: ignore
-        eqx.filter_vmap(step), donate="all", compiler_options=EXACT
+        run, donate="all", compiler_options=EXACT
     )
 
 
-def _batches(task: Task, steps: int, seeds: int) -> Iterator[Any]:
-    generators = [np.random.default_rng(seed) for seed in range(seeds)]
-    for _ in range(steps):
-        batches = [task.batch(rng) for rng in generators]
-        yield jax.tree.map(lambda *xs: np.stack(xs), *batches)
+def _generators(seeds: int) -> list[np.random.Generator]:
+    return [np.random.default_rng(seed) for seed in range(seeds)]
+
+
+def _batches(task: Task, generators: Sequence[Any], steps: int) -> Any:
+    """The batches of some steps, stacked: steps first, then seeds."""
+    batches = [[task.batch(rng) for rng in generators] for _ in range(steps)]
+    by_step = [jax.tree.map(lambda *xs: np.stack(xs), *row) for row in batches]
+    return jax.tree.map(lambda *xs: np.stack(xs), *by_step)
 
 
 def train_all(

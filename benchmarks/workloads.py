@@ -7,6 +7,7 @@ is the code that a user writes; no framework stands between."""
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -272,11 +273,19 @@ def init_blocks(
     return jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if stacked else blocks
 
 
-def run_blocks(fn: Callable[[Params, Array], Array], blocks: Any, x: Array) -> Array:
-    """Applies the blocks one after the other: a list unrolled, a stack by a scan."""
+def run_blocks(
+    fn: Callable[[Params, Array], Array],
+    blocks: Any,
+    x: Array,
+    scoped: bool = False,
+) -> Array:
+    """Applies the blocks one after the other: a list unrolled, a stack by a scan.
+
+    Those of a list may have scopes: "block_0" and so on."""
     if isinstance(blocks, list):
-        for p in blocks:
-            x = fn(p, x)
+        for i, p in enumerate(blocks):
+            with jax.named_scope(f"block_{i}") if scoped else nullcontext():
+                x = fn(p, x)
         return x
     return lax.scan(lambda x, p: (fn(p, x), None), x, blocks)[0]
 
@@ -288,6 +297,7 @@ def gpt(
     *,
     rope: bool = False,
     remat: bool = False,
+    scoped: bool = False,
 ) -> Array:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = params["embed"][inputs]
@@ -300,7 +310,7 @@ def gpt(
     # Cast after the lookup and the broadcast: both sum their gradients.
     x = style.low(x)
     fn = partial(block, style, attention)
-    x = run_blocks(jax.checkpoint(fn) if remat else fn, params["blocks"], x)
+    x = run_blocks(jax.checkpoint(fn) if remat else fn, params["blocks"], x, scoped)
     x = style.in_full(layer_norm)(x, params["norm"])
     return loss_of(style, x @ style.low(params["head"]), targets)
 

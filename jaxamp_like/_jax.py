@@ -38,7 +38,10 @@ the documented API, and why:
   notice within the lowering of another primitive;
 - `backends_are_initialized`: whether a program has computed anything, which must not
   start a device only to ask;
-- `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables.
+- `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables;
+- `mlir_module_to_xla_computation` and `HloPrintOptions` of jaxlib, of which
+  `Lowered.as_text` is made: it reads MLIR's module, which has to be read before XLA
+  compiles that in another thread.
 
 What is private about hi-primitives is in `_hi_primitives`, and what is private about
 name stacks in `_name_stacks`.
@@ -46,6 +49,7 @@ name stacks in `_name_stacks`.
 
 import contextlib
 import functools
+import io
 import itertools
 import re
 import sys
@@ -105,11 +109,16 @@ except ImportError:  # JAX 0.6
         use_abstract_mesh as _use_abstract_mesh,
     )
 
+try:
+    from jax._src.lib import hlo as _hlo
+except ImportError:  # JAX 0.6
+    from jax._src.lib import _jax as _hlo
 # A regular expression: what it matches of the name of a source file is left out.
 from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
 
 # Primitives whose lowering asks on which devices a program will run.
 from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
+from jax._src.lib import _jax as _jaxlib
 
 Atom = Any  # a variable or a literal
 Literal = jex.Literal
@@ -895,6 +904,26 @@ def without_folders(line: str) -> str:
 def lowering_without_folders() -> Any:
     """A context in which programs are lowered so that they name files likewise."""
     return _left_out(_FOLDERS)
+
+
+def hlo_printer(lowered: jax.stages.Lowered) -> Callable[[], str]:
+    """What gives `lowered.as_text("hlo", debug_info=True)`.
+
+    What is returned may be called in another thread, also while `lowered` compiles:
+    the module is read here, and it has a context of its own."""
+    module = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
+    options = _hlo.HloPrintOptions.short_parsable()
+    options.print_metadata = True
+    in_a_tuple = lowered._lowering.compile_args["tuple_args"]
+
+    def print_hlo() -> str:
+        hlo = _jaxlib.mlir.mlir_module_to_xla_computation(
+            module.getvalue(), use_tuple_args=in_a_tuple
+        )
+        return hlo.as_hlo_module().to_string(options)
+
+    return print_hlo
 
 
 def scan_arity(eqn: Eqn) -> tuple[int, int]:

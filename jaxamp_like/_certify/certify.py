@@ -4,9 +4,11 @@ import functools
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,7 @@ from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
-from .._jax import traced_afresh
+from .._jax import hlo_printer, traced_afresh
 from .._policies.dictionary import REWRITTEN
 from .._reports.call import flat_call
 from .._reports.data.records import Phase
@@ -44,6 +46,8 @@ from .places import named, source_of
 from .records import Certified, StoredArray
 from .stored import CompiledArray, stored
 from .tie import Tied, tie
+
+HEAD_START = 0.1  # seconds that compiling has alone
 
 
 def _instead(parameters: Mapping[str, Any], args: Any, kwargs: Any) -> list[str]:
@@ -130,10 +134,10 @@ def certify(
         lowered = step
     else:
         lowered = _lowered(step, args, device, recorder)
-    compiled = lowered.compile()
+    decided, compiled = _both_programs(lowered)
     target = device or _device_of(compiled)
     certificate = compared(
-        lowered.as_text(dialect="hlo", debug_info=True),
+        decided,
         compiled.as_text(),
         name=_name_of(step),
         device=target,
@@ -222,6 +226,26 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
     )
     with can_be_called, recording(recorder), traced_afresh():
         return jitted.lower(*args)
+
+
+def _both_programs(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
+    """What JAX hands to XLA, as HLO, and what XLA makes of it.
+
+    XLA takes a second to print a large program, and compiles in that time."""
+    printer, has_compiled = hlo_printer(lowered), Event()
+
+    def printed() -> str:
+        # Printing holds Python's lock, and compiling needs it only to begin.
+        has_compiled.wait(HEAD_START)
+        return printer()
+
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(printed)
+        try:
+            compiled = lowered.compile()
+        finally:
+            has_compiled.set()
+        return text.result(), compiled
 
 
 def _name_of(step: Any) -> str:

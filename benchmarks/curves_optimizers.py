@@ -1,0 +1,192 @@
+"""Training curves of Optax's optimizers with their states in 8 and 4 bits.
+
+    python -m benchmarks.curves_optimizers [--steps 600] [--seeds 8] [--optimizers adam]
+
+The models, their data and the ways to store are those of `benchmarks.curves_low_bits`;
+each optimizer has a learning rate with which all three models learn. Fails where a mean
+final loss with int8 states is higher than with float32 states by more than the spread
+over seeds; 4 bits are there to compare with.
+
+Needs the extras `benchmarks` and `examples`."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from .curves import Figures, figures, make_optimiser
+from .curves_low_bits import MODELS, PLAIN, WAYS, training
+from .rewrite import add_section, make_table
+from .seeds import Trained, parser_of, train_all, write_record
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer of Optax.
+
+    Args:
+        make: `make(learning_rate)` gives it.
+        peak_rate: the largest learning rate."""
+
+    make: Callable[[Any], optax.GradientTransformation]
+    peak_rate: float
+
+
+OPTIMIZERS = {
+    "AdaBelief": Optimizer(optax.adabelief, 3e-3),
+    "Adagrad": Optimizer(optax.adagrad, 3e-2),
+    "Adam": Optimizer(optax.adam, 3e-3),
+    "Adamax": Optimizer(optax.adamax, 3e-3),
+    "AdamW": Optimizer(optax.adamw, 3e-3),
+    "Adan": Optimizer(optax.adan, 3e-3),
+    "AdEMAMix": Optimizer(optax.contrib.ademamix, 1e-3),
+    "ADOPT": Optimizer(optax.contrib.adopt, 3e-3),
+    "AMSGrad": Optimizer(optax.amsgrad, 3e-3),
+    "LAMB": Optimizer(optax.lamb, 1e-2),
+    "Lion": Optimizer(optax.lion, 3e-4),
+    "Muon": Optimizer(optax.contrib.muon, 1e-2),
+    "NAdam": Optimizer(optax.nadam, 3e-3),
+    "Nesterov": Optimizer(partial(optax.sgd, momentum=0.9, nesterov=True), 3e-2),
+    "NovoGrad": Optimizer(optax.novograd, 3e-3),
+    "RAdam": Optimizer(optax.radam, 3e-3),
+    "RMSProp, momentum": Optimizer(partial(optax.rmsprop, momentum=0.9), 3e-4),
+    "SGD, momentum": Optimizer(partial(optax.sgd, momentum=0.9), 3e-2),
+    "Signum": Optimizer(optax.signum, 3e-4),
+    "Yogi": Optimizer(optax.yogi, 3e-3),
+}
+FEW_BITS = ("int8 states", "int4 states")
+STORED = (PLAIN, *FEW_BITS)
+
+Results = dict[str, dict[str, dict[str, Figures]]]  # by optimizer, model, way to store
+
+
+def misses(results: Results) -> Iterator[str]:
+    """What ends in 8 bits above float32 by more than one seed is from another."""
+    for optimizer, by_task in results.items():
+        for task, by_way in by_task.items():
+            one = by_way[FEW_BITS[0]]
+            if one.of_spread is not None and one.of_spread > 1 and one.difference > 0:
+                yield (
+                    f"{optimizer}, {task}: the final loss is {one.difference:.4f} "
+                    f"above {PLAIN}'s, {one.of_spread:.2f} times the spread over seeds"
+                )
+
+
+def signed_spreads(one: Figures) -> float:
+    """How far a final loss is above float32's, in spreads over seeds."""
+    return float(np.copysign(one.of_spread or 0.0, one.difference))
+
+
+def plot(results: Results, path: Path) -> None:
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    names = list(results)
+    several = np.ravel(figure.subplots(1, len(MODELS), sharey=True))
+    for axes, task in zip(several, MODELS, strict=True):
+        axes.axvspan(-1, 1, color="#999999", alpha=0.3)
+        for way, marker in zip(FEW_BITS, "o+", strict=True):
+            values = [signed_spreads(results[name][task.name][way]) for name in names]
+            axes.plot(np.clip(values, -3, 3), names, marker, label=way)
+        axes.set_xlim(-3.2, 3.2)
+        axes.set_title(task.name)
+        axes.set_xlabel(f"final loss above {PLAIN}'s, in spreads over seeds")
+        axes.grid(alpha=0.3)
+    several[0].invert_yaxis()
+    several[0].legend(fontsize="small", loc="upper left")
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.set_defaults(steps=600, seeds=8)
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS]
+    )
+    options = parser.parse_args(argv)
+    console = Console(width=max(Console().width, 120))
+    began = time.perf_counter()
+    optimizers = {
+        name: make_optimiser(options.steps, one.peak_rate, one.make)
+        for name, one in OPTIMIZERS.items()
+        if name in options.optimizers
+    }
+    trained = train_all(
+        {
+            f"{task.name}, {name}, {way}": training(task, WAYS[way], optimizer)
+            for name, optimizer in optimizers.items()
+            for task in MODELS
+            for way in STORED
+        },
+        options.steps,
+        options.seeds,
+        options.workers,
+        console,
+        options.keep,
+    )
+    results = {
+        name: {
+            task.name: _figures(
+                {way: trained[f"{task.name}, {name}, {way}"] for way in STORED}
+            )
+            for task in MODELS
+        }
+        for name in optimizers
+        if all(
+            f"{task.name}, {name}, {way}" in trained
+            for task in MODELS
+            for way in STORED
+        )
+    }
+    table = make_table(
+        f"States in few bits (steps: {options.steps}, seeds: {options.seeds})",
+        (PLAIN, "spread", *(f"{way}, in spreads" for way in FEW_BITS)),
+    )
+    for task in MODELS:
+        cells = {
+            name: [
+                f"{by_task[task.name][PLAIN].mean:.5f}",
+                f"{by_task[task.name][PLAIN].spread or 0:.5f}",
+                *(f"{signed_spreads(by_task[task.name][k]):+.2f}" for k in FEW_BITS),
+            ]
+            for name, by_task in results.items()
+        }
+        add_section(table, task.name, cells)
+    console.print(table)
+    options.out.mkdir(parents=True, exist_ok=True)
+    plot(results, options.out / "curves_optimizers.png")
+    recorded = {
+        name: {
+            task: {
+                way: vars(one)
+                | {
+                    "bytes_per_parameter": trained[
+                        f"{task}, {name}, {way}"
+                    ].bytes_per_parameter
+                }
+                for way, one in by_way.items()
+            }
+            for task, by_way in by_task.items()
+        }
+        for name, by_task in results.items()
+    }
+    file = options.out / "curves_optimizers.json"
+    write_record(file, began, options.steps, options.seeds, recorded)
+    missed = list(misses(results))
+    console.print(*(f"MISSED {miss}" for miss in missed), sep="\n")
+    return 1 if missed or len(results) < len(optimizers) else 0
+
+
+def _figures(trained: dict[str, Trained]) -> dict[str, Figures]:
+    plain = trained[PLAIN].runs
+    return {way: figures(one.runs, plain) for way, one in trained.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
