@@ -9,8 +9,8 @@ are: this is about numbers, not about speed. As NVIDIA's recipe has it, the last
 the blocks stay in bfloat16 under NVFP4; of two blocks that is none. A seed sets the
 initial weights and the order of the data, the same in every precision. Fails where a
 mean final loss differs from that in bfloat16 by more than the spread over seeds, or is
-above it by more than 1.5 % in NVFP4 with its recipe. The recipe's parts are left out one
-by one to compare with, and float8's varied. To see what costs, weights, activations or
+above it by more than 1.5 % in NVFP4 with its recipe. Each part of the recipe is also
+left out alone, and float8 is varied. To see what costs, weights, activations or
 cotangents are rounded alone, and all else is contracted in float32.
 
 Needs the extras `benchmarks` and `examples`."""

@@ -56,7 +56,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -109,16 +109,12 @@ except ImportError:  # JAX 0.6
         use_abstract_mesh as _use_abstract_mesh,
     )
 
-try:
-    from jax._src.lib import hlo as _hlo
-except ImportError:  # JAX 0.6
-    from jax._src.lib import _jax as _hlo
 # A regular expression: what it matches of the name of a source file is left out.
+from jax._src import lib as _lib
 from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
 
 # Primitives whose lowering asks on which devices a program will run.
 from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
-from jax._src.lib import _jax as _jaxlib
 
 Atom = Any  # a variable or a literal
 Literal = jex.Literal
@@ -911,14 +907,15 @@ def hlo_printer(lowered: jax.stages.Lowered) -> Callable[[], str]:
 
     What is returned may be called in another thread, also while `lowered` compiles:
     the module is read here, and it has a context of its own."""
-    module = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(file=module)
-    options = _hlo.HloPrintOptions.short_parsable()
+    module, lib = io.BytesIO(), cast(Any, _lib)
+    cast(Any, lowered.compiler_ir("stablehlo")).operation.write_bytecode(file=module)
+    # JAX 0.6 has no module for the options.
+    options = getattr(lib, "hlo", lib._jax).HloPrintOptions.short_parsable()
     options.print_metadata = True
     in_a_tuple = lowered._lowering.compile_args["tuple_args"]
 
     def print_hlo() -> str:
-        hlo = _jaxlib.mlir.mlir_module_to_xla_computation(
+        hlo = lib._jax.mlir.mlir_module_to_xla_computation(
             module.getvalue(), use_tuple_args=in_a_tuple
         )
         return hlo.as_hlo_module().to_string(options)
