@@ -332,6 +332,14 @@ JOBS = {
         ("docs/low_bit_state.md", FIGURES),
         more=("curves_low_bits.png",),
     ),
+    "curves_gan": Job(
+        "curves_low_bits",
+        "--steps 2000 --seeds 32 --tasks GAN --name curves_gan",
+        "--steps 20 --seeds 2 --tasks GAN --name curves_gan",
+        "curves_gan.json",
+        ("docs/low_bit_state.md",),
+        more=("curves_gan.png",),
+    ),
     "step_memory": Job(
         "step_memory",
         "",

@@ -11,15 +11,17 @@ initial weights and the order of the data, the same in every precision. Fails wh
 mean final loss differs from that in bfloat16 by more than the spread over seeds, or is
 above it by more than 1.5 % in NVFP4 with its recipe. Each part of the recipe is also
 left out alone, and float8 is varied. To see what costs, weights, activations or
-cotangents are rounded alone, and all else is contracted in float32.
+cotangents are rounded alone, and all else is contracted in float32. What a record in
+the folder tells of the same model stays in it, so that kinds may be trained one by one.
 
 Needs the extras `benchmarks` and `examples`."""
 
+import json
 import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,7 +64,6 @@ from .curves import (
     figures,
     init_char_gpt,
     make_optimiser,
-    smooth,
 )
 from .rewrite import make_table
 from .seeds import Training, parser_of, train_all, write_record
@@ -73,7 +74,6 @@ GPT = replace(_GPT, loss=partial(gpt, FLOAT32, scoped=True))
 KEPT = 0.15  # of the blocks, in bfloat16
 HISTORY = 16  # steps that delayed scaling remembers
 BASE = "bfloat16"
-WINDOW = 100  # steps whose mean is drawn
 
 
 def in_blocks(site: Any) -> bool:
@@ -276,36 +276,46 @@ def paired_error(one: Figures, results: dict[str, Figures]) -> float | None:
     return float(differences.std(ddof=1) / math.sqrt(len(differences)))
 
 
-def plot(runs: dict[str, list[Run]], path: Path) -> None:
-    """How far each kind is above bfloat16, seed by seed, in the mean."""
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+def plot(results: dict[str, Figures], path: Path) -> None:
+    """How far each kind ends above bfloat16, seed by seed and in the mean."""
+    figure = Figure(figsize=(8, 0.3 * len(results) + 1.5), layout="constrained")
     axes = figure.subplots()
-
-    def curves(name: str) -> np.ndarray:
-        return smooth(np.stack([run.losses for run in runs[name]]), WINDOW)
-
-    base = curves(BASE)
-    steps = np.arange(base.shape[-1]) + 1
-    spread = base.std(0)
-    axes.fill_between(steps, -spread, spread, color="#999999", alpha=0.3)
-    for i, name in enumerate(runs):
-        above = (curves(name) - base).mean(0)
-        axes.plot(steps, above, "--" if i >= 10 else "-", label=name)
-    last = 3 * max(abs((curves(name) - base).mean(0)[-1]) for name in runs) + 1e-6
-    axes.set_ylim(-last, last)
+    base = results[BASE]
+    spread, others = base.spread or 0, [name for name in results if name != BASE]
+    axes.axvspan(-spread, spread, color="#999999", alpha=0.3)
+    for name in others:
+        above = np.subtract(results[name].finals, base.finals)
+        axes.plot(above, [name] * len(above), ".", color="#4477aa")
+        axes.plot(above.mean(), name, "|", color="#222222", markersize=12)
+    axes.invert_yaxis()
     axes.set_title(GPT.name)
-    axes.set_xlabel("training step")
-    axes.set_ylabel(f"cross entropy above {BASE}'s (band: its spread over seeds)")
+    axes.set_xlabel(f"final loss above {BASE}'s (band: its spread over seeds)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", ncols=2)
     figure.savefig(path, dpi=110)
+
+
+def runs_of_record(
+    path: Path, steps: int, seeds: int, size: Size
+) -> dict[str, list[Run]]:
+    """The runs that a record of the same model tells of, by their final losses."""
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    is_same = record["model"] == asdict(size)
+    if not is_same or (record["steps"], record["seeds"]) != (steps, seeds):
+        return {}
+    return {
+        name: [
+            Run(np.full(steps, final), skipped, 1.0)
+            for final, skipped in zip(one["finals"], one["skipped"], strict=True)
+        ]
+        for name, one in record["results"].items()
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=[*KINDS], help=f"{BASE} among them"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--dim", type=at_least_one, default=DIM)
     parser.add_argument("--depth", type=at_least_one, default=DEPTH)
     parser.add_argument("--peak-rate", type=float, default=PEAK_RATE)
@@ -314,26 +324,32 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=max(Console().width, 150))
     began = time.perf_counter()
     size = Size(options.dim, options.depth, options.peak_rate)
+    file = options.out / f"{options.name}.json"
+    runs = runs_of_record(file, options.steps, options.seeds, size)
+    kinds = (
+        options.kinds if BASE in runs else {BASE: None, **dict.fromkeys(options.kinds)}
+    )
     trained = train_all(
-        {name: training(name, options.steps, size) for name in options.kinds},
+        {name: training(name, options.steps, size) for name in kinds},
         options.steps,
         options.seeds,
         options.workers,
         console,
         options.keep,
     )
-    runs = {name: one.runs for name, one in trained.items()}
-    results = {name: figures(rows, runs[BASE]) for name, rows in runs.items()}
+    runs |= {name: one.runs for name, one in trained.items()}
+    results = {name: figures(runs[name], runs[BASE]) for name in KINDS if name in runs}
     title = f"Beside {BASE} (steps: {options.steps}, seeds: {options.seeds})"
     console.print(as_table(results, title))
     options.out.mkdir(parents=True, exist_ok=True)
-    plot(runs, options.out / f"{options.name}.png")
+    plot(results, options.out / f"{options.name}.png")
     recorded = {name: vars(one) for name, one in results.items()}
-    file = options.out / f"{options.name}.json"
-    write_record(file, began, options.steps, options.seeds, recorded)
+    write_record(
+        file, began, options.steps, options.seeds, recorded, model=asdict(size)
+    )
     missed = list(misses(results))
     console.print(*(f"MISSED {miss}" for miss in missed), sep="\n")
-    return 1 if missed or len(trained) < len(options.kinds) else 0
+    return 1 if missed or len(trained) < len(kinds) else 0
 
 
 if __name__ == "__main__":

@@ -194,7 +194,12 @@ def parser_of(documentation: str | None) -> argparse.ArgumentParser:
 
 
 def write_record(
-    path: Path, began: float, steps: int, seeds: int, results: Mapping[str, Any]
+    path: Path,
+    began: float,
+    steps: int,
+    seeds: int,
+    results: Mapping[str, Any],
+    **more: Any,
 ) -> None:
     """Writes results, with what they were measured by.
 
@@ -203,13 +208,15 @@ def write_record(
         began: when, by `time.perf_counter()`.
         steps: of each run.
         seeds: of each training.
-        results: what is to be kept."""
+        results: what is to be kept.
+        more: what else the record says."""
     record = {
         "versions": versions(),
         "machine": machine(),
         "seconds": round(time.perf_counter() - began),
         "steps": steps,
         "seeds": seeds,
+        **more,
         "results": results,
     }
     path.write_text(json.dumps(record, indent=2) + "\n")

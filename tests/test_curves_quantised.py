@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks import curves, curves_quantised
+from benchmarks.seeds import write_record
+from jaxamp_like import PolicyMap, get_policy
 
 
 def run(final):
@@ -33,16 +35,39 @@ def test_nvfp4_may_end_a_share_above():
 
 
 @pytest.mark.nightly
-def test_the_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "DEPTH", 1)
-    kinds = ["bfloat16", "float8, current", "float8, delayed", "MXFP8", "NVFP4"]
+def test_the_command(tmp_path):
+    def record_of(kinds):
+        arguments = "--steps 5 --seeds 2 --depth 1".split()
+        call = [*arguments, "--out", str(tmp_path), "--kinds", *kinds]
+        assert curves_quantised.main(call) in (0, 1)
+        return json.loads((tmp_path / "curves_quantised.json").read_text())
+
+    kinds = ["float8, current", "float8, delayed", "MXFP8", "NVFP4"]
     kinds += ["NVFP4, then bfloat16", "NVFP4, weights alone"]
-    arguments = ["--steps", "5", "--seeds", "2", "--out", str(tmp_path)]
-    assert curves_quantised.main([*arguments, "--kinds", *kinds]) in (0, 1)
+    record = record_of(kinds)
     assert (tmp_path / "curves_quantised.png").read_bytes().startswith(b"\x89PNG")
-    record = json.loads((tmp_path / "curves_quantised.json").read_text())
     assert record["versions"]["jax"] == jax.__version__
     means = [one["mean"] for one in record["results"].values()]
     # Close, as weights and batches are the same; not equal, or nothing was float8.
-    assert len(set(means)) == len(kinds)
+    assert len(set(means)) == 1 + len(kinds)
     np.testing.assert_allclose(means, means[0], rtol=1e-2)
+    # Another kind joins those of the record.
+    longer = record_of(["MXFP8, weights alone"])["results"]
+    for name, one in record["results"].items():
+        np.testing.assert_allclose(longer[name]["finals"], one["finals"], rtol=1e-6)
+    assert len(longer) == 2 + len(kinds)
+
+
+def test_what_is_of_another_model_does_not_join(tmp_path):
+    path, size = tmp_path / "record.json", curves_quantised.Size()
+    write_record(path, 0.0, 5, 3, {}, model={"dim": 8, "depth": 1, "peak_rate": 0.1})
+    assert curves_quantised.runs_of_record(path, 5, 3, size) == {}
+
+
+def test_nvfp4_keeps_the_last_blocks_of_deep_models():
+    kind = curves_quantised.KINDS["NVFP4"]
+    policy = kind.policy_for(8)
+    assert isinstance(policy, PolicyMap)
+    assert policy["block_7"] == get_policy("mixed_bfloat16")
+    assert policy["block_6"] == policy["block_0"] == kind.policy
+    assert kind.policy_for(2) == kind.policy
