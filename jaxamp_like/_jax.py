@@ -39,6 +39,8 @@ the documented API, and why:
 - `backends_are_initialized`: whether a program has computed anything, which must not
   start a device only to ask;
 - `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables;
+- the flag `jax_compilation_cache_include_metadata_in_key` as a context: otherwise JAX's
+  cache of compiled programs gives one with the names of another function's equations;
 - `mlir_module_to_xla_computation` and `HloPrintOptions` of jaxlib, of which
   `Lowered.as_text` is made: it reads MLIR's module, which has to be read before XLA
   compiles that in another thread.
@@ -111,7 +113,10 @@ except ImportError:  # JAX 0.6
 
 # A regular expression: what it matches of the name of a source file is left out.
 from jax._src import lib as _lib
-from jax._src.config import hlo_source_file_canonicalization_regex as _left_out
+from jax._src.config import (
+    compilation_cache_include_metadata_in_key as _names_in_cache,
+    hlo_source_file_canonicalization_regex as _left_out,
+)
 
 # Primitives whose lowering asks on which devices a program will run.
 from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
@@ -900,6 +905,11 @@ def without_folders(line: str) -> str:
 def lowering_without_folders() -> Any:
     """A context in which programs are lowered so that they name files likewise."""
     return _left_out(_FOLDERS)
+
+
+def compiling_by_names() -> Any:
+    """A context in which what JAX's cache gives has the names of what is compiled."""
+    return _names_in_cache(True)
 
 
 def hlo_printer(lowered: jax.stages.Lowered) -> Callable[[], str]:

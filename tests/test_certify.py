@@ -441,7 +441,7 @@ EDITS = {
             ),
             "  ROOT %last": "  %r = f32[32] convert(%rb)\n  ROOT %last",
         },
-        {("psum", REDUCED_LOW), ("psum", ADDED)},
+        {("reduce_sum", REDUCED_LOW), ("psum", REDUCED_LOW), ("psum", ADDED)},
     ),
     "contraction run twice": (
         {"  %t = ": (f"  %d2 = bf16[32,64] dot(%xb, %g), {DIMS}, {ENC}\n  %t = ")},
@@ -2185,3 +2185,140 @@ def test_names_of_operations_are_read(op_name, expected):
     one = named(op_name)
     scope = "/".join([*one.outer, *one.inner])
     assert (scope, one.phase, one.primitive, one.step) == expected
+
+
+# ------------------------------------------------------------ what attacks have found
+
+
+def chained(w, x):
+    return jnp.mean(jnp.tanh((x @ w) @ w) ** 2)
+
+
+def read_in_two_dtypes(w, x):
+    y = lax.dot(x.astype("bfloat16"), w.astype("bfloat16"), preferred_element_type="f4")
+    return jnp.mean(jnp.tanh(y @ w) ** 2)
+
+
+@needs("libtpu")
+@pytest.mark.parametrize("fn", (chained, read_in_two_dtypes))
+def test_a_result_that_only_matrix_units_read_may_be_rounded_as_they_do(fn):
+    certificate = certify(jax.grad(fn, (0, 1)), WS[0], X, device="v5e")
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
+
+
+@needs("libtpu")
+@pytest.mark.parametrize("argnums", ((0,), (1,), (0, 1)))
+def test_gradients_of_ragged_products_are_tied_on_tpus(argnums):
+    def loss(x, w, sizes):
+        return jnp.sum(jnp.tanh(lax.ragged_dot(x, w, sizes)))
+
+    x, w = jax.ShapeDtypeStruct((64, 128), jnp.float32), jnp.ones((4, 128, 64))
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    certificate = certify(jax.grad(low(loss), argnums), x, w, sizes, device="v5e")
+    found = contractions(certificate)
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
+    assert len(found) == 1 + len(argnums) and all(one.opcodes for one in found)
+
+
+def test_what_is_split_is_tied_by_its_scope_before_its_size():
+    def loss(w, v, x):
+        with jax.named_scope("low"):
+            x = lax.dot(
+                x.astype("bfloat16"), w.astype("bfloat16"), preferred_element_type="f4"
+            )
+        with jax.named_scope("high"):
+            return jnp.mean(jnp.tanh(x @ v) ** 2)
+
+    these = jax.devices()[:2]
+    # Split, the first product is as large as the second one is whole.
+    w, v = split_over(these, (64, 64), "d"), split_over(these, (64, 32), "d")
+    x = split_over(these, (32, 64))
+    certificate = certify(jax.grad(loss, (0, 1, 2)), w, v, x)
+    assert certificate.is_as_decided, certificate
+    assert [one.scope for one in contractions(certificate)].count("high") == 3
+
+
+def test_positions_that_xla_computes_are_no_contractions():
+    q = split_over(jax.devices()[:4], (1, 32, 4, 16), None, "d")
+    loss = lambda q: jnp.sum(jax.nn.dot_product_attention(q, q, q))  # noqa: E731
+    certificate = certify(jax.grad(loss), q)
+    assert certificate.is_as_decided, certificate
+    assert len(contractions(certificate)) == 5
+    assert all(one.opcodes for one in contractions(certificate))
+
+
+def test_a_ring_may_send_what_a_cpu_did_not_round():
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("d",))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+
+    def body(w, x):
+        step = lambda c, _: (lax.ppermute(jnp.tanh(c @ w), "d", ring), None)  # noqa: E731
+        return lax.scan(step, x, None, length=4)[0]
+
+    specs = dict(in_specs=(P(), P("d")), out_specs=P("d"))
+    ring_of = jax.shard_map(body, mesh=mesh, **specs)
+    loss = lambda w, x: jnp.sum(ring_of(w, x))  # noqa: E731
+    w = split_over(mesh.devices, (32, 32))
+    x = split_over(mesh.devices, (16, 32), "d")
+    certificate = certify(jax.grad(low(loss)), w, x)
+    assert certificate.is_as_decided, certificate
+
+
+def test_a_sum_whose_result_is_rounded_is_told():
+    def text(rounds, compiles):
+        def step(x):
+            s = jnp.sum(jnp.exp(x), -1, keepdims=True)
+            s = lax.reduce_precision(s, 8, 7) if rounds else s
+            return x / s
+
+        lowered = jax.jit(step).lower(X)
+        if compiles:
+            return lowered.compile().as_text()
+        return lowered.as_text("hlo", debug_info=True)
+
+    def drifts(decided, compiled):
+        certificate = compared(
+            text(decided, False), text(compiled, True), name="", device=jax.devices()[0]
+        )
+        return {drift for one in certificate.drifts for drift in one.drifts}
+
+    assert drifts(False, True) == {REDUCED_LOW}
+    assert not drifts(False, False) and not drifts(True, True)
+
+
+def test_sizes_that_are_not_known_yet_are_told():
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), 64), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x, w: jnp.tanh(x @ w)))(rows, WS[0])
+    with pytest.raises(ValueError, match=r"symbolic sizes.*the function that was exp"):
+        certify(lambda x, w: exported.call(x, w), X, WS[0])
+
+
+@pytest.mark.rest
+def test_a_cache_of_compiled_programs_does_not_exchange_names(tmp_path):
+    program = """
+import sys
+import jax
+import jax.numpy as jnp
+from jaxamp_like import certify
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+def loss(first):
+    def fn(ws, x):
+        for i, w in enumerate(ws):
+            dtype = "bfloat16" if i else "float32"
+            with jax.named_scope(f"layer_{i + first}"):
+                x = jnp.tanh((x.astype(dtype) @ w.astype(dtype)).astype("float32"))
+        return jnp.mean(x**2)
+    return jax.grad(fn)
+
+for first in (0, 1):  # the same program but for its names
+    print(certify(loss(first), [jnp.ones((32, 32))] * 3, jnp.ones((16, 32))).drifts)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["()", "()"]

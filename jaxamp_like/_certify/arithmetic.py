@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from .._hlo.graph import Node
 from .._hlo.numbers import Numbers, of_dtype
+from .._hlo.text import contraction_flops
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -73,3 +74,10 @@ def arithmetic(node: Node, platform: Platform) -> Arithmetic:
     known = (name for name in names if name in _PRECISIONS)
     precision = max(known, key=_PRECISIONS.index, default="default")
     return OF_UNITS[platform].get(precision, Arithmetic())
+
+
+def rounding_of_unit(reader: Node, platform: Platform) -> Numbers | None:
+    """What a matrix unit rounds the operands of a contraction to, if it does."""
+    if not contraction_flops(reader.one, reader.body.computation):
+        return None
+    return arithmetic(reader, platform).limit

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
-from .._jax import hlo_printer, traced_afresh
+from .._jax import compiling_by_names, hlo_printer, traced_afresh
 from .._policies.dictionary import REWRITTEN
 from .._reports.call import flat_call
 from .._reports.data.records import Phase
@@ -242,7 +243,8 @@ def _both_programs(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compile
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(printed)
         try:
-            compiled = lowered.compile()
+            with compiling_by_names():
+                compiled = lowered.compile()
         finally:
             has_compiled.set()
         return text.result(), compiled
@@ -258,9 +260,19 @@ def _name_of(step: Any) -> str:
     return name if isinstance(name, str) else type(step).__name__
 
 
+_UNKNOWN_SIZE = re.compile(r"\b[a-z]\w*\[(?:\d+,)*\?")  # such as f32[?,32]
+
+
 def _parsed(text: str | None) -> Module:
     if not text:
         raise ValueError("XLA does not give the text of the compiled program.")
+    if _UNKNOWN_SIZE.search(text):
+        raise ValueError(
+            "The program has arrays whose sizes are not known before XLA compiles it, "
+            "such as those of an exported function with symbolic sizes "
+            "(`jax.export.symbolic_shape`). Export it for the sizes that it is called "
+            "with, or certify the function that was exported."
+        )
     return parse(text)
 
 

@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from .._hlo.graph import CalledComputation, Node, Value
+from .._hlo.graph import CalledComputation, Node
 from .._hlo.numbers import (
     NONE,
     Numbers,
     bits_needed,
-    numbers_read,
     of_dtype,
     union,
 )
@@ -62,9 +61,7 @@ def found(one: Operation, runs: Sequence[Operation]) -> Iterator[str]:
         yield from _of_reading(one, run)
         # A collective that only moves data does not round; its readers do.
         computes = one.kind != "collective" or run.opcode in SUMS
-        is_low = run.makes.name and not one.makes.are_in(run.makes)
-        is_low = is_low and not _is_rounded_after(one, run)
-        if computes and (is_low or adds_low(one, run)):
+        if computes and (_makes_low(one, run) or adds_low(one, run)):
             yield REDUCED_LOW
         if one.kind == "contraction" and _is_emulated(one, run):
             yield EMULATED
@@ -120,13 +117,12 @@ def _size(sets: Sequence[Numbers]) -> int:
     return sum(each.exponent + each.mantissa for each in sets)
 
 
-def _is_rounded_after(one: Operation, run: Operation) -> bool:
-    """Whether a sum for a TPU rounds its own result, and only as its readers would."""
-    return (
-        (one.kind, run.platform) == ("reduction", "tpu")
-        and one.makes.are_in(run.adds_in)
-        and numbers_read(Value(one.node)).are_in(run.makes)
-    )
+def _makes_low(one: Operation, run: Operation) -> bool:
+    """Whether the result of a run has fewer bits than was decided and is needed."""
+    if one.kind == "reduction" and run.platform != "tpu":
+        if not one.makes.are_in(run.makes):  # only TPUs round where they add up
+            return True
+    return bool(run.makes.name) and not one.needed.are_in(run.left)
 
 
 def adds_low(one: Operation, run: Operation) -> bool:
@@ -149,7 +145,10 @@ def _of_operands(one: Operation, run: Operation) -> Iterator[str]:
             yield UNREAD
         else:
             # A sum of what was not rounded is nearer to the sum of the exact numbers.
-            yield EXCESS if one.kind == "reduction" else DROPPED
+            # CPUs have no collectives of 16 bits.
+            is_emulated = one.kind == "collective" and run.platform == "cpu"
+            is_nearer = one.kind == "reduction" or is_emulated
+            yield EXCESS if is_nearer else DROPPED
     # What only moves data may be rounded before as well as after.
     is_move = one.kind == "collective" and run.opcode not in SUMS
     if is_move and all(map(one.makes.are_in, run.reads)):

@@ -1,7 +1,7 @@
 """The operations of an HLO program whose precision matters."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal
@@ -28,7 +28,7 @@ from .._hlo.numbers import (
 )
 from .._hlo.text import Shape, contraction_flops, is_block_scaled, tiled_flops
 from .._primitives import CONTRACTIONS
-from .arithmetic import Platform, arithmetic
+from .arithmetic import Platform, arithmetic, rounding_of_unit
 from .places import source_of
 
 Kind = Literal["contraction", "reduction", "collective", "quantisation", "kernel"]
@@ -139,6 +139,26 @@ class Operation:
         """How many numbers one run makes."""
         return self.node.one.shape.elements
 
+    @cached_property
+    def left(self) -> Numbers:
+        """`makes`, of a sum too after its readers have rounded it."""
+        return self._left(None)
+
+    @cached_property
+    def needed(self) -> Numbers:
+        """`left`, after readers that are matrix units have rounded it as well."""
+        return self._left(lambda reader: rounding_of_unit(reader, self.platform))
+
+    def _left(self, limit: Callable[[Node], Numbers | None] | None) -> Numbers:
+        is_contraction = self.kind == "contraction"
+        # A scatter may start from what its result was to be added to.
+        is_sum = self.kind == "reduction" and self.opcode != "scatter"
+        if not is_contraction and not is_sum:
+            return self.makes
+        results = (is_contraction and self.sums) or [self.node]
+        left = union(numbers_read(main_result(one), limit) for one in results)
+        return rounded(self.makes, left)
+
     @property
     def returns(self) -> Numbers:
         """The numbers of its result's dtype, whatever its readers make of them."""
@@ -167,8 +187,8 @@ class Operation:
 
     @cached_property
     def signature(self) -> tuple[tuple[str, ...], str]:
-        """The names of the numbers that it reads and makes."""
-        return tuple(one.name for one in self.reads), self.makes.name
+        """The names of the numbers that it reads, and that are needed of its result."""
+        return tuple(one.name for one in self.reads), self.needed.name
 
 
 def _adds_in(node: Node) -> Numbers:
@@ -216,7 +236,7 @@ def _of_node(
         else:  # a product with a vector, say
             flops = 2 * product.one.shape.elements
             yield _contraction(product, flops, platform, [node])
-    elif opcode == "multiply" and _is_of_contraction(node):
+    elif opcode == "multiply" and _is_of_contraction(node) and _is_of_numbers(node):
         yield _contraction(node, 2 * one.shape.elements, platform)
     elif opcode == "convert" and _is_quantisation(node):
         yield _quantisation(node, platform)
@@ -231,6 +251,14 @@ def _is_sum(node: Node) -> bool:
 
 def _is_of_contraction(node: Node) -> bool:
     return node.op_name.rpartition("/")[2] in CONTRACTIONS
+
+
+def _is_of_numbers(node: Node) -> bool:
+    """Whether it multiplies what the program is about.
+
+    XLA's partitioner computes positions, which it names after the equation as well."""
+    shape = node.one.shape
+    return _has_floats(shape) or shape.elements > 1
 
 
 def equation_of(node: Node) -> str:
@@ -402,7 +430,7 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
     # XLA for TPUs has kernels for some contractions.
     yield Operation(
         platform,
-        kind="contraction" if equation_of(node) else "kernel",
+        kind="contraction" if equation_of(node) or _is_ragged(node) else "kernel",
         opcode=target,
         node=node,
         holds=reads,
@@ -410,6 +438,11 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
         stored=tuple(operand.one.shape.dtype for operand in floats),
         makes=of_dtype(made[0].dtype),
     )
+
+
+def _is_ragged(node: Node) -> bool:
+    """Whether it is a ragged product whose equation XLA for TPUs does not name."""
+    return node.op_name.startswith("ragged-dot-")
 
 
 def _is_quantisation(node: Node) -> bool:

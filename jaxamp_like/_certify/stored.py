@@ -27,7 +27,7 @@ from .._hlo.numbers import (
     union,
 )
 from .._hlo.text import contraction_flops
-from .arithmetic import Platform, arithmetic
+from .arithmetic import Platform, rounding_of_unit
 from .arrays import LARGE, MOVES, Array, arrays
 from .drifts import EMULATED, KEPT_WIDE, REDUCED_LOW, UNDECIDED, WRITTEN_WIDE
 from .places import source_of
@@ -269,10 +269,7 @@ class _Comparing:
         return numbers_read(Value(node), limit=self._limit)
 
     def _limit(self, reader: Node) -> Numbers | None:
-        """What a matrix unit rounds its operands to."""
-        if not _is_contraction(reader):
-            return None
-        return arithmetic(reader, self.platform).limit
+        return rounding_of_unit(reader, self.platform)
 
     def _needed(self, readers: Iterable[tuple[Node, int]]) -> Numbers:
         return union(self._needed_by(*each) for each in readers)

@@ -165,7 +165,7 @@ class _Found:
         return False
 
     def by_elimination(self, compiled: list[Operation]) -> list[Operation]:
-        """Ties contractions without a name of JAX's, in order, if as many are left.
+        """Ties contractions without a name of JAX's if as many are left.
 
         Returns:
             The others."""
@@ -179,9 +179,13 @@ class _Found:
                 )
             )
             if len(nameless) == len(alike):
-                for decided, one in zip(alike, nameless, strict=True):
-                    self._tie(decided, one)
-                    tied.add(one)
+                # The surest first, as the order may be another.
+                for is_alike in (_makes_as_many, _has_numbers_of, _is_any):
+                    for one in [c for c in nameless if c not in tied]:
+                        left = (c for c in alike if c in self.left and is_alike(c, one))
+                        if closest := next(left, None):
+                            self._tie(closest, one)
+                            tied.add(one)
         return [one for one in compiled if one not in tied]
 
     def again(self, compiled: list[Operation]) -> list[Operation]:
@@ -272,8 +276,23 @@ def _is_near(decided: Operation, one: Operation) -> bool:
 
 def _closest(candidates: list[Operation], one: Operation) -> Operation:
     """The candidate that reads and makes the same numbers, or else the first."""
-    alike = [c for c in candidates if c.signature == one.signature]
-    return (alike or candidates)[0]
+    alike = (c for c in candidates if _has_numbers_of(c, one))
+    return next(alike, candidates[0])
+
+
+def _has_numbers_of(one: Operation, other: Operation) -> bool:
+    """Whether two operations read and make the same numbers."""
+    return one.signature == other.signature
+
+
+def _makes_as_many(one: Operation, other: Operation) -> bool:
+    """Whether two operations read and make the same numbers, and as many."""
+    return _has_numbers_of(one, other) and one.results == other.results
+
+
+def _is_any(one: Operation, other: Operation) -> bool:
+    del one, other
+    return True
 
 
 Key = Callable[[Operation], Hashable]
@@ -302,12 +321,17 @@ def _opcode_of_sum(one: Operation) -> str:
     return one.opcode if one.kind == "reduction" else ""
 
 
+def _by_all(one: Operation) -> Hashable:
+    if not one.op_name:
+        return None
+    size = one.tiled_flops, one.elements, one.times
+    return (one.kind, one.op_name, one.source, *size)
+
+
 _SURE: tuple[Key, ...] = (
-    lambda one: (
-        (one.kind, one.op_name, one.source, one.tiled_flops, one.elements, one.times)
-        if one.op_name
-        else None
-    ),
+    # Both gradients of an equation differ in what they make alone.
+    lambda one: (_by_all(one), one.results) if one.op_name and one.flops else None,
+    _by_all,
     lambda one: (one.kind, one.op_name, one.work) if one.op_name else None,
 )
 _LIKELY: tuple[Key, ...] = (
@@ -316,11 +340,16 @@ _LIKELY: tuple[Key, ...] = (
         (one.kind, _opcode_of_sum(one), _parent(one), one.work) if one.op_name else None
     ),
     lambda one: (one.kind, one.source, one.work) if one.flops else None,
+    # Partitioned, a contraction has fewer FLOPs; transposed, it has another name.
+    lambda one: (
+        (one.kind, _parent(one), one.source, _is_conv(one))
+        if one.flops and _parent(one)
+        else None
+    ),
     lambda one: (
         (one.kind, one.work, one.node.one.shape.elements) if one.flops else None
     ),
     lambda one: (one.kind, one.work) if one.flops else None,
-    # Partitioned, a contraction has fewer FLOPs; transposed, it has another name.
     lambda one: (one.kind, _parent(one), _is_conv(one)) if one.flops else None,
     lambda one: (one.kind, one.source, _is_conv(one)) if one.flops else None,
     lambda one: (one.opcode, one.elements) if one.kind == "collective" else None,
