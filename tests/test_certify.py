@@ -2295,6 +2295,28 @@ def test_sizes_that_are_not_known_yet_are_told():
         certify(lambda x, w: exported.call(x, w), X, WS[0])
 
 
+def test_symbolic_shapes_of_arguments_are_told():
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), 64), jnp.float32)
+    with pytest.raises(ValueError, match=r"symbolic shape \(n, 64\).*of the sizes"):
+        certify(lambda x: x @ x.T, rows)
+
+
+def prints(x):
+    jax.debug.print("{}", x[0, 0])
+    return x @ x
+
+
+def calls_back(x):
+    return jax.pure_callback(lambda a: a, X, x) @ x
+
+
+@OF_GPUS
+@pytest.mark.parametrize("step", (prints, calls_back))
+def test_callbacks_can_not_be_lowered_for_a_gpu_that_is_not_there(step):
+    with pytest.raises(ValueError, match=r"calls Python back.*Leave these calls out"):
+        certify(step, X, device="h200")
+
+
 @pytest.mark.rest
 def test_a_cache_of_compiled_programs_does_not_exchange_names(tmp_path):
     program = """

@@ -225,8 +225,24 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
         "`certify(step, *arguments)`, with arrays or their shapes "
         "(`jax.ShapeDtypeStruct`).",
     )
+    for leaf in jax.tree.leaves(args):
+        if any(map(jax.export.is_symbolic_dim, getattr(leaf, "shape", ()))):
+            raise ValueError(
+                f"An argument has the symbolic shape {leaf.shape}, and XLA compiles "
+                "for numbers: give arguments of the sizes that `step` is to run with."
+            )
     with can_be_called, recording(recorder), traced_afresh():
-        return jitted.lower(*args)
+        try:
+            return jitted.lower(*args)
+        except RuntimeError as error:
+            if device is None or "Unknown backend" not in str(error):
+                raise
+            raise ValueError(
+                "`step` calls Python back, as `jax.debug.print` and "
+                "`jax.pure_callback` do, and JAX can't write that down for a "
+                f"{device.platform} that is not there. Leave these calls out for a "
+                "certificate."
+            ) from error
 
 
 def _both_programs(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
