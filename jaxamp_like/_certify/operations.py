@@ -139,23 +139,26 @@ class Operation:
         """How many numbers one run makes."""
         return self.node.one.shape.elements
 
-    @cached_property
+    @property
     def left(self) -> Numbers:
         """`makes`, of a sum too after its readers have rounded it."""
-        return self._left(None)
+        return self._after() if self._is_sum else self.makes
 
     @cached_property
     def needed(self) -> Numbers:
         """`left`, after readers that are matrix units have rounded it as well."""
-        return self._left(lambda reader: rounding_of_unit(reader, self.platform))
-
-    def _left(self, limit: Callable[[Node], Numbers | None] | None) -> Numbers:
-        is_contraction = self.kind == "contraction"
-        # A scatter may start from what its result was to be added to.
-        is_sum = self.kind == "reduction" and self.opcode != "scatter"
-        if not is_contraction and not is_sum:
+        if not self._is_sum and self.kind != "contraction":
             return self.makes
-        results = (is_contraction and self.sums) or [self.node]
+        return self._after(lambda reader: rounding_of_unit(reader, self.platform))
+
+    @property
+    def _is_sum(self) -> bool:
+        """Whether it only adds up; a scatter may start from what was to be added."""
+        return self.kind == "reduction" and self.opcode != "scatter"
+
+    def _after(self, limit: Callable[[Node], Numbers | None] | None = None) -> Numbers:
+        """What its readers leave of `makes`; `limit` is as that of `numbers_read`."""
+        results = [self.node] if self._is_sum else self.sums or [self.node]
         left = union(numbers_read(main_result(one), limit) for one in results)
         return rounded(self.makes, left)
 
