@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from benchmarks import xla_flags
 from jaxamp_like import AmpError, amp, certify, default_amp_policy
 from jaxamp_like._certify.certify import compared
 from jaxamp_like._certify.drifts import (
@@ -2286,6 +2287,74 @@ def test_a_sum_whose_result_is_rounded_is_told():
 
     assert drifts(False, True) == {REDUCED_LOW}
     assert not drifts(False, False) and not drifts(True, True)
+
+
+@pytest.mark.parametrize(
+    "total",
+    (
+        lambda x: jax.ops.segment_sum(jnp.exp(x), jnp.arange(64) % 8, 8),
+        lambda x: jax.grad(lambda e: jnp.sum(jnp.sin(e[jnp.arange(8)])))(x),
+    ),
+    ids=("segment_sum", "gradient of an embedding"),
+)
+def test_a_scatter_whose_result_is_rounded_is_told(total):
+    # Older emitters, which tests use, write a loop in its place.
+    older = "--xla_cpu_use_fusion_emitters=false" in xla_flags.QUICK
+    options = {"xla_cpu_use_fusion_emitters": True} if older else {}
+
+    def step(rounds):
+        def fn(x):
+            s = total(x)
+            return jnp.tanh(lax.reduce_precision(s, 8, 7) if rounds else s)
+
+        return jax.jit(fn).lower(X)
+
+    def drifts(decided, compiled):
+        before = step(decided).as_text("hlo", debug_info=True)
+        after = step(compiled).compile(options).as_text()
+        certificate = compared(before, after, name="", device=jax.devices()[0])
+        return {drift for one in certificate.drifts for drift in one.drifts}
+
+    assert drifts(False, True) == {REDUCED_LOW}
+    assert not drifts(False, False) and not drifts(True, True)
+
+
+def summed_twice(w, x):
+    return jnp.mean(jnp.sum(jnp.abs(x.reshape(4, 16, 64) @ w), -1))
+
+
+def balanced(w, x):
+    """The load of experts, as losses of their routers have it."""
+    chances = jax.nn.softmax(x @ w)
+    chosen = jax.nn.one_hot(lax.top_k(chances, 2)[1], 64)
+    return jnp.sum(chances.mean(0) * chosen.sum(1).mean(0))
+
+
+@pytest.mark.parametrize("fn", (summed_twice, balanced))
+def test_a_sum_of_sums_may_become_one(fn):
+    certificate = certify(low(fn), WS[0], X)
+    assert certificate.is_as_decided, certificate
+
+
+@OF_GPUS
+@pytest.mark.parametrize("groups", (4, 2, 1))
+def test_contractions_that_became_one_read_the_same_array(groups):
+    """Attention whose keys and values have fewer heads than queries."""
+
+    def attention(p, x):
+        batch, length, dim = x.shape
+        q = (x @ p["q"]).reshape(batch, length, groups, 4 // groups, dim // 4)
+        k, v = ((x @ p[n]).reshape(batch, length, groups, dim // 4) for n in "kv")
+        scores = jax.nn.softmax(jnp.einsum("btghd,bsgd->bghts", q, k) / dim**0.5)
+        mixed = jnp.einsum("bghts,bsgd->btghd", scores, v)
+        return jnp.mean((mixed.reshape(x.shape) @ p["o"]) ** 2)
+
+    shapes = dict(q=(64, 64), k=(64, 16 * groups), v=(64, 16 * groups), o=(64, 64))
+    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+    certificate = certify(jax.grad(low(attention)), params, x, device="h200")
+    assert certificate.is_as_decided, certificate
+    assert certificate.share_tied == 1
 
 
 def test_sizes_that_are_not_known_yet_are_told():

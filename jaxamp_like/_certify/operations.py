@@ -153,8 +153,12 @@ class Operation:
 
     @property
     def _is_sum(self) -> bool:
-        """Whether it only adds up; a scatter may start from what was to be added."""
-        return self.kind == "reduction" and self.opcode != "scatter"
+        """Whether it only adds up.
+
+        A scatter may start from what its result was to be added to."""
+        if self.opcode == "scatter":
+            return self.kind == "reduction" and _is_constant(self.node.operand(0))
+        return self.kind == "reduction"
 
     def _after(self, limit: Callable[[Node], Numbers | None] | None = None) -> Numbers:
         """What its readers leave of `makes`; `limit` is as that of `numbers_read`."""
@@ -178,6 +182,18 @@ class Operation:
         if self.kind == "contraction":
             held.append(union([of_dtype("f32"), self.returns]))
         return reduce(rounded, held) if held else NONE
+
+    @cached_property
+    def sources(self) -> frozenset[Node]:
+        """What its operands are moved and cast copies of."""
+        return frozenset(_source(Value(operand)) for operand in self.operands)
+
+    @cached_property
+    def summed(self) -> Node | None:
+        """The sum whose results a sum adds up, if it does."""
+        if not self._is_sum:
+            return None
+        return _before_sum(Value(self.operands[0]), _REDUCTIONS)
 
     @property
     def op_name(self) -> str:
@@ -312,6 +328,28 @@ def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
             return None
         (value,) = before
     return value.node
+
+
+_COPIES = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+
+
+def _source(value: Value) -> Node:
+    """What a value is a moved or cast copy of."""
+    while True:
+        before = handed_on(value)
+        if before is None and value.node.one.opcode in _COPIES:
+            before = [Value(value.node.operand(0))]
+        if before is None or len(before) != 1:
+            return value.node
+        (value,) = before
+
+
+def _is_constant(node: Node) -> bool:
+    """Whether an array is a copy of one number."""
+    source = _source(Value(node))
+    while source.one.opcode == "broadcast":
+        source = _source(Value(source.operand(0)))
+    return source.one.opcode == "constant"
 
 
 def _contraction(

@@ -7,7 +7,8 @@ strictest key first. Contractions that share an operand may become a larger one,
 is told by its FLOPs."""
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, combinations
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ def _tied(
         repetitions = found.by_key(key, repetitions)
     unknown = found.by_first_run(repetitions, run_again)
     others = found.again([*after, *unknown])
+    found.sums_of_sums()
     again = frozenset(repetitions).difference(unknown)
     return Tied(list(found.pairs.items()), list(found.left), others, again)
 
@@ -119,13 +121,12 @@ class _Found:
 
         Returns:
             The others."""
-        wanted = sum(one.kind == "contraction" for one in self.left)
-        there = sum(one.kind == "contraction" for one in compiled)
-        if there >= wanted:
-            return [one for one in compiled if not self.concatenated(one)]
-        return [
-            one for one in compiled if not (self.merged(one) or self.concatenated(one))
-        ]
+        others = [one for one in compiled if not self.concatenated(one)]
+        for reads_one in (True, False):  # an array in common, or unknown ones
+            wanted = sum(one.kind == "contraction" for one in self.left)
+            if sum(one.kind == "contraction" for one in others) < wanted:
+                others = [one for one in others if not self.merged(one, reads_one)]
+        return others
 
     def concatenated(self, one: Operation) -> bool:
         """Ties a collective to those whose arrays it sends side by side.
@@ -143,26 +144,59 @@ class _Found:
                     return True
         return False
 
-    def merged(self, one: Operation) -> bool:
+    def merged(self, one: Operation, reads_one: bool) -> bool:
         """Ties a contraction to those whose FLOPs add up to its own.
 
         At most four are tried together. One of them shares its name, scopes or line,
         and the others stand near that one. Block-scaled contractions stay apart: XLA
-        calls a library for each."""
+        calls a library for each.
+
+        Args:
+            one: compiled.
+            reads_one: whether they have to be of one pass and read the same array."""
         if one.is_block_scaled:
             return False
         candidates = (c for c in self.left if c.flops and not c.is_block_scaled)
         alike = [c for c in candidates if c.times == one.times]
-        near = next((i for i, c in enumerate(alike) if _is_near(c, one)), None)
-        if near is None or any(c.flops == one.flops for c in alike if _is_near(c, one)):
+        nears = [i for i, c in enumerate(alike) if _is_near(c, one)]
+        if any(alike[i].flops == one.flops for i in nears):
             return False
-        around = alike[max(near - _AROUND, 0) : near + _AROUND + 1]
-        for subset in chain.from_iterable(combinations(around, n) for n in (2, 3, 4)):
-            if alike[near] in subset and sum(c.flops for c in subset) == one.flops:
-                for each in subset:
-                    self._tie(each, one)
-                return True
+        for near in nears if reads_one else nears[:1]:
+            around = alike[max(near - _AROUND, 0) : near + _AROUND + 1]
+            for subset in chain.from_iterable(
+                combinations(around, n) for n in (2, 3, 4)
+            ):
+                if (
+                    alike[near] in subset
+                    and sum(c.flops for c in subset) == one.flops
+                    and (not reads_one or _read_one_array(subset))
+                ):
+                    for each in subset:
+                        self._tie(each, one)
+                    return True
         return False
+
+    def sums_of_sums(self) -> None:
+        """Ties a sum that only another sum reads to what became of both.
+
+        XLA adds up the operands of the first one over the axes of both."""
+        inner = {one.node: one for one in self.left if one.kind == "reduction"}
+        pairs = {}
+        for one, runs in self.pairs.items():
+            outer = one
+            while outer.summed in inner:
+                first = inner.pop(outer.summed)
+                del self.left[first]
+                pairs[first] = runs
+                outer = replace(
+                    outer,
+                    holds=first.holds,
+                    reads=first.reads,
+                    stored=first.stored,
+                    operands=first.operands,
+                )
+            pairs[outer] = runs
+        self.pairs = pairs
 
     def by_elimination(self, compiled: list[Operation]) -> list[Operation]:
         """Ties contractions without a name of JAX's if as many are left.
@@ -272,6 +306,17 @@ def _is_near(decided: Operation, one: Operation) -> bool:
         or _parent(decided) == _parent(one) != ""
         or decided.source == one.source != ""
     )
+
+
+def _read_one_array(contractions: Sequence[Operation]) -> bool:
+    """Whether all of one pass have an operand that is a copy of the same array."""
+    sources = frozenset.intersection(*(one.sources for one in contractions))
+    return bool(sources) and len({_is_transposed(one) for one in contractions}) == 1
+
+
+def _is_transposed(one: Operation) -> bool:
+    """Whether it is of a backward pass, by JAX's names."""
+    return "transpose(" in one.op_name
 
 
 def _closest(candidates: list[Operation], one: Operation) -> Operation:
