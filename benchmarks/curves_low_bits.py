@@ -42,7 +42,7 @@ from .curves import (
     smooth,
 )
 from .rewrite import add_section, make_table
-from .seeds import Training, parser_of, train_all, write_record
+from .seeds import Trained, Training, parser_of, train_all, write_record
 from .workloads import normal
 
 # ------------------------------------------------------------------------------- a GAN
@@ -172,6 +172,22 @@ def misses(results: Results) -> Iterator[str]:
                 )
 
 
+def figures_of(trained: dict[str, Trained]) -> dict[str, Figures]:
+    """What is told of each way to store, beside float32."""
+    plain = trained[PLAIN].runs
+    return {name: figures(one.runs, plain) for name, one in trained.items()}
+
+
+def as_recorded(
+    by_way: dict[str, Figures], trained: dict[str, Trained]
+) -> dict[str, Any]:
+    """The same, with the bytes that each way takes."""
+    return {
+        name: vars(one) | {"bytes_per_parameter": trained[name].bytes_per_parameter}
+        for name, one in by_way.items()
+    }
+
+
 def plot(runs: dict[str, dict[str, list[Run]]], path: Path) -> None:
     figure = Figure(figsize=(5.5 * len(runs), 4.8), layout="constrained")
     several = np.ravel(figure.subplots(1, len(runs)))
@@ -223,14 +239,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         for task in models
     }
-    runs = {
-        task: {name: one.runs for name, one in by_way.items()}
-        for task, by_way in by_task.items()
-    }
-    results = {
-        task: {name: figures(rows, by_way[PLAIN]) for name, rows in by_way.items()}
-        for task, by_way in runs.items()
-    }
+    results = {task: figures_of(by_way) for task, by_way in by_task.items()}
     title = f"States in few bits (steps: {options.steps}, seeds: {options.seeds})"
     table = make_table(
         title, ("final loss", "spread", "difference", "in spreads", "bytes / parameter")
@@ -249,14 +258,13 @@ def main(argv: list[str] | None = None) -> int:
         add_section(table, task, cells)
     console.print(table)
     options.out.mkdir(parents=True, exist_ok=True)
+    runs = {
+        task: {name: one.runs for name, one in by_way.items()}
+        for task, by_way in by_task.items()
+    }
     plot(runs, options.out / f"{options.name}.png")
     recorded = {
-        task: {
-            name: vars(one)
-            | {"bytes_per_parameter": by_task[task][name].bytes_per_parameter}
-            for name, one in by_way.items()
-        }
-        for task, by_way in results.items()
+        task: as_recorded(by_way, by_task[task]) for task, by_way in results.items()
     }
     file = options.out / f"{options.name}.json"
     write_record(file, began, options.steps, options.seeds, recorded)

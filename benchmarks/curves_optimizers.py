@@ -23,8 +23,9 @@ import optax
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from .curves import Figures, figures, make_optimiser
-from .curves_low_bits import MODELS, PLAIN, WAYS, training
+from . import curves_low_bits
+from .curves import Figures, make_optimiser
+from .curves_low_bits import MODELS, PLAIN, WAYS, as_recorded, figures_of, training
 from .rewrite import add_section, make_table
 from .seeds import Trained, parser_of, train_all, write_record
 
@@ -72,14 +73,11 @@ Results = dict[str, dict[str, dict[str, Figures]]]  # by optimizer, model, way t
 
 def misses(results: Results) -> Iterator[str]:
     """What ends in 8 bits above float32 by more than one seed is from another."""
+    in_8_bits = FEW_BITS[0]
     for optimizer, by_task in results.items():
         for task, by_way in by_task.items():
-            one = by_way[FEW_BITS[0]]
-            if one.of_spread is not None and one.of_spread > 1 and one.difference > 0:
-                yield (
-                    f"{optimizer}, {task}: the final loss is {one.difference:.4f} "
-                    f"above {PLAIN}'s, {one.of_spread:.2f} times the spread over seeds"
-                )
+            only = {task: {in_8_bits: by_way[in_8_bits]}}
+            yield from (f"{optimizer}: {miss}" for miss in curves_low_bits.misses(only))
 
 
 def signed_spreads(one: Figures) -> float:
@@ -123,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     for task in MODELS:
         trained |= train_all(
             {
-                f"{task.name}, {name}, {way}": training(task, WAYS[way], optimizer)
+                _key(name, task.name, way): training(task, WAYS[way], optimizer)
                 for name, optimizer in optimizers.items()
                 for way in STORED
             },
@@ -133,19 +131,17 @@ def main(argv: list[str] | None = None) -> int:
             console,
             options.keep,
         )
-    results = {
+    whole = {
         name: {
-            task.name: _figures(
-                {way: trained[f"{task.name}, {name}, {way}"] for way in STORED}
-            )
+            task.name: {way: trained[_key(name, task.name, way)] for way in STORED}
             for task in MODELS
         }
         for name in optimizers
-        if all(
-            f"{task.name}, {name}, {way}" in trained
-            for task in MODELS
-            for way in STORED
-        )
+        if all(_key(name, t.name, way) in trained for t in MODELS for way in STORED)
+    }
+    results = {
+        name: {task: figures_of(by_way) for task, by_way in by_task.items()}
+        for name, by_task in whole.items()
     }
     table = make_table(
         f"States in few bits (steps: {options.steps}, seeds: {options.seeds})",
@@ -166,15 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     plot(results, options.out / "curves_optimizers.png")
     recorded = {
         name: {
-            task: {
-                way: vars(one)
-                | {
-                    "bytes_per_parameter": trained[
-                        f"{task}, {name}, {way}"
-                    ].bytes_per_parameter
-                }
-                for way, one in by_way.items()
-            }
+            task: as_recorded(by_way, whole[name][task])
             for task, by_way in by_task.items()
         }
         for name, by_task in results.items()
@@ -186,9 +174,9 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if missed or len(results) < len(optimizers) else 0
 
 
-def _figures(trained: dict[str, Trained]) -> dict[str, Figures]:
-    plain = trained[PLAIN].runs
-    return {way: figures(one.runs, plain) for way, one in trained.items()}
+def _key(optimizer: str, task: str, way: str) -> str:
+    """The name of a training."""
+    return f"{task}, {optimizer}, {way}"
 
 
 if __name__ == "__main__":

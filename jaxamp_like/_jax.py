@@ -111,10 +111,10 @@ except ImportError:  # JAX 0.6
         use_abstract_mesh as _use_abstract_mesh,
     )
 
-# A regular expression: what it matches of the name of a source file is left out.
 from jax._src import lib as _lib
 from jax._src.config import (
     compilation_cache_include_metadata_in_key as _names_in_cache,
+    # A regular expression: what it matches of the name of a source file is left out.
     hlo_source_file_canonicalization_regex as _left_out,
 )
 

@@ -2364,6 +2364,14 @@ def test_sizes_that_are_not_known_yet_are_told():
         certify(lambda x, w: exported.call(x, w), X, WS[0])
 
 
+def test_a_scope_may_look_like_a_size_that_is_not_known():
+    def fn(ws, x):
+        with jax.named_scope("f32[?,64]"):
+            return layers(ws, x)
+
+    assert certify(fn, WS, X).is_as_decided
+
+
 def test_symbolic_shapes_of_arguments_are_told():
     rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), 64), jnp.float32)
     with pytest.raises(ValueError, match=r"symbolic shape \(n, 64\).*of the sizes"):

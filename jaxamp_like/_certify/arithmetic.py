@@ -78,6 +78,9 @@ def arithmetic(node: Node, platform: Platform) -> Arithmetic:
 
 def rounding_of_unit(reader: Node, platform: Platform) -> Numbers | None:
     """What a matrix unit rounds the operands of a contraction to, if it does."""
-    if not contraction_flops(reader.one, reader.body.computation):
-        return None
-    return arithmetic(reader, platform).limit
+    return arithmetic(reader, platform).limit if flops_of(reader) else None
+
+
+def flops_of(node: Node) -> int:
+    """The FLOPs of one run of a contraction; 0 for any other instruction."""
+    return contraction_flops(node.one, node.body.computation)

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,12 @@ from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
-from .._jax import compiling_by_names, hlo_printer, traced_afresh
+from .._jax import (
+    compiling_by_names,
+    hlo_printer,
+    is_array_or_shape,
+    traced_afresh,
+)
 from .._policies.dictionary import REWRITTEN
 from .._reports.call import flat_call
 from .._reports.data.records import Phase
@@ -225,8 +229,8 @@ def _lowered(step: Any, args: Any, device: Any, recorder: Recorder) -> Any:
         "`certify(step, *arguments)`, with arrays or their shapes "
         "(`jax.ShapeDtypeStruct`).",
     )
-    for leaf in jax.tree.leaves(args):
-        if any(map(jax.export.is_symbolic_dim, getattr(leaf, "shape", ()))):
+    for leaf in filter(is_array_or_shape, jax.tree.leaves(args)):
+        if any(map(jax.export.is_symbolic_dim, leaf.shape)):
             raise ValueError(
                 f"An argument has the symbolic shape {leaf.shape}, and XLA compiles "
                 "for numbers: give arguments of the sizes that `step` is to run with."
@@ -276,19 +280,9 @@ def _name_of(step: Any) -> str:
     return name if isinstance(name, str) else type(step).__name__
 
 
-_UNKNOWN_SIZE = re.compile(r"\b[a-z]\w*\[(?:\d+,)*\?")  # such as f32[?,32]
-
-
 def _parsed(text: str | None) -> Module:
     if not text:
         raise ValueError("XLA does not give the text of the compiled program.")
-    if _UNKNOWN_SIZE.search(text):
-        raise ValueError(
-            "The program has arrays whose sizes are not known before XLA compiles it, "
-            "such as those of an exported function with symbolic sizes "
-            "(`jax.export.symbolic_shape`). Export it for the sizes that it is called "
-            "with, or certify the function that was exported."
-        )
     return parse(text)
 
 

@@ -119,9 +119,10 @@ def _size(sets: Sequence[Numbers]) -> int:
 
 def _makes_low(one: Operation, run: Operation) -> bool:
     """Whether the result of a run has fewer bits than was decided and is needed."""
-    if one.kind == "reduction" and run.platform != "tpu":
-        if not one.makes.are_in(run.makes):  # only TPUs round where they add up
-            return True
+    # Only TPUs round the result of a sum where they add up.
+    is_strict = one.kind == "reduction" and run.platform != "tpu"
+    if is_strict and not one.makes.are_in(run.makes):
+        return True
     return bool(run.makes.name) and not one.needed.are_in(run.left)
 
 

@@ -11,10 +11,10 @@ from .._hlo.graph import (
     CalledComputation,
     Node,
     Value,
-    handed_on,
     is_marker,
     main_result,
     result_of,
+    traced_back,
 )
 from .._hlo.numbers import (
     NONE,
@@ -26,9 +26,9 @@ from .._hlo.numbers import (
     rounded,
     union,
 )
-from .._hlo.text import Shape, contraction_flops, is_block_scaled, tiled_flops
+from .._hlo.text import Shape, is_block_scaled, tiled_flops
 from .._primitives import CONTRACTIONS
-from .arithmetic import Platform, arithmetic, rounding_of_unit
+from .arithmetic import Platform, arithmetic, flops_of, rounding_of_unit
 from .places import source_of
 
 Kind = Literal["contraction", "reduction", "collective", "quantisation", "kernel"]
@@ -141,12 +141,12 @@ class Operation:
 
     @property
     def left(self) -> Numbers:
-        """`makes`, of a sum too after its readers have rounded it."""
+        """`makes`; of a sum, what its readers leave of that."""
         return self._after() if self._is_sum else self.makes
 
     @cached_property
     def needed(self) -> Numbers:
-        """`left`, after readers that are matrix units have rounded it as well."""
+        """What is left of `makes` if matrix units among its readers round it, too."""
         if not self._is_sum and self.kind != "contraction":
             return self.makes
         return self._after(lambda reader: rounding_of_unit(reader, self.platform))
@@ -186,7 +186,8 @@ class Operation:
     @cached_property
     def sources(self) -> frozenset[Node]:
         """What its operands are moved and cast copies of."""
-        return frozenset(_source(Value(operand)) for operand in self.operands)
+        operands = map(Value, self.operands)
+        return frozenset(traced_back(one, _COPIES).node for one in operands)
 
     @cached_property
     def summed(self) -> Node | None:
@@ -244,7 +245,7 @@ def _of_node(
 ) -> Iterator[Operation]:
     one = node.one
     opcode = one.opcode.removesuffix("-start")
-    if flops := _flops(node):
+    if flops := flops_of(node):
         yield _contraction(node, flops, platform, sums)
     elif opcode in COLLECTIVES:
         yield from _collective(node, opcode, platform)
@@ -308,47 +309,24 @@ def _part(node: Node) -> Node | None:
     if not _is_sum(node):
         return None
     found = _before_sum(Value(node.operand(0)), _MULTIPLY)
-    if found is None or not _flops(found):
+    if found is None or not flops_of(found):
         return None
     is_nameless = not found.op_name and _is_of_contraction(node)
     return found if is_nameless or found.op_name == node.op_name != "" else None
 
 
-def _flops(node: Node) -> int:
-    return contraction_flops(node.one, node.body.computation)
-
-
 def _before_sum(value: Value, opcodes: Collection[str]) -> Node | None:
     """The instruction of these opcodes whose results are summed, moved or cast."""
-    while value.node.one.opcode not in opcodes:
-        before = handed_on(value)
-        if before is None and value.node.one.opcode in _BEFORE_SUMS:
-            before = [Value(value.node.operand(0))]
-        if before is None or len(before) != 1:
-            return None
-        (value,) = before
-    return value.node
+    node = traced_back(value, _BEFORE_SUMS, opcodes).node
+    return node if node.one.opcode in opcodes else None
 
 
 _COPIES = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 
 
-def _source(value: Value) -> Node:
-    """What a value is a moved or cast copy of."""
-    while True:
-        before = handed_on(value)
-        if before is None and value.node.one.opcode in _COPIES:
-            before = [Value(value.node.operand(0))]
-        if before is None or len(before) != 1:
-            return value.node
-        (value,) = before
-
-
 def _is_constant(node: Node) -> bool:
     """Whether an array is a copy of one number."""
-    source = _source(Value(node))
-    while source.one.opcode == "broadcast":
-        source = _source(Value(source.operand(0)))
+    source = traced_back(Value(node), _COPIES | {"broadcast"}).node
     return source.one.opcode == "constant"
 
 

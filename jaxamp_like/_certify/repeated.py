@@ -3,7 +3,7 @@
 import re
 from collections.abc import Hashable, Iterable
 
-from .._hlo.graph import CalledComputation, Node, Value, handed_on
+from .._hlo.graph import CalledComputation, Node, Value, handed_on, traced_back
 from .._hlo.numbers import combines_by
 from .operations import Operation
 
@@ -54,7 +54,7 @@ def _numbered(body: CalledComputation) -> dict[Node, Hashable]:
         for i in range(len(one.operands)):
             operand, path = node.operand(i), ()
             if operand not in found:
-                operand, path = _origin(Value(operand))
+                operand, path = traced_back(Value(operand))
             reads.append((found.get(operand, operand), path))
         key = one.opcode, one.shapes, one.literal, _settings(node), *reads
         found[node] = known.setdefault(key, len(known))
@@ -70,10 +70,3 @@ def _settings(node: Node) -> Hashable:
     if "to_apply=" not in settings:
         return settings
     return _REGION.sub("", settings), frozenset(combines_by(node))
-
-
-def _origin(value: Value) -> Value:
-    """Where a value comes from, if only one instruction can have made it."""
-    while (before := handed_on(value)) and len(before) == 1:
-        (value,) = before
-    return value

@@ -26,8 +26,7 @@ from .._hlo.numbers import (
     rounding_of,
     union,
 )
-from .._hlo.text import contraction_flops
-from .arithmetic import Platform, rounding_of_unit
+from .arithmetic import Platform, flops_of, rounding_of_unit
 from .arrays import LARGE, MOVES, Array, arrays
 from .drifts import EMULATED, KEPT_WIDE, REDUCED_LOW, UNDECIDED, WRITTEN_WIDE
 from .places import source_of
@@ -313,12 +312,8 @@ def _is_product(array: Array) -> bool:
     first = array.origins[-1]
     if first.one.opcode == "reduce":
         first = Array(Value(first.operand(0))).origins[-1]
-    return _is_contraction(first)
+    return flops_of(first) > 0
 
 
 def _is_sent(array: Array) -> bool:
     return array.kernel.one.opcode.removesuffix("-start") in COLLECTIVES
-
-
-def _is_contraction(node: Node) -> bool:
-    return contraction_flops(node.one, node.body.computation) > 0

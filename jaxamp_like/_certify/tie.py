@@ -7,12 +7,21 @@ strictest key first. Contractions that share an operand may become a larger one,
 is told by its FLOPs."""
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from itertools import chain, combinations
 from typing import NamedTuple
 
 from .operations import Operation, equation_of
+from .places import named
 from .repeated import can_repeat, repeated
 
 
@@ -162,24 +171,18 @@ class _Found:
         if any(alike[i].flops == one.flops for i in nears):
             return False
         for near in nears if reads_one else nears[:1]:
-            around = alike[max(near - _AROUND, 0) : near + _AROUND + 1]
-            for subset in chain.from_iterable(
-                combinations(around, n) for n in (2, 3, 4)
-            ):
-                if (
-                    alike[near] in subset
-                    and sum(c.flops for c in subset) == one.flops
-                    and (not reads_one or _read_one_array(subset))
-                ):
+            for subset in _subsets(alike, near):
+                has_flops = sum(c.flops for c in subset) == one.flops
+                if has_flops and (not reads_one or _read_one_array(subset)):
                     for each in subset:
                         self._tie(each, one)
                     return True
         return False
 
     def sums_of_sums(self) -> None:
-        """Ties a sum that only another sum reads to what became of both.
+        """Ties a sum that is left to what became of the sum of its results.
 
-        XLA adds up the operands of the first one over the axes of both."""
+        XLA makes one sum of both, over the axes of both."""
         inner = {one.node: one for one in self.left if one.kind == "reduction"}
         pairs = {}
         for one, runs in self.pairs.items():
@@ -213,14 +216,22 @@ class _Found:
                 )
             )
             if len(nameless) == len(alike):
-                # The surest first, as the order may be another.
-                for is_alike in (_makes_as_many, _has_numbers_of, _is_any):
-                    for one in [c for c in nameless if c not in tied]:
-                        left = (c for c in alike if c in self.left and is_alike(c, one))
-                        if closest := next(left, None):
-                            self._tie(closest, one)
-                            tied.add(one)
+                self._tie_all(alike, nameless)
+                tied.update(nameless)
         return [one for one in compiled if one not in tied]
+
+    def _tie_all(self, alike: list[Operation], compiled: list[Operation]) -> None:
+        """Ties as many operations to each other, the surest first."""
+        waiting = [*compiled]
+        for may_be in (_makes_as_many, _has_numbers_of, lambda *_: True):
+            others = []
+            for one in waiting:
+                left = (c for c in alike if c in self.left and may_be(c, one))
+                if closest := next(left, None):
+                    self._tie(closest, one)
+                else:
+                    others.append(one)
+            waiting = others
 
     def again(self, compiled: list[Operation]) -> list[Operation]:
         """Ties what runs a second time, and contractions in a kernel that XLA expanded.
@@ -308,15 +319,19 @@ def _is_near(decided: Operation, one: Operation) -> bool:
     )
 
 
+def _subsets(alike: list[Operation], near: int) -> Iterator[tuple[Operation, ...]]:
+    """Two to four operations of which one is at `near`, and the others close to it."""
+    around = alike[max(near - _AROUND, 0) : near + _AROUND + 1]
+    for subset in chain.from_iterable(combinations(around, n) for n in (2, 3, 4)):
+        if alike[near] in subset:
+            yield subset
+
+
 def _read_one_array(contractions: Sequence[Operation]) -> bool:
-    """Whether all of one pass have an operand that is a copy of the same array."""
-    sources = frozenset.intersection(*(one.sources for one in contractions))
-    return bool(sources) and len({_is_transposed(one) for one in contractions}) == 1
-
-
-def _is_transposed(one: Operation) -> bool:
-    """Whether it is of a backward pass, by JAX's names."""
-    return "transpose(" in one.op_name
+    """Whether contractions are of one pass and have an operand in common."""
+    common = frozenset.intersection(*(one.sources for one in contractions))
+    passes = {named(one.op_name).is_transposed for one in contractions}
+    return bool(common) and len(passes) == 1
 
 
 def _closest(candidates: list[Operation], one: Operation) -> Operation:
@@ -333,11 +348,6 @@ def _has_numbers_of(one: Operation, other: Operation) -> bool:
 def _makes_as_many(one: Operation, other: Operation) -> bool:
     """Whether two operations read and make the same numbers, and as many."""
     return _has_numbers_of(one, other) and one.results == other.results
-
-
-def _is_any(one: Operation, other: Operation) -> bool:
-    del one, other
-    return True
 
 
 Key = Callable[[Operation], Hashable]
@@ -391,9 +401,7 @@ _LIKELY: tuple[Key, ...] = (
         if one.flops and _parent(one)
         else None
     ),
-    lambda one: (
-        (one.kind, one.work, one.node.one.shape.elements) if one.flops else None
-    ),
+    lambda one: (one.kind, one.work, one.results) if one.flops else None,
     lambda one: (one.kind, one.work) if one.flops else None,
     lambda one: (one.kind, _parent(one), _is_conv(one)) if one.flops else None,
     lambda one: (one.kind, one.source, _is_conv(one)) if one.flops else None,

@@ -1,6 +1,6 @@
 """Where the values of an HLO program come from: across fusions, calls and loops."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -177,6 +177,25 @@ def is_marker(one: Instruction) -> bool:
     """Whether a call tells XLA where its operands are to lie, and computes nothing."""
     target = one.target
     return target in _MARKERS or target.startswith("xla.sdy.")
+
+
+def traced_back(
+    value: Value, through: Collection[str] = (), stops: Collection[str] = ()
+) -> Value:
+    """Where a value comes from, as long as only one instruction can have made it.
+
+    Args:
+        value: of a program.
+        through: the opcodes of instructions whose first operand is followed, too.
+        stops: the opcodes of instructions that are not followed further."""
+    while value.node.one.opcode not in stops:
+        before = handed_on(value)
+        if before is None and value.node.one.opcode in through:
+            before = [Value(value.node.operand(0))]
+        if before is None or len(before) != 1:
+            break
+        (value,) = before
+    return value
 
 
 def handed_on(value: Value) -> list[Value] | None:

@@ -231,6 +231,13 @@ def until_closed(text: str, start: int) -> int:
 @lru_cache(maxsize=4096)
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     found = _SHAPE.findall(text)
+    if any("?" in dims for _, dims in found):
+        raise ValueError(
+            "The program has arrays whose sizes are not known before XLA compiles it, "
+            "such as those of an exported function with symbolic sizes "
+            "(`jax.export.symbolic_shape`). Export it for the sizes that it is called "
+            "with, or certify the function that was exported."
+        )
     return tuple(
         # A dimension that may be smaller at run time is written as `<=8`.
         Shape(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
