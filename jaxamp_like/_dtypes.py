@@ -1,5 +1,6 @@
 """Floating dtypes: which are lowered, which constants survive that, and the cast."""
 
+import functools
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from ._jax import on_mesh_of
 DType = np.dtype
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     """Whether `dtype` is a real floating dtype (PRNG keys and float0 are not)."""
     return jnp.issubdtype(dtype, jnp.floating)
@@ -113,6 +115,7 @@ def as_compute_dtype(value: DTypeLike, argument: str) -> DType:
     return dtype
 
 
+@functools.cache
 def bits(dtype: DType) -> int:
     return jnp.finfo(dtype).bits
 

@@ -29,7 +29,7 @@ import jax.extend.core as jex
 from jax.extend.core import primitives
 
 from ._name_stacks import HI_PRIMITIVE, classic_name_stacks, is_recomputed
-from ._programs import Eqn, Jaxpr, closed, raw, with_eqns, with_jaxprs
+from ._programs import SIMPLE, Eqn, Jaxpr, closed, raw, with_eqns, with_jaxprs
 
 CALL = "call_hi_primitive"
 
@@ -69,7 +69,9 @@ def hi_params(params: dict[str, Any]) -> Iterator[Any]:
     made of another one. Then the fields of the object don't tell what runs."""
     is_linear = "_prim" in params and len(params) > 1
     for value in params.values():
-        if isinstance(value, jax.stages.Traced):
+        if isinstance(value, SIMPLE):
+            yield value
+        elif isinstance(value, jax.stages.Traced):
             yield value.jaxpr
         elif _is_object(value):
             yield from () if is_linear else hi_params(value.params)
@@ -110,7 +112,9 @@ def describe(eqn: Eqn) -> str:
 def to_classic(jaxpr: Jaxpr) -> Jaxpr:
     """A program with classic equations in place of hi-primitives, at any depth."""
     opened = _opened_program(jaxpr)
-    return classic_name_stacks(opened) if _MAKES_CHECKPOINTS else opened
+    if opened is jaxpr or not _MAKES_CHECKPOINTS:
+        return opened
+    return classic_name_stacks(opened)
 
 
 def from_classic(jaxpr: Jaxpr) -> Jaxpr:

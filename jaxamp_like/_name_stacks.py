@@ -8,6 +8,7 @@ Differentiation may push frames that are in the stack already. Such a repetition
 same object. A scope that the author opens within one of the same name has a frame of
 its own, which is another object."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -42,15 +43,12 @@ def scopes(eqn: Eqn) -> tuple[str, ...]:
     the equation: it is the same for what runs in the forward pass, in the backward
     pass, and again for the backward pass. Frames of transforms (jvp, transpose, vmap)
     are left out, and so are the scopes that `jnp.einsum` opens for its subscripts."""
-    names = (frame.name for frame in scope_frames(eqn))
-    parts = (part for name in names if "->" not in name for part in name.split("/"))
-    return tuple(filter(None, parts))
+    return names(eqn).scopes
 
 
 def scope_frames(eqn: Eqn) -> _Frames:
     """The frames of the author's scopes in the name stack of `eqn`, each once."""
-    frames = _without_repetitions(_frames_of(eqn))
-    return tuple(x for x in frames if _is_scope(x) and x.name != RECOMPUTED)
+    return _scope_frames(_Same(_frames_of(eqn)))
 
 
 def with_frames(eqn: Eqn, frames: _Frames, before: Any) -> Eqn:
@@ -80,14 +78,48 @@ class Names(NamedTuple):
 
 def names(eqn: Eqn) -> Names:
     """What the name stack of `eqn` tells; see `Names`."""
-    transforms = _transforms(_frames_of(eqn))
-    phases = tuple(name for name in transforms if name in ("jvp", "transpose"))
-    return Names(scopes(eqn), "transpose" in phases, is_recomputed(eqn), phases)
+    return _names(_Same(_frames_of(eqn)))
 
 
 def is_recomputed(eqn: Eqn) -> bool:
     """Whether an equation is named as one that the backward pass runs again."""
-    return any(map(_is_recomputed, _frames_of(eqn)))
+    return names(eqn).recomputed
+
+
+class _Same:
+    """Frames that are equal only to themselves: repetitions are told by identity."""
+
+    __slots__ = ("frames",)
+
+    def __init__(self, frames: _Frames):
+        self.frames = frames
+
+    def __hash__(self) -> int:
+        return id(self.frames)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.frames is other.frames
+
+
+# Many equations share the frames of their name stacks, and each is asked about often.
+@functools.lru_cache(maxsize=4096)
+def _names(stack: _Same) -> Names:
+    frames = stack.frames
+    opened = (frame.name for frame in _scope_frames(stack))
+    parts = (part for name in opened if "->" not in name for part in name.split("/"))
+    phases = tuple(x for x in _transforms(frames) if x in ("jvp", "transpose"))
+    return Names(
+        scopes=tuple(filter(None, parts)),
+        backward="transpose" in phases,
+        recomputed=any(map(_is_recomputed, frames)),
+        phases=phases,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope_frames(stack: _Same) -> _Frames:
+    frames = _without_repetitions(stack.frames)
+    return tuple(x for x in frames if _is_scope(x) and x.name != RECOMPUTED)
 
 
 def classic_name_stacks(jaxpr: Jaxpr) -> Jaxpr:
@@ -145,11 +177,11 @@ class _Repetition(NamedTuple):
 
 
 def _last_repetition(frames: _Frames) -> _Repetition | None:
+    if len(set(map(id, frames))) == len(frames):  # which is most often so
+        return None
     first: dict[int, int] = {}
     places = [first.setdefault(id(x), i) for i, x in enumerate(frames)]
-    end = max((i for i, j in enumerate(places) if i != j), default=None)
-    if end is None:
-        return None
+    end = max(i for i, j in enumerate(places) if i != j)
     start = places[end]
     new = tuple(frames[i] for i in range(start + 1, end) if places[i] == i)
     return _Repetition(frames[: start + 1], new, frames[end + 1 :])

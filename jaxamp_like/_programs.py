@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.extend.core as jex
+import numpy as np
 
 Jaxpr = Any  # open, closed, or since JAX 0.12 the one class that is both
 Eqn = Any
@@ -20,15 +21,22 @@ def closed(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
     return jex.ClosedJaxpr(jaxpr, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
+# Most parameters of equations are one of these. They are told apart first, since a
+# program has many equations, and each of its parameters is asked about several times.
+SIMPLE = (type(None), bool, int, float, str, np.dtype)
+
+
 def is_jaxpr(value: Any) -> bool:
-    return hasattr(raw(value), "eqns")
+    return not isinstance(value, SIMPLE) and hasattr(raw(value), "eqns")
 
 
 def jaxprs_in(values: Iterable[Any]) -> Iterator[Jaxpr]:
     """The jaxprs among some values, such as the parameters of an equation."""
     for value in values:
-        items = value if isinstance(value, tuple | list) else (value,)
-        yield from (item for item in items if is_jaxpr(item))
+        if isinstance(value, tuple | list):
+            yield from filter(is_jaxpr, value)
+        elif is_jaxpr(value):
+            yield value
 
 
 def with_eqns(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> Jaxpr:
@@ -59,5 +67,8 @@ def with_jaxprs(
         is_named = hasattr(value, "_fields")  # of a linear solve
         return type(value)(*items) if is_named else type(value)(items)
 
-    new = {name: of(value) for name, value in params.items()}
-    return params if all(new[name] is params[name] for name in params) else new
+    changed = {}
+    for name, value in params.items():
+        if not isinstance(value, SIMPLE) and (new := of(value)) is not value:
+            changed[name] = new
+    return params | changed if changed else params

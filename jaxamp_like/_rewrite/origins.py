@@ -24,7 +24,7 @@ def with_origins(site: Site, outs: Facts) -> Facts:
     else:
         origins = [_made_of(site)] * len(outs)
     return tuple(
-        fact and as_number(fact._replace(origin=origin, partners=frozenset()), aval)
+        fact and _fresh(fact, origin if aval.ndim else Origin.CONSTANT)
         for fact, origin, aval in zip(outs, origins, site.out_avals, strict=True)
     )
 
@@ -34,6 +34,13 @@ def as_number(fact: Fact | None, aval: Any) -> Fact | None:
     if fact is None or aval.ndim:
         return fact
     return fact._replace(origin=Origin.CONSTANT)
+
+
+def _fresh(fact: Fact, origin: Origin) -> Fact:
+    """The fact of a new value, which nothing is multiplied with yet."""
+    if fact.origin is origin and not fact.partners:
+        return fact
+    return fact._replace(origin=origin, partners=frozenset())
 
 
 def _made_of(site: Site) -> Origin:

@@ -108,6 +108,8 @@ class Solvers:
         self, eqn: Eqn, scope: Scope, counts: Indices
     ) -> tuple[Eqn, Indices]:
         bodies = self._flow.bodies(eqn, scope)
+        if not bodies:
+            return eqn, exact_results(eqn) if counts else frozenset()
         if self._is_solver(eqn, bodies, scope, counts):
             return in_scope(eqn, SOLVER), exact_results(eqn)
         fed = set(counts)
@@ -144,7 +146,7 @@ class Solvers:
     def _is_solver(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, counts: Indices
     ) -> bool:
-        if not bodies or not bodies[-1].carries:
+        if not bodies[-1].carries:
             return False
         if eqn.primitive.name == "while":
             flow, by_size = self._flow, self._flow_by_size
