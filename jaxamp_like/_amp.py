@@ -121,8 +121,8 @@ class TracedCall(NamedTuple):
         jaxpr: its program.
         arrays: the arrays that the program takes.
         origins: for each array, whether it is a parameter.
-        lacks_scale: whether float16 is the dtype, which nobody said, and no loss was
-            scaled in it."""
+        lacks_scale: whether float16 is only the default dtype, no loss was scaled, and
+            the result looks like a tree of gradients."""
 
     fn: Callable[..., Any]
     jaxpr: Any
@@ -215,17 +215,17 @@ def amp(
         lean: under any policy, keep as little for the backward pass as the default
             policy does: what stands between contractions (norm, softmax, activation,
             gate) is run again there, whatever its rule. "int8", "float8" (which is
-            "float8_e4m3fn") and "float8_e5m2" also keep in 8 bits, with a scale for
-            every 32 neighbours, what contractions read and what contractions made and
-            a softmax, activation or gate is run again from; sums, as residual streams
-            are, stay as they are. `saving_low` does so for single scopes, and for all
-            that they read.
+            "float8_e4m3fn") and "float8_e5m2" also keep values in 8 bits, with a scale
+            for every 32 neighbours: what contractions read, and those of their results
+            that a softmax, activation or gate is run again from. Sums, such as residual
+            streams, stay as they are. `saving_low` does so for single scopes, and for
+            all that they read.
         gather_once: whether the backward pass keeps the low copy of a parameter that
             the forward pass read, instead of casting it once more, so that what lies on
-            several devices is sent once. If not given, it does where types, a sharding
-            constraint or `in_shardings` inside of `fn` show that the parameter lies on
-            several. A `jit` around `amp` does not show it, if its `in_shardings` are
-            the first to place the arrays: give True there.
+            several devices is sent once. By default the copy is kept where types, a
+            sharding constraint or `in_shardings` inside of `fn` show that the parameter
+            lies on several. A `jit` around `amp` does not show it, if its
+            `in_shardings` are the first to place the arrays: give True there.
         argnums: the positions of the arguments that hold parameters, as of `jax.grad`:
             by default the first one, or none where `fn` is a module that holds its own
             parameters, or a method of one. It matters to rules that treat weights
@@ -289,8 +289,8 @@ def amp(
         return made
     refuse_what_cannot_be_rewritten(fn)
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
-    # The same object for equal policies, also after they were pickled, when the global
-    # policy of now is said.
+    # Equal policies give one object. A pickled model is given its policy explicitly, so
+    # here, too, the policy does not count as the default.
     settings = settings_of(**given)._replace(is_by_default=False)
     if argnums is not None:
         options = options._replace(argnums=after_model(argnums))
@@ -360,10 +360,10 @@ def amp_by(
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
     argnums = argnums_of(fn) if argnums is None else argnums
-    tells_of_float16 = settings.is_by_default and not is_in_scaled_loss()
-    tells_of_float16 &= settings.compute_dtype == jnp.float16
+    warns_of_float16 = settings.is_by_default and not is_in_scaled_loss()
+    warns_of_float16 &= settings.compute_dtype == jnp.float16
     rewritten = functools.partial(
-        _rewritten, planner, run or run_by_plan, fn, argnums, tells_of_float16
+        _rewritten, planner, run or run_by_plan, fn, argnums, warns_of_float16
     )
 
     @functools.wraps(fn, assigned=_names(fn), updated=())
@@ -378,15 +378,15 @@ def amp_by(
                 f"rewritten: {fn!r}. Call `amp` within the block.",
                 strict=False,
             )
-        # In a program that `amp` traces, `amp_stop` is said to that `amp`, not to this.
+        # While an outer `amp` traces, `amp_stop` is meant for that one.
         if is_in_amp_stop() and not is_traced_by_amp():
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
         # A report may take a derivative that nobody else takes.
-        if tells_of_float16 and not (is_in_scaled_loss() or is_recorded()):
+        if warns_of_float16 and not (is_in_scaled_loss() or is_recorded()):
             if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):
                 warn_or_raise(FLOAT16_BY_DEFAULT, strict=False)
         held = holders(fn, args, kwargs)
-        # Of `init`, the parameters that it makes are wanted, which a trace would keep.
+        # `init` is run as it is: it must return its new parameters, not tracers.
         is_off = amp_is_off() or any(holder.is_initialising for holder in held)
         if is_off:
             return call_with_nodes(_as_it_is, fn, args, kwargs)
@@ -431,7 +431,7 @@ def _rewritten(
     run: Run,
     given: Callable[..., Any],
     argnums: tuple[int, ...],
-    tells_of_float16: bool,
+    warns_of_float16: bool,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
@@ -449,7 +449,7 @@ def _rewritten(
             outs, out_tree = jax.tree.flatten(fn(*args, **kwargs), is_leaf=is_lazy)
             refuse_lazy_results(fn, outs)
             is_out = [isinstance(x, jax.Array) or has_hi_type(x) for x in outs]
-            # Its arrays belong to this trace, and must not outlive it.
+            # The arrays among `outs` are tracers, which must not outlive this trace.
             static = [
                 None if is_array else x
                 for x, is_array in zip(outs, is_out, strict=True)
@@ -469,9 +469,9 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
-            # Neither a scaled loss around this, nor one before: what a `jit` inside has
-            # scaled once is not seen again.
-            lacks_scale = tells_of_float16 and not losses_scaled()
+            # Any loss that was scaled so far counts: one in a `jit` that is cached is
+            # not traced again, and so not seen.
+            lacks_scale = warns_of_float16 and not losses_scaled()
             if lacks_scale:
                 made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
                 lacks_scale = returns_tree_like(
@@ -495,7 +495,7 @@ def run_by_plan(
     avals = (v.aval for v in inner.invars)
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
-    _report_unused(call, planner, plan, steps)
+    _report_findings(call, planner, plan, steps)
     for report in (
         report_of_no_scale_in_keras(call.fn, call.arrays, steps),
         report_of_step_of_keras(call.fn, steps),
@@ -524,7 +524,7 @@ def _as_author_typed(x: Any, aval: Any) -> Any:
     return cast_as(x, aval)
 
 
-def _report_unused(
+def _report_findings(
     call: TracedCall, planner: Planner, plan: Plan, steps: list[Step]
 ) -> None:
     place = f"This is of {place_of(call.fn)}."

@@ -63,7 +63,7 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
 
 
 def tell_of_unnamed_axes(axis_name: AxisName, instead: str) -> None:
-    """Warns if devices go on by verdicts of their own, over an axis without a name.
+    """Warns if devices along an axis that `axis_name` leaves out decide alone.
 
     Args:
         axis_name: the axes that are named; `()` says that none is wanted.
@@ -80,7 +80,7 @@ def tell_of_unnamed_axes(axis_name: AxisName, instead: str) -> None:
 
 
 def _untracked() -> frozenset[Hashable]:
-    """The axes of a `shard_map` around here that does not track what varies.
+    """The named axes of a `pmap` around here, or of a `shard_map` without `check_vma`.
 
     Over the axis of a `pmap` without a name nothing is exchanged: its devices train
     models of their own."""

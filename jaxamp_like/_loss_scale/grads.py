@@ -49,7 +49,7 @@ def _scale_loss(
 
 
 def _split(results: Any, has_aux: bool) -> tuple[Any, Callable[[Any], Any]]:
-    """The gradients, and a function of others that makes the results with these.
+    """The gradients, and a function that puts others in their place in the results.
 
     The results have the form that they would have without scaling."""
     match results:
@@ -127,8 +127,8 @@ def scaled_by_state(
 ) -> Callable[..., Any]:
     """What `dynamic_scale_tx` returns.
 
-    An optimizer may be given gradients that devices have averaged, so it is its
-    `update` that tells if they do not agree on a step."""
+    With `is_of_optimizer`, `update` checks the axes and warns: devices may average the
+    gradients between this and that."""
     _check_callable("transform", transform)
     redo = _check_redo(redo_on_nan)
 

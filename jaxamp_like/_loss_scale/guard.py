@@ -141,7 +141,7 @@ _STATISTICS = re.compile("mean|var|stat|moving|running|average|ema(?![a-z])")
 def _tell_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
     """Warns of statistics that are an argument and a result, but not in the state.
 
-    Results that look like a batch are told from them by the names of their arrays."""
+    The names of their arrays tell statistics from results that look like a batch."""
     results = out[1:] if isinstance(out, tuple) else ()
     for i, arg in enumerate(args, 2):
         kind = float_types(arg)

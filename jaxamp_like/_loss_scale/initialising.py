@@ -88,7 +88,7 @@ def tell_of_float16(grads: Any, params: Any) -> None:
 def explaining_other_parameters(
     optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any
 ) -> Iterator[None]:
-    """Raises another error if an update fails since its trees are of other parameters.
+    """Explains the error of an update whose trees don't match.
 
     Args:
         optimizer: what is updated.

@@ -323,7 +323,7 @@ def loss_scale_optimizer(
         updates = following.accept(updates, zeros)
         new_inner = following.accept(new_inner, inner_state)
         is_due = (following.overflows > 0) | _is_step(new_inner)
-        # Else this microbatch was finite, and changes the scale in no other way.
+        # A finite microbatch within a step only ends a row of overflows.
         waiting = scaler._with(overflows=0, stuck=0)
         following = chosen(is_due, following, waiting)
         return updates, LossScaleState(following, new_inner)

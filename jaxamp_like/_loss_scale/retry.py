@@ -74,8 +74,8 @@ def retry(
     start = begin, jnp.int32(0), states, blank
     _, _, last, outs = lax.while_loop(lambda carry: carry[0], body, start)
     finite_of, *results = outs
-    # A batch that fails at every scale is not the scale's fault. It costs one step from
-    # where it began, or a few such batches would use up the whole range.
+    # A batch that fails at every scale is not the scale's fault. It lowers the scale by
+    # one step of the first attempt's, or a few such batches would use up the range.
     following = [
         chosen(finite, end, state).update(finite)
         for finite, end, state in zip(finite_of, last, states, strict=True)

@@ -45,7 +45,7 @@ _block: ContextVar[_Using | None] = ContextVar("policy", default=None)
 
 @contextlib.contextmanager
 def reading_for_no_amp() -> Iterator[None]:
-    """Within it, a block's policy may be asked for, and is not used by that."""
+    """Within it, reading a block's policy does not count as using it."""
     using = _block.get() or _global
     was_read = using.is_read
     try:
@@ -173,9 +173,9 @@ def _using(policy: Policy | PolicyMap) -> Iterator[Policy | PolicyMap]:
     finally:
         _block.reset(token)
     if using.is_read:
-        # It stood for what this block overrides.
+        # Without this block, the outer policy would have been read.
         (outer or _global).is_read = True
-    if not using.is_read:
+    else:
         warn_or_raise(
             "`using_policy` had no effect: nothing in the block, in its own thread, "
             "asked for the policy. "

@@ -55,7 +55,7 @@ from .remat import (
     Region,
     as_region,
     is_centred,
-    is_contracted,
+    is_contraction_result,
     is_kept_anyway,
     kept_whole,
     reading_of,
@@ -73,7 +73,7 @@ class Binder:
     parameter, mostly) is live in the backward pass anyway: its cast is made afresh for
     every reader, inside a `jax.checkpoint` together with the op that reads it, so that
     no low copy is kept for the backward pass, and gradients add up in the author's
-    dtype."""
+    dtype. It is made once if the input lies on several devices, or before a loop."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Binder:
         self.hoisted_casts: dict[tuple[Any, DType], Any] = {}
         self.hoisted_weights: HoistedWeights = {}  # weights rounded before a loop
         self.shared_quantised: frozenset[Any] = frozenset()  # see `Plan`
-        self.quantised_operands: dict[Any, Any] = {}  # once for all that read it so
+        self.quantised_operands: dict[Any, Any] = {}  # one for readers that round alike
         self.gathering = Gathering(Gathers())  # of rounded numbers
         self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
-        self.copies: dict[Any, Any] = {}  # in 8 bits, once for all that read them so
-        self.kept_whole: frozenset[Any] = frozenset()  # by regions, and not in 8 bits
+        self.copies: dict[Any, Any] = {}  # in 8 bits, one for readers that round alike
+        self.kept_whole: frozenset[Any] = frozenset()  # not in 8 bits by regions
         # Of the program that is bound: how it keeps what contractions made, the facts
         # of its variables, and what makes them.
         self.saves: LowBits | None = None
@@ -127,8 +127,8 @@ class Binder:
         units, unit_drops, cotangents, binder.shared = schedule
         binder.shared_quantised = plan.shared_quantised
         binder.gathering = Gathering(gathers_of(plan))
-        # In a loop there are few sums to compute again.
-        if self.remat_mode != RematMode.REGIONS:
+        # `residual_add` pays in straight-line code, where chains of sums are long.
+        if not self.is_straight_line:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
         binder.kept_whole = kept_whole(units, plan.facts)
@@ -300,15 +300,15 @@ class Binder:
         return list(map(copy, variables, dtypes))
 
     @property
-    def is_in_loop(self) -> bool:
-        """Whether XLA can't tell what is computed from what the backward pass reads."""
-        return self.remat_mode != RematMode.REGIONS
+    def is_straight_line(self) -> bool:
+        """Whether this is no loop and no rule, and nothing that is run again."""
+        return self.remat_mode == RematMode.REGIONS
 
     def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
         """What a checkpoint of the author's reads and is to keep in 8 bits.
 
-        By a user's rule that is all, else what contractions made; none of what a pole
-        or a jump would magnify the rounding of."""
+        With a user's rule these are all inputs, else the results of contractions. Where
+        a pole or a jump would magnify the rounding of a value, it is left out."""
         how = step.match.saves or (self.saves and self.saves._replace(format="int8"))
         if how is None or not self.has_regions:
             return {}
@@ -317,7 +317,7 @@ class Binder:
             if isinstance(atom, Literal) or dtype is None:
                 continue
             is_ours = step.match.saves is not None or (
-                is_contracted(atom, self.makers)
+                is_contraction_result(atom, self.makers)
                 and not is_centred(atom, {atom: [step]}, {step: 0})
             )
             is_kept = is_kept_anyway(self.facts[atom]) or atom in self.kept_whole
@@ -425,10 +425,10 @@ class Binder:
                 map(rounded_for_all_readers, outs, (v.aval for v in eqn.outvars))
             )
         if rounded_cotangents and branch is None:
-            # A looked up value has readers of all kinds. Their cotangents' sum is
-            # rounded only to a dtype with its range.
-            is_sum = eqn.primitive.name == "gather"
-            if not is_sum or has_range(low, outs[0].dtype):
+            # A value that is looked up has readers of all kinds: the sum of their
+            # cotangents is rounded only to a dtype that has the range of the value's.
+            is_lookup = eqn.primitive.name == "gather"
+            if not is_lookup or has_range(low, outs[0].dtype):
                 outs = [round_cotangent(x, low) for x in outs]
         return _as_decided(step, outs)
 
@@ -527,7 +527,7 @@ class Binder:
 
 
 class InnerProgram(NamedTuple):
-    """A program to be closed: its plan, the dtypes of its results, what it keeps."""
+    """A program to be closed: its plan, the dtypes of its results, its remat mode."""
 
     plan: Plan
     jaxpr: Jaxpr

@@ -186,8 +186,8 @@ class _CotangentSources:
         # Where some inputs are cotangents, the others are known to be none.
         self.forwarded = set(given) if are_given else set()
         self.read: dict[Any, set[Phases]] = defaultdict(set)
-        # For each value: the phases that read all of the floats that it is made of, or
-        # what these are made of in turn.
+        # For each value: the phases that read every float that it is made of, either
+        # that itself or what it is made of in turn.
         self.made_of: dict[Any, set[Phases]] = defaultdict(set)
         if not any(_BACKWARD in phases for phases in self.phases):
             return

@@ -53,7 +53,7 @@ def _literal_fact(dtype: DType, value: float) -> Fact:
 
 
 def _plain(value: float) -> float:
-    # NaN is unequal to itself, which no cache key may be; inf survives as it does.
+    # A key with NaN is never found again. inf stands for it, since both survive a cast.
     return np.inf if np.isnan(value) else value
 
 

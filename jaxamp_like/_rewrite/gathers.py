@@ -2,7 +2,7 @@
 
 Where contractions that quantise are the only readers of a value that is gathered, each
 device rounds its own part before, by scales that all of them agree on. What is sent are
-the rounded numbers, of which there is half as much. Where a contraction's derivative
+the rounded numbers, in half the bytes of 16 bits. Where a contraction's derivative
 reads the value itself, that would have to be sent as well: then the numbers are for a
 forward pass of which no derivative is taken."""
 
@@ -118,8 +118,8 @@ def _gathered_by_gradient(
 ) -> Mapping[tuple[Step, int], Step]:
     """Operands whose only reader is a contraction, and which XLA gathers.
 
-    Their gradients would else be multiplied by a scale between a sum over devices and
-    taking a part of it, which XLA then does not merge."""
+    Else a scale would stand between the sum of their gradients over devices and the
+    slice of that sum, and XLA would not merge the two."""
     readers: dict[Any, list[tuple[Step, int]]] = defaultdict(list)
     for step in plan.steps:
         for i, atom in enumerate(step.eqn.invars):

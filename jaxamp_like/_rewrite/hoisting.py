@@ -23,7 +23,7 @@ Path = tuple[Any, ...]
 """The way to a rounded operand: the steps that it lies in, outermost first, the step
 that reads it, and its place among the operands of that one.
 
-After the step of a loop stands whether the operand is another one in each iteration."""
+After the step of a loop comes a bool: whether each iteration reads another slice."""
 
 # Views that repeat numbers are left out: a rounded copy would be larger.
 _MOVES = VIEWS - {"broadcast_in_dim", "tile"}
@@ -208,7 +208,7 @@ def _makes_views(step: Step) -> bool:
 def _is_barrier(step: Step) -> bool:
     """Whether a step hands values on as they are.
 
-    JAX puts one around what a checkpoint runs again. A weight is not made there."""
+    JAX puts one around what a checkpoint runs again. Weights are found behind it."""
     return step.eqn.primitive.name == "optimization_barrier"
 
 

@@ -57,7 +57,7 @@ class InlinedProgram:
     Attributes:
         definitions: how each value is made, after those that it is made of.
         reach: the inputs that reach it.
-        computed_from: the inputs that it is computed from: none of an input itself.
+        computed_from: the inputs that reach it through an op other than a choice.
         constants: the truth values that are known, and the indices of cases."""
 
     def __init__(self, flow: Flow, num_inputs: int):

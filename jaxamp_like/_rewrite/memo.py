@@ -1,4 +1,4 @@
-"""The one cache of the rewrite: what follows from a jaxpr or a plan, while that lives.
+"""A cache for what follows from a jaxpr or a plan, while that lives.
 
 Remembering is not only for speed: JAX finds compiled code by the identity of inner
 jaxprs, so a jitted function must be rewritten to the same jaxpr every time."""

@@ -1,7 +1,7 @@
 """Deciding: a plan for every equation of a jaxpr, before anything is bound.
 
-Each jaxpr is walked twice. The backward walk finds which values are read by ops that
-compute in low precision, directly or through ops that follow their inputs. In the
+Each jaxpr is walked twice. The walk from its end finds which values are read by ops
+that compute in low precision, directly or through ops that follow their inputs. In the
 forward walk the rule of each equation decides, given what its operands became. Bodies
 of structural primitives are planned with the facts of their operands, so decisions flow
 through jit, loops and branches; see `_structural`."""
@@ -83,12 +83,13 @@ class Planner:
     policy: Lookup
     compute_dtype: DType
     strict: bool = False
-    lean: bool | str = False  # or the format of 8 bits in which values are kept
+    lean: bool | str = False  # true, or the format of 8 bits that residuals are kept in
     # Whether an input that lies on several devices is cast once, and the cast is kept;
     # if `None`, its type and the shardings in the program tell (see `placement`).
     gather_once: bool | None = None
     partly_mapped: bool = False  # whether examples of a `jax.vmap` share some inputs
-    differentiated_again: bool = False  # so that nothing may be kept in 8 bits
+    # Whether a second derivative is taken, which rules out 8 bits.
+    differentiated_again: bool = False
     _plans: Memo = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
@@ -161,7 +162,8 @@ class Planner:
     def arithmetic_is_full(self, scope: Scope) -> bool:
         """Whether arithmetic in `scope` computes in full, however operands are held.
 
-        Where it does not, holding an operand in full may make it compute in full."""
+        The rule of `add` decides. Ops that follow their inputs would compute in full if
+        an operand were held in full."""
         return self.matching.of_primitive(lax.add_p, scope).rule.is_run_again
 
     def plan(
@@ -313,8 +315,8 @@ class Planner:
     ) -> Decision:
         """The decision, with what the equation is to keep in 8 bits.
 
-        What contractions read is, and by a user's rule for its scope what others read
-        that are no linear function of it, nor have a pole or a jump there."""
+        That is what contractions read. If a user's rule asks for its scope, it is also
+        what other ops read, unless they are linear in it or have a pole or a jump."""
         name = site.primitive.name
         is_contraction = name in CONTRACTIONS
         is_ours = is_contraction and match.is_compute
@@ -398,8 +400,8 @@ class Planner:
     ) -> Site:
         avals = tuple(atom.aval for atom in eqn.invars)
         told = names(eqn)
-        # What the backward pass makes again is a part of the forward pass. Names alone
-        # don't tell this, but an equation that reads cotangents is none of that part.
+        # Code that a checkpoint runs again counts as forward code. Names alone don't
+        # tell it, but an equation that reads cotangents is never such code.
         again = self._is_backward and told.recomputed
         again |= self._is_recomputed and not told.backward
         again = again and not any(cotangents)

@@ -6,9 +6,9 @@ import enum
 class RematMode(enum.Enum):
     """What the backward pass of code keeps; see `remat`."""
 
-    SAVE_ALL = enum.auto()
-    REGIONS = enum.auto()
-    REGIONS_IN_LOOP = enum.auto()
+    SAVE_ALL = enum.auto()  # what JAX would
+    REGIONS = enum.auto()  # in straight-line code, what regions are run again from
+    REGIONS_IN_LOOP = enum.auto()  # the same in the body of a loop
     REGIONS_UNDER_POLICY = enum.auto()  # in a loop, under the policy `save_marked`
     RECOMPUTED = enum.auto()  # the backward pass recomputes all of it
     SAVE_STATISTICS = enum.auto()  # as `RECOMPUTED`, but TPUs keep large sums

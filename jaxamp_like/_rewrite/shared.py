@@ -1,4 +1,4 @@
-"""Which variables are read more than once, so that their cotangents add up."""
+"""Which variables have several readers of the same part, whose cotangents add up."""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations

@@ -1,11 +1,11 @@
 """Solvers: loops that go on until their numbers are good enough.
 
 A fixed point, a line search or an ODE solve that adapts its steps compares floats to
-know whether to go on. Where contractions make these floats, 16 bits may keep it from
-its tolerance: two iterates that differ in the last bit of a bfloat16 differ by 2^-8. A
-solver then runs to its bound or for ever, and where the backward pass runs it again, it
-may take other steps than it took at first. So solvers stay as their author wrote them,
-all but what a rule for a scope asks for.
+know whether to go on. Where contractions make these floats, 16 bits may keep the loop
+from its tolerance: two iterates that differ in the last bit of a bfloat16 differ by
+2^-8. A solver then runs to its bound or for ever, and where the backward pass runs it
+again, it may take other steps than it took at first. So solvers stay as their author
+wrote them, all but what a rule for a scope asks for.
 
 They are found before anything is planned, by the flow of data:
 
@@ -64,7 +64,7 @@ class Solvers:
     Args:
         handler: gives the handler of a structural equation that is rewritten, else
             `None`.
-        makes_low: whether an equation computes low by itself."""
+        makes_low: whether an equation may compute low."""
 
     handler: Callable[[Eqn, Scope], Handler | None]
     makes_low: Callable[[Eqn, Scope], bool]

@@ -65,7 +65,7 @@ def _of_few_quantised(steps: list[Step]) -> str | None:
 
 
 def _of_another_backend(steps: list[Step]) -> str | None:
-    """What to say where a format has kernels on another backend than JAX's own alone.
+    """What to say where a format has kernels only on another backend than JAX's own.
 
     A report tells it of each contraction, and may be of a program for another machine.
     """

@@ -29,7 +29,7 @@ from .low_bits import LowBits
 
 
 class Precision(enum.IntEnum):
-    """How far the precision of a float value is decided; see `follow_inputs`."""
+    """Whether readers that follow their inputs may take a value low; see there."""
 
     NEUTRAL = 0  # an input, a constant, or one of these moved about
     LOW = 1  # made in low precision, or in full but fit to be read low
@@ -111,7 +111,7 @@ class Constants(NamedTuple):
     """Numbers that a value is made of, known before the program runs."""
 
     numbers: frozenset[float]
-    are_all: bool = True  # False: of an array, only the largest number
+    are_all: bool = True  # False: only the largest number of an array is known
 
     def exact_in(self, dtype: DType) -> bool:
         """Whether a cast of the value to `dtype` is sure to round nothing."""
@@ -130,7 +130,7 @@ class Fact(NamedTuple):
     exact_dtype: DType | None = None  # a lower dtype that holds the same numbers
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
-    is_transposed: bool = False  # a view whose last axis is not the last of the value
+    is_transposed: bool = False  # a view whose last axis is another than the value's
 
     @property
     def saved_dtype(self) -> DType | None:
@@ -234,13 +234,13 @@ class Quantiser(Protocol):
 
 
 class EightBits(NamedTuple):
-    """What a contraction of quantised operands is, for a report."""
+    """What a contraction of operands in 8 or 4 bits is, for a report."""
 
     scales: str  # what shares one scale, for each operand
     runs: str  # where there are kernels of it, and what runs elsewhere
     needs_state: bool = False  # whether scales follow from what was seen before
     kept: str | None = None  # the name of scales that checkpoints are to keep
-    backend: str | None = None  # JAX's name of the only one that quantises at all
+    backend: str | None = None  # the only one that quantises it, by JAX's name
 
 
 class Decision(NamedTuple):
@@ -258,11 +258,11 @@ class Decision(NamedTuple):
     # Whether the backward pass casts inputs again, rather than keep the casts.
     recomputes_casts: bool = True
     eight_bits: EightBits | None = None  # of a contraction that is quantised
-    # Whether cotangents are summed over devices low; `None`: if low has their range.
+    # Whether cotangents are summed over devices low; `None`: if that has their range.
     sums_low: bool | None = None
     # How `bind` rounds each operand, if it does.
     quantisers: tuple[Quantiser | None, ...] = ()
-    # Of each operand, whether also its derivative reads only what it is rounded to.
+    # For each operand, whether the derivative, too, reads only its rounded numbers.
     is_only_rounded: tuple[bool, ...] = ()
 
 
@@ -322,18 +322,18 @@ class Rule:
     def may_compute_low(self) -> bool:
         """Whether the equation may compute low although none of its operands is.
 
-        If so, the equation runs as written where `why_written` says why. `makes_low`
-        asks all rules but those of contractions, which it knows by their shapes."""
+        If so, the equation runs as written where `why_written` says why.
+        `Matching.makes_low` asks it of all equations but contractions."""
         return self.is_compute
 
     @property
     def saves(self) -> LowBits | None:
-        """How what equations read is kept, if that is all that the rule says."""
+        """How operands are kept in 8 bits, of a rule that says nothing else."""
         return None
 
     @property
     def chooses_residuals(self) -> bool:
-        """Whether the rule says itself in which numbers gradients read operands."""
+        """Whether the rule itself decides which numbers gradients read of operands."""
         return False
 
     @property
@@ -398,6 +398,9 @@ class DelegatingRule(Rule):
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         demands = (rule.demand(params, wanted) for rule in self.parts)
         return functools.reduce(operator.or_, demands)
+
+    def decide(self, site: Site) -> Decision:
+        return self.for_equation(site.params, site.avals).decide(site)
 
 
 def out_facts_of(

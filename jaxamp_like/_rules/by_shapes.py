@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._primitives.contractions import dot_numbers, is_contraction
-from .base import Decision, DelegatingRule, Demand, Rule, Site
+from .base import Decision, DelegatingRule, Rule, Site
 from .computing import use_compute_precision
 
 ANY = "*"  # in a pattern: a size that is free
@@ -110,12 +110,9 @@ class ByShapes(DelegatingRule):
         is_one = is_contraction(params, [aval.shape for aval in avals])
         return OfUnknownShapes(rule) if is_one else rule
 
-    def decide(self, site: Site) -> Decision:
-        return self.for_equation(site.params, site.avals).decide(site)
-
 
 @dataclass(frozen=True)
-class OfUnknownShapes(Rule):
+class OfUnknownShapes(DelegatingRule):
     """The rule of a contraction whose shapes match no pattern.
 
     The reason says so where `use_compute_precision` would lower the contraction."""
@@ -125,13 +122,6 @@ class OfUnknownShapes(Rule):
     @property
     def parts(self) -> tuple[Rule, ...]:
         return (self.rule,)
-
-    @property
-    def is_compute(self) -> bool:
-        return self.rule.is_compute
-
-    def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
-        return self.rule.demand(params, wanted)
 
     def decide(self, site: Site) -> Decision:
         decision = self.rule.decide(site)

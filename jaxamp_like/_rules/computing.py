@@ -82,9 +82,10 @@ def _lowered_together(
 ) -> tuple[DType, tuple[DType | None, ...]]:
     """The dtype that float32 is lowered to, and what each operand is read in.
 
-    Beside an operand that its author made low, that is the operand's own dtype: float16
-    beside bfloat16 would lose the range that the author counted on. For the same reason
-    float16 is read in the bfloat16 that was asked for if float32 stands beside it."""
+    Beside an operand that its author made low, float32 is lowered to that operand's
+    dtype: float16 beside bfloat16 would lose the range that the author counted on. For
+    the same reason float16 is read in the bfloat16 that was asked for if float32 stands
+    beside it."""
     rivals = {a for a in authors if a is not None and bits(a) == bits(dtype)} - {dtype}
     partner = rivals.pop() if len(rivals) == 1 and dtype not in authors else dtype
     if has_range(partner, dtype):

@@ -2,8 +2,8 @@
 
 A rounded value has no derivative; the contraction that reads it has one. If a
 contraction keeps rounded operands, its second derivative would silently lack what
-depends on them. So a scale that is kept is tied to the operand: its derivative is a
-function of the operand's, if only 0 of it, and is seen and refused."""
+depends on them. So a scale that is kept is tied to the operand: its derivative is 0,
+but is made from the operand's, so that it is seen and refused."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,9 +20,10 @@ def constant(x: Any) -> Any:
 
 
 def tied_zeros(tangent: Any, like: Any) -> Any:
-    """Zeros like an array, as a linear function of a tangent, which may be no more.
+    """Zeros like an array, which depend linearly on a tangent.
 
-    Reverse mode would drop a constant 0, since that depends on nothing."""
+    Reverse mode would drop a constant 0, since that depends on nothing. A symbolic zero
+    stays one."""
     is_none = isinstance(tangent, Zero)
     return Zero(tangent_aval(like)) if is_none else _NOTHING.bind(tangent, like)
 
@@ -74,8 +75,8 @@ def _nothing_batch(args: Any, dims: Any) -> Any:
 def first_operand(name: str, jvp: Callable[..., Any]) -> Primitive:
     """A primitive that returns its first operand, and gives no operand a cotangent.
 
-    It may have parameters, which change nothing. A transposed loop hands back 0 for its
-    constants, but no symbol of it."""
+    It may have parameters, which change nothing. A transposed loop hands back arrays of
+    0 for its constants, not symbolic zeros."""
     primitive = new_primitive(
         name,
         compute=lambda x, *_, **__: x,

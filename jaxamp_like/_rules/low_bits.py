@@ -124,7 +124,7 @@ class Copy:
         codes: int8, or the bits of numbers of float8 as uint8: what JAX does to a
             residual that is a float would make the largest numbers NaN.
         scales: bfloat16.
-        how: it was made."""
+        how: how it was made."""
 
     codes: Any
     scales: Any
@@ -163,7 +163,7 @@ def _tile(x: Any, block: int) -> tuple[int, ...]:
 
 
 def _scales(x: Any, how: LowBits) -> Any:
-    """The scales of blocks: powers of two for float8, which then loses no exact number.
+    """The scales of blocks: powers of two for float8, whose numbers then stay exact.
 
     No scale is so small that a product with it, or the reciprocal of it, leaves the
     range of normal numbers. It is rounded up, so that no number gets too large."""
@@ -215,7 +215,7 @@ def _spread(scales: Any, x: Any, how: LowBits) -> Any:
 
 # The primitives. What is rounded has no derivative, so that a second derivative would
 # silently lack what depends on it. Scales are tied to the value: where it is
-# differentiated once more, so are they, and the numbers of a copy notice.
+# differentiated once more, so are they, and `_decoded_jvp` raises.
 
 
 def _scales_aval(x: Any, *, how: LowBits) -> Any:

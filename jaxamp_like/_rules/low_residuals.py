@@ -23,8 +23,8 @@ def with_low_residuals(
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """`forward` as a function of operands and of their copies, `None` where none is.
 
-    A copy is of a lower dtype, or a `Copy` in 8 bits; one that `is_apart` is decoded
-    only when the backward pass gets there.
+    A copy is of a lower dtype, or a `Copy` in 8 bits. With `is_apart`, a copy in 8 bits
+    is decoded only when the backward pass reads it.
     For the backward pass a copy is kept where there is one, and else the operand;
     `mark_saved` then marks each for the policy of a checkpoint. The backward pass
     recomputes all else by `recompute`, which computes what `forward` does, except what
@@ -52,9 +52,8 @@ def with_low_residuals(
             fn = of_some(recompute, active, at)
             return jax.jvp(fn, tuple(at[i] for i in active), tangents)[1]
 
-        # With `prevent_cse` XLA can't use what the forward pass has in full. A copy is
-        # decoded together with the cotangent: XLA would do so ahead, and keep the wide
-        # numbers until they are read.
+        # Without a barrier, XLA would use values of the forward pass, or decode copies
+        # early and keep the wide numbers until they are read.
         waits = prevent_cse or (is_apart and has_copies)
         return checkpoint(linear, prevent_cse=waits, policy=policy)
 

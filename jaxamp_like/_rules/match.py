@@ -16,8 +16,8 @@ class Match:
     rule: Rule
     by_scope: bool = False
     compute_dtype: DType | None = None  # `None`: that of the whole function
-    also: tuple[Any, ...] = ()  # other keys that led here: of a map, of a filter
-    as_written: bool = False  # the equation runs so, whatever the rule computes
+    also: tuple[Any, ...] = ()  # other keys that led here: maps, limits, `saving_low`
+    as_written: bool = False  # the equation runs as written, whatever the rule is
     saves: LowBits | None = None  # how it is to keep what it reads, if a user said so
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:

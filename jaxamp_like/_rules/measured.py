@@ -76,6 +76,3 @@ class OfMeasuredShapes(DelegatingRule):
         if is_known or not is_contraction(params, [aval.shape for aval in avals]):
             return self.rule.for_equation(params, avals)
         return Unmeasured(self.rule, shapes_of(params, avals))
-
-    def decide(self, site: Site) -> Decision:
-        return self.for_equation(site.params, site.avals).decide(site)

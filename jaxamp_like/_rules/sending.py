@@ -19,7 +19,8 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
     """Whether sums over the named axes of an equation may be made in `low`.
 
     Sums over axes of devices may, since these are few. A contraction that is split over
-    devices would be low on one device as well, so its sum is in range if it is there.
+    devices would be low on one device as well, so its sum over devices is in range if
+    the sum on one device is.
     (The sum of a mean need not be: it grows with the number of devices.) A sum over an
     axis of `vmap` has many terms on one device. In float16 only types are trusted to
     tell that an axis is none of `vmap`."""
@@ -59,7 +60,7 @@ class SendLow(KeepEachInput):
 
     @property
     def is_run_again(self) -> bool:
-        return True  # but only what is cheap: what sends nothing in the forward pass
+        return True  # which counts for cheap primitives: these send nothing forward
 
     def decide(self, site: Site) -> Decision:
         low = _sent_in(site)

@@ -48,7 +48,7 @@ class PowerCodes:
 
     Moments of gradients differ by orders of magnitude within a block, and all of them
     matter: an update is a quotient of two. With the fourth power and 8 bits, numbers
-    down to 1/255^4 = 2e-10 of the largest keep a code, and steps are 1.6 % there. The
+    down to 1/255^4 = 2e-10 of the largest keep a code, and steps are 1.6 % near it. The
     8-bit optimizers of Dettmers et al. (arXiv:2110.02861) have a table to this end, in
     which steps are as fine; a power needs no table, and no gather from one.
 

@@ -1,9 +1,10 @@
 """Structural primitives: those that hold programs. One row of `STRUCTURAL` for each.
 
 A row says how values flow between an equation and its bodies, how it is decided (its
-bodies are planned with the facts of its operands), and how it is bound again. Binding
-copies the equation's parameters and replaces only the jaxprs, so that names, donation,
-shardings, unrolling, remat policies and whatever a later JAX adds survive."""
+bodies are planned with the facts of its operands), and how it is bound again. Where it
+can, binding copies the equation's parameters and replaces only the jaxprs, so that
+names, donation, shardings, unrolling, remat policies and whatever a later JAX adds
+survive."""
 
 import functools
 from collections import Counter
@@ -32,13 +33,13 @@ class Body(NamedTuple):
     """One program that an equation holds, and how values flow through it."""
 
     jaxpr: Jaxpr
-    ins: Sequence[int]  # for each input, the operand of the equation
-    outs: Sequence[int | None]  # for each result, the result of the equation
+    ins: Sequence[int]  # for each input, which operand of the equation it is
+    outs: Sequence[int | None]  # the same for results; `None`: a loop's condition
     carries: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
-    is_repeated: bool = False  # by a loop, which may have no carries but references
+    is_repeated: bool = False  # by a loop, even if it changes nothing but references
 
     def forwarded_carries(self) -> dict[int, list[int]]:
-        """As which inputs the next iteration gets those that are handed on unchanged.
+        """For each input that is handed on unchanged, which inputs it is next.
 
         In a chain of such carries, as in a history of values, what is learned of one
         can be told to all at once, without going through the body again for each."""
@@ -55,6 +56,7 @@ class Body(NamedTuple):
 class Handler(NamedTuple):
     """How a structural primitive is read, decided and bound.
 
+    `bodies` gives its programs.
     A `Planner` calls `decide` and a `Binder` calls `bind`; both classes are in
     `_rewrite`, and `ProgramBinder` is what a row sees of a `Binder`. A call runs its
     one program once, operands in and results out; one that `may_recompute` is run again
@@ -82,9 +84,9 @@ class Step:
     inner: tuple["Plan", ...] = ()
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
-    # By operand, the casts of inputs and constants.
+    # By operand that is cast: how cheaply its value is had again.
     input_casts: dict[int, RematSource] = field(default_factory=dict)
-    may_recompute: bool = False  # in the backward pass, if less is kept for it then
+    may_recompute: bool = False  # whether it may be run again, to keep less
     out_demands: tuple[Demand, ...] = ()  # how its results are read
     backward: bool = False  # whether it is part of a backward pass, as it was planned
 
@@ -106,7 +108,7 @@ class Step:
         )
 
     def quantised_operand_key(self, i: int) -> Hashable:
-        """The key of an operand: steps that round it alike, by itself, share it."""
+        """A key of an operand, which is equal for steps that round it alike."""
         return self.eqn.invars[i], self.decision.reads[i], self.decision.quantisers[i]
 
     @property
@@ -132,9 +134,9 @@ class Plan:
     out_facts: Facts
     steps: tuple[Step, ...]
     facts: dict[Any, Fact | None]  # of all variables
-    saves: LowBits | None  # how what contractions make and read is kept
+    saves: LowBits | None  # how operands and results of contractions are kept
     policy_keys: frozenset[Any]  # keys of the policy that an equation was found under
-    # The rewritten jaxprs.
+    # The rewritten jaxprs, by the dtypes of results, remat mode and matmul precision.
     closed_jaxprs: dict[Any, Jaxpr] = field(default_factory=dict)
 
     @functools.cached_property
@@ -295,8 +297,8 @@ class ProgramBinder(Protocol):
         ...
 
     @property
-    def is_in_loop(self) -> bool:
-        """Whether XLA can't tell what is computed from what the backward pass reads."""
+    def is_straight_line(self) -> bool:
+        """Whether this is no loop and no rule, and nothing that is run again."""
         ...
 
     def inputs_in_8_bits(self, step: Step) -> Mapping[Any, LowBits]:

@@ -142,7 +142,7 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
     with eqn_context(eqn):
         if not keeps and not bits:
             return bind(eqn.primitive, [*values, *operands], params)
-        # `prevent_cse` is for what is run again alone, not for the forward pass.
+        # `prevent_cse` is only for what is run again, not for the forward pass.
         prevent_cse = bool(np.any(params["prevent_cse"]))
         params["prevent_cse"] = False
 
@@ -154,7 +154,7 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
 
         keeps = keeps or (None,) * len(operands)
         copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps, bits)
-        rules, is_apart = holds_rule(eqn), not binder.is_in_loop
+        rules, is_apart = holds_rule(eqn), binder.is_straight_line
         call = with_low_residuals(
             forward, again, prevent_cse, holds_rules=rules, is_apart=is_apart
         )

@@ -122,8 +122,8 @@ def _as_cotangent(x: Any) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0) if is_float0 else x
 
 
-def _recomputed_facts(facts: Facts) -> Facts:
-    """Facts of a call's operands for a rule that is bound in place of the call."""
+def _facts_in_rule(facts: Facts) -> Facts:
+    """Facts of operands in a rule, where casts of inputs need no checkpoint."""
     sources = {
         RematSource.INPUT: RematSource.RECOMPUTED,
         RematSource.SHARDED: RematSource.RECOMPUTED,
@@ -155,11 +155,13 @@ def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
 
     def rule(primals, tangents):
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        still: set[int] = set()  # results that do not move
+        zero_tangents: set[int] = set()  # results whose tangent is a symbolic zero
 
         def author_rule(*args):
             values, ts = args[: len(avals)], args[len(avals) :]
-            fn = recording_zero_tangents(_on_operands(eqn, values, active), still)
+            fn = recording_zero_tangents(
+                _on_operands(eqn, values, active), zero_tangents
+            )
             primals = 0.0, *(values[i] for i in active)
             (_, *outs), (_, *out_ts) = jax.jvp(fn, primals, (0.0, *ts))
             return [*outs, *out_ts]
@@ -170,7 +172,7 @@ def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
         wanted = _demands_of(step) * 2
         # A tangent has the fact of its primal: once this is transposed, the cotangents
         # of its readers add up as those of the primal do.
-        facts = _recomputed_facts(inner.in_facts)
+        facts = _facts_in_rule(inner.in_facts)
         facts += tuple(facts[i] for i in active)
         with explaining_rules():
             traced = trace_rule(author_rule, authors)
@@ -179,7 +181,7 @@ def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
         values = cast_all(outs[:half], dtypes)
         out_tangents = _cast_tangents(outs[half:], dtypes)
         return values, [
-            SymbolicZero(tangent_aval(x)) if i in still else t
+            SymbolicZero(tangent_aval(x)) if i in zero_tangents else t
             for i, (x, t) in enumerate(zip(values, out_tangents, strict=True))
         ]
 
@@ -320,7 +322,7 @@ def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
         wanted = [*_demands_of(step), *wanted]
         with explaining_rules():
             outs, facts = binder.rewrite(
-                traced, values, _recomputed_facts(inner.in_facts), step.scope, wanted
+                traced, values, _facts_in_rule(inner.in_facts), step.scope, wanted
             )
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
         pairs = [
@@ -341,7 +343,7 @@ def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
         cts = [instantiated(cotangents[k]) for k in places]
         values = [*residuals.arrays, *cts]
         ct_avals = [
-            typeof(ct).update(dtype=aval.dtype)  # its layout may be another
+            typeof(ct).update(dtype=aval.dtype)  # shardings may differ
             if author_dtype(aval) is not None
             else typeof(ct)
             for ct, aval in zip(cts, cotangent_avals, strict=True)
@@ -401,7 +403,7 @@ class _Backward:
     def traced(
         self, cotangent_avals: Sequence[Any], zeros: set[int]
     ) -> tuple[Jaxpr, set[int]]:
-        """The rule as a program, and the operands that it makes cotangents of.
+        """The rule as a program, and the operands for which it makes cotangents.
 
         `cotangent_avals` are the avals of the cotangents, and `zeros` says which
         results have a cotangent of zero."""
@@ -452,7 +454,7 @@ def _moved(tangent: Any) -> Any:
 def _on_contents(
     fn: Callable[..., Any], active: Sequence[int], references: Sequence[int]
 ) -> Callable[..., Any]:
-    """`fn`, given contents for its `references`; it returns those that it made, too.
+    """`fn`, given contents for its `references`; it also returns the new references.
 
     JAX differentiates with respect to arrays: it finds the cotangents of references
     that are made within what it differentiates."""

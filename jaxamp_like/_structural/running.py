@@ -1,7 +1,7 @@
 """Loops, branches and calls whose programs an evaluator runs by itself.
 
-An evaluator (see `evaluate`) that wants to look into the equations that hold programs
-needs to say no more than how such a program is run."""
+An evaluator (see `_jax.evaluate`) that wants to look into the equations that hold
+programs needs to say no more than how such a program is run."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -30,9 +30,8 @@ def is_marked_saved(primitive: Any) -> bool:
 def save_marked(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A policy for a `jax.checkpoint` around remat regions: keeps what leaves them.
 
-    A policy overrules the checkpoints inside, so what it keeps of a region is not made
-    again there; and what it doesn't keep outside of regions is made again first, for
-    all iterations of a loop."""
+    JAX applies the policy inside of the regions, too: what it keeps there is not made
+    again. What it drops elsewhere is made again for all iterations of a loop first."""
     del avals, params
     return is_marked_saved(primitive) or primitive.name not in (*CHEAP, "name")
 

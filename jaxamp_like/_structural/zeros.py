@@ -45,7 +45,7 @@ def recording_zero_tangents(
 
 
 def with_placed_results(fn: Callable[..., Any], asks: bool) -> Callable[..., Any]:
-    """`fn` for `jax.vjp`; returns results with cotangents and, beside them, all.
+    """`fn` for `jax.vjp`; returns its float results, and all results beside them.
 
     A rule that `asks` for symbolic zeros is given those that `zero_cotangents` names,
     although the function that `jax.vjp` returns takes arrays only."""

@@ -26,7 +26,7 @@ computing."""
 
 from .eight_bits import (
     is_centred as is_centred,
-    is_contracted as is_contracted,
+    is_contraction_result as is_contraction_result,
     is_kept_anyway as is_kept_anyway,
     kept_whole as kept_whole,
     reading_of as reading_of,

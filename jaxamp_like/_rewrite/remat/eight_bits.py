@@ -1,10 +1,10 @@
 """Which values the backward pass may read as copies in 8 bits.
 
-What it runs again from a rounded value errs by that rounding, which is large where the
-value is small beside what it is the sum of. So a value is kept in 8 bits only if a
-contraction reads it, which is linear in it, or if a contraction made it, which rounds
-what it makes anyway. (Where only gates read it, it may be the sum of two contractions'
-results; see `Grouping.saved_dtype`.)
+What the backward pass runs again from a rounded value errs by that rounding, which is
+large where the value is small beside what it is the sum of. So, unless a user's rule
+asks for more, a value is kept in 8 bits only if a contraction reads it, which is linear
+in it, or if a contraction made it, which rounds what it makes anyway. (Where only gates
+read it, it may be the sum of two contractions' results; see `Grouping.saved_dtype`.)
 
 In 8 bits a number may be off by a part of the largest one of its block. A logarithm, a
 quotient and whatever else has a pole or jumps would magnify that without bound: what
@@ -42,8 +42,8 @@ def is_kept_anyway(fact: Fact | None) -> bool:
     return fact is None or fact.remat_source != RematSource.NONE
 
 
-def is_contracted(atom: Any, maker: Mapping[Any, Step]) -> bool:
-    """Whether a contraction made a value, which was moved about since at most.
+def is_contraction_result(atom: Any, maker: Mapping[Any, Step]) -> bool:
+    """Whether a value is a contraction's result, perhaps moved since.
 
     `maker` has the step of this program that makes each variable."""
     if isinstance(atom, Literal) or atom not in maker:
@@ -51,20 +51,20 @@ def is_contracted(atom: Any, maker: Mapping[Any, Step]) -> bool:
     step = maker[atom]
     name, operands = step.eqn.primitive.name, step.eqn.invars
     if step.handler is not None:
-        return step.handler.is_call and _is_contracted_inside(atom, step, maker)
+        return step.handler.is_call and _is_result_inside(atom, step, maker)
     if name in CONTRACTIONS:
         return step.is_compute
-    return name in _MOVING and all(is_contracted(v, maker) for v in operands)
+    return name in _MOVING and all(is_contraction_result(v, maker) for v in operands)
 
 
-def _is_contracted_inside(atom: Any, step: Step, maker: Mapping[Any, Step]) -> bool:
+def _is_result_inside(atom: Any, step: Step, maker: Mapping[Any, Step]) -> bool:
     """The same of a result of a call; one that is handed through is what came in."""
     (plan,) = step.inner
     inside = plan.outvars[step.eqn.outvars.index(atom)]
     if inside in plan.invars:
         operand = step.eqn.invars[list(plan.invars).index(inside)]
-        return is_contracted(operand, maker)
-    return is_contracted(inside, plan.makers)
+        return is_contraction_result(operand, maker)
+    return is_contraction_result(inside, plan.makers)
 
 
 def reduces_rows(step: Step) -> bool:
@@ -80,9 +80,9 @@ class Reading:
     """What a program makes of a value that it is run again from.
 
     Args:
-        is_steep: something that has a pole or jumps reads it, or the like of it.
+        is_steep: something with a pole or a jump reads it, or what scales with it.
         asks_signs: something asks for the signs of its numbers, as a ReLU does.
-        rows: the lengths of the rows that are made one number each."""
+        rows: the lengths of the rows that are reduced to one number each."""
 
     is_steep: bool = False
     asks_signs: bool = False
@@ -113,7 +113,7 @@ def _read(like: dict[Any, bool], steps: Iterable[Step], reading: Reading) -> Non
 
     `like` has these values, and whether their last axis is still that of the rows. The
     size of an exponential or of a `tanh` does not follow, nor does that of a row's sum:
-    what is small in a row counts little in it. Those of `steps` are learnt."""
+    what is small in a row counts little in it. `like` gains such values of `steps`."""
     for step in steps:
         eqn, name = step.eqn, step.eqn.primitive.name
         places = {i: a for i, a in enumerate(eqn.invars) if not isinstance(a, Literal)}
@@ -180,7 +180,7 @@ _VALUE, _MEAN = "value", "mean"
 
 
 def _subtracts_mean(kinds: dict[Any, str], steps: Iterable[Step]) -> bool:
-    """The same of values of which the kind is known; learns those of others."""
+    """Whether a mean is subtracted, given kinds of values; adds the kinds of others."""
     for step in steps:
         name, operands = step.eqn.primitive.name, step.eqn.invars
         read = [None if isinstance(a, Literal) else kinds.get(a) for a in operands]

@@ -24,7 +24,7 @@ from .cost import (
     saved_bytes_for,
     variables_read,
 )
-from .eight_bits import is_centred, is_contracted, reading_of, reduces_rows
+from .eight_bits import is_centred, is_contraction_result, reading_of, reduces_rows
 
 # Linear in all that they read: the backward pass keeps none of it.
 _NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
@@ -171,7 +171,7 @@ class Grouping:
         if how is None or dtype is None or not how.pays_for(v.aval, dtype):
             return None
         is_gate_sum = self._gate_dtype(v) is not None
-        is_rounded = is_gate_sum or is_contracted(v, self.maker)
+        is_rounded = is_gate_sum or is_contraction_result(v, self.maker)
         if asked is None and not is_rounded:
             return None
         reading = reading_of([v], group)

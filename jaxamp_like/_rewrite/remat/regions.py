@@ -20,7 +20,7 @@ from .cost import (
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
-_NEXT_TO_NOTHING = 64  # it is so many times smaller than what is kept for it
+_NEXT_TO_NOTHING = 64  # results are so many times smaller than what is kept for them
 # On GPUs, XLA reduces a row of so many elements and reads it again in one kernel: at
 # 16384 it still does so, at 24576 no longer (JAX 0.10.2, as compiled for an H200).
 _IN_ONE_KERNEL = 16384
@@ -103,7 +103,7 @@ def _region(
         if readers[v]
     }
     steps = [*grouping.makers(group), *group]
-    # What leads to a region may read what the region makes for itself.
+    # Roots may read what the makers make, such as a mask, so they are sorted together.
     steps = sorted([*grouping.roots_of(steps), *steps], key=grouping.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
     taken = dict.fromkeys(

@@ -49,8 +49,8 @@ class Schedule(NamedTuple):
     `last_reads` are the variables that each of them is the last to read.
     `rounded_cotangents` has the variables whose cotangents are rounded once: before
     they go anywhere or, where a number is given, only for that operand of a sum.
-    `shared` are the variables that are read more than once, so that JAX adds up their
-    cotangents."""
+    `shared` are the variables of which JAX adds up several cotangents: they are read
+    more than once, and not in disjoint parts."""
 
     units: tuple[Step | Region, ...]
     last_reads: tuple[tuple[Any, ...], ...]
