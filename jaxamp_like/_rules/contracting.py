@@ -48,7 +48,8 @@ class MultiplyInFull(ComputeInFull):
         reads = use_compute_precision.decide(site).reads
         if reads == site.authors or None in site.authors:
             return decision
-        full, low = max(site.authors, key=bits), min(reads, key=bits)  # type: ignore
+        full = max((d for d in site.authors if d is not None), key=bits)
+        low = min((d for d in reads if d is not None), key=bits)
         gradients = [cast_pass(site, i, low) for i in (0, 1)]
         out: Any = site.out_authors[0]
         bind = contraction_by_casts(cast_pass(site, 0, full), gradients, out)
