@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +73,7 @@ from ._policies.settings import (
 from ._primitives.matmul_precision import without_setting
 from ._recording import is_recorded
 from ._rewrite.bind import Binder
-from ._rewrite.inner_gradients import (
-    report_of_step_of_keras,
-    report_of_unscaled_gradients,
-)
+from ._rewrite.findings import refuse_rules_with_state, warn_of_findings
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
@@ -90,45 +87,14 @@ from ._rewrite.switch import (
     stopping,
     tracing_by_amp,
 )
-from ._rewrite.unknown_shapes import reports_of_unknown_shapes
-from ._rewrite.unlowered import (
-    report_of_float16_on_tpus,
-    report_of_float32_over_amp,
-    report_of_loss_of_keras,
-    report_of_nothing_lowered,
-    reports_of_scopes_low_as_written,
-)
-from ._rewrite.unmatched import reports_of_unmatched_keys
-from ._rewrite.unmeasured import reports_of_unmeasured
-from ._rewrite.unquantised import refuse_rules_with_state, reports_of_quantising
-from ._rewrite.unsaved import reports_of_keys_that_save_nothing
-from ._rewrite.unscaled import report_of_no_scale_in_keras
-from ._rules import Origin
+from ._rewrite.traced_call import TracedCall
 from ._rules.user_rules import as_bool, as_lean
-from ._structural import Plan, Step, steps_of
+from ._structural import steps_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Model = TypeVar("_Model", bound=ModuleLike)
-
-
-class TracedCall(NamedTuple):
-    """A call, traced.
-
-    Args:
-        fn: what is called, as the user gave it.
-        jaxpr: its program.
-        arrays: the arrays that the program takes.
-        origins: for each array, whether it is a parameter.
-        lacks_scale: whether float16 is only the default dtype, no loss was scaled, and
-            the result looks like a tree of gradients."""
-
-    fn: Callable[..., Any]
-    jaxpr: Any
-    arrays: list[Any]
-    origins: list[Origin]
-    lacks_scale: bool = False
 
 
 Run = Callable[[Planner, TracedCall], list[Any]]
@@ -495,13 +461,7 @@ def run_by_plan(
     avals = (v.aval for v in inner.invars)
     plan = planner.plan(jaxpr, tuple(map(planner.input_fact, avals, call.origins)))
     steps = list(steps_of(plan))
-    _report_findings(call, planner, plan, steps)
-    for report in (
-        report_of_no_scale_in_keras(call.fn, call.arrays, steps),
-        report_of_step_of_keras(call.fn, steps),
-    ):
-        if report is not None:
-            warn_or_raise(report, strict=False)
+    warn_of_findings(call, planner, plan, steps)
     record_plan(planner, plan, steps)
     if not (has_state or is_recorded()):
         refuse_rules_with_state(steps)
@@ -522,33 +482,6 @@ def _as_author_typed(x: Any, aval: Any) -> Any:
         return x
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
     return cast_as(x, aval)
-
-
-def _report_findings(
-    call: TracedCall, planner: Planner, plan: Plan, steps: list[Step]
-) -> None:
-    place = f"This is of {place_of(call.fn)}."
-    for key, report in (
-        *reports_of_unmatched_keys(planner, plan, steps),
-        *reports_of_scopes_low_as_written(steps),
-        *reports_of_keys_that_save_nothing(planner, plan),
-    ):
-        # Many functions may share a policy: a misspelt key is reported once for all.
-        once = ref(planner.policy), key
-        warn_or_raise(f"{report} {place}", planner.strict, once)
-    for report in (
-        *reports_of_unknown_shapes(planner, steps),
-        *reports_of_unmeasured(plan),
-        *reports_of_quantising(plan, steps),
-        report_of_nothing_lowered(planner.compute_dtype, steps),
-        report_of_loss_of_keras(call.fn, call.arrays, planner.compute_dtype, steps),
-        report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
-        report_of_float16_on_tpus(steps),
-    ):
-        if report is not None:
-            warn_or_raise(f"{report} {place}", planner.strict)
-    if call.lacks_scale and (report := report_of_unscaled_gradients(steps)):
-        warn_or_raise(f"{report} {place}", strict=False, once=FLOAT16_BY_DEFAULT)
 
 
 @overload

@@ -19,9 +19,9 @@ from .._jax import (
 )
 from .._quantised.rule import HEAD_OR_EMBEDDING, NO_PARAMETER
 from .._reports import walk
+from .._rewrite.findings.unmatched import without_amp_scopes
+from .._rewrite.findings.unquantised import asked_of, rules_of, why_not_quantised
 from .._rewrite.record import Recorder, recording
-from .._rewrite.unmatched import without_amp_scopes
-from .._rewrite.unquantised import asked_of, rules_of, why_not_quantised
 from .._rules.conditions import name_of
 from .._structural import Step
 from .._structural.base import steps_of

@@ -14,9 +14,9 @@ from ..._jax import Eqn, Jaxpr, raw
 from ..._policies.mistakes import naming_mistakes
 from ..._primitives.matmul_precision import setting
 from ..._quantised.block_dot import BLOCK_DOT
-from ..._rewrite.inner_gradients import note_of_inner_gradients
+from ..._rewrite.findings.inner_gradients import note_of_inner_gradients
+from ..._rewrite.findings.unlowered import note_of_another_16_bits
 from ..._rewrite.record import Recorder
-from ..._rewrite.unlowered import note_of_another_16_bits
 from ..._rules import Match
 from ..._structural import Step, steps_of
 from .. import walk

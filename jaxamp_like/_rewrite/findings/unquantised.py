@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 import jax
 
-from .._errors import AmpError
-from .._jax import source_line
-from .._quantised.delayed import NO_STATE
-from .._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
-from .._recording import is_recorded
-from .._rules import INPUT_SOURCES, Fact, Origin, RematSource, Rule
-from .._structural import Plan, Step
-from .facts import fact_of
+from ..._errors import AmpError
+from ..._jax import source_line
+from ..._quantised.delayed import NO_STATE
+from ..._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
+from ..._recording import is_recorded
+from ..._rules import INPUT_SOURCES, Fact, Origin, RematSource, Rule
+from ..._structural import Plan, Step
+from ..facts import fact_of
 from .unmatched import without_amp_scopes
 
 _MOST = 8  # reasons to list

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .._frameworks.modules import is_method_of_keras
-from .._jax import source_line
-from .._name_stacks import names
-from .._primitives import CONTRACTIONS
-from .._structural import Plan, Step, steps_of
-from .switch import is_traced_by_amp
+from ..._frameworks.modules import is_method_of_keras
+from ..._jax import source_line
+from ..._name_stacks import names
+from ..._primitives import CONTRACTIONS
+from ..._structural import Plan, Step, steps_of
+from ..switch import is_traced_by_amp
 
 
 def of_gradients(steps: Iterable[Step]) -> list[Step]:

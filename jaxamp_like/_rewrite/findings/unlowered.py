@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._dtypes import DType, bits, is_float
-from .._frameworks.modules import is_method_of_keras
-from .._jax import Eqn, are_differentiated, raw, source_line, subjaxprs
-from .._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
-from .._primitives import CONTRACTIONS
-from .._rules import UsePrecision
-from .._rules.computing import asks_for_precision
-from .._structural import Step
-from .switch import is_traced_by_amp
+from ..._dtypes import DType, bits, is_float
+from ..._frameworks.modules import is_method_of_keras
+from ..._jax import Eqn, are_differentiated, raw, source_line, subjaxprs
+from ..._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
+from ..._primitives import CONTRACTIONS
+from ..._rules import UsePrecision
+from ..._rules.computing import asks_for_precision
+from ..._structural import Step
+from ..switch import is_traced_by_amp
 
 _DECIDED = {*AMP_STOP, REWRITTEN}
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from .._jax import source_line
-from .._rules.measured import NOT_MEASURED, Unmeasured
-from .._structural import Plan, Step
+from ..._jax import source_line
+from ..._rules.measured import NOT_MEASURED, Unmeasured
+from ..._structural import Plan, Step
 from .unmatched import place_of_step, without_amp_scopes
 
 _MOST = 8  # places to list

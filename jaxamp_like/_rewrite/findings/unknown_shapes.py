@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from .._jax import source_line
-from .._rules.by_shapes import NO_ROW, ByShapes, shapes_of
-from .._structural import Step
-from .planner import Planner
-from .solvers import without_solver_scope
+from ..._jax import source_line
+from ..._rules.by_shapes import NO_ROW, ByShapes, shapes_of
+from ..._structural import Step
+from ..planner import Planner
+from ..solvers import without_solver_scope
 from .unmatched import place_of_step
 
 _MOST = 8  # shapes to list

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from .._jax import source_line
-from .._policies.dictionary import AMP_DEFAULT, Key, show_key
-from .._primitives import CONTRACTIONS
-from .._rules import Fact, Rule
-from .._structural import Plan, Step
-from .facts import fact_of
-from .planner import Planner
-from .remat import is_kept_anyway
+from ..._jax import source_line
+from ..._policies.dictionary import AMP_DEFAULT, Key, show_key
+from ..._primitives import CONTRACTIONS
+from ..._rules import Fact, Rule
+from ..._structural import Plan, Step
+from ..facts import fact_of
+from ..planner import Planner
+from ..remat import is_kept_anyway
 
 _JIT = ("jit", "pjit")
 

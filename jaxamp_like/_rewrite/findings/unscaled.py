@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._errors import place_of
-from .._frameworks.modules import optimizer_without_scale
-from .._jax import are_differentiated, source_line
-from .._recording import is_recorded
-from .._structural import Step
-from .switch import is_in_scaled_loss
+from ..._errors import place_of
+from ..._frameworks.modules import optimizer_without_scale
+from ..._jax import are_differentiated, source_line
+from ..._recording import is_recorded
+from ..._structural import Step
+from ..switch import is_in_scaled_loss
 from .unlowered import is_lowered_to_float16
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from .._jax import Eqn, Jaxpr, Primitive, raw, scopes, source_line, subjaxprs
-from .._policies.classes import CLASSES
-from .._policies.dictionary import (
+from ..._jax import Eqn, Jaxpr, Primitive, raw, scopes, source_line, subjaxprs
+from ..._policies.classes import CLASSES
+from ..._policies.dictionary import (
     AMP_DEFAULT,
     AMP_STOP,
     REWRITTEN,
@@ -17,13 +17,13 @@ from .._policies.dictionary import (
     paths_to,
     show_key,
 )
-from .._policies.frozen import EXPRESSION
-from .._policies.mistakes import instead_of_function_name, instead_of_primitive
-from .._policies.named import Policy
-from .._rules import Match
-from .._structural import Plan, Step, derivative_of
-from .planner import Planner
-from .record import number_in
+from ..._policies.frozen import EXPRESSION
+from ..._policies.mistakes import instead_of_function_name, instead_of_primitive
+from ..._policies.named import Policy
+from ..._rules import Match
+from ..._structural import Plan, Step, derivative_of
+from ..planner import Planner
+from ..record import number_in
 
 _MOST = 8  # scopes to list
 _AS_IN_PYTHON = re.compile(r"""\w+([./]\w+|\[(\d+|'\w+'|"\w+")\])*""")
