@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ._amp_mistakes import (
     FLOAT16_BY_DEFAULT,
+    WRAPPED_IN_AMP_STOP,
     Decorator,
     explaining_tracing,
     is_lazy,
@@ -24,6 +25,7 @@ from ._amp_mistakes import (
     report_of_amp_stopped,
     report_of_amp_twice,
     report_of_hidden_parameters,
+    report_of_other_lists,
 )
 from ._blocks import Block
 from ._dtypes import DType, cast_as
@@ -62,6 +64,7 @@ from ._policies.mistakes import (
     report_of_no_lowering,
 )
 from ._policies.policy_map import PolicyMap
+from ._policies.presets.common import dtype_of_lists
 from ._policies.settings import (
     PolicyLike,
     Settings,
@@ -101,6 +104,7 @@ Run = Callable[[Planner, TracedCall], list[Any]]
 # The compute dtypes of functions that `amp` has made. (An attribute would be taken over
 # by `functools.wraps`.)
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
+_CALLED: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 @overload
@@ -239,6 +243,11 @@ def amp(
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
         warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
+    if is_in_amp_stop() and not is_traced_by_amp():
+        warn_or_raise(f"{WRAPPED_IN_AMP_STOP} This is of {place_of(fn)}.", strict)
+    made_for = dtype_of_lists(amp_policy)
+    if compute_dtype is None and made_for not in (None, settings.compute_dtype):
+        warn_or_raise(report_of_other_lists(made_for, settings.compute_dtype), strict)
     options = _Options(settings, strict, lean, gather_once, argnums)
     if is_amp_disabled():
         return options.mix(fn)
@@ -265,6 +274,11 @@ def amp(
     given["argnums"] = argnums
     again = functools.partial(_amp_again, global_policy(), given)
     return mixed_model(fn, options, options.mix, again)
+
+
+def was_called(fn: Callable[..., Any]) -> bool:
+    """Whether a function that `amp` has made was called."""
+    return fn in _CALLED
 
 
 def compute_dtype_of(fn: Any) -> DType | None:
@@ -338,6 +352,7 @@ def amp_by(
             return mixed(args, kwargs)
 
     def mixed(args, kwargs):
+        _CALLED.add(wrapped)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "

@@ -46,7 +46,7 @@ def refuse_what_cannot_be_rewritten(fn: Any) -> None:
         )
 
 
-def refuse_unbound(fn: Any) -> None:
+def refuse_unbound(fn: Any, wrapper: str = "amp") -> None:
     """Raises for models of Linen and Haiku that have no parameters yet."""
     if isinstance(fn, type):  # is refused as a class
         return
@@ -55,7 +55,7 @@ def refuse_unbound(fn: Any) -> None:
         raise TypeError(
             f"`fn` is a {type(fn).__name__}, whose `apply` holds {len(functions)} "
             "functions. Wrap the loss that calls them, or one of them: "
-            "`amp(fn.apply[0])(params, rng, x)`, if `apply` is a tuple."
+            f"`{wrapper}(fn.apply[0])(params, rng, x)`, if `apply` is a tuple."
         )
     applies = hasattr(fn, "init") and callable(getattr(fn, "apply", None))
     is_bound = callable(fn) and not (
@@ -64,7 +64,7 @@ def refuse_unbound(fn: Any) -> None:
     if applies and not is_bound:
         raise TypeError(
             f"`fn` is a {type(fn).__name__} without parameters. Wrap the loss that "
-            "calls its `apply`, or that: `amp(model.apply)(params, x)`."
+            f"calls its `apply`, or that: `{wrapper}(model.apply)(params, x)`."
         )
 
 
@@ -97,6 +97,22 @@ def report_of_amp_stopped(fn: Any) -> str:
         f"`amp_stop` stands around {place_of(fn)}, which `amp` has wrapped, and does "
         "not reach into it. Put `amp_stop` inside of that function, around what is to "
         "be kept as written, or call the function without `amp`."
+    )
+
+
+WRAPPED_IN_AMP_STOP = (
+    "`amp` is called within `amp_stop`, which keeps what is computed in its block, and "
+    "not what is wrapped there. Put `amp_stop` inside of the function, around what is "
+    "to be kept as written."
+)
+
+
+def report_of_other_lists(made_for: DType, computes_in: DType) -> str:
+    """The message where op lists are for another dtype than `amp` computes in."""
+    return (
+        f"The lists in `amp_policy` are those for {made_for.name}, but `amp` computes "
+        f"in {computes_in.name}, since nothing says a dtype. Write `amp(fn, "
+        f"compute_dtype={made_for.name!r}, amp_policy=...)`."
     )
 
 
@@ -149,6 +165,7 @@ def refuse_what_cannot_be_stopped(fn: Any) -> None:
             f"`amp_stop` takes a function, or nothing, but got {type(fn).__name__}. "
             "Use `@amp_stop` or `with amp_stop():`."
         )
+    refuse_unbound(fn, "amp_stop")
     if (kind := computes_later(fn)) is not None:
         raise TypeError(
             f"`amp_stop` was given {kind}, {_named(fn)}: it returns before it "

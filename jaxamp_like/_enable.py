@@ -99,7 +99,26 @@ def enable_amp(
         )
     if mixed is not loss_fn and inspect.isfunction(mixed):
         vars(mixed)["init"] = _of_the_optimizer
-    return mixed, wrapped
+    if wrapped.watch is not None:
+        wrapped.watch.mixed = mixed
+    return Enabled((mixed, wrapped))
+
+
+class Enabled(tuple[Any, Any]):
+    """What `enable_amp` returns: a pair, which says so if it is called."""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(_TWO)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = f" {_TWO}" * (not name.startswith("_"))
+        raise AttributeError(f"'tuple' object has no attribute {name!r}.{hint}")
+
+
+_TWO = (
+    "`enable_amp` returns two things, the loss and the optimizer. Write `mixed, tx = "
+    "enable_amp(loss_fn, optimizer)`."
+)
 
 
 def _of_the_optimizer(*_: Any) -> NoReturn:

@@ -576,10 +576,34 @@ def is_jitted(x: Any) -> bool:
     return any(getattr(one, "traced_for", None) == "jit" for one in told)
 
 
+def is_partly_manual_on_cpu(aval: Any) -> bool:
+    """Whether an array is in a `shard_map` over some axes of a mesh of CPUs.
+
+    The other axes are left to the compiler. XLA for CPUs then aborts at a sum over
+    devices of 16 bits (checked on JAX 0.10.2 and 0.12.0)."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    kinds = {*(getattr(mesh, "axis_types", None) or ())}
+    if AxisType.Manual not in kinds or len(kinds) == 1:
+        return False
+    return (getattr(mesh, "platform", None) or jax.default_backend()) == "cpu"
+
+
+def is_closed_over_by_loop(x: Any, inside: Sequence[Any]) -> bool:
+    """Whether a value comes from outside of a loop whose body others belong to."""
+    outside = {id(t) for trace in _traces(x) for t in (trace, *_around(trace))}
+    traces = {id(t): t for value in inside for t in _traces(value)}
+    frames = [getattr(t, "frame", None) for i, t in traces.items() if i not in outside]
+    told = (getattr(frame, "debug_info", None) for frame in frames)
+    return any(getattr(one, "traced_for", None) in _LOOPS for one in told)
+
+
 def are_differentiated(values: Sequence[Any]) -> bool:
     """Whether a derivative is taken by some values, as far as it shows."""
     traces = [t for x in values if is_tracer(x) for t in _traces(x)]
     return any(type(t).__name__ in _DIFFERENTIATING for t in traces)
+
+
+_LOOPS = {"scan", "fori_loop", "while_body"}
 
 
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:

@@ -1,10 +1,12 @@
 """Warns if another loss is differentiated than the one that `enable_amp` made low."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ._amp import was_called
 from ._dtypes import bits, is_float
 from ._errors import place_of, warn_or_raise
 from ._reports import walk
@@ -33,11 +35,32 @@ class Watch:
     def __init__(self, expects_float16: bool) -> None:
         self.has_looked = False
         self.expects_float16 = expects_float16
+        self.mixed: Any = None  # the loss that `enable_amp` made
+        self._is_asked = False
+        self._before = plans_with_contractions()
+
+    def expect_use(self) -> None:
+        """Warns of gradients that no function of `amp` can have made."""
+        if self._is_asked or not inspect.isfunction(self.mixed):
+            return
+        if was_called(self.mixed) or plans_with_contractions() > self._before:
+            return
+        if is_amp_disabled() or amp_is_off() or is_traced_by_amp():
+            return
+        warn_or_raise(
+            "`update` of an optimizer that `enable_amp` made is given gradients, but "
+            "the loss that it made was never called: training runs in full precision. "
+            "Write `mixed, tx = enable_amp(loss_fn, optimizer)`, and differentiate "
+            "`mixed`: `tx.value_and_grad(mixed, opt_state)(params, batch)`. This is of "
+            f"{place_of(self.mixed)}.",
+            strict=False,
+        )
 
     @contextmanager
     def __call__(
         self, fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> Iterator[None]:
+        self._is_asked = True
         before, in_float16 = plans_with_contractions(), plans_in_float16()
         yield
         if plans_in_float16() > in_float16 and not self.expects_float16:

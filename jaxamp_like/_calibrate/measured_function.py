@@ -12,8 +12,8 @@ from jax import lax
 
 from .._amp import compute_dtype_of
 from .._dtypes import in_words, is_float
-from .._errors import explaining_arguments
-from .._jax import is_array
+from .._errors import explaining_arguments, warn_or_raise
+from .._jax import is_array, is_array_or_shape
 from .._parameters import as_argnums
 from .._reports.call import FlatCall, flat_call
 from .._rules.user_rules import short
@@ -113,6 +113,25 @@ def _moved(x: Any, seed: Any, spread: Any) -> Any:
     turns = (turns + seed * jnp.uint32(2246822519)).reshape(x.shape)
     noise = (turns >> 8).astype(jnp.float32) * 2.0**-23 - 1
     return (x * (1 + spread * math.sqrt(3) * noise)).astype(x.dtype)
+
+
+def tell_of_changed_places(batches: list[Any], argnums: int | Sequence[int]) -> None:
+    """Warns where the argument that holds parameters is the one that batches change."""
+    if not isinstance(argnums, int) or len(batches) < 2:
+        return
+    kept = [
+        i
+        for i, first in enumerate(batches[0])
+        if all(len(batch) > i and batch[i] is first for batch in batches)
+        and any(map(is_array_or_shape, jax.tree.leaves(first)))
+    ]
+    if kept and 0 <= argnums < len(batches[0]) and argnums not in kept:
+        warn_or_raise(
+            f"`calibrate` takes the gradient by argument {argnums}, which is another "
+            f"object in each batch, while argument {kept[0]} is the same in all: if "
+            f"that holds the parameters, write `argnums={kept[0]}`.",
+            strict=False,
+        )
 
 
 def measured_function(

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from .._dtypes import in_words
+from .._errors import showing_call
 from .agree import AxisName, all_agree
 
 
@@ -44,6 +45,7 @@ def chosen(pred: Array, new: Any, old: Any) -> Any:
     )
 
 
+@showing_call("all_finite((loss, grads))")
 def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     """Whether every floating-point or complex number in a pytree is finite.
 

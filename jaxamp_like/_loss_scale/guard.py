@@ -20,6 +20,7 @@ from .._errors import (
 )
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
 from .calls import difference, float_types
+from .scaled import recording_scales
 from .state import DynamicScalerState, NoScaler, is_scaler
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -86,7 +87,8 @@ def guard_step(step: _Step) -> _Step:
         inner = _inner_scalers(nodes)
         before = Snapshot(nodes, but=jax.tree.leaves(inner, is_leaf=is_node))
         were = [x for _, x in old if is_scaler(x)] + as_arrays(inner)
-        out = step(state, *args, **kwargs)
+        with recording_scales() as scales:
+            out = step(state, *args, **kwargs)
         _refuse_lost_changes(nodes, before, out)
         if all(is_node(x) for _, x in old):
             old, new, rebuild = [], [], lambda _: out
@@ -95,7 +97,7 @@ def guard_step(step: _Step) -> _Step:
         are = [x for x in new if is_scaler(x)] + as_arrays(_inner_scalers(nodes))
         if not are:
             _refuse_no_scale((args, kwargs))
-        skipped = _skipped(were, are)
+        skipped = _skipped(were, are, scales)
         if skipped is None:
             return out
         _tell_of_state_beside(step, args, out)
@@ -245,10 +247,11 @@ def _refuse_no_scale(others: Any) -> NoReturn:
     )
 
 
-def _skipped(were: list[Any], are: list[Any]) -> Array | None:
+def _skipped(were: list[Any], are: list[Any], scales: list[Any]) -> Array | None:
     """Whether a step that led from `were` to `are` was skipped.
 
-    It is `None` if no scale is dynamic, so that no overflow is looked for."""
+    Losses were multiplied by `scales`. The result is `None` if no scale is dynamic, so
+    that no overflow is looked for."""
     pairs = [
         (then, now)
         for then, now in zip(were, are, strict=True)
@@ -260,6 +263,18 @@ def _skipped(were: list[Any], are: list[Any]) -> Array | None:
             "that nothing tells whether the step was skipped.\nReturn it in the next "
             "state as it became: the `opt_state` that `tx.update` returns second, or "
             "the scaler that `dynamic_scale_grad` and its like return first."
+        )
+    if any(
+        now.skipped is then.skipped and any(then.scaler is scale for scale in scales)
+        for then, now in pairs
+    ):
+        warn_or_raise(
+            "One of the loss scales in the state of a guarded step scaled a loss, but "
+            "came out as it went in, so that it never changes: gradients were given to "
+            "the `update` of another optimizer. Each loss wants the optimizer whose "
+            "`value_and_grad` scaled it; for parts of the parameters there is "
+            "`loss_scale_optimizer(optax.partition(...))`, with one scale for all.",
+            strict=False,
         )
     grew = [now.skipped > then.skipped for then, now in pairs]
     return functools.reduce(jnp.logical_or, grew) if grew else None

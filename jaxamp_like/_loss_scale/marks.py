@@ -10,6 +10,7 @@ values: if one is not finite, all become NaN. The optimizer itself could not tel
 it may be given only some of them (`optax.masked`), or the finite number that clipping
 has made of an infinity."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 
+from .._errors import warn_or_raise
 from .agree import AxisName
 
 
@@ -95,6 +98,8 @@ class Unscaled(metaclass=_Explaining):
         return self._value
 
     def __jax_array__(self) -> Array:
+        if _is_added_by_optax():
+            warn_or_raise(_NOT_UPDATED, strict=False)
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -249,6 +254,29 @@ def refuse_unmarked(grads: Any) -> None:
             "lost the marks, as `optax.flatten` does, put that within: "
             "`loss_scale_optimizer(optax.flatten(...))`."
         )
+
+
+def refuse_marked_updates(updates: Any) -> None:
+    """Raises for gradients in the place of updates."""
+    if named := _named(updates, _is_marked):
+        raise TypeError(f"{named.replace('grads', 'updates')}: {_NOT_UPDATED}")
+
+
+def _is_added_by_optax() -> bool:
+    """Whether `optax.apply_updates` is what reads an array, by way of JAX."""
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if frame is None or frame.f_code is optax.apply_updates.__code__:
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+_NOT_UPDATED = (
+    "These updates are made of gradients of a `loss_scale_optimizer` that its own "
+    "`update` has never seen: overflows would go into the parameters, and the scale "
+    "stays as it is. Write `updates, opt_state = tx.update(grads, opt_state, params)`."
+)
 
 
 def refuse_unscaled(grads: Any) -> None:

@@ -22,6 +22,7 @@ from .._errors import (
     warn_or_raise,
 )
 from .._frameworks.nnx import as_arrays, instances_in, is_node
+from .._jax import is_closed_over_by_loop
 from .agree import OF_OPTIMIZER, AxisName, all_agree, tell_of_unnamed_axes
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import (
@@ -42,6 +43,7 @@ from .marks import (
     refuse_unscaled,
     unmarked,
 )
+from .scaled import note_scaled, was_any_loss_scaled
 from .state import (
     DynamicScalerState,
     NoScaler,
@@ -304,6 +306,10 @@ def loss_scale_optimizer(
         grads, finite = read(grads, axis_name)
         if isinstance(scaler, DynamicScalerState):
             tell_of_float16(grads, params)
+            if is_closed_over_by_loop(scaler.scaler, jax.tree.leaves(grads)):
+                warn_or_raise(_OUTSIDE_OF_LOOP, strict=False)
+        if wrapped.watch is not None:
+            wrapped.watch.expect_use()
         # A line search is given the gradients a second time, by name.
         extra = unmarked(extra)
         with explaining_other_parameters(optimizer, grads, inner_state, params):
@@ -334,6 +340,14 @@ def loss_scale_optimizer(
     return wrapped
 
 
+_OUTSIDE_OF_LOOP = (
+    "`tx.update` is called in the body of a loop with a state from outside of it: each "
+    "iteration begins with the same scale and the same moments, and what `update` "
+    "returns is lost. Put `opt_state` into what the loop carries, and return the next "
+    "one from the body."
+)
+
+
 @hiding_frames
 def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     """A loss times the scale that an optimizer's state holds.
@@ -360,12 +374,22 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     return scaler.scale(checked_loss(loss))
 
 
+_NEVER_SCALED = (
+    "`unscale_grads` divides gradients by a scale, but no loss was multiplied by one "
+    "so far: they become too small. Scale the loss by `scale_loss(loss, opt_state)` "
+    "before it is differentiated, or take `tx.value_and_grad(loss_fn, opt_state)(...)`,"
+    " which does both."
+)
+
+
 # The scales of the losses that are running in calls of `value_and_grad` or `grad`.
 _scales: ContextVar[tuple[Any, ...]] = ContextVar("scales", default=())
 
 
 @contextmanager
 def _scaling_by(scaler: Scaler) -> Iterator[None]:
+    if isinstance(scaler, DynamicScalerState):
+        note_scaled(scaler.scaler)
     token = _scales.set((*_scales.get(), getattr(scaler, "scaler", None)))
     try:
         yield
@@ -398,6 +422,8 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     """
     scaler = _scaler_of(opt_state)
     refuse_unscaled(grads)
+    if isinstance(scaler, DynamicScalerState) and not was_any_loss_scaled():
+        warn_or_raise(_NEVER_SCALED, strict=False)
     grads = scaler.unscale(grads)
     if isinstance(scaler, NoScaler):
         return marked(grads, None)

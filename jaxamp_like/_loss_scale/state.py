@@ -26,6 +26,7 @@ from .fields import (
     within,
 )
 from .marks import refuse_unscaled
+from .scaled import note_scaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -170,6 +171,7 @@ class DynamicScalerState(_Fields):
         >>> DynamicScalerState(scaler=8).scale(jnp.float16(3))
         Array(24., dtype=float32)
         """
+        note_scaled(self.scaler)
         return times(checked_loss(loss), self.clipped().scaler)
 
     def unscale(self, grads: Any) -> Any:

@@ -173,6 +173,12 @@ class PolicyMap(Mapping[Any, Policy]):
     def __len__(self) -> int:
         return len(self._policies)
 
+    def __setitem__(self, key: Any, policy: Any) -> NoReturn:
+        raise TypeError(
+            "A `PolicyMap` does not change. Write `policies | {key: policy}`, which "
+            "makes another one."
+        )
+
     def __or__(self, other: Mapping[Any, Policy | str]) -> "PolicyMap":
         """This map with the entries of `other`, which replace those of equal keys."""
         if is_dict_of_rules(other):

@@ -141,6 +141,7 @@ def _tell_at_the_end() -> None:
             print(told, file=sys.stderr)
 
 
+@showing_call("using_policy(policy)")
 def using_policy(policy: Policy | PolicyMap | str) -> Block[Policy | PolicyMap]:
     """Sets the global policy for a block, in this thread or task only.
 

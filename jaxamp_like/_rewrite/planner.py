@@ -367,6 +367,9 @@ class Planner:
         )
         if is_opaque_hi(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
+        if name == "call_exported" and not is_meant:
+            what = "was made by `jax.export`, and can't be opened by amp any more"
+            self._report_unknown(eqn, scope, what)
         if name in FIXED:
             return use_original_precision, True
         if is_meant:
@@ -381,7 +384,9 @@ class Planner:
         return match.rule, opaque
 
     def _report_unknown(self, eqn: Eqn, scope: Scope, what: str) -> None:
-        where = f"scope {'/'.join(scope)!r}, {source_line(eqn)}"
+        where = ", ".join(
+            filter(None, (f"scope {'/'.join(scope)!r}", source_line(eqn)))
+        )
         warn_or_raise(
             f"`{describe(eqn)}` {what}, so it runs in the author's dtypes ({where}). "
             "To say that this is meant, put it under `amp_stop`, or give its primitive "

@@ -68,7 +68,8 @@ def disable_amp() -> Block[None]:
 
     It is asked when `amp` is called to wrap, never later, so that no cache of `jax.jit`
     can hold a stale answer. What was wrapped before it was entered is still rewritten,
-    and says so by an `AmpWarning` when it is called.
+    and says so by an `AmpWarning` when it is traced; what `jax.jit` has compiled before
+    runs as it was compiled. Other threads are not affected.
 
     >>> from jaxamp_like import amp
     >>> with disable_amp():

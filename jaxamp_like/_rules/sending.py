@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import DType, cast, has_range, lowered
-from .._jax import Primitive, bind_flat, collective_axes, varying_in
+from .._jax import (
+    Primitive,
+    bind_flat,
+    collective_axes,
+    is_partly_manual_on_cpu,
+    varying_in,
+)
 from .._primitives import PLACING, SUMMED_BACK
 from .._primitives.fences import fenced
 from .base import INPUT_SOURCES, Decision, Demand, Fact, Precision, Rule, Site
@@ -20,10 +26,11 @@ def may_sum_over_devices(site: Site, low: DType) -> bool:
 
     Sums over axes of devices may, since these are few. A contraction that is split over
     devices would be low on one device as well, so its sum over devices is in range if
-    the sum on one device is.
-    (The sum of a mean need not be: it grows with the number of devices.) A sum over an
-    axis of `vmap` has many terms on one device. In float16 only types are trusted to
-    tell that an axis is none of `vmap`."""
+    the sum on one device is. (The sum of a mean need not be: it grows with the number
+    of devices.) A sum over an axis of `vmap` has many terms on one device. In float16
+    only types are trusted to tell that an axis is none of `vmap`."""
+    if any(map(is_partly_manual_on_cpu, (*site.avals, *site.out_avals))):
+        return False
     typed = frozenset[Any]().union(*map(varying_in, (*site.avals, *site.out_avals)))
     is_wide = has_range(low, jnp.dtype("float32"))
     known = typed | site.device_axes if is_wide else typed

@@ -36,6 +36,20 @@ from ..classes import CLASSES
 Op = Primitive | str
 Table = dict[str, Rule]
 
+
+class ListsFor(dict[Any, Any]):
+    """A policy made of op lists that are meant for one dtype."""
+
+    def __init__(self, policy: dict[Any, Any], dtype: str) -> None:
+        super().__init__(policy)
+        self.dtype = jnp.dtype(dtype)
+
+
+def dtype_of_lists(policy: Any) -> DType | None:
+    """The dtype that the op lists of a policy are meant for, if it is made of some."""
+    return policy.dtype if isinstance(policy, ListsFor) else None
+
+
 MOVES = frozenset(
     name
     for name, rule in CLASSES.items()

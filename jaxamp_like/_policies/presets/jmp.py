@@ -2,11 +2,18 @@
 
 from typing import Any
 
+from ..._errors import explaining_misfits
 from ..._rules import use_compute_precision, use_original_precision_locally
 from ..dictionary import policy_by_name
 from .common import CONTRACTIONS, ComputeUnlessFull, by_name, make_table
 
+_OF_AMP = (
+    "The dtype is an argument of `amp`: `amp(fn, compute_dtype='bfloat16', "
+    "amp_policy=jmp())`."
+)
 
+
+@explaining_misfits("jmp", lambda *_: [_OF_AMP])
 def jmp() -> dict[Any, Any]:
     """Everything in the compute dtype, as if all inputs were cast to it beforehand.
 

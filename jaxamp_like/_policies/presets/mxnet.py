@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from ..._rules import use_compute_precision, use_original_precision
 from ..._rules.conditions import param_is, when
 from ..dictionary import policy_by_name
-from .common import CONTRACTIONS, Op, Promote, by_name, make_table, promote
+from .common import CONTRACTIONS, ListsFor, Op, Promote, by_name, make_table, promote
 from .user_lists import check_disjoint, conditions_of, low_dtype, lowerable, names_of
 
 _MXNET_TARGET = CONTRACTIONS
@@ -128,4 +128,4 @@ def mxnet(
     for op, parameter, values in conditions:
         holds = param_is(parameter, *values)
         table[op] = when(holds, use_original_precision, table[op])
-    return policy_by_name(table)
+    return ListsFor(policy_by_name(table), name)

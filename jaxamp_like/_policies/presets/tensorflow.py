@@ -13,7 +13,7 @@ from ..._rules import (
     use_original_precision,
 )
 from ..dictionary import policy_by_name
-from .common import CONTRACTIONS, MOVES, MOVES_EACH, Op, Unlisted, make_table
+from .common import CONTRACTIONS, MOVES, MOVES_EACH, ListsFor, Op, Unlisted, make_table
 from .user_lists import check_disjoint, low_dtype, lowerable, names_of
 
 _TF_ALLOW = CONTRACTIONS
@@ -99,10 +99,8 @@ def tensorflow_graph_rewrite(
     given = {"allow": allow, "deny": deny, "infer": infer, "clear": clear}
     added = {key: names_of(ops, key, key == "deny") for key, ops in given.items()}
     removed = names_of(remove, "remove", may_be_fixed=True)
-    lists = {
-        key: (ops - removed) | added[key]
-        for key, ops in _tf_lists(low_dtype(dtype)).items()
-    }
+    low = low_dtype(dtype)
+    lists = {key: (ops - removed) | added[key] for key, ops in _tf_lists(low).items()}
     check_disjoint(lists, "Take it from the one it is in by `remove`.")
     rules = {
         "allow": use_compute_precision,
@@ -114,4 +112,4 @@ def tensorflow_graph_rewrite(
     each = {name: keep_each_input for name in lists["clear"] & MOVES_EACH}
     table = make_table(Unlisted(), {}, moving=Unlisted())
     table |= {name: Unlisted() for name in MOVES_EACH}
-    return policy_by_name(table | lowerable(listed) | each)
+    return ListsFor(policy_by_name(table | lowerable(listed) | each), low)

@@ -10,9 +10,12 @@ from ..._dtypes import DType, bits, is_float
 from ..._frameworks.modules import is_method_of_keras
 from ..._jax import Eqn, are_differentiated, raw, source_line, subjaxprs
 from ..._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
+from ..._policies.named import Policy
 from ..._primitives import CONTRACTIONS
-from ..._rules import UsePrecision
+from ..._rules import UsePrecision, use_original_precision
+from ..._rules.base import PACKAGE
 from ..._rules.computing import asks_for_precision
+from ..._rules.conditions import When, name_of
 from ..._structural import Step
 from ..switch import is_traced_by_amp
 
@@ -36,6 +39,66 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
         f"lowered. The first, {where}, {reasons[0]}"
     )
+
+
+def report_of_predicate_that_never_holds(steps: list[Step]) -> str | None:
+    """What to say where a user's predicate keeps all contractions as written."""
+    contractions = _left_to_this_policy(steps)
+    rules = [step.match.rule for step in contractions]
+    asked = {rule.predicate for rule in rules if isinstance(rule, When)}
+    if len(asked) != 1 or not all(map(_is_kept_by_predicate, contractions)):
+        return None
+    (predicate,) = asked
+    # Those of the library ask for sizes, of which a function may have none.
+    if (getattr(predicate, "__module__", None) or "").startswith(PACKAGE):
+        return None
+    scopes = dict.fromkeys("/".join(step.scope) for step in contractions)
+    return (
+        f"The predicate {name_of(predicate)} holds for none of the "
+        f"{len(contractions)} contractions of the function, so that none is lowered. "
+        "It is given a `Site`, whose `scope` is a tuple of names: `'head' in "
+        f"site.scope`. The scopes of contractions are {', '.join(map(repr, scopes))}."
+    )
+
+
+def _is_kept_by_predicate(step: Step) -> bool:
+    rule = step.match.rule
+    avals = [atom.aval for atom in step.eqn.invars]
+    if not isinstance(rule, When) or not rule.rule.may_compute_low:
+        return False
+    if not step.decision.why.endswith(f"(not {name_of(rule.predicate)})"):
+        return False
+    return rule.otherwise.for_equation(step.eqn.params, avals) == use_original_precision
+
+
+def report_of_map_that_lowers_nothing(
+    policy: Lookup, compute_dtype: DType, steps: list[Step]
+) -> str | None:
+    """What to say of a map whose keys of low precision match no contraction."""
+    low = {
+        key: value.compute_dtype
+        for key, value in policy.items()
+        if isinstance(value, Policy) and _is_low(value.compute_dtype)
+    }
+    contractions = _left_to_this_policy(steps)
+    if not low or _is_low(compute_dtype) or not contractions:
+        return None
+    if any(_is_low(step.match.compute_dtype) for step in contractions):
+        return None
+    found = {key for step in steps for key in step.match.also} & low.keys()
+    if not found:
+        return None  # which is told of each key
+    key = next(key for key in low if key in found)
+    scopes = dict.fromkeys("/".join(step.scope) for step in contractions)
+    return (
+        "`amp_policy` lowers nothing: no contraction is under the key "
+        f"{show_key(key)}, which asks for {jnp.dtype(low[key]).name}. Contractions are "
+        f"in the scopes {', '.join(map(repr, scopes))}."
+    )
+
+
+def _is_low(dtype: DType | None) -> bool:
+    return dtype is not None and bits(jnp.dtype(dtype)) < 32
 
 
 def _left_to_this_policy(steps: list[Step]) -> list[Step]:
@@ -194,6 +257,12 @@ def _why_not_lowered(asked: DType, step: Step) -> str | None:
         return f"is {_OTHER[asked].name} {_LAYERS}{scale}"
     if names == {asked.name}:
         return f"is {asked.name} {_LAYERS}"
+    if names == {"float32", "float64"}:
+        return (
+            "reads a float64 array beside a float32 one, which makes it float64: that "
+            "is never lowered. Make parameters and inputs float32: with "
+            "`jax_enable_x64`, new arrays are float64."
+        )
     if names == {"float64"}:
         return (
             "is float64 as written, which is never lowered. Make parameters and inputs "

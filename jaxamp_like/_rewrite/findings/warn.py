@@ -8,12 +8,15 @@ from ..._structural import Plan, Step
 from ..planner import Planner
 from ..traced_call import TracedCall
 from .inner_gradients import report_of_step_of_keras, report_of_unscaled_gradients
+from .lean import report_of_lean_inside_out
 from .unknown_shapes import reports_of_unknown_shapes
 from .unlowered import (
     report_of_float16_on_tpus,
     report_of_float32_over_amp,
     report_of_loss_of_keras,
+    report_of_map_that_lowers_nothing,
     report_of_nothing_lowered,
+    report_of_predicate_that_never_holds,
     reports_of_scopes_low_as_written,
 )
 from .unmatched import reports_of_unmatched_keys
@@ -49,6 +52,9 @@ def warn_of_findings(
         report_of_nothing_lowered(planner.compute_dtype, steps),
         report_of_loss_of_keras(call.fn, call.arrays, planner.compute_dtype, steps),
         report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
+        report_of_predicate_that_never_holds(steps),
+        report_of_map_that_lowers_nothing(planner.policy, planner.compute_dtype, steps),
+        report_of_lean_inside_out(planner, call, steps),
         report_of_float16_on_tpus(steps),
     ):
         if report is not None:

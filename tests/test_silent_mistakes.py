@@ -1,0 +1,335 @@
+"""Mistakes that would change nothing, or the wrong thing, without a word are told."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxamp_like import (
+    AmpError,
+    AmpWarning,
+    DynamicScalerState,
+    PolicyMap,
+    amp,
+    amp_stop,
+    calibrate,
+    convert,
+    default_amp_policy,
+    enable_amp,
+    get_policy,
+    guard_step,
+    loss_scale_optimizer,
+    presets,
+    rules,
+    storage,
+    using_policy,
+)
+from jaxamp_like._loss_scale import scaled
+from jaxamp_like.scaling import all_finite, scale_loss, unscale_grads
+
+pytestmark = pytest.mark.quick
+
+w = {"a": jnp.full((4, 8), 0.1), "b": jnp.full((8, 1), 0.1)}
+x = jnp.ones((16, 4))
+bfloat16 = {"compute_dtype": "bfloat16", "strict": True}
+
+
+def loss(w, x):
+    with jax.named_scope("net"):
+        h = jnp.tanh(x @ w["a"])
+    with jax.named_scope("head"):
+        return jnp.mean((h @ w["b"]) ** 2)
+
+
+def with_activation(w, x):
+    h = x @ w["a"]
+    with jax.named_scope("act"):
+        h = jnp.tanh(h)
+    return jnp.mean(h @ w["b"])
+
+
+def test_a_loss_that_is_made_and_never_differentiated():
+    _, tx = enable_amp(loss, optax.adam(1e-3), compute_dtype="bfloat16")
+    state = tx.init(w)
+    with pytest.warns(AmpWarning, match="that it made was never called"):
+        tx.update(jax.grad(loss)(w, x), state, w)
+
+
+@pytest.mark.parametrize("how", ["by jax.grad", "by the optimizer", "another amp"])
+def test_a_loss_that_is_differentiated_in_any_way_is_used(how):
+    mixed, tx = enable_amp(loss, optax.adam(1e-3), compute_dtype="bfloat16")
+    state = tx.init(w)
+    if how == "by jax.grad":
+        grads = jax.jit(jax.grad(mixed))(w, x)
+    elif how == "by the optimizer":
+        grads = tx.grad(mixed, state)(w, x)
+    else:
+        grads = jax.grad(amp(loss, compute_dtype="bfloat16"))(w, x)
+    tx.update(grads, state, w)
+
+
+def test_the_pair_that_enable_amp_returns_says_what_it_is():
+    pair = enable_amp(loss, optax.sgd(0.1), compute_dtype="bfloat16")
+    with pytest.raises(TypeError, match="returns two things"):
+        pair(w, x)  # pyright: ignore
+    with pytest.raises(AttributeError, match="returns two things"):
+        pair.init(w)  # pyright: ignore
+    _, tx = pair
+    assert isinstance(pair, tuple) and pair[1] is tx
+
+
+def test_gradients_that_were_never_scaled_are_not_unscaled(monkeypatch):
+    monkeypatch.setattr(scaled, "_any_loss", type(scaled._any_loss)())
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    state = tx.init(w)
+    with pytest.warns(AmpWarning, match="no loss was multiplied by one so far"):
+        unscale_grads(jax.grad(loss)(w, x), state)
+    grads = jax.grad(lambda w: scale_loss(loss(w, x), state))(w)
+    unscale_grads(grads, state)  # without a word
+
+
+def test_marked_gradients_are_no_updates():
+    inner = optax.sgd(0.1)
+    tx = loss_scale_optimizer(inner)
+    state = tx.init(w)
+    grads = tx.grad(loss, state)(w, x)
+    updates, _ = inner.update(grads, state.inner_state, w)
+    with pytest.warns(AmpWarning, match="that its own `update` has never seen"):
+        optax.apply_updates(w, updates)
+    with pytest.raises(TypeError, match=re.escape("`updates['a']`, `updates['b']`")):
+        storage.apply_updates(w, grads, key=jax.random.key(0))
+    jnp.sum(grads["a"])  # any other function reads them
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_a_loop_carries_the_state_of_the_optimizer(is_jitted, is_carried):
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+
+    def epoch(w, state, xs):
+        def body(carry, x):
+            w, inner = carry
+            now = inner if is_carried else state
+            grads = tx.grad(loss, now)(w, x)
+            updates, now = tx.update(grads, now, w)
+            return (optax.apply_updates(w, updates), now if is_carried else inner), 0
+
+        return jax.lax.scan(body, (w, state), xs)[0]
+
+    run = jax.jit(epoch) if is_jitted else epoch
+    if is_carried:
+        run(w, tx.init(w), x[None])
+        return
+    with pytest.warns(AmpWarning, match="in the body of a loop with a state from out"):
+        run(w, tx.init(w), x[None])
+
+
+def test_microbatches_of_a_loop_share_a_scale():
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+
+    @jax.jit
+    def step(w, state, xs):
+        def add(total, x):
+            grads = tx.grad(loss, state)(w, x)
+            return jax.tree.map(jnp.add, total, jax.tree.map(lambda g: g, grads)), 0
+
+        first = tx.grad(loss, state)(w, xs[0])
+        grads, _ = jax.lax.scan(add, first, xs[1:])
+        updates, state_ = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state_
+
+    step(w, tx.init(w), jnp.stack([x, x]))
+
+
+def test_each_scale_of_a_guarded_step_is_updated():
+    one, other = (
+        loss_scale_optimizer(optax.sgd(0.1)),
+        loss_scale_optimizer(optax.adam(0.1)),
+    )
+
+    def step(state, x, is_right):
+        w, first, second = state
+        grads = one.grad(loss, first)(w, x)
+        if is_right:
+            updates, first = one.update(grads, first, w)
+            w = optax.apply_updates(w, updates)
+            grads = other.grad(loss, second)(w, x)
+        updates, second = other.update(grads, second, w)
+        return optax.apply_updates(w, updates), first, second
+
+    state = w, one.init(w), other.init(w)
+    guard_step(step)(state, x, True)
+    with pytest.warns(AmpWarning, match="One of the loss scales in the state"):
+        guard_step(step)(state, x, False)
+
+
+def outside(name):
+    """A user's predicate: those of the library ask for sizes."""
+    return lambda site: site.scope == name
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        get_policy("mixed_bfloat16").where(outside("head")),
+        default_amp_policy
+        | {
+            jax.lax.dot_general_p: rules.when(
+                outside("head"),
+                rules.use_compute_precision,
+                rules.use_original_precision,
+            )
+        },
+    ],
+    ids=["where", "when"],
+)
+def test_predicates_that_never_hold(policy):
+    dtype = {} if hasattr(policy, "where") else {"compute_dtype": "bfloat16"}
+    with pytest.raises(AmpError, match="holds for none of the 2 contractions"):
+        amp(loss, amp_policy=policy, strict=True, **dtype)(w, x)
+
+
+def test_predicates_that_hold_somewhere_or_ask_for_sizes():
+    policy = get_policy("mixed_bfloat16").where(lambda site: "head" in site.scope)
+    amp(loss, amp_policy=policy, strict=True)(w, x)
+    by_size = rules.when(
+        rules.sums_more_than(4096),
+        rules.use_compute_precision,
+        rules.use_original_precision,
+    )
+    policy = default_amp_policy | {jax.lax.dot_general_p: by_size}
+    amp(loss, amp_policy=policy, **bfloat16)(w, x)
+
+
+def test_maps_whose_low_keys_hold_no_contraction():
+    policies = PolicyMap("float32", {"act": "mixed_bfloat16"})
+    with pytest.raises(AmpError, match="no contraction is under the key 'act'"):
+        amp(with_activation, amp_policy=policies, strict=True)(w, x)
+    policies = PolicyMap("float32", {"act": "mixed_bfloat16", "head": "mixed_bfloat16"})
+    with pytest.raises(AmpError, match="key 'act' of `amp_policy` matched nothing"):
+        amp(loss, amp_policy=policies, strict=True)(w, x)
+
+
+def test_a_float64_batch_makes_all_float64():
+    with jax.enable_x64(True):
+        batch = jnp.asarray(np.ones((16, 4)))
+        weights = jax.tree.map(lambda x: x.astype("float32"), w)
+        with pytest.raises(AmpError, match="float64 array beside a float32 one"):
+            amp(loss, **bfloat16)(weights, batch)
+
+
+def test_exported_programs_can_not_be_opened():
+    made = jax.export.export(jax.jit(lambda w, x: x @ w["a"]))(w, x)
+    with pytest.raises(AmpError, match=r"was made by `jax\.export`"):
+        amp(lambda w, x: jnp.mean(made.call(w, x)), **bfloat16)(w, x)
+    amp(lambda w, x: jnp.mean(amp_stop(made.call)(w, x)), **bfloat16)(w, x)
+
+
+@pytest.mark.parametrize(
+    "lists", [presets.mxnet, presets.tensorflow_graph_rewrite], ids=lambda f: f.__name__
+)
+def test_lists_for_another_dtype_than_the_default(lists):
+    with pytest.raises(AmpError, match="those for bfloat16, but `amp` computes in fl"):
+        amp(loss, amp_policy=lists("bfloat16"), strict=True)
+    amp(loss, amp_policy=lists("bfloat16"), compute_dtype="bfloat16", strict=True)
+    amp(loss, amp_policy=lists(), strict=True)
+
+
+def test_lean_says_what_a_gradient_around_amp_keeps():
+    with pytest.raises(AmpError, match="`lean='int8'` changes nothing"):
+        amp(jax.grad(loss), lean="int8", **bfloat16)(w, x)
+    jax.grad(amp(loss, lean="int8", **bfloat16))(w, x)
+    second = amp(lambda w, x: jax.grad(loss)(w, x)["a"].sum(), lean=True, **bfloat16)
+    jax.grad(second)(w, x)
+
+
+def test_amp_stop_around_wrapping_alone():
+    with amp_stop(), pytest.warns(AmpWarning, match="called within `amp_stop`"):
+        amp(loss, compute_dtype="bfloat16")
+
+
+def test_amp_stop_of_a_module_without_parameters():
+    layer = linen.Dense(2)
+    variables = layer.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match="is a Dense without parameters"):
+        amp_stop(layer)(variables, x)
+    amp_stop(layer.apply)(variables, x)
+
+
+def test_what_amp_has_made_is_converted_in_its_own_dtype():
+    mixed = amp(loss, compute_dtype="float16")
+    with pytest.raises(AmpError, match="is what `amp` has made already"):
+        convert(mixed, w, x, compute_dtype="bfloat16", strict=True)
+    convert(mixed, w, x)
+
+
+def test_parameters_and_a_batch_that_have_changed_places():
+    with pytest.warns(AmpWarning, match="have they changed places"):
+        convert(lambda x, w: x @ w["a"], x, w, compute_dtype="bfloat16")
+    batches = [(x * i, w) for i in (1.0, 2.0, 3.0, 4.0)]
+    with pytest.warns(AmpWarning, match="write `argnums=1`"):
+        calibrate(lambda x, w: loss(w, x), batches, budget=0.05, max_passes=8)
+    params = jnp.full((64,), 0.1, jnp.bfloat16)
+    with pytest.warns(AmpWarning, match="updates of 16, so that it rounds nothing"):
+        storage.apply_updates(jnp.full((64,), 1e-5), params, key=jax.random.key(0))
+
+
+def test_where_of_a_low_bit_state_that_decides_nothing():
+    params = {"embed": jnp.zeros((128, 128))}
+
+    def where(path, leaf):
+        return False if path.startswith("embed") else None
+
+    tx = storage.low_bit_state(optax.adam(1e-3), where=where)
+    with pytest.warns(AmpWarning, match=re.escape("such as \"[0].mu['embed']\"")):
+        tx.init(params)
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: storage.apply_updates(w, w, jax.random.key(0)), "key=key"),  # pyright: ignore
+        (lambda: presets.jmp("bfloat16"), "amp_policy=jmp"),  # pyright: ignore
+        (lambda: using_policy(loss, "mixed_bfloat16"), "using_policy.policy"),  # pyright: ignore
+        (lambda: all_finite(jnp.ones(()), w), "all_finite..loss, grads"),  # pyright: ignore
+        (lambda: PolicyMap("float32").__setitem__("net", "float16"), "policies . .key"),
+    ],
+)
+def test_arguments_that_do_not_fit(call, match):
+    with pytest.raises(TypeError, match=match):
+        call()
+
+
+def test_sums_of_16_bits_do_not_abort_where_a_mesh_of_cpus_is_partly_manual():
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+
+    def split(w, x):
+        def on_a_device(w, x):
+            return jax.lax.pmean(loss(w, x), "data")
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.shard_map(on_a_device, **specs, axis_names={"data"})(w, x)
+
+    with jax.set_mesh(mesh):
+        mixed = jax.jit(jax.grad(amp(split, compute_dtype="bfloat16")))(w, x)
+        plain = jax.jit(jax.grad(split))(w, x)
+    for one, other in zip(*map(jax.tree.leaves, (mixed, plain)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.02)
+
+
+def test_a_scale_is_known_by_the_state_that_scaled(monkeypatch):
+    """A guarded step of a single scale by hand is as before."""
+
+    @guard_step
+    def step(state, x):
+        w, scaler = state
+        grads = scaler.unscale(jax.grad(lambda w: scaler.scale(loss(w, x)))(w))
+        return (w, scaler.update(all_finite(grads))), 0
+
+    step((w, DynamicScalerState()), x)
