@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxamp_like import amp
 from jaxamp_like._hlo.devices import described
 from jaxamp_like._hlo.text import Computation, Instruction, Module, parse
 
@@ -51,6 +52,11 @@ def mpx(model: Model, dtype: str) -> Loss | None:
     return by_mpx(model, dtype) if isinstance(model, Workload) else None
 
 
+def lean_int8(model: Model, dtype: str) -> Loss:
+    """The default, which keeps what the backward pass reads in 8 bits."""
+    return amp(model.loss, compute_dtype=dtype, lean="int8")
+
+
 NAMES = (
     "float32",
     "hand",
@@ -62,6 +68,7 @@ NAMES = (
 )
 CONTENDERS: dict[str, Contender] = {name: OURS[name] for name in NAMES}
 CONTENDERS["mpx"] = mpx
+CONTENDERS["lean int8"] = lean_int8
 
 
 # ---------------------------------------------------------------- reading compiled code

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -268,6 +269,15 @@ def test_what_amp_has_made_is_converted_in_its_own_dtype():
     convert(mixed, w, x)
 
 
+def test_parameters_in_few_bits_are_not_trained():
+    low = convert(loss, w, x, compute_dtype="bfloat16")
+    with pytest.warns(AmpWarning, match="differentiated by its parameters"):
+        jax.grad(low.apply)(low.params, x)
+    jax.grad(lambda x: low.apply(low.params, x))(x)
+    full = convert(loss, w, x, compute_dtype="bfloat16", cast_params=False)
+    jax.grad(full.apply)(full.params, x)
+
+
 def test_parameters_and_a_batch_that_have_changed_places():
     with pytest.warns(AmpWarning, match="have they changed places"):
         convert(lambda x, w: x @ w["a"], x, w, compute_dtype="bfloat16")
@@ -297,6 +307,9 @@ def test_where_of_a_low_bit_state_that_decides_nothing():
         (lambda: presets.jmp("bfloat16"), "amp_policy=jmp"),  # pyright: ignore
         (lambda: using_policy(loss, "mixed_bfloat16"), "using_policy.policy"),  # pyright: ignore
         (lambda: all_finite(jnp.ones(()), w), "all_finite..loss, grads"),  # pyright: ignore
+        (lambda: enable_amp(loss, optax.sgd(0.1), scaler=False), "None for none"),
+        (lambda: amp(classmethod(loss)), "`@classmethod` above `@amp`"),  # pyright: ignore
+        (lambda: amp(loss, amp_policy=keras.DTypePolicy("mixed_bfloat16")), "its name"),  # pyright: ignore
         (lambda: PolicyMap("float32").__setitem__("net", "float16"), "policies . .key"),
     ],
 )

@@ -72,6 +72,8 @@ def with_call_hints(
                 f"Settings of the loss scale are fields of its state: `{call}(..., "
                 f"scaler=DynamicScalerState({fields}))`."
             ]
+        if any(isinstance(arg, bool) for arg in args) and "has_aux" in parameters:
+            called.append("Name what is true or false: `has_aux=True`.")
         return [*called, f"Write `{example}`."]
 
     return explaining_misfits(example.split("(")[0], hints)

@@ -236,6 +236,8 @@ def dynamic_scale_grad(
     Returns:
         A function of the arguments of `fun` and the keyword `dynamic_scaler_state`. It
         returns `(next_state, grads)`, or `(next_state, (grads, aux))` if `has_aux`.
+        Gradients of a step that overflowed are not finite, and it is the caller who
+        skips it: by `guard_step` around the step, or by `next_state.accept(new, old)`.
     Raises:
         TypeError, ValueError: see `dynamic_scale_tx`.
 
@@ -271,6 +273,7 @@ def dynamic_scale_value_and_grad(
         A function of the arguments of `fun` and the keyword `dynamic_scaler_state`. It
         returns `(next_state, (value, grads))`, or `(next_state, ((value, aux), grads))`
         if `has_aux`. The value is the loss as `fun` computed it.
+        A step that overflowed is skipped by the caller, as for `dynamic_scale_grad`.
     Raises:
         TypeError, ValueError: see `dynamic_scale_tx`.
 

@@ -541,6 +541,12 @@ def _first_state(scaler: Any) -> Scaler:
         return scaler
     if scaler is None:
         return NoScaler()
+    if isinstance(scaler, bool) or type(scaler).__module__.split(".")[0] == "jmp":
+        raise TypeError(
+            '`scaler` must be "dynamic", a number, a state or None, but was given '
+            f'{scaler!r}. Write "dynamic" for a scale that adapts, and None for none. '
+            '(`enable_amp` also takes "auto": a scale in float16 alone.)'
+        )
     if isinstance(scaler, str):
         if scaler == "dynamic":
             return DynamicScalerState()

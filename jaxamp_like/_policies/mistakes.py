@@ -184,6 +184,8 @@ def instead_of_amp_policy(value: Any) -> str:
         return f"It holds a {type(policy).__name__}: give its `.policy`."
     if fields := _fields_of_policy(value):
         return f"It is a policy of another library: write `Policy({fields})`."
+    if hasattr(value, "compute_dtype") and hasattr(value, "variable_dtype"):
+        return f"It is a policy of Keras: give its name, `{value.name!r}`."
     if callable(value):
         return 'A rule of your own for everything: `{"amp_default": rule}`.'
     return 'For example: `default_amp_policy | {"attention": "float32"}`.'
@@ -224,6 +226,12 @@ def refuse_what_is_no_function(fn: Any, caller: str) -> None:
         argument = 'amp_policy=default_amp_policy | {"encoder": rule}'
     elif _is_like_policy(fn):
         got, argument = "a policy", "amp_policy=..."
+    elif isinstance(fn, classmethod | property):
+        kind = type(fn).__name__
+        raise TypeError(
+            f"`fn` is a {kind}, which is no function yet. Write `@{kind}` above "
+            f"`@{caller}`."
+        )
     instead = f"`{caller}(fn)(x)`, not `{caller}(fn(x))`"
     if argument:
         instead = f"`{caller}(fn, {argument})`"
