@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 
@@ -138,6 +138,20 @@ def calling_library(*libraries: types.ModuleType) -> str | None:
     file = frame.f_code.co_filename if frame is not None else ""
     names = (x.__name__ for x in libraries if file.startswith(_folder(x.__file__)))
     return next(names, None)
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul".split()
+_UNARY = "neg pos abs".split()
+
+
+def refuse_arithmetic(cls: type, message: str) -> None:
+    """Lets operators on objects of a class raise a `TypeError` with a message."""
+
+    def refuse(self: Any, *_: Any) -> NoReturn:
+        raise TypeError(message)
+
+    for name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY):
+        setattr(cls, f"__{name}__", refuse)
 
 
 def length_of_state(state: Any, library: str | None, optimizer: str) -> int:

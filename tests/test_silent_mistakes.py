@@ -318,6 +318,35 @@ def test_arguments_that_do_not_fit(call, match):
         call()
 
 
+def test_operators_on_what_is_stored_in_few_bits():
+    params = {"a": jnp.zeros((128, 128))}
+    low = storage.low_bit_state(optax.adam(1e-3))
+    with pytest.raises(TypeError, match="which the `update` of `low_bit_state` dec"):
+        optax.adam(1e-3).update(params, low.init(params).inner_state, params)
+
+
+@pytest.mark.parametrize(
+    "owner, name, match",
+    [
+        (get_policy("mixed_bfloat16"), "variable_dtype", "`param_dtype`"),
+        (get_policy("mixed_bfloat16"), "with_output_dtype", "output_dtype=..."),
+        (DynamicScalerState(), "adjust", "scaler.update.finite"),
+    ],
+)
+def test_attributes_that_other_libraries_have(owner, name, match):
+    with pytest.raises(AttributeError, match=match):
+        getattr(owner, name)
+
+
+@pytest.mark.parametrize("call", [scale_loss, unscale_grads])
+def test_a_state_in_the_wrong_place(call):
+    state = loss_scale_optimizer(optax.sgd(0.1)).init(w)
+    with pytest.raises(TypeError, match="have changed places"):
+        call(state, jnp.ones(()))
+    with pytest.raises(ValueError, match=r"It scales by itself: .scaler\.scale.loss"):
+        call(jnp.ones(()), DynamicScalerState())
+
+
 def test_sums_of_16_bits_do_not_abort_where_a_mesh_of_cpus_is_partly_manual():
     kinds = (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)

@@ -176,6 +176,11 @@ def instead_of_no_scale(opt_state: Any) -> str:
     if was_read := of_checkpoint(opt_state):
         return was_read
     kind = type(opt_state).__name__
+    if hasattr(opt_state, "unscale") and hasattr(opt_state, "scale"):
+        return (
+            f"A {kind} is no state of an optimizer. It scales by itself: "
+            "`scaler.scale(loss)` and `scaler.unscale(grads)`."
+        )
     if hasattr(opt_state, "tx"):
         made = "nnx.Optimizer(model, tx, wrt=nnx.Param)"
         made = made if is_node(opt_state) else "TrainState.create(..., tx=tx)"

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from .._errors import warn_or_raise
+from .._errors import refuse_arithmetic, warn_or_raise
 from .agree import AxisName
 
 
@@ -126,19 +126,18 @@ class Unscaled(metaclass=_Explaining):
         return cls(*leaves)
 
 
+_NO_ARRAY = (
+    "A gradient of a `loss_scale_optimizer` is marked as one, and is no array to "
+    f"compute with.\n{_INSTEAD}"
+)
+
+
 def _refuse(self: Unscaled, *_: Any) -> Any:
-    raise TypeError(
-        "A gradient of a `loss_scale_optimizer` is marked as one, and is no array to "
-        f"compute with.\n{_INSTEAD}"
-    )
+    raise TypeError(_NO_ARRAY)
 
 
-for _name in "add sub mul truediv floordiv mod divmod pow matmul".split():
-    setattr(Unscaled, f"__{_name}__", _refuse)
-    setattr(Unscaled, f"__r{_name}__", _refuse)
-for _name in (
-    "neg pos abs len iter eq ne lt le gt ge bool int float complex format"
-).split():
+refuse_arithmetic(Unscaled, _NO_ARRAY)
+for _name in "len iter eq ne lt le gt ge bool int float complex format".split():
     setattr(Unscaled, f"__{_name}__", _refuse)
 
 

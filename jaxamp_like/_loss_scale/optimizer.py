@@ -367,6 +367,11 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     >>> float(scale_loss(jnp.float16(2), opt_state))
     2048.0
     """
+    if _scale_states(loss) and not _scale_states(opt_state):
+        raise TypeError(
+            "`loss` and `opt_state` have changed places. Write "
+            "`scale_loss(loss, opt_state)`."
+        )
     scaler = _scaler_of(opt_state)
     scale = getattr(scaler, "scaler", None)
     if scale is not None and any(scale is one for one in _scales.get()):
@@ -420,6 +425,11 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     >>> unscale_grads(grads, opt_state)
     Unscaled(6.0)
     """
+    if _scale_states(grads) and not _scale_states(opt_state):
+        raise TypeError(
+            "`grads` and `opt_state` have changed places. Write "
+            "`unscale_grads(grads, opt_state)`."
+        )
     scaler = _scaler_of(opt_state)
     refuse_unscaled(grads)
     if isinstance(scaler, DynamicScalerState) and not was_any_loss_scaled():

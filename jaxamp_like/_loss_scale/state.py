@@ -110,6 +110,8 @@ class DynamicScalerState(_Fields):
 
         def __getattr__(self, name: str) -> Any:
             hint = f"Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
+            if name == "adjust":  # of jmp
+                hint = "Write `scaler.update(finite)`, which returns the next state."
             raise no_attribute(self, name, hint or BY_HAND.get(name, ""))
 
     @_looking_for_a_scale

@@ -3,14 +3,14 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, as_compute_dtype, as_float_dtype, cast, is_float
-from .._errors import AmpError
+from .._errors import AmpError, no_attribute
 from .._frameworks.nnx import nnx_nodes
 from .._rules import Site
 from .codec import decode_rules, encode_rules, own_rules
@@ -104,6 +104,11 @@ class Policy:
         )
 
     __ror__ = __or__
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _ELSEWHERE.get(name, ""))
 
     # Trees.
 
@@ -287,6 +292,17 @@ class Policy:
 
 
 DTYPE_FIELDS = ("compute_dtype", "param_dtype", "output_dtype")
+
+
+# What the policies of Keras and jmp have, and what to write here.
+_ELSEWHERE = {
+    "variable_dtype": "Did you mean `param_dtype`?",
+    "name": "A policy is printed as the code that makes it: `repr(policy)`.",
+    "replace": "Write `dataclasses.replace(policy, compute_dtype=...)`.",
+} | {
+    f"with_{field}": f"Write `dataclasses.replace(policy, {field}=...)`."
+    for field in ("compute_dtype", "param_dtype", "output_dtype")
+}
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType
+from .._errors import refuse_arithmetic
 from .._frameworks.nnx import as_arrays
 from .._random_rounding import chances
 from .._tiles import Tile, over_tiles, range_in_tiles, shard_shape
@@ -86,6 +87,14 @@ class LowBitArray:
         if scales is not None:
             scales = over_tiles(scales, self.layout.tile, codes.shape)
         return format.decoded(codes, scales).astype(self.layout.dtype)
+
+
+refuse_arithmetic(
+    LowBitArray,
+    "A `LowBitArray` holds an array in few bits, which the `update` of `low_bit_state` "
+    "decodes: call that, and not the one of the optimizer within. For a plain array, "
+    "take `.decoded()`, and for a whole state `storage.to_full_state(state)`.",
+)
 
 
 def _scales(x: Any, layout: Layout) -> Any:
