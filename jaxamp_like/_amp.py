@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 
 from ._amp_mistakes import (
     FLOAT16_BY_DEFAULT,
-    WRAPPED_IN_AMP_STOP,
     Decorator,
     explaining_tracing,
     is_lazy,
@@ -25,7 +24,6 @@ from ._amp_mistakes import (
     report_of_amp_stopped,
     report_of_amp_twice,
     report_of_hidden_parameters,
-    report_of_other_lists,
 )
 from ._blocks import Block
 from ._dtypes import DType, cast_as
@@ -243,11 +241,6 @@ def amp(
     if is_said and inner not in (None, settings.compute_dtype):
         report = report_of_amp_twice(inner, settings.compute_dtype)
         warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
-    if is_in_amp_stop() and not is_traced_by_amp():
-        warn_or_raise(f"{WRAPPED_IN_AMP_STOP} This is of {place_of(fn)}.", strict)
-    made_for = dtype_of_lists(amp_policy)
-    if compute_dtype is None and made_for not in (None, settings.compute_dtype):
-        warn_or_raise(report_of_other_lists(made_for, settings.compute_dtype), strict)
     options = _Options(settings, strict, lean, gather_once, argnums)
     if is_amp_disabled():
         return options.mix(fn)
@@ -263,6 +256,8 @@ def amp(
             note_wrapped(made, fn)
         return made
     refuse_what_cannot_be_rewritten(fn)
+    if compute_dtype is None and dtype_of_lists(amp_policy) is not None:
+        compute_dtype = settings.compute_dtype  # which pickled rules don't say
     given = {"compute_dtype": compute_dtype, "amp_policy": _saved(amp_policy)}
     # Equal policies give one object. A pickled model is given its policy explicitly, so
     # here, too, the policy does not count as the default.

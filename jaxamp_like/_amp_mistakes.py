@@ -100,22 +100,6 @@ def report_of_amp_stopped(fn: Any) -> str:
     )
 
 
-WRAPPED_IN_AMP_STOP = (
-    "`amp` is called within `amp_stop`, which keeps what is computed in its block, and "
-    "not what is wrapped there. Put `amp_stop` inside of the function, around what is "
-    "to be kept as written."
-)
-
-
-def report_of_other_lists(made_for: DType, computes_in: DType) -> str:
-    """The message where op lists are for another dtype than `amp` computes in."""
-    return (
-        f"The lists in `amp_policy` are those for {made_for.name}, but `amp` computes "
-        f"in {computes_in.name}, since nothing says a dtype. Write `amp(fn, "
-        f"compute_dtype={made_for.name!r}, amp_policy=...)`."
-    )
-
-
 FLOAT16_BY_DEFAULT = (
     "`amp` computes in float16, since nothing says a dtype, and is differentiated "
     "without a loss scale: gradients below 6e-8 become zero. Write `amp(fn, "

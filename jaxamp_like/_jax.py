@@ -473,6 +473,15 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
 _SERIES: dict[Primitive, Callable[..., Any]] = {}
 
 
+def examples_first(args: Any, dims: Any) -> list[Any]:
+    """Operands whose examples lie along the first axis, also if they share a value."""
+    (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if i is None else jnp.moveaxis(x, i, 0)
+        for x, i in zip(args, dims, strict=True)
+    ]
+
+
 def new_primitive(
     name: str,
     *,
@@ -574,6 +583,13 @@ def is_jitted(x: Any) -> bool:
     frames = (getattr(trace, "frame", None) for trace in traces)
     told = (getattr(frame, "debug_info", None) for frame in frames)
     return any(getattr(one, "traced_for", None) == "jit" for one in told)
+
+
+def is_exported_in_full(eqn: Eqn) -> bool:
+    """Whether a program of `jax.export` has contractions, and nothing in 16 bits."""
+    text = eqn.params["exported"].mlir_module()
+    contracts = "stablehlo.dot_general" in text or "stablehlo.convolution" in text
+    return contracts and not any(f"{low}>" in text for low in ("bf16", "f16"))
 
 
 def is_partly_manual_on_cpu(aval: Any) -> bool:

@@ -16,6 +16,7 @@ from jaxamp_like import (
     AmpWarning,
     DynamicScalerState,
     PolicyMap,
+    _errors,
     amp,
     amp_stop,
     calibrate,
@@ -102,7 +103,8 @@ def test_marked_gradients_are_no_updates():
     updates, _ = inner.update(grads, state.inner_state, w)
     with pytest.warns(AmpWarning, match="that its own `update` has never seen"):
         optax.apply_updates(w, updates)
-    with pytest.raises(TypeError, match=re.escape("`updates['a']`, `updates['b']`")):
+    _errors._seen.clear()
+    with pytest.warns(AmpWarning, match="that its own `update` has never seen"):
         storage.apply_updates(w, grads, key=jax.random.key(0))
     jnp.sum(grads["a"])  # any other function reads them
 
@@ -229,29 +231,29 @@ def test_exported_programs_can_not_be_opened():
     with pytest.raises(AmpError, match=r"was made by `jax\.export`"):
         amp(lambda w, x: jnp.mean(made.call(w, x)), **bfloat16)(w, x)
     amp(lambda w, x: jnp.mean(amp_stop(made.call)(w, x)), **bfloat16)(w, x)
+    mixed = jax.jit(amp(lambda w, x: x @ w["a"], **bfloat16))
+    low = jax.export.export(mixed)(w, x)
+    amp(lambda w, x: jnp.mean(low.call(w, x)), **bfloat16)(w, x)
 
 
 @pytest.mark.parametrize(
     "lists", [presets.mxnet, presets.tensorflow_graph_rewrite], ids=lambda f: f.__name__
 )
-def test_lists_for_another_dtype_than_the_default(lists):
-    with pytest.raises(AmpError, match="those for bfloat16, but `amp` computes in fl"):
-        amp(loss, amp_policy=lists("bfloat16"), strict=True)
-    amp(loss, amp_policy=lists("bfloat16"), compute_dtype="bfloat16", strict=True)
-    amp(loss, amp_policy=lists(), strict=True)
+def test_lists_for_bfloat16_compute_in_bfloat16(lists):
+    made = jax.make_jaxpr(amp(loss, amp_policy=lists("bfloat16"), strict=True))(w, x)
+    assert "bf16" in str(made) and "f16[" not in str(made).replace("bf16[", "")
+    policy = lists("bfloat16")
+    mixed = amp(loss, amp_policy=policy, compute_dtype="float16", strict=True)
+    assert "bf16" not in str(jax.make_jaxpr(mixed)(w, x))
 
 
 def test_lean_says_what_a_gradient_around_amp_keeps():
     with pytest.raises(AmpError, match="`lean='int8'` changes nothing"):
         amp(jax.grad(loss), lean="int8", **bfloat16)(w, x)
     jax.grad(amp(loss, lean="int8", **bfloat16))(w, x)
+    amp(loss, lean="int8", **bfloat16)(w, x)
     second = amp(lambda w, x: jax.grad(loss)(w, x)["a"].sum(), lean=True, **bfloat16)
     jax.grad(second)(w, x)
-
-
-def test_amp_stop_around_wrapping_alone():
-    with amp_stop(), pytest.warns(AmpWarning, match="called within `amp_stop`"):
-        amp(loss, compute_dtype="bfloat16")
 
 
 def test_amp_stop_of_a_module_without_parameters():

@@ -1,9 +1,11 @@
 """A bar that shows how far a long loop over parameters has come."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
+
+from .._within import within
 
 _T = TypeVar("_T")
 _SHOWN = 64  # a bar is shown for at least this many parameters
@@ -22,14 +24,9 @@ class Bar(Protocol):
 _bar: ContextVar[Bar | None] = ContextVar("progress", default=None)
 
 
-@contextlib.contextmanager
-def showing(bar: Bar) -> Iterator[None]:
+def showing(bar: Bar) -> AbstractContextManager[None]:
     """Within it, `bar` shows long loops; the first of them starts it."""
-    token = _bar.set(bar)
-    try:
-        yield
-    finally:
-        _bar.reset(token)
+    return within(_bar, bar)
 
 
 def ticked(what: str, items: Sequence[_T]) -> Iterator[_T]:

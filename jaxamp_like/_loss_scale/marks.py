@@ -12,13 +12,13 @@ has made of an infinity."""
 
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax
 
 from .._errors import refuse_arithmetic, warn_or_raise
@@ -98,7 +98,7 @@ class Unscaled(metaclass=_Explaining):
         return self._value
 
     def __jax_array__(self) -> Array:
-        if _is_added_by_optax():
+        if _are_added_unseen():
             warn_or_raise(_NOT_UPDATED, strict=False)
         return self.value
 
@@ -172,6 +172,7 @@ def were_finite(x: Array) -> Array:
 
 def marked(grads: Any, verdict: Verdict | None) -> Any:
     """A tree whose gradients are marked, and all NaN if one of them is not finite."""
+    _wait.set(True)
 
     def mark(g: Any) -> Any:
         if not eqx.is_inexact_array(g):
@@ -204,6 +205,7 @@ def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
     It is known if gradients come straight from one `value_and_grad`. They are then
     returned as they were computed, without NaN in the place of finite numbers: since
     the verdict is known, nobody needs to find it from the values."""
+    _wait.set(False)
     leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
     verdicts = {id(g._verdict): g._verdict for g in leaves if _is_marked(g)}
     verdict = next(iter(verdicts.values()), None)
@@ -255,18 +257,18 @@ def refuse_unmarked(grads: Any) -> None:
         )
 
 
-def refuse_marked_updates(updates: Any) -> None:
-    """Raises for gradients in the place of updates."""
-    if named := _named(updates, _is_marked):
-        raise TypeError(f"{named.replace('grads', 'updates')}: {_NOT_UPDATED}")
+# Whether gradients were made that no `update` has been given since.
+_wait: ContextVar[bool] = ContextVar("gradients_wait", default=False)
 
 
-def _is_added_by_optax() -> bool:
-    """Whether `optax.apply_updates` is what reads an array, by way of JAX."""
+def _are_added_unseen() -> bool:
+    """Whether `apply_updates` reads an array, by way of JAX, instead of `update`."""
     frame = sys._getframe(2)
-    for _ in range(12):
-        if frame is None or frame.f_code is optax.apply_updates.__code__:
-            return frame is not None
+    for _ in range(40):
+        if frame is None or not _wait.get():
+            return False
+        if frame.f_code.co_name == "apply_updates":
+            return True
         frame = frame.f_back
     return False
 

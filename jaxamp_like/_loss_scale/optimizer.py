@@ -2,10 +2,10 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from .._errors import (
 )
 from .._frameworks.nnx import as_arrays, instances_in, is_node
 from .._jax import is_closed_over_by_loop
+from .._within import within
 from .agree import OF_OPTIMIZER, AxisName, all_agree, tell_of_unnamed_axes
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import (
@@ -76,6 +77,22 @@ class LossScaleState(NamedTuple):
             return length_of_state(self, calling_library(optax), made_by)
 
 
+class Watch(Protocol):
+    """Looks at what an optimizer is given; `mixed` is the loss that is expected."""
+
+    mixed: Any
+
+    def __call__(
+        self, fun: Callable[..., Any], args: Any, kwargs: Any
+    ) -> AbstractContextManager[None]:
+        """A context for a call of a loss."""
+        ...
+
+    def expect_use(self) -> None:
+        """Is called when gradients are handed in."""
+        ...
+
+
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     """What `loss_scale_optimizer` makes: an Optax optimizer that computes gradients.
 
@@ -91,10 +108,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     axis_name: AxisName = None
     scales: bool = True
-    # Makes a context for each call of a loss, from the loss and its arguments.
-    watch: (
-        Callable[[Callable[..., Any], Any, Any], AbstractContextManager[None]] | None
-    ) = None
+    watch: "Watch | None" = None
 
     def __repr__(self) -> str:
         # An error of Keras shows what it can't take.
@@ -391,15 +405,10 @@ _NEVER_SCALED = (
 _scales: ContextVar[tuple[Any, ...]] = ContextVar("scales", default=())
 
 
-@contextmanager
-def _scaling_by(scaler: Scaler) -> Iterator[None]:
+def _scaling_by(scaler: Scaler) -> AbstractContextManager[None]:
     if isinstance(scaler, DynamicScalerState):
         note_scaled(scaler.scaler)
-    token = _scales.set((*_scales.get(), getattr(scaler, "scaler", None)))
-    try:
-        yield
-    finally:
-        _scales.reset(token)
+    return within(_scales, (*_scales.get(), getattr(scaler, "scaler", None)))
 
 
 @hiding_frames

@@ -26,6 +26,7 @@ from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
 from .named import Policy
 from .names import get_policy
 from .policy_map import PolicyMap, dtype_of
+from .presets.common import dtype_of_lists
 
 PolicyLike = Mapping[Any, Any] | Policy | PolicyMap | str
 
@@ -234,7 +235,8 @@ def settings_of(
     if amp_policy is None:
         return _by_global_policy(given)
     if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
-        return _by_global_policy(given)._replace(lookup=checked_policy(amp_policy))
+        settings = _by_global_policy(given, dtype_of_lists(amp_policy))
+        return settings._replace(lookup=checked_policy(amp_policy))
     if not isinstance(amp_policy, str | Policy | PolicyMap):
         raise TypeError(
             "`amp_policy` must be a dict of rules, a `Policy`, a `PolicyMap` or a name "
@@ -252,9 +254,12 @@ def settings_of(
     return _settings(policy, given)
 
 
-def _by_global_policy(given: DType | None) -> Settings:
+def _by_global_policy(given: DType | None, of_lists: DType | None = None) -> Settings:
+    """What the global policy says; before that, `of_lists` counts if none was set."""
     policy = global_policy()
     is_by_default = given is None and policy is _INITIAL
+    if is_by_default and of_lists not in (None, _INITIAL.compute_dtype):
+        given, is_by_default = of_lists, False
     return _settings(policy, given)._replace(is_by_default=is_by_default)
 
 

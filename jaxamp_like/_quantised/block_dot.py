@@ -5,8 +5,8 @@ JAX has `jax.nn.scaled_matmul` for it, which compiles for CUDA alone and has no 
 they were rounded, or the numbers that the blocks stand for. The primitive also tells
 reports which format it computes in, which the dtypes of its operands do not."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from jax import lax
 from .._dtypes import DType, bits, cast
 from .._jax import new_primitive, raw, trace
 from .._rules.constant import no_derivative, no_series
+from .._within import within
 from .blocks import restored_rows, to_rows
 from .passes import RoundedContraction
 
@@ -26,16 +27,11 @@ _ROWS = (((2,), (2,)), ((0,), (0,)))  # (batch, rows, summed) of both operands
 _emulated: ContextVar[bool] = ContextVar("emulated", default=False)
 
 
-@contextmanager
-def emulated() -> Iterator[None]:
+def emulated() -> AbstractContextManager[None]:
     """What is traced within computes with the numbers of the blocks on all platforms.
 
     So a policy is measured as the machine runs it that it is meant for."""
-    token = _emulated.set(True)
-    try:
-        yield
-    finally:
-        _emulated.reset(token)
+    return within(_emulated, True)
 
 
 def is_emulated() -> bool:

@@ -24,6 +24,7 @@ from .._jax import (
     consts,
     describe,
     device_axes,
+    is_exported_in_full,
     is_opaque_hi,
     names,
     raw,
@@ -367,7 +368,7 @@ class Planner:
         )
         if is_opaque_hi(eqn) and not is_meant:
             self._report_unknown(eqn, scope, "can't be opened by amp")
-        if name == "call_exported" and not is_meant:
+        if name == "call_exported" and not is_meant and is_exported_in_full(eqn):
             what = "was made by `jax.export`, and can't be opened by amp any more"
             self._report_unknown(eqn, scope, what)
         if name in FIXED:

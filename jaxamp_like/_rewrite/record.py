@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .._primitives import CONTRACTIONS
 from .._recording import recorder_in_force as _current
 from .._structural import Plan, Step
+from .._within import within
 from .planner import Planner
 
 STEP_SCOPE = "amp_equation:"
@@ -58,17 +59,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _in_force(recorder: Recorder | None) -> Iterator[None]:
-    token = _current.set(recorder)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-@contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
-    with _in_force(recorder):
+    with within(_current, recorder):
         yield recorder
 
 
@@ -82,7 +74,7 @@ def not_as_written() -> contextlib.AbstractContextManager[None]:
 
     It is for a model whose parameters are stored low: its program as written, without
     the casts, would not fit them."""
-    return _in_force(None) if amp_is_off() else _NOTHING
+    return within(_current, None) if amp_is_off() else _NOTHING
 
 
 def planner_in_force(planner: Planner) -> Planner:

@@ -10,17 +10,7 @@ import jax
 from .._blocks import Block
 from .._errors import explaining_misfits
 from .._policies.dictionary import AMP_STOP
-
-
-@contextlib.contextmanager
-def _on(switch: ContextVar[bool]) -> Iterator[None]:
-    """Within it, a switch is on, in this thread or task."""
-    token = switch.set(True)
-    try:
-        yield
-    finally:
-        switch.reset(token)
-
+from .._within import within
 
 _disabled = ContextVar("jaxamp_like_disabled", default=False)
 
@@ -38,7 +28,7 @@ def is_traced_by_amp() -> bool:
 
 
 def tracing_by_amp() -> contextlib.AbstractContextManager[None]:
-    return _on(_tracing)
+    return within(_tracing, True)
 
 
 _scaled = ContextVar("jaxamp_like_scaled", default=False)
@@ -59,7 +49,7 @@ def losses_scaled() -> int:
 
 def scaling_loss() -> contextlib.AbstractContextManager[None]:
     _losses_scaled.set(losses_scaled() + 1)
-    return _on(_scaled)
+    return within(_scaled, True)
 
 
 @explaining_misfits("disable_amp", lambda *_: ["Write `with disable_amp():`."])
@@ -76,7 +66,7 @@ def disable_amp() -> Block[None]:
     ...     amp(abs) is abs
     True
     """
-    return Block("disable_amp()", partial(_on, _disabled))
+    return Block("disable_amp()", partial(within, _disabled, True))
 
 
 _stopped = ContextVar("jaxamp_like_stopped", default=False)
@@ -89,5 +79,5 @@ def is_in_amp_stop() -> bool:
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
     """What is traced within it is kept as its author wrote it."""
-    with _on(_stopped), jax.named_scope(AMP_STOP[0]):
+    with within(_stopped, True), jax.named_scope(AMP_STOP[0]):
         yield

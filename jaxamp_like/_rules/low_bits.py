@@ -17,7 +17,7 @@ from jax import lax
 
 from .._dtypes import DType, bits, did_you_mean
 from .._errors import AmpError
-from .._jax import Zero, new_primitive, raw, recomputed_as, trace
+from .._jax import Zero, examples_first, new_primitive, raw, recomputed_as, trace
 from .._tiles import largest_in_tiles, over_tiles, shard_shape
 from .constant import no_derivative, tied_zeros
 
@@ -245,15 +245,6 @@ def _decoded_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return out, Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _in_front(args: Any, dims: Any) -> list[Any]:
-    """Operands whose examples lie along the first axis, also if they share a value."""
-    (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
-    return [
-        jnp.broadcast_to(x, (size, *x.shape)) if i is None else jnp.moveaxis(x, i, 0)
-        for x, i in zip(args, dims, strict=True)
-    ]
-
-
 def _no_series(*_: Any, **__: Any) -> NoReturn:
     raise AmpError(
         "`jet` takes the Taylor series of what is kept in 8 bits for a backward pass. "
@@ -268,7 +259,10 @@ _SCALES = new_primitive(
     aval=_scales_aval,
     jvp=_scales_jvp,
     transpose=no_derivative,
-    batch=lambda args, dims, how: (_SCALES.bind(*_in_front(args, dims), how=how), 0),
+    batch=lambda args, dims, how: (
+        _SCALES.bind(*examples_first(args, dims), how=how),
+        0,
+    ),
     series=_no_series,
 )
 
@@ -280,7 +274,10 @@ _CODES = new_primitive(
     ),
     jvp=_codes_jvp,
     transpose=no_derivative,
-    batch=lambda args, dims, how: (_CODES.bind(*_in_front(args, dims), how=how), 0),
+    batch=lambda args, dims, how: (
+        _CODES.bind(*examples_first(args, dims), how=how),
+        0,
+    ),
     series=_no_series,
 )
 
@@ -291,7 +288,7 @@ _DECODED = new_primitive(
     jvp=_decoded_jvp,
     transpose=no_derivative,
     batch=lambda args, dims, **params: (
-        _DECODED.bind(*_in_front(args, dims), **params),
+        _DECODED.bind(*examples_first(args, dims), **params),
         0,
     ),
 )
@@ -303,7 +300,7 @@ _STAND_IN = new_primitive(
     jvp=lambda xs, ts, **params: (_STAND_IN.bind(*xs, **params), ts[0]),
     transpose=lambda ct, x, codes, scales, **_: [ct, None, None],
     batch=lambda args, dims, **params: (
-        _STAND_IN.bind(*_in_front(args, dims), **params),
+        _STAND_IN.bind(*examples_first(args, dims), **params),
         0,
     ),
     series=lambda x, codes, scales, **_: x,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax import Zero, new_primitive
+from .._jax import Zero, examples_first, new_primitive
 
 
 def behind_barrier(x: Any) -> Any:
@@ -64,14 +64,7 @@ def _cotangent_barrier_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _saved_batch(args: Any, dims: Any) -> Any:
-    (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
-
-    def in_front(x: Any, i: int | None) -> Any:
-        if i is None:
-            return jnp.broadcast_to(x, (size, *x.shape))
-        return jnp.moveaxis(x, i, 0)
-
-    return _SAVED_ON_TPUS.bind(*map(in_front, args, dims)), 0
+    return _SAVED_ON_TPUS.bind(*examples_first(args, dims)), 0
 
 
 _BARRIER = new_primitive(

@@ -12,7 +12,6 @@ from jax import Array
 from .._dtypes import is_float
 from .._errors import hiding_frames, showing_call, warn_or_raise
 from .._jax import is_array_or_shape
-from .._loss_scale.marks import refuse_marked_updates
 from .._random_rounding import chances, mixed, rounded_by
 from .optimizer import Rounding, check_rounding, checked_optimizer
 
@@ -103,7 +102,6 @@ def apply_updates(
     (arXiv:2010.06192)."""
     check_rounding(rounding)
     seed = _seed(key) if rounding == "stochastic" else None
-    refuse_marked_updates(updates)
     _tell_of_changed_places(params, updates)
     numbers = itertools.count()
 

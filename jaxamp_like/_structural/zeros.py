@@ -4,7 +4,7 @@ A rule is differentiated by `jax.jvp` and `jax.vjp`, which take and return array
 What an author's rule says of symbolic zeros, or is told of them, bypasses these two."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from .._jax import (
     typeof,
     zeros_like_aval,
 )
+from .._within import within
 
 _T = TypeVar("_T")
 
@@ -66,27 +67,18 @@ def with_recorded_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def zero_cotangents(places: Set[int]) -> contextlib.AbstractContextManager[None]:
     """In here, the results at `places` have no cotangent, whatever is given for it."""
-    return _within(_zeros, places)
+    return within(_zeros, places)
 
 
 def recording_cotangents(places: set[int]) -> contextlib.AbstractContextManager[None]:
     """Adds to `places` which operands have a cotangent other than a symbolic zero.
 
     For the others, the function that `jax.vjp` returns gives arrays of zeros."""
-    return _within(_recorded, places)
+    return within(_recorded, places)
 
 
 _zeros: ContextVar[Set[int]] = ContextVar("zeros", default=frozenset())
 _recorded: ContextVar[set[int] | None] = ContextVar("recorded", default=None)
-
-
-@contextlib.contextmanager
-def _within(variable: ContextVar[_T], value: _T) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def _unless_zero(ct: Any, place: int) -> Any:

@@ -80,7 +80,8 @@ def mxnet(
     give it in `either`.
 
     Args:
-        dtype: which lists: "float16" or "bfloat16"; the `compute_dtype` given to `amp`.
+        dtype: which lists: "float16" or "bfloat16". `amp` computes in it, unless it is
+            given another `compute_dtype`.
         target: primitives, or their names, that run in the compute dtype.
         fp32: those that run in float32.
         widest: those that run in the widest dtype among their inputs.

@@ -80,7 +80,8 @@ def tensorflow_graph_rewrite(
     other arguments for `..._ALLOWLIST_ADD` and so on.
 
     Args:
-        dtype: which lists: "float16" or "bfloat16"; the `compute_dtype` given to `amp`.
+        dtype: which lists: "float16" or "bfloat16". `amp` computes in it, unless it is
+            given another `compute_dtype`.
         allow: primitives, or their names, that are added to the allow list.
         deny: likewise, to the deny list.
         infer: likewise, to the infer list.

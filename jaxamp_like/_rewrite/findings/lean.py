@@ -13,7 +13,8 @@ def report_of_lean_inside_out(
 
     It says what that keeps for a backward pass. A gradient that is taken inside has
     kept what it reads when `amp` sees it."""
-    if not planner.lean or not any(step.backward for step in steps):
+    # `lean=True` is also said to functions that are only sometimes differentiated.
+    if not isinstance(planner.lean, str) or not any(step.backward for step in steps):
         return None
     if are_differentiated([*call.arrays, *consts(call.jaxpr)]):
         return None
