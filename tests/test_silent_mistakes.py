@@ -1,6 +1,7 @@
 """Mistakes that would change nothing, or the wrong thing, without a word are told."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.quick
 
 w = {"a": jnp.full((4, 8), 0.1), "b": jnp.full((8, 1), 0.1)}
 x = jnp.ones((16, 4))
-bfloat16 = {"compute_dtype": "bfloat16", "strict": True}
+bfloat16: Any = {"compute_dtype": "bfloat16", "strict": True}
 
 
 def loss(w, x):
@@ -192,9 +193,8 @@ def outside(name):
     ids=["where", "when"],
 )
 def test_predicates_that_never_hold(policy):
-    dtype = {} if hasattr(policy, "where") else {"compute_dtype": "bfloat16"}
     with pytest.raises(AmpError, match="holds for none of the 2 contractions"):
-        amp(loss, amp_policy=policy, strict=True, **dtype)(w, x)
+        amp(loss, amp_policy=policy, **bfloat16)(w, x)
 
 
 def test_predicates_that_hold_somewhere_or_ask_for_sizes():
@@ -260,7 +260,7 @@ def test_amp_stop_of_a_module_without_parameters():
     layer = linen.Dense(2)
     variables = layer.init(jax.random.key(0), x)
     with pytest.raises(TypeError, match="is a Dense without parameters"):
-        amp_stop(layer)(variables, x)
+        amp_stop(layer)(variables, x)  # pyright: ignore
     amp_stop(layer.apply)(variables, x)
 
 
