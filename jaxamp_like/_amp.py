@@ -78,7 +78,7 @@ from ._rewrite.findings import refuse_rules_with_state, warn_of_findings
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, planner_in_force, record_plan
 from ._rewrite.remat_mode import RematMode
-from ._rewrite.rounded_losses import tell_of_rounded_losses
+from ._rewrite.rounded_losses import warn_of_rounded_losses
 from ._rewrite.switch import (
     is_amp_disabled,
     is_in_amp_stop,
@@ -372,7 +372,7 @@ def amp_by(
     def returned(out):
         if settings.output.output_dtype is None:
             return out
-        out = tell_of_rounded_losses(out, settings.output.output_dtype, fn, strict)
+        out = warn_of_rounded_losses(out, settings.output.output_dtype, fn, strict)
         return settings.output.cast_to_output(out)
 
     _COMPUTE_DTYPES[wrapped] = settings.compute_dtype

@@ -19,7 +19,7 @@ from .measured_function import (
     as_batches,
     measured_function,
     points_of,
-    tell_of_changed_places,
+    warn_of_changed_places,
 )
 from .prices import OBJECTIVES, Objective, Profile
 from .program import MarkedProgram
@@ -138,7 +138,7 @@ def calibrate(
     if checks is None:
         half = len(tuples) // 2
         tuples, checks = (tuples[:-half], tuples[-half:]) if half else (tuples, tuples)
-    tell_of_changed_places(tuples, argnums)
+    warn_of_changed_places(tuples, argnums)
     subject = measured_function(fn, tuples[0], argnums, loss_scale, budget)
     _check_kept(lows, granularity, objective, subject)
     points, checks = points_of(subject.call, tuples, checks, perturbation, seed)

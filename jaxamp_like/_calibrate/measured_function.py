@@ -115,7 +115,7 @@ def _moved(x: Any, seed: Any, spread: Any) -> Any:
     return (x * (1 + spread * math.sqrt(3) * noise)).astype(x.dtype)
 
 
-def tell_of_changed_places(batches: list[Any], argnums: int | Sequence[int]) -> None:
+def warn_of_changed_places(batches: list[Any], argnums: int | Sequence[int]) -> None:
     """Warns where the argument that holds parameters is the one that batches change."""
     if not isinstance(argnums, int) or len(batches) < 2:
         return

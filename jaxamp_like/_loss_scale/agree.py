@@ -62,7 +62,7 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
     return lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
 
 
-def tell_of_unnamed_axes(axis_name: AxisName, instead: str) -> None:
+def warn_of_unnamed_axes(axis_name: AxisName, instead: str) -> None:
     """Warns if devices along an axis that `axis_name` leaves out decide alone.
 
     Args:

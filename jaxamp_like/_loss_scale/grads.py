@@ -15,7 +15,7 @@ from .._frameworks.nnx import nnx_nodes, without_filters
 from .._jax import is_jitted
 from .._recording import is_recorded
 from .._rewrite.switch import is_traced_by_amp, scaling_loss
-from .agree import OF_TRANSFORM, AxisName, all_agree, tell_of_unnamed_axes
+from .agree import OF_TRANSFORM, AxisName, all_agree, warn_of_unnamed_axes
 from .arithmetic import checked_loss
 from .calls import explaining_models, instead_of_loss, with_call_hints
 from .fields import known
@@ -164,11 +164,11 @@ def scaled_by_state(
         def step(
             *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
         ) -> Any:
-            _tell_of_constants(dynamic_scaler_state, args, fun, redo)
+            _warn_of_constants(dynamic_scaler_state, args, fun, redo)
             states, structure = split_groups(_check_state(dynamic_scaler_state))
             is_scaled = not all(isinstance(state, NoScaler) for state in states)
             if is_scaled and not is_of_optimizer:
-                tell_of_unnamed_axes(axis_name, OF_TRANSFORM)
+                warn_of_unnamed_axes(axis_name, OF_TRANSFORM)
             call = NnxCall(fun, args, fun_kwargs)
             if transform in _FILTERED and args:
                 _refuse_without_floats(args[0])
@@ -378,7 +378,7 @@ def _check_state(state: Any) -> Any:
     return jax.tree.map(_rebuilt, state, is_leaf=is_scaler)
 
 
-def _tell_of_constants(state: Any, args: Any, fun: Any, redo: int) -> None:
+def _warn_of_constants(state: Any, args: Any, fun: Any, redo: int) -> None:
     """Warns of a scale that does not change in the program that is being traced.
 
     `amp` traces at each call; what it closes over may well change from call to call. A

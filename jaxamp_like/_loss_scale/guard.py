@@ -100,7 +100,7 @@ def guard_step(step: _Step) -> _Step:
         skipped = _skipped(were, are, scales)
         if skipped is None:
             return out
-        _tell_of_state_beside(step, args, out)
+        _warn_of_state_beside(step, args, out)
         before.rewrite(functools.partial(_keep, "an NNX variable", skipped))
         pairs = zip(old, new, strict=True)
         return rebuild([_keep(p, skipped, now, then) for (p, then), now in pairs])
@@ -140,7 +140,7 @@ def _flatten(state: Any) -> tuple[list[tuple[str, Any]], Any]:
 _STATISTICS = re.compile("mean|var|stat|moving|running|average|ema(?![a-z])")
 
 
-def _tell_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
+def _warn_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
     """Warns of statistics that are an argument and a result, but not in the state.
 
     The names of their arrays tell statistics from results that look like a batch."""

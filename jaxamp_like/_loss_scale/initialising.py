@@ -67,7 +67,7 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
     return state
 
 
-def tell_of_float16(grads: Any, params: Any) -> None:
+def warn_of_float16(grads: Any, params: Any) -> None:
     """Warns of gradients that were cast to float16 after they were unscaled."""
     dtypes = [
         [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]

@@ -223,9 +223,9 @@ def _named(grads: Any, are: Callable[[Any], bool]) -> str:
 
 def refuse_other_results(grads: Any) -> None:
     """Raises for the pair that `value_and_grad` returns, or for nothing."""
-    is_pair = type(grads) is tuple and len(grads) == 2 and not _marks(grads[0])
+    is_pair = type(grads) is tuple and len(grads) == 2 and not _has_marks(grads[0])
     values = jax.tree.leaves(grads[0]) if is_pair else []
-    is_pair = any(map(eqx.is_inexact_array_like, values)) and _marks(grads[1])
+    is_pair = any(map(eqx.is_inexact_array_like, values)) and _has_marks(grads[1])
     if is_pair or grads is None:
         raise TypeError(
             f"`grads`, the first argument of `update`, was given "
@@ -235,7 +235,7 @@ def refuse_other_results(grads: Any) -> None:
         )
 
 
-def _marks(grads: Any) -> bool:
+def _has_marks(grads: Any) -> bool:
     return bool(_named(grads, _is_marked))
 
 
@@ -280,7 +280,7 @@ _NOT_UPDATED = (
 )
 
 
-def refuse_unscaled(grads: Any) -> None:
+def refuse_marked(grads: Any) -> None:
     """Raises for gradients that would be divided by the scale a second time."""
     if named := _named(grads, _is_marked):
         raise TypeError(

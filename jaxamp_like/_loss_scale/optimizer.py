@@ -24,7 +24,7 @@ from .._errors import (
 from .._frameworks.nnx import as_arrays, instances_in, is_node
 from .._jax import is_closed_over_by_loop
 from .._within import within
-from .agree import OF_OPTIMIZER, AxisName, all_agree, tell_of_unnamed_axes
+from .agree import OF_OPTIMIZER, AxisName, all_agree, warn_of_unnamed_axes
 from .arithmetic import all_finite, checked_loss, chosen
 from .calls import (
     GRADIENT,
@@ -34,14 +34,14 @@ from .calls import (
     with_call_hints,
 )
 from .grads import scaled_by_state
-from .initialising import explaining_other_parameters, initialised, tell_of_float16
+from .initialising import explaining_other_parameters, initialised, warn_of_float16
 from .marks import (
     Verdict,
     marked,
     read,
+    refuse_marked,
     refuse_other_results,
     refuse_unmarked,
-    refuse_unscaled,
     unmarked,
 )
 from .scaled import note_scaled, was_any_loss_scaled
@@ -319,7 +319,7 @@ def loss_scale_optimizer(
             refuse_unmarked(grads)
         grads, finite = read(grads, axis_name)
         if isinstance(scaler, DynamicScalerState):
-            tell_of_float16(grads, params)
+            warn_of_float16(grads, params)
             if is_closed_over_by_loop(scaler.scaler, jax.tree.leaves(grads)):
                 warn_or_raise(_OUTSIDE_OF_LOOP, strict=False)
         if wrapped.watch is not None:
@@ -333,7 +333,7 @@ def loss_scale_optimizer(
         if finite is None:  # something was done to them: they may have been averaged
             finite = all_agree(all_finite(grads), axis_name, like=scaler.scaler)
         else:
-            tell_of_unnamed_axes(axis_name, OF_OPTIMIZER)
+            warn_of_unnamed_axes(axis_name, OF_OPTIMIZER)
         following = scaler.update(finite)
         # This selects rather than branches: before a branch, all gradients would have
         # to be written to memory, while XLA fuses these selections with the update.
@@ -440,7 +440,7 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
             "`unscale_grads(grads, opt_state)`."
         )
     scaler = _scaler_of(opt_state)
-    refuse_unscaled(grads)
+    refuse_marked(grads)
     if isinstance(scaler, DynamicScalerState) and not was_any_loss_scaled():
         warn_or_raise(_NEVER_SCALED, strict=False)
     grads = scaler.unscale(grads)

@@ -25,7 +25,7 @@ from .fields import (
     warn_of_a_scale,
     within,
 )
-from .marks import refuse_unscaled
+from .marks import refuse_marked
 from .scaled import note_scaled
 
 _P = ParamSpec("_P")
@@ -190,7 +190,7 @@ class DynamicScalerState(_Fields):
         >>> DynamicScalerState(scaler=8).unscale({"w": jnp.float16(24)})
         {'w': Array(3., dtype=float16)}
         """
-        refuse_unscaled(grads)
+        refuse_marked(grads)
         return unscaled(grads, self.clipped().scaler)
 
     @with_call_hints("scaler.update(all_finite(grads))")

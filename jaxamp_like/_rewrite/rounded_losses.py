@@ -9,7 +9,7 @@ from .._dtypes import DType, bits, is_float
 from .._errors import place_of, warn_or_raise
 
 
-def tell_of_rounded_losses(
+def warn_of_rounded_losses(
     outs: Any, dtype: DType, fn: Callable[..., Any], strict: bool
 ) -> Any:
     """`outs`, whose scalars report, when differentiated, that `dtype` rounds them.

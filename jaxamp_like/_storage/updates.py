@@ -102,7 +102,7 @@ def apply_updates(
     (arXiv:2010.06192)."""
     check_rounding(rounding)
     seed = _seed(key) if rounding == "stochastic" else None
-    _tell_of_changed_places(params, updates)
+    _warn_of_changed_places(params, updates)
     numbers = itertools.count()
 
     def new(path: Any, p: Any, u: Any) -> Any:
@@ -131,7 +131,7 @@ def apply_updates(
     return jax.tree_util.tree_map_with_path(new, params, updates, is_leaf=is_leaf)
 
 
-def _tell_of_changed_places(params: Any, updates: Any) -> None:
+def _warn_of_changed_places(params: Any, updates: Any) -> None:
     """Warns of wide parameters and low updates, of which nothing is rounded."""
     kinds = [
         {x.dtype for x in jax.tree.leaves(tree) if is_array_or_shape(x)}
