@@ -38,7 +38,7 @@ from jaxamp_like._certify.drifts import (
 )
 from jaxamp_like._certify.places import named
 from jaxamp_like._hlo import devices, graph
-from jaxamp_like._hlo.text import parse
+from jaxamp_like._hlo.text import parse, trip_count
 from jaxamp_like.rules import use_original_precision
 
 from . import locks
@@ -966,6 +966,18 @@ ENTRY %main (x: f32[]) -> f32[] {
   ROOT %out = (bf16[1024]) tuple(%low)
 }
 """
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_loop_runs_as_often_as_its_condition_counts(is_copied):
+    text = LOOP
+    if is_copied:  # as XLA for TPUs may hand a counter on
+        added = "%o = s32[] copy(%i)\n  %k = s32[] add(%o, %one)\n  %j = s32[] copy(%k)"
+        text = LOOP.replace("%j = s32[] add(%i, %one)", added)
+        assert text != LOOP
+    module = parse(text)
+    entry = module.computations[module.entry]
+    assert trip_count(module, entry["loop"], entry) == 3
 
 
 @pytest.mark.parametrize(

@@ -365,10 +365,15 @@ def _begins(one: Instruction, scope: Computation, index: int | None) -> int | No
     carries = scope.get(one.operands[0])
     if index is None or carries is None or carries.opcode != "tuple":
         return None
-    first = scope[carries.operands[index]]
-    while first.opcode in ("copy", "bitcast"):
-        first = scope[first.operands[0]]
+    first = _copied(scope[carries.operands[index]], scope)
     return int(first.literal) if re.fullmatch(r"-?\d+", first.literal) else None
+
+
+def _copied(one: Instruction, scope: Computation) -> Instruction:
+    """What an instruction copies, or else itself."""
+    while one.opcode in ("copy", "bitcast"):
+        one = scope[one.operands[0]]
+    return one
 
 
 def _steps(body: Computation, index: int | None) -> int | None:
@@ -376,10 +381,10 @@ def _steps(body: Computation, index: int | None) -> int | None:
     root = next(one for one in body.values() if one.is_root)
     if index is None or root.opcode != "tuple":
         return None
-    new = body[root.operands[index]]
+    new = _copied(body[root.operands[index]], body)
     if new.opcode != "add":
         return None
-    terms = [body[name] for name in new.operands]
+    terms = [_copied(body[name], body) for name in new.operands]
     is_carry = any(term.number("index") == index for term in terms if term.operands)
     literals = [term.literal for term in terms if term.opcode == "constant"]
     is_number = bool(literals) and literals[0].isdigit()
