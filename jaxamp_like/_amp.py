@@ -102,6 +102,7 @@ Run = Callable[[Planner, TracedCall], list[Any]]
 # The compute dtypes of functions that `amp` has made. (An attribute would be taken over
 # by `functools.wraps`.)
 _COMPUTE_DTYPES: WeakKeyDictionary[Callable[..., Any], DType] = WeakKeyDictionary()
+# Functions as written that any `amp` has rewritten.
 _CALLED: WeakSet[Callable[..., Any]] = WeakSet()
 
 
@@ -271,9 +272,14 @@ def amp(
     return mixed_model(fn, options, options.mix, again)
 
 
+def _note_called(fn: Callable[..., Any]) -> None:
+    if inspect.isfunction(one := inspect.unwrap(fn)):
+        _CALLED.add(one)
+
+
 def was_called(fn: Callable[..., Any]) -> bool:
-    """Whether a function that `amp` has made was called."""
-    return fn in _CALLED
+    """Whether `amp` has rewritten a function, by this wrapper or by another one."""
+    return inspect.unwrap(fn) in _CALLED
 
 
 def compute_dtype_of(fn: Any) -> DType | None:
@@ -347,7 +353,7 @@ def amp_by(
             return mixed(args, kwargs)
 
     def mixed(args, kwargs):
-        _CALLED.add(wrapped)
+        _note_called(fn)
         if is_amp_disabled():
             warn_or_raise(
                 f"A function was wrapped by `amp` before `disable_amp()`, and is still "
@@ -447,13 +453,10 @@ def _rewritten(
         with explaining_tracing():
             # Any loss that was scaled so far counts: one in a `jit` that is cached is
             # not traced again, and so not seen.
-            lacks_scale = warns_of_float16 and not losses_scaled()
-            if lacks_scale:
-                made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
-                lacks_scale = returns_tree_like(
-                    args, jax.tree.unflatten(out_tree, made)
-                )
-            call = TracedCall(given, jaxpr, arrays, origins, lacks_scale)
+            made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
+            is_like = returns_tree_like(args, jax.tree.unflatten(out_tree, made))
+            lacks_scale = warns_of_float16 and not losses_scaled() and is_like
+            call = TracedCall(given, jaxpr, arrays, origins, is_like, lacks_scale)
             values = run(in_force, call)
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 

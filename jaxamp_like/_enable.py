@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
@@ -104,6 +105,7 @@ def enable_amp(
     return Enabled((mixed, wrapped))
 
 
+@jax.tree_util.register_pytree_with_keys_class
 class Enabled(tuple[Any, Any]):
     """What `enable_amp` returns: a pair, which says so if it is called."""
 
@@ -113,6 +115,13 @@ class Enabled(tuple[Any, Any]):
     def __getattr__(self, name: str) -> NoReturn:
         hint = f" {_TWO}" * (not name.startswith("_"))
         raise AttributeError(f"'tuple' object has no attribute {name!r}.{hint}")
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Enabled":
+        return cls(children)
 
 
 _TWO = (

@@ -41,7 +41,7 @@ class Watch:
 
     def expect_use(self) -> None:
         """Warns of gradients that no function of `amp` can have made."""
-        if self._is_asked or not inspect.isfunction(self.mixed):
+        if self._is_asked or not inspect.isfunction(inspect.unwrap(self.mixed)):
             return
         if was_called(self.mixed) or plans_with_contractions() > self._before:
             return

@@ -13,7 +13,7 @@ from jax import lax
 from .._amp import compute_dtype_of
 from .._dtypes import in_words, is_float
 from .._errors import explaining_arguments, warn_or_raise
-from .._jax import is_array, is_array_or_shape
+from .._jax import is_array
 from .._parameters import as_argnums
 from .._reports.call import FlatCall, flat_call
 from .._rules.user_rules import short
@@ -117,17 +117,17 @@ def _moved(x: Any, seed: Any, spread: Any) -> Any:
 
 def warn_of_changed_places(batches: list[Any], argnums: int | Sequence[int]) -> None:
     """Warns where the argument that holds parameters is the one that batches change."""
-    if not isinstance(argnums, int) or len(batches) < 2:
+    if argnums != 0 or len(batches) < 2 or not is_array(batches[0][0]):
         return
     kept = [
         i
         for i, first in enumerate(batches[0])
         if all(len(batch) > i and batch[i] is first for batch in batches)
-        and any(map(is_array_or_shape, jax.tree.leaves(first)))
+        and sum(map(is_array, jax.tree.leaves(first))) > 1
     ]
-    if kept and 0 <= argnums < len(batches[0]) and argnums not in kept:
+    if kept and 0 not in kept:
         warn_or_raise(
-            f"`calibrate` takes the gradient by argument {argnums}, which is another "
+            "`calibrate` takes the gradient by argument 0, an array that is another "
             f"object in each batch, while argument {kept[0]} is the same in all: if "
             f"that holds the parameters, write `argnums={kept[0]}`.",
             strict=False,

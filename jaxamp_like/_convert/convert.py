@@ -134,12 +134,9 @@ def convert(
         excluded_scopes,
     )
     model = take_apart(fn, params)
-    for report in (
-        _of_amp(model.call, settings, compute_dtype, amp_policy),
-        _of_changed_places(fn, params, example_inputs),
-    ):
-        if report is not None:
-            warn_or_raise(report, strict)
+    report = _of_amp(model.call, settings, compute_dtype, amp_policy)
+    if report is not None:
+        warn_or_raise(report, strict)
     check_leaves(model.params)
     model = model._replace(params=as_jax_has_them(model.params))
     refuse_bad_shapes(example_inputs)
@@ -280,22 +277,6 @@ def _of_amp(fn: Any, settings: Settings, *said: Any) -> str | None:
     if not is_asked or inner in (None, settings.compute_dtype):
         return None
     return report_of_amp_twice(inner, settings.compute_dtype)
-
-
-def _of_changed_places(fn: Any, params: Any, examples: tuple[Any, ...]) -> str | None:
-    """What to say where one array is the parameters, and an input is a tree of some."""
-    arrays = [
-        sum(map(is_array_or_shape, jax.tree.leaves(example))) for example in examples
-    ]
-    is_one = is_array_or_shape(params) and not hasattr(fn, "apply")
-    if not is_one or max(arrays, default=0) < 2:
-        return None
-    return (
-        "`params` is a single array, and an example of the inputs is a tree of "
-        f"{max(arrays)}: have they changed places? Parameters are the first argument "
-        "of `fn`. If they are another one of it, write `convert(lambda params, x: "
-        "fn(x, params), params, x)`."
-    )
 
 
 def _check_bool(value: Any, argument: str) -> None:

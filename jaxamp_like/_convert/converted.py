@@ -12,9 +12,9 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._dtypes import bits, in_words, is_float
-from .._errors import AmpError, no_attribute, warn_or_raise
-from .._jax import is_array_or_shape, is_differentiated
+from .._dtypes import in_words, is_float
+from .._errors import AmpError, no_attribute
+from .._jax import is_array_or_shape
 from .._rewrite.record import not_as_written
 from .examples import FAILURES, outlined
 from .models import Model, parameters_in, path_name
@@ -64,8 +64,6 @@ class Converted:
             ValueError: `params` are not like those that are stored.
             AmpError: as from a call."""
         self._check(params)
-        if any(map(_is_trained_low, jax.tree.leaves(params))):
-            warn_or_raise(_TRAINED_LOW, strict=False)
         return self._run(params, inputs)
 
     def __repr__(self) -> str:
@@ -292,16 +290,3 @@ def type_of(leaf: Any) -> Any:
         return leaf
     is_weak = getattr(leaf, "weak_type", False)  # promotion of dtypes depends on it
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak)
-
-
-def _is_trained_low(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    is_low = dtype is not None and is_float(dtype) and bits(dtype) < 32
-    return is_low and is_differentiated(x)
-
-
-_TRAINED_LOW = (
-    "A converted function is differentiated by its parameters, which are stored in few "
-    "bits: small updates of them are rounded away. Train the original under `amp`, "
-    "with float32 parameters, and convert it afterwards."
-)

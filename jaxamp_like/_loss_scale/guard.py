@@ -20,7 +20,7 @@ from .._errors import (
 )
 from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
 from .calls import difference, float_types
-from .scaled import recording_scales
+from .scaled import recording_misplaced
 from .state import DynamicScalerState, NoScaler, is_scaler
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
@@ -87,7 +87,7 @@ def guard_step(step: _Step) -> _Step:
         inner = _inner_scalers(nodes)
         before = Snapshot(nodes, but=jax.tree.leaves(inner, is_leaf=is_node))
         were = [x for _, x in old if is_scaler(x)] + as_arrays(inner)
-        with recording_scales() as scales:
+        with recording_misplaced() as misplaced:
             out = step(state, *args, **kwargs)
         _refuse_lost_changes(nodes, before, out)
         if all(is_node(x) for _, x in old):
@@ -97,7 +97,7 @@ def guard_step(step: _Step) -> _Step:
         are = [x for x in new if is_scaler(x)] + as_arrays(_inner_scalers(nodes))
         if not are:
             _refuse_no_scale((args, kwargs))
-        skipped = _skipped(were, are, scales)
+        skipped = _skipped(were, are, misplaced)
         if skipped is None:
             return out
         _warn_of_state_beside(step, args, out)
@@ -247,11 +247,11 @@ def _refuse_no_scale(others: Any) -> NoReturn:
     )
 
 
-def _skipped(were: list[Any], are: list[Any], scales: list[Any]) -> Array | None:
+def _skipped(were: list[Any], are: list[Any], misplaced: list[Any]) -> Array | None:
     """Whether a step that led from `were` to `are` was skipped.
 
-    Losses were multiplied by `scales`. The result is `None` if no scale is dynamic, so
-    that no overflow is looked for."""
+    Gradients of losses with the scales `misplaced` were given to another state. The
+    result is `None` if no scale is dynamic, so that no overflow is looked for."""
     pairs = [
         (then, now)
         for then, now in zip(were, are, strict=True)
@@ -265,7 +265,7 @@ def _skipped(were: list[Any], are: list[Any], scales: list[Any]) -> Array | None
             "the scaler that `dynamic_scale_grad` and its like return first."
         )
     if any(
-        now.skipped is then.skipped and any(then.scaler is scale for scale in scales)
+        now.skipped is then.skipped and any(then.scaler is one for one in misplaced)
         for then, now in pairs
     ):
         warn_or_raise(

@@ -10,9 +10,7 @@ values: if one is not finite, all become NaN. The optimizer itself could not tel
 it may be given only some of them (`optax.masked`), or the finite number that clipping
 has made of an infinity."""
 
-import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -21,15 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._errors import refuse_arithmetic, warn_or_raise
+from .._errors import refuse_arithmetic
 from .agree import AxisName
 
 
 class Verdict(NamedTuple):
-    """Whether all gradients of a step are finite, and the axes that agreed on it."""
+    """Whether all gradients of a step are finite.
+
+    Args:
+        finite: that.
+        axis_name: the axes that agreed on it.
+        scale: what the loss was multiplied by."""
 
     finite: Array
     axis_name: AxisName
+    scale: Any
 
 
 _OF_ARRAYS = ("shape", "dtype", "ndim", "size")  # loggers read them; nothing is lost
@@ -98,8 +102,6 @@ class Unscaled(metaclass=_Explaining):
         return self._value
 
     def __jax_array__(self) -> Array:
-        if _are_added_unseen():
-            warn_or_raise(_NOT_UPDATED, strict=False)
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -172,7 +174,6 @@ def were_finite(x: Array) -> Array:
 
 def marked(grads: Any, verdict: Verdict | None) -> Any:
     """A tree whose gradients are marked, and all NaN if one of them is not finite."""
-    _wait.set(True)
 
     def mark(g: Any) -> Any:
         if not eqx.is_inexact_array(g):
@@ -205,13 +206,21 @@ def read(grads: Any, axis_name: AxisName) -> tuple[Any, Array | None]:
     It is known if gradients come straight from one `value_and_grad`. They are then
     returned as they were computed, without NaN in the place of finite numbers: since
     the verdict is known, nobody needs to find it from the values."""
-    _wait.set(False)
-    leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
-    verdicts = {id(g._verdict): g._verdict for g in leaves if _is_marked(g)}
+    verdicts = {id(one): one for one in _verdicts(grads)}
     verdict = next(iter(verdicts.values()), None)
     if len(verdicts) > 1 or verdict is None or verdict.axis_name != axis_name:
         return unmarked(grads), None
     return _replaced(grads, lambda g: g._raw), verdict.finite
+
+
+def _verdicts(grads: Any) -> list[Verdict | None]:
+    leaves = jax.tree.leaves(grads, is_leaf=_is_marked)
+    return [g._verdict for g in leaves if _is_marked(g)]
+
+
+def scales_of(grads: Any) -> list[Any]:
+    """The scales that losses had whose gradients these are, as far as it is known."""
+    return [one.scale for one in _verdicts(grads) if one is not None]
 
 
 def _named(grads: Any, are: Callable[[Any], bool]) -> str:
@@ -255,29 +264,6 @@ def refuse_unmarked(grads: Any) -> None:
             "lost the marks, as `optax.flatten` does, put that within: "
             "`loss_scale_optimizer(optax.flatten(...))`."
         )
-
-
-# Whether gradients were made that no `update` has been given since.
-_wait: ContextVar[bool] = ContextVar("gradients_wait", default=False)
-
-
-def _are_added_unseen() -> bool:
-    """Whether `apply_updates` reads an array, by way of JAX, instead of `update`."""
-    frame = sys._getframe(2)
-    for _ in range(40):
-        if frame is None or not _wait.get():
-            return False
-        if frame.f_code.co_name == "apply_updates":
-            return True
-        frame = frame.f_back
-    return False
-
-
-_NOT_UPDATED = (
-    "These updates are made of gradients of a `loss_scale_optimizer` that its own "
-    "`update` has never seen: overflows would go into the parameters, and the scale "
-    "stays as it is. Write `updates, opt_state = tx.update(grads, opt_state, params)`."
-)
 
 
 def refuse_marked(grads: Any) -> None:

@@ -42,9 +42,10 @@ from .marks import (
     refuse_marked,
     refuse_other_results,
     refuse_unmarked,
+    scales_of,
     unmarked,
 )
-from .scaled import note_scaled, was_any_loss_scaled
+from .scaled import note_update
 from .state import (
     DynamicScalerState,
     NoScaler,
@@ -228,7 +229,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             with _scaling_by(scaler), watch(fun, args, kwargs):
                 following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
             # `update` makes the next state; of this one only the verdict is wanted.
-            verdict = _verdict(following, self.axis_name)
+            verdict = _verdict(scaler, following, self.axis_name)
             if place is None:
                 return marked(out, verdict)
             return *out[:place], marked(out[place], verdict), *out[place + 1 :]
@@ -317,10 +318,12 @@ def loss_scale_optimizer(
         refuse_other_results(grads)
         if isinstance(scaler, DynamicScalerState):
             refuse_unmarked(grads)
+            note_update(scales_of(grads), scaler.scaler)
         grads, finite = read(grads, axis_name)
         if isinstance(scaler, DynamicScalerState):
             warn_of_float16(grads, params)
-            if is_closed_over_by_loop(scaler.scaler, jax.tree.leaves(grads)):
+            # Parameters that a loop does not carry begin anew in each iteration.
+            if is_closed_over_by_loop(scaler.scaler, jax.tree.leaves(params)):
                 warn_or_raise(_OUTSIDE_OF_LOOP, strict=False)
         if wrapped.watch is not None:
             wrapped.watch.expect_use()
@@ -393,21 +396,11 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     return scaler.scale(checked_loss(loss))
 
 
-_NEVER_SCALED = (
-    "`unscale_grads` divides gradients by a scale, but no loss was multiplied by one "
-    "so far: they become too small. Scale the loss by `scale_loss(loss, opt_state)` "
-    "before it is differentiated, or take `tx.value_and_grad(loss_fn, opt_state)(...)`,"
-    " which does both."
-)
-
-
 # The scales of the losses that are running in calls of `value_and_grad` or `grad`.
 _scales: ContextVar[tuple[Any, ...]] = ContextVar("scales", default=())
 
 
 def _scaling_by(scaler: Scaler) -> AbstractContextManager[None]:
-    if isinstance(scaler, DynamicScalerState):
-        note_scaled(scaler.scaler)
     return within(_scales, (*_scales.get(), getattr(scaler, "scaler", None)))
 
 
@@ -441,21 +434,21 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
         )
     scaler = _scaler_of(opt_state)
     refuse_marked(grads)
-    if isinstance(scaler, DynamicScalerState) and not was_any_loss_scaled():
-        warn_or_raise(_NEVER_SCALED, strict=False)
     grads = scaler.unscale(grads)
     if isinstance(scaler, NoScaler):
         return marked(grads, None)
     finite = all_agree(all_finite(grads), like=scaler.scaler)
-    return marked(grads, _verdict(scaler.update(finite), None))
+    return marked(grads, _verdict(scaler, scaler.update(finite), None))
 
 
-def _verdict(following: Scaler, axis_name: AxisName) -> Verdict | None:
-    """The verdict on gradients, from the state after a step; `None` for `NoScaler`."""
-    if isinstance(following, NoScaler):
+def _verdict(scaler: Scaler, following: Scaler, axis_name: AxisName) -> Verdict | None:
+    """The verdict on gradients, from the states before and after a step.
+
+    It is `None` for `NoScaler`."""
+    if isinstance(following, NoScaler) or isinstance(scaler, NoScaler):
         return None
     # Not the flag itself, for the reason that `update` gives.
-    return Verdict(following.overflows == 0, axis_name)
+    return Verdict(following.overflows == 0, axis_name, scaler.scaler)
 
 
 def _scaler_of(opt_state: Any) -> Scaler:

@@ -1,35 +1,26 @@
-"""Which scales losses were multiplied by, as far as a check asks."""
+"""Gradients that are given to the `update` of another state than scaled their loss."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-_any_loss = threading.Event()
-_recorded: ContextVar[list[Any] | None] = ContextVar("scaled", default=None)
+from .._within import within
+
+_recorded: ContextVar[list[Any] | None] = ContextVar("misplaced", default=None)
 
 
-def note_scaled(scale: Any) -> None:
-    """Takes note that a loss is multiplied by a scale, an array."""
-    _any_loss.set()
-    if (scales := _recorded.get()) is not None:
-        scales.append(scale)
-
-
-def was_any_loss_scaled() -> bool:
-    """Whether any loss was scaled in this process."""
-    return _any_loss.is_set()
+def note_update(scales: list[Any], scale: Any) -> None:
+    """Takes note of gradients of losses that had `scales`, for a state with `scale`."""
+    if (misplaced := _recorded.get()) is not None:
+        misplaced += [one for one in scales if one is not scale]
 
 
 @contextlib.contextmanager
-def recording_scales() -> Iterator[list[Any]]:
-    """A list of the scales that losses are multiplied by within it."""
-    outer, scales = _recorded.get(), []
-    token = _recorded.set(scales)
-    try:
-        yield scales
-    finally:
-        _recorded.reset(token)
-        if outer is not None:
-            outer += scales
+def recording_misplaced() -> Iterator[list[Any]]:
+    """A list of the scales whose gradients another state is given within it."""
+    outer, misplaced = _recorded.get(), []
+    with within(_recorded, misplaced):
+        yield misplaced
+    if outer is not None:
+        outer += misplaced

@@ -26,7 +26,6 @@ from .fields import (
     within,
 )
 from .marks import refuse_marked
-from .scaled import note_scaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -173,7 +172,6 @@ class DynamicScalerState(_Fields):
         >>> DynamicScalerState(scaler=8).scale(jnp.float16(3))
         Array(24., dtype=float32)
         """
-        note_scaled(self.scaler)
         return times(checked_loss(loss), self.clipped().scaler)
 
     def unscale(self, grads: Any) -> Any:

@@ -14,6 +14,7 @@ class TracedCall(NamedTuple):
         jaxpr: its program.
         arrays: the arrays that the program takes.
         origins: for each array, whether it is a parameter.
+        returns_gradients: whether the results look like gradients by an argument.
         lacks_scale: whether float16 is only the default dtype, no loss was scaled, and
             the result looks like a tree of gradients."""
 
@@ -21,4 +22,5 @@ class TracedCall(NamedTuple):
     jaxpr: Any
     arrays: list[Any]
     origins: list[Origin]
+    returns_gradients: bool = False
     lacks_scale: bool = False

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._dtypes import did_you_mean
-from .._errors import AmpError, why_not_called
+from .._errors import AmpError, warn_or_raise, why_not_called
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
 from . import Decision, Rule, Site
 from .base import DelegatingRule
@@ -79,6 +79,7 @@ def evaluate_predicate(predicate: Callable[[Site], Any], site: Site, of: str) ->
     Raises:
         AmpError: it raises, or returns no bool."""
     where = f"The predicate `{name_of(predicate)}` of {of}"
+    site = site._replace(scope=_Names(site.scope))
     try:
         answer = predicate(site)
     except Exception as e:
@@ -90,6 +91,26 @@ def evaluate_predicate(predicate: Callable[[Site], Any], site: Site, of: str) ->
             f"{type(answer).__name__}: {answer!r}."
         )
     return bool(answer)
+
+
+class _Names(tuple[str, ...]):
+    """The names of a scope, which say so if they are compared with a single one."""
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            warn_or_raise(
+                f"A predicate compares `site.scope` with the string {other!r}, but it "
+                "is a tuple of names, the outermost first. Write "
+                f"`{other!r} in site.scope`, or compare it with a tuple.",
+                strict=False,
+            )
+        return tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
 
 
 def when(

@@ -8,7 +8,6 @@ import jax
 from jax.extend.core import Literal
 
 from .._dtypes import is_float
-from .._errors import warn_or_raise
 from .._frameworks.nnx import as_arrays, is_variable
 from .._jax import is_array_or_shape
 from .._primitives.table import those
@@ -43,8 +42,6 @@ def stored_low(
     kept = {id(x) for part in exact if _is_exact(part) for x in jax.tree.leaves(part)}
     shapes = {x.shape for x in jax.tree.leaves(params) if is_array_or_shape(x)}
 
-    said_by: list[Any] = []
-
     def is_low(path: Any, x: Any) -> bool:
         if not is_array_or_shape(x):
             return False
@@ -53,7 +50,6 @@ def stored_low(
             return False
         name = jax.tree_util.keystr(path)
         said = None if where is None else where(name, x)
-        said_by.append((name, said))
         if said is not None:
             if not isinstance(said, bool):
                 raise TypeError(
@@ -79,15 +75,7 @@ def stored_low(
             )
         return is_fill
 
-    found = [is_low(path, x) for path, x in leaves]
-    if where is not None and said_by and all(said is None for _, said in said_by):
-        paths = ", ".join(repr(name) for name, _ in said_by[:3])
-        warn_or_raise(
-            "`where` of `low_bit_state` returned `None` for each leaf of the state, so "
-            f"that it decides nothing. Paths that it is given are such as {paths}.",
-            strict=False,
-        )
-    return found
+    return [is_low(path, x) for path, x in leaves]
 
 
 # States of Optax whose arrays must not be rounded, by name, as some are not public.

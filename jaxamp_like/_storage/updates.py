@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from .._dtypes import is_float
-from .._errors import hiding_frames, showing_call, warn_or_raise
+from .._errors import hiding_frames, showing_call
 from .._jax import is_array_or_shape
 from .._random_rounding import chances, mixed, rounded_by
 from .optimizer import Rounding, check_rounding, checked_optimizer
@@ -102,7 +102,6 @@ def apply_updates(
     (arXiv:2010.06192)."""
     check_rounding(rounding)
     seed = _seed(key) if rounding == "stochastic" else None
-    _warn_of_changed_places(params, updates)
     numbers = itertools.count()
 
     def new(path: Any, p: Any, u: Any) -> Any:
@@ -129,23 +128,6 @@ def apply_updates(
         return x is None
 
     return jax.tree_util.tree_map_with_path(new, params, updates, is_leaf=is_leaf)
-
-
-def _warn_of_changed_places(params: Any, updates: Any) -> None:
-    """Warns of wide parameters and low updates, of which nothing is rounded."""
-    kinds = [
-        {x.dtype for x in jax.tree.leaves(tree) if is_array_or_shape(x)}
-        for tree in (params, updates)
-    ]
-    floats = [{dtype for dtype in kind if is_float(dtype)} for kind in kinds]
-    wide, low = (min((d.itemsize for d in kind), default=0) for kind in floats)
-    if wide >= 4 and 0 < low < 4 and max(d.itemsize for d in floats[1]) < 4:
-        warn_or_raise(
-            "`apply_updates` is given parameters of 32 bits and updates of 16, so that "
-            "it rounds nothing. If they have changed places, write "
-            "`apply_updates(params, updates, key=key)`.",
-            strict=False,
-        )
 
 
 def _seed(key: Any) -> Any:

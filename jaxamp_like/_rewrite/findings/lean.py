@@ -16,7 +16,9 @@ def report_of_lean_inside_out(
     # `lean=True` is also said to functions that are only sometimes differentiated.
     if not isinstance(planner.lean, str) or not any(step.backward for step in steps):
         return None
-    if are_differentiated([*call.arrays, *consts(call.jaxpr)]):
+    if not call.returns_gradients or are_differentiated(
+        [*call.arrays, *consts(call.jaxpr)]
+    ):
         return None
     return (
         f"`lean={planner.lean!r}` changes nothing: the gradient is taken inside of "

@@ -12,10 +12,8 @@ from ..._jax import Eqn, are_differentiated, raw, source_line, subjaxprs
 from ..._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
 from ..._policies.named import Policy
 from ..._primitives import CONTRACTIONS
-from ..._rules import UsePrecision, use_original_precision
-from ..._rules.base import PACKAGE
+from ..._rules import UsePrecision
 from ..._rules.computing import asks_for_precision
-from ..._rules.conditions import When, name_of
 from ..._structural import Step
 from ..switch import is_traced_by_amp
 
@@ -39,36 +37,6 @@ def report_of_nothing_lowered(compute_dtype: DType, steps: list[Step]) -> str | 
         f"{compute_dtype.name} changes nothing: no contraction of the function can be "
         f"lowered. The first, {where}, {reasons[0]}"
     )
-
-
-def report_of_predicate_that_never_holds(steps: list[Step]) -> str | None:
-    """What to say where a user's predicate keeps all contractions as written."""
-    contractions = _left_to_this_policy(steps)
-    rules = [step.match.rule for step in contractions]
-    asked = {rule.predicate for rule in rules if isinstance(rule, When)}
-    if len(asked) != 1 or not all(map(_is_kept_by_predicate, contractions)):
-        return None
-    (predicate,) = asked
-    # Those of the library ask for sizes, of which a function may have none.
-    if (getattr(predicate, "__module__", None) or "").startswith(PACKAGE):
-        return None
-    scopes = dict.fromkeys("/".join(step.scope) for step in contractions)
-    return (
-        f"The predicate {name_of(predicate)} holds for none of the "
-        f"{len(contractions)} contractions of the function, so that none is lowered. "
-        "It is given a `Site`, whose `scope` is a tuple of names: `'head' in "
-        f"site.scope`. The scopes of contractions are {', '.join(map(repr, scopes))}."
-    )
-
-
-def _is_kept_by_predicate(step: Step) -> bool:
-    rule = step.match.rule
-    avals = [atom.aval for atom in step.eqn.invars]
-    if not isinstance(rule, When) or not rule.rule.may_compute_low:
-        return False
-    if not step.decision.why.endswith(f"(not {name_of(rule.predicate)})"):
-        return False
-    return rule.otherwise.for_equation(step.eqn.params, avals) == use_original_precision
 
 
 def report_of_map_that_lowers_nothing(

@@ -16,7 +16,6 @@ from .unlowered import (
     report_of_loss_of_keras,
     report_of_map_that_lowers_nothing,
     report_of_nothing_lowered,
-    report_of_predicate_that_never_holds,
     reports_of_scopes_low_as_written,
 )
 from .unmatched import reports_of_unmatched_keys
@@ -52,7 +51,6 @@ def warn_of_findings(
         report_of_nothing_lowered(planner.compute_dtype, steps),
         report_of_loss_of_keras(call.fn, call.arrays, planner.compute_dtype, steps),
         report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
-        report_of_predicate_that_never_holds(steps),
         report_of_map_that_lowers_nothing(planner.policy, planner.compute_dtype, steps),
         report_of_lean_inside_out(planner, call, steps),
         report_of_float16_on_tpus(steps),
