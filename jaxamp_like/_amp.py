@@ -511,7 +511,8 @@ def amp_stop(fn: Any = None) -> Any:
     Args:
         fn: a function to keep; none to get a decorator and context manager.
     Returns:
-        The function, in a `jax.named_scope` called "amp_stop"; or that scope.
+        The function, in a `jax.named_scope` called "amp_stop"; or that scope. A model
+        of Equinox or NNX stays one, with the same parameters.
     Raises:
         TypeError: `fn` is not callable, or computes after it has returned (a generator,
             an async function, a class). It is raised when the function is called if
@@ -541,6 +542,8 @@ class _Stop(Block[None]):
 
 def _stopped(fn: Any) -> Any:
     refuse_what_cannot_be_stopped(fn)
+    if is_model(fn):
+        return mixed_model(fn, "amp_stop", _stopped, _stopped, kind="Stopped")
 
     @functools.wraps(fn, assigned=_names(fn))
     def stopped(*args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,17 @@
 """Mistakes that would change nothing, or the wrong thing, without a word are told."""
 
+import pickle
 from typing import Any
 
+import equinox as eqx
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxamp_like import (
@@ -20,6 +23,7 @@ from jaxamp_like import (
     amp_stop,
     calibrate,
     convert,
+    dynamic_scale_grad,
     enable_amp,
     get_policy,
     guard_step,
@@ -304,3 +308,104 @@ def test_a_scale_is_known_by_the_state_that_scaled(monkeypatch):
         return (w, scaler.update(all_finite(grads))), 0
 
     step((w, DynamicScalerState()), x)
+
+
+def layers_of_nnx(wrap):
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.body = nnx.Linear(4, 8, rngs=rngs)
+            self.head = wrap(nnx.Linear(8, 2, rngs=rngs))
+
+        def __call__(self, x):
+            return self.head(jnp.tanh(self.body(x)))
+
+    return Net()
+
+
+def test_layers_of_nnx_that_amp_stop_keeps_are_trained():
+    net = layers_of_nnx(amp_stop)
+    mixed, tx = enable_amp(
+        lambda net, x: jnp.mean(net(x) ** 2), optax.sgd(0.1), compute_dtype="bfloat16"
+    )
+    optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(net, optimizer, x):
+        _, grads = tx.value_and_grad(mixed, optimizer)(net, x)
+        optimizer.update(net, grads)
+
+    before = jax.tree.map(jnp.copy, nnx.state(net, nnx.Param))
+    for _ in range(2):
+        step(net, optimizer, x)
+    after = nnx.state(net, nnx.Param)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)
+    assert len(jax.tree.leaves(moved)) == 4 and all(jax.tree.leaves(moved))
+    plain = layers_of_nnx(lambda layer: layer)
+    assert jax.tree.structure(before) == jax.tree.structure(nnx.state(plain, nnx.Param))
+    made = str(jax.make_jaxpr(amp(lambda x: net(x), compute_dtype="bfloat16"))(x))
+    assert "bf16[4,8]" in made and "bf16[8,2]" not in made
+
+
+def test_layers_of_equinox_that_amp_stop_keeps_are_trained():
+    model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+    head = amp_stop(model.layers[1])
+    assert isinstance(head, eqx.nn.Linear)
+    kept = eqx.tree_at(lambda m: m.layers[1], model, head)
+
+    def error(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    grads = eqx.filter_grad(amp(error, compute_dtype="bfloat16"))(kept, x)
+    assert len(jax.tree.leaves(grads)) == 4
+    made = str(jax.make_jaxpr(amp(lambda x: error(kept, x)))(x))
+    assert "f16[8,4]" in made and "f16[2,8]" not in made
+    again = pickle.loads(pickle.dumps(head))
+    assert type(again) is type(head)
+    np.testing.assert_array_equal(again(jnp.ones(8)), model.layers[1](jnp.ones(8)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_states_are_saved_as_flax_saves_those_of_optax(dtype):
+    _, tx = enable_amp(loss, optax.adam(1e-2), compute_dtype=dtype)
+    state = tx.init(w)
+    data = flax.serialization.to_bytes(state)
+    again: Any = flax.serialization.from_bytes(state, data)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert type(again.scaler) is type(state.scaler)
+
+
+def test_a_loss_is_scaled_once():
+    tx = loss_scale_optimizer(optax.sgd(0.1))
+    state = tx.init(w)
+
+    def scaled(w):
+        return state.scaler.scale(loss(w, x))
+
+    with pytest.raises(TypeError, match="is scaled already, by `scale` of the state"):
+        tx.value_and_grad(scaled, state)(w)
+    with pytest.raises(TypeError, match="is scaled already, by `scale` of the state"):
+        dynamic_scale_grad(scaled)(w, dynamic_scaler_state=state.scaler)
+
+    def with_inner_gradient(w):
+        scaler = state.scaler
+        inner = scaler.unscale(jax.grad(lambda w: scaler.scale(loss(w, x)))(w))
+        return loss(w, x) + sum(jnp.sum(g**2) for g in jax.tree.leaves(inner))
+
+    tx.value_and_grad(with_inner_gradient, state)(w)
+
+
+def test_gradients_are_unscaled_once():
+    scaler = DynamicScalerState()
+    scaler, grads = dynamic_scale_grad(loss)(w, x, dynamic_scaler_state=scaler)
+    with pytest.raises(TypeError, match="`dynamic_scale_grad` and its like return"):
+        scaler.unscale(grads)
+    scaler.unscale(jax.tree.map(lambda g: g * scaler.scaler, grads))
+
+
+def test_methods_of_keras_are_those_of_the_model():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    mixed = amp(model, compute_dtype="bfloat16")
+    for name in ("save", "summary", "get_weights", "fit"):
+        with pytest.raises(TypeError, match="call those of the model itself"):
+            getattr(mixed, name)()

@@ -46,7 +46,9 @@ def holds_arrays(fn: Any) -> bool:
     return not is_leaf and any(map(is_array_or_shape, leaves))
 
 
-def mixed_model(model: Any, key: Hashable, mix: Mix, rewrap: Mix) -> Any:
+def mixed_model(
+    model: Any, key: Hashable, mix: Mix, rewrap: Mix, kind: str = "Mixed"
+) -> Any:
     """`model` with methods that `mix` has rewritten.
 
     An Equinox module is copied, sharing its arrays. An NNX module shares all of its
@@ -58,8 +60,10 @@ def mixed_model(model: Any, key: Hashable, mix: Mix, rewrap: Mix) -> Any:
             part of the tree's structure, by which JAX finds what it has compiled.
         mix: rewrites a function to mixed precision.
         rewrap: takes the original model, when it is unpickled, and returns the mixed
-            one."""
-    cls = _mixed_class(type(model), key, _IgnoredInKey(mix), _IgnoredInKey(rewrap))
+            one.
+        kind: what the name of the class begins with."""
+    ignored = _IgnoredInKey(mix), _IgnoredInKey(rewrap)
+    cls = _mixed_class(type(model), key, *ignored, kind)
     return _as_instance(model, cls)
 
 
@@ -77,13 +81,15 @@ class _IgnoredInKey:
 
 
 @functools.cache
-def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredInKey):
+def _mixed_class(
+    cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredInKey, kind: str
+):
     of_nnx = not issubclass(cls, eqx.Module)
 
     def method(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def body(self, *args, **kwargs):
-            if of_nnx:  # a copy that the trace has made; it gets its class back
+            if type(self) is made:  # a copy that the trace has made of an NNX model
                 object.__setattr__(self, "__class__", cls)
             return fn(self, *args, **kwargs)
 
@@ -92,7 +98,8 @@ def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredI
         @functools.wraps(fn)
         @hiding_frames
         def method(self, *args, **kwargs):
-            plain = self if of_nnx else _as_instance(self, cls)
+            is_traced = of_nnx and kind == "Mixed"  # NNX objects are copied then
+            plain = self if is_traced else _as_instance(self, cls)
             out = rewritten(plain, *args, **kwargs)
             # A model that is made of this one, as by `eqx.tree_at`, is mixed as well.
             return jax.tree.map(
@@ -109,7 +116,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredI
 
     body: dict[str, Any] = {
         "__module__": cls.__module__,
-        "__qualname__": f"Mixed{cls.__qualname__.rpartition('.')[2]}",
+        "__qualname__": f"{kind}{cls.__qualname__.rpartition('.')[2]}",
         "__doc__": cls.__doc__,
         "__reduce__": lambda self: (rewrap.value, (_as_instance(self, cls),)),
     }
@@ -117,7 +124,7 @@ def _mixed_class(cls: type, key: Hashable, mix: _IgnoredInKey, rewrap: _IgnoredI
         # It is compared by identity like a function, as JAX's transforms expect.
         body |= {"__hash__": object.__hash__, "__eq__": object.__eq__}
     body |= {name: method(getattr(cls, name)) for name in _mixed_methods(cls)}
-    made = type(cls)(f"Mixed{cls.__name__}", (cls,), body, **nnx_options(cls))
+    made = type(cls)(f"{kind}{cls.__name__}", (cls,), body, **nnx_options(cls))
     type.__setattr__(made, "_amp_plain", made)  # what `scope_modules` begins with
     return made
 

@@ -59,13 +59,16 @@ def explain_methods_of_keras(made: Any, model: Any) -> None:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"`amp` has made a function of the `{kind}`, which is called with inputs "
-            "and has no methods of Keras. To train by `fit`, override "
+            "and has no methods of Keras: call those of the model itself. To train by "
+            "`fit`, override "
             "`compute_loss_and_updates` in a subclass, so that it returns `amp(super()."
             "compute_loss_and_updates)(*args, **kwargs)`, as the tutorial on Keras "
             "does, and `compile` the model itself."
         )
 
-    vars(made).update(dict.fromkeys(("compile", *_LOOPS_OF_KERAS), refuse))
+    methods = (name for name in dir(type(model)) if not name.startswith("_"))
+    called = (name for name in methods if callable(getattr(type(model), name)))
+    vars(made).update(dict.fromkeys(called, refuse))
 
 
 def optimizer_without_scale(fn: Any) -> Any:

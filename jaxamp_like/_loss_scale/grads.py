@@ -23,6 +23,7 @@ from .groups import merge_groups, split_groups
 from .nodes import Filters, NnxCall, is_of_arrays, of_nodes
 from .packing import ScaledAux, pack, unpack
 from .retry import retry
+from .scaled import note_unscaled, refusing_scaled
 from .state import DynamicScalerState, NoScaler, Scaler, is_scaler
 
 
@@ -33,8 +34,9 @@ def _scale_loss(
 
     @functools.wraps(fun, updated=())
     def scaled(*args: Any, **kwargs: Any) -> tuple[Array, ScaledAux]:
-        with explaining_models(fun, args):
+        with refusing_scaled() as returned, explaining_models(fun, args):
             out = fun(*args, **kwargs)
+            returned += jax.tree.leaves(out)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             given = "one array" if eqx.is_array(out) else type(out).__name__
             raise TypeError(
@@ -203,6 +205,8 @@ def scaled_by_state(
                     for s, finite in zip(states, finite_of, strict=True)
                 ]
             call.put_back(left, following)
+            if is_scaled and not is_of_optimizer:
+                note_unscaled(results)
             return jax.tree.unflatten(structure, following), results
 
         vars(step)["__signature__"] = _step_signature(fun)

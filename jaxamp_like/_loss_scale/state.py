@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
@@ -26,6 +25,7 @@ from .fields import (
     within,
 )
 from .marks import refuse_marked
+from .scaled import note_scaled, refuse_unscaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -172,7 +172,9 @@ class DynamicScalerState(_Fields):
         >>> DynamicScalerState(scaler=8).scale(jnp.float16(3))
         Array(24., dtype=float32)
         """
-        return times(checked_loss(loss), self.clipped().scaler)
+        scaled = times(checked_loss(loss), self.clipped().scaler)
+        note_scaled(scaled)
+        return scaled
 
     def unscale(self, grads: Any) -> Any:
         """Gradients of the scaled loss, over the scale.
@@ -189,6 +191,7 @@ class DynamicScalerState(_Fields):
         {'w': Array(3., dtype=float16)}
         """
         refuse_marked(grads)
+        refuse_unscaled(grads)
         return unscaled(grads, self.clipped().scaler)
 
     @with_call_hints("scaler.update(all_finite(grads))")
@@ -262,14 +265,18 @@ _NOTHING_TO_READ = (
 )
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class NoScaler:
+class _NoFields(NamedTuple):
+    """A named tuple, which all that saves states knows, as it knows Optax' own."""
+
+
+class NoScaler(_NoFields):
     """Stands for a state where loss scaling is off: it costs and tests nothing.
 
     >>> NoScaler().scale(jnp.float16(3))
     Array(3., dtype=float16)
     """
+
+    __slots__ = ()
 
     if not TYPE_CHECKING:
 
