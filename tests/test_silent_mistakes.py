@@ -375,6 +375,24 @@ def test_states_are_saved_as_flax_saves_those_of_optax(dtype):
     assert type(again.scaler) is type(state.scaler)
 
 
+def test_states_in_few_bits_are_saved_by_flax():
+    params = {"a": jnp.ones((128, 64))}
+    tx = storage.low_bit_state(optax.adam(1e-2))
+    _, state = tx.update(params, tx.init(params), params)
+    data = flax.serialization.to_bytes(state)
+    again: Any = flax.serialization.from_bytes(tx.init(params), data)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(one, other)
+    other = storage.low_bit_state(optax.adam(1e-2), "float8").init(params)
+    with pytest.raises(ValueError, match="An array in 'float8' was saved as 'int8'"):
+        flax.serialization.from_bytes(other, data)
+    with pytest.raises(ValueError, match="was saved as '"):
+        plain = flax.serialization.to_bytes(optax.adam(1e-2).init(params))
+        state = storage.LowBitState(tx.init(params).inner_state, None)
+        flax.serialization.from_bytes(state.inner_state, plain)
+
+
 def test_a_loss_is_scaled_once():
     tx = loss_scale_optimizer(optax.sgd(0.1))
     state = tx.init(w)

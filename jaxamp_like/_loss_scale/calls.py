@@ -179,7 +179,7 @@ def instead_of_no_scale(opt_state: Any) -> str:
     if hasattr(opt_state, "unscale") and hasattr(opt_state, "scale"):
         return (
             f"A {kind} is no state of an optimizer. It scales by itself: "
-            "`scaler.scale(loss)` and `scaler.unscale(grads)`."
+            f"`scaler.scale(loss)` and `scaler.unscale(grads)`. {_STATE_OF_THIS}"
         )
     if hasattr(opt_state, "tx"):
         made = "nnx.Optimizer(model, tx, wrt=nnx.Param)"

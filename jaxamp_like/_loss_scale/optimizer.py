@@ -22,6 +22,7 @@ from .._errors import (
     warn_or_raise,
 )
 from .._frameworks.nnx import as_arrays, instances_in, is_node
+from .._frameworks.serialization import save_with_flax
 from .._jax import is_closed_over_by_loop
 from .._within import within
 from .agree import OF_OPTIMIZER, AxisName, all_agree, warn_of_unnamed_axes
@@ -304,6 +305,8 @@ def loss_scale_optimizer(
 
     @with_call_hints("tx.init(params)")
     def init(params: Any) -> LossScaleState:
+        # What another run saved in its place is kept, for `update` to tell of.
+        save_with_flax(NoScaler, lambda _: {}, lambda mine, saved: saved or mine)
         inner_state = initialised(optimizer, params)
         if _scale_states(inner_state):
             raise ValueError(_TWICE)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
@@ -265,18 +266,14 @@ _NOTHING_TO_READ = (
 )
 
 
-class _NoFields(NamedTuple):
-    """A named tuple, which all that saves states knows, as it knows Optax' own."""
-
-
-class NoScaler(_NoFields):
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class NoScaler:
     """Stands for a state where loss scaling is off: it costs and tests nothing.
 
     >>> NoScaler().scale(jnp.float16(3))
     Array(3., dtype=float16)
     """
-
-    __slots__ = ()
 
     if not TYPE_CHECKING:
 

@@ -97,6 +97,25 @@ refuse_arithmetic(
 )
 
 
+def to_saved(x: LowBitArray) -> dict[str, Any]:
+    """An array in few bits as Flax saves it."""
+    return {"codes": x.codes, "scales": x.scales, "format": x.layout.format}
+
+
+def from_saved(mine: LowBitArray, saved: Any) -> LowBitArray:
+    """The array that was saved, to be stored as `mine` is.
+
+    Raises:
+        ValueError: it was saved in another format, or not in few bits."""
+    if not isinstance(saved, dict) or saved.get("format") != mine.layout.format:
+        was = saved.get("format") if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(
+            f"An array in {mine.layout.format!r} was saved as {was!r}. Read it into "
+            "the state of a `low_bit_state` with the format that it was saved in."
+        )
+    return LowBitArray(saved["codes"], saved["scales"], mine.layout)
+
+
 def _scales(x: Any, layout: Layout) -> Any:
     """The scales of the blocks of an array; `None` if the format has none.
 

@@ -21,10 +21,11 @@ from .._errors import (
     warn_or_raise,
 )
 from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
+from .._frameworks.serialization import save_with_flax
 from .._jax import is_array_or_shape
 from .._random_rounding import mixed
 from .._tiles import tile_of
-from .codes import Layout, LowBitArray, encoded, layout_of
+from .codes import Layout, LowBitArray, encoded, from_saved, layout_of, to_saved
 from .formats import FORMATS
 from .moments import Where, stored_low
 
@@ -150,6 +151,7 @@ def low_bit_state(
 
     @hiding_frames
     def init(params: Any) -> LowBitState:
+        save_with_flax(LowBitArray, to_saved, from_saved)
         state = inner.init(params)
         first = jnp.uint32(seed % 2**32) if rounding == "stochastic" else None
         leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
