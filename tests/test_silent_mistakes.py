@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import flax.serialization
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -35,6 +36,10 @@ from jaxamp_like import (
 from jaxamp_like.scaling import all_finite, scale_loss, unscale_grads
 
 pytestmark = pytest.mark.quick
+
+enable_x64 = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+)
 
 w = {"a": jnp.full((4, 8), 0.1), "b": jnp.full((8, 1), 0.1)}
 x = jnp.ones((16, 4))
@@ -175,7 +180,7 @@ def test_maps_whose_low_keys_hold_no_contraction():
 
 
 def test_a_float64_batch_makes_all_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         batch = jnp.asarray(np.ones((16, 4)))
         weights = jax.tree.map(lambda x: x.astype("float32"), w)
         with pytest.raises(AmpError, match="float64 array beside a float32 one"):
@@ -289,17 +294,15 @@ def test_sums_of_16_bits_do_not_abort_where_a_mesh_of_cpus_is_partly_manual():
             return jax.lax.pmean(loss(w, x), "data")
 
         specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-        return jax.shard_map(on_a_device, **specs, axis_names={"data"})(w, x)
+        return jax.shard_map(on_a_device, **specs, mesh=mesh, axis_names={"data"})(w, x)
 
-    with jax.set_mesh(mesh):
-        mixed = jax.jit(jax.grad(amp(split, compute_dtype="bfloat16")))(w, x)
-        plain = jax.jit(jax.grad(split))(w, x)
+    mixed = jax.jit(jax.grad(amp(split, compute_dtype="bfloat16")))(w, x)
+    plain = jax.jit(jax.grad(split))(w, x)
     for one, other in zip(*map(jax.tree.leaves, (mixed, plain)), strict=True):
         np.testing.assert_allclose(one, other, rtol=0.02)
 
 
-def test_a_scale_is_known_by_the_state_that_scaled(monkeypatch):
-    """A guarded step of a single scale by hand is as before."""
+def test_a_guarded_step_may_scale_by_hand():
 
     @guard_step
     def step(state, x):
