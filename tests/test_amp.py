@@ -32,7 +32,7 @@ from benchmarks.measure import (
 from jaxamp_like import amp, default_amp_policy
 from jaxamp_like.rules import use_compute_precision
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(8)
 
 BF16 = jnp.bfloat16
 HIGHEST = lax.Precision.HIGHEST

@@ -41,7 +41,7 @@ from jaxamp_like.rules import float8
 from tests.programs import error, values
 from tests.test_quantised import contractions
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(9)
 
 LENGTH = 4
 

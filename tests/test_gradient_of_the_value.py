@@ -682,7 +682,7 @@ def is_as_good(program: Any, dtype: str, **options: Any) -> None:
     assert (mixed <= FACTOR * np.maximum(oracle, floor)).all(), (mixed, oracle)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("program", SUMS.values(), ids=SUMS.keys())
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rest)]
@@ -691,7 +691,7 @@ def test_sums_are_not_rounded(program, dtype):
     is_as_good(program, dtype)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("program", SHARED.values(), ids=SHARED.keys())
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.rest)]

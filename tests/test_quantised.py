@@ -30,7 +30,7 @@ from jaxamp_like.presets import quantised
 from jaxamp_like.rules import float8, int8, worth_eight_bits
 from tests.programs import error, values
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(9)
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 FLOAT8, INT8 = float8(where=None), int8(where=None)
@@ -120,7 +120,7 @@ def scaled(spec):
     return lambda w, x, ct: jnp.sum(ct * jnp.einsum(spec, x, w))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @every_dimension
 def test_patterns_of_float8(spec, x, w):
     """Direct contractions, one scalar after each: what XLA has native kernels for."""
@@ -176,7 +176,7 @@ def test_parameters_are_read_as_they_are_and_nothing_is_cast_twice():
     assert casts.count(((8, 4), E4M3)) == casts.count(((4, 8), E4M3)) == 1
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
 def test_results_are_never_made_in_float16(dtype):
     x, w = values(4, 8), values(8, 4, seed=1)
@@ -241,7 +241,7 @@ def test_tensors_of_one_number(rule):
     np.testing.assert_array_equal(fn(values(4, 8), jnp.zeros((8, 4))), 0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("rule", (FLOAT8, INT8, int8(where=None, activation_max=9.0)))
 @pytest.mark.parametrize("bad", (np.nan, np.inf, -np.inf))
 def test_what_is_no_number_stays_seen(rule, bad):
@@ -439,7 +439,7 @@ def repeated(ws, x):
     )[1]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("rule", (FLOAT8, float8(where=None, granularity="row"), INT8))
 @pytest.mark.parametrize("fn", (scanned, rematted, branched))
 def test_structural_primitives(fn, rule):
@@ -667,9 +667,9 @@ def test_data_beside_a_weight_that_is_gathered_is_no_weight(rule):
         "compute_dtype": "bfloat16",
     }
     whole = amp(lambda params, x: x @ params["w"] + params["b"], **by)
-    sent = params | {"w": params["w"].astype("bfloat16").astype("float32")}
+    # Weights are rounded to int8 on the devices that hold them, and sent so.
     np.testing.assert_array_equal(
-        jax.jit(amp(fn, **by))(params, x), jax.jit(whole)(sent, x)
+        jax.jit(amp(fn, **by))(params, x), jax.jit(whole)(params, x)
     )
 
 

@@ -34,7 +34,7 @@ from jaxamp_like import amp
 from . import constructs
 from .constructs import CONSTRUCTS, Construct, Fn, identity, is_float, named
 
-pytestmark = pytest.mark.sample(7)
+pytestmark = pytest.mark.sample(9)
 
 DTYPES = ("float16", "bfloat16")
 PLACEMENTS = ("inside", "outside", "both")
@@ -171,7 +171,7 @@ def test_constructs_are_what_the_table_says(case):
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.cross("case", placement=3, dtype=2)
 @every_placement
 @every_dtype
@@ -194,7 +194,7 @@ def test_reached(case, dtype, placement):
     assert_near(actual, expected, dtype, times)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @every_construct
 def test_eager(case):
     actual = amp(case.build(identity))(*case.args())
@@ -202,7 +202,7 @@ def test_eager(case):
     assert_near(actual, expected, "float16", times)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.cross("case", placement=2)
 @pytest.mark.parametrize(
     ("placement", "options"),
@@ -545,7 +545,7 @@ def transformed_plain(transform: str, name: str) -> tuple[Any, int]:
     return quick(fn)(*case.args()), runs(jaxpr)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.cross("transform", placement=3, dtype=2)
 @every_placement
 @every_dtype
