@@ -278,8 +278,8 @@ def _note_called(fn: Callable[..., Any]) -> None:
 
 
 def was_called(fn: Callable[..., Any]) -> bool:
-    """Whether `amp` has rewritten a function, by this wrapper or by another one."""
-    return inspect.unwrap(fn) in _CALLED
+    """Whether any `amp` has rewritten a function, which is given as written."""
+    return fn in _CALLED
 
 
 def compute_dtype_of(fn: Any) -> DType | None:

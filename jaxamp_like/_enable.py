@@ -101,7 +101,7 @@ def enable_amp(
     if mixed is not loss_fn and inspect.isfunction(mixed):
         vars(mixed)["init"] = _of_the_optimizer
     if wrapped.watch is not None:
-        wrapped.watch.mixed = mixed
+        wrapped.watch.loss = inspect.unwrap(mixed)
     return Enabled((mixed, wrapped))
 
 

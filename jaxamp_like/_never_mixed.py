@@ -35,15 +35,15 @@ class Watch:
     def __init__(self, expects_float16: bool) -> None:
         self.has_looked = False
         self.expects_float16 = expects_float16
-        self.mixed: Any = None  # the loss that `enable_amp` made
+        self.loss: Any = None  # the loss of `enable_amp`, as written
         self._is_asked = False
         self._before = plans_with_contractions()
 
     def expect_use(self) -> None:
         """Warns of gradients that no function of `amp` can have made."""
-        if self._is_asked or not inspect.isfunction(inspect.unwrap(self.mixed)):
+        if self._is_asked or not inspect.isfunction(self.loss):
             return
-        if was_called(self.mixed) or plans_with_contractions() > self._before:
+        if was_called(self.loss) or plans_with_contractions() > self._before:
             return
         if is_amp_disabled() or amp_is_off() or is_traced_by_amp():
             return
@@ -52,7 +52,7 @@ class Watch:
             "the loss that it made was never called: training runs in full precision. "
             "Write `mixed, tx = enable_amp(loss_fn, optimizer)`, and differentiate "
             "`mixed`: `tx.value_and_grad(mixed, opt_state)(params, batch)`. This is of "
-            f"{place_of(self.mixed)}.",
+            f"{place_of(self.loss)}.",
             strict=False,
         )
 

@@ -80,9 +80,9 @@ class LossScaleState(NamedTuple):
 
 
 class Watch(Protocol):
-    """Looks at what an optimizer is given; `mixed` is the loss that is expected."""
+    """Looks at what an optimizer is given; `loss` is the loss of `enable_amp`."""
 
-    mixed: Any
+    loss: Any
 
     def __call__(
         self, fun: Callable[..., Any], args: Any, kwargs: Any
