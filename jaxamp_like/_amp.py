@@ -237,11 +237,9 @@ def amp(
         )
     refuse_unbound(fn)
     refuse_what_is_no_function(fn, "amp")
-    inner = compute_dtype_of(fn)
     is_said = compute_dtype is not None or amp_policy is not None
-    if is_said and inner not in (None, settings.compute_dtype):
-        report = report_of_amp_twice(inner, settings.compute_dtype)
-        warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
+    if is_said:
+        warn_of_amp_twice(fn, settings.compute_dtype, strict)
     options = _Options(settings, strict, lean, gather_once, argnums)
     if is_amp_disabled():
         return options.mix(fn)
@@ -270,6 +268,14 @@ def amp(
     given["argnums"] = argnums
     again = functools.partial(_amp_again, global_policy(), given)
     return mixed_model(fn, options, options.mix, again)
+
+
+def warn_of_amp_twice(fn: Any, asked: DType, strict: bool) -> None:
+    """Warns if `amp` has made a function already, in another dtype than is asked."""
+    inner = compute_dtype_of(fn)
+    if inner not in (None, asked):
+        report = report_of_amp_twice(inner, asked)
+        warn_or_raise(f"{report} This is of {place_of(fn)}.", strict)
 
 
 def _note_called(fn: Callable[..., Any]) -> None:
@@ -451,12 +457,19 @@ def _rewritten(
         outs, out_tree, is_out = result[0]
         origins = list(compress(origins_of(fn, args, kwargs, argnums), dynamic))
         with explaining_tracing():
+            made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
             # Any loss that was scaled so far counts: one in a `jit` that is cached is
             # not traced again, and so not seen.
-            made = merged(outs, is_out, [v.aval for v in raw(jaxpr).outvars])
-            is_like = returns_tree_like(args, jax.tree.unflatten(out_tree, made))
-            lacks_scale = warns_of_float16 and not losses_scaled() and is_like
-            call = TracedCall(given, jaxpr, arrays, origins, is_like, lacks_scale)
+            call = TracedCall(
+                given,
+                jaxpr,
+                arrays,
+                origins,
+                is_scaled=not warns_of_float16 or losses_scaled() > 0,
+                has_gradients=lambda: returns_tree_like(
+                    args, jax.tree.unflatten(out_tree, made)
+                ),
+            )
             values = run(in_force, call)
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 

@@ -14,7 +14,8 @@ the documented API, and why:
   `batch_dim` and `primal`; the class names `BatchTrace` and `DynamicJaxprTrace`): which
   values a `vmap` around maps. The class names `JVPTrace` and `LinearizeTrace`: whether
   a derivative is taken. A trace's `frame.debug_info.traced_for`: whether `jax.jit`
-  traces a program, the body of a loop is traced anew, or up to JAX 0.7 `jax.pmap`
+  traces a program, a loop traces its body ("scan", "fori_loop", "while_body"), the
+  body of a loop is traced anew, or up to JAX 0.7 `jax.pmap`
   traces its body, whose axis `get_axis_env` tells (an axis without a name is of the
   class `_TempAxisName`); `trace_ctx.trace` is the trace around;
 - the name that JAX gives to the axis of a `pmap` without one (`UNNAMED_PMAP`), which is
@@ -225,8 +226,7 @@ def _of_pmap() -> frozenset[Any]:
     Up to JAX 0.7, no `shard_map` is made of it."""
     from jax._src.core import get_axis_env, trace_ctx
 
-    frame = getattr(trace_ctx.trace, "frame", None)
-    if getattr(getattr(frame, "debug_info", None), "traced_for", None) != "pmap":
+    if _traced_for(trace_ctx.trace) != "pmap":
         return frozenset()
     axes = get_axis_env().axis_sizes
     return frozenset(axis for axis in axes if type(axis).__name__ != "_TempAxisName")
@@ -473,7 +473,7 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
 _SERIES: dict[Primitive, Callable[..., Any]] = {}
 
 
-def examples_first(args: Any, dims: Any) -> list[Any]:
+def _examples_first(args: Any, dims: Any) -> list[Any]:
     """Operands whose examples lie along the first axis, also if they share a value."""
     (size,) = {x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None}
     return [
@@ -489,7 +489,7 @@ def new_primitive(
     aval: Callable[..., Any],
     jvp: Callable[..., Any],
     transpose: Callable[..., Any],
-    batch: Callable[..., Any],
+    batch: Callable[..., Any] | None = None,
     on: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     needs_devices: bool = False,
     series: Callable[..., Any] | None = None,
@@ -498,15 +498,20 @@ def new_primitive(
 
     On a platform that is a key of `on`, such as "tpu", the function there does; it
     `needs_devices` if it calls one of JAX's that partitions itself. Its Taylor series
-    is that of `series`, or else of `compute`. For what no composition of JAX's own
-    primitives can express; `jax.interpreters` is where JAX's guide to writing
-    primitives sends one."""
+    is that of `series`, or else of `compute`. Without `batch`, the examples of a `vmap`
+    lie along the first axis of all operands and of the result. For what no composition
+    of JAX's own primitives can express; `jax.interpreters` is where JAX's guide to
+    writing primitives sends one."""
     primitive = jex.Primitive(name)
+
+    def examples_first(args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+        return primitive.bind(*_examples_first(args, dims), **params), 0
+
     primitive.def_impl(compute)
     primitive.def_abstract_eval(aval)
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = batch
+    batching.primitive_batchers[primitive] = batch or examples_first
     _SERIES[primitive] = series or compute
     mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
     for platform, compute in on.items():
@@ -580,16 +585,14 @@ def is_jitted(x: Any) -> bool:
     What the bodies of loops close over may be other values at each call, and what a
     `jit` closes over is the same for good."""
     traces = [each for trace in _traces(x) for each in (trace, *_around(trace))]
-    frames = (getattr(trace, "frame", None) for trace in traces)
-    told = (getattr(frame, "debug_info", None) for frame in frames)
-    return any(getattr(one, "traced_for", None) == "jit" for one in told)
+    return "jit" in map(_traced_for, traces)
 
 
 def is_exported_in_full(eqn: Eqn) -> bool:
     """Whether a program of `jax.export` has contractions, and nothing in 16 bits."""
     text = eqn.params["exported"].mlir_module()
     contracts = "stablehlo.dot_general" in text or "stablehlo.convolution" in text
-    return contracts and not any(f"{low}>" in text for low in ("bf16", "f16"))
+    return contracts and "f16>" not in text  # nor "bf16>"
 
 
 def is_partly_manual_on_cpu(aval: Any) -> bool:
@@ -608,18 +611,20 @@ def is_closed_over_by_loop(x: Any, inside: Sequence[Any]) -> bool:
     """Whether a value comes from outside of a loop whose body others belong to."""
     outside = {id(t) for trace in _traces(x) for t in (trace, *_around(trace))}
     traces = {id(t): t for value in inside for t in _traces(value)}
-    frames = [getattr(t, "frame", None) for i, t in traces.items() if i not in outside]
-    told = (getattr(frame, "debug_info", None) for frame in frames)
-    return any(getattr(one, "traced_for", None) in _LOOPS for one in told)
+    between = (t for i, t in traces.items() if i not in outside)
+    return any(_traced_for(t) in ("scan", "fori_loop", "while_body") for t in between)
+
+
+def _traced_for(trace: Any) -> str | None:
+    """What a transformation traces a program for, such as "jit" or "scan"."""
+    frame = getattr(trace, "frame", None)
+    return getattr(getattr(frame, "debug_info", None), "traced_for", None)
 
 
 def are_differentiated(values: Sequence[Any]) -> bool:
     """Whether a derivative is taken by some values, as far as it shows."""
     traces = [t for x in values if is_tracer(x) for t in _traces(x)]
     return any(type(t).__name__ in _DIFFERENTIATING for t in traces)
-
-
-_LOOPS = {"scan", "fori_loop", "while_body"}
 
 
 def _is_shared(traces: Sequence[Any], tag: int) -> bool:

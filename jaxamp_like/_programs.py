@@ -69,6 +69,6 @@ def with_jaxprs(
 
     changed = {}
     for name, value in params.items():
-        if not isinstance(value, SIMPLE) and (new := of(value)) is not value:
+        if (new := of(value)) is not value:
             changed[name] = new
     return params | changed if changed else params

@@ -11,14 +11,13 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from .._amp import amp_by, compute_dtype_of
-from .._amp_mistakes import report_of_amp_twice
+from .._amp import amp_by, warn_of_amp_twice
 from .._dtypes import cast, did_you_mean, is_float
 from .._errors import AmpError, warn_or_raise
 from .._jax import is_array_or_shape, to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
-from .._policies.settings import PolicyLike, Settings, settings_of
+from .._policies.settings import PolicyLike, settings_of
 from .converted import Converted, type_of
 from .examples import explaining_examples, refuse_bad_shapes
 from .folding import deduplicated, foldable, folded, parts_of
@@ -134,9 +133,8 @@ def convert(
         excluded_scopes,
     )
     model = take_apart(fn, params)
-    report = _of_amp(model.call, settings, compute_dtype, amp_policy)
-    if report is not None:
-        warn_or_raise(report, strict)
+    if compute_dtype is not None or amp_policy is not None:
+        warn_of_amp_twice(model.call, settings.compute_dtype, strict)
     check_leaves(model.params)
     model = model._replace(params=as_jax_has_them(model.params))
     refuse_bad_shapes(example_inputs)
@@ -268,15 +266,6 @@ def _with_parts(params: Any, parts: dict[int, tuple[Any, ...]]) -> Any:
         return parts.get(next(places), leaf) if is_array_or_shape(leaf) else leaf
 
     return jax.tree.map(with_parts, params)
-
-
-def _of_amp(fn: Any, settings: Settings, *said: Any) -> str | None:
-    """What to say of a function that `amp` has made in another dtype than is asked."""
-    inner = compute_dtype_of(fn)
-    is_asked = any(x is not None for x in said)
-    if not is_asked or inner in (None, settings.compute_dtype):
-        return None
-    return report_of_amp_twice(inner, settings.compute_dtype)
 
 
 def _check_bool(value: Any, argument: str) -> None:

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 
 from .._errors import hiding_frames
+from .._within import within
 from .nnx import is_nnx_module, named_submodules, nnx_options
 
 _Model = TypeVar("_Model")
@@ -200,9 +201,5 @@ def _calling(path: str) -> Iterator[None]:
     if path == around:
         yield  # a method that another one of the same module calls
         return
-    token = _path.set(path)
-    try:
-        with jax.named_scope(path.removeprefix(f"{around}/")):
-            yield
-    finally:
-        _path.reset(token)
+    with within(_path, path), jax.named_scope(path.removeprefix(f"{around}/")):
+        yield

@@ -129,8 +129,8 @@ def scaled_by_state(
 ) -> Callable[..., Any]:
     """What `dynamic_scale_tx` returns.
 
-    With `is_of_optimizer`, `update` checks the axes and warns: devices may average the
-    gradients between this and that."""
+    With `is_of_optimizer`, it is `update` that warns of axes without a name: devices
+    may average the gradients before they are given to it."""
     _check_callable("transform", transform)
     redo = _check_redo(redo_on_nan)
 

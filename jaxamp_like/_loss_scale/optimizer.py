@@ -387,11 +387,7 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
     >>> float(scale_loss(jnp.float16(2), opt_state))
     2048.0
     """
-    if _scale_states(loss) and not _scale_states(opt_state):
-        raise TypeError(
-            "`loss` and `opt_state` have changed places. Write "
-            "`scale_loss(loss, opt_state)`."
-        )
+    _refuse_changed_places("scale_loss(loss, opt_state)", loss, opt_state)
     scaler = _scaler_of(opt_state)
     scale = getattr(scaler, "scaler", None)
     if scale is not None and any(scale is one for one in _scales.get()):
@@ -430,11 +426,7 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
     >>> unscale_grads(grads, opt_state)
     Unscaled(6.0)
     """
-    if _scale_states(grads) and not _scale_states(opt_state):
-        raise TypeError(
-            "`grads` and `opt_state` have changed places. Write "
-            "`unscale_grads(grads, opt_state)`."
-        )
+    _refuse_changed_places("unscale_grads(grads, opt_state)", grads, opt_state)
     scaler = _scaler_of(opt_state)
     refuse_marked(grads)
     grads = scaler.unscale(grads)
@@ -442,6 +434,11 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
         return marked(grads, None)
     finite = all_agree(all_finite(grads), like=scaler.scaler)
     return marked(grads, _verdict(scaler, scaler.update(finite), None))
+
+
+def _refuse_changed_places(call: str, first: Any, opt_state: Any) -> None:
+    if _scale_states(first) and not _scale_states(opt_state):
+        raise TypeError(f"The two arguments have changed places. Write `{call}`.")
 
 
 def _verdict(scaler: Scaler, following: Scaler, axis_name: AxisName) -> Verdict | None:
@@ -556,18 +553,15 @@ def _first_state(scaler: Any) -> Scaler:
         return scaler
     if scaler is None:
         return NoScaler()
-    if isinstance(scaler, bool) or type(scaler).__module__.split(".")[0] == "jmp":
-        raise TypeError(
+    if isinstance(scaler, str) and scaler == "dynamic":
+        return DynamicScalerState()
+    of_jmp = type(scaler).__module__.split(".")[0] == "jmp"
+    if of_jmp or isinstance(scaler, bool | str):
+        error = ValueError if isinstance(scaler, str) else TypeError
+        raise error(
             '`scaler` must be "dynamic", a number, a state or None, but was given '
             f'{scaler!r}. Write "dynamic" for a scale that adapts, and None for none. '
             '(`enable_amp` also takes "auto": a scale in float16 alone.)'
-        )
-    if isinstance(scaler, str):
-        if scaler == "dynamic":
-            return DynamicScalerState()
-        raise ValueError(
-            f'`scaler` must be "dynamic", a number, a state or None, but was given '
-            f'{scaler!r}. (`enable_amp` also takes "auto": a scale in float16 alone.)'
         )
     if isinstance(scaler, dict | list | tuple):
         raise TypeError(

@@ -1,6 +1,6 @@
-"""Takes note of what is scaled and unscaled, so that doing it twice is told.
+"""Remembers what was scaled and unscaled, to raise where that is done twice.
 
-Objects are told apart by identity: what a function makes of them is not known."""
+Arrays are remembered by identity: what a function makes of them is not known."""
 
 import contextlib
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def note_unscaled(results: Any) -> None:
 
 def refuse_unscaled(grads: Any) -> None:
     """Raises for gradients that were returned unscaled."""
-    if any(_unscaled.get(id(x)) is x is not None for x in jax.tree.leaves(grads)):
+    if any(_unscaled.get(id(x)) is x for x in jax.tree.leaves(grads)):
         raise TypeError(
             "These gradients are unscaled already: `dynamic_scale_grad` and its like "
             "return true gradients. `unscale` is for gradients of a loss that `scale` "

@@ -215,6 +215,11 @@ def refuse_what_is_no_function(fn: Any, caller: str) -> None:
     if callable(fn) and not is_dtype(fn) and not isinstance(fn, Rule):
         return
     got, argument = type(fn).__name__, ""
+    if isinstance(fn, classmethod | property):
+        raise TypeError(
+            f"`fn` is a {got}, which is no function yet. Write `@{got}` above "
+            f"`@{caller}`."
+        )
     if isinstance(fn, str):
         got, is_policy = f"str {fn!r}", is_like_policy_name(fn)
         if is_policy or _names_dtype(fn):
@@ -226,12 +231,6 @@ def refuse_what_is_no_function(fn: Any, caller: str) -> None:
         argument = 'amp_policy=default_amp_policy | {"encoder": rule}'
     elif _is_like_policy(fn):
         got, argument = "a policy", "amp_policy=..."
-    elif isinstance(fn, classmethod | property):
-        kind = type(fn).__name__
-        raise TypeError(
-            f"`fn` is a {kind}, which is no function yet. Write `@{kind}` above "
-            f"`@{caller}`."
-        )
     instead = f"`{caller}(fn)(x)`, not `{caller}(fn(x))`"
     if argument:
         instead = f"`{caller}(fn, {argument})`"

@@ -301,7 +301,7 @@ _ELSEWHERE = {
     "replace": "Write `dataclasses.replace(policy, compute_dtype=...)`.",
 } | {
     f"with_{field}": f"Write `dataclasses.replace(policy, {field}=...)`."
-    for field in ("compute_dtype", "param_dtype", "output_dtype")
+    for field in DTYPE_FIELDS
 }
 
 

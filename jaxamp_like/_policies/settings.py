@@ -20,6 +20,7 @@ from .._blocks import Block
 from .._dtypes import DType, as_compute_dtype
 from .._errors import AmpError, AmpWarning, place_of, showing_call, warn_or_raise
 from .._jax import has_computed
+from .._within import within
 from .dictionary import Lookup
 from .frozen import checked_policy
 from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
@@ -169,11 +170,8 @@ def using_policy(policy: Policy | PolicyMap | str) -> Block[Policy | PolicyMap]:
 @contextlib.contextmanager
 def _using(policy: Policy | PolicyMap) -> Iterator[Policy | PolicyMap]:
     outer, using = _block.get(), _Using(policy)
-    token = _block.set(using)
-    try:
+    with within(_block, using):
         yield policy
-    finally:
-        _block.reset(token)
     if using.is_read:
         # Without this block, the outer policy would have been read.
         (outer or _global).is_read = True

@@ -225,10 +225,6 @@ _FITTED = new_primitive(
     aval=_aval,
     jvp=no_derivative,
     transpose=no_derivative,
-    batch=lambda args, dims, **params: (
-        _FITTED.bind(jnp.moveaxis(args[0], dims[0], 0), **params),
-        0,
-    ),
     series=no_series,
 )
 """`_fit`, as one equation: reports are to show what it makes, and not its search."""

@@ -2,4 +2,4 @@
 
 `planner` decides, knowing by `reach` and `solvers` how values flow; `remat` says what
 the backward pass runs again; `bind` emits the equations. `record` tells a report what
-was done, `findings` the user what will not have been meant."""
+was done, and `findings` warns the user of what can't have been meant."""

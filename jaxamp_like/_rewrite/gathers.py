@@ -2,9 +2,9 @@
 
 Where contractions that quantise are the only readers of a value that is gathered, each
 device rounds its own part before, by scales that all of them agree on. What is sent are
-the rounded numbers, in half the bytes of 16 bits. Where a contraction's derivative
-reads the value itself, that would have to be sent as well: then the numbers are for a
-forward pass of which no derivative is taken."""
+the rounded numbers, which take half the bytes of 16 bits. Where a contraction's
+derivative reads the value itself, that would have to be sent as well: then the numbers
+are for a forward pass of which no derivative is taken."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set

@@ -14,13 +14,13 @@ class TracedCall(NamedTuple):
         jaxpr: its program.
         arrays: the arrays that the program takes.
         origins: for each array, whether it is a parameter.
-        returns_gradients: whether the results look like gradients by an argument.
-        lacks_scale: whether float16 is only the default dtype, no loss was scaled, and
-            the result looks like a tree of gradients."""
+        is_scaled: whether a loss was scaled so far, or float16 is not the dtype by
+            default, so that gradients lack no scale.
+        has_gradients: tells whether the results look like gradients by an argument."""
 
     fn: Callable[..., Any]
     jaxpr: Any
     arrays: list[Any]
     origins: list[Origin]
-    returns_gradients: bool = False
-    lacks_scale: bool = False
+    is_scaled: bool
+    has_gradients: Callable[[], bool]

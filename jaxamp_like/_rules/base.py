@@ -29,7 +29,7 @@ from .low_bits import LowBits
 
 
 class Precision(enum.IntEnum):
-    """Whether readers that follow their inputs may take a value low; see there."""
+    """Whether a float value may be read low; see `follow_inputs`."""
 
     NEUTRAL = 0  # an input, a constant, or one of these moved about
     LOW = 1  # made in low precision, or in full but fit to be read low
@@ -258,7 +258,7 @@ class Decision(NamedTuple):
     # Whether the backward pass casts inputs again, rather than keep the casts.
     recomputes_casts: bool = True
     eight_bits: EightBits | None = None  # of a contraction that is quantised
-    # Whether cotangents are summed over devices low; `None`: if that has their range.
+    # Whether cotangents are summed over devices low; `None`: where low has their range.
     sums_low: bool | None = None
     # How `bind` rounds each operand, if it does.
     quantisers: tuple[Quantiser | None, ...] = ()

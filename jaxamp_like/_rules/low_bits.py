@@ -17,7 +17,7 @@ from jax import lax
 
 from .._dtypes import DType, bits, did_you_mean
 from .._errors import AmpError
-from .._jax import Zero, examples_first, new_primitive, raw, recomputed_as, trace
+from .._jax import Zero, new_primitive, raw, recomputed_as, trace
 from .._tiles import largest_in_tiles, over_tiles, shard_shape
 from .constant import no_derivative, tied_zeros
 
@@ -259,10 +259,6 @@ _SCALES = new_primitive(
     aval=_scales_aval,
     jvp=_scales_jvp,
     transpose=no_derivative,
-    batch=lambda args, dims, how: (
-        _SCALES.bind(*examples_first(args, dims), how=how),
-        0,
-    ),
     series=_no_series,
 )
 
@@ -274,10 +270,6 @@ _CODES = new_primitive(
     ),
     jvp=_codes_jvp,
     transpose=no_derivative,
-    batch=lambda args, dims, how: (
-        _CODES.bind(*examples_first(args, dims), how=how),
-        0,
-    ),
     series=_no_series,
 )
 
@@ -287,10 +279,6 @@ _DECODED = new_primitive(
     aval=lambda codes, scales, dtype, **_: codes.update(dtype=dtype),
     jvp=_decoded_jvp,
     transpose=no_derivative,
-    batch=lambda args, dims, **params: (
-        _DECODED.bind(*examples_first(args, dims), **params),
-        0,
-    ),
 )
 
 _STAND_IN = new_primitive(
@@ -299,10 +287,6 @@ _STAND_IN = new_primitive(
     aval=lambda x, codes, scales, **_: x,
     jvp=lambda xs, ts, **params: (_STAND_IN.bind(*xs, **params), ts[0]),
     transpose=lambda ct, x, codes, scales, **_: [ct, None, None],
-    batch=lambda args, dims, **params: (
-        _STAND_IN.bind(*examples_first(args, dims), **params),
-        0,
-    ),
     series=lambda x, codes, scales, **_: x,
 )
 recomputed_as(_STAND_IN, _DECODED, operands=(1, 2))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax import Zero, examples_first, new_primitive
+from .._jax import Zero, new_primitive
 
 
 def behind_barrier(x: Any) -> Any:
@@ -63,10 +63,6 @@ def _cotangent_barrier_jvp(primals: Any, tangents: Any) -> Any:
     return _COTANGENT_BARRIER.bind(*primals), out
 
 
-def _saved_batch(args: Any, dims: Any) -> Any:
-    return _SAVED_ON_TPUS.bind(*examples_first(args, dims)), 0
-
-
 _BARRIER = new_primitive(
     "amp_apart",
     compute=lax.optimization_barrier,
@@ -103,6 +99,5 @@ _SAVED_ON_TPUS = new_primitive(
     aval=lambda kept, made: made,
     jvp=lambda primals, tangents: (_SAVED_ON_TPUS.bind(*primals), tangents[1]),
     transpose=lambda ct, kept, made: [None, ct],
-    batch=_saved_batch,
     on={"tpu": lambda kept, made: kept},
 )

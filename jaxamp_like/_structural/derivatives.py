@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import cast, cast_all
@@ -443,7 +442,6 @@ _IN_FRONT = new_primitive(
     aval=lambda x: x,
     jvp=lambda xs, ts: (_IN_FRONT.bind(*xs), _moved(ts[0])),
     transpose=lambda ct, x: [ct],
-    batch=lambda xs, dims: (_IN_FRONT.bind(jnp.moveaxis(xs[0], dims[0], 0)), 0),
 )
 
 

@@ -1,6 +1,6 @@
-"""What a plan shows to be other than its user will have meant, as warnings.
+"""Warnings of what a plan shows and its user can't have meant.
 
-Each module looks for one kind of it: keys of a policy that match nothing, contractions
+Each module looks for one kind: keys of a policy that match nothing, contractions
 that nothing lowers or quantises, float16 without a loss scale."""
 
 from .unquantised import refuse_rules_with_state

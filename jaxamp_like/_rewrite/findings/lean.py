@@ -9,16 +9,15 @@ from ..traced_call import TracedCall
 def report_of_lean_inside_out(
     planner: Planner, call: TracedCall, steps: list[Step]
 ) -> str | None:
-    """What to say of `lean` where nobody differentiates what `amp` has made.
+    """What to say of `lean` around a gradient that is taken inside of `amp`.
 
-    It says what that keeps for a backward pass. A gradient that is taken inside has
-    kept what it reads when `amp` sees it."""
-    # `lean=True` is also said to functions that are only sometimes differentiated.
+    `lean` decides what the backward pass of a rewritten function keeps. Of a gradient
+    that the function takes itself, `amp` sees a program that has kept it already. Of
+    `lean=True` nothing is said: it may be meant for a second derivative."""
     if not isinstance(planner.lean, str) or not any(step.backward for step in steps):
         return None
-    if not call.returns_gradients or are_differentiated(
-        [*call.arrays, *consts(call.jaxpr)]
-    ):
+    is_differentiated = are_differentiated([*call.arrays, *consts(call.jaxpr)])
+    if is_differentiated or not call.has_gradients():
         return None
     return (
         f"`lean={planner.lean!r}` changes nothing: the gradient is taken inside of "

@@ -48,25 +48,25 @@ def report_of_map_that_lowers_nothing(
         for key, value in policy.items()
         if isinstance(value, Policy) and _is_low(value.compute_dtype)
     }
-    contractions = _left_to_this_policy(steps)
-    if not low or _is_low(compute_dtype) or not contractions:
+    if not low or _is_low(compute_dtype):
         return None
-    if any(_is_low(step.match.compute_dtype) for step in contractions):
+    contractions = _left_to_this_policy(steps)
+    if not contractions or any(_is_low(s.match.compute_dtype) for s in contractions):
         return None
     found = {key for step in steps for key in step.match.also} & low.keys()
     if not found:
-        return None  # which is told of each key
+        return None  # each key is warned of by itself
     key = next(key for key in low if key in found)
     scopes = dict.fromkeys("/".join(step.scope) for step in contractions)
     return (
         "`amp_policy` lowers nothing: no contraction is under the key "
-        f"{show_key(key)}, which asks for {jnp.dtype(low[key]).name}. Contractions are "
+        f"{show_key(key)}, which asks for {low[key]}. Contractions are "
         f"in the scopes {', '.join(map(repr, scopes))}."
     )
 
 
 def _is_low(dtype: DType | None) -> bool:
-    return dtype is not None and bits(jnp.dtype(dtype)) < 32
+    return dtype is not None and bits(dtype) < 32
 
 
 def _left_to_this_policy(steps: list[Step]) -> list[Step]:

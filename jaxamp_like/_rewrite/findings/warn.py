@@ -57,8 +57,9 @@ def warn_of_findings(
     ):
         if report is not None:
             warn_or_raise(f"{report} {place}", planner.strict)
-    if call.lacks_scale and (report := report_of_unscaled_gradients(steps)):
-        warn_or_raise(f"{report} {place}", strict=False, once=FLOAT16_BY_DEFAULT)
+    if not call.is_scaled and call.has_gradients():
+        if (report := report_of_unscaled_gradients(steps)) is not None:
+            warn_or_raise(f"{report} {place}", strict=False, once=FLOAT16_BY_DEFAULT)
     for report in (
         report_of_no_scale_in_keras(call.fn, call.arrays, steps),
         report_of_step_of_keras(call.fn, steps),
