@@ -29,7 +29,11 @@ from ._blocks import Block
 from ._dtypes import DType, cast_as
 from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
-from ._frameworks.modules import explain_methods_of_keras, refuse_loops_of_keras
+from ._frameworks.modules import (
+    explain_methods_of_keras,
+    refuse_loops_of_keras,
+    warn_if_untracked,
+)
 from ._frameworks.nnx import call_with_nodes
 from ._frameworks.written import holders, refusing_to_write, taking_over_compact
 from ._jax import (
@@ -356,6 +360,7 @@ def amp_by(
     @functools.wraps(fn, assigned=_names(fn), updated=())
     def wrapped(*args, **kwargs):
         with hiding_frames:
+            warn_if_untracked(fn, "amp")
             return mixed(args, kwargs)
 
     def mixed(args, kwargs):
@@ -561,6 +566,7 @@ def _stopped(fn: Any) -> Any:
     @functools.wraps(fn, assigned=_names(fn))
     def stopped(*args: Any, **kwargs: Any) -> Any:
         with hiding_frames:
+            warn_if_untracked(fn, "amp_stop")
             with stopping():
                 out = fn(*args, **kwargs)
             refuse_results_of_later(fn, out)

@@ -102,7 +102,9 @@ def net(w):
 )
 def test_names_and_strings(spec, compute, param, output):
     policy = get_policy(spec)
-    assert policy == Policy(compute, param, output)
+    assert policy == Policy(
+        compute_dtype=compute, param_dtype=param, output_dtype=output
+    )
     assert policy.compute_dtype == (compute and jnp.dtype(compute))
     assert get_policy(policy) is policy
 
@@ -451,7 +453,13 @@ def limit(policy, kind, keys):
 
 policies = st.builds(
     limit,
-    st.builds(Policy, dtypes, dtypes, dtypes, st.none() | rule_dicts),
+    st.builds(
+        Policy,
+        compute_dtype=dtypes,
+        param_dtype=dtypes,
+        output_dtype=dtypes,
+        rules=st.none() | rule_dicts,
+    ),
     st.sampled_from((None, "only", "excluding", "where")),
     st.lists(keys, max_size=3),
 )

@@ -19,6 +19,7 @@ from jaxamp_like import (
     AmpError,
     AmpWarning,
     DynamicScalerState,
+    Policy,
     PolicyMap,
     amp,
     amp_stop,
@@ -430,3 +431,61 @@ def test_methods_of_keras_are_those_of_the_model():
     for name in ("save", "summary", "get_weights", "fit"):
         with pytest.raises(TypeError, match="call those of the model itself"):
             getattr(mixed, name)()
+
+
+def test_policy_in_the_order_of_jmp():
+    for dtypes in (("float32", "float16", "float16"), (jnp.float32, jnp.bfloat16)):
+        with pytest.raises(ValueError, match=r"jmp\.Policy.*Policy\(compute_dtype="):
+            Policy(*dtypes)
+    Policy("float16", "float32", "float32")
+    Policy(None, "bfloat16")
+    Policy(compute_dtype="float32", param_dtype="bfloat16")
+
+
+def test_policy_that_only_casts_parameters():
+    with pytest.warns(AmpWarning, match="lowers nothing: it has neither"):
+        amp(loss, amp_policy=Policy(param_dtype="bfloat16"))
+    amp(loss, amp_policy=Policy())
+    amp(loss, amp_policy=Policy(param_dtype="bfloat16"), compute_dtype="bfloat16")
+    amp(loss, amp_policy=Policy(output_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("state", [DynamicScalerState(), optax.adam(1e-3).init(w)])
+def test_states_cast_with_the_parameters(state):
+    policy = Policy("float16", param_dtype="float16")
+    with pytest.warns(AmpWarning, match="Cast the parameters alone"):
+        policy.cast_to_param({"params": w, "state": state})
+    policy.cast_to_param({"params": w, "state": optax.sgd(0.1).init(w)})
+    Policy("float16", param_dtype="float32").cast_to_param((w, state))
+
+
+class OverLayer(keras.Model):
+    """Calls a layer by a function of it; as an attribute, Keras finds the layer."""
+
+    def __init__(self, wrap, is_held):
+        super().__init__()
+        self.first = keras.layers.Dense(8)
+        layer = keras.layers.Dense(1)
+        layer.build((None, 8))
+        self.last = wrap(layer)
+        self.held = layer if is_held else None
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("wrap", [amp_stop, lambda f: amp(f, **bfloat16)])
+def test_layer_that_keras_does_not_find(wrap, is_held):
+    model = OverLayer(wrap, is_held)
+    model(x)
+
+    def predict(variables, x):
+        return model.stateless_call(variables, [], x)[0]
+
+    values = [v.value for v in model.trainable_variables]
+    if is_held:
+        jax.eval_shape(amp(predict, **bfloat16), values, x)
+    else:
+        with pytest.warns(AmpWarning, match="never trained: Keras finds the layers"):
+            jax.eval_shape(predict, values, x)

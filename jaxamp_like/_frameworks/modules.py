@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import equinox as eqx
 import jax
 
+from .._errors import warn_or_raise
 from .._jax import is_array
 from .nnx import is_node
 
@@ -37,6 +38,28 @@ def refuse_loops_of_keras(fn: Any) -> None:
             "whose `compute_loss_and_updates` calls `amp(super()."
             "compute_loss_and_updates)`, as the tutorial on Keras does. To predict, "
             "`amp(model.stateless_call)`, or `convert(model, None, x)`."
+        )
+
+
+def warn_if_untracked(fn: Any, name: str) -> None:
+    """Warns of a layer of Keras that runs in the step of a model that does not hold it.
+
+    Keras holds the layers that are attributes of a model. A function of a layer hides
+    it there, so that its variables would keep their first values for ever."""
+    if not is_keras(fn) or not fn.trainable_variables:
+        return
+    with sys.modules["keras"].StatelessScope(initialize_variables=False) as probe:
+        step: Any = probe.original_scope
+    if step is None or not step.state_mapping:
+        return
+    if all(step.get_current_value(v) is None for v in fn.trainable_variables):
+        warn_or_raise(
+            f"The variables of the layer {fn.name!r} are not among those of the model "
+            f"that calls `{name}(layer)`, so they are never trained: Keras finds the "
+            f"layers that are attributes, and `{name}(layer)` is a function. Write "
+            f"`self.layer = layer` in `__init__`, and `{name}(self.layer)(x)` in "
+            "`call`.",
+            strict=False,
         )
 
 

@@ -1,6 +1,7 @@
 """Finds policies and other arguments that don't fit, and says what to write instead."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -10,7 +11,7 @@ import jax
 import jax.extend.core.primitives as jax_primitives
 import jax.numpy as jnp
 
-from .._dtypes import DType, as_compute_dtype, bits
+from .._dtypes import DType, as_compute_dtype, as_float_dtype, bits
 from .._errors import AmpError, explaining_misfits
 from .._jax import Primitive, is_array
 from .._primitives import FIXED
@@ -93,6 +94,36 @@ def naming_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return [*dict.fromkeys(filter(None, places + names))]
 
     return explaining_misfits(name, hints)(function)
+
+
+def refusing_order_of_jmp(init: Callable[_P, None]) -> Callable[_P, None]:
+    """`Policy.__init__`, with an error for dtypes in the order of `jmp.Policy`.
+
+    That is `param_dtype`, `compute_dtype`, `output_dtype`. It shows by a compute dtype
+    with more bits than `param_dtype`, which is accepted where the names are written."""
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        dtypes: Any = args[1:3]
+        with contextlib.suppress(TypeError):  # `init` says what is no dtype
+            if len(dtypes) == 2 and None not in dtypes:
+                compute, param = (as_float_dtype(x, "") for x in dtypes)
+                _refuse_order_of_jmp(compute, param)
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _refuse_order_of_jmp(compute: DType, param: DType) -> None:
+    if bits(compute) > bits(param):
+        raise ValueError(
+            f"`Policy({compute.name!r}, {param.name!r}, ...)` computes in "
+            f"{compute.name} and stores parameters in {param.name}. The order is "
+            "`compute_dtype`, `param_dtype`, `output_dtype`; in `jmp.Policy`, "
+            "`param_dtype` comes first. Write the names: "
+            f"`Policy(compute_dtype={param.name!r}, param_dtype={compute.name!r})`, or "
+            "the other way round if you mean that."
+        )
 
 
 def _by_place(caller: str, parameters: Mapping[str, Any], value: Any) -> str:

@@ -9,16 +9,17 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._dtypes import DType, as_compute_dtype, as_float_dtype, cast, is_float
-from .._errors import AmpError, no_attribute
+from .._dtypes import DType, as_compute_dtype, as_float_dtype, bits, cast, is_float
+from .._errors import AmpError, no_attribute, warn_or_raise
 from .._frameworks.nnx import nnx_nodes
+from .._jax import is_array_or_shape
 from .._rules import Site
 from .codec import decode_rules, encode_rules, own_rules
 from .dictionary import Lookup, default_amp_policy
 from .frozen import FrozenRules, checked_policy
 from .limit import Limit, limited
 from .measured import Contractions, Measured, limited_to
-from .mistakes import is_like_policy_name, naming_mistakes
+from .mistakes import is_like_policy_name, naming_mistakes, refusing_order_of_jmp
 
 _Tree = TypeVar("_Tree")
 
@@ -46,7 +47,8 @@ class Policy:
             and `amp` warns of them. `None` lowers all that the rules lower.
     Raises:
         TypeError, ValueError: a dtype is no floating dtype or needs x64; a key or rule
-            is of the wrong kind.
+            is of the wrong kind; or dtypes without names stand in the order of
+            `jmp.Policy`, which begins with `param_dtype`.
         AmpError: a rule can't be followed for the primitive that is its key, or
             `measured` names something else than contractions.
 
@@ -69,6 +71,7 @@ class Policy:
     measured: Measured | None
 
     @naming_mistakes
+    @refusing_order_of_jmp
     def __init__(
         self,
         compute_dtype: DTypeLike | None = None,
@@ -115,7 +118,8 @@ class Policy:
     def cast_to_param(self, tree: _Tree) -> _Tree:
         """Casts the floating arrays of a pytree to `param_dtype`, and nothing else.
 
-        Apply it once, to the parameters that training starts from.
+        Apply it once, to the parameters that training starts from. It warns of the
+        states of optimizers and loss scales, which would lose what they count on.
 
         Args:
             tree: any pytree; JAX and NumPy arrays and `jax.ShapeDtypeStruct`s in it are
@@ -130,6 +134,8 @@ class Policy:
         >>> tree["w"].dtype.name, tree["step"].dtype.name
         ('bfloat16', 'int64')
         """
+        if self.param_dtype is not None:
+            _warn_of_states(tree, self.param_dtype)
         return _cast_floats(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: _Tree) -> _Tree:
@@ -258,9 +264,7 @@ class Policy:
                 f"The data of a policy is malformed: {e!r} in {data!r}. Use what "
                 "`to_dict` gave."
             ) from e
-        compute, param, output = map(data.get, DTYPE_FIELDS)
-        measured = data.get("measured")
-        return cls(compute, param, output, rules, limit=limit, measured=measured)
+        return cls(**{**data, "rules": rules, "limit": limit})
 
     def _dtypes(self) -> dict[str, DType]:
         values = {name: getattr(self, name) for name in DTYPE_FIELDS}
@@ -323,6 +327,28 @@ def _as_dtype(as_dtype: Callable[..., DType], value: Any, argument: str) -> DTyp
         if is_like_policy_name(value):
             raise TypeError(f"{e} A policy is made of its name by `get_policy`.") from e
         raise
+
+
+def _warn_of_states(tree: Any, dtype: DType) -> None:
+    """Warns if casting would round the state of an optimizer or of a loss scale."""
+    states = (x for x in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(x))
+    for state in states:
+        dtypes = (x.dtype for x in jax.tree.leaves(state) if is_array_or_shape(x))
+        if any(is_float(one) and bits(one) > bits(dtype) for one in dtypes):
+            warn_or_raise(
+                f"`cast_to_param` was given a `{type(state).__name__}`, too, and "
+                f"rounds it to {dtype.name}: means of squares become zero there, and a "
+                "loss scale overflows. Cast the parameters alone, `params = "
+                "policy.cast_to_param(params)`, and make the state of them, "
+                "`tx.init(params)`. To store a state in fewer bits, wrap the "
+                "optimizer: `storage.low_bit_state(tx)`.",
+                strict=False,
+            )
+            return
+
+
+def _is_state(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] in ("optax", "jaxamp_like")
 
 
 def _cast_floats(tree: Any, dtype: DType | None) -> Any:

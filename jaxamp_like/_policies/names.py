@@ -1,6 +1,5 @@
 """The names of policies, and the strings that spell them out."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -118,7 +117,7 @@ def get_policy(
             f"{', '.join(map(repr, _NAMES))}; a policy can also be spelt out: "
             "'params=float32,compute=bfloat16,output=float32'."
         )
-    return _with_dtypes(_NAMES[name])
+    return Policy.from_dict(_NAMES[name])
 
 
 def name_of(policy: Policy) -> str | None:
@@ -189,12 +188,7 @@ def _parse(policy: str) -> Policy:
                 policy, word, f"expected a dtype: one of {', '.join(known)}.{hint}"
             )
         start += len(part) + 1
-    return _with_dtypes(given)
-
-
-def _with_dtypes(dtypes: Mapping[str, str]) -> Policy:
-    compute, param, output = map(dtypes.get, DTYPE_FIELDS)
-    return Policy(compute, param, output)
+    return Policy.from_dict(given)
 
 
 def _word(text: str, start: int) -> _Word:

@@ -243,6 +243,14 @@ def settings_of(
         )
     policy = _as_policy(amp_policy)
     said = _default_of(policy).compute_dtype
+    if given is None and isinstance(policy, Policy) and _only_casts_parameters(policy):
+        warn_or_raise(
+            f"`amp_policy={policy!r}` lowers nothing: it has neither a compute dtype "
+            "nor rules, and `amp` does not look at `param_dtype`. To compute low, "
+            "write `Policy('bfloat16', param_dtype=...)`; parameters are cast by "
+            "`policy.cast_to_param(params)`.",
+            strict=False,
+        )
     if given is not None and said is not None and given != said:
         raise ValueError(
             f"`compute_dtype` is {given.name!r}, but `amp_policy` computes in "
@@ -250,6 +258,10 @@ def settings_of(
             "`None`."
         )
     return _settings(policy, given)
+
+
+def _only_casts_parameters(policy: Policy) -> bool:
+    return replace(policy, param_dtype=None) == Policy() != policy
 
 
 def _by_global_policy(given: DType | None, of_lists: DType | None = None) -> Settings:
