@@ -15,7 +15,8 @@ from . import (
     scaling as scaling,
     storage as storage,
 )
-from ._amp import amp as amp, amp_stop as amp_stop
+from ._amp import amp as amp
+from ._amp_stop import amp_stop as amp_stop
 from ._calibrate import Budget as Budget, calibrate as calibrate
 from ._certify.certify import certify as certify
 from ._convert.artifact import load as load

@@ -1,4 +1,4 @@
-"""`amp`: pytrees in, pytrees out; and `amp_stop`, which keeps it away."""
+"""`amp`: pytrees in, pytrees out."""
 
 import functools
 import inspect
@@ -17,17 +17,15 @@ from ._amp_mistakes import (
     explaining_tracing,
     is_lazy,
     refuse_lazy_results,
-    refuse_results_of_later,
     refuse_unbound,
     refuse_what_cannot_be_rewritten,
-    refuse_what_cannot_be_stopped,
     report_of_amp_stopped,
     report_of_amp_twice,
     report_of_hidden_parameters,
 )
-from ._blocks import Block
+from ._amp_stop import names_of
 from ._dtypes import DType, cast_as
-from ._errors import hiding_frames, place_of, showing_call, warn_or_raise
+from ._errors import hiding_frames, place_of, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.modules import (
     explain_methods_of_keras,
@@ -89,7 +87,6 @@ from ._rewrite.switch import (
     is_in_scaled_loss,
     is_traced_by_amp,
     losses_scaled,
-    stopping,
     tracing_by_amp,
 )
 from ._rewrite.traced_call import TracedCall
@@ -357,7 +354,7 @@ def amp_by(
         _rewritten, planner, run or run_by_plan, fn, argnums, warns_of_float16
     )
 
-    @functools.wraps(fn, assigned=_names(fn), updated=())
+    @functools.wraps(fn, assigned=names_of(fn), updated=())
     def wrapped(*args, **kwargs):
         with hiding_frames:
             warn_if_untracked(fn, "amp")
@@ -398,13 +395,6 @@ def amp_by(
 
 def _as_it_is(fn: _F) -> _F:
     return fn
-
-
-def _names(fn: Callable[..., Any]) -> list[str]:
-    """What a wrapper takes over; some callables have names that are no strings."""
-    known = (*functools.WRAPPER_ASSIGNMENTS,)
-    odd = ("__name__", "__qualname__")
-    return [n for n in known if n not in odd or isinstance(getattr(fn, n, None), str)]
 
 
 @functools.lru_cache(maxsize=128)
@@ -513,63 +503,3 @@ def _as_author_typed(x: Any, aval: Any) -> Any:
         return x
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)  # a literal
     return cast_as(x, aval)
-
-
-@overload
-def amp_stop(fn: _F) -> _F: ...
-@overload
-def amp_stop(fn: None = None) -> Any: ...
-@showing_call("amp_stop(fn)")
-def amp_stop(fn: Any = None) -> Any:
-    """Keeps what is inside in the dtypes that its author wrote, backward pass included.
-
-    A decorator, with or without parentheses, and a context manager. Values that come
-    in low are cast back to the author's dtypes.
-
-    Args:
-        fn: a function to keep; none to get a decorator and context manager.
-    Returns:
-        The function, in a `jax.named_scope` called "amp_stop"; or that scope. A model
-        of Equinox or NNX stays one, with the same parameters.
-    Raises:
-        TypeError: `fn` is not callable, or computes after it has returned (a generator,
-            an async function, a class). It is raised when the function is called if
-            the result of that computes later.
-
-    >>> @amp_stop
-    ... def norm(x):
-    ...     return x / jnp.sqrt(jnp.sum(x * x))
-    >>> def model(w, x):
-    ...     x = norm(x @ w)
-    ...     with amp_stop():
-    ...         return x @ w.T
-    """
-    return _Stop() if fn is None else _stopped(fn)
-
-
-class _Stop(Block[None]):
-    """The scope, for `with`, and to decorate a function."""
-
-    def __init__(self) -> None:
-        super().__init__("amp_stop()", stopping)
-
-    def __call__(self, fn: _F) -> _F:
-        self.is_used = True
-        return _stopped(fn)
-
-
-def _stopped(fn: Any) -> Any:
-    refuse_what_cannot_be_stopped(fn)
-    if is_model(fn):
-        return mixed_model(fn, "amp_stop", _stopped, _stopped, kind="Stopped")
-
-    @functools.wraps(fn, assigned=_names(fn))
-    def stopped(*args: Any, **kwargs: Any) -> Any:
-        with hiding_frames:
-            warn_if_untracked(fn, "amp_stop")
-            with stopping():
-                out = fn(*args, **kwargs)
-            refuse_results_of_later(fn, out)
-            return out
-
-    return stopped

@@ -4,6 +4,10 @@ Begin with `loss_scale_optimizer` (for Optax) or `dynamic_scale_value_and_grad`;
 rest is for looking at a scale, saving it, and steering it."""
 
 from ._loss_scale.arithmetic import all_finite as all_finite
+from ._loss_scale.by_hand import (
+    scale_loss as scale_loss,
+    unscale_grads as unscale_grads,
+)
 from ._loss_scale.grads import (
     dynamic_scale_grad as dynamic_scale_grad,
     dynamic_scale_tx as dynamic_scale_tx,
@@ -19,12 +23,8 @@ from ._loss_scale.host import (
 )
 from ._loss_scale.marks import Unscaled as Unscaled
 from ._loss_scale.merging import merge_scalers as merge_scalers
-from ._loss_scale.optimizer import (
-    LossScaleState as LossScaleState,
-    loss_scale_optimizer as loss_scale_optimizer,
-    scale_loss as scale_loss,
-    unscale_grads as unscale_grads,
-)
+from ._loss_scale.optimizer import loss_scale_optimizer as loss_scale_optimizer
+from ._loss_scale.optimizer_state import LossScaleState as LossScaleState
 from ._loss_scale.restoring import restore_scaler as restore_scaler
 from ._loss_scale.state import (
     DynamicScalerState as DynamicScalerState,

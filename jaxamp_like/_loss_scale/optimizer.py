@@ -4,8 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import equinox as eqx
 import jax
@@ -14,38 +13,25 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import (
-    calling_library,
-    hiding_frames,
-    length_of_state,
-    no_attribute,
-    warn_or_raise,
-)
-from .._frameworks.nnx import as_arrays, instances_in, is_node
+from .._errors import calling_library, hiding_frames, no_attribute, warn_or_raise
+from .._frameworks.nnx import instances_in, is_node
 from .._frameworks.serialization import save_with_flax
 from .._jax import is_closed_over_by_loop
-from .._within import within
 from .agree import OF_OPTIMIZER, AxisName, all_agree, warn_of_unnamed_axes
-from .arithmetic import all_finite, checked_loss, chosen
-from .calls import (
-    GRADIENT,
-    UPDATE,
-    instead_of_no_scale,
-    of_checkpoint,
-    with_call_hints,
-)
+from .arithmetic import all_finite, chosen
+from .by_hand import scaling_by, verdict_on
+from .calls import GRADIENT, UPDATE, with_call_hints
 from .grads import scaled_by_state
 from .initialising import explaining_other_parameters, initialised, warn_of_float16
 from .marks import (
-    Verdict,
     marked,
     read,
-    refuse_marked,
     refuse_other_results,
     refuse_unmarked,
     scales_of,
     unmarked,
 )
+from .optimizer_state import LossScaleState, checked_state, scale_states, scaler_of
 from .scaled import note_update
 from .state import (
     DynamicScalerState,
@@ -55,28 +41,6 @@ from .state import (
     is_scaler,
     static_scaler,
 )
-
-
-class LossScaleState(NamedTuple):
-    """The state of a `loss_scale_optimizer`.
-
-    Args:
-        scaler: the state of the loss scale.
-        inner_state: the state of the wrapped optimizer."""
-
-    # A `Scaler`: `Any`, so that a type checker lets `scaler.scaler` be read, which a
-    # `NoScaler` has not, without a test for that.
-    scaler: Any
-    inner_state: Any
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _ELSEWHERE_IN_STATE.get(name, _IN_STATE))
-
-        def __len__(self) -> int:
-            made_by = "`enable_amp` or `loss_scale_optimizer`"
-            return length_of_state(self, calling_library(optax), made_by)
 
 
 class Watch(Protocol):
@@ -209,13 +173,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         The gradients are at index `place` of the results; if `place` is `None`, they
         are the only result."""
-        if not callable(fun) and callable(opt_state) and _scale_states(fun):
+        if not callable(fun) and callable(opt_state) and scale_states(fun):
             raise TypeError(
                 "`fun` and `opt_state` have changed places: the loss comes first.\n"
                 "Write `tx.value_and_grad(loss_fn, opt_state)(params, batch)`, and "
                 "`tx.grad` likewise."
             )
-        scaler = _scaler_of(opt_state)
+        scaler = scaler_of(opt_state)
         if isinstance(scaler, Mapping) and not self.scales:
             raise TypeError(_SCALE_OF_ANOTHER_RUN)
         if self.scales and isinstance(scaler, NoScaler):
@@ -227,10 +191,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         @hiding_frames
         def judged(*args: Any, **kwargs: Any) -> Any:
             watch = self.watch or (lambda *call: nullcontext())
-            with _scaling_by(scaler), watch(fun, args, kwargs):
+            with scaling_by(scaler), watch(fun, args, kwargs):
                 following, out = step(*args, dynamic_scaler_state=scaler, **kwargs)
             # `update` makes the next state; of this one only the verdict is wanted.
-            verdict = _verdict(scaler, following, self.axis_name)
+            verdict = verdict_on(scaler, following, self.axis_name)
             if place is None:
                 return marked(out, verdict)
             return *out[:place], marked(out[place], verdict), *out[place + 1 :]
@@ -308,7 +272,7 @@ def loss_scale_optimizer(
         # What another run saved in its place is kept, for `update` to tell of.
         save_with_flax(NoScaler, lambda _: {}, lambda mine, saved: saved or mine)
         inner_state = initialised(optimizer, params)
-        if _scale_states(inner_state):
+        if scale_states(inner_state):
             raise ValueError(_TWICE)
         # New arrays for each run: a jitted step may have had the last ones donated.
         return LossScaleState(begun(first), inner_state)
@@ -317,7 +281,7 @@ def loss_scale_optimizer(
     def update(
         grads: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleState]:
-        scaler, inner_state = _checked_state(state, params)
+        scaler, inner_state = checked_state(state, params)
         refuse_other_results(grads)
         if isinstance(scaler, DynamicScalerState):
             refuse_unmarked(grads)
@@ -368,123 +332,10 @@ _OUTSIDE_OF_LOOP = (
 )
 
 
-@hiding_frames
-def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
-    """A loss times the scale that an optimizer's state holds.
-
-    Args:
-        loss: a floating-point scalar. Several losses may be scaled by one state, and
-            their gradients added up or handed over together.
-        opt_state: the state of a `loss_scale_optimizer`, or any tree that holds one.
-    Returns:
-        The scaled loss in float32 (float64 for a float64 loss).
-    Raises:
-        TypeError: `loss` is no such scalar, or it stands in a function whose loss is
-            scaled by this state anyway.
-        ValueError: `opt_state` holds no scale, several, or one in the wrong place.
-
-    >>> opt_state = loss_scale_optimizer(optax.sgd(0.1), 1024).init(jnp.ones(2))
-    >>> float(scale_loss(jnp.float16(2), opt_state))
-    2048.0
-    """
-    _refuse_changed_places("scale_loss(loss, opt_state)", loss, opt_state)
-    scaler = _scaler_of(opt_state)
-    scale = getattr(scaler, "scaler", None)
-    if scale is not None and any(scale is one for one in _scales.get()):
-        raise TypeError(_SCALED_TWICE)
-    return scaler.scale(checked_loss(loss))
-
-
-# The scales of the losses that are running in calls of `value_and_grad` or `grad`.
-_scales: ContextVar[tuple[Any, ...]] = ContextVar("scales", default=())
-
-
-def _scaling_by(scaler: Scaler) -> AbstractContextManager[None]:
-    return within(_scales, (*_scales.get(), getattr(scaler, "scaler", None)))
-
-
-@hiding_frames
-def unscale_grads(grads: Any, opt_state: Any) -> Any:
-    """Unscales gradients of a loss that `scale_loss` has scaled, for `update`.
-
-    `scale_loss` and this function are for other transforms than `value_and_grad` and
-    `grad` of the optimizer, which scale and unscale by themselves.
-
-    Args:
-        grads: any pytree.
-        opt_state: the state that the loss was scaled by.
-    Returns:
-        The gradients over the scale, each in its own dtype, marked as `Unscaled`. If
-        any is not finite, all are NaN.
-    Raises:
-        TypeError: gradients are unscaled already.
-        ValueError: `opt_state` holds no scale, several, or one in the wrong place.
-
-    >>> tx = loss_scale_optimizer(optax.sgd(0.5))
-    >>> opt_state = tx.init(w := jnp.array(3.0))
-    >>> grads = jax.jacrev(lambda w: scale_loss(w**2, opt_state))(w)
-    >>> unscale_grads(grads, opt_state)
-    Unscaled(6.0)
-    """
-    _refuse_changed_places("unscale_grads(grads, opt_state)", grads, opt_state)
-    scaler = _scaler_of(opt_state)
-    refuse_marked(grads)
-    grads = scaler.unscale(grads)
-    if isinstance(scaler, NoScaler):
-        return marked(grads, None)
-    finite = all_agree(all_finite(grads), like=scaler.scaler)
-    return marked(grads, _verdict(scaler, scaler.update(finite), None))
-
-
-def _refuse_changed_places(call: str, first: Any, opt_state: Any) -> None:
-    if _scale_states(first) and not _scale_states(opt_state):
-        raise TypeError(f"The two arguments have changed places. Write `{call}`.")
-
-
-def _verdict(scaler: Scaler, following: Scaler, axis_name: AxisName) -> Verdict | None:
-    """The verdict on gradients, from the states before and after a step.
-
-    It is `None` for `NoScaler`."""
-    if isinstance(following, NoScaler) or isinstance(scaler, NoScaler):
-        return None
-    # Not the flag itself, for the reason that `update` gives.
-    return Verdict(following.overflows == 0, axis_name, scaler.scaler)
-
-
-def _scaler_of(opt_state: Any) -> Scaler:
-    found = _scale_states(opt_state)
-    if len(found) != 1:
-        raise ValueError(
-            f"`opt_state` must hold one loss scale, but holds {len(found)}.\n"
-            + (_SEVERAL if found else instead_of_no_scale(opt_state))
-        )
-    for wrapper, name in _OUTSIDE.items():
-        if any(_scale_states(one) for one in instances_in(opt_state, wrapper)):
-            raise ValueError(
-                f"`optax.{name}` is around `loss_scale_optimizer`, and would keep "
-                "overflows from it, or a NaN in its own state for good.\nPut it "
-                f"within: `loss_scale_optimizer(optax.{name}(...))`."
-            )
-    beside = instances_in(opt_state, (optax.ZeroNansState, LossScaleState))
-    if len(beside) > 1:
-        raise ValueError(
-            "`optax.zero_nans` is beside `loss_scale_optimizer`, and before it would "
-            "keep overflows from it.\nPut it within: `loss_scale_optimizer(optax.chain("
-            "optax.zero_nans(), ...))`; overflows alone need none."
-        )
-    return as_arrays(found[0].scaler)
-
-
 _IN_KERAS = (
     " (an Optax optimizer of `jaxamp_like`, for a training loop of your own; `compile` "
     "takes optimizers of Keras, and for float16 `keras.optimizers.LossScaleOptimizer`: "
     "see the tutorial on Keras)"
-)
-_SCALED_TWICE = (
-    "`scale_loss` was called in a function whose loss `tx.value_and_grad` or `tx.grad` "
-    "scales by the same state: gradients would be too large by the scale.\nReturn the "
-    "loss as it is. For a gradient within the loss, scale by `opt_state.scaler.scale` "
-    "and unscale by `opt_state.scaler.unscale`."
 )
 _NO_LONGER = (
     "`opt_state` has no loss scale, as that of a run in bfloat16, but this optimizer "
@@ -504,40 +355,10 @@ _ELSEWHERE = {
     **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), UPDATE),
     **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), GRADIENT),
 }
-_IN_STATE = (
-    "The scale is `opt_state.scaler.scaler`, and the state of the wrapped optimizer "
-    "`opt_state.inner_state`."
-)
-# What belongs to the optimizer, which is called `tx` here.
-_ELSEWHERE_IN_STATE = {
-    **dict.fromkeys(("step", "apply_gradients", "update"), f"Write `{UPDATE}`."),
-    **dict.fromkeys(("backward", "value_and_grad", "grad"), f"Write `{GRADIENT}`."),
-}
-_STATE_LAST = "The parameters come last: `tx.update(grads, opt_state, params)`."
-_STATE_SECOND = (
-    f"Write `{UPDATE}`, where "
-    "`opt_state` begins as `tx.init(params)`. To go on from a checkpoint without a "
-    "scale, take `tx.init(params)._replace(inner_state=...)`."
-)
-_SEVERAL = (
-    "A loss has one scale. Put what gives each part of the parameters an optimizer of "
-    "its own within: `loss_scale_optimizer(optax.partition({...}, labels))`. Of "
-    "several losses, give the state of the one optimizer that is to update."
-)
-
-
 _TWICE = (
     "`optimizer` already scales the loss: a second `loss_scale_optimizer` would "
     "unscale the gradients twice.\nWrap the outermost optimizer only, and once."
 )
-_OUTSIDE = {
-    optax.ApplyIfFiniteState: "apply_if_finite",
-    optax.MultiStepsState: "MultiSteps",
-}
-
-
-def _scale_states(tree: Any) -> list[LossScaleState]:
-    return instances_in(tree, LossScaleState)
 
 
 def _is_step(inner_state: Any) -> Array:
@@ -570,15 +391,3 @@ def _first_state(scaler: Any) -> Scaler:
             "`dynamic_scale_grad`."
         )
     return static_scaler(scaler)
-
-
-def _checked_state(state: Any, params: Any) -> LossScaleState:
-    if not isinstance(state, LossScaleState):
-        is_last = isinstance(params, LossScaleState)
-        instead = _STATE_LAST if is_last else of_checkpoint(state) or _STATE_SECOND
-        raise TypeError(
-            "`state`, the second argument of `update` of a `loss_scale_optimizer`, is "
-            "the `LossScaleState` that its `init` or its last `update` returned, but "
-            f"it was given a {type(state).__name__}.\n{instead}"
-        )
-    return state

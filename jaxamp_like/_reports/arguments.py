@@ -16,7 +16,7 @@ from jax.tree_util import keystr
 from .._dtypes import is_float
 from .._frameworks.nnx import FunctionalCall, is_node, variable_kind
 from .._jax import is_array_or_shape
-from .._loss_scale.optimizer import LossScaleState
+from .._loss_scale.optimizer_state import LossScaleState
 from .._loss_scale.state import is_scaler
 from .._storage.codes import LowBitArray
 from .._storage.optimizer import LowBitState
