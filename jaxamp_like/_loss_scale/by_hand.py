@@ -33,6 +33,8 @@ def scale_loss(loss: ArrayLike, opt_state: Any) -> Array:
             scaled by this state anyway.
         ValueError: `opt_state` holds no scale, several, or one in the wrong place.
 
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from jaxamp_like import loss_scale_optimizer
     >>> opt_state = loss_scale_optimizer(optax.sgd(0.1), 1024).init(jnp.ones(2))
     >>> float(scale_loss(jnp.float16(2), opt_state))
     2048.0
@@ -71,6 +73,8 @@ def unscale_grads(grads: Any, opt_state: Any) -> Any:
         TypeError: gradients are unscaled already.
         ValueError: `opt_state` holds no scale, several, or one in the wrong place.
 
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from jaxamp_like import loss_scale_optimizer
     >>> tx = loss_scale_optimizer(optax.sgd(0.5))
     >>> opt_state = tx.init(w := jnp.array(3.0))
     >>> grads = jax.jacrev(lambda w: scale_loss(w**2, opt_state))(w)
