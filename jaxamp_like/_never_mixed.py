@@ -73,7 +73,10 @@ class Watch:
                 strict=False,
             )
         is_on_purpose = is_amp_disabled() or amp_is_off() or is_traced_by_amp()
-        if self.has_looked or plans_with_contractions() > before or is_on_purpose:
+        is_mixed = plans_with_contractions() > before
+        if self.has_looked or is_mixed or is_on_purpose:
+            # A second loss may be in full precision on purpose, as a penalty is.
+            self.has_looked |= is_mixed
             return
         self.has_looked = True
         if _is_in_full(fun, args, kwargs):

@@ -2,7 +2,8 @@
 
 The casts of these inputs vanish, and equations that only move them move what is stored.
 All other equations stay the very same. This is correct because each such input is only
-ever read in its narrower dtype, as `uses` has found out before."""
+ever read in its narrower dtype, as `uses` has found out before. A contraction that is
+in full precision for inputs of other shapes reads it widened."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from .._jax import (
     shard_map_options,
     trace,
 )
-from .._primitives import EACH_ALONE
+from .._primitives import CONTRACTIONS, EACH_ALONE
 from .._structural import CALLS, REMAT
 from .uses import bodies, is_narrowing
 
@@ -56,7 +57,12 @@ class _Rewriter:
         if bind := _STRUCTURAL.get(name):
             with eqn_context(eqn):
                 return bind(self, eqn, operands)
-        if name not in EACH_ALONE:
+        if name in CONTRACTIONS:  # in full for inputs of these shapes alone
+            operands = [
+                cast(jax.numpy.asarray(x), v.aval.dtype) if _is_narrower(x, v) else x
+                for x, v in pairs
+            ]
+        elif name not in EACH_ALONE:
             # All readers of the result read it in the narrower dtype.
             floats = (x is not None and is_float(v.aval.dtype) for x, v in pairs)
             operands = [

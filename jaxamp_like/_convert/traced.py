@@ -21,6 +21,7 @@ from .._jax import (
 )
 from .._name_stacks import names
 from .._parameters import returns_tree_like
+from .._primitives import CONTRACTIONS
 from .._quantised.linear import without_transposes
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
@@ -67,12 +68,21 @@ class TracedModel(NamedTuple):
         """Checks that this program reads each parameter in the dtype it is stored in.
 
         Parameters may have been stored for inputs of other shapes, where a rule that
-        goes by shapes decided otherwise.
+        goes by shapes decided otherwise. A contraction of floats may read them so: it
+        is computed in full precision where its result is a single number.
 
         Raises:
             AmpError: a parameter is read in another dtype, too."""
         for leaf, uses in zip(stored, self.uses, strict=False):
-            others = sorted((u for u in uses if u.dtype != leaf.now), key=str)
+            others = sorted(
+                (
+                    use
+                    for use in uses
+                    if use.dtype != leaf.now
+                    and (use.dtype or use.by not in CONTRACTIONS)
+                ),
+                key=str,
+            )
             if others and leaf.is_changed and not leaf.folded:
                 raise AmpError(
                     f"The parameter {leaf.name!r} is stored in {leaf.now}, but for "

@@ -44,6 +44,15 @@ def nnx_nodes(tree: Any) -> list[Any]:
     return _distinct(jax.tree.leaves(tree, is_leaf=is_node))
 
 
+def nnx_states(tree: Any) -> list[Any]:
+    """The `nnx.State`s in a pytree."""
+    nnx = _nnx()
+    if nnx is None:
+        return []
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.State))
+    return [x for x in leaves if isinstance(x, nnx.State)]
+
+
 def _distinct(leaves: Sequence[Any]) -> list[Any]:
     owners = map(_owner, leaves)
     return list({id(x): x for x in owners if x is not None}.values())

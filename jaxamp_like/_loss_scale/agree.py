@@ -87,7 +87,9 @@ def _untracked() -> frozenset[Hashable]:
     return frozenset(
         axis
         for axis in device_axes() - {UNNAMED_PMAP}
-        if (index := _index(axis)) is not None and axis not in varying_axes(index)
+        if (index := _index(axis)) is not None
+        and axis not in varying_axes(index)
+        and lax.psum(1, axis) > 1  # pyright: ignore[reportArgumentType]
     )
 
 

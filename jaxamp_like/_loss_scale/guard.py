@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .._dtypes import in_words
@@ -18,7 +19,14 @@ from .._errors import (
     showing_call,
     warn_or_raise,
 )
-from .._frameworks.nnx import Snapshot, as_arrays, instances_in, is_node, nnx_nodes
+from .._frameworks.nnx import (
+    Snapshot,
+    as_arrays,
+    instances_in,
+    is_node,
+    nnx_nodes,
+    nnx_states,
+)
 from .calls import difference, float_types
 from .scaled import recording_misplaced
 from .state import DynamicScalerState, NoScaler, is_scaler
@@ -96,13 +104,17 @@ def guard_step(step: _Step) -> _Step:
             new, rebuild = _next_state(out, state, tree)
         are = [x for x in new if is_scaler(x)] + as_arrays(_inner_scalers(nodes))
         if not are:
-            _refuse_no_scale((args, kwargs))
-        skipped = _skipped(were, are, misplaced)
+            _refuse_no_scale(state, (args, kwargs))
+        pairs = list(zip(old, new, strict=True))
+        in_nodes = [(then, now) for _, then, now in before.changed()]
+        is_update = _changes_floats(
+            [(then, now) for (_, then), now in pairs] + in_nodes
+        )
+        skipped = _skipped(were, are, misplaced, is_update)
         if skipped is None:
             return out
         _warn_of_state_beside(step, args, out)
         before.rewrite(functools.partial(_keep, "an NNX variable", skipped))
-        pairs = zip(old, new, strict=True)
         return rebuild([_keep(p, skipped, now, then) for (p, then), now in pairs])
 
     return guarded  # pyright: ignore[reportReturnType]
@@ -137,19 +149,25 @@ def _flatten(state: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(jax.tree_util.keystr(path), x) for path, x in leaves], tree
 
 
-_STATISTICS = re.compile("mean|var|stat|moving|running|average|ema(?![a-z])")
+_STATISTICS = frozenset(
+    "mean means var variance stats statistics moving running average ema".split()
+)
 
 
 def _warn_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
     """Warns of statistics that are an argument and a result, but not in the state.
 
-    The names of their arrays tell statistics from results that look like a batch."""
+    The names of their arrays tell statistics from results that look like a batch, and
+    so does their length: what is as long as another argument is a part of the batch."""
     results = out[1:] if isinstance(out, tuple) else ()
     for i, arg in enumerate(args, 2):
         kind = float_types(arg)
         paths, _ = jax.tree_util.tree_flatten_with_path(arg)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
-        if len(kind[1]) < 2 or is_node(arg) or not any(map(_STATISTICS.search, names)):
+        if len(kind[1]) < 2 or is_node(arg) or not any(map(_is_statistic, names)):
+            continue
+        others = _lengths([one for one in args if one is not arg])
+        if _lengths(arg) and _lengths(arg) <= others:
             continue
         for result in results:
             leaves = zip(jax.tree.leaves(result), jax.tree.leaves(arg), strict=False)
@@ -161,6 +179,16 @@ def _warn_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
                     f"is of {place_of(step)}.",
                     strict=False,
                 )
+
+
+def _is_statistic(path: str) -> bool:
+    words = {*re.split("[^a-z]+", path.lower())}
+    return bool(words & _STATISTICS) and "loss" not in words
+
+
+def _lengths(tree: Any) -> set[int]:
+    """How long the arrays of a tree are along their first axes."""
+    return {x.shape[0] for x in jax.tree.leaves(tree) if getattr(x, "shape", ())}
 
 
 def _inner_scalers(nodes: list[Any]) -> list[Any]:
@@ -231,10 +259,17 @@ _OF_METHOD = (
 )
 
 
-def _refuse_no_scale(others: Any) -> NoReturn:
+def _refuse_no_scale(state: Any, others: Any) -> NoReturn:
     """Raises for a step without a loss scale in its state, but perhaps in `others`."""
     if any(map(is_scaler, jax.tree.leaves(others, is_leaf=is_scaler))):
         instead = f"It is in another argument. {_FIRST}"
+    elif nnx_states(state):
+        instead = (
+            "An `nnx.State` holds arrays alone, not the objects that they belong to. "
+            "Guard a function of the objects, and call it within: `model, optimizer = "
+            "nnx.merge(graphdef, state)`, `guard_step(step)(model, optimizer, batch)`, "
+            "`return nnx.state((model, optimizer))`."
+        )
     else:
         instead = (
             "Put the `DynamicScalerState`, or the state of the `loss_scale_optimizer`, "
@@ -247,17 +282,31 @@ def _refuse_no_scale(others: Any) -> NoReturn:
     )
 
 
-def _skipped(were: list[Any], are: list[Any], misplaced: list[Any]) -> Array | None:
+def _changes_floats(pairs: list[tuple[Any, Any]]) -> bool:
+    """Whether a step has changed floating numbers: evaluating may use up a key only."""
+    return any(
+        then is not now and not is_scaler(now) and eqx.is_inexact_array(x)
+        for then, now in pairs
+        for x in jax.tree.leaves(now)
+    )
+
+
+def _skipped(
+    were: list[Any], are: list[Any], misplaced: list[Any], is_update: bool
+) -> Array | None:
     """Whether a step that led from `were` to `are` was skipped.
 
     Gradients of losses with the scales `misplaced` were given to another state. The
-    result is `None` if no scale is dynamic, so that no overflow is looked for."""
+    result is `None` if no scale is dynamic, so that no overflow is looked for, and if
+    the step is no update of the state, as one that evaluates by a static argument."""
     pairs = [
         (then, now)
         for then, now in zip(were, are, strict=True)
         if isinstance(now, DynamicScalerState)
     ]
     if pairs and all(now.skipped is then.skipped for then, now in pairs):
+        if not is_update:
+            return None
         raise TypeError(
             "The loss scale in the state of a guarded step came out as it went in, so "
             "that nothing tells whether the step was skipped.\nReturn it in the next "
@@ -283,6 +332,8 @@ def _skipped(were: list[Any], are: list[Any], misplaced: list[Any]) -> Array | N
 def _keep(path: str, skipped: Array, now: Any, then: Any) -> Any:
     if now is then or _is_complete(now) or not eqx.is_array_like(now):
         return now
+    if isinstance(then, np.ndarray | np.generic):
+        then = jnp.asarray(then)  # as `jax.jit` takes it
     types = [in_words(x) for x in (then, now) if hasattr(x, "dtype")]
     if len({*types}) > 1:
         raise TypeError(

@@ -10,6 +10,7 @@ values: if one is not finite, all become NaN. The optimizer itself could not tel
 it may be given only some of them (`optax.masked`), or the finite number that clipping
 has made of an infinity."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -172,6 +173,13 @@ def were_finite(x: Array) -> Array:
     return lax.bitcast_convert_type(x, unsigned) == other.view(unsigned)
 
 
+@functools.partial(jax.jit, inline=True)
+def _spoilt_unless(finite: Array, g: Array) -> Array:
+    """`g`, or NaN in its place, in one go: `jax_debug_nans` looks at each operation."""
+    spoilt = jnp.where(jnp.isfinite(g), _nan_for_finite(g.dtype), _nan(g.dtype))
+    return jnp.where(finite, g, spoilt)
+
+
 def marked(grads: Any, verdict: Verdict | None) -> Any:
     """A tree whose gradients are marked, and all NaN if one of them is not finite."""
 
@@ -180,8 +188,7 @@ def marked(grads: Any, verdict: Verdict | None) -> Any:
             return g
         if verdict is None:
             return Unscaled(g)
-        spoilt = jnp.where(jnp.isfinite(g), _nan_for_finite(g.dtype), _nan(g.dtype))
-        one = Unscaled(jnp.where(verdict.finite, g, spoilt))
+        one = Unscaled(_spoilt_unless(verdict.finite, g))
         one._raw, one._verdict = g, verdict
         return one
 

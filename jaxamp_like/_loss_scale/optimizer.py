@@ -311,7 +311,7 @@ def loss_scale_optimizer(
         # XLA would copy into each selection. Adding -0.0 leaves even -0.0 as it is.
         zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), updates)
         updates = following.accept(updates, zeros)
-        new_inner = following.accept(new_inner, inner_state)
+        new_inner = _accepted(following, new_inner, inner_state)
         is_due = (following.overflows > 0) | _is_step(new_inner)
         # A finite microbatch within a step only ends a row of overflows.
         waiting = scaler._with(overflows=0, stuck=0)
@@ -359,6 +359,21 @@ _TWICE = (
     "`optimizer` already scales the loss: a second `loss_scale_optimizer` would "
     "unscale the gradients twice.\nWrap the outermost optimizer only, and once."
 )
+
+
+def _accepted(following: DynamicScalerState, new: Any, old: Any) -> Any:
+    """The state of the optimizer: `new`, or `old` if the step was skipped.
+
+    A part of it may get its structure from the first gradients, as the measurements of
+    `optax.monitor` do. That part is new anyway."""
+    if jax.tree.structure(new) == jax.tree.structure(old):
+        return following.accept(new, old)
+    news, node = eqx.tree_flatten_one_level(new)
+    olds, other = eqx.tree_flatten_one_level(old)
+    if node != other or len(news) < 1:
+        return new
+    pairs = zip(news, olds, strict=True)
+    return node.unflatten([_accepted(following, *pair) for pair in pairs])
 
 
 def _is_step(inner_state: Any) -> Array:

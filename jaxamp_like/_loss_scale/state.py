@@ -332,7 +332,11 @@ def static_scaler(scaler: ArrayLike) -> DynamicScalerState:
     >>> float(state.scaler), int(state.stuck)
     (1024.0, 1)
     """
-    state = DynamicScalerState(scaler=scaler, min_scaler=scaler, max_scaler=scaler)
+    # Three arrays, so that a step may have the state donated.
+    least, most = (
+        jnp.copy(scaler) if isinstance(scaler, Array) else scaler for _ in range(2)
+    )
+    state = DynamicScalerState(scaler=scaler, min_scaler=least, max_scaler=most)
     value = known(state.scaler)
     if value is not None and not SMALLEST <= value <= LARGEST:
         raise ValueError(

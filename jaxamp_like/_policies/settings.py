@@ -111,7 +111,7 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
     old, _global = _global, _Using(_INITIAL if policy is None else _as_policy(policy))
     if policy is None:  # another one may replace a default of the program
         _tell_if_unread(old)
-    if _global.policy != _INITIAL and (places := [*_wrapped_before.values()]):
+    if _computes_otherwise(_global.policy) and (places := [*_wrapped_before.values()]):
         _wrapped_before.clear()
         warn_or_raise(
             f"`set_global_policy` comes after `amp` has wrapped {places[0]} without a "
@@ -119,6 +119,12 @@ def set_global_policy(policy: Policy | PolicyMap | str | None) -> None:
             "modules that use `@amp`, or give the policy to `amp`.",
             strict=False,
         )
+
+
+def _computes_otherwise(policy: Policy | PolicyMap) -> bool:
+    """Whether `amp` does something else under a policy than under the initial one."""
+    is_map = isinstance(policy, PolicyMap)
+    return is_map or replace(policy, param_dtype=_INITIAL.param_dtype) != _INITIAL
 
 
 def _tell_if_unread(using: _Using) -> None:

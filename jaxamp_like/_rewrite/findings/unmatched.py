@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from ..._jax import Eqn, Jaxpr, Primitive, raw, scopes, source_line, subjaxprs
 from ..._policies.classes import CLASSES
@@ -12,6 +13,7 @@ from ..._policies.dictionary import (
     AMP_STOP,
     REWRITTEN,
     Key,
+    Lookup,
     Scope,
     endings,
     paths_to,
@@ -30,6 +32,11 @@ _AS_IN_PYTHON = re.compile(r"""\w+([./]\w+|\[(\d+|'\w+'|"\w+")\])*""")
 _NONE_OF_IT = "The function has no such primitive: remove the key."
 
 
+# By policy and function, the keys that have matched in some call: a function may have
+# parts that only a call in training has.
+_matched: WeakKeyDictionary[Lookup, dict[str, set[Key]]] = WeakKeyDictionary()
+
+
 class _Equation(NamedTuple):
     """What a key could have matched: part of a plan, or of an author's rule."""
 
@@ -39,12 +46,15 @@ class _Equation(NamedTuple):
 
 
 def reports_of_unmatched_keys(
-    planner: Planner, plan: Plan, steps: list[Step]
+    planner: Planner, plan: Plan, steps: list[Step], place: str
 ) -> Iterator[tuple[Key, str]]:
-    """Each key that decided nothing in a plan of `steps`, and what to say of it."""
-    unmatched = [
-        key for key in planner.policy.own_keys() if key not in plan.policy_keys
-    ]
+    """Each key that decided nothing in a plan of `steps`, and what to say of it.
+
+    Nothing is said of a key that has matched in another call of the function, which is
+    told by its `place`."""
+    matched = _matched.setdefault(planner.policy, {}).setdefault(place, set())
+    matched |= {*plan.policy_keys}
+    unmatched = [key for key in planner.policy.own_keys() if key not in matched]
     if not unmatched:
         return
     # A derivative rule is planned when JAX asks for it, which is later, or never.

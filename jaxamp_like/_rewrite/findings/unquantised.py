@@ -102,7 +102,8 @@ def _of_weights_closed_over(plan: Plan) -> str | None:
                 return None
         elif max(origins) >= Origin.MADE:
             beside.append(step)
-        else:
+        elif origins[1] is Origin.CLOSED_OVER:
+            # On the left there may be a matrix of data, such as a graph's.
             alone.append(step)
     if not beside or not alone:
         return None

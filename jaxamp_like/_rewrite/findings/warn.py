@@ -37,7 +37,7 @@ def warn_of_findings(
         steps: all steps of the plan, at any depth."""
     place = f"This is of {place_of(call.fn)}."
     for key, report in (
-        *reports_of_unmatched_keys(planner, plan, steps),
+        *reports_of_unmatched_keys(planner, plan, steps, place),
         *reports_of_scopes_low_as_written(steps),
         *reports_of_keys_that_save_nothing(planner, plan),
     ):
