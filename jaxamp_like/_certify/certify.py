@@ -19,12 +19,7 @@ from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
-from .._jax import (
-    compiling_by_names,
-    hlo_printer,
-    is_array_or_shape,
-    traced_afresh,
-)
+from .._jax import compiling_by_names, hlo_printer, is_array_or_shape, traced_afresh
 from .._policies.dictionary import REWRITTEN
 from .._reports.call import flat_call
 from .._reports.data.records import Phase

@@ -8,13 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from .._hlo.graph import (
-    COLLECTIVES,
-    CalledComputation,
-    Node,
-    Value,
-    read_by,
-)
+from .._hlo.graph import COLLECTIVES, CalledComputation, Node, Value, read_by
 from .._hlo.numbers import (
     ROUNDS,
     Numbers,

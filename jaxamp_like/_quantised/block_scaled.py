@@ -13,11 +13,7 @@ from .._rules.bilinear import bilinear
 from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .axes import Axes, site_axes
-from .block_dot import (
-    contraction_of_blocks,
-    is_emulated,
-    turned_contraction_of_blocks,
-)
+from .block_dot import contraction_of_blocks, is_emulated, turned_contraction_of_blocks
 from .blocks import BlockRounding
 from .explicit import along_axes, why_not_along_axes
 from .passes import RoundedContraction, Rounding

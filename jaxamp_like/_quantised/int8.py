@@ -315,11 +315,5 @@ def int8(
     arXiv:2211.10438; straight-through gradients after Bengio et al.,
     arXiv:1308.3432."""
     return Int8(
-        where,
-        leave,
-        parameters_only,
-        weight_only,
-        activation_max,
-        migration,
-        epsilon,
+        where, leave, parameters_only, weight_only, activation_max, migration, epsilon
     )

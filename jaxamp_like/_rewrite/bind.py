@@ -9,16 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_all, has_range
-from .._jax import (
-    Atom,
-    Jaxpr,
-    Literal,
-    as_array,
-    consts,
-    eqn_context,
-    rebind,
-    trace,
-)
+from .._jax import Atom, Jaxpr, Literal, as_array, consts, eqn_context, rebind, trace
 from .._primitives import BROADCASTING, PLACING, REDUCTIONS, is_cheap, is_statistic
 from .._primitives.matmul_precision import (
     setting,

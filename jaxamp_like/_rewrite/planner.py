@@ -266,13 +266,7 @@ class Planner:
             with self._inside(eqn, site):
                 decision, inner = handler.decide(self, eqn, site)
             return Step(
-                eqn,
-                scope,
-                match,
-                decision,
-                inner,
-                handler,
-                backward=site.backward,
+                eqn, scope, match, decision, inner, handler, backward=site.backward
             )
         rule, opaque = self._rule(eqn, scope, match)
         try:

@@ -42,9 +42,7 @@ def with_low_residuals(
 
     @functools.cache  # one function, which JAX traces once
     def derivative(
-        active: tuple[int, ...],
-        dtypes: tuple[DType | None, ...],
-        has_copies: bool,
+        active: tuple[int, ...], dtypes: tuple[DType | None, ...], has_copies: bool
     ):
         def linear(residuals, tangents):
             read = [stand_in(*x) if _is_pair(x) else x for x in residuals]

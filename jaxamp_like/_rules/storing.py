@@ -31,10 +31,7 @@ class ComputeInFull(Rule):
     def decide(self, site: Site) -> Decision:
         outs = out_facts_of(site, None, Precision.LOW)
         return Decision(
-            site.authors,
-            site.params,
-            outs,
-            "computes in its author's dtype",
+            site.authors, site.params, outs, "computes in its author's dtype"
         )
 
 

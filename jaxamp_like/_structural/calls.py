@@ -6,15 +6,7 @@ import jax
 import numpy as np
 
 from .._dtypes import cast_all
-from .._jax import (
-    Eqn,
-    bind,
-    consts,
-    eqn_context,
-    open_jaxpr,
-    run_jaxpr,
-    subjaxprs,
-)
+from .._jax import Eqn, bind, consts, eqn_context, open_jaxpr, run_jaxpr, subjaxprs
 from .._primitives import holds_rule
 from .._rules import (
     Demand,

@@ -38,21 +38,8 @@ from .._jax import (
 )
 from .._primitives import RULED, holds_rule
 from .._primitives.matmul_precision import without_setting
-from .._rules import (
-    Demand,
-    Fact,
-    Origin,
-    Precision,
-    RematSource,
-    author_dtype,
-    of_some,
-)
-from .base import (
-    Facts,
-    ProgramBinder,
-    Step,
-    dtypes_of,
-)
+from .._rules import Demand, Fact, Origin, Precision, RematSource, author_dtype, of_some
+from .base import Facts, ProgramBinder, Step, dtypes_of
 from .calls import bind_inline
 from .zeros import (
     instantiated,

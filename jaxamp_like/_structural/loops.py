@@ -22,13 +22,7 @@ from .._jax import (
     while_operands,
 )
 from .._primitives import VIEWS
-from .._rules import (
-    Demand,
-    Fact,
-    Precision,
-    Site,
-    held_in_full,
-)
+from .._rules import Demand, Fact, Precision, Site, held_in_full
 from .._rules.weights import joined
 from .base import (
     REMAT,

@@ -164,9 +164,7 @@ def _contractions(eqn: Eqn) -> Iterator[Eqn]:
             yield from _contractions(inner)
 
 
-def reports_of_scopes_low_as_written(
-    steps: list[Step],
-) -> Iterator[tuple[Key, str]]:
+def reports_of_scopes_low_as_written(steps: list[Step]) -> Iterator[tuple[Key, str]]:
     """Each key that asks for float32 where 16 bits are written, and what to say."""
     found: dict[Key, list[Step]] = {}
     for step in steps:

@@ -27,9 +27,7 @@ _IN_ONE_KERNEL = 16384
 
 
 def plain_schedule(
-    steps: Sequence[Step],
-    facts: dict[Any, Fact | None],
-    outvars: Sequence[Any],
+    steps: Sequence[Step], facts: dict[Any, Fact | None], outvars: Sequence[Any]
 ) -> Schedule:
     """The schedule of a jaxpr's steps without regions.
 
