@@ -23,8 +23,7 @@ from .._rewrite.findings.unmatched import without_amp_scopes
 from .._rewrite.findings.unquantised import asked_of, rules_of, why_not_quantised
 from .._rewrite.record import Recorder, recording
 from .._rules.conditions import name_of
-from .._structural import Step
-from .._structural.base import steps_of
+from .._structural import Step, steps_of
 from .splitting import INPUT, Split, is_call, split
 from .uses import bodies
 

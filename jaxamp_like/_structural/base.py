@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
-from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw
+from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw, variables
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
 from .._rules.low_bits import LowBits
 
@@ -94,6 +94,11 @@ class Step:
     def is_compute(self) -> bool:
         return self.match.is_compute
 
+    @property
+    def variables_read(self) -> list[Any]:
+        """The variables that it reads, once for each operand."""
+        return variables(self.eqn.invars)
+
     @functools.cached_property
     def dedup_key(self) -> Hashable:
         """What determines how the step is bound, apart from its variables."""
@@ -159,9 +164,14 @@ class Plan:
 def steps_of(plan: Plan) -> Iterator[Step]:
     """The steps of a plan, at any depth."""
     for step in plan.steps:
-        yield step
-        for inner in step.inner:
-            yield from steps_of(inner)
+        yield from steps_in(step)
+
+
+def steps_in(step: Step) -> Iterator[Step]:
+    """A step and those of the programs that it holds, at any depth."""
+    yield step
+    for plan in step.inner:
+        yield from steps_of(plan)
 
 
 class Demands(Protocol):

@@ -26,6 +26,7 @@ from .base import (
     as_results,
     decision_of,
     dtypes_of,
+    steps_of,
 )
 from .pinned import decide_pinned
 from .saved import SaveNamesToo
@@ -155,10 +156,9 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
 
 def _names_kept(plan: Plan) -> frozenset[str]:
     """Names of scales that are kept, since making them again would reduce arrays."""
-    made = (step.decision.eight_bits for step in plan.steps)
-    own = {one.kept for one in made if one is not None and one.kept is not None}
-    return frozenset(own).union(
-        *(_names_kept(inner) for step in plan.steps for inner in step.inner)
+    made = (step.decision.eight_bits for step in steps_of(plan))
+    return frozenset(
+        one.kept for one in made if one is not None and one.kept is not None
     )
 
 

@@ -37,6 +37,7 @@ from .base import (
     as_results,
     decision_of,
     dtypes_of,
+    steps_of,
 )
 from .calls import bind_closed
 from .saved import is_marked_saved, mark_saved, save_marked
@@ -221,10 +222,7 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
 
 def _holds_remat(plan: Plan) -> bool:
     """Whether some code in a plan is checkpointed by its author."""
-    return any(
-        step.eqn.primitive.name in REMAT or any(map(_holds_remat, step.inner))
-        for step in plan.steps
-    )
+    return any(step.eqn.primitive.name in REMAT for step in steps_of(plan))
 
 
 def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
