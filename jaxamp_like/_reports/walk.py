@@ -242,8 +242,8 @@ def residuals(
     Inputs of the program are live anyway and are left out."""
     inner = raw(jaxpr)
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
-    kept = (v for v in inner.outvars[num_outs:] if not isinstance(v, Literal))
-    live = [v for v in dict.fromkeys(kept) if v in made]
+    kept = dict.fromkeys(variables(inner.outvars[num_outs:]))
+    live = [v for v in kept if v in made]
     return tuple(
         _saved(v, made[v], ReportContext().at(made[v], steps), steps) for v in live
     )

@@ -78,7 +78,7 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     if any(layout is not None for layout in layouts):
         return decide_pinned(planner, eqn, site)  # a layout belongs to a dtype
-    site = site._replace(facts=tuple(planner.placed(site.facts, params)))
+    site = site._replace(facts=planner.placed(site.facts, params))
     return decide_inline(planner, eqn, site)
 
 

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from ..._jax import source_line
 from ..._rules.measured import NOT_MEASURED, Unmeasured
 from ..._structural import Plan, Step
-from .unmatched import place_of_step, without_amp_scopes
-
-_MOST = 8  # places to list
+from .unmatched import first_of, place_of_step, without_amp_scopes
 
 
 def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
@@ -23,9 +21,9 @@ def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
     or_outside = _OUTSIDE if any(map(_shapes, unknown)) else ""
     yield (
         "`amp_policy` was found by `calibrate` for a function without "
-        f"{', '.join(listed[:_MOST])}{', ...' * (len(listed) > _MOST)}: computed as "
-        "written, for the budget was not measured there. Calibrate the function as it "
-        "is now; or give the scope a policy of its own, `PolicyMap(policy, "
+        f"{first_of(listed)}: computed as written, for the budget was not measured "
+        "there. Calibrate the function as it is now; or give the scope a policy of its "
+        "own, `PolicyMap(policy, "
         f"{{{path!r}: 'bfloat16'}})`, or `policy | {{...}}` if it is a map.{or_outside}"
     )
 
