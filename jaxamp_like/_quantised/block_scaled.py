@@ -80,7 +80,7 @@ class BlockScaled(Quantising):
         why = why_no_weight_gradient(site)
         if self.weight_gradient == "compute" and why is not None:
             return why
-        if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
+        if not has_lengths(summed_axes(site.params, site.avals)):
             return "sums of a length that is not known can't be cut into blocks"
         return super().why_not(site)
 

@@ -113,8 +113,7 @@ class Quantising(Rule):
         is_dot = dot_numbers(params) is not None
         if not is_dot and not hasattr(params.get("dimension_numbers"), "rhs_spec"):
             return self  # of another primitive: see `decide`
-        shapes = [aval.shape for aval in avals]
-        return self if is_contraction(params, shapes) else compute_in_full
+        return self if is_contraction(params, avals) else compute_in_full
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.LOW
@@ -235,8 +234,7 @@ class Quantising(Rule):
         name = site.primitive.name
         if name not in self.primitives:
             return f"there are no 8-bit kernels of {name}"
-        shapes = [aval.shape for aval in site.avals]
-        if not is_contraction(site.params, shapes):
+        if not is_contraction(site.params, site.avals):
             return "a product that sums nothing"
         if any(a is None or a.itemsize == 8 for a in site.authors[:2]):
             return "its operands are no floats of 32 bits or less"
@@ -253,7 +251,7 @@ class Quantising(Rule):
                 return f"{NO_PARAMETER}, as of attention's scores"
             return NOT_OF_PARAMETERS
         if not self._is_wanted(site):
-            lengths = matmul_sizes(site.params, shapes)
+            lengths = matmul_sizes(site.params, site.avals)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
             return f"{size}not {name_of(self.where)}"
         return None
@@ -301,8 +299,7 @@ def gradient_sums(site: Site) -> tuple[Shape, Shape]:
     """The lengths that the gradients of a `dot_general`'s operands sum over.
 
     They are those of the free axes of the other operand."""
-    shapes = [aval.shape for aval in site.avals]
-    lhs, rhs = free_axes(dot_numbers(site.params), shapes)
+    lhs, rhs = free_axes(dot_numbers(site.params), site.avals)
     return rhs, lhs
 
 

@@ -137,7 +137,7 @@ def flops(eqn: Eqn) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         out = eqn.outvars[0].aval.shape
         return 2 * multiply_adds(eqn.params, lhs.shape, rhs.shape, out)
-    return 2 * size * prod(summed_axes(eqn.params, [lhs.shape, rhs.shape]))
+    return 2 * size * prod(summed_axes(eqn.params, [lhs, rhs]))
 
 
 def is_float_cast(eqn: Eqn) -> bool:
