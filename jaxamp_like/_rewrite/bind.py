@@ -526,9 +526,10 @@ class InnerProgram(NamedTuple):
         for unit in schedule_of(self.plan, self.remat_mode.has_regions).units:
             if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
                 unit = as_region(unit)
-            steps, modes = (unit,), (self.remat_mode,)
             if isinstance(unit, Region):
                 steps, modes = unit.steps, (RematMode.RECOMPUTED, unit.recomputed_mode)
+            else:
+                steps, modes = (unit,), (self.remat_mode,)
             for step in steps:
                 if step.handler is not None and step.handler.is_closed:
                     (inner,), jaxpr = step.inner, step.eqn.params["jaxpr"]
