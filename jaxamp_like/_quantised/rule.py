@@ -38,7 +38,7 @@ from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
-from .blocks import BLOCK_ROUNDINGS
+from .blocks import BlockRounding
 from .gathered import ForEachPass
 from .passes import (
     RoundedContraction,
@@ -357,7 +357,7 @@ class Prequantise(NamedTuple):
         """See `Quantiser`. Gradients of other formats than blocks round by themselves.
 
         What is made here and nobody reads, XLA leaves out."""
-        if self.for_gradient is None or not isinstance(self.how, BLOCK_ROUNDINGS):
+        if self.for_gradient is None or not isinstance(self.how, BlockRounding):
             return self(x)
         return ForEachPass(self(x), Prequantise(self.for_gradient)(x))
 
