@@ -140,10 +140,8 @@ class Quantising(Rule):
 
     def quantise(self, site: Site) -> Decision:
         """The decision for a contraction that is quantised."""
-        compute, quantisers = (
-            in_compute_dtype(site, low_of(site)),
-            self.quantisers(site),
-        )
+        compute = in_compute_dtype(site, low_of(site))
+        quantisers = self.quantisers(site)
         gradients = self.gradients(site, compute)
         bind = rounded_contraction(self.forward(site), gradients, compute, quantisers)
         # The gradient of one operand reads the other one.

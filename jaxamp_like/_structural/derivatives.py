@@ -381,10 +381,8 @@ class _Backward:
         tells how the residuals are read. The backward pass uses the same program, so
         that the author's rule is called no more often than without `amp`."""
         fn = self._fn(set(), self._moved)
-        self.known, self._cotangent_avals = (
-            _traced(fn, [*self.avals, *cotangent_avals]),
-            cotangent_avals,
-        )
+        self.known = _traced(fn, [*self.avals, *cotangent_avals])
+        self._cotangent_avals = cotangent_avals
 
     def traced(
         self, cotangent_avals: Sequence[Any], zeros: set[int]

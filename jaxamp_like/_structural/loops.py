@@ -249,10 +249,8 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
     )
     if not hoisted and not weights and not stacks:
         return bind_closed(binder, step, operands)
-    has_regions, binder = (
-        binder.has_regions,
-        binder.under_policy() if hoisted else binder,
-    )
+    has_regions = binder.has_regions
+    binder = binder.under_policy() if hoisted else binder
     dtypes = dtypes_of(step.decision.out_facts)
 
     def loop(operands, weights, stacks):

@@ -17,7 +17,8 @@ def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
         return
     places = {_place(step): source_line(step.eqn) for step in reversed(unknown)}
     listed = [f"{place} ({line})" for place, line in reversed(places.items())]
-    path = next(filter(None, map(_path, unknown)), "scope")
+    paths = ("/".join(without_amp_scopes(step.scope)) for step in unknown)
+    path = next(filter(None, paths), "scope")
     or_outside = _OUTSIDE if any(map(_shapes, unknown)) else ""
     yield (
         "`amp_policy` was found by `calibrate` for a function without "
@@ -52,7 +53,3 @@ def _shapes(step: Step) -> str:
     """The shapes of a step that was not measured, if others in its scope were."""
     rule = step.match.rule
     return rule.shapes if isinstance(rule, Unmeasured) else ""
-
-
-def _path(step: Step) -> str:
-    return "/".join(without_amp_scopes(step.scope))
