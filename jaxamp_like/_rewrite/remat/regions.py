@@ -9,13 +9,7 @@ from ..._primitives import REDUCTIONS
 from ..._rules import Fact, author_dtype
 from ..._rules.low_bits import LowBits
 from ..._structural import Step, steps_in
-from .cost import (
-    fact_dtype,
-    is_cheap_step,
-    is_sharded,
-    num_elements,
-    saved_bytes_for,
-)
+from .cost import fact_dtype, is_cheap_step, is_sharded, num_elements, saved_bytes_for
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
