@@ -391,16 +391,12 @@ class _Backward:
 
         `cotangent_avals` are the avals of the cotangents, and `zeros` says which
         results have a cotangent of zero."""
-        if (
-            self.known is not None
-            and not zeros
-            and [*self._cotangent_avals] == [*cotangent_avals]
-        ):
+        is_ahead = not zeros and [*self._cotangent_avals] == [*cotangent_avals]
+        if self.known is not None and is_ahead:
             return self.known, self._moved
         moved: set[int] = set()
-        return trace_rule(
-            self._fn(zeros, moved), [*self.avals, *cotangent_avals]
-        ), moved
+        fn = self._fn(zeros, moved)
+        return trace_rule(fn, [*self.avals, *cotangent_avals]), moved
 
     def _fn(self, zeros: set[int], moved: set[int]) -> Callable[..., list[Any]]:
         count = len(self.avals)

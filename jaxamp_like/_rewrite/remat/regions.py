@@ -34,7 +34,7 @@ def remat_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    saves: LowBits | None = None,
+    saves: LowBits | None,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, groups of which are put into remat regions.
 
